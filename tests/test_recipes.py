@@ -1,0 +1,50 @@
+"""Shipped plans: each passes its own check, and its name says what it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from threefold.plan.file import read_plan
+from threefold.rules.all import check, errors
+from threefold.units import format_tokens
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+# What the documents ask for: layout by recipe name.
+DOCUMENTED = {
+    "deepseek-v3-128k-256xh100-fp8": {"tp": 1, "cp": 32, "ep": 32, "pp": 8, "vpp": 4, "dp": 1, "edp": 1},
+    "deepseek-v3-256k-512xh100-fp8": {"tp": 1, "cp": 64, "ep": 32, "pp": 8, "vpp": 4, "edp": 2},
+    "qwen3-235b-a22b-128k-128xgb200-bf16": {"tp": 4, "cp": 4, "ep": 32, "pp": 4, "vpp": 12},
+    "deepseek-v3-4k-1024xh100-fp8": {"tp": 2, "pp": 8, "vpp": 4, "ep": 64},
+    "deepseek-v3-4k-256xgb200-mxfp8": {"tp": 1, "pp": 4, "vpp": 4, "ep": 64},
+    "qwen3-30b-a3b-4k-16xh100-bf16-overlap": {"tp": 1, "pp": 1, "ep": 16},
+}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_passes_and_is_named_after_itself(path: Path) -> None:
+    parsed = read_plan(str(path))
+    assert parsed.plan is not None, parsed.findings
+    assert errors(check(parsed.plan)) == []
+    plan = parsed.plan
+    context = format_tokens(plan.job.seq_len).lower()
+    precision = "fp8" if plan.knobs.precision.startswith("fp8") else plan.knobs.precision
+    name = f"{plan.model_name}-{context}-{plan.cluster.gpus}x{plan.cluster.chip}-{precision}"
+    assert re.fullmatch(re.escape(name) + r"(-[a-z0-9-]+)?", path.stem)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_recipe_has_the_documented_layout(name: str) -> None:
+    plan = read_plan(str(RECIPES[0].parent / f"{name}.toml")).plan
+    assert plan is not None
+    assert {axis: getattr(plan.layout, axis) for axis in DOCUMENTED[name]} == DOCUMENTED[name]
+
+
+def test_the_overlap_arms_differ_in_the_overlap_only() -> None:
+    arms = []
+    for arm in ("no-overlap", "overlap", "overlap-wgrad"):
+        plan = read_plan(str(RECIPES[0].parent / f"qwen3-30b-a3b-4k-16xh100-bf16-{arm}.toml")).plan
+        assert plan is not None
+        arms.append({p: v for p, v in plan.written if p not in ("knobs.ep_overlap", "knobs.delay_wgrad")})
+    assert arms[0] == arms[1] == arms[2]

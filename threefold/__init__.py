@@ -1,0 +1,3 @@
+"""Threefold: plan, check, rehearse, train, profile and retune Mixture-of-Experts models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,7 @@
+"""`python -m threefold`."""
+
+import sys
+
+from threefold.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""The door: one file a verb; parse, call one function, print, return a code."""

@@ -1,0 +1,60 @@
+"""`threefold check`: every finding about a plan at once."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.findings import did_you_mean, in_order
+from threefold.plan.file import dump_plan
+from threefold.plan.plan import Plan
+from threefold.rules.all import RULES, check, explain, known_slugs, repair
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser, optional=True)
+    parser.add_argument("--explain", metavar="SLUG", help="what a rule holds, why, how to confirm, how to fix")
+    parser.add_argument("--fix", metavar="OUT", help="apply the fixes of all errors and write the plan to OUT")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.explain:
+        return _explain(args.explain)
+    if args.plan is None:
+        print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
+        return 2
+    parsed, findings = plan_from(args)
+    if parsed.plan is None:
+        return print_findings(findings, args.json)
+    if args.fix:
+        return _fix(args, parsed.plan)
+    return print_findings(in_order([*findings, *check(parsed.plan)]), args.json)
+
+
+def _fix(args: argparse.Namespace, plan: Plan) -> int:
+    fixed, applied = repair(plan)
+    try:
+        Path(args.fix).write_text(dump_plan(fixed), encoding="utf-8")
+    except OSError as error:
+        print(f"threefold check: cannot write {args.fix}: {error.strerror}", file=sys.stderr)
+        return 1
+    if not args.json:
+        for finding in applied:
+            print(f"applied: {finding.rule}: {finding.fix_data}")
+        print(f"wrote {args.fix} with {len(applied)} fixes")
+    return print_findings(check(fixed), args.json)
+
+
+def _explain(slug: str) -> int:
+    said = explain(slug)
+    if said is None:
+        print(f"threefold check: no rule {slug!r}; {did_you_mean(slug, known_slugs())}", file=sys.stderr)
+        return 2
+    rule = RULES.get(slug)
+    head = f"{slug} ({rule.severity}; target: {rule.target})" if rule else f"{slug} (error; reading the plan)"
+    print(f"{head}\n\n{said.what}\n\nwhy      {said.why}\nconfirm  {said.confirm}\nfix      {said.fix}")
+    if rule and rule.follows:
+        print(f"follows  {rule.follows}")
+    if rule and rule.rows:
+        print(f"rows     {' '.join(rule.rows)}")
+    return 0

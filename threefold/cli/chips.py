@@ -1,0 +1,49 @@
+"""`threefold chips`: the catalogue, with the dated defaults that go with each chip."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from threefold.report.terminal import table
+from threefold.spec.chips import CHIPS, ChipSpec
+from threefold.spec.stacks import DISPATCHER, PRECISION
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json:
+        json.dump([dataclasses.asdict(chip) for chip in CHIPS.values()], sys.stdout, indent=2)
+        print()
+        return 0
+    header = ["chip", "GiB", "TB/s", "bf16", "fp8", "fp4", "domain", "GB/s", "net GB/s", "host GB/s", "dispatcher", "precision"]
+    print(table(header, [_row(chip) for chip in CHIPS.values()]))
+    print("\nPeaks are dense TFLOP/s; link rates are per GPU and direction. Dispatcher and precision are starting points:")
+    for name, default in DISPATCHER.items():
+        print(f"  {name:6} {default.value:9} since {default.since}: {default.evidence}")
+    for chip in CHIPS.values():
+        print(f"  {chip.name:6} sources: {'; '.join(f'{what}: {source}' for what, source in chip.sources.items())}")
+    return 0
+
+
+def _row(chip: ChipSpec) -> list[str]:
+    def peak(name: str) -> str:
+        return f"{chip.peak_flops[name] / 1e12:.0f}" if name in chip.peak_flops else "-"
+
+    return [
+        chip.name,
+        f"{chip.memory_bytes / 2**30:.0f}",
+        f"{chip.memory_bandwidth / 1e12:.2f}",
+        peak("bf16"),
+        peak("fp8"),
+        peak("fp4"),
+        str(chip.domain),
+        f"{chip.domain_bandwidth / 1e9:.0f}",
+        f"{chip.network_bandwidth / 1e9:.0f}",
+        f"{chip.host_bandwidth / 1e9:.0f}",
+        DISPATCHER[chip.name].value,
+        PRECISION[chip.architecture].value,
+    ]

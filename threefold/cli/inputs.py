@@ -1,0 +1,35 @@
+"""Arguments that several verbs share, and reading a plan from them."""
+
+import argparse
+import json
+import sys
+
+from threefold.findings import Finding, in_order
+from threefold.plan.file import read_plan
+from threefold.plan.parse import Parsed, free_findings
+from threefold.report.terminal import findings_text
+from threefold.spec.stacks import TARGETS
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument("plan", nargs="?" if optional else None, help="a plan file (TOML)")
+    parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields to override, such as layout.ep=16")
+    parser.add_argument("--target", choices=TARGETS, help="judge the plan for this stack")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def plan_from(args: argparse.Namespace) -> tuple[Parsed, list[Finding]]:
+    """The parsed plan and what was found while reading it; a draft's free fields count as findings."""
+    extra = [f'target="{args.target}"'] if args.target else []
+    parsed = read_plan(args.plan, [*args.overrides, *extra])
+    return parsed, in_order([*parsed.findings, *free_findings(parsed.free)])
+
+
+def print_findings(findings: list[Finding], as_json: bool) -> int:
+    bad = any(finding.severity == "error" for finding in findings)
+    if as_json:
+        json.dump({"ok": not bad, "findings": [finding.to_json() for finding in findings]}, sys.stdout, indent=2)
+        print()
+    else:
+        print(findings_text(findings))
+    return 1 if bad else 0

@@ -1,0 +1,52 @@
+"""`threefold VERB ...`: 0 clean or warnings only, 1 errors in the plan, 2 a wrong command line."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import threefold
+
+VERBS = {
+    "check": "judge a plan by every rule, and offer fixes",
+    "show": "print a plan completely: grids, groups, links, pipeline",
+    "rules": "list the rules",
+    "models": "list the known models, or show one",
+    "chips": "list the known chips",
+    "schema": "print the JSON Schema of plan files",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser(sys.argv[1:] if argv is None else list(argv))
+    verb = importlib.import_module(f"threefold.cli.{args.verb}")
+    try:
+        code: int = verb.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="threefold",
+        description="Plan, check and understand the training of Mixture-of-Experts models.",
+        epilog="A plan is a TOML file; any field can be overridden: threefold check plan.toml layout.ep=16",
+    )
+    parser.add_argument("--version", action="version", version=f"threefold {threefold.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for name, doc in VERBS.items():
+        sub = verbs.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
+        if name == wanted:  # only the verb that runs is imported
+            importlib.import_module(f"threefold.cli.{name}").add_arguments(sub)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""`threefold show`: a plan completed, with its grids, groups and pipeline."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.layout.degrees import AXES
+from threefold.layout.stages import format_stages
+from threefold.plan.file import dump_plan
+from threefold.plan.plan import Plan
+from threefold.report.layout import axes_text, grids_text, groups_text, pipeline_text, summary_text
+from threefold.rules.all import check, errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    parser.add_argument("--rank", type=int, default=0, help="whose groups to print (default 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    parsed, findings = plan_from(args)
+    plan = parsed.plan
+    if plan is None:
+        return print_findings(findings, args.json)
+    if not 0 <= args.rank < plan.layout.gpus:
+        print(f"threefold show: --rank {args.rank} is not one of 0 to {plan.layout.gpus - 1}", file=sys.stderr)
+        return 2
+    if not plan.layout.fits_ranks:  # without whole grids there is nothing to draw
+        return print_findings(check(plan), args.json)
+    if args.json:
+        json.dump(_as_json(plan, args.rank), sys.stdout, indent=2)
+        print()
+    else:
+        print(_as_text(plan, args.rank))
+    found = errors(check(plan))
+    if found and not args.json:
+        print(f"\n{len(found)} errors: see `threefold check`")
+    return 1 if found else 0
+
+
+def _as_text(plan: Plan, rank: int) -> str:
+    parts = [
+        dump_plan(plan, complete=True).rstrip(),
+        summary_text(plan),
+        grids_text(plan),
+        axes_text(plan),
+        groups_text(plan, rank),
+        pipeline_text(plan),
+    ]
+    return "\n\n".join(parts)
+
+
+def _as_json(plan: Plan, rank: int) -> dict[str, Any]:
+    layout = plan.layout
+    return {
+        "hash": plan.hash,
+        "fields": dict(plan.written),
+        "degrees": {axis: layout.degree(axis) for axis in AXES},
+        "links": {axis: plan.link(axis).link for axis in AXES},
+        "rank": rank,
+        "groups": {axis: list(layout.group(axis, rank)) for axis in AXES},
+        "stages": format_stages(plan.chunks),
+        "num_microbatches": plan.num_microbatches,
+    }

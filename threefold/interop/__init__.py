@@ -1,0 +1,1 @@
+"""Other formats: published runs and Megatron's names."""

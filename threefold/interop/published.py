@@ -1,0 +1,160 @@
+"""Rows of `published_runs.json` as plans: runs that others measured, with the settings behind the figure."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from threefold.plan.parse import Parsed, parse
+from threefold.plan.plan import GRAPH_SCOPES
+from threefold.spec.chips import CHIPS
+from threefold.spec.models import MODELS
+from threefold.spec.stacks import PRECISION
+
+Row = Mapping[str, Any]
+
+TUNED = ("tuned_benchmark", "controlled_ab")
+_DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+_KNOBS = {  # extra_knobs that are fields of ours under another name
+    "moe_shared_expert_overlap": "knobs.shared_expert_overlap",
+    "overlap_grad_reduce": "knobs.grad_reduce_overlap",
+    "moe_permute_fusion": "knobs.permute_fusion",
+    "fp8_param": "knobs.fp8_params",
+    "fp8_dot_product_attention": "knobs.fp8_attention",
+    "moe_router_padding_for_quantization": "knobs.router_padding",
+}
+
+
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} is no list of runs")
+    return rows
+
+
+def is_usable(row: Row) -> bool:
+    """A throughput row to calibrate on and to be judged by: MoE, settings known, tuned, not superseded."""
+    return bool(
+        row.get("is_moe")
+        and row.get("knobs_match")
+        and row.get("status") == "ok"
+        and not row.get("superseded")
+        and row.get("tflops_per_gpu")
+        and row.get("perf_class") in TUNED
+    )
+
+
+def cannot_express(row: Row) -> str | None:
+    """Why a row cannot become a plan, or None."""
+    if row.get("model") not in MODELS:
+        return f"model {row.get('model')} is not known"
+    if row.get("system") not in CHIPS:
+        return f"system {row.get('system')} is not known"
+    if row.get("task") not in ("pretrain", "sft", None):
+        return f"task {row.get('task')} is not supported"
+    if not row.get("gpus"):
+        return "the number of GPUs is not stated"
+    return None
+
+
+def plan_from_row(row: Row) -> Parsed:
+    """The plan behind a row. Axes left out are 1; settings left out keep their defaults."""
+    return parse(fields_from_row(row))
+
+
+def fields_from_row(row: Row) -> dict[str, Any]:
+    extra: Mapping[str, Any] = row.get("extra_knobs") or {}
+    fields: dict[str, Any] = {
+        "model": row["model"],
+        "target": "megatron-bridge",
+        "cluster.chip": row["system"],
+        "cluster.gpus": row["gpus"],
+        "job.seq_len": row.get("seq_len"),
+        "job.micro_batch": row.get("mbs"),
+        "job.global_batch": row.get("gbs"),
+        "job.task": row.get("task"),
+        "job.data": "synthetic" if row.get("perf_class") in TUNED else None,
+        "job.mtp": _mtp(row),
+        "job.routing": "forced-balance" if row.get("routing") == "force_balance" else None,
+        **{f"layout.{axis}": row.get(axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")},
+        "layout.stages": _stages(row),
+        "knobs.precision": _precision(row),
+        "knobs.dispatcher": row.get("dispatcher"),
+        "knobs.ep_overlap": row.get("ep_overlap"),
+        "knobs.delay_wgrad": row.get("delay_wgrad"),
+        "knobs.recompute": _recompute(row),
+        "knobs.graphs": _graphs(row),
+        "stack.release": release(row),
+    }
+    fields |= {ours: extra.get(theirs) for theirs, ours in _KNOBS.items()}
+    fields |= _memory_knobs(row, extra)
+    return {path: value for path, value in fields.items() if value is not None}
+
+
+def release(row: Row) -> str | None:
+    """'26.04.01 NeMo container' -> '26.04.01'; a card dated 2026-08-14 -> 'card-2026-08'."""
+    text = str(row.get("release") or "")
+    if found := re.match(r"\d\d\.\d\d(\.\d\d)?", text):
+        return found.group()
+    if found := re.search(r"(\d{4}-\d\d)-\d\d", text):
+        return f"card-{found.group(1)}"
+    return None
+
+
+def _precision(row: Row) -> str:
+    """A row without a stated precision ran the platform's starting point; 'fp8' alone is current scaling."""
+    stated = row.get("precision")
+    if stated is None:
+        return PRECISION[CHIPS[row["system"]].architecture].value
+    return "fp8-cs" if stated == "fp8" else str(stated)
+
+
+def _mtp(row: Row) -> int | None:
+    depths = row.get("mtp_num_layers")
+    if depths is None and row.get("pp_layout"):
+        return str(row["pp_layout"]).count("m")
+    return depths
+
+
+def _stages(row: Row) -> str | None:
+    """The layout string; an MTP layer in the string of a run without MTP is dropped, as the run dropped it."""
+    text = row.get("pp_layout")
+    if not text or (row.get("pp") or 1) == 1:
+        return None
+    return str(text).replace("m", "") if _mtp(row) == 0 else str(text)
+
+
+def _recompute(row: Row) -> list[str]:
+    return ["full"] if row.get("recompute_granularity") == "full" else list(row.get("recompute_modules") or [])
+
+
+def _graphs(row: Row) -> list[str]:
+    kind = row.get("cuda_graph_impl")
+    if kind in (None, "none"):
+        return []
+    if kind == "full_iteration":
+        return ["full_iteration"]
+    return [scope for scope in row.get("cuda_graph_scopes") or [] if scope in GRAPH_SCOPES]
+
+
+def _memory_knobs(row: Row, extra: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "knobs.optimizer_dtype": _DTYPES.get(str(extra.get("exp_avg_dtype"))),
+        "knobs.grad_dtype": _DTYPES.get(str(extra.get("main_grads_dtype"))),
+        "knobs.tp_overlap": extra.get("tp_comm_overlap") if (row.get("tp") or 1) > 1 else None,
+        "knobs.data_parallel": "fsdp" if row.get("fsdp") or extra.get("use_megatron_fsdp") else None,
+    }
+    if (row.get("dispatcher") or "") in ("deepep", "hybridep"):
+        fields["knobs.dispatch_sms"] = extra.get(f"moe_{row['dispatcher']}_num_sms")
+    if factor := extra.get("moe_expert_rank_capacity_factor"):
+        fields |= {"job.capacity_factor": factor, "job.capacity_scope": "rank"}
+    elif factor := extra.get("moe_expert_capacity_factor"):
+        fields["job.capacity_factor"] = factor
+    offload = row.get("optimizer_offload")
+    fields["knobs.optimizer_offload"] = float(offload) if offload else None
+    activations = row.get("activation_offload")
+    if isinstance(activations, Mapping):
+        fields["knobs.activation_offload"] = activations.get("fine_grained_modules")
+        fields["knobs.activation_offload_layers"] = activations.get("cpu_offloading_num_layers")
+    return fields

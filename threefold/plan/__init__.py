@@ -1,0 +1,1 @@
+"""The plan: model + cluster + job + layout + knobs, its file, and overriding one field."""

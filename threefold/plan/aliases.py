@@ -1,0 +1,135 @@
+"""Megatron's names for our fields, accepted wherever a plan field is: in files and in overrides."""
+
+from collections.abc import Callable
+from typing import Any
+
+from threefold.findings import Finding
+
+Fields = dict[str, Any]
+
+FLEX_BACKENDS = ("deepep", "hybridep")
+# Modules the documents spell one way and Megatron another; ours are Megatron's accepted spellings.
+MODULES = {"up_proj": "mla_up_proj", "norm": "layernorm", "layer_norm": "layernorm", "shared_expert": "shared_experts"}
+
+_PLAIN = {
+    "tensor_model_parallel_size": "layout.tp",
+    "pipeline_model_parallel_size": "layout.pp",
+    "virtual_pipeline_model_parallel_size": "layout.vpp",
+    "context_parallel_size": "layout.cp",
+    "expert_model_parallel_size": "layout.ep",
+    "expert_tensor_parallel_size": "layout.etp",
+    "pipeline_model_parallel_layout": "layout.stages",
+    "num_moe_experts": "model.num_experts",
+    "seq_length": "job.seq_len",
+    "sequence_length": "job.seq_len",
+    "global_batch_size": "job.global_batch",
+    "micro_batch_size": "job.micro_batch",
+    "mtp_num_layers": "job.mtp",
+    "moe_expert_capacity_factor": "job.capacity_factor",
+    "overlap_moe_expert_parallel_comm": "knobs.ep_overlap",
+    "delay_wgrad_compute": "knobs.delay_wgrad",
+    "moe_shared_expert_overlap": "knobs.shared_expert_overlap",
+    "overlap_grad_reduce": "knobs.grad_reduce_overlap",
+    "overlap_param_gather": "knobs.param_gather_overlap",
+    "tp_comm_overlap": "knobs.tp_overlap",
+    "recompute_modules": "knobs.recompute",
+    "recompute_method": "knobs.recompute_method",
+    "recompute_num_layers": "knobs.recompute_layers",
+    "gradient_accumulation_fusion": "knobs.grad_accum_fusion",
+    "moe_permute_fusion": "knobs.permute_fusion",
+    "moe_router_dtype": "knobs.router_dtype",
+    "moe_router_padding_for_fp8": "knobs.router_padding",
+    "moe_router_padding_for_quantization": "knobs.router_padding",
+    "fp8_param": "knobs.fp8_params",
+    "fp8_param_gather": "knobs.fp8_params",
+    "cuda_graph_scope": "knobs.graphs",
+    "cp_comm_type": "knobs.cp_comm",
+    "optimizer_offload_fraction": "knobs.optimizer_offload",
+    "moe_deepep_num_sms": "knobs.dispatch_sms",
+    "moe_hybridep_num_sms": "knobs.dispatch_sms",
+}
+_GROUPS = ("model", "comm_overlap", "train", "dataset", "ddp", "optimizer", "mixed_precision", "dist", "cfg")
+
+
+def resolve(path: str, value: Any) -> tuple[Fields, list[Finding]] | None:
+    """Our fields for a Megatron name, or None when the name is not one of theirs."""
+    group, _, name = path.lstrip("-").replace("-", "_").rpartition(".")
+    if group and group.removeprefix("cfg.") not in _GROUPS:
+        return None
+    if name in _PLAIN:
+        return {_PLAIN[name]: value}, []
+    convert = _CONVERTED.get(name)
+    return convert(path, value) if convert else None
+
+
+def known_names() -> list[str]:
+    return [*_PLAIN, *_CONVERTED]
+
+
+def _dispatcher_type(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    if value == "flex":
+        finding = Finding(
+            rule="flex-needs-backend",
+            at=path,
+            problem="dispatcher type flex names no backend: nothing faster would run",
+            fix={"knobs.dispatcher": "deepep"},
+            advice="or hybridep; setting the backend is enough to activate it",
+        )
+        return {}, [finding]
+    return {"knobs.dispatcher": value}, []
+
+
+def _flex_backend(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    if value in (None, "None", "none", ""):
+        return {}, []
+    return {"knobs.dispatcher": value}, []
+
+
+def _granularity(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    if value in ("selective", None):
+        return {}, []
+    return {"knobs.recompute": ["full"] if value == "full" else value}, []
+
+
+def _base_dtype(dtype: str) -> Callable[[str, Any], tuple[Fields, list[Finding]]]:
+    def convert(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+        return ({} if value is False else {"knobs.precision": dtype if value is True else value}), []
+
+    return convert
+
+
+def _both_overlaps(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    fields: Fields = {"knobs.ep_overlap": value, "knobs.delay_wgrad": value, "knobs.shared_expert_overlap": False}
+    finding = Finding(
+        rule="overlap-switch-couples",
+        at=path,
+        severity="warning",
+        problem="this switch sets ep_overlap and delay_wgrad together, so a gain cannot be attributed to either",
+        advice="for an A/B set knobs.ep_overlap and knobs.delay_wgrad apart",
+    )
+    return fields, [finding] if value is True else []
+
+
+def _force_balance(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    return {"job.routing": "forced-balance" if value is True else "learned" if value is False else value}, []
+
+
+def _cpu_offload(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    return {"knobs.optimizer_offload": 1.0 if value is True else 0.0 if value is False else value}, []
+
+
+def _no_field(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    return {}, []
+
+
+_CONVERTED: dict[str, Callable[[str, Any], tuple[Fields, list[Finding]]]] = {
+    "moe_token_dispatcher_type": _dispatcher_type,
+    "moe_flex_dispatcher_backend": _flex_backend,
+    "recompute_granularity": _granularity,
+    "bf16": _base_dtype("bf16"),
+    "fp16": _base_dtype("fp16"),
+    "moe_a2a_overlap": _both_overlaps,
+    "moe_router_force_load_balancing": _force_balance,
+    "optimizer_cpu_offload": _cpu_offload,
+    "sequence_parallel": _no_field,  # always on with tensor parallel here
+}

@@ -1,0 +1,99 @@
+"""Plan files: TOML in, TOML out, `path=value` overrides on top."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from threefold.findings import Finding
+from threefold.plan.parse import Fields, Parsed, parse
+from threefold.plan.plan import Plan
+from threefold.plan.table import FIELDS
+
+MAX_FILE_BYTES = 2**20  # a plan is a page of text; a larger file is something else
+
+
+def read_plan(path: str, overrides: Sequence[str] = ()) -> Parsed:
+    """Read a plan file and apply overrides; problems come back as findings, never as exceptions."""
+    raw, findings = _load(Path(path))
+    changes, more = parse_overrides(overrides)
+    findings.extend(more)
+    if findings:
+        return Parsed(None, {}, (), findings)
+    return parse(raw, changes, folder=Path(path).parent)
+
+
+def parse_overrides(overrides: Sequence[str]) -> tuple[Fields, list[Finding]]:
+    """`layout.ep=16`: the value is TOML where it parses as TOML, else plain text."""
+    fields: Fields = {}
+    findings = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path.strip():
+            problem = f"{override!r} is not path=value"
+            findings.append(
+                Finding(rule="unknown-field", at=path or "override", problem=problem, advice="layout.ep=16")
+            )
+            continue
+        fields[path.strip()] = _value(path.strip(), text.strip())
+    return fields, findings
+
+
+def dump_plan(plan: Plan, complete: bool = False) -> str:
+    """The plan as TOML: what differs from the defaults, or everything."""
+    fields = dict(plan.written)
+    if complete:
+        fields = {p: f.default for p, f in FIELDS.items() if f.default is not None} | fields
+    return dump_fields(fields)
+
+
+def dump_fields(fields: Fields) -> str:
+    doc: dict[str, Any] = {}
+    for path in FIELDS:
+        if path not in fields or path.startswith("model."):
+            continue
+        table, _, name = path.rpartition(".")
+        value = fields[path]
+        home = doc.setdefault(table, {}) if table else doc
+        home[name] = list(value) if isinstance(value, tuple) else value
+    cut = {p.removeprefix("model."): v for p, v in fields.items() if p.startswith("model.")}
+    if cut:
+        doc["model"] = {"name": doc["model"], **cut}
+    return tomli_w.dumps(doc)
+
+
+def _load(path: Path) -> tuple[dict[str, Any], list[Finding]]:
+    def refuse(problem: str, advice: str) -> tuple[dict[str, Any], list[Finding]]:
+        return {}, [Finding(rule="file-readable", at=str(path), problem=problem, advice=advice)]
+
+    try:
+        if path.is_dir():
+            return refuse("this is a folder", "give the path of a plan file")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        return refuse(f"cannot be read: {error.strerror or error}", "give the path of a plan file")
+    except ValueError as error:
+        return refuse(f"cannot be read: {error}", "give the path of a plan file")
+    if len(data) > MAX_FILE_BYTES:
+        return refuse(f"more than {MAX_FILE_BYTES} bytes are too many for a plan", "give the path of a plan file")
+    if not data.strip():
+        return refuse("the file is empty", 'begin with model = "qwen3-30b-a3b"')
+    try:
+        return tomllib.loads(data.decode("utf-8")), []
+    except UnicodeDecodeError as error:
+        return refuse(f"not UTF-8 text (byte {error.start})", "save the file as UTF-8")
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        return refuse(f"not valid TOML: {error}", "correct the TOML")
+
+
+def _value(path: str, text: str) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return text
+    # A release 26.10 typed as a number would turn into 26.1.
+    wants_text = path in FIELDS and FIELDS[path].types == (str,)
+    return text if wants_text and isinstance(value, int | float) else value

@@ -1,0 +1,333 @@
+"""Fields in, plan out: strict, and every error at once, each with the nearest known name."""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold.fields import Field
+from threefold.findings import Finding, FindingsError, did_you_mean, nearest, one_of
+from threefold.layout.degrees import Layout
+from threefold.layout.stages import parse_stages
+from threefold.plan import aliases
+from threefold.plan.plan import Cluster, Job, Knobs, Plan, Stack
+from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
+from threefold.spec.hf import model_from_config
+from threefold.spec.model import ModelSpec
+from threefold.spec.models import MODELS
+
+Fields = dict[str, Any]
+
+# What parsing itself refuses, for `threefold check --explain`: what, why, how to confirm, how to fix.
+EXPLAIN = {
+    "file-readable": "The plan is a readable TOML file.|A half-read plan would run something else than was meant."
+    "|Open the file at the place the message names.|Correct the TOML, or give the right path.",
+    "unknown-field": "Every key of a plan is a known field.|A misspelt knob that is silently ignored costs a run."
+    "|`threefold schema` lists all fields.|Use the name the message suggests, or delete the key.",
+    "wrong-type": "Every field has a value of its type.|'8' and 8 are not the same plan."
+    "|`threefold schema` gives the type of each field.|Write the value in the type the message names.",
+    "known-value": "Fields with fixed choices hold one of them."
+    "|An unknown dispatcher or precision cannot be priced or run.|`threefold schema` lists the choices."
+    "|Use one of the choices in the message.",
+    "in-range": "Numbers are within the range their field allows.|Degrees of zero or below place no rank."
+    "|Compare the value with the range in the message.|Set it inside the range.",
+    "known-model": "The model is known by name or by a Hugging Face configuration.|Sizes and layers come from it."
+    "|`threefold models` lists the names.|Use a listed name, or hf:path of a config.json.",
+    "model-config": "A Hugging Face configuration describes a supported family completely."
+    "|A guessed dimension would falsify every number.|Read the file the message names."
+    "|Complete it, or use a supported model_type.",
+    "stages-readable": "The pipeline layout string can be parsed.|Every layer must be on exactly one chunk."
+    "|`threefold show` prints the chunks of a plan.|Use E, t, m, L, bars, '*n' and parentheses, in that order.",
+    "flex-needs-backend": "A flex dispatcher names its backend.|Upstream, the type without the backend changes nothing:"
+    " the run keeps the speed of alltoall.|Look for the backend in the effective configuration of the run."
+    "|Set knobs.dispatcher to deepep or hybridep; that alone activates it.",
+    "overlap-switch-couples": "An A/B changes one variable.|The convenience switch moe_a2a_overlap turns on EP overlap"
+    " and delayed weight gradients together.|Compare the two knobs in `threefold show`."
+    "|Set knobs.ep_overlap and knobs.delay_wgrad apart.",
+    "one-value-per-field": "Two names for one field say the same.|Upstream, a dispatcher type of alltoall beside a"
+    " flex backend silently keeps alltoall.|Look for both spellings in the file or on the command line."
+    "|Keep one; the field of the plan alone is enough.",
+    "no-free-field": "A plan that is checked has a value in every field.|'auto' marks a draft: a question, not a plan."
+    '|Search the file for "auto".|Write a value.',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a file gave: a plan where possible, the fields left free, and everything found on the way."""
+
+    plan: Plan | None
+    fields: Fields
+    free: tuple[str, ...]
+    findings: list[Finding]
+
+
+def parse(
+    raw: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
+    model: ModelSpec | None = None,
+) -> Parsed:
+    """Turn nested or dotted fields into a plan. `folder` is where relative hf: paths start."""
+    fields, findings = normalise(raw)
+    changes, more = normalise(overrides or {})
+    fields, findings = {**fields, **changes}, findings + more
+    if fields.get("knobs.dispatcher") in aliases.FLEX_BACKENDS:
+        findings = [finding for finding in findings if finding.rule != "flex-needs-backend"]
+    free = tuple(path for path, value in fields.items() if value == AUTO and path in FREE)
+    set_fields = {path: value for path, value in fields.items() if path not in free}
+    name = set_fields.get("model")
+    if name is None:
+        findings.append(_missing_model())
+    elif model is None:
+        name, model = _find_model(str(name), folder, findings)
+        set_fields["model"] = name
+    if model and not model.is_moe and "model.num_experts" in set_fields:
+        findings.append(_no_experts(model))
+    findings.extend(_stage_findings(set_fields))
+    if model is None or free or any(finding.severity == "error" for finding in findings):
+        return Parsed(None, set_fields, free, findings)
+    return Parsed(_build(set_fields, model), set_fields, free, findings)
+
+
+def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
+    """A copy of the plan with some fields set, or put back to their defaults with None."""
+    kept = {path: value for path, value in plan.written if path not in changes}
+    given = {path: value for path, value in changes.items() if value is not None}
+    touches_model = any(path == "model" or path.startswith("model.") for path in changes)
+    parsed = parse(kept, given, model=None if touches_model else plan.model)
+    if parsed.plan is None:
+        raise FindingsError(parsed.findings or free_findings(parsed.free))
+    return parsed.plan
+
+
+def free_findings(free: tuple[str, ...]) -> list[Finding]:
+    """What `check` says about a draft."""
+    return [
+        Finding(
+            rule="no-free-field",
+            at=path,
+            problem='"auto" is a question, not a value: this is a draft',
+            fix={path: FIELDS[path].default} if FIELDS[path].default is not None else None,
+            advice="" if FIELDS[path].default is not None else "write a value",
+        )
+        for path in free
+    ]
+
+
+def normalise(raw: Mapping[str, Any]) -> tuple[Fields, list[Finding]]:
+    """Flatten, resolve aliases, check every value on its own."""
+    fields: Fields = {}
+    findings: list[Finding] = []
+    said: dict[str, str] = {}
+    for path, value in _flatten(raw):
+        renamed = {path: value} if path in FIELDS else None
+        if renamed is None:
+            resolved = aliases.resolve(path, value)
+            if resolved is None:
+                findings.append(_unknown(path))
+                continue
+            renamed, more = resolved
+            findings.extend(more)
+        for target, given in renamed.items():
+            checked, problem = _coerce(FIELDS[target], given)
+            if problem:
+                findings.append(problem)
+            elif fields.get(target, checked) != checked:
+                findings.append(_contradiction(target, said[target], path, fields[target], checked))
+            else:
+                fields[target], said[target] = checked, path
+    return fields, findings
+
+
+def _contradiction(target: str, first: str, second: str, kept: Any, other: Any) -> Finding:
+    return Finding(
+        rule="one-value-per-field",
+        at=target,
+        problem=f"{first} says {_show(kept)}, {second} says {_show(other)}",
+        advice=f"keep one of the two; {target} alone is enough",
+    )
+
+
+def _no_experts(model: ModelSpec) -> Finding:
+    problem = f"{model.name} has no routed experts to cut"
+    return Finding(rule="unknown-field", at="model.num_experts", problem=problem, advice="delete it")
+
+
+def _stage_findings(fields: Fields) -> list[Finding]:
+    if "layout.stages" not in fields:
+        return []
+    try:
+        parse_stages(fields["layout.stages"])
+    except FindingsError as error:
+        return error.findings
+    return []
+
+
+def _flatten(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in raw.items():
+        path = f"{prefix}{key}"
+        is_table = path in TABLES or path == "model"
+        # No known name has more than three parts: a deeper table is unknown without looking inside.
+        if isinstance(value, Mapping) and (is_table or (value and path.count(".") < 3)):
+            yield from _flatten(value, path + ".")
+        else:
+            yield ("model" if path == "model.name" else path), value
+
+
+def _find_model(name: str, folder: Path | None, findings: list[Finding]) -> tuple[str, ModelSpec | None]:
+    if not name.startswith("hf:"):
+        if name not in MODELS:
+            near = nearest(name.lower(), MODELS)
+            fix = {"model": one_of(*near)} if near else None
+            advice = "" if near else "`threefold models` lists the known ones"
+            findings.append(
+                Finding(rule="known-model", at="model", problem=f"no model named {name!r}", fix=fix, advice=advice)
+            )
+        return name, MODELS.get(name)
+    path = Path(name.removeprefix("hf:"))
+    try:
+        path = path.expanduser()
+        if folder and not path.is_absolute() and (folder / path).exists():
+            path = folder / path
+        return f"hf:{path}", model_from_config(path)
+    except FindingsError as error:
+        findings.extend(error.findings)
+    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown ~user
+        problem = f"cannot read {_show(str(path))}: {error}"
+        findings.append(Finding(rule="model-config", at="model", problem=problem, advice="give a folder or file"))
+    return name, None
+
+
+def _build(fields: Fields, model: ModelSpec) -> Plan:
+    cut = {path.removeprefix("model."): value for path, value in fields.items() if path.startswith("model.")}
+    tables = {
+        name: {path.removeprefix(f"{name}."): v for path, v in fields.items() if path.startswith(f"{name}.")}
+        for name in TABLES
+    }
+    cluster = Cluster(**tables["cluster"])
+    written = tuple(sorted((path, v) for path, v in fields.items() if v != FIELDS[path].default))
+    return Plan(
+        model=model.cut(**cut) if cut and not _is_cut(model, cut) else model,
+        model_name=fields["model"],
+        target=fields.get("target", FIELDS["target"].default),
+        cluster=cluster,
+        job=Job(**tables["job"]),
+        layout=Layout(**tables["layout"], gpus=cluster.gpus),
+        knobs=Knobs(**tables["knobs"]),
+        stack=Stack(**tables["stack"]),
+        written=written,
+    )
+
+
+def _is_cut(model: ModelSpec, cut: Mapping[str, int]) -> bool:
+    return all(getattr(model, name) == value for name, value in cut.items())
+
+
+def _coerce(field: Field, value: Any) -> tuple[Any, Finding | None]:
+    if value == AUTO and field.path in FREE:
+        return value, None
+    value, kind = _as_type(field, value)
+    if kind is None:
+        return None, _wrong_type(field, value)
+    for word in value if isinstance(value, tuple) else (value,):
+        if field.choices and word not in field.choices:
+            return None, _not_a_choice(field, value, word)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = field.at_least, field.at_most
+        if (low is not None and value < low) or (high is not None and value > high):
+            return None, _out_of_range(field, value)
+    return value, None
+
+
+def _as_type(field: Field, value: Any) -> tuple[Any, type | None]:
+    """The value in one of the field's types, with the type; None as type when it fits none."""
+    if bool in field.types:
+        return value, bool if isinstance(value, bool) else None
+    if isinstance(value, bool):
+        return value, None
+    if int in field.types and isinstance(value, float) and value.is_integer() and math.isfinite(value):
+        value = int(value)
+    if int in field.types and isinstance(value, int):
+        return value, int
+    if float in field.types and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+        return float(value), float
+    if str in field.types and isinstance(value, str):
+        return value, str
+    if list in field.types:
+        return _as_words(field, value)
+    return value, None
+
+
+def _as_words(field: Field, value: Any) -> tuple[Any, type | None]:
+    if isinstance(value, str):
+        value = [word.strip() for word in value.split(",") if word.strip()]
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        return value, None
+    words = [aliases.MODULES.get(word, word) if field.path == "knobs.recompute" else word for word in value]
+    return tuple(words if field.path == "knobs.cp_comm" else dict.fromkeys(words)), list
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list nested as deep
+        return "this value"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of names"}
+
+
+def _wrong_type(field: Field, value: Any) -> Finding:
+    wanted = " or ".join(_TYPE_NAMES[kind] for kind in field.types)
+    problem = f"{_show(value)} is not {wanted}"
+    return Finding(rule="wrong-type", at=field.path, problem=problem, advice=f"write {wanted}: {field.doc}")
+
+
+def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
+    near = nearest(str(word), field.choices)
+    problem = f"{_show(word)} is not known here"
+    advice = f"choices: {', '.join(field.choices)}"
+    if not near:
+        return Finding(rule="known-value", at=field.path, problem=problem, advice=advice)
+    replaced = [near[0] if w == word else w for w in value] if isinstance(value, tuple) else near[0]
+    fix = {field.path: replaced}
+    return Finding(rule="known-value", at=field.path, problem=problem, fix=fix, advice=advice)
+
+
+def _out_of_range(field: Field, value: float) -> Finding:
+    low, high = field.at_least, field.at_most
+    too_low = low is not None and value < low
+    bound = low if too_low else high
+    assert bound is not None
+    edge = int(bound) if int in field.types else bound
+    problem = f"{_show(value)} is {'below' if too_low else 'above'} {edge}"
+    return Finding(rule="in-range", at=field.path, problem=problem, fix={field.path: edge}, advice=field.doc)
+
+
+def _unknown(path: str) -> Finding:
+    table, _, name = path.rpartition(".")
+    siblings = [p for p in FIELDS if p.rpartition(".")[0] == table]
+    close = nearest(path, FIELDS) or [
+        p for p in FIELDS if p.rpartition(".")[2] in nearest(name, [q.rpartition(".")[2] for q in FIELDS])
+    ]
+    if close:
+        advice = f"did you mean {' or '.join(close[:3])}?"
+    elif near := nearest(name, aliases.known_names()):
+        advice = f"did you mean {' or '.join(near)}?"
+    elif siblings and table:
+        advice = f"fields of {table}: {', '.join(p.rpartition('.')[2] for p in siblings)}"
+    else:
+        advice = did_you_mean(path.partition(".")[0], ["model", "target", *TABLES])
+    if name in ("dp", "edp"):
+        advice = f"{name} follows from cluster.gpus and the other degrees; delete it"
+    return Finding(rule="unknown-field", at=path, problem="no such field", advice=advice)
+
+
+def _missing_model() -> Finding:
+    return Finding(
+        rule="known-model", at="model", problem="the plan names no model", advice='add model = "qwen3-30b-a3b"'
+    )

@@ -1,0 +1,209 @@
+"""The value every verb speaks of. Frozen; every change makes a copy. Cross-field checks live in `rules/`."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from threefold.fields import MAX_INT, MAX_RANKS, item
+from threefold.layout.degrees import Layout
+from threefold.layout.links import AxisLink, axis_link, domain_ranks
+from threefold.layout.stages import Chunk, balance, parse_stages
+from threefold.spec.chips import CHIPS, ChipSpec
+from threefold.spec.model import ModelSpec
+
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise", "mxfp8", "nvfp4")
+DISPATCHERS = ("local", "alltoall", "deepep", "hybridep")
+RECOMPUTE_MODULES = (
+    "layernorm",
+    "core_attn",
+    "moe_act",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "mla_up_proj",
+    "gdn_norm_out",
+    "full",
+)
+GRAPH_SCOPES = ("attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration")
+OFFLOAD_MODULES = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+)
+CP_COMM = ("p2p", "all_gather", "a2a", "a2a+p2p")
+STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machine: how many of which chip."""
+
+    chip: str = item("chip name", "cpu", choices=tuple(CHIPS))
+    gpus: int = item("GPUs (on cpu: processes) in all", 1, at_least=1, at_most=MAX_RANKS)
+    gpus_per_node: int | None = item("GPUs in a node; absent: the chip's usual", at_least=1, at_most=MAX_INT)
+    domain: int | None = item("GPUs joined by NVLink; absent: the chip's usual", at_least=1, at_most=MAX_INT)
+
+    @property
+    def spec(self) -> ChipSpec:
+        return CHIPS[self.chip]
+
+    @property
+    def node(self) -> int:
+        return self.gpus_per_node or self.spec.gpus_per_node
+
+    @property
+    def domain_ranks(self) -> int:
+        """Consecutive ranks that share an NVLink domain."""
+        return domain_ranks(self.spec, self.gpus, self.domain)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained. Changing a job changes the result; changing a knob does not."""
+
+    seq_len: int = item("tokens in a sequence", 4096, at_least=1, at_most=MAX_INT)
+    global_batch: int = item("sequences in an optimizer step", 1, at_least=1, at_most=MAX_INT)
+    micro_batch: int = item("sequences in a microbatch on one data-parallel rank", 1, at_least=1, at_most=MAX_INT)
+    task: str = item("what kind of training", "pretrain", choices=("pretrain", "sft"))
+    optimizer: str = item("optimizer", "adamw", choices=("adamw", "muon"))
+    data: str | tuple[str, ...] = item(
+        "'embedded' (the corpus made at set-up), 'synthetic' (benchmark-only), or paths of token shards", "embedded"
+    )
+    packing: bool = item("pack documents into sequences, with their boundaries kept by attention", False)
+    dynamic_length: bool = item("sequence lengths differ between microbatches, unpadded", False)
+    routing: str = item("who chooses the experts", "learned", choices=("learned", "forced-balance"))
+    capacity_factor: float | None = item(
+        "tokens an expert may take, over its fair share; absent: dropless", at_least=0.1
+    )
+    capacity_scope: str = item(
+        "capacity per expert (drop and pad) or per rank (static buffers)", "expert", choices=("expert", "rank")
+    )
+    mtp: int | None = item("multi-token-prediction depths trained; absent: all the model has", at_least=0, at_most=64)
+    freeze: tuple[str, ...] = item("parts that do not train", (), choices=("vision", "projector", "language"))
+    images: float | None = item("images in a sequence, on average; absent: unknown", at_least=0, at_most=MAX_INT)
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What trades time for memory and leaves the model alone."""
+
+    precision: str = item("format of GEMM inputs; the base stays bf16 below 16 bits", "bf16", choices=PRECISIONS)
+    dispatcher: str = item("how tokens travel to experts", "alltoall", choices=DISPATCHERS)
+    dispatch_sms: int | None = item("multiprocessors given to the flex dispatcher", at_least=1, at_most=1024)
+    recompute: tuple[str, ...] = item("modules whose forward is redone in backward", (), choices=RECOMPUTE_MODULES)
+    recompute_method: str | None = item("how full recompute takes layers", choices=("uniform", "block"))
+    recompute_layers: int | None = item("layers per unit (uniform) or in all (block)", at_least=1, at_most=MAX_INT)
+    ep_overlap: bool = item("hide dispatch and combine behind another microbatch", False)
+    delay_wgrad: bool = item("run weight gradients where they hide communication", False)
+    shared_expert_overlap: bool = item("run shared experts beside dispatch; not with ep_overlap", False)
+    grad_reduce_overlap: bool = item("reduce gradients during backward", True)
+    param_gather_overlap: bool = item("gather parameters during forward", True)
+    tp_overlap: bool = item("overlap tensor-parallel communication with GEMMs", False)
+    graphs: tuple[str, ...] = item("CUDA graph scopes", (), choices=GRAPH_SCOPES)
+    optimizer_offload: float = item("fraction of optimizer states kept on the host", 0.0, at_least=0, at_most=1)
+    activation_offload: tuple[str, ...] = item(
+        "modules whose saved tensors go to the host", (), choices=OFFLOAD_MODULES
+    )
+    activation_offload_layers: int = item(
+        "whole layers whose saved tensors go to the host", 0, at_least=0, at_most=MAX_INT
+    )
+    optimizer_dtype: str = item("dtype of the optimizer's moments", "fp32", choices=STATE_DTYPES)
+    grad_dtype: str = item("dtype of accumulated gradients", "fp32", choices=("fp32", "bf16"))
+    data_parallel: str = item("who shards what over data parallel", "zero1", choices=("zero1", "fsdp", "hsdp"))
+    grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)
+    permute_fusion: bool = item("fused permutation kernels", True)
+    router_dtype: str = item("dtype of the router", "fp32", choices=("fp32", "bf16"))
+    router_padding: bool = item("pad tokens per expert to what quantised GEMMs want", False)
+    fp8_params: bool = item("keep weights in the GEMM format, not in bf16", False)
+    fp8_attention: bool = item("FP8 inside the attention kernel", False)
+    cp_comm: str | tuple[str, ...] = item(
+        "context-parallel communication, for all layers or one a layer", "p2p", choices=CP_COMM
+    )
+    max_connections: int | None = item(
+        "CUDA_DEVICE_MAX_CONNECTIONS; absent: the launcher chooses", at_least=1, at_most=32
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Versions of the software, where they matter. Absent: unknown, and no rule speaks of it."""
+
+    torch: str | None = item("PyTorch version, such as 2.11.0")
+    te: str | None = item("Transformer Engine version")
+    release: str | None = item("container or package release, such as 26.06")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete plan."""
+
+    model: ModelSpec
+    model_name: str  # as written: a name or hf:path
+    target: str
+    cluster: Cluster
+    job: Job
+    layout: Layout
+    knobs: Knobs
+    stack: Stack
+    written: tuple[tuple[str, Any], ...] = ()  # the fields that differ from their defaults, in order
+
+    @property
+    def chip(self) -> ChipSpec:
+        return self.cluster.spec
+
+    @property
+    def mtp(self) -> int:
+        """MTP depths trained."""
+        return self.model.mtp_layers if self.job.mtp is None else self.job.mtp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one data-parallel rank in a step; 0 where the batch does not divide."""
+        sequences = self.layout.dp * self.job.micro_batch
+        return self.job.global_batch // sequences if sequences else 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.job.global_batch * self.job.seq_len
+
+    @property
+    def is_long(self) -> bool:
+        """Long context begins where a rank no longer holds a short sequence whole: past 32K."""
+        return self.job.seq_len >= 32_768
+
+    @property
+    def is_vlm(self) -> bool:
+        return self.model.vision is not None
+
+    @property
+    def full_recompute(self) -> bool:
+        return "full" in self.knobs.recompute
+
+    @property
+    def low_precision(self) -> bool:
+        return self.knobs.precision not in ("bf16", "fp16", "fp32")
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """What each virtual stage holds: the written string, or a balanced one."""
+        if self.layout.stages is not None:
+            return parse_stages(self.layout.stages)
+        most = self.model.num_layers + self.mtp + 2  # more chunks than items: a rule says so
+        return balance(self.model.num_layers, min(self.layout.chunks, most), self.mtp)
+
+    def link(self, axis: str) -> AxisLink:
+        return axis_link(self.layout, axis, self.cluster.domain_ranks)
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits: equal for equal plans, whatever the order or spelling of their file."""
+        facts = asdict(self.model) if self.model_name.startswith("hf:") else None
+        text = json.dumps([sorted(self.written), facts], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]

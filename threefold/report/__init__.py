@@ -1,0 +1,1 @@
+"""Telling: terminal text. Computes nothing."""

@@ -1,0 +1,36 @@
+"""Text for terminals and pipes: plain when piped, as wide as it needs to be."""
+
+import re
+from collections.abc import Sequence
+
+from threefold.findings import Finding
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns wide enough for their longest cell; numbers to the right, text to the left."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    numeric = [bool(rows) and all(_is_number(row[i]) for row in rows) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *(line(row) for row in rows)])
+
+
+def _is_number(cell: str) -> bool:
+    return cell in ("", "-") or re.fullmatch(r"[\d.,]+[KMBT%]?", cell) is not None
+
+
+def findings_text(findings: Sequence[Finding]) -> str:
+    """All findings and a last line that counts them."""
+    bad = sum(finding.severity == "error" for finding in findings)
+    counts = f"{_many(bad, 'error')}, {_many(len(findings) - bad, 'warning')}"
+    return "\n".join([*(str(finding) for finding in findings), counts if findings else "no findings"])
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,38 @@
+"""Every rule, loaded: importing this module fills the registry."""
+
+from threefold.rules import (
+    batch,
+    context,
+    dispatch,
+    fold,
+    graphs,
+    memory,
+    overlap,
+    precision,
+    recompute,
+    shape,
+    stacks,
+    vision,
+)
+from threefold.rules.base import RULES, check, errors, explain, known_slugs, repair
+
+__all__ = [
+    "RULES",
+    "batch",
+    "check",
+    "context",
+    "dispatch",
+    "errors",
+    "explain",
+    "fold",
+    "graphs",
+    "known_slugs",
+    "memory",
+    "overlap",
+    "precision",
+    "recompute",
+    "repair",
+    "shape",
+    "stacks",
+    "vision",
+]

@@ -1,0 +1,145 @@
+"""The rule registry. A rule is a function from a plan to findings; its name is its slug.
+
+Its docstring says what it holds (first paragraph), then `Why:`, `Confirm:` and `Fix:`, which
+`threefold check --explain` prints. `rows` are the ids of the mission it covers.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from threefold.findings import Finding, FindingsError, Severity, in_order
+from threefold.plan.parse import EXPLAIN, change
+from threefold.plan.plan import Plan
+
+Check = Callable[[Plan], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    what: str
+    why: str
+    confirm: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    slug: str
+    check: Check
+    severity: Severity
+    target: str  # a stack, or "both"
+    rows: tuple[str, ...]
+    follows: str  # where upstream code or a published figure says so
+    explanation: Explanation
+    home: str
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(
+    rows: str = "", severity: Severity = "error", target: str = "both", follows: str = ""
+) -> Callable[[Check], Check]:
+    """Register a function as a rule."""
+
+    def register(check: Check) -> Check:
+        slug = check.__name__.replace("_", "-")
+        if slug in RULES:
+            raise ValueError(f"two rules named {slug}")
+        explanation = _read_docstring(check)
+        RULES[slug] = Rule(slug, check, severity, target, tuple(rows.split()), follows, explanation, check.__module__)
+        return check
+
+    return register
+
+
+def check(plan: Plan, target: str | None = None) -> list[Finding]:
+    """Every finding about a plan at once, errors first."""
+    stack = target or plan.target
+    found: list[Finding] = []
+    for one in RULES.values():
+        if one.target in ("both", stack):
+            found.extend(_signed(finding, one, plan) for finding in one.check(plan))
+    return in_order(found)
+
+
+def _signed(finding: Finding, one: Rule, plan: Plan) -> Finding:
+    """The finding with its rule's name; a fix need not delete what was never written."""
+    written = dict(plan.written)
+    fix = {path: v for path, v in (finding.fix or {}).items() if v is not None or path in written}
+    return replace(finding, rule=one.slug, severity=one.severity, fix=fix)
+
+
+def errors(findings: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def repair(plan: Plan, severity: Severity = "error", most: int = 60) -> tuple[Plan, list[Finding]]:
+    """Apply fixes until no finding of this severity has one; returns the plan and what was applied."""
+    applied: list[Finding] = []
+    for _ in range(most):
+        curable = [f for f in check(plan) if f.severity == severity and f.fix_data]
+        if not curable:
+            break
+        first = curable[0]
+        try:
+            plan = change(plan, first.fix_data or {})
+        except FindingsError:
+            break
+        applied.append(first)
+    return plan, applied
+
+
+def explain(slug: str) -> Explanation | None:
+    """What a slug means, whether a rule or parsing speaks it."""
+    if slug in RULES:
+        return RULES[slug].explanation
+    if slug in EXPLAIN:
+        return Explanation(*EXPLAIN[slug].split("|"))
+    return None
+
+
+def known_slugs() -> list[str]:
+    return [*RULES, *EXPLAIN]
+
+
+def _read_docstring(check: Check) -> Explanation:
+    doc = inspect.getdoc(check) or ""
+    parts = re.split(r"\n+(Why|Confirm|Fix):", doc)
+    said: dict[str, Any] = dict(zip(parts[1::2], parts[2::2], strict=True))
+    missing = [name for name in ("Why", "Confirm", "Fix") if not said.get(name, "").strip()]
+    if missing or not parts[0].strip():
+        raise ValueError(f"rule {check.__name__} lacks {missing or 'a first line'} in its docstring")
+    what, why, confirm, fix = (
+        " ".join(text.split()) for text in (parts[0], *(said[n] for n in ("Why", "Confirm", "Fix")))
+    )
+    return Explanation(what, why, confirm, fix)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def best_degree(allowed: Iterable[int], wanted: int) -> list[int]:
+    """Up to two allowed degrees around the wanted one, the smaller first: less parallelism always runs."""
+    below = [d for d in allowed if d <= wanted]
+    above = [d for d in allowed if d > wanted]
+    return [*below[-1:], *above[:1]]
+
+
+def version(text: str) -> tuple[int, ...]:
+    """'2.11.0+cu130' -> (2, 11, 0). Text without digits sorts before every release."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def older(text: str | None, than: str) -> bool:
+    """Whether a stated version is older; an unstated one is never complained about."""
+    return text is not None and version(text) < version(than)
+
+
+def without(words: tuple[str, ...], *gone: str) -> list[str]:
+    return [word for word in words if word not in gone]

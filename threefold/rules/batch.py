@@ -1,0 +1,143 @@
+"""Batch, microbatches and the pipeline they fill."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import rule
+
+
+def batch_step(plan: Plan) -> int:
+    """Global batches are whole multiples of this: every rank gets whole microbatches, every stage its turn."""
+    step = max(1, plan.layout.dp) * plan.job.micro_batch
+    if plan.layout.pp > 1 and plan.layout.pipeline_schedule == "interleaved":
+        step *= plan.layout.pp
+    return step
+
+
+def _round_up(batch: int, step: int) -> int:
+    return max(1, -(-batch // step)) * step
+
+
+@rule(rows="LC-GBS CF-FIX")
+def batch_divides_dp(plan: Plan) -> Iterator[Finding]:
+    """The global batch is a whole number of microbatches on every data-parallel rank.
+
+    Why: a step ends when all ranks have done the same number of microbatches.
+    Confirm: divide job.global_batch by DP x job.micro_batch (`threefold show` prints DP).
+    Fix: the next batch that divides.
+    """
+    layout, job = plan.layout, plan.job
+    share = layout.dp * job.micro_batch
+    if layout.fits_ranks and job.global_batch % share:
+        yield Finding(
+            at="job.global_batch",
+            problem=f"{job.global_batch} sequences do not divide by DP {layout.dp} x microbatch {job.micro_batch}",
+            fix={"job.global_batch": _round_up(job.global_batch, batch_step(plan))},
+        )
+
+
+@rule(rows="PP-VPP", follows="Megatron-LM core/pipeline_parallel/schedules.py; torch Interleaved1F1B")
+def interleaved_fills_pipeline(plan: Plan) -> Iterator[Finding]:
+    """An interleaved pipeline has at least PP microbatches, in equal rounds; DualPipeV needs two rounds.
+
+    Why: chunks take turns in rounds of about PP microbatches. Megatron can choose the size of a round, torch's
+        schedule cuts the microbatches into as many equal rounds as have PP of them.
+    Confirm: `threefold show` prints the number of microbatches.
+    Fix: a global batch that gives whole rounds.
+    """
+    layout, count = plan.layout, plan.num_microbatches
+    if layout.pp == 1 or not layout.fits_ranks or plan.job.global_batch % (layout.dp * plan.job.micro_batch):
+        return
+    share = layout.dp * plan.job.micro_batch
+    if layout.pipeline_schedule == "interleaved":
+        uneven = count >= layout.pp and count % (count // layout.pp) and plan.target == "threefold"
+        if count < layout.pp or uneven:
+            problem = f"{count} microbatches are no equal rounds of at least PP {layout.pp}"
+            fix = {"job.global_batch": _round_up(plan.job.global_batch, share * layout.pp)}
+            yield Finding(at="job.global_batch", problem=problem, fix=fix)
+    elif layout.pipeline_schedule == "dualpipev" and count < 2 * layout.pp:
+        problem = f"dualpipev needs {2 * layout.pp} microbatches to fill both directions, not {count}"
+        yield Finding(at="job.global_batch", problem=problem, fix={"job.global_batch": 2 * layout.pp * share})
+
+
+@rule(severity="warning", rows="PP-VPP PW-COMMSIG")
+def pipeline_bubble_small(plan: Plan) -> Iterator[Finding]:
+    """The pipeline idles less than a fifth of the step.
+
+    Why: filling and draining cost (PP - 1) / (VPP x microbatches + PP - 1) of the time.
+    Confirm: compute it from `threefold show`, or look for idle stages in a trace.
+    Fix: more microbatches, or more chunks a rank.
+    """
+    layout, count = plan.layout, plan.num_microbatches
+    if layout.pp == 1 or count == 0:
+        return
+    idle = (layout.pp - 1) / (layout.vpp * count + layout.pp - 1)
+    if idle > 0.2:
+        need = -(-4 * (layout.pp - 1) // layout.vpp)
+        batch = _round_up(need * layout.dp * plan.job.micro_batch, batch_step(plan))
+        yield Finding(
+            at="job.global_batch",
+            problem=f"{count} microbatches on PP {layout.pp} x VPP {layout.vpp} leave the pipeline idle {idle:.0%}",
+            fix={"job.global_batch": batch},
+            advice="or raise layout.vpp",
+        )
+
+
+@rule(rows="PP-STATIC")
+def pipeline_needs_static_lengths(plan: Plan) -> Iterator[Finding]:
+    """With a pipeline every microbatch has the same length.
+
+    Why: stages exchange tensors of a size agreed beforehand; another length reads the wrong bytes or hangs.
+    Confirm: job.dynamic_length with layout.pp above 1.
+    Fix: pad or pack to job.seq_len.
+    """
+    if plan.job.dynamic_length and plan.layout.pp > 1:
+        yield Finding(
+            at="job.dynamic_length",
+            problem=f"lengths vary between microbatches, but PP {plan.layout.pp} stages exchange fixed sizes",
+            fix={"job.dynamic_length": False},
+            advice="pad or pack to job.seq_len",
+        )
+
+
+@rule(severity="warning", rows="RT-FORCE")
+def forced_balance_is_benchmark(plan: Plan) -> Iterator[Finding]:
+    """Forced balance is for benchmarks; such a run is labelled benchmark-only.
+
+    Why: the router is overruled, so the model learns nothing about routing and load looks perfect.
+    Confirm: job.routing in the run's contract.
+    Fix: learned routing for training.
+    """
+    if plan.model.is_moe and plan.job.routing == "forced-balance":
+        problem = "forced balance overrules the router: this run is benchmark-only"
+        yield Finding(at="job.routing", problem=problem, fix={"job.routing": "learned"})
+
+
+@rule(severity="warning", rows="RT-FORCE CF-MOCK")
+def synthetic_data_is_benchmark(plan: Plan) -> Iterator[Finding]:
+    """Synthetic data is for benchmarks; such a run is labelled benchmark-only.
+
+    Why: there is nothing to learn in it, and it hides the cost of loading, packing and uneven lengths.
+    Confirm: job.data in the run's contract.
+    Fix: real data, or the embedded corpus.
+    """
+    if plan.job.data == "synthetic":
+        yield Finding(at="job.data", problem="synthetic data: this run is benchmark-only", fix={"job.data": "embedded"})
+
+
+@rule(severity="warning", rows="EX-DROP")
+def capacity_is_used(plan: Plan) -> Iterator[Finding]:
+    """Capacity settings need experts, and a scope needs a factor.
+
+    Why: without a factor routing is dropless and the scope means nothing.
+    Confirm: job.capacity_factor.
+    Fix: delete the setting that has no effect.
+    """
+    job = plan.job
+    if job.capacity_factor is not None and not plan.model.is_moe:
+        problem = f"a capacity factor on {plan.model.name}, which has no experts"
+        yield Finding(at="job.capacity_factor", problem=problem, fix={"job.capacity_factor": None})
+    elif job.capacity_scope != "expert" and job.capacity_factor is None:
+        problem = f"capacity per {job.capacity_scope} without a capacity factor"
+        yield Finding(at="job.capacity_scope", problem=problem, fix={"job.capacity_scope": None})

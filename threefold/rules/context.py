@@ -1,0 +1,182 @@
+"""Long context: how the sequence is cut, and what a short-context plan gets wrong at length."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import older, rule, without
+from threefold.rules.batch import batch_step
+from threefold.rules.shape import tp_fits
+from threefold.units import format_tokens
+
+SHARD_TOKENS = 4096  # the documents' target: CP ~ sequence / 4096
+BATCH_TOKENS = 2**26  # 64M tokens a step: twice what large pretraining runs use
+
+
+def target_cp(seq_len: int) -> int:
+    """The nearest power of two to seq_len / 4096."""
+    return int(2 ** max(0, round(seq_len / SHARD_TOKENS).bit_length() - 1))
+
+
+def _cp_options(plan: Plan) -> list[int]:
+    """Powers of two that the sequence divides by, given TP."""
+    seq, tp = plan.job.seq_len, plan.layout.tp
+    return [2**i for i in range(20) if seq % ((2 * 2**i if i else 1) * tp) == 0]
+
+
+@rule(severity="warning", rows="LC-CP-SIZE CP-WHEN LC-CP")
+def cp_from_shard_target(plan: Plan) -> Iterator[Finding]:
+    """At long context CP (with TP) cuts the sequence to about 4K tokens a rank.
+
+    Why: past a few thousand tokens attention and activations dominate the memory of a rank; CP is the axis
+        that cuts both. The documents' first guess is CP = sequence / 4096, rounded to a power of two.
+    Confirm: `threefold show` prints the tokens a rank holds.
+    Fix: the power of two the message names; on NVL72 TP may take a part of it.
+    """
+    layout, seq = plan.layout, plan.job.seq_len
+    shard = seq / (layout.cp * layout.tp)
+    if plan.is_long and shard > 2 * SHARD_TOKENS:
+        wanted = [cp for cp in _cp_options(plan) if seq / (cp * layout.tp) <= 2 * SHARD_TOKENS]
+        best = [cp for cp in wanted if cp * layout.tp >= target_cp(seq)][:1] or wanted[-1:]
+        yield Finding(
+            at="layout.cp",
+            problem=f"{shard:.0f} tokens a rank at {format_tokens(seq)}: the 4K shard target is CP {target_cp(seq)}",
+            fix={"layout.cp": best[0]} if best else None,
+            advice="" if best else "use a sequence length that powers of two divide",
+        )
+
+
+@rule(severity="warning", rows="CP-WHEN")
+def cp_only_when_long(plan: Plan) -> Iterator[Finding]:
+    """CP is for sequences that are long: a rank keeps at least 2K tokens.
+
+    Why: below that, attention memory does not dominate, and the ring costs more than it saves; DP is the
+        better use of the ranks.
+    Confirm: divide job.seq_len by layout.cp.
+    Fix: a smaller CP.
+    """
+    layout, seq = plan.layout, plan.job.seq_len
+    if layout.cp > 1 and seq / layout.cp < SHARD_TOKENS / 2 and plan.cluster.chip != "cpu":
+        fits = [cp for cp in _cp_options(plan) if cp == 1 or seq / cp >= SHARD_TOKENS / 2]
+        if fits and fits[-1] < layout.cp:
+            problem = f"CP {layout.cp} leaves {seq / layout.cp:.0f} tokens a rank"
+            yield Finding(at="layout.cp", problem=problem, fix={"layout.cp": fits[-1]})
+
+
+@rule(severity="warning", rows="LC-TPxCP")
+def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
+    """On NVL72 systems TP can take over a part of a large CP.
+
+    Why: NVLink reaches the whole rack, so TP stays fast at degrees that would leave an 8-GPU node; the
+        documents' 128K plan for Qwen3-235B is TP 4 x CP 4.
+    Confirm: compare both with `threefold estimate`, or measure.
+    Fix: TP 4 (or 2) and CP divided by it.
+    """
+    layout = plan.layout
+    if not (plan.chip.is_rack_scale and plan.is_long and layout.tp == 1 and layout.cp >= 8):
+        return
+    for tp in (4, 2):
+        if tp_fits(plan.model, tp) is None:
+            yield Finding(
+                at="layout.cp",
+                problem=f"CP {layout.cp} with TP 1 on {plan.cluster.chip}, where NVLink joins {plan.chip.domain} GPUs",
+                fix={"layout.tp": tp, "layout.cp": layout.cp // tp},
+            )
+            return
+
+
+@rule(severity="warning", rows="LC-DP-ALIVE")
+def dp_at_floor(plan: Plan) -> Iterator[Finding]:
+    """Long-context plans keep DP above 1.
+
+    Why: once CP, TP, PP and EP use every rank, a longer sequence needs more GPUs at once, the batch can
+        only grow by accumulation, and one lost node stops everything.
+    Confirm: `threefold show` prints DP.
+    Fix: more GPUs, or less model parallelism where memory allows.
+    """
+    layout = plan.layout
+    if plan.is_long and layout.dp == 1 and layout.gpus > 1 and layout.fits_ranks:
+        problem = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} use all {layout.gpus} GPUs: DP is at its floor"
+        yield Finding(at="cluster.gpus", problem=problem, fix={"cluster.gpus": 2 * layout.gpus})
+
+
+@rule(severity="warning", rows="LC-GBS")
+def batch_against_length(plan: Plan) -> Iterator[Finding]:
+    """As sequences grow the global batch shrinks.
+
+    Why: a batch size carried over from 4K multiplies the tokens of a step; with DP small it can only be
+        reached by long accumulation.
+    Confirm: tokens a step = job.global_batch x job.seq_len.
+    Fix: a smaller global batch.
+    """
+    if plan.is_long and plan.tokens_per_step > BATCH_TOKENS:
+        step = batch_step(plan)
+        fewer = max(1, BATCH_TOKENS // 2 // plan.job.seq_len // step) * step
+        if fewer * plan.job.seq_len <= BATCH_TOKENS:
+            yield Finding(
+                at="job.global_batch",
+                problem=(
+                    f"{plan.job.global_batch} x {format_tokens(plan.job.seq_len)} = "
+                    f"{plan.tokens_per_step / 1e6:.0f}M tokens a step, {plan.num_microbatches} microbatches deep"
+                ),
+                fix={"job.global_batch": fewer},
+            )
+
+
+@rule(severity="warning", rows="LC-SDPA RC-ATTN")
+def sdpa_recompute_at_length(plan: Plan) -> Iterator[Finding]:
+    """Attention internals are not recomputed at long context.
+
+    Why: recomputing attention repeats work that grows with the square of the length, and a fused kernel
+        saves only its output and log-sum-exp, so next to nothing is won.
+    Confirm: compare the peak with and without `core_attn` in a rehearsal.
+    Fix: recompute norms, expert activations or MLPs instead.
+    """
+    if "core_attn" in plan.knobs.recompute and plan.is_long:
+        yield Finding(
+            at="knobs.recompute",
+            problem=f"core_attn at {format_tokens(plan.job.seq_len)} repeats quadratic work for little memory",
+            fix={"knobs.recompute": without(plan.knobs.recompute, "core_attn")},
+        )
+
+
+@rule(severity="warning", rows="LC-4KBASE")
+def short_baseline_at_length(plan: Plan) -> Iterator[Finding]:
+    """A plan for long context saves activation memory somewhere.
+
+    Why: a layout that is good at 4K keeps everything; at length the recompute set, the offload and often
+        the dispatcher have to be chosen again.
+    Confirm: rehearse or estimate the plan at this length.
+    Fix: begin with selective recompute of norms and the expert activation.
+    """
+    knobs = plan.knobs
+    if plan.is_long and not knobs.recompute and not knobs.activation_offload and not knobs.activation_offload_layers:
+        yield Finding(
+            at="knobs.recompute",
+            problem=f"nothing is recomputed at {format_tokens(plan.job.seq_len)}: a 4K baseline is not a long-context one",
+            fix={"knobs.recompute": selective_set(plan)},
+        )
+
+
+def selective_set(plan: Plan) -> list[str]:
+    """The first modules to recompute: cheap to redo, large to keep."""
+    return ["layernorm", "moe_act"] if plan.model.is_moe else ["layernorm"]
+
+
+@rule(severity="warning", rows="LC-KERNEL")
+def kernels_at_length(plan: Plan) -> Iterator[Finding]:
+    """At 128K and beyond the software is recent.
+
+    Why: long sequences lean on attention kernels, 64-bit indexing and fixes that older releases lack.
+    Confirm: print the versions on the machine that runs the plan and compare with stack.torch and stack.te.
+    Fix: a newer container; no field of the plan can cure it.
+    """
+    if plan.job.seq_len < 131_072:
+        return
+    for name, stated, need in (("torch", plan.stack.torch, "2.11"), ("te", plan.stack.te, "2.6")):
+        if older(stated, need):
+            yield Finding(
+                at=f"stack.{name}",
+                problem=f"{stated} is older than {need}, which 128K and beyond leans on",
+                advice=f"run on {name} {need} or newer, then state it",
+            )

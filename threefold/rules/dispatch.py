@@ -1,0 +1,150 @@
+"""Dispatchers and the router."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import rule
+from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS
+
+
+@rule(
+    rows="DI-GATE-DE DI-GATE-HE EO-D11",
+    follows="Megatron Bridge training/flex_dispatcher_backend.py, which falls back to alltoall with a log line",
+)
+def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
+    """A flex dispatcher runs on the GPUs it was written for.
+
+    Why: DeepEP supports Ampere, Hopper, B200 and B300; HybridEP these and GB200/GB300. Upstream skips an
+        unsupported backend silently and the run keeps the speed of alltoall.
+    Confirm: look for a fallback warning in the log; compare the chip with `threefold chips`.
+    Fix: the chip's own default dispatcher.
+    """
+    name = plan.knobs.dispatcher
+    if name in DISPATCHER_CHIPS and plan.cluster.chip not in DISPATCHER_CHIPS[name]:
+        yield Finding(
+            at="knobs.dispatcher",
+            problem=f"{name} does not run on {plan.cluster.chip}",
+            fix={"knobs.dispatcher": DISPATCHER[plan.cluster.chip].value},
+        )
+
+
+@rule(rows="DI-A2A EX-EMPTY")
+def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
+    """The local dispatcher moves nothing, so all experts must be here.
+
+    Why: with EP or ETP above 1 tokens have to travel.
+    Confirm: layout.ep and layout.etp.
+    Fix: alltoall.
+    """
+    if plan.knobs.dispatcher == "local" and plan.layout.ep * plan.layout.etp > 1:
+        problem = f"local dispatch with EP {plan.layout.ep} x ETP {plan.layout.etp}"
+        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+
+
+@rule(severity="warning", rows="DI-MAP DI-APPLY EO-D10")
+def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
+    """Past EP 8 the platform's flex dispatcher is the starting point.
+
+    Why: alltoall is the safe bring-up path and fine for small EP; DeepEP on H100/B200 and HybridEP on NVL72
+        are the dated defaults, which a measurement on your machine overrides. Naming the backend is all it
+        takes here; upstream, a backend that is set but not applied changes nothing.
+    Confirm: measure both; look for the backend in the run's effective configuration.
+    Fix: the default of the chip, with its date and evidence in the message.
+    """
+    default = DISPATCHER[plan.cluster.chip]
+    if plan.model.is_moe and plan.layout.ep > 8 and plan.knobs.dispatcher == "alltoall" != default.value:
+        yield Finding(
+            at="knobs.dispatcher",
+            problem=(
+                f"alltoall at EP {plan.layout.ep} on {plan.cluster.chip}; "
+                f"starting point since {default.since}: {default.value} ({default.evidence})"
+            ),
+            fix={"knobs.dispatcher": default.value},
+        )
+
+
+@rule(rows="OV-SHEXP", target="megatron-bridge", follows="Megatron Bridge: flex backends switch the overlap off")
+def shared_overlap_needs_alltoall(plan: Plan) -> Iterator[Finding]:
+    """Shared-expert overlap belongs to the alltoall dispatcher.
+
+    Why: the flex backends schedule their own streams; upstream turns the overlap off with them.
+    Confirm: knobs.dispatcher and knobs.shared_expert_overlap.
+    Fix: turn the overlap off.
+    """
+    if plan.knobs.shared_expert_overlap and plan.knobs.dispatcher in DISPATCHER_CHIPS:
+        problem = f"shared_expert_overlap with {plan.knobs.dispatcher}"
+        yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": False})
+
+
+@rule(severity="warning", rows="OV-SHEXP")
+def shared_overlap_needs_shared_experts(plan: Plan) -> Iterator[Finding]:
+    """Shared-expert overlap needs shared experts.
+
+    Why: without them there is nothing to run beside dispatch.
+    Confirm: `threefold models` shows the shared experts.
+    Fix: delete the knob.
+    """
+    moe = plan.model.moe
+    if plan.knobs.shared_expert_overlap and not (moe and moe.shared_width):
+        problem = f"shared_expert_overlap on {plan.model.name}, which has no shared experts"
+        yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": None})
+
+
+@rule(severity="warning", rows="RT-FP32")
+def router_in_fp32(plan: Plan) -> Iterator[Finding]:
+    """The router computes in FP32.
+
+    Why: its scores decide which experts a token visits; rounding flips near ties and destabilises training,
+        and the matrix is too small to gain from less precision.
+    Confirm: knobs.router_dtype.
+    Fix: fp32.
+    """
+    if plan.model.is_moe and plan.knobs.router_dtype != "fp32":
+        problem = f"router in {plan.knobs.router_dtype}"
+        yield Finding(at="knobs.router_dtype", problem=problem, fix={"knobs.router_dtype": "fp32"})
+
+
+def tokens_per_expert(plan: Plan) -> float:
+    """Rows of one expert's GEMM in a microbatch when routing is balanced."""
+    moe, layout = plan.model.moe, plan.layout
+    if not moe:
+        return 0.0
+    rank_tokens = plan.job.micro_batch * plan.job.seq_len / (layout.cp * layout.tp)
+    return rank_tokens * layout.ep * layout.etp * moe.top_k / moe.num_experts
+
+
+@rule(severity="warning", rows="PW-COMPSIG HO-MBS")
+def experts_see_enough_tokens(plan: Plan) -> Iterator[Finding]:
+    """An expert gets at least 128 tokens a microbatch.
+
+    Why: below that a grouped GEMM is bound by reading weights: low utilisation after communication and host
+        are in order is the compute wall.
+    Confirm: microbatch x sequence x top-k x EP / experts; in a trace, short grouped GEMMs.
+    Fix: a larger microbatch, or more EP.
+    """
+    rows = tokens_per_expert(plan)
+    if plan.chip.architecture == "cpu" or not 0 < rows < 128 or not plan.layout.fits_ranks:
+        return
+    need = int(-(-128 // rows))
+    micro = plan.job.micro_batch * 2 ** max(1, (need - 1).bit_length())
+    if plan.job.global_batch % (plan.layout.dp * micro) == 0:
+        fix, advice = {"job.micro_batch": micro}, "or raise layout.ep"
+    else:
+        fix, advice = {}, "raise job.micro_batch or layout.ep"
+    yield Finding(at="job.micro_batch", problem=f"{rows:.0f} tokens an expert and microbatch", fix=fix, advice=advice)
+
+
+@rule(severity="warning", rows="PW-COMPSIG EX-PERM OP-GAF")
+def fusions_stay_on(plan: Plan) -> Iterator[Finding]:
+    """Permutation and gradient-accumulation fusion stay on outside experiments.
+
+    Why: both remove memory-bound passes over activations or gradients at no cost.
+    Confirm: knobs.permute_fusion and knobs.grad_accum_fusion.
+    Fix: delete the setting; the default is on.
+    """
+    if plan.model.is_moe and not plan.knobs.permute_fusion:
+        yield Finding(at="knobs.permute_fusion", problem="permutation is not fused", fix={"knobs.permute_fusion": None})
+    if not plan.knobs.grad_accum_fusion:
+        problem = "gradient accumulation is not fused"
+        yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": None})

@@ -1,0 +1,103 @@
+"""How the axes fold over ranks and links: which axis to use for what, and where its traffic goes."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import divisors, rule
+from threefold.rules.shape import tp_fits
+
+
+@rule(severity="warning", rows="PF-ETPWARN")
+def etp_only_when_ep_insufficient(plan: Plan) -> Iterator[Finding]:
+    """Experts are spread by EP; ETP only where EP alone does not suffice.
+
+    Why: ETP adds an all-gather and a reduce-scatter of tokens and makes each GEMM narrower.
+    Confirm: EP x ETP divides the expert count, so EP could take it all.
+    Fix: move the degree to EP.
+    """
+    layout, experts = plan.layout, plan.model.num_experts
+    if layout.etp > 1 and experts and experts % (layout.ep * layout.etp) == 0:
+        yield Finding(
+            at="layout.etp",
+            problem=f"ETP {layout.etp} while EP {layout.ep * layout.etp} would divide {experts} experts",
+            fix={"layout.ep": layout.ep * layout.etp, "layout.etp": 1},
+        )
+
+
+@rule(severity="warning", rows="EP-OVER-TP")
+def ep_before_tp(plan: Plan) -> Iterator[Finding]:
+    """Expert layers use EP before more TP.
+
+    Why: with EP 1 every rank of a stage keeps and reduces all experts; EP cuts their weights without
+        cutting the GEMMs narrower.
+    Confirm: `threefold show` prints the experts a rank holds.
+    Fix: an EP that divides the experts and the ranks of a stage.
+    """
+    layout, experts = plan.layout, plan.model.num_experts
+    if not experts or layout.ep > 1 or layout.tp * layout.etp == 1 or not layout.fits_ranks:
+        return
+    stage = layout.gpus // layout.pp // layout.etp
+    fits = [ep for ep in divisors(experts) if stage % ep == 0 and ep * layout.etp <= plan.cluster.domain_ranks]
+    if fits and fits[-1] > 1:
+        problem = f"TP {layout.tp}, ETP {layout.etp} and EP 1: every rank keeps all {experts} experts"
+        yield Finding(at="layout.ep", problem=problem, fix={"layout.ep": fits[-1]})
+
+
+@rule(severity="warning", rows="TOPO")
+def tp_inside_domain(plan: Plan) -> Iterator[Finding]:
+    """TP stays inside the NVLink domain.
+
+    Why: TP communicates several times a layer and cannot be hidden for long; the network is an order of
+        magnitude slower than NVLink.
+    Confirm: `threefold show` prints the link each axis crosses.
+    Fix: a TP within the domain.
+    """
+    link = plan.link("tp")
+    if link.link == "network":
+        domain = plan.cluster.domain_ranks
+        fits = [d for d in divisors(plan.layout.tp) if d <= domain and tp_fits(plan.model, d) is None]
+        problem = f"TP {link.degree} leaves the NVLink domain of {domain} ranks"
+        yield Finding(at="layout.tp", problem=problem, fix={"layout.tp": fits[-1] if fits else 1})
+
+
+@rule(severity="warning", rows="TOPO PW-COMMSIG")
+def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
+    """Expert traffic stays inside the NVLink domain, or is hidden, or goes over a faster dispatcher.
+
+    Why: dispatch and combine move every token top-k times, four times a layer and step; over the network
+        with plain all-to-all they are the communication wall.
+    Confirm: `threefold show` prints the link of ep; in a trace, all-to-all stands alone.
+    Fix: EP within the domain, or knobs.ep_overlap, or DeepEP/HybridEP.
+    """
+    layout, experts = plan.layout, plan.model.num_experts
+    if not experts or plan.knobs.ep_overlap or plan.knobs.dispatcher != "alltoall":
+        return
+    link = plan.link("ep")
+    if link.link != "network":
+        return
+    fits = [d for d in divisors(experts) if d * layout.etp <= plan.cluster.domain_ranks and layout.ep % d == 0]
+    yield Finding(
+        at="layout.ep",
+        problem=f"EP {link.degree} crosses the network: {link.in_domain} of {link.degree} ranks share a domain",
+        fix={"layout.ep": fits[-1] if fits else 1},
+        advice="or hide it: knobs.ep_overlap, or a flex dispatcher",
+    )
+
+
+@rule(severity="warning", rows="OV-TP OV-DP LC-CP-LAYER")
+def axis_knobs_have_an_axis(plan: Plan) -> Iterator[Finding]:
+    """A knob of an axis is set only where the axis is used.
+
+    Why: a knob without effect misleads whoever reads the plan.
+    Confirm: the degree of the axis is 1.
+    Fix: delete the knob.
+    """
+    knobs, layout = plan.knobs, plan.layout
+    if knobs.tp_overlap and layout.tp == 1:
+        yield Finding(at="knobs.tp_overlap", problem="tp_overlap with TP 1", fix={"knobs.tp_overlap": None})
+    if knobs.cp_comm != "p2p" and layout.cp == 1:
+        yield Finding(at="knobs.cp_comm", problem=f"cp_comm {knobs.cp_comm} with CP 1", fix={"knobs.cp_comm": None})
+    if knobs.data_parallel == "hsdp" and layout.replicate == 1:
+        problem = "hsdp with one copy is fsdp"
+        yield Finding(at="knobs.data_parallel", problem=problem, fix={"knobs.data_parallel": "fsdp"})

@@ -1,0 +1,229 @@
+"""CUDA graphs: which scopes, with what, and only where shapes stand still."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import rule, without
+from threefold.spec.stacks import GRAPH_SCOPES
+
+DROPLESS = tuple(GRAPH_SCOPES.value.split())
+
+
+@rule(rows="CG-DROP")
+def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
+    """A graph over the experts, or over the whole iteration, needs a fixed number of tokens an expert.
+
+    Why: dropless routing gives each expert another number of tokens every time; a graph replays one size.
+    Confirm: job.capacity_factor is absent (dropless).
+    Fix: the dropless scopes attn, moe_router, moe_preprocess; or a capacity factor.
+    """
+    wide = [scope for scope in plan.knobs.graphs if scope in ("moe", "full_iteration")]
+    if wide and plan.model.is_moe and plan.job.capacity_factor is None:
+        yield Finding(
+            at="knobs.graphs",
+            problem=f"{', '.join(wide)} with dropless experts",
+            fix={"knobs.graphs": list(DROPLESS)},
+            advice="or set job.capacity_factor",
+        )
+
+
+@rule(rows="CG-FULL")
+def graph_full_iteration_alone(plan: Plan) -> Iterator[Finding]:
+    """The full-iteration graph takes no other scope beside it.
+
+    Why: it already captures everything.
+    Confirm: knobs.graphs.
+    Fix: one or the other.
+    """
+    if "full_iteration" in plan.knobs.graphs and len(plan.knobs.graphs) > 1:
+        fix = {"knobs.graphs": without(plan.knobs.graphs, "full_iteration")}
+        yield Finding(at="knobs.graphs", problem="full_iteration beside other scopes", fix=fix)
+
+
+@rule(rows="CG-PREP CG-ROUTER")
+def graph_preprocess_needs_router(plan: Plan) -> Iterator[Finding]:
+    """moe_preprocess is captured together with moe_router, and neither beside the whole moe.
+
+    Why: preprocessing continues from the router's captured output; `moe` contains both.
+    Confirm: knobs.graphs.
+    Fix: add moe_router, or drop the scope that is contained.
+    """
+    scopes = plan.knobs.graphs
+    if "moe" in scopes and ("moe_router" in scopes or "moe_preprocess" in scopes):
+        fix = {"knobs.graphs": without(scopes, "moe_router", "moe_preprocess")}
+        yield Finding(at="knobs.graphs", problem="moe already contains moe_router and moe_preprocess", fix=fix)
+    elif "moe_preprocess" in scopes and "moe_router" not in scopes:
+        fix = {"knobs.graphs": [*without(scopes, "moe_preprocess"), "moe_router", "moe_preprocess"]}
+        yield Finding(at="knobs.graphs", problem="moe_preprocess without moe_router", fix=fix)
+
+
+@rule(rows="CG-RECOMP")
+def graph_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
+    """Full recompute goes with the full-iteration graph only.
+
+    Why: a graph over a part of the layer cannot be entered again by the recompute of the whole.
+    Confirm: knobs.recompute and knobs.graphs.
+    Fix: selective recompute with scoped graphs.
+    """
+    scoped = without(plan.knobs.graphs, "full_iteration")
+    if plan.full_recompute and scoped:
+        yield Finding(
+            at="knobs.graphs",
+            problem=f"full recompute with graph scopes {', '.join(scoped)}",
+            fix={"knobs.graphs": []},
+            advice="or recompute selectively",
+        )
+
+
+@rule(rows="CG-RECOMP", follows="MCore; the documents do not mention it")
+def graph_router_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
+    """A moe_router graph and recompute of `moe` exclude each other.
+
+    Why: recomputing the MoE layer would replay the captured router with other inputs live.
+    Confirm: knobs.recompute and knobs.graphs.
+    Fix: moe_act instead of moe.
+    """
+    if "moe_router" in plan.knobs.graphs and "moe" in plan.knobs.recompute:
+        kept = list(dict.fromkeys([*without(plan.knobs.recompute, "moe"), "moe_act"]))
+        problem = "recompute of moe with a moe_router graph"
+        yield Finding(at="knobs.recompute", problem=problem, fix={"knobs.recompute": kept})
+
+
+@rule(rows="CG-PREPSYNC", follows="MCore; the documents do not mention it")
+def graph_preprocess_without_sync(plan: Plan) -> Iterator[Finding]:
+    """With alltoall, moe_preprocess is captured only where it needs no host synchronisation.
+
+    Why: a capacity, or padding for quantised GEMMs, makes the alltoall dispatcher read counts on the host
+        during preprocessing, which no graph can hold.
+    Confirm: knobs.dispatcher, job.capacity_factor, knobs.router_padding.
+    Fix: leave moe_preprocess out.
+    """
+    padded = plan.low_precision and plan.knobs.router_padding
+    capacity = plan.job.capacity_factor is not None and plan.job.capacity_scope == "expert"
+    if "moe_preprocess" in plan.knobs.graphs and plan.knobs.dispatcher == "alltoall" and (padded or capacity):
+        reason = "a capacity factor" if capacity else "padding for quantised GEMMs"
+        fix = {"knobs.graphs": without(plan.knobs.graphs, "moe_preprocess")}
+        yield Finding(at="knobs.graphs", problem=f"moe_preprocess with alltoall and {reason}", fix=fix)
+
+
+@rule(rows="CG-STATIC CG-EAGER")
+def graph_needs_static_lengths(plan: Plan) -> Iterator[Finding]:
+    """Graphs need one sequence length and one microbatch size.
+
+    Why: a graph replays fixed shapes; dynamic batches silently fall back or read stale memory.
+    Confirm: job.dynamic_length.
+    Fix: eager execution for dynamic batches, or pad to job.seq_len and keep the graphs.
+    """
+    if plan.knobs.graphs and plan.job.dynamic_length:
+        problem = "graphs with lengths that vary between microbatches"
+        fix: dict[str, object] = {"knobs.graphs": []}
+        yield Finding(at="knobs.graphs", problem=problem, fix=fix, advice="or pad: job.dynamic_length = false")
+
+
+@rule(severity="warning", rows="CG-EAGER CG-STATIC")
+def graph_attention_with_packing(plan: Plan) -> Iterator[Finding]:
+    """With packed documents attention stays outside the graph.
+
+    Why: document boundaries are data of each batch; a captured attention keeps those of the batch it was
+        captured with unless every kernel reads them from a static buffer.
+    Confirm: job.packing with an attn or full_iteration scope.
+    Fix: graphs without attention.
+    """
+    caught = [scope for scope in plan.knobs.graphs if scope in ("attn", "full_iteration")]
+    if caught and plan.job.packing:
+        problem = f"{', '.join(caught)} with packed documents"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, *caught)})
+
+
+@rule(rows="CG-EP")
+def graph_leaves_exchange_free(plan: Plan) -> Iterator[Finding]:
+    """With EP overlap graphs stop at dispatch.
+
+    Why: the merged schedule cuts each layer at its exchanges; a graph over the whole MoE layer hides them.
+    Confirm: knobs.ep_overlap and knobs.graphs.
+    Fix: attn, moe_router and moe_preprocess, which end before dispatch.
+    """
+    if plan.knobs.ep_overlap and "moe" in plan.knobs.graphs:
+        problem = "EP overlap with a graph over the whole MoE layer"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, "moe")})
+
+
+@rule(severity="warning", rows="CG-WIDEN")
+def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
+    """Graph scopes start narrow and widen after the run is stable.
+
+    Why: a wide scope hides the first shape, routing or memory fault inside a replay; multimodal inputs make
+        such faults likely.
+    Confirm: a run of this plan with narrower scopes that was sound.
+    Fix: the scopes of the message first.
+    """
+    scopes = plan.knobs.graphs
+    if "full_iteration" in scopes:
+        narrow = list(DROPLESS) if plan.model.is_moe else ["attn"]
+        problem = "full_iteration before narrower scopes are known to be stable"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": narrow})
+    elif plan.is_vlm and len(scopes) > 1 and plan.job.data == "synthetic":
+        problem = f"{len(scopes)} graph scopes before the real-data path is stable"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": [scopes[0]]})
+
+
+@rule(severity="warning", rows="CG-ATTN CG-ROUTER")
+def graph_scope_exists(plan: Plan) -> Iterator[Finding]:
+    """Every graph scope is part of the model, and the chip has graphs.
+
+    Why: a scope without a module captures nothing.
+    Confirm: `threefold models` shows what the model is made of.
+    Fix: delete the scopes that have no effect.
+    """
+    model, scopes = plan.model, plan.knobs.graphs
+    if not scopes:
+        return
+    if plan.chip.architecture == "cpu":
+        yield Finding(at="knobs.graphs", problem="CUDA graphs on cpu", fix={"knobs.graphs": []})
+        return
+    absent = [s for s in scopes if s.startswith("moe") and not model.is_moe]
+    absent += [s for s in scopes if s == "mamba" and model.mamba is None]
+    if absent:
+        problem = f"{', '.join(absent)}: {model.name} has none"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(scopes, *absent)})
+
+
+@rule(rows="OF-RULE OF-ACT")
+def graph_excludes_offload(plan: Plan) -> Iterator[Finding]:
+    """Graphs and offload of what they touch exclude each other.
+
+    Why: a graph replays fixed addresses; activation offload moves saved tensors away between forward and
+        backward, and a full-iteration graph also contains the optimizer whose states would move.
+    Confirm: knobs.graphs with knobs.activation_offload, activation_offload_layers or optimizer_offload.
+    Fix: no graphs while offload is needed.
+    """
+    knobs = plan.knobs
+    activations = knobs.activation_offload or knobs.activation_offload_layers
+    optimizer = "full_iteration" in knobs.graphs and knobs.optimizer_offload
+    if knobs.graphs and (activations or optimizer):
+        what = "activation offload" if activations else "optimizer offload"
+        problem = f"graphs ({', '.join(knobs.graphs)}) with {what}"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": []})
+
+
+@rule(severity="warning", rows="PW-HOSTSIG CG-MEM")
+def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
+    """On Blackwell, small microbatches run with graphs.
+
+    Why: the GPU finishes a layer's kernels faster than the host launches them: gaps between kernels and
+        launch-bound traces are the host wall. H100 runs meet the communication wall first.
+    Confirm: gaps between kernels in a trace; host time near step time.
+    Fix: graph scopes attn, moe_router, moe_preprocess, or a larger microbatch. Budget a few GB for graphs.
+    """
+    knobs, layout = plan.knobs, plan.layout
+    tokens = plan.job.micro_batch * plan.job.seq_len / (layout.cp * layout.tp)
+    blocked = knobs.activation_offload or knobs.activation_offload_layers or plan.full_recompute
+    dynamic = plan.job.dynamic_length or plan.job.packing
+    if plan.chip.architecture != "blackwell" or knobs.graphs or blocked or dynamic or tokens > 4096:
+        return
+    scopes = list(DROPLESS) if plan.model.is_moe else ["attn"]
+    if plan.model.is_moe and "moe" in knobs.recompute:
+        scopes = ["attn"]
+    problem = f"{tokens:.0f} tokens a microbatch and rank without graphs: launches will show"
+    yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": scopes})

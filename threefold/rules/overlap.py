@@ -1,0 +1,320 @@
+"""EP overlap and delayed weight gradients: every condition, with the diagnosis of its failure.
+
+Upstream has two validators. Where they disagree the rule says which one its message follows:
+`Bridge` is Megatron Bridge training/comm_overlap.py, `MCore` is Megatron-LM's own configuration check.
+"""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import older, rule, without
+from threefold.spec.model import GqaSpec
+
+_BRIDGE = "Bridge, training/comm_overlap.py"
+
+
+@rule(rows="EO-V1 EO-D1", follows=_BRIDGE)
+def ep_overlap_needs_ep(plan: Plan) -> Iterator[Finding]:
+    """EP overlap needs EP above 1.
+
+    Why: with all experts on the rank there is no exchange to hide.
+    Confirm: layout.ep (Megatron: expert_model_parallel_size).
+    Fix: EP above 1, or no overlap.
+    """
+    if plan.knobs.ep_overlap and plan.layout.ep == 1:
+        fix = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+        yield Finding(at="knobs.ep_overlap", problem="EP overlap with EP 1", fix=fix, advice="or set layout.ep above 1")
+
+
+@rule(rows="EO-V2", follows=_BRIDGE)
+def ep_overlap_needs_experts(plan: Plan) -> Iterator[Finding]:
+    """EP overlap needs more than one routed expert.
+
+    Why: a dense model has no dispatch.
+    Confirm: `threefold models` (Megatron: num_moe_experts).
+    Fix: no overlap.
+    """
+    if plan.knobs.ep_overlap and plan.model.num_experts <= 1:
+        fix = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+        problem = f"EP overlap on {plan.model.name} with {plan.model.num_experts} experts"
+        yield Finding(at="knobs.ep_overlap", problem=problem, fix=fix)
+
+
+@rule(rows="EO-V3 EO-D2", follows=_BRIDGE)
+def ep_overlap_dispatcher(plan: Plan) -> Iterator[Finding]:
+    """EP overlap works with alltoall and the flex dispatchers.
+
+    Why: the schedule needs dispatch and combine as phases that can run apart.
+    Confirm: knobs.dispatcher (Megatron: moe_token_dispatcher_type).
+    Fix: alltoall, deepep or hybridep.
+    """
+    if plan.knobs.ep_overlap and plan.knobs.dispatcher == "local":
+        fix = {"knobs.dispatcher": "alltoall"}
+        yield Finding(at="knobs.dispatcher", problem="EP overlap with the local dispatcher", fix=fix)
+
+
+@rule(rows="EO-V4", follows=_BRIDGE)
+def ep_overlap_excludes_shared_overlap(plan: Plan) -> Iterator[Finding]:
+    """EP overlap and shared-expert overlap exclude each other.
+
+    Why: EP overlap places the shared experts itself, where they hide most.
+    Confirm: knobs.shared_expert_overlap (Megatron: moe_shared_expert_overlap).
+    Fix: shared_expert_overlap off.
+    """
+    if plan.knobs.ep_overlap and plan.knobs.shared_expert_overlap:
+        problem = "EP overlap with shared_expert_overlap"
+        yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": False})
+
+
+@rule(rows="EO-V5 EO-D3", target="megatron-bridge", follows=_BRIDGE)
+def ep_overlap_base_dtype(plan: Plan) -> Iterator[Finding]:
+    """Megatron's EP overlap needs a bf16 or fp16 base.
+
+    Why: its schedule nodes are written for 16-bit parameters; FP8 formats have a bf16 base and pass.
+    Confirm: knobs.precision (Megatron: model.bf16, model.fp16).
+    Fix: bf16.
+    """
+    if plan.knobs.ep_overlap and plan.knobs.precision == "fp32":
+        yield Finding(at="knobs.precision", problem="EP overlap in fp32", fix={"knobs.precision": "bf16"})
+
+
+@rule(rows="EO-V6 EO-D4", target="megatron-bridge", follows=_BRIDGE)
+def ep_overlap_torch(plan: Plan) -> Iterator[Finding]:
+    """Megatron's EP overlap needs PyTorch 2.6.
+
+    Why: with older releases the run hangs instead of failing.
+    Confirm: print torch.__version__ where the plan runs; a hang without an error in the first steps.
+    Fix: a container with PyTorch 2.6 or newer; no field of the plan can cure it.
+    """
+    if plan.knobs.ep_overlap and older(plan.stack.torch, "2.6"):
+        problem = f"EP overlap hangs with torch {plan.stack.torch}"
+        yield Finding(at="stack.torch", problem=problem, advice="run on torch 2.6.0 or newer, then state it")
+
+
+@rule(rows="EO-V7 EO-D5", follows=_BRIDGE)
+def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
+    """With a pipeline, EP overlap needs several chunks a rank.
+
+    Why: the forward of one microbatch is paired with the backward of another on the same rank; only an
+        interleaved (or folded) pipeline offers such pairs in the steady state.
+    Confirm: layout.pp and layout.vpp (Megatron: virtual_pipeline_model_parallel_size).
+    Fix: VPP of at least 2.
+    """
+    layout = plan.layout
+    if not plan.knobs.ep_overlap or layout.pp == 1 or layout.vpp > 1:
+        return
+    if 2 * layout.pp <= plan.model.num_layers + plan.mtp + 2:
+        fix = {"layout.vpp": 2, "layout.stages": None, "layout.schedule": None}
+    else:
+        fix = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+    yield Finding(at="layout.vpp", problem=f"EP overlap with PP {layout.pp} and VPP 1", fix=fix)
+
+
+@rule(rows="EO-V8 EO-D6", follows=_BRIDGE)
+def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
+    """EP overlap and full recompute exclude each other.
+
+    Why: redoing a whole layer redoes its exchanges, inside the backward that was to hide them.
+    Confirm: knobs.recompute (Megatron: recompute_granularity).
+    Fix: selective modules, not `moe`.
+    """
+    if plan.knobs.ep_overlap and plan.full_recompute:
+        fix = {
+            "knobs.recompute": ["layernorm", "moe_act"],
+            "knobs.recompute_method": None,
+            "knobs.recompute_layers": None,
+        }
+        yield Finding(at="knobs.recompute", problem="EP overlap with full recompute", fix=fix)
+
+
+@rule(rows="EO-V9", target="megatron-bridge", follows=_BRIDGE)
+def ep_overlap_recompute_method(plan: Plan) -> Iterator[Finding]:
+    """Megatron's EP overlap wants no recompute method.
+
+    Why: the method belongs to full recompute, which the overlap excludes.
+    Confirm: knobs.recompute_method (Megatron: recompute_method).
+    Fix: delete it.
+    """
+    if plan.knobs.ep_overlap and plan.knobs.recompute_method:
+        problem = f"EP overlap with recompute method {plan.knobs.recompute_method}"
+        yield Finding(at="knobs.recompute_method", problem=problem, fix={"knobs.recompute_method": None})
+
+
+@rule(rows="EO-V10", target="megatron-bridge", follows=_BRIDGE)
+def ep_overlap_recompute_layers(plan: Plan) -> Iterator[Finding]:
+    """Megatron's EP overlap wants no number of recomputed layers.
+
+    Why: the number belongs to full recompute, which the overlap excludes.
+    Confirm: knobs.recompute_layers (Megatron: recompute_num_layers).
+    Fix: delete it.
+    """
+    if plan.knobs.ep_overlap and plan.knobs.recompute_layers:
+        problem = f"EP overlap with recompute_layers {plan.knobs.recompute_layers}"
+        yield Finding(at="knobs.recompute_layers", problem=problem, fix={"knobs.recompute_layers": None})
+
+
+@rule(rows="EO-V11", follows=_BRIDGE)
+def ep_overlap_mtp(plan: Plan) -> Iterator[Finding]:
+    """EP overlap works with at most one MTP depth.
+
+    Why: the merged schedule has a place for one.
+    Confirm: job.mtp (Megatron: mtp_num_layers).
+    Fix: one depth, or none.
+    """
+    if plan.knobs.ep_overlap and plan.mtp > 1:
+        fix = {"job.mtp": 1, "layout.stages": None}
+        yield Finding(at="job.mtp", problem=f"EP overlap with {plan.mtp} MTP depths", fix=fix)
+
+
+@rule(rows="EO-V12", follows="MCore; the documents do not mention it")
+def ep_overlap_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
+    """EP overlap and recompute of `moe` exclude each other.
+
+    Why: redoing the MoE layer would dispatch and combine once more inside the backward.
+    Confirm: knobs.recompute (Megatron: recompute_modules).
+    Fix: moe_act instead.
+    """
+    if plan.knobs.ep_overlap and "moe" in plan.knobs.recompute:
+        kept = list(dict.fromkeys([*without(plan.knobs.recompute, "moe"), "moe_act"]))
+        problem = "EP overlap with recompute of moe"
+        yield Finding(at="knobs.recompute", problem=problem, fix={"knobs.recompute": kept})
+
+
+@rule(severity="warning", rows="EO-NOPP")
+def ep_overlap_needs_microbatches(plan: Plan) -> Iterator[Finding]:
+    """EP overlap needs at least two microbatches.
+
+    Why: it runs the forward of one beside the backward of another; with one there is no other.
+    Confirm: `threefold show` prints the number of microbatches.
+    Fix: a larger global batch.
+    """
+    if plan.knobs.ep_overlap and plan.layout.ep > 1 and plan.num_microbatches == 1:
+        fix = {"job.global_batch": 2 * plan.job.global_batch}
+        yield Finding(at="job.global_batch", problem="EP overlap with one microbatch hides nothing", fix=fix)
+
+
+@rule(severity="warning", rows="EO-MAXCONN", follows="Megatron Bridge sets 1 on Hopper with TP or CP")
+def overlap_needs_connections(plan: Plan) -> Iterator[Finding]:
+    """EP overlap needs more than one hardware queue.
+
+    Why: on Hopper, TP and CP overlap want CUDA_DEVICE_MAX_CONNECTIONS=1, so that communication is queued
+        before the GEMM it hides behind; with 1 the streams of EP overlap run one after the other.
+    Confirm: print the variable in the run; in a trace, exchanges start only when compute ends.
+    Fix: 32 for EP overlap; measure if TP overlap matters more.
+    """
+    knobs, layout = plan.knobs, plan.layout
+    if not knobs.ep_overlap or plan.chip.architecture == "cpu":
+        return
+    launcher_sets_1 = (
+        plan.target == "megatron-bridge"
+        and plan.chip.architecture in ("ampere", "hopper")
+        and (layout.tp > 1 or layout.cp > 1)
+    )
+    if knobs.max_connections == 1 or (knobs.max_connections is None and launcher_sets_1):
+        problem = "EP overlap with CUDA_DEVICE_MAX_CONNECTIONS=1" + (
+            "" if knobs.max_connections else ", which the launcher sets for TP or CP here"
+        )
+        yield Finding(at="knobs.max_connections", problem=problem, fix={"knobs.max_connections": 32})
+
+
+@rule(rows="WG-V1 EO-D7", follows=_BRIDGE)
+def delay_wgrad_needs_ep_overlap(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients need EP overlap.
+
+    Why: they are delayed to where they hide an exchange of the merged schedule.
+    Confirm: knobs.ep_overlap (Megatron: overlap_moe_expert_parallel_comm).
+    Fix: no delay, or EP overlap first.
+    """
+    if plan.knobs.delay_wgrad and not plan.knobs.ep_overlap:
+        fix = {"knobs.delay_wgrad": False}
+        problem = "delay_wgrad without ep_overlap"
+        yield Finding(at="knobs.delay_wgrad", problem=problem, fix=fix, advice="or set knobs.ep_overlap")
+
+
+@rule(rows="WG-V2", target="megatron-bridge", follows="Bridge; MCore's copy words it differently")
+def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients with overlapped gradient reduction need Transformer Engine 2.7.
+
+    Why: the reduction of a bucket must wait for weight gradients that come late; older releases start it
+        too early.
+    Confirm: print transformer_engine.__version__; knobs.grad_reduce_overlap.
+    Fix: TE 2.7, or no overlap of the reduction.
+    """
+    knobs = plan.knobs
+    if knobs.delay_wgrad and knobs.grad_reduce_overlap and older(plan.stack.te, "2.7"):
+        problem = f"delay_wgrad with grad_reduce_overlap on Transformer Engine {plan.stack.te} (following Bridge)"
+        fix = {"knobs.grad_reduce_overlap": False}
+        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.7 or newer")
+
+
+@rule(rows="WG-V3", target="megatron-bridge", follows="Bridge; MCore demands it when the fusion is off")
+def delay_wgrad_fusion_te(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients with gradient-accumulation fusion need Transformer Engine 2.7.
+
+    Why: the late weight gradient has to add into the main gradient buffer. The two upstream validators hold
+        opposite conditions: Bridge asks for 2.7 with the fusion on, MCore with it off.
+    Confirm: print transformer_engine.__version__; knobs.grad_accum_fusion.
+    Fix: TE 2.7, or no delay: turning the fusion off satisfies Bridge but not MCore.
+    """
+    if plan.knobs.delay_wgrad and plan.knobs.grad_accum_fusion and older(plan.stack.te, "2.7"):
+        problem = f"delay_wgrad with grad_accum_fusion on Transformer Engine {plan.stack.te} (following Bridge)"
+        fix = {"knobs.delay_wgrad": False}
+        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.7 or newer")
+
+
+def _wgrad_in_graph(plan: Plan) -> str | None:
+    """The graph scope that captures weight gradients, if any does."""
+    moe = plan.model.moe
+    if "attn" in plan.knobs.graphs:
+        return "attn"
+    if "moe_router" in plan.knobs.graphs and moe and moe.shared_width and not plan.knobs.shared_expert_overlap:
+        return "moe_router (it captures the shared experts)"
+    return None
+
+
+@rule(rows="WG-V4 WG-V7", target="megatron-bridge", follows="Bridge; MCore checks it only with grad_reduce_overlap")
+def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients inside a CUDA graph need Transformer Engine 2.12.
+
+    Why: the `attn` scope captures weight gradients, and so does `moe_router` where there are shared experts;
+        older releases cannot split them off the graph. MCore skips this check unless gradient reduction
+        overlaps.
+    Confirm: print transformer_engine.__version__; knobs.graphs.
+    Fix: TE 2.12, or scopes without weight gradients.
+    """
+    scope = _wgrad_in_graph(plan)
+    if plan.knobs.delay_wgrad and scope and older(plan.stack.te, "2.12"):
+        problem = f"delay_wgrad with graph scope {scope} on Transformer Engine {plan.stack.te} (following Bridge)"
+        fix = {"knobs.graphs": without(plan.knobs.graphs, "attn", "moe_router", "moe_preprocess")}
+        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.12 or newer")
+
+
+@rule(rows="WG-V5 WG-V7 EO-D8", follows=_BRIDGE)
+def delay_wgrad_graph_fusion(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients inside a CUDA graph need gradient-accumulation fusion.
+
+    Why: plain accumulation writes to a new address each time; a graph replays fixed ones.
+    Confirm: knobs.grad_accum_fusion (Megatron: gradient_accumulation_fusion).
+    Fix: the fusion on.
+    """
+    scope = _wgrad_in_graph(plan)
+    if plan.knobs.delay_wgrad and scope and not plan.knobs.grad_accum_fusion:
+        problem = f"delay_wgrad with graph scope {scope} and no gradient-accumulation fusion"
+        yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": True})
+
+
+@rule(rows="WG-V6 EO-D9", follows=_BRIDGE)
+def delay_wgrad_graph_bias(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients in an `attn` graph need attention without bias.
+
+    Why: the bias gradient stays in the captured backward while the weight gradient leaves it.
+    Confirm: `threefold models` (Megatron: add_bias_linear, add_qkv_bias).
+    Fix: no `attn` graph, or no delay; the bias belongs to the model.
+    """
+    attention = plan.model.attention
+    biased = isinstance(attention, GqaSpec) and attention.bias
+    if plan.knobs.delay_wgrad and "attn" in plan.knobs.graphs and biased:
+        problem = f"delay_wgrad with an attn graph on {plan.model.name}, whose attention has biases"
+        fix = {"knobs.graphs": without(plan.knobs.graphs, "attn")}
+        yield Finding(at="knobs.graphs", problem=problem, fix=fix)

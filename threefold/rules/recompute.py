@@ -1,0 +1,151 @@
+"""Recompute and offload: names, conflicts, and the order in which to reach for them."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import older, rule, without
+from threefold.rules.context import selective_set
+from threefold.spec.model import MlaSpec
+
+
+@rule(rows="RC-FULL", follows="Megatron-LM: recompute_granularity is full or selective")
+def full_recompute_alone(plan: Plan) -> Iterator[Finding]:
+    """Full recompute and named modules exclude each other.
+
+    Why: full recompute already redoes the whole layer.
+    Confirm: knobs.recompute.
+    Fix: keep the named modules; full only where they do not suffice.
+    """
+    words = plan.knobs.recompute
+    if "full" in words and len(words) > 1:
+        fix = {
+            "knobs.recompute": without(words, "full"),
+            "knobs.recompute_method": None,
+            "knobs.recompute_layers": None,
+        }
+        yield Finding(at="knobs.recompute", problem="full beside named modules", fix=fix)
+
+
+@rule(rows="RC-FULL", follows="Megatron-LM training/arguments.py")
+def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
+    """A recompute method and a number of layers belong to full recompute.
+
+    Why: selective recompute works inside every layer; upstream refuses the combination.
+    Confirm: knobs.recompute_method and knobs.recompute_layers.
+    Fix: delete both.
+    """
+    knobs = plan.knobs
+    if not plan.full_recompute and (knobs.recompute_method or knobs.recompute_layers):
+        fix = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
+        problem = "a method or a number of layers without full recompute"
+        yield Finding(at="knobs.recompute_method", problem=problem, fix=fix)
+
+
+def _missing_modules(plan: Plan) -> dict[str, str]:
+    """Modules named for recompute that this model does not have, with what is missing."""
+    model = plan.model
+    has = {
+        "mla_up_proj": (isinstance(model.attention, MlaSpec), "no latent attention"),
+        "moe": (model.is_moe, "no experts"),
+        "moe_act": (model.is_moe, "no experts"),
+        "shared_experts": (bool(model.moe and model.moe.shared_width), "no shared experts"),
+        "gdn_norm_out": (model.delta is not None, "no gated delta rule"),
+        "mlp": (any(layer.ffn == "dense" for layer in model.layers), "no dense feed-forward layer"),
+        "core_attn": (model.attention is not None, "no attention"),
+    }
+    return {name: has[name][1] for name in plan.knobs.recompute if name in has and not has[name][0]}
+
+
+@rule(severity="warning", rows="RC-MLAUP RC-MOEACT RC-GDN RC-ALIAS")
+def recompute_module_exists(plan: Plan) -> Iterator[Finding]:
+    """Every recomputed module is part of the model.
+
+    Why: a name without a module saves nothing, and upstream refuses some of them.
+    Confirm: `threefold models` shows what the model is made of.
+    Fix: delete the names that have no effect. The documents' `up_proj` and `norm` are read as `mla_up_proj`
+        and `layernorm`, the names Megatron accepts.
+    """
+    missing = _missing_modules(plan)
+    if missing:
+        said = "; ".join(f"{name}: {plan.model.name} has {what}" for name, what in missing.items())
+        yield Finding(
+            at="knobs.recompute", problem=said, fix={"knobs.recompute": without(plan.knobs.recompute, *missing)}
+        )
+
+
+@rule(rows="RC-SHEXP")
+def shared_recompute_or_overlap(plan: Plan) -> Iterator[Finding]:
+    """Shared experts are recomputed or overlapped, not both.
+
+    Why: the overlap runs them on a stream of its own, where their forward cannot be redone in place.
+    Confirm: knobs.recompute and knobs.shared_expert_overlap.
+    Fix: turn the overlap off.
+    """
+    if "shared_experts" in plan.knobs.recompute and plan.knobs.shared_expert_overlap:
+        problem = "recompute of shared_experts with shared_expert_overlap"
+        yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": False})
+
+
+_OUTPUT_DISCARDED = ("moe_act", "layernorm")
+
+
+@rule(rows="RC-FP8", target="megatron-bridge", follows="Megatron-LM core/transformer/transformer_config.py")
+def recompute_fp8_scaling(plan: Plan) -> Iterator[Finding]:
+    """FP8 recompute of moe_act and layernorm needs scales that are computed on the spot, and TE 2.6.
+
+    Why: these modules discard their output and redo it; with delayed scaling the second pass would use
+        another scale than the first.
+    Confirm: knobs.precision (fp8-tensor is delayed scaling) and stack.te.
+    Fix: current or block scaling, or other modules.
+    """
+    names = [name for name in plan.knobs.recompute if name in _OUTPUT_DISCARDED]
+    if not names or not plan.low_precision:
+        return
+    if plan.knobs.precision == "fp8-tensor":
+        problem = f"{', '.join(names)} with delayed scaling (fp8-tensor)"
+        yield Finding(at="knobs.recompute", problem=problem, fix={"knobs.precision": "fp8-cs"})
+    elif older(plan.stack.te, "2.6"):
+        yield Finding(
+            at="knobs.recompute",
+            problem=f"{', '.join(names)} in {plan.knobs.precision} with Transformer Engine {plan.stack.te}",
+            fix={"knobs.recompute": without(plan.knobs.recompute, *names)},
+            advice="or run Transformer Engine 2.6 or newer",
+        )
+
+
+@rule(severity="warning", rows="RC-ORDER PW-MEMSIG")
+def selective_before_full(plan: Plan) -> Iterator[Finding]:
+    """Selective recompute comes before full recompute.
+
+    Why: norms, expert activations and MLPs give back most of the memory for a small part of the time; a plan
+        that only fits with full recompute stands at the memory wall.
+    Confirm: rehearse with the selective set; full recompute adds about a third to the compute.
+    Fix: selective modules first; full recompute is for bring-up.
+    """
+    if plan.full_recompute:
+        yield Finding(
+            at="knobs.recompute",
+            problem="full recompute repeats every layer's forward: a sign of the memory wall",
+            fix={
+                "knobs.recompute": selective_set(plan),
+                "knobs.recompute_method": None,
+                "knobs.recompute_layers": None,
+            },
+        )
+
+
+@rule(severity="warning", rows="RC-ORDER OF-OPT")
+def offload_comes_last(plan: Plan) -> Iterator[Finding]:
+    """Offload comes after recompute and parallelism.
+
+    Why: it moves optimizer states or activations over the host link every step; recompute is cheaper while
+        there is any left to do.
+    Confirm: rehearse with recompute and without offload.
+    Fix: recompute first.
+    """
+    knobs = plan.knobs
+    offloads = knobs.optimizer_offload or knobs.activation_offload or knobs.activation_offload_layers
+    if offloads and not knobs.recompute:
+        problem = "offload while nothing is recomputed"
+        yield Finding(at="knobs.optimizer_offload", problem=problem, fix={"knobs.recompute": selective_set(plan)})

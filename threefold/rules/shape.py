@@ -1,0 +1,384 @@
+"""Degrees against the model and the ranks: what must divide, and what must exist."""
+
+from collections.abc import Iterator
+
+from threefold.fields import MAX_RANKS
+from threefold.findings import Finding, one_of
+from threefold.layout.stages import balance, format_stages
+from threefold.plan.plan import Plan
+from threefold.rules.base import best_degree, divisors, rule
+from threefold.spec.model import MlaSpec, ModelSpec
+
+
+@rule(rows="LC-MINGPU LC-NOREPL PF-SAMEPP CF-FIX")
+def grids_divide_ranks(plan: Plan) -> Iterator[Finding]:
+    """Both grids cut the same ranks: the GPU count is a multiple of PP x lcm(TP x CP, EP x ETP).
+
+    Why: attention and experts share the pipeline ranks, and inside a stage TP x CP and EP x ETP must each
+        divide the ranks. CP adds an axis; it does not replace EP or PP.
+    Confirm: `threefold show` prints both grids; dp and edp must come out whole and at least 1.
+    Fix: take the next GPU count that both grids divide, or lower a degree.
+    """
+    layout = plan.layout
+    if layout.fits_ranks:
+        return
+    floor = layout.min_gpus
+    ranks = -(-layout.gpus // floor) * floor
+    fix: dict[str, object] = {"cluster.gpus": ranks}
+    if ranks > MAX_RANKS:
+        fix = {"layout.tp": 1, "layout.cp": 1, "layout.pp": 1, "layout.vpp": 1, "layout.etp": 1, "layout.stages": None}
+    yield Finding(
+        at="cluster.gpus",
+        problem=(
+            f"{layout.gpus} GPUs are no multiple of {floor} = PP {layout.pp} x lcm(TP {layout.tp} x CP {layout.cp}, "
+            f"EP {layout.ep} x ETP {layout.etp}); CP adds to EP and PP, it does not replace them"
+        ),
+        fix=fix,
+        advice="or lower a degree",
+    )
+
+
+def _tp_parts(model: ModelSpec) -> dict[str, int]:
+    """What tensor parallel cuts, by name. Key/value heads are not here: they may be copied."""
+    parts: dict[str, int] = {}
+    if model.attention:
+        parts["attention heads"] = model.attention.num_heads
+    if model.local_attention:
+        parts["window attention heads"] = model.local_attention.num_heads
+    if model.delta:
+        parts["delta-rule key heads"] = model.delta.num_k_heads
+        parts["delta-rule value heads"] = model.delta.num_v_heads
+    if model.mamba:
+        parts["Mamba heads"] = model.mamba.num_heads
+        parts["Mamba groups"] = model.mamba.num_groups
+    if any(layer.ffn == "dense" for layer in model.layers):
+        parts["dense feed-forward width"] = model.dense_dim
+    if model.moe and model.moe.shared_width:
+        parts["shared expert width"] = model.moe.shared_width
+    return parts
+
+
+def tp_fits(model: ModelSpec, tp: int) -> str | None:
+    """The first thing this degree cannot cut, or None."""
+    for name, size in _tp_parts(model).items():
+        if size % tp:
+            return f"{size} {name}"
+    for spec in (model.attention, model.local_attention):
+        if spec and not isinstance(spec, MlaSpec) and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+            return f"{spec.num_kv_heads} key/value heads"
+    return None
+
+
+@rule(rows="PF-ATT")
+def tp_divides_model(plan: Plan) -> Iterator[Finding]:
+    """Tensor parallel cuts heads and widths into equal parts; key/value heads may instead be copied.
+
+    Why: each rank holds the same number of heads and columns. With more ranks than key/value heads, ranks
+        share copies of one, which needs a whole number of ranks a head.
+    Confirm: divide the model's head counts (`threefold models`) by layout.tp.
+    Fix: use a degree that divides them.
+    """
+    tp = plan.layout.tp
+    if tp > 1 and (part := tp_fits(plan.model, tp)):
+        allowed = [d for d in divisors(min(tp * 2, 512)) + [16, 8, 4, 2, 1] if tp_fits(plan.model, d) is None]
+        yield Finding(
+            at="layout.tp",
+            problem=f"{tp} ranks cannot share {part} evenly",
+            fix={"layout.tp": one_of(*best_degree(sorted(set(allowed)), tp))},
+        )
+
+
+@rule(rows="PF-MOE CF-FIX")
+def ep_divides_experts(plan: Plan) -> Iterator[Finding]:
+    """Every expert rank holds the same number of routed experts.
+
+    Why: dispatch addresses experts by rank; uneven shares would need padding everywhere.
+    Confirm: divide the expert count (`threefold models`) by layout.ep.
+    Fix: set layout.ep to a divisor of the expert count.
+    """
+    ep, experts = plan.layout.ep, plan.model.num_experts
+    if experts and experts % ep:
+        yield Finding(
+            at="layout.ep",
+            problem=f"{ep} ranks cannot share {experts} experts evenly",
+            fix={"layout.ep": one_of(*best_degree(divisors(experts), ep))},
+        )
+
+
+@rule(rows="PF-ETP")
+def etp_divides_expert(plan: Plan) -> Iterator[Finding]:
+    """Expert tensor parallel cuts each expert's width into equal parts.
+
+    Why: every rank of the group multiplies the same number of columns.
+    Confirm: divide the expert width (`threefold models`) by layout.etp.
+    Fix: set layout.etp to a divisor of the expert width.
+    """
+    moe, etp = plan.model.moe, plan.layout.etp
+    if moe and moe.expert_dim % etp:
+        yield Finding(
+            at="layout.etp",
+            problem=f"{etp} ranks cannot share an expert of width {moe.expert_dim} evenly",
+            fix={"layout.etp": one_of(*best_degree(divisors(moe.expert_dim), etp))},
+        )
+
+
+@rule(rows="PF-MOE")
+def expert_axes_need_experts(plan: Plan) -> Iterator[Finding]:
+    """EP and ETP above 1 need a model with experts.
+
+    Why: a dense model has nothing to place on the expert grid.
+    Confirm: `threefold models` shows the experts of each model.
+    Fix: set layout.ep and layout.etp to 1.
+    """
+    layout = plan.layout
+    if not plan.model.is_moe and (layout.ep > 1 or layout.etp > 1):
+        yield Finding(
+            at="layout.ep",
+            problem=f"EP {layout.ep} x ETP {layout.etp} on {plan.model.name}, which has no experts",
+            fix={"layout.ep": 1, "layout.etp": 1},
+        )
+
+
+@rule(rows="EO-V2")
+def experts_fit_routing(plan: Plan) -> Iterator[Finding]:
+    """There are at least as many experts as a token visits, and routing groups are whole.
+
+    Why: a model cut to fewer experts can fall below its top-k or split a routing group.
+    Confirm: compare model.num_experts with the model's top-k and groups.
+    Fix: keep at least top-k experts, in whole groups.
+    """
+    moe = plan.model.moe
+    if not moe:
+        return
+    usable = moe.num_experts // moe.num_groups * moe.top_groups
+    if moe.num_experts % moe.num_groups or usable < moe.top_k:
+        step = moe.num_groups
+        need = -(-moe.top_k * moe.num_groups // moe.top_groups)
+        yield Finding(
+            at="model.num_experts",
+            problem=(
+                f"{moe.num_experts} experts in {moe.num_groups} groups, of which a token may use {moe.top_groups}, "
+                f"cannot serve top-{moe.top_k}"
+            ),
+            fix={"model.num_experts": max(-(-need // step), -(-moe.num_experts // step), 1) * step},
+        )
+
+
+@rule(rows="PP-LAYOUT")
+def dense_layers_exist(plan: Plan) -> Iterator[Finding]:
+    """The model has layers, and no more dense first layers than layers.
+
+    Why: a model cut to fewer layers can be left with dense ones only, or with none.
+    Confirm: compare model.num_layers with model.num_dense_layers.
+    Fix: keep at least one layer behind the dense ones.
+    """
+    model = plan.model
+    if model.num_layers < 1:
+        yield Finding(at="model.num_layers", problem="a model without layers", fix={"model.num_layers": 1})
+    elif model.moe and model.num_dense_layers >= model.num_layers:
+        yield Finding(
+            at="model.num_layers",
+            problem=f"{model.num_layers} layers, of which the first {model.num_dense_layers} are dense: no experts left",
+            fix={"model.num_layers": model.num_dense_layers + 1},
+        )
+
+
+@rule(rows="PP-VPP")
+def chunks_hold_layers(plan: Plan) -> Iterator[Finding]:
+    """Every chunk of the pipeline holds something.
+
+    Why: PP x VPP chunks need as many items; an empty chunk is a stage that only forwards tensors.
+    Confirm: `threefold show` draws the pipeline.
+    Fix: fewer chunks per rank, then fewer stages.
+    """
+    layout, items = plan.layout, plan.model.num_layers + plan.mtp + 2
+    if layout.chunks > items:
+        vpp = max(1, items // layout.pp)
+        fix = {"layout.vpp": vpp} if layout.pp <= items else {"layout.pp": _pow2(items), "layout.vpp": 1}
+        yield Finding(
+            at="layout.vpp" if layout.pp <= items else "layout.pp",
+            problem=f"PP {layout.pp} x VPP {layout.vpp} chunks for {plan.model.num_layers} layers, embedding, MTP and loss",
+            fix={**fix, "layout.stages": None},
+        )
+
+
+@rule(severity="warning", rows="PP-LAYOUT")
+def chunk_is_empty(plan: Plan) -> Iterator[Finding]:
+    """No chunk of a written layout is empty without intent.
+
+    Why: an empty chunk only forwards its input: a pipeline step that computes nothing.
+    Confirm: two bars meet in layout.stages, or a bar ends it.
+    Fix: a balanced string, unless the gap is meant.
+    """
+    if plan.layout.stages is not None and any(not str(chunk) for chunk in plan.chunks):
+        fix = {"layout.stages": None}
+        yield Finding(at="layout.stages", problem="a chunk holds nothing: two bars meet, or a bar ends it", fix=fix)
+
+
+def _pow2(number: int) -> int:
+    return int(2 ** (max(1, number).bit_length() - 1))
+
+
+def _generated(plan: Plan) -> str:
+    return format_stages(balance(plan.model.num_layers, plan.layout.chunks, plan.mtp))
+
+
+@rule(rows="PP-LAYOUT")
+def stages_match_model(plan: Plan) -> Iterator[Finding]:
+    """The pipeline layout string has PP x VPP chunks, all layers, and the MTP depths that train.
+
+    Why: a layer that no chunk holds is not trained; upstream this fails after the job has started.
+    Confirm: `threefold show` prints the chunks; count t and m.
+    Fix: correct the string, or delete it for a balanced one.
+    """
+    layout = plan.layout
+    if layout.stages is None or layout.chunks > plan.model.num_layers + plan.mtp + 2:
+        return
+    layers = sum(len(chunk.layers) for chunk in plan.chunks)
+    mtp = sum(chunk.mtp for chunk in plan.chunks)
+    faults = []
+    if len(plan.chunks) != layout.chunks:
+        faults.append(f"{len(plan.chunks)} chunks for PP {layout.pp} x VPP {layout.vpp} = {layout.chunks}")
+    if layers != plan.model.num_layers:
+        faults.append(f"{layers} layers of {plan.model.num_layers}")
+    if mtp != plan.mtp:
+        faults.append(f"{mtp} MTP depths of {plan.mtp}")
+    if faults:
+        yield Finding(
+            at="layout.stages",
+            problem=f"the string has {', '.join(faults)}",
+            fix={"layout.stages": _generated(plan)},
+        )
+
+
+@rule(rows="PP-VPP")
+def vpp_needs_pp(plan: Plan) -> Iterator[Finding]:
+    """Several chunks a rank need a pipeline.
+
+    Why: with one stage there is nothing to interleave; upstream refuses it.
+    Confirm: layout.pp is 1.
+    Fix: set layout.vpp to 1, or use a pipeline.
+    """
+    if plan.layout.vpp > 1 and plan.layout.pp == 1:
+        fix = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
+        yield Finding(at="layout.vpp", problem=f"VPP {plan.layout.vpp} with PP 1", fix=fix)
+
+
+@rule(rows="PP-ZB PP-VPP")
+def schedule_fits_chunks(plan: Plan) -> Iterator[Finding]:
+    """The schedule and the chunks per rank belong together: 1f1b one, interleaved several, dualpipev two.
+
+    Why: each schedule places chunks on ranks in its own way.
+    Confirm: `threefold show` prints schedule and chunks.
+    Fix: leave layout.schedule out, or set layout.vpp to what it needs.
+    """
+    schedule, layout = plan.layout.schedule, plan.layout
+    if schedule is None:
+        return
+    if layout.pp == 1:
+        yield Finding(at="layout.schedule", problem=f"{schedule} with PP 1", fix={"layout.schedule": None})
+    elif (schedule == "1f1b" and layout.vpp > 1) or (schedule == "interleaved" and layout.vpp == 1):
+        yield Finding(at="layout.schedule", problem=f"{schedule} with VPP {layout.vpp}", fix={"layout.schedule": None})
+    elif schedule == "dualpipev" and layout.vpp != 2:
+        fix = {"layout.vpp": 2, "layout.stages": None}
+        yield Finding(at="layout.vpp", problem=f"dualpipev folds the pipeline once: VPP {layout.vpp} is not 2", fix=fix)
+
+
+@rule(rows="PP-ZB", target="megatron-bridge", follows="Megatron-LM core/pipeline_parallel/schedules.py")
+def schedule_on_target(plan: Plan) -> Iterator[Finding]:
+    """Megatron runs 1f1b and interleaved pipelines.
+
+    Why: zero-bubble and DualPipeV are schedules of the threefold engine.
+    Confirm: layout.schedule.
+    Fix: leave layout.schedule out for this target.
+    """
+    if plan.layout.schedule in ("zero-bubble", "dualpipev"):
+        fix = {"layout.schedule": None}
+        yield Finding(at="layout.schedule", problem=f"Megatron has no {plan.layout.schedule} schedule", fix=fix)
+
+
+@rule(rows="EO-FSDP OP-ZERO1")
+def replicate_divides_dp(plan: Plan) -> Iterator[Finding]:
+    """HSDP keeps whole copies: `replicate` divides DP and EDP, and only HSDP has copies.
+
+    Why: each copy shards its weights over dp / replicate ranks of both grids.
+    Confirm: `threefold show` prints dp and edp.
+    Fix: a divisor of both, or 1.
+    """
+    layout, mode = plan.layout, plan.knobs.data_parallel
+    if layout.replicate > 1 and mode != "hsdp":
+        problem = f"replicate {layout.replicate} with data_parallel {mode}: only hsdp keeps copies"
+        yield Finding(at="layout.replicate", problem=problem, fix={"layout.replicate": 1})
+    elif layout.dp % layout.replicate or layout.edp % layout.replicate:
+        problem = f"{layout.replicate} copies do not divide DP {layout.dp} and EDP {layout.edp}"
+        yield Finding(at="layout.replicate", problem=problem, fix={"layout.replicate": 1})
+
+
+@rule(rows="LC-CP-BAL")
+def seq_divides_cp(plan: Plan) -> Iterator[Finding]:
+    """A sequence splits into 2 x CP equal pieces, and each rank's share into TP.
+
+    Why: causal work is balanced by giving each rank one early and one late piece; sequence parallel then
+        cuts the rank's share again.
+    Confirm: divide job.seq_len by 2 x CP x TP.
+    Fix: a smaller CP, or a sequence length that divides.
+    """
+    layout, seq = plan.layout, plan.job.seq_len
+    step = (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
+    if seq % step:
+        yield Finding(
+            at="job.seq_len",
+            problem=f"{seq} tokens are no multiple of {step} = {'2 x CP x TP' if layout.cp > 1 else 'TP'}",
+            fix={"job.seq_len": -(-seq // step) * step},
+        )
+
+
+@rule(rows="LC-CP-A2A LC-CP-HIER")
+def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
+    """With all-to-all context parallel every rank takes whole heads.
+
+    Why: a2a trades sequence shards for head shards, so TP x CP must divide the heads, and the key/value
+        heads too. The hierarchical form needs it only inside the fast domain.
+    Confirm: divide the head counts by TP x CP.
+    Fix: p2p works with any head count.
+    """
+    layout, attention = plan.layout, plan.model.attention
+    modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
+    if layout.cp == 1 or attention is None or not modes & {"a2a", "a2a+p2p"}:
+        return
+    shards = layout.tp * (layout.cp if "a2a" in modes else min(layout.cp, 2))
+    heads = (attention.num_heads, attention.num_kv_heads)
+    if any(count % shards for count in heads):
+        yield Finding(
+            at="knobs.cp_comm",
+            problem=f"{heads[0]} heads and {heads[1]} key/value heads do not divide into {shards} shares",
+            fix={"knobs.cp_comm": "p2p"},
+        )
+
+
+@rule(rows="LC-CP-LAYER")
+def cp_comm_per_layer(plan: Plan) -> Iterator[Finding]:
+    """A list of context-parallel communication types has one entry a layer.
+
+    Why: a shorter list would leave layers without a type.
+    Confirm: count the entries.
+    Fix: one name for all layers, or as many as layers.
+    """
+    modes, layers = plan.knobs.cp_comm, plan.model.num_layers
+    if not isinstance(modes, str) and len(modes) != layers:
+        filled = [modes[i % len(modes)] for i in range(layers)] if modes else "p2p"
+        problem = f"{len(modes)} entries for {layers} layers"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": filled})
+
+
+@rule(severity="warning", rows="LC-CP-MTP")
+def mtp_in_model(plan: Plan) -> Iterator[Finding]:
+    """MTP depths beyond the published model are new layers.
+
+    Why: a checkpoint has no weights for them; memory and time grow by a layer each.
+    Confirm: `threefold models` shows the model's own MTP depths.
+    Fix: train the depths the model has.
+    """
+    if plan.mtp > plan.model.mtp_layers:
+        problem = f"{plan.mtp} MTP depths; {plan.model.name} has {plan.model.mtp_layers}"
+        yield Finding(at="job.mtp", problem=problem, fix={"job.mtp": plan.model.mtp_layers})

@@ -1,0 +1,1 @@
+"""Facts, each with a source: models, chips, software stacks."""

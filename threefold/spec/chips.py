@@ -1,0 +1,177 @@
+"""Chips and clusters: memory, dense peak rates, links. Rates are per GPU and per direction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from threefold.units import GB, GIB, MIB, TB, TFLOPS
+
+
+@dataclass(frozen=True, slots=True)
+class ChipSpec:
+    """One accelerator in the system it is sold in."""
+
+    name: str
+    architecture: str  # ampere, hopper, blackwell, cpu
+    memory_bytes: int
+    memory_bandwidth: float  # bytes/s
+    peak_flops: Mapping[str, float]  # dense, by GEMM input format: fp32 (TF32 on GPUs), bf16, fp8, fp4
+    domain: int  # GPUs joined by NVLink
+    domain_bandwidth: float  # bytes/s out of one GPU into its domain
+    network_bandwidth: float  # bytes/s out of one GPU to other domains
+    host_bandwidth: float  # bytes/s between one GPU and host memory
+    gpus_per_node: int
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_rack_scale(self) -> bool:
+        """NVLink reaches past the node, as in NVL72."""
+        return self.domain > self.gpus_per_node
+
+
+_NVIDIA_SMI = "nvidia-smi memory.total on the SXM part"
+
+A100 = ChipSpec(
+    name="a100",
+    architecture="ampere",
+    memory_bytes=81_920 * MIB,
+    memory_bandwidth=2.039 * TB,
+    peak_flops={"fp32": 156 * TFLOPS, "bf16": 312 * TFLOPS},
+    domain=8,
+    domain_bandwidth=300 * GB,
+    network_bandwidth=25 * GB,
+    host_bandwidth=32 * GB,
+    gpus_per_node=8,
+    sources={
+        "memory_bytes": _NVIDIA_SMI,
+        "rates and NVLink": "NVIDIA A100 80GB SXM datasheet",
+        "network": "DGX A100: one 200 Gb/s port a GPU",
+        "host": "PCIe 4.0 x16",
+    },
+)
+H100 = ChipSpec(
+    name="h100",
+    architecture="hopper",
+    memory_bytes=81_559 * MIB,
+    memory_bandwidth=3.35 * TB,
+    peak_flops={"fp32": 494.7 * TFLOPS, "bf16": 989.4 * TFLOPS, "fp8": 1978.9 * TFLOPS},
+    domain=8,
+    domain_bandwidth=450 * GB,
+    network_bandwidth=50 * GB,
+    host_bandwidth=64 * GB,
+    gpus_per_node=8,
+    sources={
+        "memory_bytes": _NVIDIA_SMI,
+        "rates and NVLink": "NVIDIA H100 SXM datasheet, without sparsity",
+        "network": "DGX H100: one 400 Gb/s port a GPU",
+        "host": "PCIe 5.0 x16",
+    },
+)
+H200 = ChipSpec(
+    name="h200",
+    architecture="hopper",
+    memory_bytes=143_771 * MIB,
+    memory_bandwidth=4.8 * TB,
+    peak_flops=H100.peak_flops,
+    domain=8,
+    domain_bandwidth=450 * GB,
+    network_bandwidth=50 * GB,
+    host_bandwidth=64 * GB,
+    gpus_per_node=8,
+    sources={
+        "memory_bytes": _NVIDIA_SMI,
+        "rates and NVLink": "NVIDIA H200 SXM datasheet, without sparsity",
+        "network": "HGX H200: one 400 Gb/s port a GPU",
+        "host": "PCIe 5.0 x16",
+    },
+)
+B200 = ChipSpec(
+    name="b200",
+    architecture="blackwell",
+    memory_bytes=180 * GB,
+    memory_bandwidth=7.7 * TB,
+    peak_flops={"fp32": 1125 * TFLOPS, "bf16": 2250 * TFLOPS, "fp8": 4500 * TFLOPS, "fp4": 9000 * TFLOPS},
+    domain=8,
+    domain_bandwidth=900 * GB,
+    network_bandwidth=50 * GB,
+    host_bandwidth=64 * GB,
+    gpus_per_node=8,
+    sources={
+        "memory, rates and NVLink": "NVIDIA HGX B200 datasheet, a GPU's share, without sparsity",
+        "network": "DGX B200: one 400 Gb/s port a GPU",
+        "host": "PCIe 5.0 x16",
+    },
+)
+B300 = ChipSpec(
+    name="b300",
+    architecture="blackwell",
+    memory_bytes=288 * GB,
+    memory_bandwidth=8 * TB,
+    peak_flops={"fp32": 1125 * TFLOPS, "bf16": 2250 * TFLOPS, "fp8": 4500 * TFLOPS, "fp4": 13_500 * TFLOPS},
+    domain=8,
+    domain_bandwidth=900 * GB,
+    network_bandwidth=100 * GB,
+    host_bandwidth=64 * GB,
+    gpus_per_node=8,
+    sources={
+        "memory, rates and NVLink": "NVIDIA HGX B300 datasheet, a GPU's share, without sparsity",
+        "network": "DGX B300: one 800 Gb/s port a GPU",
+        "host": "PCIe 5.0 x16",
+    },
+)
+GB200 = ChipSpec(
+    name="gb200",
+    architecture="blackwell",
+    memory_bytes=186 * GB,
+    memory_bandwidth=8 * TB,
+    peak_flops={"fp32": 1250 * TFLOPS, "bf16": 2500 * TFLOPS, "fp8": 5000 * TFLOPS, "fp4": 10_000 * TFLOPS},
+    domain=72,
+    domain_bandwidth=900 * GB,
+    network_bandwidth=50 * GB,
+    host_bandwidth=225 * GB,
+    gpus_per_node=4,
+    sources={
+        "memory, rates and NVLink": "NVIDIA GB200 NVL72 datasheet, a GPU's share, without sparsity",
+        "network": "GB200 NVL72: one 400 Gb/s port a GPU",
+        "host": "NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
+    },
+)
+GB300 = ChipSpec(
+    name="gb300",
+    architecture="blackwell",
+    memory_bytes=279 * GB,
+    memory_bandwidth=8 * TB,
+    peak_flops={"fp32": 1250 * TFLOPS, "bf16": 2500 * TFLOPS, "fp8": 5000 * TFLOPS, "fp4": 15_000 * TFLOPS},
+    domain=72,
+    domain_bandwidth=900 * GB,
+    network_bandwidth=100 * GB,
+    host_bandwidth=225 * GB,
+    gpus_per_node=4,
+    sources={
+        "memory, rates and NVLink": "NVIDIA GB300 NVL72 datasheet, a GPU's share, without sparsity",
+        "network": "GB300 NVL72: one 800 Gb/s port a GPU",
+        "host": "NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
+    },
+)
+CPU = ChipSpec(
+    name="cpu",
+    architecture="cpu",
+    memory_bytes=16 * GIB,
+    memory_bandwidth=20 * GB,
+    peak_flops={"fp32": 0.1 * TFLOPS, "bf16": 0.1 * TFLOPS},
+    domain=64,
+    domain_bandwidth=5 * GB,
+    network_bandwidth=1 * GB,
+    host_bandwidth=20 * GB,
+    gpus_per_node=64,
+    sources={"all": "nominal figures of a small machine; every rank is a process on it"},
+)
+
+CHIPS: dict[str, ChipSpec] = {chip.name: chip for chip in (A100, H100, H200, B200, B300, GB200, GB300, CPU)}
+
+# Which low precision a chip multiplies natively, from the GEMM formats of its generation.
+NATIVE_FORMATS: dict[str, frozenset[str]] = {
+    "ampere": frozenset({"bf16", "fp16", "fp32"}),
+    "hopper": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise"}),
+    "blackwell": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise", "mxfp8", "nvfp4"}),
+    "cpu": frozenset({"bf16", "fp32"}),
+}

@@ -1,0 +1,242 @@
+"""What a model is: its shape as published, and nothing about how it is run."""
+
+import math
+import reprlib
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, get_type_hints
+
+from threefold.fields import MAX_INT, MAX_LAYERS
+
+Mixer = Literal["attention", "window", "delta", "mamba", "none"]
+Ffn = Literal["dense", "moe", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class GqaSpec:
+    """Grouped-query attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    bias: bool = False  # on q, k, v and the output projection
+    sinks: bool = False  # one learnt logit per head that takes probability and gives no value
+    gated: bool = False  # the query projection also yields a sigmoid gate on the output
+    shared_kv: bool = False  # keys serve as values: one projection for both
+    window: int | None = None
+    rope_theta: float = 10_000.0
+    rope_fraction: float = 1.0
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """The small scorer of sparse attention that picks which keys a query reads."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention: queries and keys/values pass through low-rank projections."""
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    indexer: IndexerSpec | None = None
+    rope_theta: float = 10_000.0
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Gated delta rule: linear attention with a decaying state per value head."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int = 4
+
+    @property
+    def keys(self) -> int:
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_v_heads * self.v_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSpec:
+    """Mamba-2 state-space mixer."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    conv: int = 4
+
+    @property
+    def inner_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Routed experts, and the shared ones every token passes."""
+
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    num_shared: int = 0
+    shared_dim: int | None = None  # width of all shared experts together; default num_shared * expert_dim
+    shared_gate: bool = False
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk: bool = True
+    num_groups: int = 1  # group-limited routing: experts in groups, of which a token may use top_groups
+    top_groups: int = 1
+    scale: float = 1.0
+    balance_bias: bool = False  # the aux-loss-free bias on selection, not on the weights
+    bias: bool = False  # on router and expert projections
+    latent_dim: int | None = None  # experts work on a down-projection of the token
+
+    @property
+    def shared_width(self) -> int:
+        return self.num_shared * self.expert_dim if self.shared_dim is None else self.shared_dim
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """The image encoder of a vision-language model and the projector behind it."""
+
+    depth: int
+    dim: int
+    mlp_dim: int
+    num_heads: int
+    patch: int
+    temporal_patch: int
+    merge: int  # merge x merge patches become one token of the language model
+    num_positions: int
+    deepstack: tuple[int, ...] = ()  # encoder layers whose output is also injected into the decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer: a mixer over positions and a feed-forward part, either of which may be absent."""
+
+    mixer: Mixer
+    ffn: Ffn
+
+
+# One letter a layer. The capitals and signs are those of Megatron's hybrid patterns.
+_MIXER: dict[str, Mixer] = {"t": "attention", "w": "window", "d": "delta", "M": "mamba", "*": "attention"}
+_ALONE: dict[str, Layer] = {
+    "M": Layer("mamba", "none"),
+    "*": Layer("attention", "none"),
+    "E": Layer("none", "moe"),
+    "-": Layer("none", "dense"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as its authors published it."""
+
+    name: str
+    family: str  # Hugging Face's model_type: what decides the code that runs it
+    num_layers: int
+    dim: int
+    vocab: int
+    source: str
+    pattern: str = "t"  # repeated over the layers: t attention, w window, d delta; alone: M * E -
+    attention: GqaSpec | MlaSpec | None = None
+    local_attention: GqaSpec | None = None  # of 'w' layers
+    delta: DeltaSpec | None = None
+    mamba: MambaSpec | None = None
+    moe: MoeSpec | None = None
+    dense_dim: int = 0
+    num_dense_layers: int = 0  # the first layers carry a dense feed-forward part instead of experts
+    mtp_layers: int = 0
+    mtp_pattern: str = "t"
+    mtp_shared: bool = False  # all MTP depths use one set of weights
+    glu: bool = True
+    activation: str = "silu"
+    tied: bool = False
+    norm_eps: float = 1e-6
+    vision: VisionSpec | None = None
+    published_total: float | None = None  # parameters as the authors state them
+    published_active: float | None = None
+    approximate: str = ""  # what in these facts was inferred, in words
+
+    @property
+    def is_moe(self) -> bool:
+        return self.moe is not None
+
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts if self.moe else 0
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers in order, MTP not included."""
+        return tuple(self._layer(self.pattern[i % len(self.pattern)], i) for i in range(self.num_layers))
+
+    @property
+    def mtp_depth(self) -> tuple[Layer, ...]:
+        """The layers of one MTP depth."""
+        return tuple(self._layer(letter, self.num_layers) for letter in self.mtp_pattern)
+
+    def _layer(self, letter: str, index: int) -> Layer:
+        if letter in _ALONE:
+            return _ALONE[letter]
+        ffn: Ffn = "moe" if self.moe and index >= self.num_dense_layers else "dense"
+        return Layer(_MIXER[letter], ffn)
+
+    def cut(self, **changes: int) -> "ModelSpec":
+        """The same family at another size: fewer layers or experts, another vocabulary."""
+        num_experts = changes.pop("num_experts", None)
+        moe = replace(self.moe, num_experts=num_experts) if self.moe and num_experts else self.moe
+        model = replace(self, moe=moe, published_total=None, published_active=None)
+        return replace(model, **changes)  # type: ignore[arg-type]
+
+
+def check_sizes(spec: Any, at: str = "") -> None:
+    """Raise ValueError where a spec made from a file holds something that is no size."""
+    hints = get_type_hints(type(spec))
+    for f in fields(spec):
+        value, hint, name = getattr(spec, f.name), hints[f.name], f"{at}{f.name}"
+        if is_dataclass(value):
+            check_sizes(value, f"{name}.")
+        elif hint == tuple[int, ...]:
+            for size in value:
+                _check_size(name, size, least=0, most=MAX_INT)
+        elif hint is int or (hint == int | None and value is not None):
+            least = 1 if f.default is MISSING else 0
+            _check_size(name, value, least, most=MAX_LAYERS if f.name.endswith("layers") else MAX_INT)
+        elif hint is float and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}, not a positive number")
+
+
+def _check_size(name: str, size: Any, least: int, most: int) -> None:
+    if type(size) is not int or not least <= size <= most:
+        raise ValueError(f"{name} is {reprlib.repr(size)}, not a whole number from {least} to {most}")

@@ -1,0 +1,188 @@
+"""Parameter counts, part by part, from a model's shape."""
+
+from dataclasses import dataclass
+
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """Parameters of a whole model."""
+
+    embedding: int
+    head: int  # 0 when tied to the embedding
+    mixers: int
+    dense: int
+    experts: int
+    shared: int
+    routers: int
+    norms: int
+    mtp: int
+    vision: int
+    inactive: int  # routed experts a token does not visit
+
+    @property
+    def total(self) -> int:
+        """Everything that gradient descent changes, MTP included."""
+        parts = (self.embedding, self.head, self.mixers, self.dense, self.experts)
+        return sum(parts) + self.shared + self.routers + self.norms + self.mtp + self.vision
+
+    @property
+    def main(self) -> int:
+        """Without MTP: what most authors call the size."""
+        return self.total - self.mtp
+
+    @property
+    def active(self) -> int:
+        """Parameters one text token meets, embedding included, MTP and vision not."""
+        return self.main - self.vision - self.inactive
+
+    @property
+    def active_matmul(self) -> int:
+        """Active without the input embedding, which is looked up and not multiplied."""
+        return self.active - (self.embedding if self.head else 0)
+
+
+def count_params(model: ModelSpec, mtp_layers: int | None = None) -> Params:
+    """Count a model; `mtp_layers` overrides how many MTP depths it is trained with."""
+    depths = model.mtp_layers if mtp_layers is None else mtp_layers
+    if model.mtp_shared:
+        depths = min(depths, 1)
+    layers = model.layers
+    moe_layers = sum(layer.ffn == "moe" for layer in layers)
+    moe = model.moe
+    table = model.vocab * model.dim
+    return Params(
+        embedding=table,
+        head=0 if model.tied else table,
+        mixers=sum(mixer_params(model, layer) for layer in layers),
+        dense=sum(layer.ffn == "dense" for layer in layers) * dense_params(model),
+        experts=moe_layers * moe.num_experts * expert_params(model) if moe else 0,
+        shared=moe_layers * shared_params(model),
+        routers=moe_layers * router_params(model),
+        norms=sum(norm_params(model, layer) for layer in layers) + model.dim,
+        mtp=depths * mtp_params(model),
+        vision=vision_params(model.vision, model.dim) if model.vision else 0,
+        inactive=moe_layers * (moe.num_experts - moe.top_k) * expert_params(model) if moe else 0,
+    )
+
+
+def layer_params(model: ModelSpec, layer: Layer) -> int:
+    """One layer with all its experts."""
+    ffn = 0
+    if layer.ffn == "dense":
+        ffn = dense_params(model)
+    elif layer.ffn == "moe" and model.moe:
+        ffn = model.moe.num_experts * expert_params(model) + shared_params(model) + router_params(model)
+    return mixer_params(model, layer) + ffn + norm_params(model, layer)
+
+
+def mixer_params(model: ModelSpec, layer: Layer) -> int:
+    full = model.attention
+    if layer.mixer == "attention" and full:
+        return _mla(full, model.dim) if isinstance(full, MlaSpec) else _gqa(full, model.dim)
+    if layer.mixer == "window" and model.local_attention:
+        return _gqa(model.local_attention, model.dim)
+    if layer.mixer == "delta" and model.delta:
+        return _delta(model.delta, model.dim)
+    if layer.mixer == "mamba" and model.mamba:
+        return _mamba(model.mamba, model.dim)
+    return 0
+
+
+def norm_params(model: ModelSpec, layer: Layer) -> int:
+    """One norm before the mixer, one before the feed-forward part."""
+    return model.dim * ((layer.mixer != "none") + (layer.ffn != "none"))
+
+
+def dense_params(model: ModelSpec) -> int:
+    return _mlp(model, model.dim, model.dense_dim)
+
+
+def expert_params(model: ModelSpec) -> int:
+    """One routed expert."""
+    moe = _moe(model)
+    width = moe.latent_dim or model.dim
+    bias = (2 if model.glu else 1) * moe.expert_dim + width if moe.bias else 0
+    return _mlp(model, width, moe.expert_dim) + bias
+
+
+def shared_params(model: ModelSpec) -> int:
+    """All shared experts of a layer, with their gate and the latent projections where there are any."""
+    moe = _moe(model)
+    latent = 2 * model.dim * moe.latent_dim if moe.latent_dim else 0
+    gate = model.dim if moe.shared_gate else 0
+    return _mlp(model, model.dim, moe.shared_width) + gate + latent
+
+
+def router_params(model: ModelSpec) -> int:
+    """The routing matrix. The aux-loss-free bias is not counted: no gradient reaches it."""
+    moe = _moe(model)
+    return moe.num_experts * (model.dim + (1 if moe.bias else 0))
+
+
+def mtp_params(model: ModelSpec) -> int:
+    """One MTP depth: its layers, the 2h x h join of hidden state and embedding, three norms."""
+    layers = sum(layer_params(model, layer) for layer in model.mtp_depth)
+    return layers + 2 * model.dim**2 + 3 * model.dim
+
+
+def vision_params(vision: VisionSpec, out_dim: int) -> int:
+    """Encoder, position table, patch embedding, and one merger for the output and each deepstack tap."""
+    d, wide = vision.dim, vision.dim * vision.merge**2
+    patch = 3 * vision.temporal_patch * vision.patch**2 * d + d
+    attention = d * 3 * d + 3 * d + d * d + d
+    mlp = d * vision.mlp_dim + vision.mlp_dim + vision.mlp_dim * d + d
+    block = attention + mlp + 4 * d
+    fcs = wide * wide + wide + wide * out_dim + out_dim
+    mergers = (fcs + 2 * d) + len(vision.deepstack) * (fcs + 2 * wide)
+    return patch + vision.num_positions * d + vision.depth * block + mergers
+
+
+def _moe(model: ModelSpec) -> MoeSpec:
+    return model.moe or MoeSpec(num_experts=0, top_k=0, expert_dim=0)
+
+
+def _mlp(model: ModelSpec, dim: int, hidden: int) -> int:
+    return (3 if model.glu else 2) * dim * hidden
+
+
+def _gqa(spec: GqaSpec, dim: int) -> int:
+    q_out = spec.q_dim * (2 if spec.gated else 1)
+    kv_out = spec.kv_dim * (1 if spec.shared_kv else 2)
+    bias = q_out + kv_out + dim if spec.bias else 0
+    norms = 2 * spec.head_dim if spec.qk_norm else 0
+    sinks = spec.num_heads if spec.sinks else 0
+    return dim * (q_out + kv_out) + spec.q_dim * dim + bias + norms + sinks
+
+
+def _mla(spec: MlaSpec, dim: int) -> int:
+    heads_qk = spec.num_heads * spec.qk_dim
+    if spec.q_rank:
+        query = dim * spec.q_rank + spec.q_rank + spec.q_rank * heads_qk
+    else:
+        query = dim * heads_qk
+    down = dim * (spec.kv_rank + spec.rope_dim) + spec.kv_rank
+    up = spec.kv_rank * spec.num_heads * (spec.nope_dim + spec.v_dim)
+    out = spec.num_heads * spec.v_dim * dim
+    return query + down + up + out + _indexer(spec, dim)
+
+
+def _indexer(spec: MlaSpec, dim: int) -> int:
+    index = spec.indexer
+    if not index:
+        return 0
+    query = (spec.q_rank or dim) * index.num_heads * index.head_dim
+    return query + dim * index.head_dim + 2 * index.head_dim + dim * index.num_heads
+
+
+def _delta(spec: DeltaSpec, dim: int) -> int:
+    channels = 2 * spec.keys + spec.values
+    projections = dim * (channels + spec.values + 2 * spec.num_v_heads) + spec.values * dim
+    return projections + channels * spec.conv + 2 * spec.num_v_heads + spec.v_dim
+
+
+def _mamba(spec: MambaSpec, dim: int) -> int:
+    channels = spec.inner_dim + 2 * spec.num_groups * spec.state_dim
+    projections = dim * (spec.inner_dim + channels + spec.num_heads) + spec.inner_dim * dim
+    return projections + channels * (spec.conv + 1) + 3 * spec.num_heads + spec.inner_dim

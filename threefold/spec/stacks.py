@@ -1,0 +1,79 @@
+"""Software stacks: who runs a plan, what each one can run, and defaults that experience suggests."""
+
+from dataclasses import dataclass
+
+TARGETS = ("threefold", "megatron-bridge")
+
+
+@dataclass(frozen=True, slots=True)
+class StackSpec:
+    """What a stack runs. `families` are Hugging Face model types."""
+
+    name: str
+    families: frozenset[str]
+    source: str
+
+
+STACKS = {
+    # The engine is not in the tree yet; the planner is. Families join this set as they train.
+    "threefold": StackSpec("threefold", frozenset(), "this package"),
+    "megatron-bridge": StackSpec(
+        "megatron-bridge",
+        frozenset(
+            {
+                "deepseek_v3",
+                "gemma4",
+                "glm_moe_dsa",
+                "gpt_oss",
+                "llama",
+                "mixtral",
+                "nemotron_h",
+                "qwen3",
+                "qwen3_5_moe",
+                "qwen3_moe",
+                "qwen3_next",
+                "qwen3_vl_moe",
+            }
+        ),
+        "models named in Megatron Bridge's recipes and verification cards, 2026-08",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """A starting point, not a law: it has a date and evidence, and a measurement overrides it."""
+
+    value: str
+    since: str
+    evidence: str
+
+
+_MOE_GUIDE = "Megatron Bridge MoE optimisation guide"
+
+DISPATCHER: dict[str, Default] = {
+    "a100": Default("alltoall", "2026-08", f"{_MOE_GUIDE}: safe bring-up"),
+    "h100": Default("deepep", "2026-08", f"{_MOE_GUIDE}; but HybridEP won on 16 H100 from release 26.04"),
+    "h200": Default("deepep", "2026-08", f"{_MOE_GUIDE}: as H100"),
+    "b200": Default("deepep", "2026-08", f"{_MOE_GUIDE}; published B200 runs since 26.04 mostly use HybridEP"),
+    "b300": Default("hybridep", "2026-08", "published B300 runs: 878 against 720 TFLOP/s with alltoall"),
+    "gb200": Default("hybridep", "2026-08", f"{_MOE_GUIDE}: NVL72"),
+    "gb300": Default("hybridep", "2026-08", f"{_MOE_GUIDE}: NVL72"),
+    "cpu": Default("alltoall", "2026-11", "the only transport on gloo"),
+}
+PRECISION: dict[str, Default] = {
+    "ampere": Default("bf16", "2026-08", "no FP8 units"),
+    "hopper": Default("fp8-blockwise", "2026-08", _MOE_GUIDE),
+    "blackwell": Default("mxfp8", "2026-08", f"{_MOE_GUIDE}; NVFP4 only after BF16 or FP8 is stable"),
+    "cpu": Default("fp32", "2026-11", "bf16 GEMMs are emulated on most CPUs"),
+}
+GRAPH_SCOPES = Default(
+    "attn moe_router moe_preprocess", "2026-08", f"{_MOE_GUIDE}; lost on one published alltoall run: measure"
+)
+
+# Flex backends by chip. Bridge checks compute capability 8 or 9, or the names B200 and B300, for DeepEP,
+# and capability 8 to 10 for HybridEP (training/flex_dispatcher_backend.py).
+DISPATCHER_CHIPS: dict[str, frozenset[str]] = {
+    "deepep": frozenset({"a100", "h100", "h200", "b200", "b300"}),
+    "hybridep": frozenset({"a100", "h100", "h200", "b200", "b300", "gb200", "gb300"}),
+}

@@ -1,0 +1,30 @@
+"""Units: base units inside (bytes, seconds, FLOP/s), readable ones only when printing."""
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+GB, TB = 10**9, 10**12
+TFLOPS = 1e12
+
+
+def format_bytes(num_bytes: float) -> str:
+    """1536 -> '1.50 KiB'. Binary units, because allocators count in them."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def format_count(count: float) -> str:
+    """671_026_419_200 -> '671.0B', the way model sizes are quoted."""
+    for bound, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= bound:
+            return f"{count / bound:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def format_tokens(count: int) -> str:
+    """131072 -> '128K' where it is a whole number of binary thousands."""
+    if count >= 1024 and count % 1024 == 0:
+        return f"{count // 1024}K"
+    return str(count)
