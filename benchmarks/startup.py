@@ -1,6 +1,6 @@
 """How long the door takes: `threefold --help` and `threefold check`, beside a bare interpreter.
 
-    python benchmarks/startup.py [--repeat 9] [--json FILE]
+python benchmarks/startup.py [--repeat 9] [--json FILE]
 """
 
 import argparse

@@ -49,6 +49,10 @@ def test_settings_survive_the_translation() -> None:
     plan = plan_from_row(USABLE[0]).plan
     assert plan is not None
     assert (plan.layout.pp, plan.layout.vpp, plan.layout.ep, plan.layout.dp, plan.layout.edp) == (2, 8, 32, 128, 4)
-    assert (plan.knobs.precision, plan.knobs.dispatcher, plan.knobs.graphs) == ("mxfp8", "hybridep", ("full_iteration",))
+    assert (plan.knobs.precision, plan.knobs.dispatcher, plan.knobs.graphs) == (
+        "mxfp8",
+        "hybridep",
+        ("full_iteration",),
+    )
     assert (plan.job.capacity_factor, plan.job.capacity_scope, plan.job.mtp) == (1.5, "rank", 1)
     assert (plan.knobs.optimizer_dtype, plan.knobs.grad_dtype, plan.stack.release) == ("bf16", "bf16", "26.08")

@@ -19,9 +19,24 @@ def run(args: argparse.Namespace) -> int:
         json.dump([dataclasses.asdict(chip) for chip in CHIPS.values()], sys.stdout, indent=2)
         print()
         return 0
-    header = ["chip", "GiB", "TB/s", "bf16", "fp8", "fp4", "domain", "GB/s", "net GB/s", "host GB/s", "dispatcher", "precision"]
+    header = [
+        "chip",
+        "GiB",
+        "TB/s",
+        "bf16",
+        "fp8",
+        "fp4",
+        "domain",
+        "GB/s",
+        "net GB/s",
+        "host GB/s",
+        "dispatcher",
+        "precision",
+    ]
     print(table(header, [_row(chip) for chip in CHIPS.values()]))
-    print("\nPeaks are dense TFLOP/s; link rates are per GPU and direction. Dispatcher and precision are starting points:")
+    print(
+        "\nPeaks are dense TFLOP/s; link rates are per GPU and direction. Dispatcher and precision are starting points:"
+    )
     for name, default in DISPATCHER.items():
         print(f"  {name:6} {default.value:9} since {default.since}: {default.evidence}")
     for chip in CHIPS.values():

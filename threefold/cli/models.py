@@ -30,8 +30,15 @@ def run(args: argparse.Namespace) -> int:
     elif args.name:
         print(_details(chosen[0]))
     else:
-        print(table(["model", "total", "active", "layers", "dim", "mixers", "experts", "top", "mtp"], [_row(m) for m in chosen]))
-        print("\nActive counts what one text token meets, embedding included. `threefold models NAME` gives the source.")
+        print(
+            table(
+                ["model", "total", "active", "layers", "dim", "mixers", "experts", "top", "mtp"],
+                [_row(m) for m in chosen],
+            )
+        )
+        print(
+            "\nActive counts what one text token meets, embedding included. `threefold models NAME` gives the source."
+        )
     return 0
 
 
@@ -61,6 +68,8 @@ def _details(model: ModelSpec) -> str:
     facts = {k: v for k, v in dataclasses.asdict(model).items() if v not in (None, "", ()) and k != "pattern"}
     counts = {f.name: format_count(getattr(params, f.name)) for f in dataclasses.fields(params)}
     lines = [f"{name:18} {value}" for name, value in facts.items()]
-    layers = "".join({"attention": "t", "window": "w", "delta": "d", "mamba": "M", "none": "-"}[x.mixer] for x in model.layers)
+    layers = "".join(
+        {"attention": "t", "window": "w", "delta": "d", "mamba": "M", "none": "-"}[x.mixer] for x in model.layers
+    )
     totals = f"total {params.main:,}  active {params.active:,}  mtp {params.mtp:,}"
     return "\n".join([*lines, f"{'mixers':18} {layers}", f"{'parameters':18} {totals}", f"{'by part':18} {counts}"])

@@ -21,6 +21,7 @@ _KNOBS = {  # extra_knobs that are fields of ours under another name
     "overlap_grad_reduce": "knobs.grad_reduce_overlap",
     "moe_permute_fusion": "knobs.permute_fusion",
     "fp8_param": "knobs.fp8_params",
+    "use_transformer_engine_op_fuser": "knobs.expert_fusion",
     "fp8_dot_product_attention": "knobs.fp8_attention",
     "moe_router_padding_for_quantization": "knobs.router_padding",
 }

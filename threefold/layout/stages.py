@@ -1,7 +1,8 @@
 """The pipeline layout string: `Et*3|(tt|)*29m|L`.
 
 E is the embedding, t a decoder layer, m an MTP layer, L the loss; a bar ends a chunk; `x*n` and `(...)*n`
-repeat. Chunk i sits on pipeline rank i mod PP (interleaved), or runs down the ranks and back up (V-shaped).
+repeat; commas and blanks are decoration. Chunk i sits on pipeline rank i mod PP (interleaved), or runs down
+the ranks and back up (V-shaped).
 """
 
 from collections.abc import Sequence
@@ -138,7 +139,7 @@ def _refuse(text: str, problem: str, advice: str) -> FindingsError:
 def _expand(text: str) -> str:
     if len(text) > MAX_ITEMS:
         raise _refuse(text, f"more than {MAX_ITEMS} letters", "fold what repeats: (tt|)*29")
-    flat, rest = _sequence(text, text.replace(" ", ""), depth=0)
+    flat, rest = _sequence(text, text.replace(" ", "").replace(",", ""), depth=0)
     if rest:
         raise _refuse(text, f"unexpected {rest[0]!r}", "balance the parentheses")
     return flat

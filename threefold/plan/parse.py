@@ -324,7 +324,7 @@ def _unknown(path: str) -> Finding:
         advice = did_you_mean(path.partition(".")[0], ["model", "target", *TABLES])
     if name in ("dp", "edp"):
         advice = f"{name} follows from cluster.gpus and the other degrees; delete it"
-    return Finding(rule="unknown-field", at=path, problem="no such field", advice=advice)
+    return Finding(rule="unknown-field", at=path or '""', problem="no such field", advice=advice)
 
 
 def _missing_model() -> Finding:

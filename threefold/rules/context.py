@@ -153,7 +153,7 @@ def short_baseline_at_length(plan: Plan) -> Iterator[Finding]:
     if plan.is_long and not knobs.recompute and not knobs.activation_offload and not knobs.activation_offload_layers:
         yield Finding(
             at="knobs.recompute",
-            problem=f"nothing is recomputed at {format_tokens(plan.job.seq_len)}: a 4K baseline is not a long-context one",
+            problem=f"nothing is recomputed at {format_tokens(plan.job.seq_len)}: settings of a 4K baseline",
             fix={"knobs.recompute": selective_set(plan)},
         )
 

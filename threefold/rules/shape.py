@@ -80,7 +80,7 @@ def tp_divides_model(plan: Plan) -> Iterator[Finding]:
     """
     tp = plan.layout.tp
     if tp > 1 and (part := tp_fits(plan.model, tp)):
-        allowed = [d for d in divisors(min(tp * 2, 512)) + [16, 8, 4, 2, 1] if tp_fits(plan.model, d) is None]
+        allowed = [d for d in (*divisors(min(tp * 2, 512)), 16, 8, 4, 2, 1) if tp_fits(plan.model, d) is None]
         yield Finding(
             at="layout.tp",
             problem=f"{tp} ranks cannot share {part} evenly",
@@ -178,7 +178,7 @@ def dense_layers_exist(plan: Plan) -> Iterator[Finding]:
     elif model.moe and model.num_dense_layers >= model.num_layers:
         yield Finding(
             at="model.num_layers",
-            problem=f"{model.num_layers} layers, of which the first {model.num_dense_layers} are dense: no experts left",
+            problem=f"{model.num_layers} layers, the first {model.num_dense_layers} of them dense: no experts left",
             fix={"model.num_layers": model.num_dense_layers + 1},
         )
 
@@ -197,8 +197,8 @@ def chunks_hold_layers(plan: Plan) -> Iterator[Finding]:
         fix = {"layout.vpp": vpp} if layout.pp <= items else {"layout.pp": _pow2(items), "layout.vpp": 1}
         yield Finding(
             at="layout.vpp" if layout.pp <= items else "layout.pp",
-            problem=f"PP {layout.pp} x VPP {layout.vpp} chunks for {plan.model.num_layers} layers, embedding, MTP and loss",
-            fix={**fix, "layout.stages": None},
+            problem=f"PP {layout.pp} x VPP {layout.vpp} chunks for {plan.model.num_layers} layers and their ends",
+            fix={**fix, "layout.stages": None, "layout.schedule": None},
         )
 
 
@@ -280,7 +280,8 @@ def schedule_fits_chunks(plan: Plan) -> Iterator[Finding]:
     elif (schedule == "1f1b" and layout.vpp > 1) or (schedule == "interleaved" and layout.vpp == 1):
         yield Finding(at="layout.schedule", problem=f"{schedule} with VPP {layout.vpp}", fix={"layout.schedule": None})
     elif schedule == "dualpipev" and layout.vpp != 2:
-        fix = {"layout.vpp": 2, "layout.stages": None}
+        room = 2 * layout.pp <= plan.model.num_layers + plan.mtp + 2
+        fix = {"layout.vpp": 2, "layout.stages": None} if room else {"layout.schedule": None}
         yield Finding(at="layout.vpp", problem=f"dualpipev folds the pipeline once: VPP {layout.vpp} is not 2", fix=fix)
 
 

@@ -183,6 +183,7 @@ class ModelSpec:
     activation: str = "silu"
     tied: bool = False
     norm_eps: float = 1e-6
+    vocab_multiple: int = 128  # Megatron pads the vocabulary to a multiple of this and TP
     vision: VisionSpec | None = None
     published_total: float | None = None  # parameters as the authors state them
     published_active: float | None = None

@@ -36,6 +36,7 @@ DEEPSEEK_V3 = ModelSpec(
     mtp_layers=1,
     published_total=671e9,
     published_active=37e9,
+    vocab_multiple=1280,
     source="deepseek-ai/DeepSeek-V3 config.json; transformers DeepseekV3Config defaults",
 )
 DEEPSEEK_V3_NO_MTP = replace(DEEPSEEK_V3, name="deepseek-v3-no-mtp", mtp_layers=0)
@@ -45,6 +46,7 @@ DEEPSEEK_V3_PROXY = replace(
     num_layers=14,
     moe=MoeSpec(num_experts=64, top_k=8, expert_dim=2048, num_shared=1, score="sigmoid", balance_bias=True, scale=2.5),
     vocab=256000,
+    vocab_multiple=3232,
     published_total=None,
     published_active=None,
     approximate="vocabulary: the source names a 256k tokenizer without its exact size",
@@ -72,6 +74,7 @@ KIMI_K2 = ModelSpec(
     ),
     published_total=1.04e12,
     published_active=32e9,
+    vocab_multiple=1280,
     source="moonshotai/Kimi-K2-Instruct; Megatron-LM examples/post_training/modelopt/conf/moonshotai",
 )
 MOONLIGHT_16B = ModelSpec(
@@ -96,6 +99,7 @@ MOONLIGHT_16B = ModelSpec(
     ),
     published_total=16e9,
     published_active=3e9,
+    vocab_multiple=1280,
     source="moonshotai/Moonlight-16B-A3B; Megatron Bridge MoonlightModelProvider16B (which says vocab 163842)",
 )
 

@@ -1,0 +1,64 @@
+"""The one-way order of imports, and that planning never loads torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import threefold
+
+PACKAGE = Path(threefold.__file__).parent
+# Lowest first. A part imports itself and lower levels, never a neighbour on its own level.
+LEVELS = (
+    {"units", "findings", "fields"},
+    {"spec"},
+    {"layout"},
+    {"plan"},
+    {"cost", "engine"},
+    {"rules", "dryrun"},
+    {"search", "profile", "interop"},
+    {"tune", "compare"},
+    {"report"},
+    {"cli"},
+)
+LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}
+TORCH_PARTS = {"engine", "dryrun"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(file: Path) -> str:
+    """The part of the package a file belongs to: `plan` for plan/file.py, `units` for units.py."""
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Every module a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_down(file: Path) -> None:
+    part = part_of(file)
+    assert part in LEVEL or part in ("__init__", "__main__"), f"{part} has no place in the order"
+    for module in imports(file):
+        root, _, rest = module.partition(".")
+        other = rest.partition(".")[0]
+        if root == "threefold" and other in LEVEL:
+            lower = part == "__main__" or (part in LEVEL and LEVEL[other] < LEVEL[part])
+            assert other == part or lower, f"{part} imports {module}"
+        if root == "torch":
+            assert part in TORCH_PARTS, f"{part} imports {module}"
+
+
+def test_planning_never_loads_torch() -> None:
+    program = "import sys, threefold.cli.main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

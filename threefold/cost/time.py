@@ -1,0 +1,315 @@
+"""Seconds of a step, by term: compute, memory-bound kernels, exchanges left exposed, bubble, host, optimizer."""
+
+from dataclasses import dataclass
+
+from threefold.cost.exchange import (
+    collective_seconds,
+    context_seconds,
+    dispatch_seconds,
+    tensor_seconds,
+)
+from threefold.cost.flops import padded_vocab
+from threefold.cost.rates import Rates, gemm_rate, peak
+from threefold.cost.work import BF16, Work, case_of, layer_work
+from threefold.layout.stages import chunk_rank
+from threefold.plan.plan import Plan
+from threefold.spec.model import GqaSpec, Layer
+from threefold.spec.params import count_params, expert_params
+
+TERMS = (
+    "gemm",
+    "experts",
+    "attention",
+    "elementwise",
+    "quantise",
+    "recompute",
+    "tp",
+    "cp",
+    "ep",
+    "host",
+    "loss",
+    "bubble",
+    "dp",
+    "optimizer",
+    "offload",
+    "other",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of one layer for one microbatch, forward and backward together, by term."""
+
+    gemm: float
+    experts: float
+    attention: float
+    elementwise: float
+    quantise: float
+    recompute: float
+    tp: float
+    cp: float
+    ep: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        busy = self.gemm + self.experts + self.attention + self.elementwise + self.quantise + self.recompute
+        return busy + self.tp + self.cp + self.ep + self.host
+
+    @property
+    def forward(self) -> float:
+        return self.total / 3
+
+
+def layer_time(plan: Plan, layer: Layer, rates: Rates) -> LayerTime:
+    """Forward and backward of one layer on one rank."""
+    case = case_of(plan, layer)
+    work = layer_work(case)
+    knobs, chip = plan.knobs, plan.chip
+    low = plan.low_precision
+    bandwidth = chip.memory_bandwidth * rates.memory
+    rate = gemm_rate(rates, plan, knobs.precision, work.dense_rows)
+    gemm = 3 * work.dense_flops / rate
+    experts, fwd_experts = 0.0, 0.0
+    if work.grouped_flops:
+        full = gemm_rate(rates, plan, knobs.precision, 1e9) * rates.grouped
+        grouped_rate = full * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
+        fwd_experts = max(work.grouped_flops / grouped_rate, work.weight_bytes / bandwidth)
+        accumulate = work.weight_bytes * (4 if knobs.grad_dtype == "fp32" else 2)  # gradients read and written
+        experts = 3 * fwd_experts + accumulate / bandwidth
+    attention = _attention_seconds(plan, work, rates)
+    plain = plan.model.moe is None or not plan.model.moe.bias  # no fused kernel takes biased experts
+    fused = rates.fusion if knobs.expert_fusion and plain else 1.0
+    moved = work.moved_bytes + work.expert_moved_bytes * fused
+    if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
+        moved += 2 * work.dispatch_tokens * (plan.model.moe.top_k if plan.model.moe else 0) * BF16 * plan.model.dim
+    elementwise = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
+    quantise = 0.0
+    if low:
+        elements = work.quant_elements + work.expert_quant_elements * fused
+        quantise = 3 * elements * 4 * rates.quant_passes / bandwidth
+    tp = 2.5 * tensor_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
+    ring = 3 * context_seconds(plan, case, rates)
+    cp = max(0.0, ring - attention) + 0.1 * ring
+    recompute = _recompute_seconds(plan, layer, gemm / 3, fwd_experts, attention / 3.5, elementwise / 3, work, rates)
+    exchange = 4 * dispatch_seconds(plan, work, rates)
+    if "moe" in knobs.recompute or plan.full_recompute:
+        exchange *= 1.5
+    busy = gemm + experts + attention + elementwise + quantise + recompute
+    ep = exchange
+    if knobs.ep_overlap and exchange:
+        count = max(1, plan.num_microbatches)
+        hideable = min(exchange * rates.hidden, busy) * (1 - 1 / count)
+        ep = exchange - hideable + rates.contention * hideable
+    host = _host_seconds(plan, layer, rates)
+    gpu = busy + tp + cp + ep
+    # Launches run ahead of the GPU: only what exceeds its time shows, softly where the two are close.
+    waiting = (gpu**4 + host**4) ** 0.25 - gpu
+    if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
+        waiting += rates.sync_seconds
+    return LayerTime(gemm, experts, attention, elementwise, quantise, recompute, tp, cp, ep, waiting)
+
+
+def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
+    """Forward once and backward 2.5 times: the fused backward recomputes the scores."""
+    share = rates.attention_blackwell if plan.chip.architecture == "blackwell" else rates.attention
+    top = peak(plan.chip, "bf16") * (1.3 if plan.knobs.fp8_attention else 1.0)
+    spec = plan.model.attention
+    head = spec.head_dim if isinstance(spec, GqaSpec) else 160
+    # An exponential a score costs about what 64 columns of the head do; narrow heads pay it more often.
+    seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (top * share)
+    if work.score_bytes and not plan.knobs.fp8_attention:
+        seconds += work.score_bytes * rates.sink_passes / (plan.chip.memory_bandwidth * rates.memory)
+    return seconds
+
+
+def _recompute_seconds(
+    plan: Plan,
+    layer: Layer,
+    gemm: float,
+    experts: float,
+    attention: float,
+    elementwise: float,
+    work: Work,
+    rates: Rates,
+) -> float:
+    """What is done again in backward, module by module."""
+    names = set(plan.knobs.recompute)
+    if "full" in names:
+        return gemm + experts + attention + elementwise
+    bandwidth = plan.chip.memory_bandwidth * rates.memory
+    again = 0.0
+    if "core_attn" in names:
+        again += attention
+    if "layernorm" in names:
+        again += 2 * 3 * BF16 * plan.model.dim * work.dense_rows / plan.layout.tp * rates.passes / bandwidth
+    if layer.ffn == "moe":
+        act = work.expert_moved_bytes * rates.passes / bandwidth
+        if "moe" in names:
+            again += experts + act + 0.5 * elementwise
+        elif "moe_act" in names:
+            again += act
+    if "mlp" in names and layer.ffn == "dense":
+        again += 0.7 * gemm
+    if "mla_up_proj" in names and layer.mixer == "attention":
+        again += 0.35 * gemm
+    if "shared_experts" in names and layer.ffn == "moe":
+        again += 0.2 * gemm
+    return again
+
+
+def _host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
+    """Launches of a layer, forward and backward; captured scopes leave a little."""
+    knobs = plan.knobs
+    if plan.chip.architecture == "cpu" or "full_iteration" in knobs.graphs:
+        return 0.0
+    mixer = rates.host_mixer_seconds if layer.mixer != "none" else 0.0
+    ffn = (
+        rates.host_moe_seconds if layer.ffn == "moe" else 0.4 * rates.host_moe_seconds if layer.ffn == "dense" else 0.0
+    )
+    scope = "mamba" if layer.mixer == "mamba" else "attn"
+    if scope in knobs.graphs:
+        mixer *= rates.host_graphed
+    if layer.ffn == "moe":
+        captured = 0.25 * ("moe_router" in knobs.graphs) + 0.25 * ("moe_preprocess" in knobs.graphs)
+        captured = 1.0 if "moe" in knobs.graphs else captured
+        ffn *= 1 - captured * (1 - rates.host_graphed)
+    total = mixer + ffn
+    if plan.low_precision:
+        total *= rates.host_fp8
+    if plan.chip.is_rack_scale:
+        total *= rates.host_grace
+    return total * (1.3 if plan.knobs.recompute else 1.0)
+
+
+def loss_seconds(plan: Plan, rates: Rates) -> float:
+    """Embedding, output layer and cross entropy of one microbatch, forward and backward."""
+    tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
+    vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
+    flops = 6 * plan.model.dim * vocab * tokens
+    moved = tokens * vocab * 14  # logits written, read for the loss, its gradient written and read twice
+    return flops / gemm_rate(rates, plan, "bf16", tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step with its terms, in seconds."""
+
+    step_seconds: float
+    terms: dict[str, float]
+
+
+def step_time(plan: Plan, rates: Rates) -> StepTime:
+    """The step: the slowest stage times microbatches, fill and drain, then what follows the last backward."""
+    layout, count = plan.layout, max(1, plan.num_microbatches)
+    kinds = {layer: layer_time(plan, layer, rates) for layer in {*plan.model.layers, *plan.model.mtp_depth}}
+    mtp = _mtp_seconds(plan, kinds, rates)
+    loss = loss_seconds(plan, rates)
+    stages = _stage_layers(plan)
+    loads = [sum(kinds[layer].total for layer in layers) + m * mtp + e * loss for layers, m, e in stages]
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    busiest = loads[slowest]
+    hop = _hop_seconds(plan, rates)
+    bubble = 0.0
+    if layout.pp > 1:
+        chunk = (sum(loads) - busiest) / layout.vpp
+        if layout.schedule in ("zero-bubble", "dualpipev"):
+            chunk /= 3
+        bubble = chunk + hop * (2 * (layout.pp - 1) + (0.0 if layout.vpp > 1 else 2.0 * count))
+    terms = dict.fromkeys(TERMS, 0.0)
+    layers, m, e = stages[slowest]
+    for layer in layers:
+        one = kinds[layer]
+        for name in LayerTime.__slots__:
+            terms[name] += getattr(one, name) * count
+    terms["loss"] = (m * mtp + e * loss) * count
+    terms["bubble"] = bubble
+    terms["dp"] = _data_seconds(plan, busiest, rates)
+    terms["optimizer"], terms["offload"] = _optimizer_seconds(plan, rates)
+    terms["other"] = rates.step_seconds
+    drift = rates.drift.get(plan.stack.release or "", 1.0)
+    terms = {name: value * drift for name, value in terms.items()}
+    return StepTime(sum(terms.values()), terms)
+
+
+def _mtp_seconds(plan: Plan, kinds: dict[Layer, LayerTime], rates: Rates) -> float:
+    if not plan.mtp:
+        return 0.0
+    depth = sum(kinds[layer].total for layer in plan.model.mtp_depth)
+    tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
+    join = 6 * 2 * plan.model.dim**2 * tokens / plan.layout.tp / gemm_rate(rates, plan, plan.knobs.precision, tokens)
+    return depth + join + loss_seconds(plan, rates)
+
+
+def _stage_layers(plan: Plan) -> list[tuple[list[Layer], int, int]]:
+    """Layers, MTP depths and losses of each pipeline rank."""
+    layout, layers = plan.layout, plan.model.layers
+    held: list[tuple[list[Layer], int, int]] = [([], 0, 0) for _ in range(layout.pp)]
+    v_shaped = layout.pipeline_schedule == "dualpipev"
+    for index, chunk in enumerate(plan.chunks):
+        rank = chunk_rank(index, layout.pp, v_shaped)
+        kept, m, e = held[rank]
+        held[rank] = (kept + [layers[i] for i in chunk.layers], m + chunk.mtp, e + chunk.loss)
+    return held
+
+
+def _hop_seconds(plan: Plan, rates: Rates) -> float:
+    """Hidden states of a microbatch to the next stage."""
+    job, layout = plan.job, plan.layout
+    payload = BF16 * plan.model.dim * job.micro_batch * job.seq_len / layout.cp / layout.tp
+    link = plan.link("pp")
+    rate = plan.chip.domain_bandwidth if link.link == "domain" else plan.chip.network_bandwidth
+    return payload / (rate * rates.collective) + 20e-6
+
+
+def rank_params(plan: Plan) -> tuple[float, float]:
+    """Parameters of a rank outside and inside the routed experts, an average stage."""
+    layout = plan.layout
+    params = count_params(plan.model, plan.mtp)
+    depths = min(plan.mtp, 1) if plan.model.mtp_shared else plan.mtp
+    moe = plan.model.moe
+    mtp_experts = 0
+    if moe and depths:
+        per_depth = sum(layer.ffn == "moe" for layer in plan.model.mtp_depth)
+        mtp_experts = depths * per_depth * moe.num_experts * expert_params(plan.model)
+    experts = params.experts + mtp_experts
+    dense = params.total - experts
+    return dense / layout.tp / layout.pp, experts / layout.ep / layout.etp / layout.pp
+
+
+def _data_seconds(plan: Plan, microbatch_seconds: float, rates: Rates) -> float:
+    """Gradient reduction and parameter gathering, less what the last backward and first forward hide."""
+    dense, experts = rank_params(plan)
+    reduce_bytes = 4 if plan.knobs.grad_dtype == "fp32" and plan.knobs.data_parallel != "zero1" else 2
+    gather_bytes = 1 if plan.knobs.fp8_params and plan.low_precision else 2
+    layout = plan.layout
+    wide = plan.link("dp") if layout.cp == 1 else plan.link("dp" if layout.dp > 1 else "cp")
+    seconds = []
+    for payload in (reduce_bytes, gather_bytes):
+        one = collective_seconds(plan, wide, payload * dense, rates)
+        one += collective_seconds(plan, plan.link("edp"), payload * experts, rates)
+        seconds.append(one)
+    reduce, gather = seconds
+    if plan.knobs.data_parallel != "zero1":  # gathered for every microbatch, forward and backward
+        gather *= 2 * max(1, plan.num_microbatches)
+        hidden = 0.9 * microbatch_seconds * max(1, plan.num_microbatches)
+        return max(0.0, gather + reduce - hidden) + 0.05 * gather
+    hidden_reduce = microbatch_seconds * rates.dp_hidden / layout.vpp if plan.knobs.grad_reduce_overlap else 0.0
+    hidden_gather = microbatch_seconds * rates.dp_hidden / 2 / layout.vpp if plan.knobs.param_gather_overlap else 0.0
+    return max(0.1 * reduce, reduce - hidden_reduce) + max(0.1 * gather, gather - hidden_gather)
+
+
+_STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def _optimizer_seconds(plan: Plan, rates: Rates) -> tuple[float, float]:
+    """The update of this rank's share, on the GPU and on the host."""
+    dense, experts = rank_params(plan)
+    layout, knobs = plan.layout, plan.knobs
+    mine = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
+    moments = _STATE_BYTES[knobs.optimizer_dtype]
+    traffic = mine * (2 * 4 + 4 * moments + 4 + 2)  # master and moments both ways, gradient in, weight out
+    host = knobs.optimizer_offload
+    on_gpu = traffic * (1 - host) / (plan.chip.memory_bandwidth * rates.optimizer)
+    on_host = host * mine * ((4 + 2) / plan.chip.host_bandwidth + 28 / rates.host_adam)
+    return on_gpu, on_host
