@@ -27,6 +27,14 @@ _KNOBS = {  # extra_knobs that are fields of ours under another name
 }
 
 
+# Dtypes of moments and gradients in a model's named recipe, for rows that do not repeat them.
+_RECIPE_STATES = {
+    ("deepseek-v3", None): ("bf16", "bf16"),
+    ("moonlight-16b-a3b", None): ("bf16", "bf16"),
+    ("nemotron-3-super", "h100"): ("bf16", "bf16"),
+}
+
+
 def load_rows(path: Path) -> list[dict[str, Any]]:
     rows = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -89,6 +97,8 @@ def fields_from_row(row: Row) -> dict[str, Any]:
         "stack.release": release(row),
     }
     fields |= {ours: extra.get(theirs) for theirs, ours in _KNOBS.items()}
+    if extra.get("cross_entropy_fusion_impl") == "native":
+        fields["knobs.loss_fusion"] = False
     fields |= _memory_knobs(row, extra)
     return {path: value for path, value in fields.items() if value is not None}
 
@@ -140,9 +150,11 @@ def _graphs(row: Row) -> list[str]:
 
 
 def _memory_knobs(row: Row, extra: Mapping[str, Any]) -> dict[str, Any]:
+    named = _RECIPE_STATES.get((row["model"], None)) or _RECIPE_STATES.get((row["model"], row.get("system")))
+    moments, grads = named or (None, None)
     fields: dict[str, Any] = {
-        "knobs.optimizer_dtype": _DTYPES.get(str(extra.get("exp_avg_dtype"))),
-        "knobs.grad_dtype": _DTYPES.get(str(extra.get("main_grads_dtype"))),
+        "knobs.optimizer_dtype": _DTYPES.get(str(extra.get("exp_avg_dtype")), moments),
+        "knobs.grad_dtype": _DTYPES.get(str(extra.get("main_grads_dtype")), grads),
         "knobs.tp_overlap": extra.get("tp_comm_overlap") if (row.get("tp") or 1) > 1 else None,
         "knobs.data_parallel": "fsdp" if row.get("fsdp") or extra.get("use_megatron_fsdp") else None,
     }

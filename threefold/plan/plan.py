@@ -120,6 +120,7 @@ class Knobs:
     grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)
     permute_fusion: bool = item("fused permutation kernels", True)
     expert_fusion: bool = item("one fused kernel for an expert's two GEMMs, activation and quantisation", False)
+    loss_fusion: bool = item("cross entropy fused with its gradient, in place", True)
     router_dtype: str = item("dtype of the router", "fp32", choices=("fp32", "bf16"))
     router_padding: bool = item("pad tokens per expert to what quantised GEMMs want", False)
     fp8_params: bool = item("keep weights in the GEMM format, not in bf16", False)

@@ -1,0 +1,111 @@
+"""One estimate: memory by stage and term, time by term, throughput, the wall, and how far it may be off."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from threefold.cost.flops import flops_per_token
+from threefold.cost.memory import Memory, memory
+from threefold.cost.rates import Calibration, Rates, calibration, gemm_format, peak
+from threefold.cost.time import StepTime, step_time
+from threefold.plan.plan import Plan
+
+WALLS = {
+    "communication": ("tp", "cp", "ep", "dp", "bubble"),
+    "compute": ("gemm", "experts", "attention", "elementwise", "quantise", "recompute", "loss", "optimizer"),
+    "host": ("host", "other", "offload"),
+}
+TIGHT = 0.92  # of the chip's memory: fuller than this, memory is the wall
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a plan needs and reaches, predicted."""
+
+    memory: Memory
+    time: StepTime
+    tokens_per_second_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float
+    mfu_peak: str  # the format whose dense peak MFU is measured against
+    wall: str
+    fits: bool
+    seconds_band: tuple[float, float]
+    bytes_band: tuple[float, float]
+    calibrated: bool
+    basis: str
+
+    def to_json(self) -> dict[str, Any]:
+        worst = self.memory.worst
+        return {
+            "level": "estimated",
+            "memory": {
+                "peak_bytes": round(self.memory.peak_bytes),
+                "device_bytes": round(self.memory.device_bytes),
+                "at": f"stage {worst.stage}: {worst.moment}",
+                "stages": [
+                    {
+                        "stage": stage.stage,
+                        "peak_bytes": round(stage.peak_bytes),
+                        "device_bytes": round(stage.device_bytes),
+                        "moment": stage.moment,
+                        "terms": {name: round(value) for name, value in stage.terms.items()},
+                        "reserve": {name: round(value) for name, value in stage.reserve.items()},
+                    }
+                    for stage in self.memory.stages
+                ],
+            },
+            "time": {"step_seconds": self.time.step_seconds, "terms": self.time.terms},
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "mfu": {"value": self.mfu, "peak": self.mfu_peak},
+            "wall": self.wall,
+            "fits": self.fits,
+            "band": {"step_seconds": list(self.seconds_band), "peak_bytes": list(self.bytes_band)},
+            "calibrated": self.calibrated,
+            "basis": self.basis,
+        }
+
+
+def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estimate:
+    """Predict one plan. `rates` replace the shipped calibration; `skew` is the busiest expert rank's load."""
+    basis = calibration(plan.target)
+    used = rates or basis.rates
+    need = memory(plan, skew)
+    spent = step_time(plan, used)
+    per_gpu = plan.tokens_per_step / spent.step_seconds / plan.layout.gpus
+    tflops = (
+        per_gpu * flops_per_token(plan.model, plan.job.seq_len, plan.mtp, plan.layout.tp, plan.stack.release) / 1e12
+    )
+    known, time_band, memory_band = _confidence(plan, basis)
+    return Estimate(
+        memory=need,
+        time=spent,
+        tokens_per_second_per_gpu=per_gpu,
+        model_tflops_per_gpu=tflops,
+        mfu=tflops * 1e12 / peak(plan.chip, plan.knobs.precision),
+        mfu_peak=f"{plan.cluster.chip} {gemm_format(plan.knobs.precision)} dense",
+        wall=_wall(plan, need, spent),
+        fits=need.device_bytes <= plan.chip.memory_bytes,
+        seconds_band=(spent.step_seconds / (1 + time_band), spent.step_seconds * (1 + time_band)),
+        bytes_band=(need.peak_bytes * (1 - memory_band), need.peak_bytes * (1 + memory_band)),
+        calibrated=known,
+        basis=basis.provenance if known else f"uncalibrated here: {basis.provenance}",
+    )
+
+
+def _wall(plan: Plan, need: Memory, spent: StepTime) -> str:
+    if need.device_bytes > TIGHT * plan.chip.memory_bytes or plan.full_recompute:
+        return "memory"
+    shares = {wall: sum(spent.terms[term] for term in terms) for wall, terms in WALLS.items()}
+    return max(shares, key=shares.__getitem__)
+
+
+def _confidence(plan: Plan, basis: Calibration) -> tuple[bool, float, float]:
+    """Whether runs like this one were seen, and the bands: twice as wide where none was."""
+    chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
+    key = f"{chip}:{precision}"
+    near = key in basis.seen and (not plan.model.is_moe or plan.layout.ep == 1 or dispatcher in basis.seen)
+    long = plan.job.seq_len > 16384 or plan.layout.cp > 1  # no published row with known settings is longer
+    if basis.rows and near and not long:
+        return True, basis.band, basis.memory_band
+    return False, 2 * basis.band, 2 * basis.memory_band

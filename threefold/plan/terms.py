@@ -1,0 +1,24 @@
+"""Names of the parts of a rank's memory, shared by the estimate and the rehearsal so that they can be compared."""
+
+MEMORY_TERMS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "quantised_weights",
+    "norms",
+    "attention",
+    "mlp",
+    "router",
+    "dispatch",
+    "experts",
+    "shared_experts",
+    "embedding",
+    "logits",
+    "vision",
+    "recompute",
+    "overlap",
+    "graphs",
+    "workspace",
+)
+# What the device holds besides the allocator's tensors.
+RESERVE_TERMS = ("slack", "context", "communication")
