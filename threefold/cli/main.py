@@ -11,6 +11,8 @@ import threefold
 VERBS = {
     "check": "judge a plan by every rule, and offer fixes",
     "show": "print a plan completely: grids, groups, links, pipeline",
+    "estimate": "predict memory by stage and term, time by term, and which wall dominates",
+    "sweep": "vary one field of a plan, sequence length with CP sized along, and see what gives out",
     "rules": "list the rules",
     "models": "list the known models, or show one",
     "chips": "list the known chips",

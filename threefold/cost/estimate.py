@@ -11,7 +11,7 @@ from threefold.plan.plan import Plan
 
 WALLS = {
     "communication": ("tp", "cp", "ep", "dp", "bubble"),
-    "compute": ("gemm", "experts", "attention", "elementwise", "quantise", "recompute", "loss", "optimizer"),
+    "compute": ("gemm", "experts", "attention", "elementwise", "quantise", "recompute", "loss", "vision", "optimizer"),
     "host": ("host", "other", "offload"),
 }
 TIGHT = 0.92  # of the chip's memory: fuller than this, memory is the wall
@@ -27,8 +27,10 @@ class Estimate:
     model_tflops_per_gpu: float
     mfu: float
     mfu_peak: str  # the format whose dense peak MFU is measured against
+    peak_tflops: float  # that peak
     wall: str
     fits: bool
+    headroom_bytes: float  # of the chip's memory, negative where it does not fit
     seconds_band: tuple[float, float]
     bytes_band: tuple[float, float]
     calibrated: bool
@@ -41,6 +43,7 @@ class Estimate:
             "memory": {
                 "peak_bytes": round(self.memory.peak_bytes),
                 "device_bytes": round(self.memory.device_bytes),
+                "headroom_bytes": round(self.headroom_bytes),
                 "at": f"stage {worst.stage}: {worst.moment}",
                 "stages": [
                     {
@@ -57,7 +60,7 @@ class Estimate:
             "time": {"step_seconds": self.time.step_seconds, "terms": self.time.terms},
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "model_tflops_per_gpu": self.model_tflops_per_gpu,
-            "mfu": {"value": self.mfu, "peak": self.mfu_peak},
+            "mfu": {"value": self.mfu, "peak": self.mfu_peak, "peak_tflops": self.peak_tflops},
             "wall": self.wall,
             "fits": self.fits,
             "band": {"step_seconds": list(self.seconds_band), "peak_bytes": list(self.bytes_band)},
@@ -76,20 +79,24 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
     tflops = (
         per_gpu * flops_per_token(plan.model, plan.job.seq_len, plan.mtp, plan.layout.tp, plan.stack.release) / 1e12
     )
-    known, time_band, memory_band = _confidence(plan, basis)
+    top = peak(plan.chip, plan.knobs.precision) / 1e12
+    headroom = plan.chip.memory_bytes - need.device_bytes
+    known, time_band, memory_band = _confidence(plan, basis, used)
     return Estimate(
         memory=need,
         time=spent,
         tokens_per_second_per_gpu=per_gpu,
         model_tflops_per_gpu=tflops,
-        mfu=tflops * 1e12 / peak(plan.chip, plan.knobs.precision),
-        mfu_peak=f"{plan.cluster.chip} {gemm_format(plan.knobs.precision)} dense",
+        mfu=tflops / top,
+        mfu_peak=_peak_name(plan),
+        peak_tflops=top,
         wall=_wall(plan, need, spent),
-        fits=need.device_bytes <= plan.chip.memory_bytes,
+        fits=headroom >= 0,
+        headroom_bytes=headroom,
         seconds_band=(spent.step_seconds / (1 + time_band), spent.step_seconds * (1 + time_band)),
         bytes_band=(need.peak_bytes * (1 - memory_band), need.peak_bytes * (1 + memory_band)),
         calibrated=known,
-        basis=basis.provenance if known else f"uncalibrated here: {basis.provenance}",
+        basis=_basis(plan, basis, known),
     )
 
 
@@ -100,12 +107,29 @@ def _wall(plan: Plan, need: Memory, spent: StepTime) -> str:
     return max(shares, key=shares.__getitem__)
 
 
-def _confidence(plan: Plan, basis: Calibration) -> tuple[bool, float, float]:
-    """Whether runs like this one were seen, and the bands: twice as wide where none was."""
+def _peak_name(plan: Plan) -> str:
+    """The peak behind MFU; a format the chip lacks is emulated in bf16."""
+    wanted = gemm_format(plan.knobs.precision)
+    found = wanted if wanted in plan.chip.peak_flops else "bf16"
+    return f"{plan.cluster.chip} {found} {'measured' if plan.cluster.measured else 'dense'}"
+
+
+def _basis(plan: Plan, basis: Calibration, known: bool) -> str:
+    measured = plan.cluster.measured
+    said = basis.provenance if known else f"uncalibrated here: {basis.provenance}"
+    return f"{said}; chip file: {measured.sources['measured']}" if measured else said
+
+
+def _confidence(plan: Plan, basis: Calibration, used: Rates) -> tuple[bool, float, float]:
+    """Whether runs like this one were seen, and the bands: twice as wide where none was.
+
+    Rates or facts of one's own machine are nearer to it, but no published run has tested them.
+    """
     chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
     key = f"{chip}:{precision}"
+    shipped = plan.cluster.measured is None and used == basis.rates
     near = key in basis.seen and (not plan.model.is_moe or plan.layout.ep == 1 or dispatcher in basis.seen)
     long = plan.job.seq_len > 16384 or plan.layout.cp > 1  # no published row with known settings is longer
-    if basis.rows and near and not long:
+    if basis.rows and near and shipped and not long:
         return True, basis.band, basis.memory_band
     return False, 2 * basis.band, 2 * basis.memory_band

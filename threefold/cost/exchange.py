@@ -90,25 +90,56 @@ def tensor_seconds(plan: Plan, case: Case, work: Work, rates: Rates) -> float:
     return 2 * parts * collective_seconds(plan, plan.link("tp"), work.sequence_bytes, rates)
 
 
-def context_seconds(plan: Plan, case: Case, rates: Rates) -> float:
-    """Keys and values that travel around the context-parallel ring, forward."""
-    cp, spec = plan.layout.cp, plan.model.attention
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Context-parallel communication of one layer, forward: what can hide behind attention and what cannot."""
+
+    hidden: float
+    exposed: float
+
+
+def context_seconds(plan: Plan, case: Case, rates: Rates) -> Ring:
+    """Keys and values that travel, by communication type. Network hops are point to point, one port a GPU."""
+    cp, model = plan.layout.cp, plan.model
     if cp == 1:
-        return 0.0
-    if case.layer.mixer == "delta" and plan.model.delta:
-        width = 2.0 * (2 * plan.model.delta.keys + 2 * plan.model.delta.values) / cp
-        return collective_seconds(plan, plan.link("cp"), BF16 * width * case.tokens * cp / plan.layout.tp, rates)
-    if case.layer.mixer not in ("attention", "window") or spec is None:
-        return 0.0
+        return Ring(0.0, 0.0)
+    rows = BF16 * case.tokens / plan.layout.tp
+    if case.layer.mixer == "delta" and model.delta:  # heads for sequence and back
+        return Ring(0.0, _heads_exchange(plan, rows * (3 * model.delta.keys + 3 * model.delta.values), rates))
+    if case.layer.mixer == "mamba" and model.mamba:
+        return Ring(0.0, _heads_exchange(plan, rows * 3 * model.mamba.inner_dim, rates))
+    if case.layer.mixer not in ("attention", "window"):
+        return Ring(0.0, 0.0)
+    queries, keys = _attention_widths(plan)
+    mode = plan.knobs.cp_comm if isinstance(plan.knobs.cp_comm, str) else plan.knobs.cp_comm[0]
+    link, chip = plan.link("cp"), plan.chip
+    inside, outside = chip.domain_bandwidth * rates.hybridep, chip.network_bandwidth * rates.network * 0.9
+    if mode == "a2a":
+        return Ring(0.0, _heads_exchange(plan, rows * 2 * (queries + keys), rates))
+    if mode == "all_gather":
+        return Ring(0.0, collective_seconds(plan, link, rows * keys * cp, rates))
+    if mode == "a2a+p2p" and link.link == "network" and link.in_domain > 1:
+        laps = cp // link.in_domain - 1
+        return Ring(laps * rows * keys / outside, rows * 2 * (queries + keys) / inside)
+    hop = rows * keys / (inside if link.link == "domain" else outside) + LATENCY_SECONDS[link.link]
+    return Ring((cp - 1) * hop, 0.0)
+
+
+def _attention_widths(plan: Plan) -> tuple[float, float]:
+    """Width of queries, and of keys with values, as attention sees them."""
+    spec = plan.model.attention
     if isinstance(spec, MlaSpec):
-        width = float(spec.num_heads * (spec.qk_dim + spec.v_dim))
-    else:
-        assert isinstance(spec, GqaSpec)
-        width = 2.0 * spec.kv_dim
-    payload = BF16 * width * case.tokens * cp / plan.layout.tp
-    link = plan.link("cp")
-    chip = plan.chip
-    moved = payload * (cp - 1) / cp
-    # A p2p ring crosses the network at the edges of each domain; every step waits for the slowest hop.
-    rate = chip.domain_bandwidth if link.link == "domain" else chip.network_bandwidth
-    return moved / (rate * rates.collective) + (cp - 1) * LATENCY_SECONDS[link.link]
+        return float(spec.num_heads * spec.qk_dim), float(spec.num_heads * (spec.qk_dim + spec.v_dim))
+    if isinstance(spec, GqaSpec):
+        return float(spec.q_dim), 2.0 * spec.kv_dim
+    return 0.0, 0.0
+
+
+def _heads_exchange(plan: Plan, payload: float, rates: Rates) -> float:
+    """All-to-all of `payload` bytes a rank: heads traded for sequence."""
+    link, chip = plan.link("cp"), plan.chip
+    remote = (link.degree - link.in_domain) / link.degree
+    local = (link.in_domain - 1) / link.degree
+    inside = payload * local / (chip.domain_bandwidth * rates.alltoall)
+    outside = payload * remote / (chip.network_bandwidth * rates.alltoall * rates.network)
+    return max(inside, outside) + LATENCY_SECONDS[link.link]

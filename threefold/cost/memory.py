@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from threefold.cost.flops import padded_vocab
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
-from threefold.cost.work import BF16, case_of
+from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
 from threefold.layout.stages import Chunk, chunk_rank
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -20,7 +20,6 @@ from threefold.spec.params import (
 from threefold.units import GIB, MIB
 
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-IMAGE_PATCHES = 4096  # of an image of about one megapixel, 16 x 16 pixels each
 CONTEXT_BYTES = 1.6 * GIB  # CUDA context and libraries
 SLACK = 0.06  # of the allocator's peak, reserved beyond it: published runs show 2 to 10 %
 WORKSPACE_BYTES = 192 * MIB  # GEMM workspaces

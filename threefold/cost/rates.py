@@ -22,11 +22,13 @@ class Rates:
     grouped_rows: float = 60.0  # rows an expert at which it reaches half its rate
     attention: float = 0.55  # attention kernel, of the bf16 peak
     attention_blackwell: float = 0.50
+    attention_latent: float = 0.55  # latent attention (wide keys, narrow values) over plain attention
     sink_passes: float = 8.0  # passes over the scores, forward and backward, of attention with sinks in 16 bits
     memory: float = 0.80  # of HBM bandwidth
     passes: float = 1.5  # elementwise passes over those that were counted
     quant_passes: float = 1.0  # quantisation passes over one read and two writes
     scan: float = 1.5  # passes of linear mixers over those that were counted
+    chunk_seconds: float = 15e-6  # of the delta rule, a 64-token chunk after the other, forward and backward
     fusion: float = 0.3  # what is left of an expert's elementwise passes when fused
     alltoall: float = 0.65  # of link bandwidth: NCCL all-to-all
     deepep: float = 0.6
@@ -35,7 +37,7 @@ class Rates:
     dp_hidden: float = 0.5  # of a microbatch, what data-parallel traffic can hide behind
     collective: float = 0.8  # ring collectives of tensor, context and data parallel
     hidden: float = 0.7  # of an exchange, what EP overlap can hide
-    contention: float = 0.1  # slowdown of compute per hidden exchange
+    contention: float = 0.1  # slowdown of compute per hidden exchange; NCCL's kernels take more than twice that
     host_mixer_seconds: float = 0.9e-3  # launches of a mixer, forward and backward, without graphs
     host_moe_seconds: float = 2.0e-3
     host_fp8: float = 1.5  # more launches for quantisation

@@ -8,12 +8,12 @@ from threefold.cost.exchange import (
     dispatch_seconds,
     tensor_seconds,
 )
-from threefold.cost.flops import padded_vocab
+from threefold.cost.flops import layer_flops, padded_vocab
 from threefold.cost.rates import Rates, gemm_rate, peak
-from threefold.cost.work import BF16, Work, case_of, layer_work
+from threefold.cost.work import BF16, IMAGE_PATCHES, Work, case_of, layer_work
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, Layer
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.spec.params import count_params, expert_params
 
 TERMS = (
@@ -28,6 +28,7 @@ TERMS = (
     "ep",
     "host",
     "loss",
+    "vision",
     "bubble",
     "dp",
     "optimizer",
@@ -88,10 +89,14 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates) -> LayerTime:
     if low:
         elements = work.quant_elements + work.expert_quant_elements * fused
         quantise = 3 * elements * 4 * rates.quant_passes / bandwidth
-    tp = 2.5 * tensor_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
-    ring = 3 * context_seconds(plan, case, rates)
-    cp = max(0.0, ring - attention) + 0.1 * ring
-    recompute = _recompute_seconds(plan, layer, gemm / 3, fwd_experts, attention / 3.5, elementwise / 3, work, rates)
+    sequence = tensor_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
+    tp = 2.5 * sequence
+    if layer.mixer == "delta":  # the state passes from chunk to chunk, however many ranks share the heads
+        elementwise += case.seq_len / 64 * rates.chunk_seconds
+    ring = context_seconds(plan, case, rates)
+    cp = max(0.1 * 3 * ring.hidden, 3 * ring.hidden - attention) + 2.5 * ring.exposed
+    forward = Forward(gemm / 3, fwd_experts, attention / 3.5, elementwise / 3, quantise / 3, sequence)
+    recompute = _recompute_seconds(plan, layer, forward, work, rates)
     exchange = 4 * dispatch_seconds(plan, work, rates)
     if "moe" in knobs.recompute or plan.full_recompute:
         exchange *= 1.5
@@ -100,7 +105,8 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates) -> LayerTime:
     if knobs.ep_overlap and exchange:
         count = max(1, plan.num_microbatches)
         hideable = min(exchange * rates.hidden, busy) * (1 - 1 / count)
-        ep = exchange - hideable + rates.contention * hideable
+        slower = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
+        ep = exchange - hideable + slower * hideable
     host = _host_seconds(plan, layer, rates)
     gpu = busy + tp + cp + ep
     # Launches run ahead of the GPU: only what exceeds its time shows, softly where the two are close.
@@ -116,6 +122,7 @@ def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     top = peak(plan.chip, "bf16") * (1.3 if plan.knobs.fp8_attention else 1.0)
     spec = plan.model.attention
     head = spec.head_dim if isinstance(spec, GqaSpec) else 160
+    share *= rates.attention_latent if isinstance(spec, MlaSpec) else 1.0
     # An exponential a score costs about what 64 columns of the head do; narrow heads pay it more often.
     seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (top * share)
     if work.score_bytes and not plan.knobs.fp8_attention:
@@ -123,51 +130,61 @@ def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     return seconds
 
 
-def _recompute_seconds(
-    plan: Plan,
-    layer: Layer,
-    gemm: float,
-    experts: float,
-    attention: float,
-    elementwise: float,
-    work: Work,
-    rates: Rates,
-) -> float:
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Forward seconds of a layer, by part."""
+
+    gemm: float
+    experts: float
+    attention: float
+    elementwise: float
+    quantise: float
+    tp: float
+
+
+def _recompute_seconds(plan: Plan, layer: Layer, once: Forward, work: Work, rates: Rates) -> float:
     """What is done again in backward, module by module."""
     names = set(plan.knobs.recompute)
+    if not names:
+        return 0.0
     if "full" in names:
-        return gemm + experts + attention + elementwise
+        return once.gemm + once.experts + once.attention + once.elementwise + once.quantise + once.tp
+    flops = layer_flops(plan.model, layer, plan.job.seq_len)
+    dense = flops.projections + flops.shared + (flops.ffn if layer.ffn == "dense" else 0.0)
+    multiplied = once.gemm + once.quantise * (0.3 if layer.ffn == "moe" else 1.0)  # the rest belongs to experts
     bandwidth = plan.chip.memory_bandwidth * rates.memory
     again = 0.0
     if "core_attn" in names:
-        again += attention
+        again += once.attention
     if "layernorm" in names:
         again += 2 * 3 * BF16 * plan.model.dim * work.dense_rows / plan.layout.tp * rates.passes / bandwidth
     if layer.ffn == "moe":
         act = work.expert_moved_bytes * rates.passes / bandwidth
         if "moe" in names:
-            again += experts + act + 0.5 * elementwise
+            again += once.experts + act + 0.5 * once.elementwise + 0.7 * once.quantise
         elif "moe_act" in names:
             again += act
-    if "mlp" in names and layer.ffn == "dense":
-        again += 0.7 * gemm
-    if "mla_up_proj" in names and layer.mixer == "attention":
-        again += 0.35 * gemm
-    if "shared_experts" in names and layer.ffn == "moe":
-        again += 0.2 * gemm
+        if "shared_experts" in names:
+            again += multiplied * flops.shared / dense
+    elif "mlp" in names and layer.ffn == "dense":
+        again += multiplied * flops.ffn / dense + once.tp / 4  # its input is gathered again
+    if "mla_up_proj" in names and layer.mixer == "attention" and isinstance(plan.model.attention, MlaSpec):
+        spec = plan.model.attention
+        up = spec.num_heads * ((spec.q_rank or 0) * spec.qk_dim + spec.kv_rank * (spec.nope_dim + spec.v_dim))
+        again += multiplied * 2 * up / dense
     return again
 
 
 # Launches a recomputed module adds, of a layer's; read off a launch-bound published A/B (Moonlight on 8 H100).
 _LAUNCHED_AGAIN = {
-    "layernorm": 0.10,
-    "core_attn": 0.05,
-    "moe_act": 0.03,
-    "mla_up_proj": 0.06,
-    "mlp": 0.04,
-    "shared_experts": 0.04,
-    "moe": 0.30,
-    "full": 0.45,
+    "layernorm": 0.30,
+    "core_attn": 0.18,
+    "moe_act": 0.09,
+    "mla_up_proj": 0.26,
+    "mlp": 0.14,
+    "shared_experts": 0.14,
+    "moe": 0.60,
+    "full": 1.0,
 }
 
 
@@ -187,9 +204,10 @@ def _host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
         captured = 0.25 * ("moe_router" in knobs.graphs) + 0.25 * ("moe_preprocess" in knobs.graphs)
         captured = 1.0 if "moe" in knobs.graphs else captured
         ffn *= 1 - captured * (1 - rates.host_graphed)
+    if plan.low_precision:  # quantisation launches sit mostly around the experts
+        mixer *= 1 + (rates.host_fp8 - 1) / 3
+        ffn *= rates.host_fp8 if layer.ffn == "moe" else 1 + (rates.host_fp8 - 1) / 3
     total = mixer + ffn
-    if plan.low_precision:
-        total *= rates.host_fp8
     if plan.chip.is_rack_scale:
         total *= rates.host_grace
     return total * (1 + sum(_LAUNCHED_AGAIN.get(name, 0.0) for name in knobs.recompute))
@@ -201,7 +219,20 @@ def loss_seconds(plan: Plan, rates: Rates) -> float:
     vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
     flops = 6 * plan.model.dim * vocab * tokens
     moved = tokens * vocab * 14  # logits written, read for the loss, its gradient written and read twice
-    return flops / gemm_rate(rates, plan, "bf16", tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
+    precision = plan.knobs.precision if plan.knobs.fp8_output else "bf16"
+    return flops / gemm_rate(rates, plan, precision, tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
+
+
+def vision_seconds(plan: Plan, rates: Rates) -> float:
+    """The image encoder on one microbatch, forward and backward; a frozen one runs forward only."""
+    vision = plan.model.vision
+    if vision is None:
+        return 0.0
+    images = 1.0 if plan.job.images is None else plan.job.images
+    patches = images * plan.job.micro_batch * IMAGE_PATCHES
+    per_patch = vision.depth * (8 * vision.dim**2 + 4 * vision.dim * vision.mlp_dim + 4 * IMAGE_PATCHES * vision.dim)
+    passes = 1 if "vision" in plan.job.freeze else 3
+    return passes * patches * per_patch / gemm_rate(rates, plan, "bf16", max(1.0, patches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +250,9 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
     mtp = _mtp_seconds(plan, kinds, rates)
     loss = loss_seconds(plan, rates)
     stages = _stage_layers(plan)
+    vision = vision_seconds(plan, rates)
     loads = [sum(kinds[layer].total for layer in layers) + m * mtp + e * loss for layers, m, e in stages]
+    loads[0] += vision
     slowest = max(range(len(loads)), key=loads.__getitem__)
     busiest = loads[slowest]
     hop = _hop_seconds(plan, rates)
@@ -236,6 +269,7 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
         for name in LayerTime.__slots__:
             terms[name] += getattr(one, name) * count
     terms["loss"] = (m * mtp + e * loss) * count
+    terms["vision"] = vision * count if slowest == 0 else 0.0
     terms["bubble"] = bubble
     terms["dp"] = _data_seconds(plan, busiest, rates)
     terms["optimizer"], terms["offload"] = _optimizer_seconds(plan, rates)

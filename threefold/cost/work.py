@@ -11,6 +11,7 @@ from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
 
 BF16 = 2
+IMAGE_PATCHES = 4096  # of an image of about one megapixel, 16 x 16 pixels each
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ _KNOBS = {  # extra_knobs that are fields of ours under another name
     "fp8_param": "knobs.fp8_params",
     "use_transformer_engine_op_fuser": "knobs.expert_fusion",
     "fp8_dot_product_attention": "knobs.fp8_attention",
+    "fp8_output_proj": "knobs.fp8_output",
     "moe_router_padding_for_quantization": "knobs.router_padding",
 }
 
@@ -33,6 +34,23 @@ _RECIPE_STATES = {
     ("moonlight-16b-a3b", None): ("bf16", "bf16"),
     ("nemotron-3-super", "h100"): ("bf16", "bf16"),
 }
+
+
+_DSV3_LONG = {
+    "layout.pp": 8,
+    "layout.vpp": 4,
+    "layout.ep": 32,
+    "knobs.recompute": ["mla_up_proj", "layernorm", "moe", "mlp"],
+    "knobs.cp_comm": "a2a+p2p",
+}
+# Shapes of named recipes, for rows that state no more than model, machine, length and CP.
+_RECIPE_SHAPES: dict[tuple[str, str], dict[str, Any]] = {
+    ("deepseek-v3", "h100"): _DSV3_LONG,  # recipes/deepseek-v3-128k-256xh100-fp8
+    ("qwen3-next-80b-a3b", "gb200"): {"layout.ep": 32, "job.mtp": 0},  # recipes/qwen3-next-80b-a3b-8k-32xgb200-bf16
+    ("qwen3-235b-a22b", "gb200"): {"layout.pp": 4, "layout.vpp": 12, "layout.ep": 32},
+    ("qwen3-30b-a3b", "h100"): {"job.global_batch": 8},  # the offload guide's minimal command
+}
+_MICROBATCHES = 16  # where a row states no global batch: enough that fill and drain do not dominate
 
 
 def load_rows(path: Path) -> list[dict[str, Any]]:
@@ -96,11 +114,25 @@ def fields_from_row(row: Row) -> dict[str, Any]:
         "knobs.graphs": _graphs(row),
         "stack.release": release(row),
     }
+    if not row.get("gbs") and not row.get("fsdp"):
+        shape = _RECIPE_SHAPES.get((row["model"], row["system"]), {})
+        fields |= {path: value for path, value in shape.items() if fields.get(path) in (None, [])}
     fields |= {ours: extra.get(theirs) for theirs, ours in _KNOBS.items()}
     if extra.get("cross_entropy_fusion_impl") == "native":
         fields["knobs.loss_fusion"] = False
     fields |= _memory_knobs(row, extra)
-    return {path: value for path, value in fields.items() if value is not None}
+    stated = {path: value for path, value in fields.items() if value is not None}
+    if "job.global_batch" not in stated:
+        stated["job.global_batch"] = _batch(stated)
+    return stated
+
+
+def _batch(fields: Mapping[str, Any]) -> int:
+    """A global batch for a row without one: whole rounds of the pipeline on every data-parallel rank."""
+    degrees = [int(fields.get(f"layout.{axis}") or 1) for axis in ("tp", "cp", "pp")]
+    shards = degrees[0] * degrees[1] * degrees[2]
+    dp = max(1, int(fields["cluster.gpus"]) // shards)
+    return dp * int(fields.get("job.micro_batch") or 1) * _MICROBATCHES * degrees[2]
 
 
 def release(row: Row) -> str | None:

@@ -35,7 +35,6 @@ def domain_ranks(chip: ChipSpec, gpus: int, domain: int | None = None) -> int:
 def axis_link(layout: Layout, axis: str, ranks_per_domain: int) -> AxisLink:
     """All groups of an axis look alike when domains hold whole blocks; the first one is the model."""
     degree, stride = layout.degree(axis), layout.stride(axis)
-    group = layout.group(axis, 0)
-    in_domain = sum(rank < ranks_per_domain for rank in group)
+    in_domain = min(degree, -(-ranks_per_domain // stride))
     link: Link = "none" if degree <= 1 else "domain" if in_domain == degree else "network"
     return AxisLink(axis, degree, stride, in_domain, link)

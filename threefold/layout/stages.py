@@ -7,6 +7,7 @@ the ranks and back up (V-shaped).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from threefold.findings import Finding, FindingsError
@@ -28,6 +29,7 @@ class Chunk:
         return "E" * self.embedding + "t" * len(self.layers) + "m" * self.mtp + "L" * self.loss
 
 
+@lru_cache(maxsize=1024)
 def parse_stages(text: str) -> tuple[Chunk, ...]:
     """Chunks in order; layer numbers count up along the string. Raises findings on bad text."""
     flat = _expand(text)
@@ -75,7 +77,7 @@ def balance(
         raise ValueError("a pipeline needs at least one chunk")
     if layer_weights is None and num_layers % num_chunks == 0:
         embedding_weight = mtp_weight = loss_weight = 0.0
-    weights = [embedding_weight, *(layer_weights or [1.0] * num_layers), *[mtp_weight] * mtp, loss_weight]
+    weights = (embedding_weight, *(layer_weights or [1.0] * num_layers), *[mtp_weight] * mtp, loss_weight)
     cuts = _cut(weights, num_chunks)
     kinds = "E" + "t" * num_layers + "m" * mtp + "L"
     flat = "|".join(kinds[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(kinds)], strict=True))
@@ -88,7 +90,8 @@ def chunk_rank(chunk: int, pp: int, v_shaped: bool = False) -> int:
     return pp - 1 - place if v_shaped and lap % 2 else place
 
 
-def _cut(weights: Sequence[float], parts: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def _cut(weights: tuple[float, ...], parts: int) -> tuple[int, ...]:
     """Ends of all parts but the last: the smallest possible heaviest part, then the most even split."""
     low, high = max(weights, default=0.0), sum(weights)
     for _ in range(60):
@@ -111,7 +114,7 @@ def _cut(weights: Sequence[float], parts: int) -> list[int]:
         cuts.append(stop)
         left -= load
         start = stop
-    return cuts
+    return tuple(cuts)
 
 
 def _parts_needed(weights: Sequence[float], limit: float) -> int:

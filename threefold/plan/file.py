@@ -17,7 +17,7 @@ MAX_FILE_BYTES = 2**20  # a plan is a page of text; a larger file is something e
 
 def read_plan(path: str, overrides: Sequence[str] = ()) -> Parsed:
     """Read a plan file and apply overrides; problems come back as findings, never as exceptions."""
-    raw, findings = _load(Path(path))
+    raw, findings = load_toml(Path(path))
     changes, more = parse_overrides(overrides)
     findings.extend(more)
     if findings:
@@ -64,23 +64,28 @@ def dump_fields(fields: Fields) -> str:
     return tomli_w.dumps(doc)
 
 
-def _load(path: Path) -> tuple[dict[str, Any], list[Finding]]:
+def load_toml(
+    path: Path, kind: str = "plan", example: str = 'model = "qwen3-30b-a3b"'
+) -> tuple[dict[str, Any], list[Finding]]:
+    """The tables of a small TOML file, or a finding that says why there are none."""
+
     def refuse(problem: str, advice: str) -> tuple[dict[str, Any], list[Finding]]:
         return {}, [Finding(rule="file-readable", at=str(path), problem=problem, advice=advice)]
 
+    give = f"give the path of a {kind} file"
     try:
         if path.is_dir():
-            return refuse("this is a folder", "give the path of a plan file")
+            return refuse("this is a folder", give)
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        return refuse(f"cannot be read: {error.strerror or error}", "give the path of a plan file")
+        return refuse(f"cannot be read: {error.strerror or error}", give)
     except ValueError as error:
-        return refuse(f"cannot be read: {error}", "give the path of a plan file")
+        return refuse(f"cannot be read: {error}", give)
     if len(data) > MAX_FILE_BYTES:
-        return refuse(f"more than {MAX_FILE_BYTES} bytes are too many for a plan", "give the path of a plan file")
+        return refuse(f"more than {MAX_FILE_BYTES} bytes are too many for a {kind}", give)
     if not data.strip():
-        return refuse("the file is empty", 'begin with model = "qwen3-30b-a3b"')
+        return refuse("the file is empty", f"begin with {example}")
     try:
         return tomllib.loads(data.decode("utf-8")), []
     except UnicodeDecodeError as error:

@@ -100,7 +100,8 @@ def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     parsed = parse(kept, given, model=None if touches_model else plan.model)
     if parsed.plan is None:
         raise FindingsError(parsed.findings or free_findings(parsed.free))
-    return parsed.plan
+    same_chip = parsed.plan.cluster.chip == plan.cluster.chip
+    return parsed.plan.on_chip(plan.cluster.measured) if same_chip and plan.cluster.measured else parsed.plan
 
 
 def free_findings(free: tuple[str, ...]) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,10 +49,11 @@ class Cluster:
     gpus: int = item("GPUs (on cpu: processes) in all", 1, at_least=1, at_most=MAX_RANKS)
     gpus_per_node: int | None = item("GPUs in a node; absent: the chip's usual", at_least=1, at_most=MAX_INT)
     domain: int | None = item("GPUs joined by NVLink; absent: the chip's usual", at_least=1, at_most=MAX_INT)
+    measured: ChipSpec | None = item("facts of this very machine, from a chip file", in_file=False)
 
     @property
     def spec(self) -> ChipSpec:
-        return CHIPS[self.chip]
+        return self.measured or CHIPS[self.chip]
 
     @property
     def node(self) -> int:
@@ -125,6 +126,7 @@ class Knobs:
     router_padding: bool = item("pad tokens per expert to what quantised GEMMs want", False)
     fp8_params: bool = item("keep weights in the GEMM format, not in bf16", False)
     fp8_attention: bool = item("FP8 inside the attention kernel", False)
+    fp8_output: bool = item("the output layer in the GEMM format, not in bf16", False)
     cp_comm: str | tuple[str, ...] = item(
         "context-parallel communication, for all layers or one a layer", "p2p", choices=CP_COMM
     )
@@ -159,6 +161,10 @@ class Plan:
     @property
     def chip(self) -> ChipSpec:
         return self.cluster.spec
+
+    def on_chip(self, measured: ChipSpec | None) -> "Plan":
+        """This plan with the facts of a chip file in place of the shipped ones; None puts those back."""
+        return replace(self, cluster=replace(self.cluster, measured=measured))
 
     @property
     def mtp(self) -> int:

@@ -14,11 +14,13 @@ from threefold.rules import (
     stacks,
     vision,
 )
-from threefold.rules.base import RULES, check, errors, explain, known_slugs, repair
+from threefold.rules.base import PREDICTED, RULES, blockers, check, errors, explain, known_slugs, repair
 
 __all__ = [
+    "PREDICTED",
     "RULES",
     "batch",
+    "blockers",
     "check",
     "context",
     "dispatch",

@@ -38,6 +38,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+PREDICTED = frozenset({"peak-fits-memory", "peak-near-memory"})  # rules that judge an estimate
 
 
 def rule(
@@ -75,6 +76,11 @@ def _signed(finding: Finding, one: Rule, plan: Plan) -> Finding:
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity == "error"]
+
+
+def blockers(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors that leave nothing to estimate. A predicted peak over the memory is not one: the estimate shows why."""
+    return [finding for finding in errors(findings) if finding.rule not in PREDICTED]
 
 
 def repair(plan: Plan, severity: Severity = "error", most: int = 60) -> tuple[Plan, list[Finding]]:

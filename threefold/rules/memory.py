@@ -1,15 +1,19 @@
-"""Memory: a lower bound that refuses gross misfits. Weights, gradients and optimizer states, no activations."""
+"""Memory: a lower bound that refuses what can never fit, and the predicted peak against the chip."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
+from threefold.cost.memory import memory
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
-from threefold.spec.model import ModelSpec
+from threefold.rules.context import selective_set
+from threefold.rules.shape import stage_faults
+from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.params import count_params
 from threefold.units import format_bytes
 
@@ -79,3 +83,89 @@ def states_fit_memory(plan: Plan) -> Iterator[Finding]:
         fix=cure,
         advice="" if cure else "use a smaller model or a chip with more memory",
     )
+
+
+# How far the predicted peak may be off: the largest overshoot among published runs that did fit is 14 %.
+MARGIN = 0.18
+
+
+def _predictable(plan: Plan) -> bool:
+    """Whether the plan is whole enough to be priced; other rules speak where it is not."""
+    layout = plan.layout
+    whole = layout.fits_ranks and layout.chunks <= plan.model.num_layers + plan.mtp + 2 and not stage_faults(plan)
+    return whole and state_bytes(plan) <= plan.chip.memory_bytes
+
+
+def _relief(plan: Plan) -> dict[str, object] | None:
+    """The first step of the documents' order that makes the predicted peak fit."""
+    for fix in _relief_steps(plan):
+        knobs = replace(
+            plan.knobs,
+            recompute=tuple(fix.get("knobs.recompute", plan.knobs.recompute)),
+            optimizer_offload=fix.get("knobs.optimizer_offload", plan.knobs.optimizer_offload),
+        )
+        job = replace(plan.job, micro_batch=fix.get("job.micro_batch", plan.job.micro_batch))
+        if memory(replace(plan, job=job, knobs=knobs)).device_bytes <= plan.chip.memory_bytes:
+            return fix
+    return None
+
+
+def _relief_steps(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Cheap modules, then larger ones, then a smaller microbatch, then offload."""
+    words: list[str] = list(plan.knobs.recompute)
+    if "full" not in words:
+        ladder = [selective_set(plan)]
+        if isinstance(plan.model.attention, MlaSpec):
+            ladder.append(["mla_up_proj"])
+        if plan.model.is_moe and not plan.knobs.ep_overlap and "moe_router" not in plan.knobs.graphs:
+            ladder.append(["moe"])
+        for more in ladder:
+            words = list(dict.fromkeys([*words, *more]))
+            words = [w for w in words if w != "moe_act"] if "moe" in words else words
+            yield {"knobs.recompute": words}
+    smaller = {"job.micro_batch": 1} if plan.job.micro_batch > 1 else {}
+    if smaller:
+        yield smaller
+    yield {"knobs.recompute": words, **smaller, "knobs.optimizer_offload": 1.0}
+
+
+def _overfull(plan: Plan, low: float, high: float) -> Iterator[Finding]:
+    if not _predictable(plan):
+        return
+    worst = memory(plan).worst
+    have = plan.chip.memory_bytes
+    if not low < worst.device_bytes / have <= high:
+        return
+    largest = max(worst.terms, key=worst.terms.__getitem__)
+    relief = _relief(plan)
+    yield Finding(
+        at="layout",
+        problem=(
+            f"predicted {format_bytes(worst.device_bytes)} of {format_bytes(have)} on stage {worst.stage} "
+            f"(give or take {MARGIN:.0%}), most of it {largest}"
+        ),
+        fix=relief,
+        advice="" if relief else "spread the model over more ranks (EP, PP), or use more GPUs",
+    )
+
+
+@rule(rows="PW-MEMSIG MEM-EST")
+def peak_fits_memory(plan: Plan) -> Iterator[Finding]:
+    """The predicted peak is not far over the memory of a GPU.
+
+    Why: a run that is over by more than the prediction's own error ends in its first steps.
+    Confirm: `threefold estimate` prints the peak by stage and term.
+    Fix: selective recompute, then a smaller microbatch, then offload, then more ranks.
+    """
+    yield from _overfull(plan, 1 + MARGIN, float("inf"))
+
+
+@rule(severity="warning", rows="PW-MEMSIG")
+def peak_near_memory(plan: Plan) -> Iterator[Finding]:
+    """The predicted peak leaves room for its own error.
+
+    Why: within the margin of the prediction a run may fit today and fail with the next skewed batch.
+    Confirm: `threefold estimate` prints the peak and its band; a rehearsal is sharper.
+    Fix: one step of recompute or offload.
+    """
+    yield from _overfull(plan, 1.0, 1 + MARGIN)

@@ -82,7 +82,7 @@ def fp8_knobs_need_fp8(plan: Plan) -> Iterator[Finding]:
     """
     if plan.low_precision:
         return
-    for name in ("fp8_params", "fp8_attention", "router_padding"):
+    for name in ("fp8_params", "fp8_attention", "fp8_output", "router_padding"):
         if getattr(plan.knobs, name):
             problem = f"{name} with precision {plan.knobs.precision}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})

@@ -223,17 +223,11 @@ def _generated(plan: Plan) -> str:
     return format_stages(balance(plan.model.num_layers, plan.layout.chunks, plan.mtp))
 
 
-@rule(rows="PP-LAYOUT")
-def stages_match_model(plan: Plan) -> Iterator[Finding]:
-    """The pipeline layout string has PP x VPP chunks, all layers, and the MTP depths that train.
-
-    Why: a layer that no chunk holds is not trained; upstream this fails after the job has started.
-    Confirm: `threefold show` prints the chunks; count t and m.
-    Fix: correct the string, or delete it for a balanced one.
-    """
+def stage_faults(plan: Plan) -> list[str]:
+    """What a written layout string gets wrong about the model and the chunks."""
     layout = plan.layout
-    if layout.stages is None or layout.chunks > plan.model.num_layers + plan.mtp + 2:
-        return
+    if layout.stages is None:
+        return []
     layers = sum(len(chunk.layers) for chunk in plan.chunks)
     mtp = sum(chunk.mtp for chunk in plan.chunks)
     faults = []
@@ -243,7 +237,20 @@ def stages_match_model(plan: Plan) -> Iterator[Finding]:
         faults.append(f"{layers} layers of {plan.model.num_layers}")
     if mtp != plan.mtp:
         faults.append(f"{mtp} MTP depths of {plan.mtp}")
-    if faults:
+    return faults
+
+
+@rule(rows="PP-LAYOUT")
+def stages_match_model(plan: Plan) -> Iterator[Finding]:
+    """The pipeline layout string has PP x VPP chunks, all layers, and the MTP depths that train.
+
+    Why: a layer that no chunk holds is not trained; upstream this fails after the job has started.
+    Confirm: `threefold show` prints the chunks; count t and m.
+    Fix: correct the string, or delete it for a balanced one.
+    """
+    if plan.layout.chunks > plan.model.num_layers + plan.mtp + 2:
+        return
+    if faults := stage_faults(plan):
         yield Finding(
             at="layout.stages",
             problem=f"the string has {', '.join(faults)}",

@@ -14,13 +14,14 @@ class ChipSpec:
     architecture: str  # ampere, hopper, blackwell, cpu
     memory_bytes: int
     memory_bandwidth: float  # bytes/s
-    peak_flops: Mapping[str, float]  # dense, by GEMM input format: fp32 (TF32 on GPUs), bf16, fp8, fp4
+    # Dense, by GEMM input format: fp32 (TF32 on GPUs), bf16, fp8, fp4.
+    peak_flops: Mapping[str, float] = field(hash=False)
     domain: int  # GPUs joined by NVLink
     domain_bandwidth: float  # bytes/s out of one GPU into its domain
     network_bandwidth: float  # bytes/s out of one GPU to other domains
     host_bandwidth: float  # bytes/s between one GPU and host memory
     gpus_per_node: int
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def is_rack_scale(self) -> bool:

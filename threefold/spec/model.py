@@ -3,6 +3,7 @@
 import math
 import reprlib
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_type_hints
 
 from threefold.fields import MAX_INT, MAX_LAYERS
@@ -158,6 +159,16 @@ _ALONE: dict[str, Layer] = {
 }
 
 
+@lru_cache(maxsize=256)
+def _layers(pattern: str, num_layers: int, num_dense: int) -> tuple[Layer, ...]:
+    """The pattern repeated; the first `num_dense` feed-forward parts are dense. A search asks for it all the time."""
+    letters = (pattern[i % len(pattern)] for i in range(num_layers))
+    return tuple(
+        _ALONE[letter] if letter in _ALONE else Layer(_MIXER[letter], "dense" if i < num_dense else "moe")
+        for i, letter in enumerate(letters)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model as its authors published it."""
@@ -200,18 +211,13 @@ class ModelSpec:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """The layers in order, MTP not included."""
-        return tuple(self._layer(self.pattern[i % len(self.pattern)], i) for i in range(self.num_layers))
+        return _layers(self.pattern, self.num_layers, self.num_dense_layers if self.moe else self.num_layers)
 
     @property
     def mtp_depth(self) -> tuple[Layer, ...]:
         """The layers of one MTP depth."""
-        return tuple(self._layer(letter, self.num_layers) for letter in self.mtp_pattern)
-
-    def _layer(self, letter: str, index: int) -> Layer:
-        if letter in _ALONE:
-            return _ALONE[letter]
-        ffn: Ffn = "moe" if self.moe and index >= self.num_dense_layers else "dense"
-        return Layer(_MIXER[letter], ffn)
+        dense = not self.moe or self.num_layers < self.num_dense_layers
+        return _layers(self.mtp_pattern, len(self.mtp_pattern), len(self.mtp_pattern) if dense else 0)
 
     def cut(self, **changes: int) -> "ModelSpec":
         """The same family at another size: fewer layers or experts, another vocabulary."""

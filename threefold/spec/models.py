@@ -401,7 +401,7 @@ GEMMA_4_26B = ModelSpec(
     tied=True,
     published_total=25.2e9,
     published_active=3.8e9,
-    approximate="layers and heads inferred: they give the published totals; extra norms are not counted",
+    approximate="layers and heads inferred: they give the published totals; norms beyond two and the vision encoder left out",
     source="Megatron Bridge tests/unit_tests/models/gemma_vl/test_gemma4_vl_bridge.py; Gemma4TextConfig defaults",
 )
 

@@ -1,6 +1,7 @@
 """Parameter counts, part by part, from a model's shape."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec
 
@@ -43,6 +44,7 @@ class Params:
         return self.active - (self.embedding if self.head else 0)
 
 
+@lru_cache(maxsize=256)
 def count_params(model: ModelSpec, mtp_layers: int | None = None) -> Params:
     """Count a model; `mtp_layers` overrides how many MTP depths it is trained with."""
     depths = model.mtp_layers if mtp_layers is None else mtp_layers

@@ -1,0 +1,225 @@
+"""Memory: hand counts, published peaks, simulated schedules, and properties that hold for any plan."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.plans import build, make
+from tests.schedule import most_held
+from threefold.cost.estimate import estimate
+from threefold.cost.memory import StageMemory, in_flight, memory
+from threefold.interop.published import load_rows, plan_from_row
+from threefold.plan.file import read_plan
+from threefold.plan.parse import change
+from threefold.plan.plan import RECOMPUTE_MODULES, Plan
+from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
+from threefold.units import GIB
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+STATES = ("weights", "gradients", "optimizer", "quantised_weights")
+ACTIVATIONS = ("norms", "attention", "mlp", "router", "dispatch", "experts", "shared_experts", "embedding", "logits")
+
+QWEN = {"model": "qwen3-30b-a3b", "target": "megatron-bridge", "cluster.chip": "h100", "job.global_batch": 1024}
+
+
+def of_stage(stage: StageMemory, names: tuple[str, ...]) -> float:
+    return sum(stage.terms.get(name, 0.0) for name in names)
+
+
+def test_states_of_qwen3_30b_by_hand() -> None:
+    """EP 16 on 16 GPUs: each holds 8 of 128 experts and all of the rest."""
+    total = 30_532_122_624  # the model card's 30.5B; tests/test_spec.py counts it
+    experts = 48 * 128 * 3 * 2048 * 768  # layers x experts x matrices x width x expert width
+    dense, mine = total - experts, experts // 16
+    terms = memory(build({**QWEN, "cluster.gpus": 16, "layout.ep": 16})).worst.terms
+    assert terms["weights"] == 2 * (dense + mine)  # bf16
+    assert terms["gradients"] == 4 * (dense + mine)  # fp32
+    # Adam in fp32: master, two moments. The rest is shared by 16 ranks, an expert has one copy only.
+    assert terms["optimizer"] == 12 * (dense / 16 + mine)
+
+
+def test_stages_add_up_to_the_model() -> None:
+    plan = build({**QWEN, "cluster.gpus": 4, "layout.pp": 4, "job.global_batch": 8})
+    stages = memory(plan).stages
+    assert sum(stage.terms["weights"] for stage in stages) == 2 * 30_532_122_624
+    # Embedding first, output layer last: a table of 151,936 x 2,048 in bf16 each; the layers divide evenly.
+    table = 2 * 151_936 * 2048
+    middle = stages[1].terms["weights"]
+    assert stages[0].terms["weights"] == middle + table
+    assert stages[3].terms["weights"] == pytest.approx(middle + table, abs=2 * 2048)  # and the final norm
+
+
+def test_published_peak_of_qwen3_30b() -> None:
+    """62.166 GiB, allocated on rank 0, measured in the run of 20.992 s."""
+    rows = load_rows(ROOT / "data" / "published_runs.json")
+    row = next(row for row in rows if row.get("step_time_s") == 20.99203)
+    plan = plan_from_row(row).plan
+    assert plan is not None
+    assert memory(plan).peak_bytes / GIB == pytest.approx(62.166, rel=0.03)  # what the issue asks for
+
+
+def test_deepseek_v3_without_optimisations() -> None:
+    """PP 4 VPP 4 EP 64 on 256 GPUs: published as 199.5 without a unit, from another analytic model.
+
+    Read as GiB, the unit of allocators. Shape and dtypes are unsaid too, so 15 % is as sharp as it gets.
+    """
+    plan = build(
+        {
+            "model": "deepseek-v3",
+            "target": "megatron-bridge",
+            "cluster.chip": "gb200",
+            "cluster.gpus": 256,
+            "job.global_batch": 8192,
+            "layout.pp": 4,
+            "layout.vpp": 4,
+            "layout.ep": 64,
+        }
+    )
+    assert memory(plan).peak_bytes / GIB == pytest.approx(199.5, rel=0.15)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_terms_are_named_and_sum(path: Path) -> None:
+    plan = read_plan(str(path)).plan
+    assert plan is not None
+    found = memory(plan)
+    assert [stage.stage for stage in found.stages] == list(range(plan.layout.pp))
+    for stage in found.stages:
+        assert set(stage.terms) <= set(MEMORY_TERMS)
+        assert set(stage.reserve) == set(RESERVE_TERMS)
+        assert all(value >= 0 for value in (*stage.terms.values(), *stage.reserve.values()))
+        assert stage.peak_bytes == pytest.approx(sum(stage.terms.values()))
+        assert stage.device_bytes == pytest.approx(stage.peak_bytes + sum(stage.reserve.values()))
+        assert stage.moment
+    assert found.device_bytes == max(stage.device_bytes for stage in found.stages)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+def test_microbatches_in_flight_match_the_simulated_schedule(pp: int, vpp: int, rounds: int) -> None:
+    count = pp * rounds
+    plan = build({**QWEN, "cluster.gpus": pp, "layout.pp": pp, "layout.vpp": vpp, "job.global_batch": count})
+    for rank in range(pp):
+        held = in_flight(plan, rank)
+        assert len(held) == vpp
+        assert sum(held) == most_held(pp, vpp, count, rank)
+
+
+def test_1f1b_with_few_microbatches_holds_no_more_than_there_are() -> None:
+    plan = build({**QWEN, "cluster.gpus": 4, "layout.pp": 4, "job.global_batch": 2})
+    assert [sum(in_flight(plan, rank)) for rank in range(4)] == [most_held(4, 1, 2, rank) for rank in range(4)]
+
+
+def test_one_layer_of_activations_by_hand() -> None:
+    """Full recompute keeps the input of each layer alone: 2 bytes x dim x tokens, for each microbatch in flight."""
+    plan = build({**QWEN, "cluster.gpus": 16, "layout.ep": 16, "knobs.recompute": ["full"]})
+    assert memory(plan).worst.terms["norms"] == 48 * 2 * 2048 * 4096
+
+
+SMALL_MOE = ("qwen3-30b-a3b", "deepseek-v3", "qwen3-next-80b-a3b", "gpt-oss-20b", "nemotron-3-nano")
+POWERS = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Whole grids over as many GPUs as they need, or twice that."""
+    tp, cp, ep = draw(POWERS), draw(POWERS), draw(st.sampled_from([1, 4, 8, 16]))
+    pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]))
+    fields: dict[str, Any] = {
+        "model": draw(st.sampled_from(SMALL_MOE)),
+        "target": draw(st.sampled_from(["megatron-bridge", "threefold"])),
+        "cluster.chip": draw(st.sampled_from(["h100", "gb200"])),
+        "cluster.gpus": pp * max(tp * cp, ep) * draw(st.sampled_from([1, 2])),
+        "job.seq_len": draw(st.sampled_from([4096, 16384, 65536])),
+        "job.global_batch": 64,
+        "layout.tp": tp,
+        "layout.cp": cp,
+        "layout.ep": ep,
+        "layout.pp": pp,
+        "layout.vpp": vpp,
+        "knobs.precision": draw(st.sampled_from(["bf16", "fp8-cs"])),
+        "knobs.recompute": sorted(draw(st.sets(st.sampled_from(RECOMPUTE_MODULES[:-1]), max_size=3))),
+    }
+    return build(fields)
+
+
+@given(plan=plans(), module=st.sampled_from(RECOMPUTE_MODULES))
+def test_recompute_costs_at_most_one_layer_for_a_moment(plan: Plan, module: str) -> None:
+    more = change(plan, {"knobs.recompute": sorted({*plan.knobs.recompute, module})})
+    for before, after in zip(memory(plan).stages, memory(more).stages, strict=True):
+        kept = before.peak_bytes - before.terms.get("recompute", 0.0)
+        assert after.peak_bytes - after.terms.get("recompute", 0.0) <= kept * (1 + 1e-9)
+
+
+@given(plan=plans(), low=st.floats(0, 1), high=st.floats(0, 1))
+def test_offload_moves_the_optimizer_and_nothing_else(plan: Plan, low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    less, more = (change(plan, {"knobs.optimizer_offload": part}) for part in (low, high))
+    for whole, a, b in zip(memory(plan).stages, memory(less).stages, memory(more).stages, strict=True):
+        assert b.terms["optimizer"] <= a.terms["optimizer"] * (1 + 1e-9)
+        assert a.terms["optimizer"] == pytest.approx((1 - low) * whole.terms["optimizer"], rel=1e-6, abs=1)
+        rest = {name: value for name, value in whole.terms.items() if name != "optimizer"}
+        assert {name: value for name, value in b.terms.items() if name != "optimizer"} == rest
+
+
+@given(plan=plans())
+def test_fsdp_shards_every_state(plan: Plan) -> None:
+    sharded = change(plan, {"knobs.data_parallel": "fsdp"})
+    for before, after in zip(memory(plan).stages, memory(sharded).stages, strict=True):
+        for name in STATES:
+            assert after.terms[name] <= before.terms[name] * (1 + 1e-9)
+
+
+@given(plan=plans())
+def test_context_parallel_divides_activations(plan: Plan) -> None:
+    """Twice the CP on twice the GPUs: DP stays, and every activation halves."""
+    wider = change(plan, {"layout.cp": 2 * plan.layout.cp, "cluster.gpus": 2 * plan.cluster.gpus})
+    for before, after in zip(memory(plan).stages, memory(wider).stages, strict=True):
+        assert of_stage(after, ACTIVATIONS) == pytest.approx(of_stage(before, ACTIVATIONS) / 2, rel=1e-6)
+
+
+@given(plan=plans(), skew=st.floats(1, 4))
+def test_skew_only_adds_at_the_experts(plan: Plan, skew: float) -> None:
+    for even, busy in zip(memory(plan).stages, memory(plan, skew).stages, strict=True):
+        for name in (*STATES, "norms", "attention", "router"):
+            assert busy.terms.get(name, 0.0) == even.terms.get(name, 0.0)
+        assert busy.peak_bytes >= even.peak_bytes * (1 - 1e-9)
+
+
+@given(
+    pp=st.sampled_from([1, 2, 4, 8]),
+    ep=st.sampled_from([1, 2, 4, 8]),
+    recompute=st.sampled_from([[], ["mla_up_proj", "moe", "mlp"], ["full"]]),
+    offload=st.sampled_from([0.0, 1.0]),
+)
+def test_671b_never_fits_8_h100(pp: int, ep: int, recompute: list[str], offload: float) -> None:
+    """At three bytes a parameter (fp8 weight, bf16 gradient) an eighth of 671B is 234 GiB."""
+    plan = make(cluster_gpus=8, tp=None, layout_tp=1, layout_pp=pp, layout_vpp=None, layout_ep=min(ep, 8 // pp))
+    plan = change(
+        plan,
+        {
+            "knobs.recompute": recompute,
+            "knobs.optimizer_offload": offload,
+            "knobs.fp8_params": True,
+            "knobs.grad_dtype": "bf16",
+            "knobs.ep_overlap": None,
+            "knobs.delay_wgrad": None,
+        },
+    )
+    found = estimate(plan)
+    assert not found.fits
+    assert found.headroom_bytes < -100 * GIB
+    assert found.wall == "memory"
+
+
+def test_the_chip_decides_what_fits() -> None:
+    plan = build({**QWEN, "cluster.gpus": 16, "layout.ep": 16})
+    assert estimate(plan).fits
+    small = replace(plan.chip, memory_bytes=40 * GIB)
+    assert not estimate(plan.on_chip(small)).fits

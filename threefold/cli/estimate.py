@@ -1,0 +1,53 @@
+"""`threefold estimate`: what a plan needs and reaches, predicted."""
+
+import argparse
+import json
+import math
+import sys
+
+from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cost.chipfile import read_chip_file
+from threefold.cost.estimate import estimate
+from threefold.cost.rates import calibration
+from threefold.cost.traffic import traffic
+from threefold.findings import in_order
+from threefold.report.estimate import estimate_text
+from threefold.rules.all import PREDICTED, blockers, check, errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    parser.add_argument("--chip-file", metavar="FILE", help="facts and rates of your own machine (TOML)")
+    parser.add_argument(
+        "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if not (math.isfinite(args.skew) and args.skew >= 1):
+        print(f"threefold estimate: --skew {args.skew} is below the mean, which is 1", file=sys.stderr)
+        return 2
+    parsed, findings = plan_from(args)
+    chip_file = None
+    if args.chip_file:
+        chip_file, more = read_chip_file(args.chip_file)
+        findings = in_order([*findings, *more])
+    if parsed.plan is None or errors(findings):
+        return print_findings(findings, args.json)
+    plan, rates = parsed.plan, None
+    if chip_file:
+        if wrong := chip_file.mismatch(plan):
+            return print_findings(wrong, args.json)
+        plan, rates = chip_file.applied(plan), chip_file.rates_over(calibration(plan.target).rates)
+    found = check(plan)
+    if blockers(found):  # the estimate of an impossible plan misleads
+        return print_findings(in_order([*findings, *found]), args.json)
+    guess, ledger = estimate(plan, rates, args.skew), traffic(plan, args.skew)
+    overfull = [finding for finding in found if finding.rule in PREDICTED]
+    if args.json:
+        extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
+        json.dump({**guess.to_json(), **extra}, sys.stdout, indent=2)
+        print()
+    else:
+        print(estimate_text(plan, guess, ledger, overfull))
+    return 0

@@ -1,0 +1,87 @@
+"""`threefold sweep`: one field varied, sequence length with CP sized along."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.findings import Finding, FindingsError, in_order
+from threefold.plan.file import parse_overrides
+from threefold.plan.parse import normalise
+from threefold.report.sweep import sweep_text
+from threefold.rules.all import errors
+from threefold.search.sweep import Sweep, sweep
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "--over", required=True, metavar="path=v1,v2,...", help="the field to vary, such as job.seq_len=4096,16384"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw throughput and memory into an image (PNG)")
+
+
+def run(args: argparse.Namespace) -> int:
+    path, equals, text = args.over.partition("=")
+    values = _split(text)
+    if not (path.strip() and equals and values):
+        print(f"threefold sweep: --over {args.over!r} is not path=v1,v2,...", file=sys.stderr)
+        return 2
+    settings, wrong = _settings(path.strip(), values)
+    parsed, findings = plan_from(args)
+    findings = in_order([*findings, *wrong])
+    if parsed.plan is None or errors(findings):
+        return print_findings(findings, args.json)
+    try:
+        found = sweep(parsed.plan, settings)
+    except FindingsError as error:
+        return print_findings(in_order(error.findings), args.json)
+    if args.json:
+        json.dump(found.to_json(), sys.stdout, indent=2)
+        print()
+    else:
+        print(sweep_text(found))
+    code = 0 if any(point.estimate for point in found.points) else 1
+    return max(code, _plot(found, args.plot)) if args.plot else code
+
+
+def _split(text: str) -> list[str]:
+    """Values between commas; commas inside brackets or quotes belong to a value."""
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter == "," and depth == 0 and not quote:
+            values.append("")
+            continue
+        if letter in "\"'":
+            quote = "" if quote == letter else quote or letter
+        elif not quote:
+            depth += (letter == "[") - (letter == "]")
+        values[-1] += letter
+    return [value.strip() for value in values if value.strip()]
+
+
+def _settings(path: str, values: list[str]) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """The fields that each value sets; Megatron's names resolve to ours."""
+    settings, findings = [], []
+    for value in values:
+        raw, wrong = parse_overrides([f"{path}={value}"])
+        fields, more = normalise(raw)
+        settings.append(fields)
+        findings += [finding for finding in [*wrong, *more] if finding not in findings]
+    return settings, findings
+
+
+def _plot(found: Sweep, path: str) -> int:
+    try:
+        from threefold.report.plot import plot_sweep
+    except ImportError:
+        print("threefold sweep: --plot needs matplotlib: pip install threefold[report]", file=sys.stderr)
+        return 1
+    try:
+        plot_sweep(found, path)
+    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
+        print(f"threefold sweep: cannot write {path}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {path}", file=sys.stderr)
+    return 0

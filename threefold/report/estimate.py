@@ -1,0 +1,142 @@
+"""An estimate as text: memory by stage and term, time by term, throughput, traffic."""
+
+from collections.abc import Sequence
+
+from threefold.cost.estimate import WALLS, Estimate
+from threefold.cost.memory import StageMemory
+from threefold.cost.traffic import Transfer
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
+from threefold.report.terminal import table
+from threefold.units import GIB, format_bytes, format_tokens
+
+STAGES_ABREAST = 8  # columns that fit a terminal
+_WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
+
+
+def estimate_text(plan: Plan, found: Estimate, ledger: Sequence[Transfer], overfull: Sequence[Finding] = ()) -> str:
+    """All of it; `overfull` is what the rules say about the peak."""
+    parts = [_head(plan, found), memory_text(plan, found), time_text(found), _verdict(plan, found)]
+    if ledger:
+        parts.append(traffic_text(ledger))
+    if overfull:
+        parts.append("\n".join(map(str, overfull)))
+    elif not found.fits:
+        parts.append(misfit_text(plan, found))
+    return "\n\n".join(parts)
+
+
+def _head(plan: Plan, found: Estimate) -> str:
+    job = plan.job
+    return (
+        f"estimated for {plan.target}, {'calibrated' if found.calibrated else 'uncalibrated'}: {plan.model_name}, "
+        f"{plan.layout.gpus} x {plan.cluster.chip}, {plan.knobs.precision}, "
+        f"{job.global_batch} x {format_tokens(job.seq_len)} tokens a step"
+    )
+
+
+def memory_text(plan: Plan, found: Estimate) -> str:
+    """Terms down, stages across; stages that are alike share a column."""
+    columns = _folded(found.memory.stages)
+    blocks = [columns[i : i + STAGES_ABREAST] for i in range(0, len(columns), STAGES_ABREAST)]
+    worst, (low, high) = found.memory.worst, found.bytes_band
+    peak = (
+        f"peak at stage {worst.stage}, {worst.moment}: {format_bytes(worst.peak_bytes)} "
+        f"({_gib(low)} to {_gib(high)}), {format_bytes(worst.device_bytes)} on the device; "
+        f"headroom {format_bytes(found.headroom_bytes)} of {format_bytes(plan.chip.memory_bytes)}"
+    )
+    return "\n\n".join([*(_memory_table(plan, block) for block in blocks), peak])
+
+
+def _folded(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
+    """Runs of neighbours with the same printed numbers, with the name of the run."""
+    runs: list[list[StageMemory]] = []
+    for stage in stages:
+        if runs and _printed(runs[-1][0]) == _printed(stage):
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return [
+        (f"stage {run[0].stage}" if len(run) == 1 else f"stages {run[0].stage}-{run[-1].stage}", run[0]) for run in runs
+    ]
+
+
+def _printed(stage: StageMemory) -> list[str]:
+    parts = {**stage.terms, **stage.reserve}
+    return [_gib(parts.get(name, 0.0)) for name in (*MEMORY_TERMS, *RESERVE_TERMS)]
+
+
+def _memory_table(plan: Plan, columns: Sequence[tuple[str, StageMemory]]) -> str:
+    stages = [stage for _, stage in columns]
+    terms = [name for name in MEMORY_TERMS if any(stage.terms.get(name) for stage in stages)]
+    reserve = [name for name in RESERVE_TERMS if any(stage.reserve.get(name) for stage in stages)]
+    rows = [[name, *(_gib(stage.terms.get(name, 0.0)) for stage in stages)] for name in terms]
+    rows.append(["= allocated", *(_gib(stage.peak_bytes) for stage in stages)])
+    rows += [[name, *(_gib(stage.reserve.get(name, 0.0)) for stage in stages)] for name in reserve]
+    rows.append(["= on the device", *(_gib(stage.device_bytes) for stage in stages)])
+    rows.append([f"of {plan.cluster.chip}", *[_gib(plan.chip.memory_bytes)] * len(stages)])
+    return table(["memory, GiB", *(name for name, _ in columns)], rows)
+
+
+def time_text(found: Estimate) -> str:
+    """Terms that take time, longest first, with the wall each belongs to."""
+    step = found.time.step_seconds
+    spent = sorted(((value, name) for name, value in found.time.terms.items() if value > 0), reverse=True)
+    rows = [[name, f"{value:.4g}", f"{value / step:.1%}", _WALL.get(name, "")] for value, name in spent]
+    rows.append(["= step", f"{step:.4g}", "100.0%", ""])
+    return table(["time", "seconds", "share", "wall"], rows)
+
+
+def _verdict(plan: Plan, found: Estimate) -> str:
+    low, high = found.seconds_band
+    rows = [
+        ["throughput", f"{found.tokens_per_second_per_gpu:,.4g} tokens/s/GPU, {_tflops(found)}"],
+        ["wall", found.wall],
+        [
+            "band",
+            f"step {low:.4g} to {high:.4g} s, peak {_gib(found.bytes_band[0])} to {_gib(found.bytes_band[1])} GiB",
+        ],
+        ["basis", found.basis],
+    ]
+    if not found.calibrated:
+        rows.append(["", "uncalibrated: nothing near this plan was among the runs, so the band is twice as wide"])
+    return "\n".join(f"{name:10} {text}" for name, text in rows)
+
+
+def _tflops(found: Estimate) -> str:
+    return (
+        f"{found.model_tflops_per_gpu:.4g} TFLOP/s/GPU; "
+        f"MFU {found.mfu:.1%} of {found.mfu_peak} ({found.peak_tflops:,.4g} TFLOP/s)"
+    )
+
+
+def traffic_text(ledger: Sequence[Transfer]) -> str:
+    """What an average rank sends in a step."""
+    rows = [
+        [
+            entry.axis,
+            entry.operation,
+            format_bytes(entry.bytes),
+            f"{entry.count:.4g}",
+            format_bytes(entry.total_bytes),
+            entry.link,
+        ]
+        for entry in ledger
+    ]
+    title = "traffic of a rank in a step, pipeline ranks averaged"
+    return f"{title}\n{table(['axis', 'operation', 'bytes a call', 'calls', 'bytes a step', 'link'], rows)}"
+
+
+def misfit_text(plan: Plan, found: Estimate) -> str:
+    """One line for a plan that runs out of memory."""
+    worst = found.memory.worst
+    largest = max(worst.terms, key=worst.terms.__getitem__)
+    return (
+        f"does not fit: stage {worst.stage} needs {format_bytes(worst.device_bytes)} of "
+        f"{format_bytes(plan.chip.memory_bytes)}; the largest term is {largest}, {format_bytes(worst.terms[largest])}"
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f}"

@@ -1,0 +1,125 @@
+"""Best first: choices in the order of what they promise, until no promise can change the answer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+from threefold.layout.degrees import Layout
+from threefold.plan.plan import Knobs, Plan
+from threefold.rules.all import check, errors
+from threefold.rules.memory import state_bytes
+from threefold.search.knobs import graph_scopes, overlaps, precisions, shardings, transports
+from threefold.search.price import Choice, Priced, Pricer
+from threefold.search.space import Space, layouts, micro_batches
+
+WINDOW = 0.12  # below the best, how far promises are still followed: about one error band
+DEFAULT_FAVOUR = 0.01  # another transport than the platform's has to be this much faster
+MOST_CLIMBS = 6000  # keeps the largest spaces within seconds
+REPORT_EVERY = 250
+
+Progress = Callable[[str], None]
+Key = tuple[int, int, int, int, int, str, str]
+
+
+@dataclass
+class Found:
+    """What exploring a space gave."""
+
+    best: dict[Key, Priced] = field(default_factory=dict)  # of each layout the fastest that fits
+    short: list[Plan] = field(default_factory=list)  # the next rung down of each: faster, and does not fit
+    searched: int = 0
+    feasible: int = 0
+    fastest: float = 0.0  # tokens/s at the slow end of the band
+
+
+def layout_key(layout: Layout, knobs: Knobs) -> Key:
+    """What makes two candidates different plans, and not two settings of one."""
+    return (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, knobs.data_parallel, knobs.precision)
+
+
+def explore(space: Space, pricer: Pricer, top: int, progress: Progress | None = None) -> Found:
+    """Find the fastest fitting plan of each layout that can be among the first `top`."""
+    found = Found()
+    choices = sorted(_choices(space, pricer, found), key=lambda choice: -choice.sure_promise)
+    climbs = 0
+    for done, choice in enumerate(choices):
+        if progress and done % REPORT_EVERY == 0:
+            progress(f"{done:,} of {len(choices):,} choices, {found.feasible:,} feasible")
+        floor = _floor(found, top)
+        if climbs >= MOST_CLIMBS or choice.sure_promise < floor:
+            break
+        key = layout_key(choice.layout, choice.knobs)
+        known = found.best.get(key)
+        bar = max(floor * choice.promise / choice.sure_promise, known.tokens_per_second if known else 0.0)
+        if choice.promise > bar:
+            climbs += 1
+            _climb(pricer, choice, bar, key, found)
+    if progress:
+        progress(f"{len(choices):,} of {len(choices):,} choices, {found.feasible:,} feasible")
+    return found
+
+
+def _floor(found: Found, top: int) -> float:
+    """Promises below this change neither the first candidates nor their neighbours."""
+    return (1 - WINDOW) * found.fastest if len(found.best) >= top else 0.0
+
+
+def _climb(pricer: Pricer, choice: Choice, bar: float, key: Key, found: Found) -> None:
+    plan, short = pricer.climb(choice, bar)
+    if short is not None:
+        found.short.append(short)
+    if plan is None or errors(check(plan)):
+        return
+    found.feasible += 1
+    one = pricer.priced(plan)
+    if one.tokens_per_second > bar:
+        found.best[key] = one
+        found.fastest = max(found.fastest, one.sure)
+
+
+def _choices(space: Space, pricer: Pricer, found: Found) -> Iterator[Choice]:
+    """Legal choices whose states alone fit, each with its promise."""
+    by_degrees = groupby(layouts(space), key=lambda one: (one.pp, one.tp, one.cp, one.ep, one.etp))
+    for _, group in by_degrees:
+        same = list(group)
+        kept = {name: _states_fit(space, pricer, same[0], name) for name in shardings(space, same[0])}
+        for layout in same:
+            for size in micro_batches(space, layout):
+                if not pricer.rungs[0]:
+                    pricer.build_ladder(layout, size, next(transports(space, layout)))
+                for sharding in kept:
+                    for knobs in _modes(space, pricer, layout, size):
+                        found.searched += sum(map(len, pricer.rungs))
+                        if kept[sharding]:
+                            mode = replace(knobs, data_parallel=sharding)
+                            promise = pricer.promise(layout, size, knobs)
+                            factor = pricer.slow_end(pricer.plan(layout, size, mode))
+                            yield Choice(layout, size, mode, promise, promise / factor)
+
+
+def _states_fit(space: Space, pricer: Pricer, layout: Layout, sharding: str) -> bool:
+    """The cheap lower bound: weights, gradients and optimizer states, as much as can be on the host."""
+    base = space.base
+    hosted = 1.0 if space.free("knobs.optimizer_offload") and base.chip.architecture != "cpu" else None
+    knobs = replace(base.knobs, data_parallel=sharding, precision=precisions(space)[-1])
+    if hosted is not None:
+        knobs = replace(knobs, optimizer_offload=hosted)
+    return state_bytes(replace(base, layout=layout, knobs=knobs)) <= base.chip.memory_bytes
+
+
+def _modes(space: Space, pricer: Pricer, layout: Layout, size: int) -> list[Knobs]:
+    """For each precision, with and without overlap and graphs, the fastest transport."""
+    chosen = []
+    for precision in precisions(space):
+        ways = [knobs for knobs in transports(space, layout) if knobs.precision == precision]
+        for overlap in overlaps(space, layout):
+            options = [replace(knobs, ep_overlap=overlap) for knobs in ways]
+            first = options[0]
+
+            def dearness(knobs: Knobs, first: Knobs = first) -> float:
+                others = (knobs.dispatcher != first.dispatcher) + (knobs.cp_comm != first.cp_comm)
+                return pricer.microbatch_seconds(layout, size, knobs) * (1 + DEFAULT_FAVOUR * others)
+
+            best = min(options, key=dearness)
+            chosen += [replace(best, graphs=graphs) for graphs in graph_scopes(space)]
+    return chosen

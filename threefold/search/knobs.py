@@ -1,0 +1,149 @@
+"""Knobs a search may set: transports and overlaps of a layout, and the ladder that trades time for memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from threefold.layout.degrees import Layout
+from threefold.layout.links import axis_link
+from threefold.plan.plan import Knobs, Plan
+from threefold.search.space import Space
+from threefold.spec.chips import NATIVE_FORMATS
+from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, GRAPH_SCOPES, PRECISION
+
+FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step of the ladder: what is recomputed, and the part of the optimizer that moves to the host."""
+
+    recompute: tuple[str, ...]
+    offload: float
+
+
+def precisions(space: Space) -> list[str]:
+    """The fixed one, or bf16 and the platform's default; NVFP4 comes after a stable run (nvfp4-after-stable)."""
+    plan = space.base
+    if not space.free("knobs.precision"):
+        return [plan.knobs.precision]
+    default = PRECISION[plan.chip.architecture].value
+    native = NATIVE_FORMATS[plan.chip.architecture]
+    return [name for name in dict.fromkeys((default, "bf16")) if name in native]
+
+
+def shardings(space: Space, layout: Layout) -> list[str]:
+    """ZeRO-1, or FSDP where there is no pipeline (fsdp-excludes-pipeline)."""
+    fixed = space.base.knobs.data_parallel
+    if not space.free("knobs.data_parallel"):
+        return [fixed] if layout.pp == 1 or fixed == "zero1" else []
+    return ["zero1", "fsdp"] if layout.pp == 1 and layout.dp * layout.cp > 1 else ["zero1"]
+
+
+def context_types(space: Space, layout: Layout) -> list[str | tuple[str, ...]]:
+    """How CP communicates: a ring, or heads traded for sequence where they divide (cp-a2a-divides-heads)."""
+    plan = space.base
+    attention = plan.model.attention
+    if not space.free("knobs.cp_comm") or layout.cp == 1 or attention is None:
+        return [plan.knobs.cp_comm]
+    types: list[str | tuple[str, ...]] = ["p2p"]
+    heads = (attention.num_heads, attention.num_kv_heads)
+    if all(count % (layout.tp * layout.cp) == 0 for count in heads):
+        types.append("a2a")
+    crosses = axis_link(layout, "cp", plan.cluster.domain_ranks).link == "network"
+    if crosses and all(count % (layout.tp * 2) == 0 for count in heads):
+        types.append("a2a+p2p")
+    return types
+
+
+def dispatchers(space: Space, layout: Layout) -> list[str]:
+    """The platform's default first, then what else runs there; alltoall only at small EP."""
+    plan = space.base
+    if not space.free("knobs.dispatcher") or layout.ep * layout.etp == 1:
+        return [plan.knobs.dispatcher]
+    chip = plan.cluster.chip
+    default = DISPATCHER[chip].value
+    flex = [name for name, chips in DISPATCHER_CHIPS.items() if chip in chips]
+    plain = ["alltoall"] if layout.ep <= FLEX_FROM or not flex else []
+    names = [default, *flex, *plain]
+    return [name for name in dict.fromkeys(names) if name in flex or name in plain]
+
+
+def overlaps(space: Space, layout: Layout) -> list[bool]:
+    """Without and with EP overlap, where the rules of `rules/overlap.py` allow it."""
+    plan = space.base
+    can = layout.ep > 1 and plan.mtp <= 1 and (layout.pp == 1 or layout.vpp > 1)
+    can = can and plan.knobs.precision != "fp32" and not plan.knobs.shared_expert_overlap
+    if not space.free("knobs.ep_overlap"):
+        return [plan.knobs.ep_overlap] if can or not plan.knobs.ep_overlap else []
+    return [False, True] if can else [False]
+
+
+def graph_scopes(space: Space) -> list[tuple[str, ...]]:
+    """No graphs, or the dropless scopes on chips whose host is the wall first (small-launches-want-graphs)."""
+    plan = space.base
+    if not space.free("knobs.graphs"):
+        return [plan.knobs.graphs]
+    knobs = plan.knobs
+    blocked = knobs.activation_offload or knobs.activation_offload_layers or plan.job.dynamic_length
+    if plan.chip.architecture != "blackwell" or blocked or plan.job.packing:
+        return [()]
+    scopes = tuple(GRAPH_SCOPES.value.split()) if plan.model.is_moe else ("attn",)
+    return [(), scopes]
+
+
+def transports(space: Space, layout: Layout) -> Iterator[Knobs]:
+    """Every choice of what travels how, at the foot of the ladder."""
+    for precision, name, cp_comm in product(
+        precisions(space), dispatchers(space, layout), context_types(space, layout)
+    ):
+        yield replace(space.base.knobs, precision=precision, dispatcher=name, cp_comm=cp_comm)
+
+
+def modes(space: Space, layout: Layout, knobs: Knobs) -> Iterator[Knobs]:
+    """The same transport with and without overlap and graphs."""
+    for overlap, graphs in product(overlaps(space, layout), graph_scopes(space)):
+        yield replace(knobs, ep_overlap=overlap, graphs=graphs)
+
+
+def parts(model: ModelSpec) -> list[str]:
+    """Modules of a model that selective recompute can redo; attention itself repeats too much for too little."""
+    moe = model.moe
+    has = {
+        "layernorm": True,
+        "mla_up_proj": isinstance(model.attention, MlaSpec),
+        "gdn_norm_out": model.delta is not None,
+        "moe_act": moe is not None,
+        "shared_experts": bool(moe and moe.shared_width),
+        "mlp": any(layer.ffn == "dense" for layer in model.layers),
+    }
+    return [name for name, there in has.items() if there]
+
+
+def selective_sets(order: list[str], is_moe: bool) -> list[tuple[str, ...]]:
+    """Cumulative sets along an order of modules; whole MoE layers come after everything cheaper."""
+    sets: list[tuple[str, ...]] = [tuple(order[:count]) for count in range(len(order) + 1)]
+    if is_moe:
+        sets.append((*(name for name in order if name not in ("moe_act", "shared_experts")), "moe"))
+    return sets
+
+
+def allowed(knobs: Knobs, rung: Rung, plan: Plan) -> bool:
+    """Whether a rung goes with the mode: overlap redoes no exchange; delayed scales redo no output."""
+    again = rung.recompute
+    if knobs.ep_overlap and ("moe" in again or "full" in again):
+        return False
+    if plan.target == "megatron-bridge" and knobs.precision == "fp8-tensor":
+        return not {"moe_act", "layernorm"} & set(again)
+    return not ("shared_experts" in again and knobs.shared_expert_overlap)
+
+
+def on_rung(knobs: Knobs, rung: Rung, free_graphs: bool) -> Knobs:
+    """The knobs on a rung; graph scopes that its recompute excludes are left out."""
+    graphs = knobs.graphs
+    if free_graphs and "full" in rung.recompute:
+        graphs = ()
+    elif free_graphs and "moe" in rung.recompute:
+        graphs = tuple(scope for scope in graphs if not scope.startswith("moe"))
+    return replace(knobs, recompute=rung.recompute, optimizer_offload=rung.offload, graphs=graphs)
