@@ -31,27 +31,32 @@ def of_stage(stage: StageMemory, names: tuple[str, ...]) -> float:
     return sum(stage.terms.get(name, 0.0) for name in names)
 
 
+def near(num_bytes: float) -> Any:
+    """To a few vectors of the model's width: the final norm is not worth a term."""
+    return pytest.approx(num_bytes, rel=3e-6)
+
+
 def test_states_of_qwen3_30b_by_hand() -> None:
     """EP 16 on 16 GPUs: each holds 8 of 128 experts and all of the rest."""
     total = 30_532_122_624  # the model card's 30.5B; tests/test_spec.py counts it
     experts = 48 * 128 * 3 * 2048 * 768  # layers x experts x matrices x width x expert width
     dense, mine = total - experts, experts // 16
     terms = memory(build({**QWEN, "cluster.gpus": 16, "layout.ep": 16})).worst.terms
-    assert terms["weights"] == 2 * (dense + mine)  # bf16
-    assert terms["gradients"] == 4 * (dense + mine)  # fp32
+    assert terms["weights"] == near(2 * (dense + mine))  # bf16
+    assert terms["gradients"] == near(4 * (dense + mine))  # fp32
     # Adam in fp32: master, two moments. The rest is shared by 16 ranks, an expert has one copy only.
-    assert terms["optimizer"] == 12 * (dense / 16 + mine)
+    assert terms["optimizer"] == near(12 * (dense / 16 + mine))
 
 
 def test_stages_add_up_to_the_model() -> None:
     plan = build({**QWEN, "cluster.gpus": 4, "layout.pp": 4, "job.global_batch": 8})
     stages = memory(plan).stages
-    assert sum(stage.terms["weights"] for stage in stages) == 2 * 30_532_122_624
+    assert sum(stage.terms["weights"] for stage in stages) == near(2 * 30_532_122_624)
     # Embedding first, output layer last: a table of 151,936 x 2,048 in bf16 each; the layers divide evenly.
     table = 2 * 151_936 * 2048
     middle = stages[1].terms["weights"]
-    assert stages[0].terms["weights"] == middle + table
-    assert stages[3].terms["weights"] == pytest.approx(middle + table, abs=2 * 2048)  # and the final norm
+    assert stages[0].terms["weights"] == near(middle + table)
+    assert stages[3].terms["weights"] == near(middle + table)
 
 
 def test_published_peak_of_qwen3_30b() -> None:

@@ -74,7 +74,7 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
     basis = calibration(plan.target)
     used = rates or basis.rates
     need = memory(plan, skew)
-    spent = step_time(plan, used)
+    spent = step_time(plan, used, skew)
     per_gpu = plan.tokens_per_step / spent.step_seconds / plan.layout.gpus
     tflops = (
         per_gpu * flops_per_token(plan.model, plan.job.seq_len, plan.mtp, plan.layout.tp, plan.stack.release) / 1e12
@@ -117,7 +117,7 @@ def _peak_name(plan: Plan) -> str:
 def _basis(plan: Plan, basis: Calibration, known: bool) -> str:
     measured = plan.cluster.measured
     said = basis.provenance if known else f"uncalibrated here: {basis.provenance}"
-    return f"{said}; chip file: {measured.sources['measured']}" if measured else said
+    return f"{said}; chip file: {measured.sources.get('measured', 'undated')}" if measured else said
 
 
 def _confidence(plan: Plan, basis: Calibration, used: Rates) -> tuple[bool, float, float]:

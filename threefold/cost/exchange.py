@@ -79,6 +79,15 @@ def collective_seconds(plan: Plan, link: AxisLink, payload: float, rates: Rates)
     return moved / per_node / (chip.network_bandwidth * rates.collective) + LATENCY_SECONDS["network"] * link.degree
 
 
+def expert_tensor_seconds(plan: Plan, work: Work, rates: Rates) -> float:
+    """Rows gathered over the ranks that share an expert, or their outputs summed: one of the two, forward."""
+    moe = plan.model.moe
+    if plan.layout.etp == 1 or moe is None:
+        return 0.0
+    rows = work.dispatch_tokens * moe.top_k * plan.layout.etp
+    return collective_seconds(plan, plan.link("etp"), BF16 * (moe.latent_dim or plan.model.dim) * rows, rates)
+
+
 def tensor_seconds(plan: Plan, case: Case, work: Work, rates: Rates) -> float:
     """All-gather and reduce-scatter of the sequence around each tensor-parallel part, forward."""
     if plan.layout.tp == 1:

@@ -19,6 +19,8 @@ from threefold.spec.params import (
 )
 from threefold.units import GIB, MIB
 
+# Bytes of an element in the GEMM format, block scales included.
+FORMAT_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "fp8-blockwise": 1 + 4 / 128}
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 CONTEXT_BYTES = 1.6 * GIB  # CUDA context and libraries
 SLACK = 0.06  # of the allocator's peak, reserved beyond it: published runs show 2 to 10 %
@@ -74,11 +76,17 @@ def memory(plan: Plan, skew: float = 1.0) -> Memory:
 
 
 def _layer_saved(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
-    case = case_of(plan, layer)
-    act_bytes = 1 if plan.low_precision else 4 if plan.knobs.precision == "fp32" else 2
-    kept = layer_saved(case, SAVES[plan.target], frozenset(plan.knobs.recompute), act_bytes, skew)
+    names = frozenset(plan.knobs.recompute)
+    kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], names, _input_bytes(plan))
     gone = _offloaded(plan)
     return {name: value * (1 - gone.get(name, 0.0)) for name, value in kept.items()}
+
+
+def _input_bytes(plan: Plan) -> float:
+    """Bytes of an element of a saved GEMM input."""
+    if plan.low_precision:
+        return FORMAT_BYTES.get(plan.knobs.precision, 1.0)
+    return 4.0 if plan.knobs.precision == "fp32" else 2.0
 
 
 def _offloaded(plan: Plan) -> dict[str, float]:
@@ -167,8 +175,8 @@ def _states(plan: Plan, held: _Held) -> dict[str, float]:
     weight = 4 if knobs.precision == "fp32" else 2
     quantised = 0.0
     if plan.low_precision:
-        # Both orientations of a block-scaled weight are kept; with fp8_params they are the weight itself.
-        quantised = 2.06 * (dense * 0.8 + experts)
+        # Both orientations of a scaled weight are kept; with fp8_params they are the weight itself.
+        quantised = 2 * _input_bytes(plan) * (dense * 0.8 + experts)
     weights = weight * (dense + experts)
     if plan.low_precision and knobs.fp8_params:
         weights = weight * dense * 0.2
@@ -245,8 +253,20 @@ def _transients(plan: Plan, held: _Held, saved: dict[Layer, dict[str, float]], t
     if knobs.graphs and plan.chip.architecture != "cpu":
         one = max((sum(saved[layer].values()) for layer in set(held.layers)), default=0.0)
         terms["graphs"] = 0.1 * one * len(knobs.graphs)  # static inputs and outputs
-    terms["workspace"] = float(WORKSPACE_BYTES) if plan.chip.architecture != "cpu" else 0.0
+    terms["workspace"] = _dispatch_workspace(plan, held)
+    terms["workspace"] += WORKSPACE_BYTES if plan.chip.architecture != "cpu" else 0.0
     return moment
+
+
+def _dispatch_workspace(plan: Plan, held: _Held) -> float:
+    """What one exchange holds while it runs: rows sent and received; flex dispatchers keep one buffer of tokens."""
+    moe, layout = plan.model.moe, plan.layout
+    if moe is None or layout.ep * layout.etp == 1 or not any(layer.ffn == "moe" for layer in held.layers):
+        return 0.0
+    tokens = plan.job.micro_batch * plan.job.seq_len / layout.cp / layout.tp
+    token = BF16 * (moe.latent_dim or plan.model.dim)
+    copies = 2 * moe.top_k if plan.knobs.dispatcher == "alltoall" else min(moe.top_k, layout.ep)
+    return tokens * token * copies
 
 
 def _captured(plan: Plan, held: _Held, terms: dict[str, float]) -> float:
@@ -263,5 +283,4 @@ def _captured(plan: Plan, held: _Held, terms: dict[str, float]) -> float:
 
 
 def _whole_layer(plan: Plan, layer: Layer) -> float:
-    act_bytes = 1 if plan.low_precision else 2
-    return sum(layer_saved(case_of(plan, layer), SAVES[plan.target], frozenset(), act_bytes).values())
+    return sum(layer_saved(case_of(plan, layer), SAVES[plan.target], frozenset(), _input_bytes(plan)).values())

@@ -27,10 +27,8 @@ SAVES = {"megatron-bridge": MEGATRON, "threefold": THREEFOLD}
 
 
 @lru_cache(maxsize=65536)
-def layer_saved(
-    case: Case, saves: Saves, recompute: frozenset[str], act_bytes: int, skew: float = 1.0
-) -> dict[str, float]:
-    """Bytes kept for one layer. `act_bytes` is the width of saved GEMM inputs; `skew` the busiest rank's load."""
+def layer_saved(case: Case, saves: Saves, recompute: frozenset[str], act_bytes: float) -> dict[str, float]:
+    """Bytes kept for one layer. `act_bytes` is the width of saved GEMM inputs."""
     model, layer = case.model, case.layer
     share = case.tokens / case.tp
     if "full" in recompute:
@@ -40,18 +38,18 @@ def layer_saved(
     if layer.ffn == "dense":
         kept["mlp"] = 0.0 if "mlp" in recompute else _mlp(model, model.dense_dim, saves, act_bytes, False) * share
     elif layer.ffn == "moe":
-        kept |= _moe(case, saves, recompute, act_bytes, share, skew)
+        kept |= _moe(case, saves, recompute, act_bytes, share)
     return kept
 
 
-def _norms(model: ModelSpec, layer: Layer, saves: Saves, again: bool, act_bytes: int) -> float:
+def _norms(model: ModelSpec, layer: Layer, saves: Saves, again: bool, act_bytes: float) -> float:
     """Input of each norm (the residual stream) and its output, which the next GEMM keeps."""
     parts = (layer.mixer != "none") + (layer.ffn != "none")
     output = act_bytes if saves.norm_output and not again else 0
     return parts * model.dim * (BF16 + output)
 
 
-def _mixer(model: ModelSpec, layer: Layer, saves: Saves, recompute: frozenset[str], act_bytes: int) -> float:
+def _mixer(model: ModelSpec, layer: Layer, saves: Saves, recompute: frozenset[str], act_bytes: float) -> float:
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer == "mamba" and model.mamba:
         m = model.mamba
@@ -76,7 +74,7 @@ def _mixer(model: ModelSpec, layer: Layer, saves: Saves, recompute: frozenset[st
     return qkv + before + BF16 * 2 * gate + act_bytes * spec.q_dim + FP32 * spec.num_heads
 
 
-def _mla(spec: MlaSpec, recompute: frozenset[str], act_bytes: int) -> float:
+def _mla(spec: MlaSpec, recompute: frozenset[str], act_bytes: float) -> float:
     low = BF16 * (2 * (spec.q_rank or 0) + 2 * spec.kv_rank + spec.rope_dim)
     heads = spec.num_heads
     up = 0.0
@@ -86,21 +84,19 @@ def _mla(spec: MlaSpec, recompute: frozenset[str], act_bytes: int) -> float:
     return low + up + act_bytes * heads * spec.v_dim + FP32 * heads
 
 
-def _mlp(model: ModelSpec, width: int, saves: Saves, act_bytes: int, act_again: bool) -> float:
+def _mlp(model: ModelSpec, width: int, saves: Saves, act_bytes: float, act_again: bool) -> float:
     """FC1 output and, unless it is made again, the input of FC2."""
     wide = 2 if model.glu else 1
     return BF16 * wide * width + (act_bytes * width if saves.act_output and not act_again else 0)
 
 
-def _moe(
-    case: Case, saves: Saves, recompute: frozenset[str], act_bytes: int, share: float, skew: float
-) -> dict[str, float]:
+def _moe(case: Case, saves: Saves, recompute: frozenset[str], act_bytes: float, share: float) -> dict[str, float]:
     model, moe = case.model, case.model.moe
     assert moe is not None
     router = FP32 * saves.router_floats * moe.num_experts * share
     if "moe" in recompute:
         return {"router": 0.0, "dispatch": 0.0, "experts": 0.0, "shared_experts": 0.0}
-    rows = share * moe.top_k * case.capacity * skew
+    rows = share * moe.top_k * case.capacity
     width = moe.latent_dim or model.dim
     dispatch = act_bytes * width * rows if saves.permuted_input else 0.0
     experts = _mlp(model, moe.expert_dim, saves, act_bytes, "moe_act" in recompute) * rows

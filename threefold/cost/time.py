@@ -6,6 +6,7 @@ from threefold.cost.exchange import (
     collective_seconds,
     context_seconds,
     dispatch_seconds,
+    expert_tensor_seconds,
     tensor_seconds,
 )
 from threefold.cost.flops import layer_flops, padded_vocab
@@ -62,9 +63,9 @@ class LayerTime:
         return self.total / 3
 
 
-def layer_time(plan: Plan, layer: Layer, rates: Rates) -> LayerTime:
-    """Forward and backward of one layer on one rank."""
-    case = case_of(plan, layer)
+def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> LayerTime:
+    """Forward and backward of one layer on one rank; `skew` is the busiest expert rank's load."""
+    case = case_of(plan, layer, skew)
     work = layer_work(case)
     knobs, chip = plan.knobs, plan.chip
     low = plan.low_precision
@@ -97,7 +98,7 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates) -> LayerTime:
     cp = max(0.1 * 3 * ring.hidden, 3 * ring.hidden - attention) + 2.5 * ring.exposed
     forward = Forward(gemm / 3, fwd_experts, attention / 3.5, elementwise / 3, quantise / 3, sequence)
     recompute = _recompute_seconds(plan, layer, forward, work, rates)
-    exchange = 4 * dispatch_seconds(plan, work, rates)
+    exchange = 4 * (dispatch_seconds(plan, work, rates) + expert_tensor_seconds(plan, work, rates))
     if "moe" in knobs.recompute or plan.full_recompute:
         exchange *= 1.5
     busy = gemm + experts + attention + elementwise + quantise + recompute
@@ -243,10 +244,10 @@ class StepTime:
     terms: dict[str, float]
 
 
-def step_time(plan: Plan, rates: Rates) -> StepTime:
+def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     """The step: the slowest stage times microbatches, fill and drain, then what follows the last backward."""
     layout, count = plan.layout, max(1, plan.num_microbatches)
-    kinds = {layer: layer_time(plan, layer, rates) for layer in {*plan.model.layers, *plan.model.mtp_depth}}
+    kinds = {layer: layer_time(plan, layer, rates, skew) for layer in {*plan.model.layers, *plan.model.mtp_depth}}
     mtp = _mtp_seconds(plan, kinds, rates)
     loss = loss_seconds(plan, rates)
     stages = _stage_layers(plan)

@@ -3,6 +3,7 @@
 Forward quantities; `t` counts tokens of the microbatch on a context-parallel rank, `r` rows at the experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -48,8 +49,10 @@ class Work:
     sequence_bytes: float  # hidden states of the rank's share, as tensor parallel moves them
 
 
-def case_of(plan: Plan, layer: Layer) -> Case:
+def case_of(plan: Plan, layer: Layer, skew: float = 1.0) -> Case:
+    """`skew` is the load of the busiest expert rank over the balanced one; drop-and-pad fixes it at its capacity."""
     layout, job = plan.layout, plan.job
+    padded = job.capacity_factor is not None and job.capacity_scope == "expert"
     return Case(
         model=plan.model,
         layer=layer,
@@ -58,8 +61,17 @@ def case_of(plan: Plan, layer: Layer) -> Case:
         tp=layout.tp,
         ep=layout.ep,
         etp=layout.etp,
-        capacity=1.0,
+        capacity=float(job.capacity_factor or 1.0) if padded else skew,
     )
+
+
+def busiest(loads: Sequence[float], ep: int) -> float:
+    """The skew of a distribution of tokens over experts: the heaviest expert rank over the mean."""
+    total = sum(loads)
+    if ep < 1 or len(loads) % ep or total <= 0 or min(loads) < 0:
+        raise ValueError(f"{len(loads)} loads do not divide over {ep} ranks, or are no loads")
+    local = len(loads) // ep
+    return max(sum(loads[rank * local : (rank + 1) * local]) for rank in range(ep)) * ep / total
 
 
 @lru_cache(maxsize=65536)

@@ -30,6 +30,7 @@ class Found:
     searched: int = 0
     feasible: int = 0
     fastest: float = 0.0  # tokens/s at the slow end of the band
+    climbs: int = 0
 
 
 def layout_key(layout: Layout, knobs: Knobs) -> Key:
@@ -41,19 +42,14 @@ def explore(space: Space, pricer: Pricer, top: int, progress: Progress | None = 
     """Find the fastest fitting plan of each layout that can be among the first `top`."""
     found = Found()
     choices = sorted(_choices(space, pricer, found), key=lambda choice: -choice.sure_promise)
-    climbs = 0
     for done, choice in enumerate(choices):
         if progress and done % REPORT_EVERY == 0:
             progress(f"{done:,} of {len(choices):,} choices, {found.feasible:,} feasible")
         floor = _floor(found, top)
-        if climbs >= MOST_CLIMBS or choice.sure_promise < floor:
+        if found.climbs >= MOST_CLIMBS or choice.sure_promise < floor:
             break
         key = layout_key(choice.layout, choice.knobs)
-        known = found.best.get(key)
-        bar = max(floor * choice.promise / choice.sure_promise, known.tokens_per_second if known else 0.0)
-        if choice.promise > bar:
-            climbs += 1
-            _climb(pricer, choice, bar, key, found)
+        found.climbs += _follow(pricer, choice, key, floor, found)
     if progress:
         progress(f"{len(choices):,} of {len(choices):,} choices, {found.feasible:,} feasible")
     return found
@@ -64,46 +60,65 @@ def _floor(found: Found, top: int) -> float:
     return (1 - WINDOW) * found.fastest if len(found.best) >= top else 0.0
 
 
-def _climb(pricer: Pricer, choice: Choice, bar: float, key: Key, found: Found) -> None:
+def _follow(pricer: Pricer, choice: Choice, key: Key, floor: float, found: Found) -> bool:
+    """Climb the ladder of a choice where that can improve its layout; whether it was climbed."""
+    known = found.best.get(key)
+    bar = floor * choice.promise / choice.sure_promise
+    if known and not is_last_resort(known.plan):
+        bar = max(bar, known.tokens_per_second)
+    if choice.promise <= bar:
+        return False
     plan, short = pricer.climb(choice, bar)
     if short is not None:
         found.short.append(short)
     if plan is None or errors(check(plan)):
-        return
+        return True
     found.feasible += 1
     one = pricer.priced(plan)
-    if one.tokens_per_second > bar:
+    if known is None or _better(one, known):
         found.best[key] = one
         found.fastest = max(found.fastest, one.sure)
+    return True
+
+
+def is_last_resort(plan: Plan) -> bool:
+    """Full recompute or offload: taken only where nothing milder fits the layout."""
+    return plan.full_recompute or plan.knobs.optimizer_offload > 0
+
+
+def _better(one: Priced, known: Priced) -> bool:
+    mild, was_mild = not is_last_resort(one.plan), not is_last_resort(known.plan)
+    return mild > was_mild or (mild == was_mild and one.tokens_per_second > known.tokens_per_second)
 
 
 def _choices(space: Space, pricer: Pricer, found: Found) -> Iterator[Choice]:
     """Legal choices whose states alone fit, each with its promise."""
-    by_degrees = groupby(layouts(space), key=lambda one: (one.pp, one.tp, one.cp, one.ep, one.etp))
-    for _, group in by_degrees:
+    known: dict[object, list[Knobs]] = {}
+    for _, group in groupby(layouts(space), key=lambda one: (one.pp, one.tp, one.cp, one.ep, one.etp)):
         same = list(group)
-        kept = {name: _states_fit(space, pricer, same[0], name) for name in shardings(space, same[0])}
+        kept = {name: _states_fit(space, same[0], name) for name in shardings(space, same[0])}
         for layout in same:
             for size in micro_batches(space, layout):
                 if not pricer.rungs[0]:
                     pricer.build_ladder(layout, size, next(transports(space, layout)))
-                for sharding in kept:
-                    for knobs in _modes(space, pricer, layout, size):
-                        found.searched += sum(map(len, pricer.rungs))
-                        if kept[sharding]:
-                            mode = replace(knobs, data_parallel=sharding)
-                            promise = pricer.promise(layout, size, knobs)
-                            factor = pricer.slow_end(pricer.plan(layout, size, mode))
-                            yield Choice(layout, size, mode, promise, promise / factor)
+                overlapping = tuple(overlaps(space, layout))
+                key = (layout.tp, layout.cp, layout.ep, layout.etp, size, overlapping)
+                if key not in known:
+                    known[key] = _modes(space, pricer, layout, size)
+                found.searched += len(known[key]) * len(kept) * sum(map(len, pricer.rungs))
+                for knobs in known[key]:
+                    promise = pricer.promise(layout, size, knobs)
+                    for sharding in (name for name, fits in kept.items() if fits):
+                        mode = replace(knobs, data_parallel=sharding) if sharding != knobs.data_parallel else knobs
+                        yield Choice(layout, size, mode, promise, promise / pricer.slow_end(layout, mode))
 
 
-def _states_fit(space: Space, pricer: Pricer, layout: Layout, sharding: str) -> bool:
+def _states_fit(space: Space, layout: Layout, sharding: str) -> bool:
     """The cheap lower bound: weights, gradients and optimizer states, as much as can be on the host."""
     base = space.base
-    hosted = 1.0 if space.free("knobs.optimizer_offload") and base.chip.architecture != "cpu" else None
     knobs = replace(base.knobs, data_parallel=sharding, precision=precisions(space)[-1])
-    if hosted is not None:
-        knobs = replace(knobs, optimizer_offload=hosted)
+    if space.free("knobs.optimizer_offload") and base.chip.architecture != "cpu":
+        knobs = replace(knobs, optimizer_offload=1.0)
     return state_bytes(replace(base, layout=layout, knobs=knobs)) <= base.chip.memory_bytes
 
 

@@ -14,6 +14,7 @@ from threefold.search.knobs import Rung, allowed, on_rung, parts, selective_sets
 from threefold.search.space import Space
 
 MANY = 2**20  # microbatches: the promise is that of a step without end effects
+LEANER = 0.05  # by how much stages of another number of chunks may be evener
 TOLERANCE = 0.005  # a written stage layout has to be worth its line
 
 
@@ -55,6 +56,7 @@ class Pricer:
         self.num_time = 0
         self._seconds: dict[object, float] = {}
         self._bytes: dict[object, float] = {}
+        self._least: dict[object, float] = {}
         self._factors: dict[object, float] = {}
         self._climbs: dict[Knobs, tuple[list[Knobs], list[Knobs], list[Knobs]]] = {}
 
@@ -99,8 +101,26 @@ class Pricer:
             self._bytes[key] = memory(plan).device_bytes
         return self._bytes[key]
 
-    def fits(self, plan: Plan) -> bool:
-        return self.need(plan) <= plan.chip.memory_bytes * (1 - self.reserve)
+    def fits(self, layout: Layout, micro_batch: int, knobs: Knobs) -> bool:
+        limit = self.space.base.chip.memory_bytes * (1 - self.reserve)
+        if self._least_need(layout, micro_batch, knobs) > limit * (1 + LEANER):
+            return False
+        return self.need(self.plan(layout, micro_batch, knobs)) <= limit
+
+    def _least_need(self, layout: Layout, micro_batch: int, knobs: Knobs) -> float:
+        """The need of these degrees and this rung without what only adds to it.
+
+        Plans that differ in chunks, overlap, graphs and transport share it, so most misfits cost nothing.
+        """
+        degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.stages)
+        rung = (knobs.recompute, knobs.optimizer_offload, knobs.precision, knobs.data_parallel)
+        key = (degrees, micro_batch, rung)
+        if key not in self._least:
+            base = self.space.base.knobs
+            lean = layout if layout.stages else replace(layout, vpp=1, schedule=None)
+            plain = replace(knobs, ep_overlap=False, graphs=(), dispatcher=base.dispatcher, cp_comm=base.cp_comm)
+            self._least[key] = self.need(self.plan(lean, micro_batch, plain))
+        return self._least[key]
 
     def speed(self, plan: Plan) -> float:
         """Tokens/s of a plan, whether it fits or not."""
@@ -109,18 +129,17 @@ class Pricer:
 
     def priced(self, plan: Plan) -> Priced:
         speed = self.speed(plan)
-        return Priced(plan, self.need(plan), speed, speed / self.slow_end(plan))
+        return Priced(plan, self.need(plan), speed, speed / self.slow_end(plan.layout, plan.knobs))
 
-    def slow_end(self, plan: Plan) -> float:
+    def slow_end(self, layout: Layout, knobs: Knobs) -> float:
         """How many times longer a step may take than predicted."""
-        layout, knobs = plan.layout, plan.knobs
         sharded = knobs.data_parallel != "zero1"
         key = (knobs.precision, knobs.dispatcher, layout.cp > 1, layout.ep > 1, sharded)
         if key not in self._factors:
-            one = estimate(plan)
+            one = estimate(self.plan(layout, self.space.base.job.micro_batch, knobs))
             band = one.seconds_band[1] / one.time.step_seconds - 1
             # Of the published runs that calibrate the estimate next to none trains experts under FSDP.
-            unseen = sharded and plan.model.is_moe and not plan.is_vlm
+            unseen = sharded and self.space.base.model.is_moe and not self.space.base.is_vlm
             self._factors[key] = 1 + band * (2 if unseen else 1)
         return self._factors[key]
 
@@ -159,7 +178,7 @@ class Pricer:
         """
         selective, full, hosted = self._ladders(choice.knobs)
         found, short = self._first_fit(choice, selective, bar)
-        if found is not None or (selective and self._fits_on(choice, selective[-1])):
+        if found is not None or self._mild_fits(choice):
             return found, short
         options = []
         for ladder in (full, hosted):
@@ -181,8 +200,15 @@ class Pricer:
             self._climbs[knobs] = (selective, plain[len(selective) :], hosted)
         return self._climbs[knobs]
 
-    def _fits_on(self, choice: Choice, knobs: Knobs) -> bool:
-        return self.fits(self.plan(choice.layout, choice.micro_batch, knobs))
+    def _mild_fits(self, choice: Choice) -> bool:
+        """Whether the degrees fit with selective recompute at the smallest microbatch: then nothing more is tried."""
+        modules = [rung for rung in self.rungs[0] if "full" not in rung.recompute]
+        if not modules:
+            return False
+        size = 1 if self.space.free("job.micro_batch") else choice.micro_batch
+        knobs = replace(choice.knobs, recompute=modules[-1].recompute, optimizer_offload=modules[-1].offload)
+        limit = self.space.base.chip.memory_bytes * (1 - self.reserve)
+        return self._least_need(choice.layout, size, knobs) <= limit
 
     def _first_fit(self, choice: Choice, ladder: list[Knobs], bar: float) -> tuple[Plan | None, Plan | None]:
         """Bisect the rungs that promise more than the bar; along them the need falls."""
@@ -192,12 +218,12 @@ class Pricer:
             last -= 1
         if last < 0:
             return None, None
-        if not self._fits_on(choice, ladder[last]):
+        if not self.fits(layout, size, ladder[last]):
             return None, self.plan(layout, size, ladder[last])
         low, high = 0, last
         while low < high:
             middle = (low + high) // 2
-            if self._fits_on(choice, ladder[middle]):
+            if self.fits(layout, size, ladder[middle]):
                 high = middle
             else:
                 low = middle + 1
@@ -217,4 +243,4 @@ class Pricer:
             return one
         other = self.priced(replace(plan, layout=replace(layout, stages=format_stages(chunks))))
         better = other.tokens_per_second > one.tokens_per_second * (1 + TOLERANCE)
-        return other if better and self.fits(other.plan) else one
+        return other if better and self.fits(other.plan.layout, plan.job.micro_batch, plan.knobs) else one
