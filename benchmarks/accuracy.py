@@ -123,7 +123,8 @@ def changes(rows: list[dict[str, Any]], skipped: list[dict[str, str]]) -> list[d
         base_speed, base_guess = speed(base_row), _throughput(base_row, base_plan)
         for row, plan in pairs[1:]:
             measured, guess = speed(row), _throughput(row, plan)
-            assert base_speed and measured
+            assert base_speed is not None
+            assert measured is not None
             before, after = dict(base_plan.written), dict(plan.written)
             fields = sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p))
             found.append(

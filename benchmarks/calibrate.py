@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from threefold.cost.flops import flops_per_token
 from threefold.cost.rates import Rates, rates_to
 from threefold.cost.time import step_time
 from threefold.interop.published import is_usable, load_rows, plan_from_row
+from threefold.spec.flops import flops_per_token
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "threefold" / "cost" / "calibration.json"

@@ -89,7 +89,18 @@ _QWEN_VISION = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3": {
+        **_DEEPSEEK,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "gemma4": {
         "tie_word_embeddings": True,
         "text_config": {
@@ -144,6 +155,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "vocab_size": 201088,
         "rope_theta": 150000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },

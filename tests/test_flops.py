@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from threefold.cost.flops import average_context, flops_per_token
 from threefold.interop.published import is_usable, load_rows, plan_from_row, release
+from threefold.spec.flops import average_context, flops_per_token
 from threefold.spec.models import MODELS
 
 ROWS = [row for row in load_rows(Path(__file__).parent.parent / "data" / "published_runs.json") if is_usable(row)]

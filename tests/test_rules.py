@@ -103,6 +103,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.dispatcher": "alltoall", "knobs.ep_overlap": False},
         {"knobs.dispatcher": "alltoall"},
     ),
+    "cp-ring-leaves-domain": (
+        {"layout.tp": 1, "layout.cp": 16, "job.seq_len": 65536},
+        {"layout.tp": 1, "layout.cp": 8, "job.seq_len": 32768},
+    ),
     "axis-knobs-have-an-axis": ({"layout.tp": 1, "knobs.tp_overlap": True}, {"knobs.tp_overlap": True}),
     # dispatch
     "dispatcher-supports-chip": ({"cluster.chip": "gb200"}, {"cluster.chip": "b200"}),
@@ -253,6 +257,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "something-trains": ({"job.freeze": ["language"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["language"]}),
     "images-need-vision": ({"job.images": 1}, {"model": "qwen3-vl-30b-a3b", "job.images": 1}),
     # stacks
+    "engine-runs-one-rank": ({"target": "threefold"}, {}),
+    "engine-has-knob": ({"target": "threefold", "knobs.graphs": ["attn"]}, {}),
     "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
 }
 
@@ -453,6 +459,8 @@ def _value(path: str) -> st.SearchStrategy[Any]:
         return st.integers(1, 5)
     if path.startswith("stack."):
         return st.sampled_from(["2.5.1", "2.7", "2.12.0", "nightly"])
+    if path == "run.wandb":
+        return st.just("project")
     if path == "job.data":
         return st.sampled_from(["synthetic", "embedded"])
     if float in field.types:

@@ -14,7 +14,7 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import parse
 from threefold.spec.chips import CHIPS, NATIVE_FORMATS, ChipSpec
 from threefold.spec.hf import READERS, model_from_config, model_from_dict
-from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec, check_sizes
+from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec, RopeScaling, check_sizes
 from threefold.spec.models import MODELS
 from threefold.spec.params import Params, count_params
 from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, PRECISION, STACKS
@@ -360,3 +360,23 @@ def test_dispatchers_know_their_chips() -> None:
     assert all(chips <= set(CHIPS) for chips in DISPATCHER_CHIPS.values())
     for chip, default in DISPATCHER.items():
         assert default.value == "alltoall" or chip in DISPATCHER_CHIPS[default.value]
+
+
+def test_rope_parameters_win_over_older_keys() -> None:
+    """transformers 5 writes both for Qwen3-Next and runs rope_parameters."""
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    config = {**CONFIGS["qwen3_next"], "model_type": "qwen3_next", "rope_theta": 1e4, "rope_parameters": rope}
+    model = model_from_dict(config, name="m", source="test")
+    assert isinstance(model.attention, GqaSpec)
+    assert (model.attention.rope_theta, model.attention.rope_fraction) == (5e5, 0.5)
+
+
+def test_yarn_reads_from_either_key() -> None:
+    """Of gpt-oss: rope_scaling before transformers 5, rope_parameters since."""
+    old = {**CONFIGS["gpt_oss"], "model_type": "gpt_oss"}
+    new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
+    new["rope_parameters"] = {**old["rope_scaling"], "rope_theta": old["rope_theta"]}
+    models = [model_from_dict(config, name="m", source="test") for config in (old, new)]
+    assert models[0] == models[1]
+    assert isinstance(models[0].attention, GqaSpec)
+    assert models[0].attention.rope_scaling == RopeScaling(factor=32.0, original_len=4096, truncate=False)

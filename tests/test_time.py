@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plans import build, make
 from tests.schedule import makespan
+from tests.test_rules import plans
 from threefold.cost.estimate import WALLS, estimate
 from threefold.cost.rates import calibration
 from threefold.cost.time import TERMS, layer_time, loss_seconds, step_time
@@ -18,6 +19,7 @@ from threefold.cost.traffic import traffic
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.rules.all import blockers, check, repair
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 RATES = calibration("megatron-bridge").rates
@@ -257,6 +259,7 @@ def test_the_band_is_wider_where_nothing_was_seen() -> None:
     assert known.calibrated
     assert not unknown.calibrated
     assert not estimate(ours).calibrated
+    assert not estimate(change(build(LLAMA), {"layout.cp": 1, "knobs.precision": "fp8-cs"})).calibrated  # dense
     assert "uncalibrated" in unknown.basis
     for band in ("seconds_band", "bytes_band"):
         narrow, wide = getattr(known, band), getattr(unknown, band)
@@ -270,3 +273,17 @@ def test_mfu_names_the_peak_it_is_measured_against() -> None:
     assert (sixteen.mfu_peak, sixteen.peak_tflops) == ("h100 bf16 dense", pytest.approx(989.4))
     emulated = estimate(build({**QWEN, "knobs.precision": "nvfp4"}))  # no such units on Hopper
     assert (emulated.mfu_peak, emulated.peak_tflops) == ("h100 bf16 dense", pytest.approx(989.4))
+
+
+@settings(max_examples=60)
+@given(fields=plans())
+def test_random_plans_have_finite_estimates(fields: dict[str, Any]) -> None:
+    """Whatever the rules let pass can be priced."""
+    plan, _ = repair(build(fields))
+    if blockers(check(plan)):
+        return
+    found = estimate(plan)
+    numbers = [*found.time.terms.values(), *(v for stage in found.memory.stages for v in stage.terms.values())]
+    assert all(math.isfinite(value) and value >= 0 for value in numbers)
+    assert 0 < found.mfu < 1
+    assert all(entry.bytes > 0 and entry.count > 0 and entry.link != "none" for entry in traffic(plan))

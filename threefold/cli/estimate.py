@@ -50,4 +50,4 @@ def run(args: argparse.Namespace) -> int:
         print()
     else:
         print(estimate_text(plan, guess, ledger, overfull))
-    return 0
+    return 1 if errors(overfull) else 0

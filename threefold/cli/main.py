@@ -5,14 +5,21 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import threefold
 
 VERBS = {
+    "plan": "choose layout and knobs for a model on a cluster, ranked, with reasons",
     "check": "judge a plan by every rule, and offer fixes",
     "show": "print a plan completely: grids, groups, links, pipeline",
     "estimate": "predict memory by stage and term, time by term, and which wall dominates",
     "sweep": "vary one field of a plan, sequence length with CP sized along, and see what gives out",
+    "train": "run a plan, or go on with a run",
+    "sample": "let a run continue a prompt",
+    "tokenize": "turn text files, folders and JSONL into a token shard",
+    "import-hf": "begin a run with the weights of a Hugging Face checkpoint",
+    "export-hf": "write a run's newest checkpoint as a Hugging Face folder",
     "rules": "list the rules",
     "models": "list the known models, or show one",
     "chips": "list the known chips",
@@ -22,7 +29,7 @@ VERBS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser(sys.argv[1:] if argv is None else list(argv))
-    verb = importlib.import_module(f"threefold.cli.{args.verb}")
+    verb = _module(args.verb)
     try:
         code: int = verb.run(args)
         sys.stdout.flush()
@@ -32,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _module(verb: str) -> ModuleType:
+    return importlib.import_module(f"threefold.cli.{verb.replace('-', '_')}")
 
 
 def _parser(argv: list[str]) -> argparse.Namespace:
@@ -46,7 +57,7 @@ def _parser(argv: list[str]) -> argparse.Namespace:
     for name, doc in VERBS.items():
         sub = verbs.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
         if name == wanted:  # only the verb that runs is imported
-            importlib.import_module(f"threefold.cli.{name}").add_arguments(sub)
+            _module(name).add_arguments(sub)
     return parser.parse_args(argv)
 
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.cost.flops import flops_per_token
 from threefold.cost.memory import Memory, memory
 from threefold.cost.rates import Calibration, Rates, calibration, gemm_format, peak
 from threefold.cost.time import StepTime, step_time
 from threefold.plan.plan import Plan
+from threefold.spec.flops import flops_per_token
 
 WALLS = {
     "communication": ("tp", "cp", "ep", "dp", "bubble"),
@@ -128,7 +128,7 @@ def _confidence(plan: Plan, basis: Calibration, used: Rates) -> tuple[bool, floa
     chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
     key = f"{chip}:{precision}"
     shipped = plan.cluster.measured is None and used == basis.rates
-    near = key in basis.seen and (not plan.model.is_moe or plan.layout.ep == 1 or dispatcher in basis.seen)
+    near = key in basis.seen and plan.model.is_moe and (plan.layout.ep == 1 or dispatcher in basis.seen)
     long = plan.job.seq_len > 16384 or plan.layout.cp > 1  # no published row with known settings is longer
     if basis.rows and near and shipped and not long:
         return True, basis.band, basis.memory_band

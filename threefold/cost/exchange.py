@@ -84,8 +84,11 @@ def expert_tensor_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     moe = plan.model.moe
     if plan.layout.etp == 1 or moe is None:
         return 0.0
-    rows = work.dispatch_tokens * moe.top_k * plan.layout.etp
-    return collective_seconds(plan, plan.link("etp"), BF16 * (moe.latent_dim or plan.model.dim) * rows, rates)
+    others = work.dispatch_tokens * moe.top_k * (plan.layout.etp - 1)  # rows, in messages as large as a dispatch
+    payload = BF16 * (moe.latent_dim or plan.model.dim) * others
+    inside = plan.link("etp").link == "domain"
+    rate = plan.chip.domain_bandwidth if inside else plan.chip.network_bandwidth
+    return payload / (rate * rates.hybridep)
 
 
 def tensor_seconds(plan: Plan, case: Case, work: Work, rates: Rates) -> float:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from threefold.cost.flops import padded_vocab
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
 from threefold.layout.stages import Chunk, chunk_rank
 from threefold.plan.plan import Plan
+from threefold.spec.flops import padded_vocab
 from threefold.spec.model import Layer
 from threefold.spec.params import (
     dense_params,
@@ -72,7 +72,7 @@ def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """Every distinct stage. `skew` is the tokens of the busiest expert rank over the balanced number."""
     kinds = set(plan.model.layers) | set(plan.model.mtp_depth)
     saved = {layer: _layer_saved(plan, layer, skew) for layer in kinds}
-    return Memory(tuple(_stage(plan, stage, held, saved) for stage, held in enumerate(_stages(plan))))
+    return Memory(tuple(_stage(plan, stage, held, saved, skew) for stage, held in enumerate(_stages(plan))))
 
 
 def _layer_saved(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
@@ -139,6 +139,7 @@ def stage_params(plan: Plan, held: _Held) -> tuple[float, float]:
     table = padded_vocab(model, layout.tp) * model.dim / layout.tp
     dense += table * ((held.embedding or held.mtp > 0) + (held.loss or held.mtp > 0 if not model.tied else 0))
     dense += depths * 2 * model.dim**2 / layout.tp
+    dense += model.dim if held.loss else 0
     if held.embedding and model.vision:
         dense += vision_params(model.vision, model.dim)
     experts = 0.0
@@ -147,10 +148,10 @@ def stage_params(plan: Plan, held: _Held) -> tuple[float, float]:
     return dense, experts
 
 
-def _stage(plan: Plan, stage: int, held: _Held, saved: dict[Layer, dict[str, float]]) -> StageMemory:
+def _stage(plan: Plan, stage: int, held: _Held, saved: dict[Layer, dict[str, float]], skew: float) -> StageMemory:
     terms = _states(plan, held)
     _activations(plan, stage, held, saved, terms)
-    moment = _transients(plan, held, saved, terms)
+    moment = _transients(plan, held, saved, terms, skew)
     captured = _captured(plan, held, terms)
     peak = sum(terms.values())
     groups = sum(plan.layout.degree(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep", "edp", "etp"))
@@ -199,11 +200,9 @@ def in_flight(plan: Plan, stage: int) -> list[int]:
         return [1]
     if layout.pipeline_schedule == "interleaved":
         warm = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1 + merged
-        held = []
-        for _ in range(layout.vpp - 1):
-            held.append(min(count, layout.pp, max(0, warm)))
-            warm -= held[-1]
-        return [*held, min(count, max(1, warm))]
+        rounds, rest = divmod(warm, layout.chunks)  # chunks take turns, PP microbatches at a time
+        held = (rounds * layout.pp + min(max(rest - c * layout.pp, 0), layout.pp) for c in range(layout.vpp))
+        return [min(count, each) for each in held]
     if layout.pipeline_schedule == "dualpipev":
         return [min(count, 2 * layout.pp - stage), min(count, stage + 1)]
     chunks = max(1, layout.vpp)
@@ -237,13 +236,15 @@ def _activations(
         terms["vision"] = vision_saved(plan.model.vision, patches, "vision" in plan.job.freeze)
 
 
-def _transients(plan: Plan, held: _Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float]) -> str:
+def _transients(
+    plan: Plan, held: _Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float], skew: float
+) -> str:
     """What lives only for a moment: the layer being recomputed, gradients of a layer, overlap, graphs."""
     knobs = plan.knobs
     case_layers = [*held.layers, *plan.model.mtp_depth[: held.mtp]]
     moment = "the first backward, all forwards done"
     if knobs.recompute and case_layers:
-        whole = {layer: _whole_layer(plan, layer) - sum(saved[layer].values()) for layer in set(case_layers)}
+        whole = {layer: _whole_layer(plan, layer, skew) - sum(saved[layer].values()) for layer in set(case_layers)}
         again = max(whole.values())
         if again > 0:
             terms["recompute"] = again
@@ -253,9 +254,17 @@ def _transients(plan: Plan, held: _Held, saved: dict[Layer, dict[str, float]], t
     if knobs.graphs and plan.chip.architecture != "cpu":
         one = max((sum(saved[layer].values()) for layer in set(held.layers)), default=0.0)
         terms["graphs"] = 0.1 * one * len(knobs.graphs)  # static inputs and outputs
-    terms["workspace"] = _dispatch_workspace(plan, held)
+    terms["workspace"] = _dispatch_workspace(plan, held) + _gathered(plan, held)
     terms["workspace"] += WORKSPACE_BYTES if plan.chip.architecture != "cpu" else 0.0
     return moment
+
+
+def _gathered(plan: Plan, held: _Held) -> float:
+    """FSDP holds the layer at work and the next one whole."""
+    if plan.knobs.data_parallel == "zero1" or not held.layers:
+        return 0.0
+    dense, experts = stage_params(plan, held)
+    return 2 * BF16 * (dense + experts) / len(held.layers)
 
 
 def _dispatch_workspace(plan: Plan, held: _Held) -> float:
@@ -282,5 +291,5 @@ def _captured(plan: Plan, held: _Held, terms: dict[str, float]) -> float:
     return moved
 
 
-def _whole_layer(plan: Plan, layer: Layer) -> float:
-    return sum(layer_saved(case_of(plan, layer), SAVES[plan.target], frozenset(), _input_bytes(plan)).values())
+def _whole_layer(plan: Plan, layer: Layer, skew: float) -> float:
+    return sum(layer_saved(case_of(plan, layer, skew), SAVES[plan.target], frozenset(), _input_bytes(plan)).values())

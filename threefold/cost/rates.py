@@ -22,7 +22,7 @@ class Rates:
     grouped_rows: float = 60.0  # rows an expert at which it reaches half its rate
     attention: float = 0.55  # attention kernel, of the bf16 peak
     attention_blackwell: float = 0.50
-    attention_latent: float = 0.55  # latent attention (wide keys, narrow values) over plain attention
+    attention_latent: float = 0.52  # latent attention (wide keys, narrow values) over plain attention
     sink_passes: float = 8.0  # passes over the scores, forward and backward, of attention with sinks in 16 bits
     memory: float = 0.80  # of HBM bandwidth
     passes: float = 1.5  # elementwise passes over those that were counted

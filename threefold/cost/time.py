@@ -9,11 +9,12 @@ from threefold.cost.exchange import (
     expert_tensor_seconds,
     tensor_seconds,
 )
-from threefold.cost.flops import layer_flops, padded_vocab
 from threefold.cost.rates import Rates, gemm_rate, peak
 from threefold.cost.work import BF16, IMAGE_PATCHES, Work, case_of, layer_work
+from threefold.layout.links import AxisLink
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
+from threefold.spec.flops import layer_flops, padded_vocab
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.spec.params import count_params, expert_params
 
@@ -328,23 +329,31 @@ def rank_params(plan: Plan) -> tuple[float, float]:
 def _data_seconds(plan: Plan, microbatch_seconds: float, rates: Rates) -> float:
     """Gradient reduction and parameter gathering, less what the last backward and first forward hide."""
     dense, experts = rank_params(plan)
-    reduce_bytes = 4 if plan.knobs.grad_dtype == "fp32" and plan.knobs.data_parallel != "zero1" else 2
-    gather_bytes = 1 if plan.knobs.fp8_params and plan.low_precision else 2
-    layout = plan.layout
-    wide = plan.link("dp") if layout.cp == 1 else plan.link("dp" if layout.dp > 1 else "cp")
-    seconds = []
-    for payload in (reduce_bytes, gather_bytes):
-        one = collective_seconds(plan, wide, payload * dense, rates)
-        one += collective_seconds(plan, plan.link("edp"), payload * experts, rates)
-        seconds.append(one)
-    reduce, gather = seconds
-    if plan.knobs.data_parallel != "zero1":  # gathered for every microbatch, forward and backward
-        gather *= 2 * max(1, plan.num_microbatches)
-        hidden = 0.9 * microbatch_seconds * max(1, plan.num_microbatches)
-        return max(0.0, gather + reduce - hidden) + 0.05 * gather
-    hidden_reduce = microbatch_seconds * rates.dp_hidden / layout.vpp if plan.knobs.grad_reduce_overlap else 0.0
-    hidden_gather = microbatch_seconds * rates.dp_hidden / 2 / layout.vpp if plan.knobs.param_gather_overlap else 0.0
+    layout, knobs, count = plan.layout, plan.knobs, max(1, plan.num_microbatches)
+    sharded = knobs.data_parallel != "zero1"
+    reduce_bytes = 4 if knobs.grad_dtype == "fp32" and sharded else 2
+    gather_bytes = 1 if knobs.fp8_params and plan.low_precision else 2
+    copies = layout.replicate if sharded else 1
+    wide = _shard_link(plan, "dp", max(1, layout.dp * layout.cp // copies), layout.tp)
+    narrow = _shard_link(plan, "edp", max(1, layout.edp // copies), layout.stride("edp"))
+
+    def both(bytes_each: int) -> float:
+        one = collective_seconds(plan, wide, bytes_each * dense, rates)
+        return one + collective_seconds(plan, narrow, bytes_each * experts, rates)
+
+    reduce, gather = both(reduce_bytes), both(gather_bytes)
+    if sharded:  # gathered twice and reduced once for every microbatch
+        traffic = count * (2 * gather + reduce)
+        return max(0.05 * traffic, traffic - 0.9 * microbatch_seconds * count)
+    hidden_reduce = microbatch_seconds * rates.dp_hidden / layout.vpp if knobs.grad_reduce_overlap else 0.0
+    hidden_gather = microbatch_seconds * rates.dp_hidden / 2 / layout.vpp if knobs.param_gather_overlap else 0.0
     return max(0.1 * reduce, reduce - hidden_reduce) + max(0.1 * gather, gather - hidden_gather)
+
+
+def _shard_link(plan: Plan, axis: str, degree: int, stride: int) -> AxisLink:
+    """The ranks that shard one set of parameters, as one group."""
+    in_domain = max(1, min(degree, plan.cluster.domain_ranks // stride))
+    return AxisLink(axis, degree, stride, in_domain, "domain" if in_domain == degree else "network")
 
 
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

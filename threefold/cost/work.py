@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from threefold.cost.flops import layer_flops
 from threefold.plan.plan import Plan
+from threefold.spec.flops import layer_flops
 from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
 
 BF16 = 2

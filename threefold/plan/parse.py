@@ -12,7 +12,7 @@ from threefold.findings import Finding, FindingsError, did_you_mean, nearest, on
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
 from threefold.plan import aliases
-from threefold.plan.plan import Cluster, Job, Knobs, Plan, Stack
+from threefold.plan.plan import Cluster, Job, Knobs, Plan, Run, Stack
 from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
 from threefold.spec.hf import model_from_config
 from threefold.spec.model import ModelSpec
@@ -20,7 +20,7 @@ from threefold.spec.models import MODELS
 
 Fields = dict[str, Any]
 
-# What parsing itself refuses, for `threefold check --explain`: what, why, how to confirm, how to fix.
+# What parsing and completing a draft refuse, for `threefold check --explain`: what, why, how to confirm, how to fix.
 EXPLAIN = {
     "file-readable": "The plan is a readable TOML file.|A half-read plan would run something else than was meant."
     "|Open the file at the place the message names.|Correct the TOML, or give the right path.",
@@ -50,7 +50,11 @@ EXPLAIN = {
     " flex backend silently keeps alltoall.|Look for both spellings in the file or on the command line."
     "|Keep one; the field of the plan alone is enough.",
     "no-free-field": "A plan that is checked has a value in every field.|'auto' marks a draft: a question, not a plan."
-    '|Search the file for "auto".|Write a value.',
+    '|Search the file for "auto".|Write a value, or let `threefold plan` choose one.',
+    "plan-exists": "A draft has at least one plan that obeys the rules and fits the memory."
+    "|With what it fixes, every layout breaks a rule or needs more memory than a GPU has, recompute and offload"
+    " included.|Compare the need of the leanest plan, which the message names, with the chip's memory."
+    "|The nearest change that gives a plan: free a field, more GPUs, or a chip with more memory.",
 }
 
 
@@ -218,6 +222,7 @@ def _build(fields: Fields, model: ModelSpec) -> Plan:
         job=Job(**tables["job"]),
         layout=Layout(**tables["layout"], gpus=cluster.gpus),
         knobs=Knobs(**tables["knobs"]),
+        run=Run(**tables["run"]),
         stack=Stack(**tables["stack"]),
         written=written,
     )

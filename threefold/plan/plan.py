@@ -89,6 +89,19 @@ class Job:
     mtp: int | None = item("multi-token-prediction depths trained; absent: all the model has", at_least=0, at_most=64)
     freeze: tuple[str, ...] = item("parts that do not train", (), choices=("vision", "projector", "language"))
     images: float | None = item("images in a sequence, on average; absent: unknown", at_least=0, at_most=MAX_INT)
+    steps: int = item("optimizer steps", 100, at_least=1, at_most=MAX_INT)
+    seed: int = item("of initialisation and of the order of data", 0, at_least=0, at_most=MAX_INT)
+    lr: float = item("peak learning rate", 3e-4, at_least=0, at_most=100)
+    min_lr: float = item("learning rate at the end, over the peak", 0.1, at_least=0, at_most=1)
+    warmup_steps: int = item("steps of linear warm-up", 10, at_least=0, at_most=MAX_INT)
+    lr_schedule: str = item("after warm-up", "cosine", choices=("cosine", "wsd", "constant"))
+    decay_fraction: float = item("of the steps, how many the wsd schedule decays", 0.1, at_least=0, at_most=1)
+    weight_decay: float = item("decoupled weight decay of matrices", 0.1, at_least=0, at_most=10)
+    clip_norm: float = item("gradient norm to clip to; 0: never", 1.0, at_least=0)
+    aux_loss: float = item("weight of the load-balancing loss", 0.001, at_least=0, at_most=10)
+    seq_aux_loss: float = item("weight of the load-balancing loss within a sequence", 0.0, at_least=0, at_most=10)
+    z_loss: float = item("weight of the router's z loss", 0.0, at_least=0, at_most=10)
+    bias_rate: float = item("step of the aux-loss-free bias", 0.001, at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +149,23 @@ class Knobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """How a run is kept: saving, evaluating, watching. None of it changes the result."""
+
+    save_every: int = item("steps between checkpoints; 0: only at the end", 0, at_least=0, at_most=MAX_INT)
+    keep: int = item("checkpoints kept", 2, at_least=1, at_most=MAX_INT)
+    eval_every: int = item("steps between evaluations; 0: never", 0, at_least=0, at_most=MAX_INT)
+    eval_batches: int = item("microbatches of one evaluation", 8, at_least=1, at_most=MAX_INT)
+    log_every: int = item("steps between lines of metrics", 1, at_least=1, at_most=MAX_INT)
+    tensorboard: bool = item("write TensorBoard events where the package is installed", True)
+    wandb: str | None = item("Weights & Biases project to log to; absent: none")
+    bad_steps: int = item("non-finite steps skipped before the run stops", 5, at_least=0, at_most=MAX_INT)
+    gc_every: int = item(
+        "steps between garbage collections by hand; 0: leave it to Python", 50, at_least=0, at_most=MAX_INT
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """Versions of the software, where they matter. Absent: unknown, and no rule speaks of it."""
 
@@ -155,6 +185,7 @@ class Plan:
     job: Job
     layout: Layout
     knobs: Knobs
+    run: Run
     stack: Stack
     written: tuple[tuple[str, Any], ...] = ()  # the fields that differ from their defaults, in order
 

@@ -4,10 +4,10 @@ from typing import Any
 
 from threefold.fields import MAX_INT, MAX_LAYERS, Field, fields_of
 from threefold.layout.degrees import Layout
-from threefold.plan.plan import Cluster, Job, Knobs, Stack
+from threefold.plan.plan import Cluster, Job, Knobs, Run, Stack
 from threefold.spec.stacks import TARGETS
 
-TABLES: dict[str, type] = {"cluster": Cluster, "job": Job, "layout": Layout, "knobs": Knobs, "stack": Stack}
+TABLES: dict[str, type] = {"cluster": Cluster, "job": Job, "layout": Layout, "knobs": Knobs, "run": Run, "stack": Stack}
 AUTO = "auto"
 
 

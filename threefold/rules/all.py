@@ -15,6 +15,7 @@ from threefold.rules import (
     vision,
 )
 from threefold.rules.base import PREDICTED, RULES, blockers, check, errors, explain, known_slugs, repair
+from threefold.rules.stacks import promoted
 
 __all__ = [
     "PREDICTED",
@@ -32,6 +33,7 @@ __all__ = [
     "memory",
     "overlap",
     "precision",
+    "promoted",
     "recompute",
     "repair",
     "shape",

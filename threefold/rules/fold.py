@@ -85,6 +85,24 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
     )
 
 
+@rule(severity="warning", rows="LC-CP-HIER TOPO")
+def cp_ring_leaves_domain(plan: Plan) -> Iterator[Finding]:
+    """A context-parallel ring that leaves the NVLink domain trades heads inside it first.
+
+    Why: in a plain ring every step waits for the one port that crosses a node boundary; the hierarchical kind
+        exchanges heads over NVLink and sends keys and values over the network only once a node.
+    Confirm: `threefold estimate` with both values of knobs.cp_comm: the `cp` term.
+    Fix: a2a+p2p, where the heads divide.
+    """
+    link, attention = plan.link("cp"), plan.model.attention
+    if plan.knobs.cp_comm != "p2p" or link.link != "network" or link.in_domain == 1 or attention is None:
+        return
+    shards = plan.layout.tp * link.in_domain
+    if attention.num_heads % shards == 0 and attention.num_kv_heads % shards == 0:
+        problem = f"CP {link.degree} as a plain ring: {link.in_domain} of {link.degree} ranks share a domain"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "a2a+p2p"})
+
+
 @rule(severity="warning", rows="OV-TP OV-DP LC-CP-LAYER")
 def axis_knobs_have_an_axis(plan: Plan) -> Iterator[Finding]:
     """A knob of an axis is set only where the axis is used.

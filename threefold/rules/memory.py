@@ -10,7 +10,7 @@ from threefold.cost.memory import memory
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import divisors, rule
+from threefold.rules.base import divisors, rule, without
 from threefold.rules.context import selective_set
 from threefold.rules.shape import stage_faults
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -103,6 +103,8 @@ def _relief(plan: Plan) -> dict[str, object] | None:
             plan.knobs,
             recompute=tuple(fix.get("knobs.recompute", plan.knobs.recompute)),
             optimizer_offload=fix.get("knobs.optimizer_offload", plan.knobs.optimizer_offload),
+            ep_overlap=fix.get("knobs.ep_overlap", plan.knobs.ep_overlap),
+            graphs=tuple(fix.get("knobs.graphs", plan.knobs.graphs)),
         )
         job = replace(plan.job, micro_batch=fix.get("job.micro_batch", plan.job.micro_batch))
         if memory(replace(plan, job=job, knobs=knobs)).device_bytes <= plan.chip.memory_bytes:
@@ -127,6 +129,11 @@ def _relief_steps(plan: Plan) -> Iterator[dict[str, Any]]:
     if smaller:
         yield smaller
     yield {"knobs.recompute": words, **smaller, "knobs.optimizer_offload": 1.0}
+    if plan.knobs.ep_overlap and plan.model.is_moe and "full" not in words:  # overlap forbids the largest saving
+        words = [*(word for word in words if word != "moe_act"), "moe"]
+        scopes = without(plan.knobs.graphs, "moe_router", "moe_preprocess")
+        off = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False, "knobs.graphs": scopes}
+        yield {"knobs.recompute": words, **smaller, "knobs.optimizer_offload": 1.0, **off}
 
 
 def _overfull(plan: Plan, low: float, high: float) -> Iterator[Finding]:

@@ -354,7 +354,7 @@ def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
     modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
     if layout.cp == 1 or attention is None or not modes & {"a2a", "a2a+p2p"}:
         return
-    shards = layout.tp * (layout.cp if "a2a" in modes else min(layout.cp, 2))
+    shards = layout.tp * (layout.cp if "a2a" in modes else plan.link("cp").in_domain)
     heads = (attention.num_heads, attention.num_kv_heads)
     if any(count % shards for count in heads):
         yield Finding(

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, product
 
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
-from threefold.rules.all import check, errors
 from threefold.rules.memory import state_bytes
 from threefold.search.knobs import graph_scopes, overlaps, precisions, shardings, transports
-from threefold.search.price import Choice, Priced, Pricer
+from threefold.search.ladder import Choice, Ladder
+from threefold.search.legal import faults
+from threefold.search.price import Priced, Pricer
 from threefold.search.space import Space, layouts, micro_batches
+from threefold.search.stages import weighed
 
 WINDOW = 0.12  # below the best, how far promises are still followed: about one error band
 DEFAULT_FAVOUR = 0.01  # another transport than the platform's has to be this much faster
-MOST_CLIMBS = 6000  # keeps the largest spaces within seconds
+MOST_CLIMBS = 4000  # keeps the largest spaces within seconds
 REPORT_EVERY = 250
 
 Progress = Callable[[str], None]
@@ -27,6 +29,7 @@ class Found:
 
     best: dict[Key, Priced] = field(default_factory=dict)  # of each layout the fastest that fits
     short: list[Plan] = field(default_factory=list)  # the next rung down of each: faster, and does not fit
+    ladder: Ladder | None = None
     searched: int = 0
     feasible: int = 0
     fastest: float = 0.0  # tokens/s at the slow end of the band
@@ -38,10 +41,10 @@ def layout_key(layout: Layout, knobs: Knobs) -> Key:
     return (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, knobs.data_parallel, knobs.precision)
 
 
-def explore(space: Space, pricer: Pricer, top: int, progress: Progress | None = None) -> Found:
+def explore(pricer: Pricer, top: int, progress: Progress | None = None) -> Found:
     """Find the fastest fitting plan of each layout that can be among the first `top`."""
     found = Found()
-    choices = sorted(_choices(space, pricer, found), key=lambda choice: -choice.sure_promise)
+    choices = sorted(_choices(pricer, found), key=lambda choice: -choice.sure_promise)
     for done, choice in enumerate(choices):
         if progress and done % REPORT_EVERY == 0:
             progress(f"{done:,} of {len(choices):,} choices, {found.feasible:,} feasible")
@@ -49,7 +52,8 @@ def explore(space: Space, pricer: Pricer, top: int, progress: Progress | None = 
         if found.climbs >= MOST_CLIMBS or choice.sure_promise < floor:
             break
         key = layout_key(choice.layout, choice.knobs)
-        found.climbs += _follow(pricer, choice, key, floor, found)
+        if found.ladder:
+            found.climbs += _follow(pricer, found.ladder, choice, key, floor, found)
     if progress:
         progress(f"{len(choices):,} of {len(choices):,} choices, {found.feasible:,} feasible")
     return found
@@ -60,7 +64,7 @@ def _floor(found: Found, top: int) -> float:
     return (1 - WINDOW) * found.fastest if len(found.best) >= top else 0.0
 
 
-def _follow(pricer: Pricer, choice: Choice, key: Key, floor: float, found: Found) -> bool:
+def _follow(pricer: Pricer, ladder: Ladder, choice: Choice, key: Key, floor: float, found: Found) -> bool:
     """Climb the ladder of a choice where that can improve its layout; whether it was climbed."""
     known = found.best.get(key)
     bar = floor * choice.promise / choice.sure_promise
@@ -68,13 +72,13 @@ def _follow(pricer: Pricer, choice: Choice, key: Key, floor: float, found: Found
         bar = max(bar, known.tokens_per_second)
     if choice.promise <= bar:
         return False
-    plan, short = pricer.climb(choice, bar)
+    plan, short = ladder.climb(choice, bar)
     if short is not None:
         found.short.append(short)
-    if plan is None or errors(check(plan)):
+    if plan is None or faults(plan):
         return True
     found.feasible += 1
-    one = pricer.priced(plan)
+    one = weighed(pricer, pricer.priced(plan))
     if known is None or _better(one, known):
         found.best[key] = one
         found.fastest = max(found.fastest, one.sure)
@@ -91,21 +95,23 @@ def _better(one: Priced, known: Priced) -> bool:
     return mild > was_mild or (mild == was_mild and one.tokens_per_second > known.tokens_per_second)
 
 
-def _choices(space: Space, pricer: Pricer, found: Found) -> Iterator[Choice]:
+def _choices(pricer: Pricer, found: Found) -> Iterator[Choice]:
     """Legal choices whose states alone fit, each with its promise."""
+    space = pricer.space
     known: dict[object, list[Knobs]] = {}
     for _, group in groupby(layouts(space), key=lambda one: (one.pp, one.tp, one.cp, one.ep, one.etp)):
         same = list(group)
         kept = {name: _states_fit(space, same[0], name) for name in shardings(space, same[0])}
+        ways = list(transports(space, same[0]))
         for layout in same:
+            allowed = overlaps(space, layout)
             for size in micro_batches(space, layout):
-                if not pricer.rungs[0]:
-                    pricer.build_ladder(layout, size, next(transports(space, layout)))
-                overlapping = tuple(overlaps(space, layout))
-                key = (layout.tp, layout.cp, layout.ep, layout.etp, size, overlapping)
+                if found.ladder is None:
+                    found.ladder = Ladder(pricer, Choice(layout, size, ways[0]))
+                found.searched += len(kept) * len(ways) * len(allowed) * len(graph_scopes(space)) * len(found.ladder)
+                key = (layout.tp, layout.cp, layout.ep, layout.etp, size, tuple(allowed))
                 if key not in known:
-                    known[key] = _modes(space, pricer, layout, size)
-                found.searched += len(known[key]) * len(kept) * sum(map(len, pricer.rungs))
+                    known[key] = _modes(pricer, layout, size, ways, allowed)
                 for knobs in known[key]:
                     promise = pricer.promise(layout, size, knobs)
                     for sharding in (name for name, fits in kept.items() if fits):
@@ -122,19 +128,17 @@ def _states_fit(space: Space, layout: Layout, sharding: str) -> bool:
     return state_bytes(replace(base, layout=layout, knobs=knobs)) <= base.chip.memory_bytes
 
 
-def _modes(space: Space, pricer: Pricer, layout: Layout, size: int) -> list[Knobs]:
+def _modes(pricer: Pricer, layout: Layout, size: int, ways: list[Knobs], allowed: list[bool]) -> list[Knobs]:
     """For each precision, with and without overlap and graphs, the fastest transport."""
     chosen = []
-    for precision in precisions(space):
-        ways = [knobs for knobs in transports(space, layout) if knobs.precision == precision]
-        for overlap in overlaps(space, layout):
-            options = [replace(knobs, ep_overlap=overlap) for knobs in ways]
-            first = options[0]
+    for precision, overlap in product(precisions(pricer.space), allowed):
+        options = [replace(knobs, ep_overlap=overlap) for knobs in ways if knobs.precision == precision]
+        first = options[0]
 
-            def dearness(knobs: Knobs, first: Knobs = first) -> float:
-                others = (knobs.dispatcher != first.dispatcher) + (knobs.cp_comm != first.cp_comm)
-                return pricer.microbatch_seconds(layout, size, knobs) * (1 + DEFAULT_FAVOUR * others)
+        def dearness(knobs: Knobs, first: Knobs = first) -> float:
+            others = (knobs.dispatcher != first.dispatcher) + (knobs.cp_comm != first.cp_comm)
+            return pricer.microbatch_seconds(layout, size, knobs) * (1 + DEFAULT_FAVOUR * others)
 
-            best = min(options, key=dearness)
-            chosen += [replace(best, graphs=graphs) for graphs in graph_scopes(space)]
+        best = min(options, key=dearness)
+        chosen += [replace(best, graphs=graphs) for graphs in graph_scopes(pricer.space)]
     return chosen

@@ -77,7 +77,7 @@ def overlaps(space: Space, layout: Layout) -> list[bool]:
     can = can and plan.knobs.precision != "fp32" and not plan.knobs.shared_expert_overlap
     if not space.free("knobs.ep_overlap"):
         return [plan.knobs.ep_overlap] if can or not plan.knobs.ep_overlap else []
-    return [False, True] if can else [False]
+    return [False, True] if can and plan.chip.architecture != "cpu" else [False]
 
 
 def graph_scopes(space: Space) -> list[tuple[str, ...]]:
@@ -99,12 +99,6 @@ def transports(space: Space, layout: Layout) -> Iterator[Knobs]:
         precisions(space), dispatchers(space, layout), context_types(space, layout)
     ):
         yield replace(space.base.knobs, precision=precision, dispatcher=name, cp_comm=cp_comm)
-
-
-def modes(space: Space, layout: Layout, knobs: Knobs) -> Iterator[Knobs]:
-    """The same transport with and without overlap and graphs."""
-    for overlap, graphs in product(overlaps(space, layout), graph_scopes(space)):
-        yield replace(knobs, ep_overlap=overlap, graphs=graphs)
 
 
 def parts(model: ModelSpec) -> list[str]:

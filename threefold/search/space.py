@@ -16,7 +16,7 @@ from threefold.plan.parse import Fields, normalise, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.rules.base import divisors
-from threefold.rules.context import SHARD_TOKENS, target_cp
+from threefold.rules.context import target_cp
 from threefold.rules.shape import tp_fits
 
 MOST_TP = 8  # no published plan has more, and past it GEMMs are too narrow
@@ -25,6 +25,7 @@ MOST_MICRO_BATCH = 8
 MOST_RANK_TOKENS = 32_768  # of a microbatch on one rank; beyond, activations of a single layer fill a GPU
 LARGE_JOB = 128  # GPUs from which a step takes the larger batch
 BATCH_TOKENS = {"small": 2**22, "large": 2**24}  # 4M and 16M tokens a step, what pretraining runs of each size use
+MOST_RELAXED = 2
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Space:
 
     base: Plan
     given: Fields  # the fixed fields as the draft spells them
-    derived_batch: bool
-    split_experts: bool = False  # whether ETP may be raised: only when EP alone does not suffice
+    auto_gpus: bool = False  # the draft leaves the number of GPUs open
+    relaxed: int = 0  # 1: any CP, 2: ETP too; taken only where the degrees that are preferred give no plan
 
     def free(self, path: str) -> bool:
         return path not in self.given
@@ -50,15 +51,14 @@ def read_draft(fields: Mapping[str, Any]) -> Space:
     if any(finding.severity == "error" for finding in findings):
         raise FindingsError(findings)
     given = {path: value for path, value in found.items() if value != AUTO}
-    derived = "job.global_batch" not in given
     parsed = parse(given)
     if parsed.plan is None:
         raise FindingsError(parsed.findings)
     plan = parsed.plan
-    if derived:
+    if "job.global_batch" not in given:
         batch = default_batch(plan.layout.gpus, plan.job.seq_len)
         plan = replace(plan, job=replace(plan.job, global_batch=batch))
-    return Space(plan, {**given, "model": plan.model_name}, derived)
+    return Space(plan, {**given, "model": plan.model_name}, found.get("cluster.gpus") == AUTO)
 
 
 def default_batch(gpus: int, seq_len: int) -> int:
@@ -122,10 +122,11 @@ def _context_degrees(space: Space, tp: int) -> list[int]:
     if not space.free("layout.cp"):
         return [space.base.layout.cp]
     target = target_cp(seq)
-    most = 2 * target if space.base.is_long else target
-    wanted = [cp for cp in _powers(most) if 2 * cp * tp >= target]
-    whole = [cp for cp in wanted if cp == 1 or seq % (2 * cp * tp) == 0]
-    return [cp for cp in whole if cp == 1 or seq / cp >= SHARD_TOKENS / 2]  # cp-only-when-long
+    whole = [cp for cp in _powers(2 * target) if cp == 1 or seq % (2 * cp * tp) == 0]
+    if space.relaxed:
+        return whole
+    most = 2 * target if space.base.is_long else target  # cp-only-when-long
+    return [cp for cp in whole if 2 * cp * tp >= target and cp <= most]
 
 
 def _items(plan: Plan) -> int:
@@ -174,7 +175,7 @@ def _expert_degrees(space: Space, stage: int) -> Iterator[tuple[int, int]]:
     eps = [ep for ep in eps if stage % ep == 0]
     for ep in eps:
         etps = [plan.layout.etp]
-        if space.free("layout.etp") and space.split_experts and ep == eps[-1]:  # etp-only-when-ep-insufficient
+        if space.free("layout.etp") and space.relaxed > 1 and ep == eps[-1]:  # etp-only-when-ep-insufficient
             etps = _powers(plan.cluster.domain_ranks)
         for etp in etps:
             if stage % (ep * etp) == 0 and moe.expert_dim % etp == 0:

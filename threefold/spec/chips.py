@@ -88,7 +88,7 @@ H200 = ChipSpec(
 B200 = ChipSpec(
     name="b200",
     architecture="blackwell",
-    memory_bytes=180 * GB,
+    memory_bytes=183_359 * MIB,
     memory_bandwidth=7.7 * TB,
     peak_flops={"fp32": 1125 * TFLOPS, "bf16": 2250 * TFLOPS, "fp8": 4500 * TFLOPS, "fp4": 9000 * TFLOPS},
     domain=8,
@@ -97,7 +97,8 @@ B200 = ChipSpec(
     host_bandwidth=64 * GB,
     gpus_per_node=8,
     sources={
-        "memory, rates and NVLink": "NVIDIA HGX B200 datasheet, a GPU's share, without sparsity",
+        "memory_bytes": _NVIDIA_SMI,
+        "rates and NVLink": "NVIDIA HGX B200 datasheet, a GPU's share, without sparsity",
         "network": "DGX B200: one 400 Gb/s port a GPU",
         "host": "PCIe 5.0 x16",
     },
@@ -122,7 +123,7 @@ B300 = ChipSpec(
 GB200 = ChipSpec(
     name="gb200",
     architecture="blackwell",
-    memory_bytes=186 * GB,
+    memory_bytes=189_471 * MIB,
     memory_bandwidth=8 * TB,
     peak_flops={"fp32": 1250 * TFLOPS, "bf16": 2500 * TFLOPS, "fp8": 5000 * TFLOPS, "fp4": 10_000 * TFLOPS},
     domain=72,
@@ -131,7 +132,8 @@ GB200 = ChipSpec(
     host_bandwidth=225 * GB,
     gpus_per_node=4,
     sources={
-        "memory, rates and NVLink": "NVIDIA GB200 NVL72 datasheet, a GPU's share, without sparsity",
+        "memory_bytes": "nvidia-smi memory.total; a published run reserved 173.9 GiB, more than the datasheet's 186 GB",
+        "rates and NVLink": "NVIDIA GB200 NVL72 datasheet, a GPU's share, without sparsity",
         "network": "GB200 NVL72: one 400 Gb/s port a GPU",
         "host": "NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
     },

@@ -16,6 +16,7 @@ from threefold.spec.model import (
     MlaSpec,
     ModelSpec,
     MoeSpec,
+    RopeScaling,
     VisionSpec,
     check_sizes,
 )
@@ -71,8 +72,33 @@ def _refuse(problem: str, advice: str) -> FindingsError:
 
 
 def _theta(c: Config, default: float = 10_000.0) -> float:
+    """What stands in `rope_parameters` is what transformers 5 runs, whatever older keys stand beside it."""
     rope = c.get("rope_parameters") or {}
-    return float(c.get("rope_theta") or rope.get("rope_theta") or default)
+    return float(rope.get("rope_theta") or c.get("rope_theta") or default)
+
+
+def _scaling(c: Config) -> RopeScaling | None:
+    """Of `rope_scaling` (before transformers 5) or `rope_parameters`; the type was once called `type`."""
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if kind != "yarn":  # read for what it is; only the engine must know more
+        original, factor = original or c.get("max_position_embeddings") or 1, factor or 1.0
+    original = original or c["max_position_embeddings"]
+    optional = {
+        name: float(rope[name])
+        for name in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+        if rope.get(name)
+    }
+    return RopeScaling(
+        kind=str(kind),
+        factor=float(c["max_position_embeddings"] / original if factor is None else factor),
+        original_len=original,
+        truncate=bool(rope.get("truncate", True)),
+        **optional,
+    )
 
 
 def _gqa(c: Config, **extra: Any) -> GqaSpec:
@@ -84,12 +110,15 @@ def _gqa(c: Config, **extra: Any) -> GqaSpec:
         head_dim=c.get("head_dim") or c["hidden_size"] // heads,
         bias=bool(c.get("attention_bias", False)),
         rope_theta=_theta(c),
-        rope_fraction=float(c.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0),
+        rope_fraction=float(rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0),
+        rope_scaling=_scaling(c),
         **extra,
     )
 
 
 def _mla(c: Config) -> MlaSpec:
+    if c.get("attention_bias"):
+        raise ValueError("biases on latent attention (attention_bias) are not supported")
     indexer = None
     if c.get("index_topk"):
         indexer = IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"])
@@ -102,6 +131,8 @@ def _mla(c: Config) -> MlaSpec:
         v_dim=c["v_head_dim"],
         indexer=indexer,
         rope_theta=_theta(c),
+        rope_scaling=_scaling(c),
+        rope_pairs=bool(c.get("rope_interleave", True)),
     )
 
 
@@ -131,11 +162,14 @@ def _pattern(types: Sequence[str], letters: Mapping[str, str], num_layers: int |
 
 
 def _llama(c: Config) -> dict[str, Any]:
+    if c.get("mlp_bias") or c.get("use_sliding_window"):
+        raise ValueError("mlp_bias and use_sliding_window are not supported")
     return {
         "family": "llama",
         "num_layers": c["num_hidden_layers"],
         "dense_dim": c["intermediate_size"],
         "attention": _gqa(c),
+        "activation": c.get("hidden_act") or "silu",
         "norm_eps": _eps(c),
     }
 
@@ -146,7 +180,8 @@ def _qwen3(c: Config) -> dict[str, Any]:
 
 def _mixtral(c: Config) -> dict[str, Any]:
     moe = MoeSpec(_experts(c), c["num_experts_per_tok"], c["intermediate_size"])
-    return {**_llama(c), "family": "mixtral", "dense_dim": 0, "moe": moe}
+    attention = _gqa(c, window=c.get("sliding_window"))
+    return {**_llama(c), "family": "mixtral", "dense_dim": 0, "moe": moe, "attention": attention}
 
 
 def _qwen3_moe(c: Config) -> dict[str, Any]:
@@ -175,6 +210,7 @@ def _qwen3_next(c: Config) -> dict[str, Any]:
         num_shared=1 if c.get("shared_expert_intermediate_size") else 0,
         shared_dim=c.get("shared_expert_intermediate_size") or 0,
         shared_gate=bool(c.get("shared_expert_intermediate_size")),
+        norm_topk=bool(c.get("norm_topk_prob", True)),
     )
     return {
         "family": "qwen3_next",
@@ -233,6 +269,8 @@ def _gpt_oss(c: Config) -> dict[str, Any]:
     letters = {"sliding_attention": "w", "full_attention": "t"}
     default = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(count)]
     biased = {"attention_bias": True, **c}
+    if c.get("swiglu_alpha", 1.702) != 1.702 or c.get("swiglu_limit", 7.0) != 7.0:
+        raise ValueError("a clamped SwiGLU other than swiglu_alpha 1.702 and swiglu_limit 7 is not supported")
     return {
         "family": "gpt_oss",
         "num_layers": count,

@@ -13,6 +13,21 @@ Ffn = Literal["dense", "moe", "none"]
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to a longer context. `yarn` is what the engine runs."""
+
+    factor: float
+    original_len: int  # context the unstretched frequencies were trained for
+    kind: str = "yarn"
+    beta_fast: float = 32.0  # dimensions that turn more often than this within original_len are left alone
+    beta_slow: float = 1.0  # those that turn less often are divided by factor; between, a ramp
+    attention_factor: float | None = None  # on cos and sin; None: from the factor and the two mscales
+    mscale: float | None = None
+    mscale_all_dim: float | None = None  # DeepSeek also scales the attention logits by it
+    truncate: bool = True  # the ramp starts and ends at whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
 class GqaSpec:
     """Grouped-query attention."""
 
@@ -27,6 +42,7 @@ class GqaSpec:
     window: int | None = None
     rope_theta: float = 10_000.0
     rope_fraction: float = 1.0
+    rope_scaling: RopeScaling | None = None
 
     @property
     def q_dim(self) -> int:
@@ -58,6 +74,8 @@ class MlaSpec:
     v_dim: int
     indexer: IndexerSpec | None = None
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_pairs: bool = True  # neighbouring dimensions turn together, not the two halves
 
     @property
     def num_kv_heads(self) -> int:

@@ -10,6 +10,7 @@ from threefold.spec.model import (
     MlaSpec,
     ModelSpec,
     MoeSpec,
+    RopeScaling,
     VisionSpec,
 )
 
@@ -21,7 +22,15 @@ DEEPSEEK_V3 = ModelSpec(
     dim=7168,
     dense_dim=18432,
     vocab=129280,
-    attention=MlaSpec(num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+    attention=MlaSpec(
+        num_heads=128,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        rope_scaling=RopeScaling(factor=40.0, original_len=4096, mscale=1.0, mscale_all_dim=1.0),
+    ),
     moe=MoeSpec(
         num_experts=256,
         top_k=8,
@@ -207,7 +216,15 @@ QWEN3_VL_235B = replace(
     source="text: qwen3-235b-a22b; vision: transformers Qwen3VLMoeVisionConfig defaults",
 )
 
-_OSS_ATTENTION = GqaSpec(num_heads=64, num_kv_heads=8, head_dim=64, bias=True, sinks=True, rope_theta=150_000.0)
+_OSS_ATTENTION = GqaSpec(
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    bias=True,
+    sinks=True,
+    rope_theta=150_000.0,
+    rope_scaling=RopeScaling(factor=32.0, original_len=4096, truncate=False),
+)
 GPT_OSS_120B = ModelSpec(
     name="gpt-oss-120b",
     family="gpt_oss",
@@ -401,7 +418,7 @@ GEMMA_4_26B = ModelSpec(
     tied=True,
     published_total=25.2e9,
     published_active=3.8e9,
-    approximate="layers and heads inferred: they give the published totals; norms beyond two and the vision encoder left out",
+    approximate="layers and heads inferred from the published totals; extra norms and the vision encoder left out",
     source="Megatron Bridge tests/unit_tests/models/gemma_vl/test_gemma4_vl_bridge.py; Gemma4TextConfig defaults",
 )
 
@@ -463,6 +480,15 @@ TINY_QWEN3_MOE = ModelSpec(
     attention=GqaSpec(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True),
     moe=MoeSpec(num_experts=16, top_k=4, expert_dim=64),
     source=_MADE_HERE,
+)
+DEMO_QWEN3_MOE = replace(
+    TINY_QWEN3_MOE,
+    name="demo-qwen3-moe",
+    num_layers=3,
+    dim=192,
+    vocab=288,  # bytes and specials
+    attention=GqaSpec(num_heads=6, num_kv_heads=2, head_dim=32, qk_norm=True),
+    moe=MoeSpec(num_experts=8, top_k=2, expert_dim=192),
 )
 TINY_DEEPSEEK_V3 = ModelSpec(
     name="tiny-deepseek-v3",
@@ -571,6 +597,7 @@ MODELS: dict[str, ModelSpec] = {
         LLAMA31_405B,
         QWEN3_8B,
         TINY_QWEN3_MOE,
+        DEMO_QWEN3_MOE,
         TINY_DEEPSEEK_V3,
         TINY_QWEN3_NEXT,
         TINY_GPT_OSS,

@@ -15,8 +15,11 @@ class StackSpec:
 
 
 STACKS = {
-    # The engine is not in the tree yet; the planner is. Families join this set as they train.
-    "threefold": StackSpec("threefold", frozenset(), "this package"),
+    "threefold": StackSpec(
+        "threefold",
+        frozenset({"deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next"}),
+        "the families under engine/models",
+    ),
     "megatron-bridge": StackSpec(
         "megatron-bridge",
         frozenset(

@@ -1,0 +1,250 @@
+"""How fast a training step is: ours against Hugging Face `transformers`, one after the other in one process.
+
+python benchmarks/step.py [--layers 4 8] [--micro 1 4] [--steps 8] [--warmup 3] [--no-peer] [--json FILE]
+python benchmarks/step.py --device cpu --tiny        the same code on a small shape; its times mean nothing
+
+Qwen3-30B-A3B cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. Both sides keep weights, gradients
+and moments in bf16 without fp32 masters, choose experts by their own routers, and compute no balancing loss.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.engine.build import options_of
+from threefold.engine.data.loader import Batch
+from threefold.engine.loss import IGNORE
+from threefold.engine.models.build import build_model
+from threefold.engine.optim.adamw import AdamW
+from threefold.engine.step import train_step
+from threefold.engine.weights.config import hf_config_of
+from threefold.plan.parse import parse
+from threefold.plan.plan import Plan
+from threefold.spec.flops import flops_per_token
+from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec
+from threefold.spec.models import QWEN3_30B
+from threefold.units import GIB
+
+TINY = replace(
+    QWEN3_30B,
+    dim=64,
+    dense_dim=128,
+    vocab=512,
+    attention=GqaSpec(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6),
+    moe=MoeSpec(num_experts=8, top_k=2, expert_dim=32),
+)
+BETAS, LR, NUM_BATCHES = (0.9, 0.95), 1e-5, 4
+SIDES = ("threefold", "transformers")
+Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
+
+
+def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int) -> Plan:
+    fields = {
+        "model": "qwen3-30b-a3b",
+        "model.num_layers": layers,
+        "job.seq_len": seq_len,
+        "job.micro_batch": micro,
+        "job.global_batch": micro,
+        "job.aux_loss": 0.0,
+        "knobs.optimizer_dtype": "bf16",
+    }
+    parsed = parse(fields, model=model)
+    assert parsed.plan, parsed.findings
+    return parsed.plan
+
+
+def ours(plan: Plan, device: torch.device) -> Step:
+    model = build_model(plan.model, plan.mtp, torch.bfloat16, device, options_of(plan), seed=0)
+    named = model.named_parameters()
+    optimizer = AdamW(named, plan.job.weight_decay, plan.knobs.optimizer_dtype, BETAS, master=False)
+
+    def step(tokens_BS: Tensor) -> float:
+        labels_BS = torch.nn.functional.pad(tokens_BS[:, 1:], (0, 1), value=IGNORE)
+        return train_step(model, optimizer, [Batch(tokens_BS, labels_BS)], LR, plan.job).loss
+
+    return step
+
+
+def peer(plan: Plan, device: torch.device) -> Step:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = hf_config_of(plan.model)
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts, use_cache=False)
+    torch.manual_seed(0)
+    kinds = {"attn_implementation": "sdpa", "experts_implementation": "grouped_mm"}
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **kinds)
+    used = (model.config._attn_implementation, model.config._experts_implementation)
+    assert used == ("sdpa", "grouped_mm"), used
+    model.train()
+    parameters = list(model.parameters())
+    assert all(p.dtype == torch.bfloat16 and p.device.type == device.type for p in parameters)
+    decay = plan.job.weight_decay
+    optimizer = torch.optim.AdamW(parameters, LR, BETAS, weight_decay=decay, fused=True)
+
+    def step(tokens_BS: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(input_ids=tokens_BS, labels=tokens_BS).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, plan.job.clip_norm, foreach=True)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(zip(SIDES, (ours, peer), strict=True))
+
+
+def measure(side: str, plan: Plan, device: torch.device, steps: int, warmup: int) -> dict[str, Any]:
+    """One side on one shape; whatever goes wrong is the result."""
+    free(device)
+    try:
+        return timed(MAKERS[side](plan, device), plan, device, steps, warmup)
+    except torch.OutOfMemoryError:
+        return {"error": "out of memory", "peak_gib": peak_gib(device)}
+    except Exception as error:  # one case must not lose the others
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def timed(step: Step, plan: Plan, device: torch.device, steps: int, warmup: int) -> dict[str, Any]:
+    job = plan.job
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (NUM_BATCHES, job.micro_batch, job.seq_len)
+    tokens_NBS = torch.randint(plan.model.vocab, shape, generator=generator, device=device)
+    losses = [step(tokens_NBS[n % NUM_BATCHES]) for n in range(warmup)]
+    gc.collect()
+    gc.disable()  # for both sides alike, as our training loop does
+    try:
+        clock = Clock(device)
+        for n in range(steps):
+            losses.append(step(tokens_NBS[n % NUM_BATCHES]))
+            clock.tick()
+        each_ms, wall_ms = clock.read()
+    finally:
+        gc.enable()
+    middle_ms = statistics.median(each_ms)
+    flops = flops_per_token(plan.model, job.seq_len, plan.mtp) * job.micro_batch * job.seq_len
+    return {
+        "ms": middle_ms,
+        "spread_ms": [min(each_ms), max(each_ms)],
+        "wall_ms": wall_ms / steps,
+        "tflops": flops / middle_ms / 1e9,
+        "peak_gib": peak_gib(device),
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+class Clock:
+    """Times between ticks: CUDA events, or the host's clock where there is no device to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.began = time.perf_counter()
+        self.marks: list[Any] = []
+        self.tick()
+
+    def tick(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def read(self) -> tuple[list[float], float]:
+        """Milliseconds of each step, and of all by the host's clock."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        wall = 1e3 * (time.perf_counter() - self.began)
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in pairs], wall
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+
+
+def show(row: dict[str, Any]) -> str:
+    said = [f"{row['layers']:6} {row['micro']:5}"]
+    for side in SIDES:
+        one = row.get(side)
+        if one is None or "error" in one:
+            said.append(f"{(one or {'error': 'not run'})['error'][:28]:>28}")
+        else:
+            peak = "-" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
+            said.append(f"{one['ms']:10.2f} {one['tflops']:9.1f} {peak:>7}")
+    return "  ".join([*said, f"{row['ratio']:6.3f}" if row["ratio"] else f"{'-':>6}"])
+
+
+def facts_of(device: torch.device) -> dict[str, Any]:
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "device": str(device)}
+    if device.type == "cuda":
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        facts |= {"cudnn": torch.backends.cudnn.version()}
+    if "transformers" in sys.modules:
+        facts["transformers"] = sys.modules["transformers"].__version__
+    return facts
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--micro", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--seq", type=int, help="tokens of a sequence; absent: 4096, or 64 with --tiny")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device, model = torch.device(args.device), TINY if args.tiny else QWEN3_30B
+    seq_len = args.seq or (64 if args.tiny else 4096)
+    sides = SIDES if args.peer else SIDES[:1]
+    rows: list[dict[str, Any]] = []
+    for layers in args.layers:
+        for micro in args.micro:
+            plan = plan_of(model, layers, micro, seq_len)
+            row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "ratio": None}
+            for side in sides:
+                row[side] = measure(side, plan, device, args.steps, args.warmup)
+                print(f"{layers} layers, microbatch {micro}, {side}: {row[side]}", file=sys.stderr, flush=True)
+            if all("ms" in row.get(side, {}) for side in SIDES):
+                row["ratio"] = row[SIDES[0]]["tflops"] / row[SIDES[1]]["tflops"]
+            rows.append(row)
+            if args.json:  # as far as it got
+                args.json.write_text(json.dumps({"machine": facts_of(device), "rows": rows}, indent=2))
+    print(f"\n{facts_of(device)}\nsequence {seq_len}, median of {args.steps} steps; ratio: TFLOP/s, ours over theirs\n")
+    print(f"{'layers':>6} {'micro':>5}  " + "  ".join(f"{side:>28}" for side in SIDES) + "   ratio")
+    print(" " * 14 + "  ".join([f"{'ms/step':>10} {'TFLOP/s':>9} {'GiB':>7}"] * 2))
+    for row in rows:
+        print(show(row))
+    return 1 if any("error" in row.get(side, {}) for row in rows for side in sides) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

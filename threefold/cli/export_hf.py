@@ -1,0 +1,27 @@
+"""`threefold export-hf`: the newest checkpoint of a run as a folder that transformers loads."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from threefold.cli.inputs import print_findings
+from threefold.findings import FindingsError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from threefold.engine.convert import export_hf
+    except ImportError as error:
+        print(f"threefold export-hf: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
+        return 1
+    try:
+        for line in export_hf(args.run, args.out):
+            print(line)
+    except FindingsError as error:
+        return print_findings(error.findings, as_json=False)
+    return 0

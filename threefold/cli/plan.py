@@ -1,0 +1,121 @@
+"""`threefold plan`: from a question to a plan, by search."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from threefold.cli.inputs import add_plan_arguments, print_findings
+from threefold.findings import Finding, FindingsError, in_order
+from threefold.plan.file import dump_plan, parse_overrides, read_plan
+from threefold.plan.parse import Fields, normalise
+from threefold.plan.plan import Plan
+from threefold.plan.table import AUTO
+from threefold.report.search import search_text
+from threefold.rules.all import errors
+from threefold.search.search import SearchResult, search
+from threefold.spec.chips import CHIPS
+from threefold.spec.stacks import PRECISION
+
+TARGET = "megatron-bridge"  # where neither draft nor command line names one: it has calibrated estimates
+FLAGS = {
+    "model": "model",
+    "chip": "cluster.chip",
+    "gpus": "cluster.gpus",
+    "seq_len": "job.seq_len",
+    "global_batch": "job.global_batch",
+    "micro_batch": "job.micro_batch",
+    "precision": "knobs.precision",
+    "target": "target",
+}
+NEEDED = ("model", "chip", "gpus", "seq_len")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser, optional=True)
+    parser.add_argument("--model", metavar="M", help="a model name, or hf:path of a config.json")
+    parser.add_argument("--chip", metavar="C", help="a chip name")
+    parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs in all, or auto for as few as work")
+    parser.add_argument("--seq-len", metavar="S", type=int, help="tokens in a sequence")
+    parser.add_argument(
+        "--global-batch", metavar="B", type=int, help="sequences a step (default: 4M tokens, 16M from 128 GPUs)"
+    )
+    parser.add_argument("--micro-batch", metavar="m", type=int, help="sequences in a microbatch (default: searched)")
+    parser.add_argument("--precision", metavar="P", help="a format, or auto to search (default: the platform's)")
+    parser.add_argument("--top", metavar="K", type=int, default=5, help="candidates to show (default 5)")
+    parser.add_argument("--out", metavar="FILE", help="write the best plan (TOML)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.top < 1:
+        print(f"threefold plan: --top {args.top} shows nothing", file=sys.stderr)
+        return 2
+    if args.plan and "=" in args.plan and not Path(args.plan).exists():
+        args.plan, args.overrides = None, [args.plan, *args.overrides]
+    missing = [f"--{name.replace('_', '-')}" for name in NEEDED if getattr(args, name) is None]
+    if args.plan is None and missing:
+        print(f"threefold plan: give a draft file, or {', '.join(missing)}", file=sys.stderr)
+        return 2
+    fields, findings = _draft(args)
+    if errors(findings):
+        return print_findings(in_order(findings), args.json)
+    try:
+        found = search(fields, args.top, _progress if sys.stderr.isatty() else None)
+    except FindingsError as error:
+        return print_findings(in_order(error.findings), args.json)
+    finally:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr)
+    return _tell(args, found)
+
+
+def _count(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
+
+
+def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
+    """The fields of the draft, the flags and the overrides, with the defaults of this verb."""
+    said = {path: getattr(args, name) for name, path in FLAGS.items()}
+    flags, wrong = normalise({path: value for path, value in said.items() if value is not None})
+    if args.plan is not None:
+        parsed = read_plan(args.plan, args.overrides)
+        fields = {**parsed.fields, **dict.fromkeys(parsed.free, AUTO), **flags}
+        findings = [*parsed.findings, *wrong]
+    else:
+        overrides, bad = parse_overrides(args.overrides)
+        given, more = normalise(overrides)
+        fields, findings = {**flags, **given}, [*wrong, *bad, *more]
+    fields.setdefault("target", TARGET)
+    chip = CHIPS.get(fields.get("cluster.chip", "cpu"))
+    if chip:
+        fields.setdefault("knobs.precision", PRECISION[chip.architecture].value)
+    return fields, findings
+
+
+def _progress(text: str) -> None:
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _tell(args: argparse.Namespace, found: SearchResult) -> int:
+    said: dict[str, Any] = found.to_json()
+    code = 0 if found.candidates else 1
+    if args.out and found.candidates:
+        code = _write(args.out, found.candidates[0].plan)
+    if args.json:
+        json.dump(said, sys.stdout, indent=2)
+        print()
+    else:
+        print(search_text(found))
+        if args.out and found.candidates and code == 0:
+            print(f"\nwrote the best plan to {args.out}")
+    return code
+
+
+def _write(path: str, plan: Plan) -> int:
+    try:
+        Path(path).write_text(dump_plan(plan), encoding="utf-8")
+    except OSError as error:
+        print(f"threefold plan: cannot write {path}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,34 @@
+"""`threefold sample`: let the newest checkpoint of a run continue a prompt."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from threefold.cli.inputs import print_findings
+from threefold.findings import FindingsError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer file")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        from threefold.engine.data.tokenizer import open_tokenizer
+        from threefold.engine.sample import sample_text
+        from threefold.engine.train import load_run
+    except ImportError as error:
+        print(f"threefold sample: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
+        return 1
+    try:
+        model = load_run(args.run)
+        text = sample_text(model, open_tokenizer(args.tokenizer), args.prompt, args.tokens, args.temperature, args.seed)
+    except FindingsError as error:
+        return print_findings(error.findings, as_json=False)
+    print(args.prompt + text)
+    return 0

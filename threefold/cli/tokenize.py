@@ -1,0 +1,54 @@
+"""`threefold tokenize`: text to a token shard."""
+
+import argparse
+import json
+import sys
+
+from threefold.cli.inputs import print_findings
+from threefold.engine.data.text import SUFFIXES
+from threefold.engine.data.tokenize import Progress, Tokenized, tokenize
+from threefold.engine.data.tokenizer import open_tokenizer
+from threefold.findings import FindingsError
+from threefold.units import format_count
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", nargs="+", metavar="SRC", help="text files, folders, JSONL with a text or messages")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the shard to write, such as corpus.tok")
+    parser.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json", help="bytes, or a tokenizer.json")
+    parser.add_argument("--end", metavar="TOKEN", help="the token that closes a document; absent: the tokenizer's own")
+    parser.add_argument("--field", default="text", help="the field of a JSONL record that holds its text")
+    parser.add_argument("--suffix", action="append", help=f"taken from folders, can be repeated; {' '.join(SUFFIXES)}")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    progress: Progress | None = _progress if sys.stderr.isatty() else None
+    try:
+        tokenizer = open_tokenizer(args.tokenizer, args.end)
+        made = tokenize(args.sources, args.out, tokenizer, tuple(args.suffix or SUFFIXES), args.field, progress)
+    except FindingsError as error:
+        return print_findings(error.findings, args.json)
+    finally:
+        if progress:
+            print("\r\033[K", end="", file=sys.stderr)
+    if args.json:
+        json.dump({"ok": True, **made.to_json()}, sys.stdout, indent=2)
+        print()
+    else:
+        print(_text(made))
+    return 0
+
+
+def _text(made: Tokenized) -> str:
+    lines = [f"skipped {skipped}" for skipped in made.skipped]
+    mask = ", with a loss mask" if made.masked else ""
+    lines.append(
+        f"wrote {made.out}: {made.num_documents} documents, {format_count(made.num_tokens)} tokens{mask}, "
+        f"vocabulary {made.vocab} ({made.tokenizer}), fingerprint {made.fingerprint[:12]}"
+    )
+    return "\n".join(lines)
+
+
+def _progress(num_documents: int, num_tokens: int) -> None:
+    print(f"\r{num_documents} documents, {format_count(num_tokens)} tokens", end="", file=sys.stderr, flush=True)

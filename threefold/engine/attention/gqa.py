@@ -1,0 +1,63 @@
+"""Grouped-query attention: norms on q and k, biases, sinks, windows, a gate on the output.
+
+Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, d head dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.attention.backend import attend
+from threefold.engine.places import Places
+from threefold.engine.rope import rotate
+from threefold.spec.model import GqaSpec
+
+
+class GqaAttention(nn.Module):
+    def __init__(self, spec: GqaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.rope_dim = int(spec.head_dim * spec.rope_fraction)
+        # A gated query projection holds, head by head, the query and then its gate.
+        self.q = nn.Linear(dim, spec.q_dim * (2 if spec.gated else 1), bias=spec.bias)
+        self.k = nn.Linear(dim, spec.kv_dim, bias=spec.bias)
+        self.v = nn.Linear(dim, spec.kv_dim, bias=spec.bias)
+        self.out = nn.Linear(spec.q_dim, dim, bias=spec.bias)
+        self.q_norm = norm(spec.head_dim) if spec.qk_norm else nn.Identity()
+        self.k_norm = norm(spec.head_dim) if spec.qk_norm else nn.Identity()
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.zeros(spec.num_heads))
+        else:
+            self.register_parameter("sinks", None)
+
+    def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
+        q_BHSd, k_BGSd, v_BGSd, gate_BSHd = self.project(x_BSD, places)
+        out_BHSd = attend(
+            q_BHSd,
+            k_BGSd,
+            v_BGSd,
+            scale=self.spec.head_dim**-0.5,
+            window=self.spec.window,
+            sinks=self.sinks,
+            documents_BS=places.documents_BS,
+            bounds=places.bounds if x_BSD.is_cuda else None,
+        )
+        out_BSHd = out_BHSd.transpose(1, 2)
+        if gate_BSHd is not None:
+            out_BSHd = out_BSHd * gate_BSHd.sigmoid()
+        return self.out(out_BSHd.flatten(2))
+
+    def project(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values ready to attend, and the output gate."""
+        heads = (*x_BSD.shape[:2], -1, self.spec.head_dim)
+        gate_BSHd = None
+        if self.spec.gated:
+            both = self.q(x_BSD).view(*x_BSD.shape[:2], -1, 2 * self.spec.head_dim)
+            q_BSHd, gate_BSHd = both.chunk(2, dim=-1)
+        else:
+            q_BSHd = self.q(x_BSD).view(heads)
+        table = places.rope(self.rope_dim, self.spec.rope_theta, self.spec.rope_scaling)
+        q_BHSd = rotate(self.q_norm(q_BSHd).transpose(1, 2), table)
+        k_BGSd = rotate(self.k_norm(self.k(x_BSD).view(heads)).transpose(1, 2), table)
+        return q_BHSd, k_BGSd, self.v(x_BSD).view(heads).transpose(1, 2), gate_BSHd

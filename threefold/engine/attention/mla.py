@@ -1,0 +1,59 @@
+"""Multi-head latent attention: queries and keys/values through low-rank latents, one rotated key for all heads.
+
+Shapes: B batch, S sequence, D model dim, H heads, n unrotated head dim, r rotated head dim, v value dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.attention.backend import attend
+from threefold.engine.places import Places
+from threefold.engine.rope import logit_scale, rotate
+from threefold.spec.model import MlaSpec
+
+
+class MlaAttention(nn.Module):
+    def __init__(self, spec: MlaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.scale = spec.qk_dim**-0.5 * logit_scale(spec.rope_scaling)
+        if spec.q_rank is None:
+            self.q = nn.Linear(dim, spec.num_heads * spec.qk_dim, bias=False)
+        else:
+            self.q_down = nn.Linear(dim, spec.q_rank, bias=False)
+            self.q_norm = norm(spec.q_rank)
+            self.q_up = nn.Linear(spec.q_rank, spec.num_heads * spec.qk_dim, bias=False)
+        self.kv_down = nn.Linear(dim, spec.kv_rank + spec.rope_dim, bias=False)
+        self.kv_norm = norm(spec.kv_rank)
+        self.kv_up = nn.Linear(spec.kv_rank, spec.num_heads * (spec.nope_dim + spec.v_dim), bias=False)
+        self.out = nn.Linear(spec.num_heads * spec.v_dim, dim, bias=False)
+
+    def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
+        q_BHSd, k_BHSd, v_BHSv = self.project(x_BSD, places)
+        out_BHSv = attend(
+            q_BHSd,
+            k_BHSd,
+            v_BHSv,
+            scale=self.scale,
+            documents_BS=places.documents_BS,
+            bounds=places.bounds if x_BSD.is_cuda else None,
+        )
+        return self.out(out_BHSv.transpose(1, 2).flatten(2))
+
+    def project(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of every head, out of their latents."""
+        spec = self.spec
+        table = places.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
+        q_BSX = self.q(x_BSD) if spec.q_rank is None else self.q_up(self.q_norm(self.q_down(x_BSD)))
+        q_BHSd = q_BSX.unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
+        q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)
+
+        latent_BSX, k_BSr = self.kv_down(x_BSD).split([spec.kv_rank, spec.rope_dim], dim=-1)
+        kv_BHSX = self.kv_up(self.kv_norm(latent_BSX)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).transpose(1, 2)
+        k_BHSn, v_BHSv = kv_BHSX.split([spec.nope_dim, spec.v_dim], dim=-1)
+        k_BHSr = rotate(k_BSr[:, None], table, spec.rope_pairs).expand(-1, k_BHSn.shape[1], -1, -1)
+
+        q_BHSd = torch.cat([q_BHSn, rotate(q_BHSr, table, spec.rope_pairs)], dim=-1)
+        return q_BHSd, torch.cat([k_BHSn, k_BHSr], dim=-1), v_BHSv

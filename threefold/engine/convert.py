@@ -1,0 +1,106 @@
+"""Hugging Face checkpoints into runs and back, one tensor at a time."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from threefold.engine.checkpoint import Checkpoints, quiet_dcp, read_manifest, verify_checkpoint
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.run import CHECKPOINTS, PLAN, plan_of_run
+from threefold.engine.weights.read import open_hf
+from threefold.engine.weights.write import write_hf
+from threefold.findings import Finding, FindingsError
+from threefold.plan.file import dump_fields
+from threefold.spec.hf import model_from_config
+
+INITIAL, HF_CONFIG = "initial", "hf_config.json"
+SHARD_BYTES = 1 << 30
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def import_hf(folder: Path, out: Path, dtype: str) -> Iterator[str]:
+    """Make a run that starts from these weights. Memory stays at a shard, whatever the model's size."""
+    spec = model_from_config(folder)
+    source = open_hf(folder, spec)
+    initial = out / INITIAL
+    if out.exists() and any(out.iterdir()):
+        raise _refuse(out, "the folder is not empty", "choose another --out folder")
+    initial.mkdir(parents=True)
+    shutil.copy(folder / "config.json", out / HF_CONFIG)
+    for finding in source.findings:
+        yield str(finding)
+    number, held, count = 0, {}, 0
+    for name, tensor in source:
+        held[name] = tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() and tensor.dim() else tensor
+        count += tensor.numel()
+        if sum(value.numel() * value.element_size() for value in held.values()) >= SHARD_BYTES:
+            save_file(held, initial / f"{number:05d}.safetensors")
+            number, held = number + 1, {}
+    if held:
+        save_file(held, initial / f"{number:05d}.safetensors")
+    precision = "fp32" if dtype == "fp32" else "bf16"
+    fields = {"model": f"hf:{(out / HF_CONFIG).resolve()}", "knobs.precision": precision, "job.mtp": spec.mtp_layers}
+    (out / PLAN).with_suffix(".draft.toml").write_text(dump_fields(fields), encoding="utf-8")
+    yield f"{count:,} weights of {spec.family} in {initial}"
+    yield f"train from them: threefold train {(out / PLAN).with_suffix('.draft.toml')} --run {out}"
+
+
+def load_initial(run: Path, model: Decoder) -> bool:
+    """Fill the model with imported weights, where the run has any."""
+    files = sorted((run / INITIAL).glob("*.safetensors"))
+    state = model.state_dict()
+    for path in files:
+        with safe_open(str(path), "pt") as shard:
+            for name in sorted(shard.keys()):
+                state[name].copy_(shard.get_tensor(name))
+    return bool(files)
+
+
+class _Saved(Mapping[str, Tensor]):
+    """The model's tensors in a checkpoint, each read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tensors: dict[str, Any] = read_manifest(folder)["tensors"]
+        self.facts = {
+            name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape = self.facts[name]
+        wanted = {f"model.{name}": torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))}
+        with quiet_dcp():
+            load(wanted, checkpoint_id=str(self.folder), no_dist=True)
+        return wanted[f"model.{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
+def export_hf(run: Path, out: Path) -> Iterator[str]:
+    """The newest checkpoint as a folder that transformers loads."""
+    plan = plan_of_run(run)
+    checkpoints = Checkpoints(run / CHECKPOINTS, plan.run.keep)
+    if not checkpoints.steps():
+        raise _refuse(run, "the run has no checkpoint", "train it first")
+    step = checkpoints.steps()[-1]
+    verify_checkpoint(checkpoints.path(step))
+    kept = run / HF_CONFIG
+    config = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
+    write_hf(_Saved(checkpoints.path(step)), plan.model, out, config)
+    yield f"step {step} of {plan.model.name} in {out}"
+
+
+def _refuse(at: Path, problem: str, advice: str) -> FindingsError:
+    return FindingsError([Finding(rule="convertible", at=str(at), problem=problem, advice=advice)])

@@ -1,0 +1,1 @@
+"""Tokens to experts and back: one transport a file, one protocol."""

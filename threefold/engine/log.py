@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on: one live line on a terminal, plain lines elsewhere, TensorBoard beside."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from threefold.units import format_bytes
+
+
+class Progress:
+    """Loss, speed, memory and the time left, rewritten in place on a terminal."""
+
+    def __init__(self, steps: int, out: TextIO = sys.stderr) -> None:
+        self.steps, self.out = steps, out
+        self.live = out.isatty()
+        self.began = time.monotonic()
+        self.first: int | None = None
+
+    def show(self, step: int, values: dict[str, Any]) -> None:
+        self.first = step if self.first is None else self.first
+        done = step + 1 - self.first
+        left = (time.monotonic() - self.began) / done * (self.steps - step - 1)
+        line = (
+            f"step {step + 1}/{self.steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{values['tflops']:.2f} TFLOP/s  {format_bytes(values['memory_bytes'])}  {_clock(left)} left"
+        )
+        self.out.write(f"\r\033[K{line}" if self.live else f"{line}\n")
+        self.out.flush()
+
+    def say(self, text: str) -> None:
+        self.out.write(f"\r\033[K{text}\n" if self.live else f"{text}\n")
+        self.out.flush()
+
+    def close(self) -> None:
+        if self.live:
+            self.out.write("\n")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Board:
+    """TensorBoard and Weights & Biases, where asked for and installed."""
+
+    def __init__(self, folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any], say: Any) -> None:
+        self._writer: Any = None
+        self._wandb: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(folder / "tensorboard"))
+            except ImportError:
+                say("TensorBoard is not installed: metrics.jsonl alone is written (pip install tensorboard)")
+        if wandb:
+            try:
+                import wandb as service
+
+                self._wandb = service.init(project=wandb, dir=str(folder), config=config, resume="allow")
+            except ImportError:
+                say("wandb is not installed: nothing is sent (pip install wandb)")
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        scalars = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        if self._writer:
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(scalars, step=step)
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+        if self._wandb:
+            self._wandb.finish()

@@ -1,0 +1,94 @@
+"""Cross entropy that never holds all logits: chunks of tokens, each reduced to its loss and gradients at once.
+
+Shapes: T tokens, C tokens of a chunk, D model dim, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threefold.engine.norm import wide
+
+IGNORE = -100
+# Of logits in fp32 at a time. Each chunk adds to the head's whole gradient: on a GPU that costs as much as the products
+# of 500 tokens, so that chunks of thousands are wanted there.
+_CHUNK_BYTES = {"cuda": 2 * 2**30, "cpu": 256 * 2**20}
+_TILE = 128
+
+
+def cross_entropy_sum(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int | None = None) -> Tensor:
+    """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32."""
+    return _Chunked.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, len(weight_VD)))
+
+
+def _chunk_size(x_TD: Tensor, vocab: int) -> int:
+    """Chunks of equal size, in whole tiles of a matrix product."""
+    limit = max(64, _CHUNK_BYTES.get(x_TD.device.type, _CHUNK_BYTES["cpu"]) // (4 * vocab))
+    num_chunks = max(1, -(-len(x_TD) // limit))
+    return -(-len(x_TD) // (num_chunks * _TILE)) * _TILE or _TILE
+
+
+def reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The same with all logits in memory."""
+    logits_TV = F.linear(x_TD, weight_VD).to(wide(x_TD.dtype))
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+class _Chunked(torch.autograd.Function):
+    """The gradients are made in the forward, where the logits are at hand: one product less than doing them again.
+
+    They are those of the sum, so that the softmax's rounding in bf16 does not depend on the number of tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk):  # type: ignore[no-untyped-def]
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        dtype = wide(x_TD.dtype)
+        loss = x_TD.new_zeros((), dtype=dtype)
+        grad_TD = torch.empty_like(x_TD) if need_x else None
+        grad_VD = None
+        for start in range(0, len(x_TD), chunk):
+            x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
+            part, slope_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
+            loss += part
+            # Ignored tokens are taken out of the narrow factors, not out of the wide one.
+            ignored_C1 = (labels_C == IGNORE)[:, None]
+            if grad_TD is not None:
+                torch.mm(slope_CV, weight_VD, out=grad_TD[start : start + chunk]).masked_fill_(ignored_C1, 0)
+            if need_weight:
+                product_VD = slope_CV.T @ x_CD.masked_fill(ignored_C1, 0)
+                if grad_VD is None:
+                    grad_VD = product_VD if len(x_TD) <= chunk else product_VD.to(dtype)
+                else:
+                    grad_VD += product_VD
+            del slope_CV  # before the next chunk makes its own
+        if need_weight and grad_VD is None:
+            grad_VD = torch.zeros_like(weight_VD)
+        ctx.save_for_backward(grad_TD, grad_VD)
+        ctx.dtypes = x_TD.dtype, weight_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if made is None else _scaled(made, grad, dtype) for made, dtype in pairs), None, None
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplied in fp32 and rounded once: a factor without dims would be rounded to the dtype of x first."""
+    return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x, dtype=dtype))
+
+
+def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, need_slope: bool) -> tuple[Tensor, Tensor]:
+    """The chunk's loss, and the gradient of its logits in the model's dtype; rows of ignored tokens mean nothing."""
+    log_CV = F.linear(x_CD, weight_VD).log_softmax(dim=-1, dtype=wide(x_CD.dtype))
+    ignored_C = labels_C == IGNORE
+    index_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
+    picked_C1 = log_CV.gather(1, index_C1)
+    loss = -picked_C1[:, 0].masked_fill(ignored_C, 0).sum()
+    if not need_slope:
+        return loss, log_CV
+    slope_CV = log_CV if log_CV.dtype == x_CD.dtype else torch.empty_like(log_CV, dtype=x_CD.dtype)
+    torch.exp(log_CV, out=slope_CV)
+    # expm1: p - 1 would be 0 for a p that bf16 rounds to 1.
+    return loss, slope_CV.scatter_(1, index_C1, picked_C1.expm1().to(x_CD.dtype))

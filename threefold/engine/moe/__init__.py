@@ -1,0 +1,1 @@
+"""Routed and shared experts: router, expert kernels, the layer that joins them, and what keeps them balanced."""

@@ -1,0 +1,142 @@
+"""Routed experts without dropping: one grouped product over rows sorted by expert, or a loop over experts.
+
+Shapes: R rows (token copies sorted by expert), D model dim, E experts, H expert dim.
+
+A row's router weight w goes in before FC2: w (h W + b) = (w h) W + w b. The rows are then only summed on
+the way back, and the backward needs no copy of FC2's output.
+"""
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Backend = Literal["auto", "grouped", "loop"]
+_ALIGN_BYTES = 16  # grouped_mm wants strides of whole 16 bytes
+_CLAMP, _ALPHA = 7.0, 1.702  # GPT-OSS: transformers GptOssConfig swiglu_limit, swiglu_alpha
+
+
+def swiglu(gate_up_RX: Tensor) -> Tensor:
+    gate_RH, up_RH = gate_up_RX.chunk(2, dim=-1)
+    return F.silu(gate_RH) * up_RH
+
+
+def clamped_swiglu(gate_up_RX: Tensor) -> Tensor:
+    """GPT-OSS: both halves clamped, a steeper sigmoid, and 1 added to the linear half."""
+    gate_RH, up_RH = gate_up_RX.chunk(2, dim=-1)
+    gate_RH, up_RH = gate_RH.clamp(max=_CLAMP), up_RH.clamp(min=-_CLAMP, max=_CLAMP)
+    return gate_RH * torch.sigmoid(_ALPHA * gate_RH) * (up_RH + 1)
+
+
+ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu}
+
+
+class Experts(nn.Module):
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        expert_dim: int,
+        bias: bool = False,
+        activation: str = "silu",
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        self.activation, self.backend = ACTIVATIONS[activation], backend
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * expert_dim, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
+        self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * expert_dim)) if bias else None
+        self.down_bias = nn.Parameter(torch.zeros(num_experts, dim)) if bias else None
+
+    def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
+        """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
+        use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RD, self.down))
+        apply = grouped_linear if use_grouped else looped_linear
+        gate_up_RX = apply(x_RD, self.gate_up, self.gate_up_bias, count_E)
+        act_RH = weigh(self.activation(gate_up_RX), weight_R)
+        y_RD = apply(act_RH, self.down, None, count_E)
+        if self.down_bias is not None:
+            y_RD = y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
+        return y_RD
+
+
+def weigh(x_RX: Tensor, weight_R: Tensor) -> Tensor:
+    """Multiplied in fp32, as the router's weights are; rounded once."""
+    return _Weigh.apply(x_RX, weight_R)
+
+
+class _Weigh(torch.autograd.Function):
+    """One pass each way, and nothing of x kept in fp32: autograd on widened rows would hold twice the bytes."""
+
+    @staticmethod
+    def forward(ctx, x_RX, weight_R):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_RX, weight_R)
+        return torch.mul(x_RX, weight_R[:, None], out=torch.empty_like(x_RX))
+
+    @staticmethod
+    def backward(ctx, grad_RX):  # type: ignore[no-untyped-def]
+        x_RX, weight_R = ctx.saved_tensors
+        x_grad = torch.mul(grad_RX, weight_R[:, None], out=torch.empty_like(x_RX))
+        return x_grad, (grad_RX.to(weight_R.dtype) * x_RX).sum(dim=-1)
+
+
+def rows_of(bias_EX: Tensor, count_E: Tensor, num_rows: int) -> Tensor:
+    """Each row's bias. The size is known here, so that CUDA need not be asked for it."""
+    expert_E = torch.arange(len(count_E), device=count_E.device)
+    return _RowsOf.apply(bias_EX, expert_E.repeat_interleave(count_E, output_size=num_rows))
+
+
+class _RowsOf(torch.autograd.Function):
+    """Autograd's own backward adds row by row in the dtype of the bias, where bf16 stops growing at 256 rows, and in
+    no fixed order. A product with the 0/1 matrix of experts and rows sums in fp32, and in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_EX: Tensor, expert_R: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_R)
+        ctx.num_experts = len(bias_EX)
+        return bias_EX[expert_R]
+
+    @staticmethod
+    def backward(ctx: Any, grad_RX: Tensor) -> tuple[Tensor, None]:
+        (expert_R,) = ctx.saved_tensors
+        expert_E = torch.arange(ctx.num_experts, device=expert_R.device)
+        belongs_ER = (expert_E[:, None] == expert_R).to(grad_RX.dtype)
+        return belongs_ER @ grad_RX, None
+
+
+def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
+    ends_E = count_E.cumsum(0).to(torch.int32)
+    y_RO = F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=ends_E)
+    return y_RO if bias_EO is None else y_RO + rows_of(bias_EO, count_E, len(x_RI))
+
+
+def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
+    """The reference: any dtype and size, one product an expert; needs the counts on the host."""
+    parts = x_RI.split(count_E.tolist())
+    biases = [None] * len(parts) if bias_EO is None else list(bias_EO)
+    return torch.cat([F.linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
+
+
+def grouped_works(x_RD: Tensor, down_EDH: Tensor) -> bool:
+    """Whether both products of these experts can use grouped_mm here."""
+    sizes = down_EDH.shape[1:]
+    aligned = all(size * x_RD.element_size() % _ALIGN_BYTES == 0 for size in sizes)
+    return aligned and _probe(x_RD.device.type, x_RD.dtype)
+
+
+@cache
+def _probe(device: str, dtype: torch.dtype) -> bool:
+    """Try it once: which dtypes have a kernel depends on device and release."""
+    if dtype == torch.float64 or (device == "cpu" and dtype != torch.float32):
+        return False  # no fp64 kernel; the bf16 one of the CPU is far slower than the loop
+    try:
+        with torch.enable_grad():
+            x = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
+            weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
+            counts = torch.tensor([4, 12], device=device)
+            grouped_linear(x, weight, None, counts).mul(1.0).backward(torch.ones(16, 16, device=device, dtype=dtype))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True

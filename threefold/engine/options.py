@@ -1,0 +1,28 @@
+"""How a model is trained, as far as its forward must know."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Weights of the extra losses (0: not computed) and how experts are chosen and run."""
+
+    aux_loss: float = 0.0
+    seq_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    mtp_loss: float = 0.3  # DeepSeek-V3 technical report, section 4.2: 0.3 for the first 10T tokens, then 0.1
+    capacity_factor: float | None = None
+    forced_balance: bool = False
+    expert_backend: Literal["auto", "grouped", "loop"] = "auto"
+    loss_chunk: int | None = None  # tokens of one chunk of the loss; None: by the size of the vocabulary
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the routers' losses that are wanted at all."""
+        named = {"aux": self.aux_loss, "seq_aux": self.seq_aux_loss, "z": self.z_loss}
+        return {name: weight for name, weight in named.items() if weight}
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return tuple(self.weights)

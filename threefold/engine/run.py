@@ -1,0 +1,104 @@
+"""A run is a folder: the plan, the contract it was run under, metrics, checkpoints."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import threefold
+from threefold.findings import Finding, FindingsError
+from threefold.plan.file import dump_plan, read_plan
+from threefold.plan.plan import Plan
+
+PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
+
+
+def open_run(folder: Path, plan: Plan) -> None:
+    """Make the folder, or go on in one that holds the same plan."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / PLAN
+        if kept.exists():
+            before = read_plan(str(kept)).plan
+            if before is None or _what_is_trained(before) != _what_is_trained(plan):
+                raise FindingsError(
+                    [
+                        Finding(
+                            rule="run-is-this-plan",
+                            at=str(folder),
+                            problem="the folder holds a run of another plan",
+                            advice="choose another --run folder, or give the plan it was started with",
+                        )
+                    ]
+                )
+        _replace(kept, dump_plan(plan, complete=True))
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        finding = Finding(rule="run-writable", at=str(folder), problem=problem, advice="choose another --run folder")
+        raise FindingsError([finding]) from None
+
+
+def _what_is_trained(plan: Plan) -> dict[str, Any]:
+    """The fields that a run may not change on its way. It may be watched otherwise, and go on for longer."""
+    return {path: value for path, value in plan.written if path != "job.steps" and not path.startswith("run.")}
+
+
+def plan_of_run(folder: Path) -> Plan:
+    parsed = read_plan(str(folder / PLAN))
+    if parsed.plan is None:
+        raise FindingsError(parsed.findings)
+    return parsed.plan
+
+
+def write_contract(folder: Path, plan: Plan, device: torch.device, data: str, benchmark_only: bool) -> None:
+    """What a later reader needs to know what happened: versions, hardware, data."""
+    contract = {
+        "plan": plan.hash,
+        "fields": dict(plan.written),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "threefold": threefold.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {os.cpu_count()}",
+        "threads": torch.get_num_threads(),
+        "data": data,
+        "benchmark_only": benchmark_only,
+    }
+    _replace(folder / CONTRACT, json.dumps(contract, indent=2))
+
+
+def _replace(path: Path, text: str) -> None:
+    """A run killed in the middle finds the file as it was, or whole."""
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+class Metrics:
+    """`metrics.jsonl`: one object a line; a resumed run drops lines past the step it goes on from."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.path = folder / METRICS
+        if self.path.exists():
+            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) < first_step]
+            _replace(self.path, "".join(f"{line}\n" for line in kept))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        finite = {name: None if value != value else value for name, value in values.items()}  # NaN is no JSON
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a line cut off by a kill
+        return float("inf")

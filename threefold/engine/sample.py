@@ -1,0 +1,36 @@
+"""Enough inference to believe a run: continue a prompt, greedily or at a temperature."""
+
+import torch
+from torch import Tensor
+
+from threefold.engine.data.tokenizer import Tokenizer
+from threefold.engine.models.decoder import Decoder
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: Decoder, prompt: list[int], count: int, temperature: float = 0.0, seed: int = 0, context: int = 2048
+) -> list[int]:
+    """`count` more tokens. Every step reads the whole context again: right before fast."""
+    device = next(model.parameters()).device
+    draw = torch.Generator(device="cpu").manual_seed(seed)
+    tokens = list(prompt)
+    model.eval()
+    for _ in range(count):
+        window_BS = torch.tensor([tokens[-context:]], device=device)
+        logits_V = model(window_BS).logits[0, -1].float().cpu()
+        tokens.append(_choose(logits_V, temperature, draw))
+    model.train()
+    return tokens[len(prompt) :]
+
+
+def _choose(logits_V: Tensor, temperature: float, draw: torch.Generator) -> int:
+    if temperature <= 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial((logits_V / temperature).softmax(dim=-1), 1, generator=draw))
+
+
+def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, seed: int) -> str:
+    """The continuation as text."""
+    start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end or 0]
+    return tokenizer.decode(continue_tokens(model, start, count, temperature, seed))

@@ -1,0 +1,1 @@
+"""Engine names <-> Hugging Face names; safetensors in and out, tensor by tensor."""

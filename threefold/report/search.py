@@ -1,0 +1,177 @@
+"""The answer of a search as text: Fit, Scale, Profile, Retune, then the candidates side by side."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from threefold.plan.plan import Plan
+from threefold.report.estimate import time_text
+from threefold.report.layout import axes_text, grids_text
+from threefold.report.terminal import table
+from threefold.search.neighbours import NextBetter, Trial
+from threefold.search.search import Candidate, SearchResult
+from threefold.spec.stacks import DISPATCHER, GRAPH_SCOPES, PRECISION, Default
+from threefold.units import GIB, format_bytes, format_tokens
+
+
+def search_text(found: SearchResult) -> str:
+    if not found.candidates:
+        return f"{found.finding}\n\n{_count(found)}"
+    best = found.candidates[0]
+    parts = [
+        _head(best.plan),
+        _section("Fit", [_bullets(best.reasons.fit)]),
+        _section("Scale", [grids_text(best.plan), axes_text(best.plan), _bullets(best.reasons.scale)]),
+        _section("Profile", [time_text(best.estimate), _bullets(best.reasons.profile)]),
+        _section("Retune", _retune(best, found)),
+        _section("Candidates", [_candidates(found.candidates), _legend(found.candidates), _count(found)]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _section(title: str, parts: Sequence[str]) -> str:
+    return "\n\n".join([f"{title}\n{'=' * len(title)}", *(part for part in parts if part)])
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _head(plan: Plan) -> str:
+    job = plan.job
+    return (
+        f"plan {plan.hash}: {plan.model_name} on {plan.layout.gpus} x {plan.cluster.chip} for {plan.target}, "
+        f"{job.global_batch} x {format_tokens(job.seq_len)} tokens a step, {plan.knobs.precision}. "
+        "Every number is estimated."
+    )
+
+
+def _retune(best: Candidate, found: SearchResult) -> list[str]:
+    wall = f"The wall is {best.estimate.wall}."
+    if found.retune:
+        tries = "\n".join(f"- {changes_text(one.changes)}: {_effect(one)}" for one in found.retune)
+        wall += f" To try from here, one at a time, with what is predicted:\n{tries}"
+    else:
+        wall += " No single knob for it promises a gain: profile before changing anything."
+    return [
+        wall,
+        _next_better(found.next_better),
+        f"One step in each degree:\n{_sensitivity(found.sensitivity)}",
+        _defaults(best.plan),
+    ]
+
+
+def changes_text(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} = {_value(value)}" for path, value in changes.items())
+
+
+def _value(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _effect(one: Trial) -> str:
+    return one.reason if one.effect is None else f"{one.effect:+.1%} throughput"
+
+
+def _next_better(one: NextBetter | None) -> str:
+    if one is None:
+        return "No faster plan fails for want of memory alone."
+    lack = one.need_bytes - one.have_bytes
+    text = (
+        f"The next better plan, {_degrees(one.plan)} with {_knobs(one.plan) or 'no knobs'}, would be {one.effect:+.1%} "
+        f"but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage {one.stage}: "
+        f"{format_bytes(lack)} too much."
+    )
+    if not one.cures:
+        return f"{text} No single change makes it fit."
+    cures = "; ".join(f"{changes_text(cure.changes)} ({_effect(cure)} a GPU)" for cure in one.cures)
+    return f"{text} It fits with {cures}."
+
+
+def _sensitivity(steps: Sequence[Trial]) -> str:
+    rows = [[changes_text(one.changes), _effect(one)] for one in steps]
+    return table(["change", "predicted"], rows)
+
+
+def _defaults(plan: Plan) -> str:
+    chip = plan.cluster.chip
+
+    def row(what: str, default: Default, here: str) -> list[str]:
+        return [what, default.value, default.since, here or "-", default.evidence]
+
+    rows = [
+        row("dispatcher", DISPATCHER[chip], plan.knobs.dispatcher),
+        row("precision", PRECISION[plan.chip.architecture], plan.knobs.precision),
+        row("graph scopes", GRAPH_SCOPES, " ".join(plan.knobs.graphs)),
+    ]
+    title = f"Starting points on {chip}, which a measurement overrides:"
+    return f"{title}\n{table(['what', 'default', 'since', 'this plan', 'evidence'], rows)}"
+
+
+def _degrees(plan: Plan) -> str:
+    axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
+    used = [f"{axis.upper()} {plan.layout.degree(axis)}" for axis in axes if plan.layout.degree(axis) > 1]
+    return " ".join(used) or "data parallel only"
+
+
+def _knobs(plan: Plan) -> str:
+    knobs = plan.knobs
+    words = ["recompute " + "+".join(knobs.recompute)] if knobs.recompute else []
+    words += [knobs.data_parallel] if knobs.data_parallel != "zero1" else []
+    words += ["overlap" + ("+wgrad" if knobs.delay_wgrad else "")] if knobs.ep_overlap else []
+    words += [f"offload {knobs.optimizer_offload:.0%}"] if knobs.optimizer_offload else []
+    words += [f"graphs {'+'.join(knobs.graphs)}"] if knobs.graphs else []
+    words += [f"cp {knobs.cp_comm}"] if knobs.cp_comm != "p2p" and plan.layout.cp > 1 else []
+    words += [f"stages {plan.layout.stages}"] if plan.layout.stages else []
+    return ", ".join(words)
+
+
+def _candidates(candidates: Sequence[Candidate]) -> str:
+    header = [
+        "#",
+        "TP",
+        "CP",
+        "PP",
+        "VPP",
+        "EP",
+        "ETP",
+        "DP",
+        "EDP",
+        "micro",
+        "TFLOP/s",
+        "tok/s",
+        "GiB",
+        "",
+        "dispatcher",
+    ]
+    rows = []
+    for place, one in enumerate(candidates, 1):
+        layout, guess = one.plan.layout, one.estimate
+        degrees = [str(layout.degree(axis)) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")]
+        numbers = [
+            f"{guess.model_tflops_per_gpu:.0f}",
+            f"{guess.tokens_per_second_per_gpu:.0f}",
+            f"{guess.memory.device_bytes / GIB:.1f}",
+        ]
+        mark = "P" if one.pareto else ""
+        knobs = _knobs(one.plan)
+        rows.append(
+            [str(place), *degrees, str(one.plan.job.micro_batch), *numbers, mark, one.plan.knobs.dispatcher, knobs]
+        )
+    return table([*header, "knobs"], rows)
+
+
+def _legend(candidates: Sequence[Candidate]) -> str:
+    precisions = dict.fromkeys(one.plan.knobs.precision for one in candidates)
+    mixed = f" Precisions: {', '.join(precisions)}." if len(precisions) > 1 else ""
+    return (
+        "TFLOP/s and tok/s are a GPU's, GiB the fullest rank's. Ranked by throughput at the slow end of its error "
+        "band; what lies within a small part of the band goes by simplicity. P: on the Pareto front of throughput, "
+        f"simplicity and memory.{mixed}"
+    )
+
+
+def _count(found: SearchResult) -> str:
+    return (
+        f"{found.searched:,} candidates searched, {found.priced:,} priced in full, {found.feasible:,} feasible, "
+        f"{found.seconds:.1f} s"
+    )

@@ -1,0 +1,122 @@
+"""Reasons: why a candidate is what it is, in sentences that cite rules and terms."""
+
+from dataclasses import dataclass
+
+from threefold.cost.estimate import Estimate
+from threefold.plan.plan import Plan
+from threefold.rules.context import target_cp
+from threefold.units import format_bytes, format_tokens
+
+TERMS_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """Sentences about one candidate, in the order in which a plan is made."""
+
+    fit: tuple[str, ...]
+    scale: tuple[str, ...]
+    profile: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.fit, *self.scale, *self.profile)
+
+
+def reasons(plan: Plan, estimate: Estimate, first: Estimate | None = None) -> Reasons:
+    """Why a candidate is what it is; beside the first one where it is another."""
+    beside = (_beside(estimate, first),) if first is not None else ()
+    return Reasons(
+        fit=(_memory(plan, estimate), _ladder(plan, estimate)),
+        scale=tuple(_axes(plan, estimate)),
+        profile=(_time(estimate), *beside),
+    )
+
+
+def _share(estimate: Estimate, term: str) -> str:
+    return f"{estimate.time.terms[term] / estimate.time.step_seconds:.1%} of the step ({term})"
+
+
+def _memory(plan: Plan, estimate: Estimate) -> str:
+    worst, have = estimate.memory.worst, plan.chip.memory_bytes
+    largest = sorted(worst.terms, key=lambda name: -worst.terms[name])[:TERMS_NAMED]
+    parts = ", ".join(f"{name} {format_bytes(worst.terms[name])}" for name in largest)
+    return (
+        f"Fits: {format_bytes(worst.device_bytes)} of {format_bytes(have)} on stage {worst.stage} at {worst.moment}; "
+        f"largest terms: {parts}."
+    )
+
+
+def _ladder(plan: Plan, estimate: Estimate) -> str:
+    knobs = plan.knobs
+    if not knobs.recompute and not knobs.optimizer_offload:
+        return "Nothing is recomputed or offloaded: the layout alone fits (selective-before-full, offload-comes-last)."
+    again = _share(estimate, "recompute")
+    said = []
+    if plan.full_recompute:
+        said.append(f"Full recompute, because no selective set fits this layout (selective-before-full): {again}.")
+    elif knobs.recompute:
+        names = ", ".join(knobs.recompute)
+        said.append(f"Recomputes {names}, the cheapest set that fits (selective-before-full): {again}.")
+    if knobs.optimizer_offload:
+        said.append(
+            f"{knobs.optimizer_offload:.0%} of the optimizer states are on the host, because no selective recompute "
+            f"fits this layout alone (offload-comes-last): {_share(estimate, 'offload')}."
+        )
+    return " ".join(said)
+
+
+def _axes(plan: Plan, estimate: Estimate) -> list[str]:
+    layout, said = plan.layout, []
+    if layout.tp > 1:
+        place = "inside the NVLink domain" if plan.link("tp").link == "domain" else "across the network"
+        said.append(f"TP {layout.tp} {place} (tp-inside-domain): {_share(estimate, 'tp')}.")
+    if layout.cp > 1:
+        wanted = target_cp(plan.job.seq_len)
+        said.append(
+            f"CP {layout.cp}, where {format_tokens(plan.job.seq_len)} / 4K is {wanted} (cp-from-shard-target), "
+            f"by {plan.knobs.cp_comm}: {_share(estimate, 'cp')}."
+        )
+    if plan.model.is_moe and layout.ep > 1:
+        said.append(_experts(plan, estimate))
+    if layout.pp > 1:
+        chunks = f" x VPP {layout.vpp}" if layout.vpp > 1 else ""
+        said.append(
+            f"PP {layout.pp}{chunks} with {plan.num_microbatches} microbatches (pipeline-bubble-small): "
+            f"{_share(estimate, 'bubble')}."
+        )
+    left = "FSDP shards weights too over" if plan.knobs.data_parallel != "zero1" else "the rest is data parallel,"
+    said.append(f"DP {layout.dp}, EDP {layout.edp}: {left} {layout.dp * layout.cp} ranks: {_share(estimate, 'dp')}.")
+    return said
+
+
+def _experts(plan: Plan, estimate: Estimate) -> str:
+    layout, knobs = plan.layout, plan.knobs
+    place = "stay inside the NVLink domain" if plan.link("ep").link == "domain" else "cross the network"
+    hidden = " and hide behind another microbatch" if knobs.ep_overlap else ""
+    split = (
+        f"ETP {layout.etp} on top, because EP alone does not suffice (etp-only-when-ep-insufficient)"
+        if layout.etp > 1
+        else "before any ETP (etp-only-when-ep-insufficient)"
+    )
+    here = plan.model.num_experts // layout.ep
+    return (
+        f"EP {layout.ep} leaves {here} expert{'s' if here > 1 else ''} a rank, {split}; exchanges by "
+        f"{knobs.dispatcher} {place}{hidden} (ep-traffic-hidden-or-inside): {_share(estimate, 'ep')}."
+    )
+
+
+def _time(estimate: Estimate) -> str:
+    terms, step = estimate.time.terms, estimate.time.step_seconds
+    largest = sorted(terms, key=lambda name: -terms[name])[:TERMS_NAMED]
+    parts = ", ".join(f"{name} {terms[name] / step:.0%}" for name in largest)
+    slow = estimate.seconds_band[1] / step - 1
+    sure = "" if estimate.calibrated else ", uncalibrated here"
+    return f"A step takes {step:.2f} s (up to {slow:.0%} longer{sure}); wall: {estimate.wall}; largest terms: {parts}."
+
+
+def _beside(estimate: Estimate, first: Estimate) -> str:
+    speed = estimate.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu - 1
+    spare = first.memory.device_bytes - estimate.memory.device_bytes
+    room = f"{format_bytes(abs(spare))} {'less' if spare > 0 else 'more'} memory"
+    return f"Beside the first: {speed:+.1%} predicted throughput with {room}."

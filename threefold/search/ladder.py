@@ -1,0 +1,124 @@
+"""The ladder: rungs that trade time for memory, and the first one on which a choice fits.
+
+Selective recompute comes before full, and offload last.
+"""
+
+from dataclasses import dataclass, replace
+
+from threefold.cost.memory import memory
+from threefold.layout.degrees import Layout
+from threefold.plan.plan import Knobs, Plan
+from threefold.search.knobs import Rung, allowed, on_rung, parts, selective_sets
+from threefold.search.price import Pricer
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One point of the space without its rung of the ladder."""
+
+    layout: Layout
+    micro_batch: int
+    knobs: Knobs
+    promise: float = 0.0  # tokens/s at best
+    sure_promise: float = 0.0  # the same at the slow end of the error band
+
+
+class Ladder:
+    """The rungs of one space, in the order in which they are tried."""
+
+    def __init__(self, pricer: Pricer, example: Choice) -> None:
+        """Modules are ordered by the bytes they give back for a second of redoing, on an example."""
+        self.pricer = pricer
+        space = pricer.space
+        base = space.base.knobs
+        offloads = [0.0, 1.0] if space.free("knobs.optimizer_offload") else [base.optimizer_offload]
+        if space.base.chip.architecture == "cpu":
+            offloads = offloads[:1]
+        sets = [base.recompute]
+        if space.free("knobs.recompute"):
+            sets = [*selective_sets(self._by_worth(example), space.base.model.is_moe), ("full",)]
+        rungs = [[Rung(recompute, offload) for recompute in sets] for offload in offloads]
+        self.plain, self.hosted = rungs[0], rungs[1] if len(rungs) > 1 else []
+        self._known: dict[Knobs, tuple[list[Knobs], list[Knobs], list[Knobs]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self.hosted)
+
+    def _by_worth(self, one: Choice) -> list[str]:
+        def kept(recompute: tuple[str, ...]) -> float:
+            plan = self.pricer.plan(one.layout, one.micro_batch, replace(one.knobs, recompute=recompute))
+            worst = memory(plan).worst
+            return worst.peak_bytes - worst.terms.get("recompute", 0.0)
+
+        def seconds(recompute: tuple[str, ...]) -> float:
+            knobs = replace(one.knobs, recompute=recompute)
+            return self.pricer.microbatch_seconds(one.layout, one.micro_batch, knobs)
+
+        names = parts(self.pricer.space.base.model)
+        whole, once = kept(()), seconds(())
+        worth = {name: (whole - kept((name,))) / max(1e-9, seconds((name,)) - once) for name in names}
+        return sorted((name for name in names if worth[name] > 0), key=lambda name: -worth[name])
+
+    def climb(self, choice: Choice, bar: float) -> tuple[Plan | None, Plan | None]:
+        """The plan on the first rung that fits, if it promises more than the bar; and a faster one that does not fit.
+
+        Full recompute and offload are tried only where no selective set fits the degrees.
+        """
+        selective, full, hosted = self._rungs(choice.knobs)
+        found, short = self._first_fit(choice, selective, bar)
+        if found is not None or self._mild_fits(choice):
+            return found, short
+        options = []
+        for ladder in (full, hosted):
+            plan, under = self._first_fit(choice, ladder, bar)
+            short = short or under
+            if plan is not None:
+                options.append(plan)
+        return (max(options, key=self.pricer.speed) if len(options) > 1 else options[0] if options else None), short
+
+    def _rungs(self, knobs: Knobs) -> tuple[list[Knobs], list[Knobs], list[Knobs]]:
+        """The mode on each rung: selective sets, full recompute, and the same again with offload."""
+        if knobs not in self._known:
+            space = self.pricer.space
+            plain, hosted = (
+                [on_rung(knobs, r, space.free("knobs.graphs")) for r in rungs if allowed(knobs, r, space.base)]
+                for rungs in (self.plain, self.hosted)
+            )
+            selective = [one for one in plain if "full" not in one.recompute]
+            self._known[knobs] = (selective, plain[len(selective) :], hosted)
+        return self._known[knobs]
+
+    def lightest(self, choice: Choice) -> list[Plan]:
+        """The last selective rung and full recompute, with as much offload as there is."""
+        selective, full, hosted = self._rungs(choice.knobs)
+        last = hosted[-2:] or [*selective[-1:], *full]
+        return [self.pricer.plan(choice.layout, choice.micro_batch, knobs) for knobs in last]
+
+    def _mild_fits(self, choice: Choice) -> bool:
+        """Whether the degrees fit with selective recompute at the smallest microbatch: then nothing more is tried."""
+        selective = [rung for rung in self.plain if "full" not in rung.recompute]
+        if not selective:
+            return False
+        size = 1 if self.pricer.space.free("job.micro_batch") else choice.micro_batch
+        knobs = replace(choice.knobs, recompute=selective[-1].recompute, optimizer_offload=selective[-1].offload)
+        return self.pricer.least_need(choice.layout, size, knobs) <= self.pricer.limit
+
+    def _first_fit(self, choice: Choice, ladder: list[Knobs], bar: float) -> tuple[Plan | None, Plan | None]:
+        """Bisect the rungs that promise more than the bar; along them the need falls."""
+        layout, size = choice.layout, choice.micro_batch
+        last = len(ladder) - 1
+        while last >= 0 and self.pricer.promise(layout, size, ladder[last]) <= bar:
+            last -= 1
+        if last < 0:
+            return None, None
+        if not self.pricer.fits(layout, size, ladder[last]):
+            return None, self.pricer.plan(layout, size, ladder[last])
+        low, high = 0, last
+        while low < high:
+            middle = (low + high) // 2
+            if self.pricer.fits(layout, size, ladder[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        plans = [self.pricer.plan(layout, size, knobs) for knobs in ladder[max(0, high - 1) : high + 1]]
+        return plans[-1], plans[0] if high else None

@@ -1,0 +1,154 @@
+"""Around the chosen plan: one step in each degree, what to retune, and the faster plan that does not fit."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from threefold.cost.estimate import Estimate, estimate
+from threefold.findings import FindingsError
+from threefold.plan.parse import change
+from threefold.plan.plan import Plan
+from threefold.search.legal import faults
+from threefold.search.price import Priced, Pricer
+from threefold.spec.chips import CHIPS, NATIVE_FORMATS
+from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES
+from threefold.units import format_bytes
+
+STEPS = ("layout.tp", "layout.cp", "layout.pp", "layout.vpp", "layout.ep", "layout.etp", "job.micro_batch")
+GAIN = 0.002  # predicted, from which a change is worth a trial
+FASTER = 0.01  # predicted, from which a plan counts as the next better one
+MOST_SHORT = 100  # plans that do not fit, looked at from the smallest lack of memory up
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The chosen plan with a few fields changed: what it would do, or why it cannot be."""
+
+    changes: Mapping[str, Any]
+    effect: float | None  # change of throughput, as a fraction
+    reason: str = ""  # why there is none
+
+
+@dataclass(frozen=True, slots=True)
+class NextBetter:
+    """A faster plan that does not fit, and what would make it fit."""
+
+    plan: Plan
+    effect: float
+    need_bytes: float
+    have_bytes: float
+    stage: int
+    cures: tuple[Trial, ...]
+
+
+def sensitivity(plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
+    """One step up and one down in each degree; chunks a rank follow PP, so that chunks keep their size."""
+    return tuple(attempt(plan, chosen, changes) for path in STEPS for changes in _steps(plan, path))
+
+
+def _steps(plan: Plan, path: str) -> Iterator[dict[str, Any]]:
+    table, _, name = path.partition(".")
+    now, vpp = getattr(getattr(plan, table), name), plan.layout.vpp
+    unused = (path in ("layout.ep", "layout.etp") and not plan.model.is_moe) or (
+        path == "layout.vpp" and plan.layout.pp == 1
+    )
+    if now > 1 and now % 2 == 0:
+        follow = {"layout.vpp": 2 * vpp if now > 2 else 1} if path == "layout.pp" and vpp > 1 else {}
+        yield {path: now // 2, **follow}
+    if not unused:
+        follow = {"layout.vpp": vpp // 2} if path == "layout.pp" and vpp > 1 else {}
+        yield {path: now * 2, **follow}
+
+
+def attempt(plan: Plan, chosen: Estimate, changes: Mapping[str, Any]) -> Trial:
+    """Judge and price the plan with some fields changed."""
+    follow = {"layout.stages": None} if any(path in ("layout.pp", "layout.vpp") for path in changes) else {}
+    try:
+        other = change(plan, {**follow, **changes})
+    except FindingsError as error:
+        return Trial(changes, None, f"{error.findings[0].rule}: {error.findings[0].problem}")
+    bad = faults(other)
+    if bad:
+        return Trial(changes, None, f"{bad[0].rule}: {bad[0].problem}")
+    priced = estimate(other)
+    if not priced.fits:
+        need, have = format_bytes(priced.memory.device_bytes), format_bytes(other.chip.memory_bytes)
+        return Trial(changes, None, f"memory: {need} of {have} on stage {priced.memory.worst.stage}")
+    return Trial(changes, priced.tokens_per_second_per_gpu / chosen.tokens_per_second_per_gpu - 1)
+
+
+def retune(plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
+    """What the documents change for the wall that the estimate sees, each tried alone, the best first."""
+    tried = [attempt(plan, chosen, changes) for changes in _remedies(plan, chosen.wall)]
+    gains = [(one.effect or 0.0, one) for one in tried]
+    return tuple(one for gain, one in sorted(gains, key=lambda pair: -pair[0]) if gain > GAIN)
+
+
+def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
+    knobs, layout = plan.knobs, plan.layout
+    if wall == "memory":
+        yield {"knobs.optimizer_dtype": "bf16"}
+        yield {"knobs.grad_dtype": "bf16"}
+        if plan.low_precision:
+            yield {"knobs.fp8_params": True}
+    if wall == "communication":
+        flex = [name for name, chips in DISPATCHER_CHIPS.items() if plan.cluster.chip in chips]
+        yield from ({"knobs.dispatcher": name} for name in flex if name != knobs.dispatcher and layout.ep > 1)
+        if layout.tp > 1:
+            yield {"knobs.tp_overlap": True}
+    if wall in ("communication", "compute") and layout.ep > 1:
+        yield {"knobs.ep_overlap": True} if not knobs.ep_overlap else {"knobs.delay_wgrad": True}
+    if wall in ("host", "compute") and not knobs.graphs and plan.chip.architecture != "cpu":
+        yield {"knobs.graphs": GRAPH_SCOPES.value.split() if plan.model.is_moe else ["attn"]}
+    if wall in ("host", "compute"):
+        yield {"job.micro_batch": 2 * plan.job.micro_batch}
+    if wall == "compute":
+        native = NATIVE_FORMATS[plan.chip.architecture]
+        yield from ({"knobs.precision": name} for name in ("fp8-cs", "mxfp8") if name in native - {knobs.precision})
+        if plan.model.is_moe:
+            yield {"knobs.expert_fusion": True}
+
+
+def next_better(pricer: Pricer, short: list[Plan], best: Priced) -> NextBetter | None:
+    """Of the plans that are faster and do not fit, the one that lacks the least memory."""
+    bar = best.tokens_per_second * (1 + FASTER)
+    promising = [plan for plan in short if pricer.promise(plan.layout, plan.job.micro_batch, plan.knobs) > bar]
+
+    def least(plan: Plan) -> float:
+        return pricer.least_need(plan.layout, plan.job.micro_batch, plan.knobs)
+
+    over = [plan for plan in sorted(promising, key=least)[:MOST_SHORT] if pricer.need(plan) > plan.chip.memory_bytes]
+    for plan in sorted(over, key=pricer.need):
+        speed = pricer.speed(plan)
+        if speed > bar and not faults(plan):
+            worst, have = estimate(plan).memory.worst, plan.chip.memory_bytes
+            effect, cures = speed / best.tokens_per_second - 1, tuple(_cures(plan, best))
+            return NextBetter(plan, effect, worst.device_bytes, have, worst.stage, cures)
+    return None
+
+
+def _cures(plan: Plan, best: Priced) -> Iterator[Trial]:
+    """Single changes under which the plan fits, with its throughput a GPU against the chosen one."""
+    mine = best.tokens_per_second / best.plan.layout.gpus
+    for changes, other in _lighter(plan):
+        one = estimate(other)
+        if one.fits and not faults(other):
+            yield Trial(changes, one.tokens_per_second_per_gpu / mine - 1)
+
+
+def _lighter(plan: Plan) -> Iterator[tuple[dict[str, Any], Plan]]:
+    knobs, gpus = plan.knobs, plan.layout.gpus
+    yield {"knobs.optimizer_dtype": "bf16"}, replace(plan, knobs=replace(knobs, optimizer_dtype="bf16"))
+    yield {"knobs.grad_dtype": "bf16"}, replace(plan, knobs=replace(knobs, grad_dtype="bf16"))
+    if not knobs.optimizer_offload:
+        yield {"knobs.optimizer_offload": 1.0}, replace(plan, knobs=replace(knobs, optimizer_offload=1.0))
+    wider = replace(
+        plan,
+        cluster=replace(plan.cluster, gpus=2 * gpus),
+        layout=replace(plan.layout, gpus=2 * gpus),
+        job=replace(plan.job, global_batch=2 * plan.job.global_batch),
+    )
+    yield {"cluster.gpus": 2 * gpus, "job.global_batch": wider.job.global_batch}, wider
+    for chip in CHIPS.values():
+        if chip.architecture == plan.chip.architecture and chip.memory_bytes > plan.chip.memory_bytes:
+            yield {"cluster.chip": chip.name}, replace(plan, cluster=replace(plan.cluster, chip=chip.name))
