@@ -459,8 +459,8 @@ def _value(path: str) -> st.SearchStrategy[Any]:
         return st.integers(1, 5)
     if path.startswith("stack."):
         return st.sampled_from(["2.5.1", "2.7", "2.12.0", "nightly"])
-    if path == "run.wandb":
-        return st.just("project")
+    if path in ("run.wandb", "run.cores"):
+        return st.just("0")
     if path == "job.data":
         return st.sampled_from(["synthetic", "embedded"])
     if float in field.types:

@@ -1,6 +1,7 @@
 """The loop: batches, steps, evaluation, saving, stopping."""
 
 import gc
+import os
 import resource
 import signal
 import time
@@ -69,6 +70,8 @@ def train(plan: Plan, folder: Path, say: Callable[[str], None] | None = None, th
     """Run a plan to its last step, or go on with the run in the folder."""
     if threads:
         torch.set_num_threads(threads)
+    if plan.run.cores:
+        stay_on(plan.run.cores)
     open_run(folder, plan)
     progress = Progress(plan.job.steps)
     tell = say or progress.say
@@ -98,6 +101,22 @@ def train(plan: Plan, folder: Path, say: Callable[[str], None] | None = None, th
         progress.close()
         parts.close()
     return trainer
+
+
+def stay_on(cores: str) -> None:
+    """Keep this process on some cores, so that its launches are not moved about."""
+    try:
+        chosen = {core for part in cores.split(",") for core in _span(part)}
+        os.sched_setaffinity(0, chosen)
+    except (ValueError, OSError) as error:
+        problem = f"{cores!r} names no cores of this machine: {error}"
+        finding = Finding(rule="cores-exist", at="run.cores", problem=problem, advice="write cores as 0-7,16")
+        raise FindingsError([finding]) from None
+
+
+def _span(part: str) -> range:
+    first, _, last = part.strip().partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def load_run(folder: Path) -> Decoder:

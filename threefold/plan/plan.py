@@ -75,7 +75,8 @@ class Job:
     task: str = item("what kind of training", "pretrain", choices=("pretrain", "sft"))
     optimizer: str = item("optimizer", "adamw", choices=("adamw", "muon"))
     data: str | tuple[str, ...] = item(
-        "'embedded' (the corpus made at set-up), 'synthetic' (benchmark-only), or paths of token shards", "embedded"
+        "'embedded' (made of this machine's Python sources), 'synthetic' (benchmark-only), shards, folders or JSONL",
+        "embedded",
     )
     packing: bool = item("pack documents into sequences, with their boundaries kept by attention", False)
     dynamic_length: bool = item("sequence lengths differ between microbatches, unpadded", False)
@@ -160,6 +161,7 @@ class Run:
     tensorboard: bool = item("write TensorBoard events where the package is installed", True)
     wandb: str | None = item("Weights & Biases project to log to; absent: none")
     bad_steps: int = item("non-finite steps skipped before the run stops", 5, at_least=0, at_most=MAX_INT)
+    cores: str | None = item("CPU cores to stay on, such as 0-7,16; absent: wherever the system puts it")
     gc_every: int = item(
         "steps between garbage collections by hand; 0: leave it to Python", 50, at_least=0, at_most=MAX_INT
     )
@@ -220,6 +222,12 @@ class Plan:
     @property
     def is_vlm(self) -> bool:
         return self.model.vision is not None
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Part of the data is made up: the run can only be a benchmark."""
+        given = (self.job.data,) if isinstance(self.job.data, str) else self.job.data
+        return any(entry.startswith("synthetic") for entry in given)
 
     @property
     def full_recompute(self) -> bool:

@@ -122,7 +122,7 @@ def synthetic_data_is_benchmark(plan: Plan) -> Iterator[Finding]:
     Confirm: job.data in the run's contract.
     Fix: real data, or the embedded corpus.
     """
-    if plan.job.data == "synthetic":
+    if plan.is_synthetic:
         yield Finding(at="job.data", problem="synthetic data: this run is benchmark-only", fix={"job.data": "embedded"})
 
 

@@ -163,7 +163,7 @@ def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
         narrow = list(DROPLESS) if plan.model.is_moe else ["attn"]
         problem = "full_iteration before narrower scopes are known to be stable"
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": narrow})
-    elif plan.is_vlm and len(scopes) > 1 and plan.job.data == "synthetic":
+    elif plan.is_vlm and len(scopes) > 1 and plan.is_synthetic:
         problem = f"{len(scopes)} graph scopes before the real-data path is stable"
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": [scopes[0]]})
 

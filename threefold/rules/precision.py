@@ -64,7 +64,7 @@ def mfu_with_its_peak(plan: Plan) -> Iterator[Finding]:
     Confirm: compare tokens per second of both precisions.
     Fix: report absolute throughput first.
     """
-    if plan.low_precision and (plan.job.routing == "forced-balance" or plan.job.data == "synthetic"):
+    if plan.low_precision and (plan.job.routing == "forced-balance" or plan.is_synthetic):
         yield Finding(
             at="knobs.precision",
             problem=f"a benchmark in {plan.knobs.precision}: MFU against one peak misleads",

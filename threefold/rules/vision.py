@@ -39,7 +39,7 @@ def vlm_benchmark_has_images(plan: Plan) -> Iterator[Finding]:
     Confirm: job.data is synthetic and job.images is absent or 0.
     Fix: state a realistic number of images a sequence.
     """
-    if plan.is_vlm and plan.job.data == "synthetic" and not plan.job.images:
+    if plan.is_vlm and plan.is_synthetic and not plan.job.images:
         problem = "a synthetic vision-language run without images says nothing about speed"
         yield Finding(at="job.images", problem=problem, fix={"job.images": 1.0})
 
