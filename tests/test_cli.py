@@ -54,6 +54,12 @@ def test_check_fix_writes_a_plan_that_passes(capsys: pytest.CaptureFixture[str],
     assert run("check", RECIPE, "--fix", "/no/such/folder/x.toml", capsys=capsys)[0] == 1
 
 
+def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["check", RECIPE, "layout.ep=48", "--json"], ["check", RECIPE, "--json", "layout.ep=48"]):
+        assert "ep-divides-experts" in run(*words, capsys=capsys)[1]
+    assert run("check", RECIPE, "--json", "--nonsense=1", capsys=capsys)[0] == 2
+
+
 def test_target_changes_the_judge(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("check", RECIPE, "knobs.precision=mxfp8", "--json")
     _, megatron, _ = run(*words, capsys=capsys)

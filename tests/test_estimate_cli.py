@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.test_cli import GARBAGE, run
+from threefold.cli.main import main
 from threefold.cost.chipfile import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.rates import Rates
@@ -330,3 +331,19 @@ def test_estimating_loads_neither_numpy_nor_matplotlib() -> None:
         loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
         assert "threefold" in loaded
         assert not loaded & {"numpy", "torch", "matplotlib"}
+
+
+def test_loads_of_experts_give_the_skew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """128 experts on 16 ranks, the first eight with twice the load: the busiest rank has 2 / (1 + 1/16) of the mean."""
+    plan = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-overlap.toml")
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps([2] * 8 + [1] * 120))
+    assert main(["estimate", plan, "--json", "--loads", str(loads)]) == 0
+    skewed = json.loads(capsys.readouterr().out)
+    assert main(["estimate", plan, "--json", "--skew", str(2 / (1 + 1 / 16))]) == 0
+    given = json.loads(capsys.readouterr().out)
+    assert skewed["memory"]["peak_bytes"] == given["memory"]["peak_bytes"]
+    assert skewed["time"]["step_seconds"] == pytest.approx(given["time"]["step_seconds"])
+    loads.write_text("[1, 2]")
+    assert main(["estimate", plan, "--loads", str(loads)]) == 2
+    assert main(["estimate", plan, "--loads", str(tmp_path / "none.json")]) == 2

@@ -51,7 +51,7 @@ def _explain(slug: str) -> int:
         print(f"threefold check: no rule {slug!r}; {did_you_mean(slug, known_slugs())}", file=sys.stderr)
         return 2
     rule = RULES.get(slug)
-    head = f"{slug} ({rule.severity}; target: {rule.target})" if rule else f"{slug} (error; making the plan)"
+    head = f"{slug} ({rule.severity}; target: {rule.target})" if rule else f"{slug} (error; making or running the plan)"
     print(f"{head}\n\n{said.what}\n\nwhy      {said.why}\nconfirm  {said.confirm}\nfix      {said.fix}")
     if rule and rule.follows:
         print(f"follows  {rule.follows}")

@@ -4,13 +4,16 @@ import argparse
 import json
 import math
 import sys
+from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.cost.chipfile import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.rates import calibration
 from threefold.cost.traffic import traffic
+from threefold.cost.work import busiest
 from threefold.findings import in_order
+from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text
 from threefold.rules.all import PREDICTED, blockers, check, errors
 
@@ -20,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chip-file", metavar="FILE", help="facts and rates of your own machine (TOML)")
     parser.add_argument(
         "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
+    )
+    parser.add_argument(
+        "--loads", metavar="FILE", help="the skew from a distribution: a JSON list, tokens of each expert in a step"
     )
 
 
@@ -42,7 +48,11 @@ def run(args: argparse.Namespace) -> int:
     found = check(plan)
     if blockers(found):  # the estimate of an impossible plan misleads
         return print_findings(in_order([*findings, *found]), args.json)
-    guess, ledger = estimate(plan, rates, args.skew), traffic(plan, args.skew)
+    skew, problem = _skew(args, plan)
+    if problem:
+        print(f"threefold estimate: {problem}", file=sys.stderr)
+        return 2
+    guess, ledger = estimate(plan, rates, skew), traffic(plan, skew)
     overfull = [finding for finding in found if finding.rule in PREDICTED]
     if args.json:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
@@ -51,3 +61,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(estimate_text(plan, guess, ledger, overfull))
     return 1 if errors(overfull) else 0
+
+
+def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float, str]:
+    """The busiest expert rank over the mean: as given, or from how tokens fell on the experts."""
+    if not args.loads:
+        return args.skew, ""
+    try:
+        loads = json.loads(Path(args.loads).read_text(encoding="utf-8"))
+        if not isinstance(loads, list) or len(loads) != plan.model.num_experts:
+            return 1.0, f"--loads {args.loads} is no list of {plan.model.num_experts} loads, one an expert"
+        return busiest([float(load) for load in loads], plan.layout.ep), ""
+    except (OSError, ValueError, TypeError) as error:
+        return 1.0, f"--loads {args.loads}: {error}"

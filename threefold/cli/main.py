@@ -48,7 +48,7 @@ def _module(verb: str) -> ModuleType:
 def _parser(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="threefold",
-        description="Plan, check and understand the training of Mixture-of-Experts models.",
+        description="Plan, check, price and train Mixture-of-Experts models.",
         epilog="A plan is a TOML file; any field can be overridden: threefold check plan.toml layout.ep=16",
     )
     parser.add_argument("--version", action="version", version=f"threefold {threefold.__version__}")
@@ -58,7 +58,13 @@ def _parser(argv: list[str]) -> argparse.Namespace:
         sub = verbs.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
         if name == wanted:  # only the verb that runs is imported
             _module(name).add_arguments(sub)
-    return parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    stray = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
+    if stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:  # overrides may stand behind options too, where argparse does not look for them
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 if __name__ == "__main__":

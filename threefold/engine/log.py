@@ -11,9 +11,9 @@ from threefold.units import format_bytes
 class Progress:
     """Loss, speed, memory and the time left, rewritten in place on a terminal."""
 
-    def __init__(self, steps: int, out: TextIO = sys.stderr) -> None:
-        self.steps, self.out = steps, out
-        self.live = out.isatty()
+    def __init__(self, steps: int, out: TextIO | None = None) -> None:
+        self.steps, self.out = steps, out or sys.stderr
+        self.live = self.out.isatty()
         self.began = time.monotonic()
         self.first: int | None = None
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from threefold.engine.slugs import EXPLAIN as ENGINE
 from threefold.findings import Finding, FindingsError, Severity, in_order
-from threefold.plan.parse import EXPLAIN, change
+from threefold.plan.parse import EXPLAIN as PARSING
+from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 
 Check = Callable[[Plan], Iterator[Finding]]
@@ -103,13 +105,12 @@ def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
         return RULES[slug].explanation
-    if slug in EXPLAIN:
-        return Explanation(*EXPLAIN[slug].split("|"))
-    return None
+    said = PARSING.get(slug) or ENGINE.get(slug)
+    return Explanation(*said.split("|")) if said else None
 
 
 def known_slugs() -> list[str]:
-    return [*RULES, *EXPLAIN]
+    return [*RULES, *PARSING, *ENGINE]
 
 
 def _read_docstring(check: Check) -> Explanation:

@@ -1,0 +1,99 @@
+"""Training as a user meets it: train, go on, sample, export, import."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from threefold.cli.main import main  # noqa: E402
+
+RECIPE = str(Path(__file__).parent.parent / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
+SHORT = ["job.seq_len=32", "run.tensorboard=false", "job.data=synthetic", "--threads", "1"]
+
+
+def train(folder: Path, *words: str) -> int:
+    return main(["train", RECIPE, *SHORT, "--run", str(folder), *words])
+
+
+def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert train(run, "job.steps=2") == 0
+    assert "finished at step 2 of 2" in capsys.readouterr().out
+    assert train(run, "job.steps=4") == 0  # a run may go on for longer
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    contract = json.loads((run / "contract.json").read_text())
+    assert contract["benchmark_only"] is True
+    assert contract["torch"] == torch.__version__
+    capsys.readouterr()
+    assert main(["sample", str(run), "--prompt", "def ", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder, again = tmp_path / "run", tmp_path / "hf", tmp_path / "again"
+    assert train(run, "job.steps=1") == 0
+    assert main(["export-hf", str(run), "--out", str(folder)]) == 0
+    assert (folder / "config.json").exists()
+    assert main(["import-hf", str(folder), "--out", str(again), "--dtype", "fp32"]) == 0
+    words = ["job.steps=1", "job.seq_len=32", "job.data=synthetic", "run.tensorboard=false", "job.lr=0"]
+    assert main(["train", str(again / "plan.draft.toml"), *words, "--run", str(again), "--threads", "1"]) == 0
+    assert main(["export-hf", str(again), "--out", str(tmp_path / "hf2")]) == 0
+    from safetensors.torch import load_file
+
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf2"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)  # a rate of 0 trains nothing
+    assert main(["import-hf", str(folder), "--out", str(again)]) == 1  # not empty: refused
+    assert "not empty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["cluster.gpus=2"], "engine-runs-one-rank"),
+        (["knobs.precision=fp8-blockwise"], "engine-has-knob"),
+        (["model=nemotron-3-nano"], "stack-runs-family"),
+        (["run.cores=999"], "cores-exist"),
+        (["job.data=/no/such/shard.tok"], "shard-readable"),
+        (["job.global_batch=7"], "batch-divides-dp"),
+    ],
+)
+def test_what_cannot_run_is_a_finding(
+    words: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [word for word in SHORT if not (word.startswith("job.data") and words[0].startswith("job.data"))]
+    assert main(["train", RECIPE, *kept, "--run", str(tmp_path / "run"), *words]) == 1
+    out, err = capsys.readouterr()
+    assert rule in out
+    assert "Traceback" not in out + err
+
+
+def test_missing_runs_and_folders_are_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(tmp_path / "none")]) == 1
+    assert main(["export-hf", str(tmp_path / "none"), "--out", str(tmp_path / "x")]) == 1
+    assert main(["import-hf", str(tmp_path / "none"), "--out", str(tmp_path / "y")]) == 1
+    assert capsys.readouterr().out.count("error[") == 3
+
+
+def test_another_plan_is_refused_in_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert train(run, "job.steps=1") == 0
+    assert train(run, "job.steps=1", "job.lr=0.5") == 1
+    assert "run-is-this-plan" in capsys.readouterr().out
+
+
+def test_every_finding_of_the_engine_explains_itself() -> None:
+    """Slugs in the engine's sources are known to `check --explain`."""
+    import re
+
+    from threefold.rules.all import explain
+
+    root = Path(__file__).parent.parent / "threefold" / "engine"
+    text = "\n".join(path.read_text() for path in root.rglob("*.py"))
+    slugs = set(re.findall(r'(?:rule=|_refuse\(\s*)"([a-z]+(?:-[a-z]+)+)"', text))
+    assert len(slugs) > 10
+    assert [slug for slug in sorted(slugs) if explain(slug) is None] == []

@@ -1,0 +1,41 @@
+"""What the engine's findings mean, for `threefold check --explain`: what, why, how to confirm, how to fix. No torch."""
+
+EXPLAIN = {
+    "shard-readable": "A token shard is whole and of a known version.|A damaged shard would train on noise."
+    "|Open it again after checking size and disk; docs/data.md has the format.|Make it anew with `threefold tokenize`.",
+    "text-readable": "Text to be tokenized can be read.|A file that is skipped silently changes the data."
+    "|Open the file the message names.|Correct the path or the encoding.",
+    "chat-readable": "A chat has messages with a role and text.|Loss masks follow the roles."
+    "|Look at the line the message names; docs/data.md has the form.|Correct the line.",
+    "data-empty": "There is data to train on.|A run without samples would wait for ever."
+    "|Count the documents of the source.|More data, or a shorter job.seq_len.",
+    "data-unchanged": "A resumed run reads the data it began with.|Another mixture would continue another run."
+    "|Compare job.data with the run's plan.|Give the data as it was, or start a new run.",
+    "tokenizer-readable": "The tokenizer file can be read.|Tokens mean nothing without it."
+    "|Open it with the tokenizers library.|Give a tokenizer.json, or use bytes.",
+    "tokenizers-installed": "The tokenizers package is there when a tokenizer file is used.|It reads the file."
+    "|Import tokenizers.|pip install 'threefold[train]', or use bytes.",
+    "file-writable": "Files can be written where they are asked for.|A half-written shard is removed again."
+    "|Check space and rights of the folder.|Free space, or choose another path.",
+    "hf-weights": "A Hugging Face checkpoint has every weight of the model in the right shape."
+    "|A missing tensor would stay random.|Compare the index with the names in the message.|Complete the checkpoint.",
+    "convertible": "A checkpoint can be imported or exported here.|Nothing is overwritten."
+    "|Look into the folder the message names.|Choose another folder, or train first.",
+    "checkpoint-whole": "A checkpoint has every file with the checksum it was written with."
+    "|A flipped bit in a weight trains on unnoticed.|Compare the file with manifest.json."
+    "|Use the checkpoint before it; the engine does so by itself.",
+    "checkpoint-writable": "Checkpoints can be written.|A run that cannot save loses what it learns."
+    "|Check the space of the run's folder.|Free space; earlier checkpoints are untouched.",
+    "run-is-this-plan": "A run folder holds one plan.|Going on with another plan would mix two runs."
+    "|Compare plan.toml in the folder.|Another --run folder; job.steps and run.* may change.",
+    "run-writable": "The run's folder can be written.|Metrics and checkpoints go there."
+    "|Check rights and space.|Choose another --run folder.",
+    "run-has-checkpoint": "A run that is sampled or exported has a checkpoint.|Weights come from it."
+    "|Look into checkpoints/ of the run.|Train it first.",
+    "loss-is-finite": "Loss and gradients are finite.|A step from a NaN destroys the weights, so it is skipped;"
+    " many of them mean something is wrong.|Look at loss and grad_norm in metrics.jsonl.|Lower job.lr, check the data.",
+    "engine-family": "The engine has the model's family.|A guessed architecture would train something else."
+    "|`threefold models` shows the family.|Use a family the message names.",
+    "cores-exist": "The cores of run.cores are there.|A process pinned to no core does not run."
+    "|Count the cores of the machine.|Write cores as 0-7,16.",
+}
