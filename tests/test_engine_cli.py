@@ -28,6 +28,7 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     contract = json.loads((run / "contract.json").read_text())
     assert contract["benchmark_only"] is True
     assert contract["torch"] == torch.__version__
+    assert [stretch["steady_steps"] for stretch in contract["timing"]] == [[1, 1], [3, 3]]  # half is warm-up here
     capsys.readouterr()
     assert main(["sample", str(run), "--prompt", "def ", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")

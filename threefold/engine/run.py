@@ -78,6 +78,20 @@ def _replace(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def note_timing(folder: Path, seconds: list[float], first_step: int, skipped: int = 5) -> None:
+    """Add the steady window to the contract: the steps of this stretch behind its warm-up, and their mean."""
+    path = folder / CONTRACT
+    skip = min(skipped, len(seconds) // 2)
+    steady = seconds[skip:]
+    if not steady or not path.exists():
+        return
+    contract = json.loads(path.read_text(encoding="utf-8"))
+    window = [first_step + skip, first_step + len(seconds) - 1]
+    mean = sum(steady) / len(steady)
+    contract.setdefault("timing", []).append({"steady_steps": window, "mean_step_seconds": mean})
+    _replace(path, json.dumps(contract, indent=2))
+
+
 class Metrics:
     """`metrics.jsonl`: one object a line; a resumed run drops lines past the step it goes on from."""
 

@@ -23,7 +23,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim.schedule import learning_rate
 from threefold.engine.rng import random_state, restore_random_state
-from threefold.engine.run import CHECKPOINTS, Metrics, open_run, plan_of_run, write_contract
+from threefold.engine.run import CHECKPOINTS, Metrics, note_timing, open_run, plan_of_run, write_contract
 from threefold.engine.step import StepResult, train_step
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
@@ -42,6 +42,7 @@ class Trainer:
     bad_steps: int = 0
     stopping: bool = False
     last: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # of each step of this stretch
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that must survive, by name."""
@@ -87,7 +88,8 @@ def train(plan: Plan, folder: Path, say: Callable[[str], None] | None = None, th
             parts.optimizer.refresh()
             tell(f"starting from the weights in {folder / INITIAL}")
         write_contract(folder, plan, parts.device, parts.loader.fingerprint(), parts.loader.benchmark_only)
-    metrics = Metrics(folder, trainer.step)
+    first_step = trainer.step
+    metrics = Metrics(folder, first_step)
     board = Board(folder, plan.run.tensorboard, plan.run.wandb, dict(plan.written), tell)
     try:
         with _quiet_gc(plan.run.gc_every), _stop_on_signal(trainer):
@@ -95,6 +97,7 @@ def train(plan: Plan, folder: Path, say: Callable[[str], None] | None = None, th
             if trainer.stopping:
                 tell(f"stopping behind step {trainer.step}, saving")
             trainer.save(wait=True)
+        note_timing(folder, trainer.seconds, first_step)
     finally:
         metrics.close()
         board.close()
@@ -151,6 +154,7 @@ def _loop(trainer: Trainer, metrics: Metrics, board: Board, progress: Progress) 
             board.write(trainer.step, values)
             progress.show(trainer.step, values)
         trainer.last = values
+        trainer.seconds.append(values["seconds"])
         trainer.step += 1
         if trainer.bad_steps > plan.run.bad_steps and not result.applied:
             raise _too_many_bad(trainer)
