@@ -9,6 +9,7 @@ from threefold.cost.exchange import (
     expert_tensor_seconds,
     tensor_seconds,
 )
+from threefold.cost.memory import STATE_BYTES
 from threefold.cost.rates import Rates, gemm_rate, peak
 from threefold.cost.work import BF16, IMAGE_PATCHES, Work, case_of, layer_work
 from threefold.layout.links import AxisLink
@@ -356,15 +357,12 @@ def _shard_link(plan: Plan, axis: str, degree: int, stride: int) -> AxisLink:
     return AxisLink(axis, degree, stride, in_domain, "domain" if in_domain == degree else "network")
 
 
-_STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-
-
 def _optimizer_seconds(plan: Plan, rates: Rates) -> tuple[float, float]:
     """The update of this rank's share, on the GPU and on the host."""
     dense, experts = rank_params(plan)
     layout, knobs = plan.layout, plan.knobs
     mine = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
-    moments = _STATE_BYTES[knobs.optimizer_dtype]
+    moments = STATE_BYTES[knobs.optimizer_dtype]
     traffic = mine * (2 * 4 + 4 * moments + 4 + 2)  # master and moments both ways, gradient in, weight out
     host = knobs.optimizer_offload
     on_gpu = traffic * (1 - host) / (plan.chip.memory_bandwidth * rates.optimizer)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from threefold.cost.memory import memory
+from threefold.cost.memory import STATE_BYTES, memory
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
@@ -16,8 +16,6 @@ from threefold.rules.shape import stage_faults
 from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.params import count_params
 from threefold.units import format_bytes
-
-_STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 @lru_cache(maxsize=256)
@@ -34,8 +32,8 @@ def state_bytes(plan: Plan) -> float:
     dense_shards, expert_shards = max(1, layout.dp * layout.cp), max(1, layout.edp)
     dense_here, experts_here = dense / layout.tp / layout.pp, experts / layout.ep / layout.etp / layout.pp
     weight = 4 if knobs.precision == "fp32" else 1 if knobs.fp8_params else 2
-    held = weight + _STATE_BYTES[knobs.grad_dtype]
-    states = (4 + 2 * _STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
+    held = weight + STATE_BYTES[knobs.grad_dtype]
+    states = (4 + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
     if knobs.data_parallel == "zero1":
         return dense_here * (held + states / dense_shards) + experts_here * (held + states / expert_shards)
     copies = layout.replicate
