@@ -29,7 +29,7 @@ class ChipSpec:
         return self.domain > self.gpus_per_node
 
 
-_NVIDIA_SMI = "nvidia-smi memory.total on the SXM part"
+_NVIDIA_SMI = "nvidia-smi memory.total as commonly reported for the part; read by us on an H200 only"
 
 A100 = ChipSpec(
     name="a100",
@@ -132,7 +132,7 @@ GB200 = ChipSpec(
     host_bandwidth=225 * GB,
     gpus_per_node=4,
     sources={
-        "memory_bytes": "nvidia-smi memory.total; a published run reserved 173.9 GiB, more than the datasheet's 186 GB",
+        "memory_bytes": "as commonly reported; a published run reserved 173.9 GiB, more than the datasheet's 186 GB",
         "rates and NVLink": "NVIDIA GB200 NVL72 datasheet, a GPU's share, without sparsity",
         "network": "GB200 NVL72: one 400 Gb/s port a GPU",
         "host": "NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
