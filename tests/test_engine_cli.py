@@ -80,6 +80,29 @@ def test_missing_runs_and_folders_are_findings(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.count("error[") == 3
 
 
+def test_places_that_cannot_be_written_are_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, folder, blocked = tmp_path / "run", tmp_path / "hf", tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert train(run, "job.steps=1") == 0
+    assert main(["export-hf", str(run), "--out", str(folder)]) == 0
+    assert main(["import-hf", str(folder), "--out", str(blocked / "in")]) == 1
+    assert train(blocked / "run", "job.steps=1") == 1
+    assert main(["export-hf", str(run), "--out", str(blocked / "hf")]) == 1
+    assert "Traceback" not in "".join(capsys.readouterr())
+    assert main(["train", RECIPE, "--threads", "0"]) == 2
+
+
+def test_a_missing_package_is_named_and_our_own_fault_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from threefold.cli.inputs import missing_package
+
+    assert missing_package("train", ModuleNotFoundError(name="torch")) == 1
+    assert "pip install 'threefold[train]'" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        missing_package("train", ModuleNotFoundError(name="threefold.engine.nothing"))
+
+
 def test_another_plan_is_refused_in_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert train(run, "job.steps=1") == 0

@@ -1,10 +1,9 @@
 """`threefold export-hf`: the newest checkpoint of a run as a folder that transformers loads."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from threefold.cli.inputs import print_findings
+from threefold.cli.inputs import missing_package, print_findings
 from threefold.findings import FindingsError
 
 
@@ -16,9 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from threefold.engine.convert import export_hf
-    except ImportError as error:
-        print(f"threefold export-hf: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
-        return 1
+    except ModuleNotFoundError as error:
+        return missing_package("export-hf", error)
     try:
         for line in export_hf(args.run, args.out):
             print(line)

@@ -1,10 +1,9 @@
 """`threefold import-hf`: a Hugging Face checkpoint becomes the start of a run."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from threefold.cli.inputs import print_findings
+from threefold.cli.inputs import missing_package, print_findings
 from threefold.findings import FindingsError
 
 
@@ -17,9 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from threefold.engine.convert import import_hf
-    except ImportError as error:
-        print(f"threefold import-hf: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
-        return 1
+    except ModuleNotFoundError as error:
+        return missing_package("import-hf", error)
     try:
         for line in import_hf(args.folder, args.out, args.dtype):
             print(line)

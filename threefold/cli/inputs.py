@@ -33,3 +33,11 @@ def print_findings(findings: list[Finding], as_json: bool) -> int:
     else:
         print(findings_text(findings))
     return 1 if bad else 0
+
+
+def missing_package(verb: str, error: ModuleNotFoundError) -> int:
+    """Say which package a verb lacks. A module of our own that is missing is a fault, not a missing package."""
+    if (error.name or "").startswith("threefold"):
+        raise error
+    print(f"threefold {verb}: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
+    return 1

@@ -1,10 +1,9 @@
 """`threefold sample`: let the newest checkpoint of a run continue a prompt."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from threefold.cli.inputs import print_findings
+from threefold.cli.inputs import missing_package, print_findings
 from threefold.findings import FindingsError
 
 
@@ -22,9 +21,8 @@ def run(args: argparse.Namespace) -> int:
         from threefold.engine.data.tokenizer import open_tokenizer
         from threefold.engine.sample import sample_text
         from threefold.engine.train import load_run
-    except ImportError as error:
-        print(f"threefold sample: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
-        return 1
+    except ModuleNotFoundError as error:
+        return missing_package("sample", error)
     try:
         model = load_run(args.run)
         text = sample_text(model, open_tokenizer(args.tokenizer), args.prompt, args.tokens, args.temperature, args.seed)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.findings import FindingsError, in_order
 from threefold.rules.all import check, promoted
 
@@ -16,6 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.threads is not None and args.threads < 1:
+        print(f"threefold train: --threads {args.threads} is below 1", file=sys.stderr)
+        return 2
     parsed, findings = plan_from(args)
     plan = parsed.plan
     if plan is None:
@@ -25,9 +28,8 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(blocking), args.json)
     try:
         from threefold.engine.train import train
-    except ImportError as error:
-        print(f"threefold train: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
-        return 1
+    except ModuleNotFoundError as error:
+        return missing_package("train", error)
     folder = args.run or Path("runs") / f"{Path(args.plan).stem}-{plan.hash}"
     try:
         trainer = train(plan, folder, threads=args.threads)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from threefold.engine.checkpoint import Checkpoints, quiet_dcp, read_manifest, verify_checkpoint
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.run import CHECKPOINTS, PLAN, plan_of_run
-from threefold.engine.weights.read import open_hf
+from threefold.engine.weights.read import Source, open_hf
 from threefold.engine.weights.write import write_hf
 from threefold.findings import Finding, FindingsError
 from threefold.plan.file import dump_fields
@@ -33,24 +33,34 @@ def import_hf(folder: Path, out: Path, dtype: str) -> Iterator[str]:
     initial = out / INITIAL
     if out.exists() and any(out.iterdir()):
         raise _refuse(out, "the folder is not empty", "choose another --out folder")
-    initial.mkdir(parents=True)
-    shutil.copy(folder / "config.json", out / HF_CONFIG)
     for finding in source.findings:
         yield str(finding)
-    number, held, count = 0, {}, 0
+    try:
+        initial.mkdir(parents=True)
+        count = _write_shards(source, initial, _DTYPES[dtype])
+        shutil.copy(folder / "config.json", out / HF_CONFIG)
+        fields = {"model": f"hf:{(out / HF_CONFIG).resolve()}", "knobs.precision": dtype, "job.mtp": spec.mtp_layers}
+        draft = (out / PLAN).with_suffix(".draft.toml")
+        draft.write_text(dump_fields(fields), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(initial, ignore_errors=True)
+        raise _refuse(out, f"cannot be written: {error}", "free space, or choose another --out folder") from None
+    yield f"{count:,} weights of {spec.family} in {initial}"
+    yield f"train from them: threefold train {draft} --run {out}"
+
+
+def _write_shards(source: Source, folder: Path, dtype: torch.dtype) -> int:
+    """One shard in memory at a time; returns the number of weights."""
+    number, count, held = 0, 0, {}
     for name, tensor in source:
-        held[name] = tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() and tensor.dim() else tensor
+        held[name] = tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() else tensor
         count += tensor.numel()
         if sum(value.numel() * value.element_size() for value in held.values()) >= SHARD_BYTES:
-            save_file(held, initial / f"{number:05d}.safetensors")
+            save_file(held, folder / f"{number:05d}.safetensors")
             number, held = number + 1, {}
     if held:
-        save_file(held, initial / f"{number:05d}.safetensors")
-    precision = "fp32" if dtype == "fp32" else "bf16"
-    fields = {"model": f"hf:{(out / HF_CONFIG).resolve()}", "knobs.precision": precision, "job.mtp": spec.mtp_layers}
-    (out / PLAN).with_suffix(".draft.toml").write_text(dump_fields(fields), encoding="utf-8")
-    yield f"{count:,} weights of {spec.family} in {initial}"
-    yield f"train from them: threefold train {(out / PLAN).with_suffix('.draft.toml')} --run {out}"
+        save_file(held, folder / f"{number:05d}.safetensors")
+    return count
 
 
 def load_initial(run: Path, model: Decoder) -> bool:

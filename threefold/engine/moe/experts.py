@@ -6,6 +6,7 @@ A row's router weight w goes in before FC2: w (h W + b) = (w h) W + w b. The row
 the way back, and the backward needs no copy of FC2's output.
 """
 
+import warnings
 from functools import cache
 from typing import Any, Literal
 
@@ -137,6 +138,7 @@ def _probe(device: str, dtype: torch.dtype) -> bool:
             weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
             counts = torch.tensor([4, 12], device=device)
             grouped_linear(x, weight, None, counts).mul(1.0).backward(torch.ones(16, 16, device=device, dtype=dtype))
-    except (RuntimeError, AttributeError, NotImplementedError):
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        warnings.warn(f"grouped_mm fails here in {dtype}: experts run one by one, far slower ({error})", stacklevel=2)
         return False
     return True
