@@ -395,6 +395,12 @@ def test_fix_text_offers_the_valid_values() -> None:
     assert finding.fix_data == {"layout.ep": 32}
 
 
+def test_repair_corrects_the_degree_before_it_adds_gpus() -> None:
+    fixed, applied = repair(build({**CLEAN, "layout.ep": 48}))
+    assert [finding.rule for finding in applied] == ["ep-divides-experts"]
+    assert (fixed.layout.ep, fixed.cluster.gpus, fixed.job.global_batch) == (32, 1024, 8192)
+
+
 def test_every_slug_explains_itself() -> None:
     for slug in known_slugs():
         said = explain(slug)

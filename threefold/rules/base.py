@@ -92,13 +92,23 @@ def repair(plan: Plan, severity: Severity = "error", most: int = 60) -> tuple[Pl
         curable = [f for f in check(plan) if f.severity == severity and f.fix_data]
         if not curable:
             break
-        first = curable[0]
+        first = min(curable, key=_depth)
         try:
             plan = change(plan, first.fix_data or {})
         except FindingsError:
             break
         applied.append(first)
     return plan, applied
+
+
+# Fields follow from those before them: a wrong degree is corrected before GPUs are added or the batch is moved for it.
+_FOLLOWS = ("model", "layout", "cluster", "job", "knobs", "stack")
+
+
+def _depth(finding: Finding) -> int:
+    """How far down that order the fix reaches first."""
+    tables = {path.partition(".")[0] for path in finding.fix_data or {}}
+    return min((_FOLLOWS.index(table) for table in tables if table in _FOLLOWS), default=len(_FOLLOWS))
 
 
 def explain(slug: str) -> Explanation | None:
