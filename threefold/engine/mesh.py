@@ -90,11 +90,12 @@ class Mesh:
     def device_mesh(self, *groups: Group) -> DeviceMesh:
         """One or two groups (copies, shards) as torch's FSDP wants them."""
         names = tuple(group.name.replace(" x ", "_") for group in groups)
-        handles = [group.handle for group in groups]
+        handles = [group.handle for group in groups if group.handle is not None]
+        assert len(handles) == len(groups)
         if len(handles) == 1:
             return DeviceMesh.from_group(handles[0], self.device.type, mesh_dim_names=names)
         copies, shards = groups
-        ranks = torch.tensor(sorted({rank for rank in _grid(copies, shards)})).view(copies.size, shards.size)
+        ranks = torch.tensor(sorted(_grid(copies, shards))).view(copies.size, shards.size)
         return DeviceMesh.from_group(handles, self.device.type, mesh=ranks, mesh_dim_names=names)
 
 

@@ -47,7 +47,7 @@ def observed(observer: Observer) -> Iterator[None]:
 class Pending:
     """A collective under way. `wait` may be called more than once."""
 
-    def __init__(self, work: Any, after: Callable[[], None] | None, ended: list[Callable[[], None]]) -> None:
+    def __init__(self, work: Any, after: Callable[[], object] | None, ended: list[Callable[[], None]]) -> None:
         self._work, self._after, self._ended = work, after, ended
 
     def wait(self) -> None:
@@ -63,7 +63,7 @@ class Pending:
 
 
 def _start(
-    group: Group, operation: str, num_bytes: int, call: Callable[[], Any], after: Callable[[], None] | None = None
+    group: Group, operation: str, num_bytes: int, call: Callable[[], Any], after: Callable[[], object] | None = None
 ) -> Pending:
     seen = Call(group, operation, num_bytes)
     ended = [tell for observer in list(_observers) if (tell := observer(seen)) is not None]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Range = tuple[int, int]
 
@@ -112,3 +112,10 @@ def flat_rectangles(shape: Sequence[int], first: int, after: int) -> Iterator[tu
     if tail * row < after:
         for low, high in flat_rectangles(shape[1:], 0, after - tail * row):
             yield [tail, *low], [tail + 1, *high]
+
+
+def cut_parameter(module: nn.Module, name: str, placement: Placement) -> None:
+    """Replace a parameter that has no memory yet (`meta`) by one of its piece's shape."""
+    old = module.get_parameter(name)
+    assert old.is_meta and tuple(old.shape) == placement.shape, (name, old.shape, placement)
+    module.register_parameter(name, nn.Parameter(old.new_empty(placement.local_shape), old.requires_grad))
