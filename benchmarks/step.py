@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.build import options_of
+from threefold.engine.build import options_of, parts_alone
 from threefold.engine.data.loader import Batch
 from threefold.engine.loss import IGNORE
 from threefold.engine.models.build import build_model
@@ -69,10 +69,11 @@ def ours(plan: Plan, device: torch.device) -> Step:
     model = build_model(plan.model, plan.mtp, torch.bfloat16, device, options_of(plan), seed=0)
     named = model.named_parameters()
     optimizer = AdamW(named, plan.job.weight_decay, plan.knobs.optimizer_dtype, BETAS, master=False)
+    parts = parts_alone(model, optimizer)
 
     def step(tokens_BS: Tensor) -> float:
         labels_BS = torch.nn.functional.pad(tokens_BS[:, 1:], (0, 1), value=IGNORE)
-        return train_step(model, optimizer, [Batch(tokens_BS, labels_BS)], LR, plan.job).loss
+        return train_step(parts, [Batch(tokens_BS, labels_BS)], LR, plan.job).loss
 
     return step
 

@@ -198,7 +198,7 @@ def test_mtp_equals_a_loop_over_documents(family: str) -> None:
     out = engine(tokens, labels, documents)
     for part in (slice(0, 6), slice(6, 13)):
         text, hidden = tokens[:, part], seen[0][:, part]
-        for depth, module in enumerate(engine.mtp, start=1):
+        for depth, module in enumerate(engine.mtp.values(), start=1):
             length = text.shape[1] - depth
             places = Places.of(text[:, :length])
             hidden, _ = module(hidden[:, :length], engine.embed(text[:, depth:]), places)

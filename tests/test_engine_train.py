@@ -21,7 +21,9 @@ torch = pytest.importorskip("torch")
 from tiny_runs import DEEPSEEK, run_alone, tiny_plan, tiny_shard  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from threefold.engine.build import build  # noqa: E402
+from threefold.engine.build import build, parts_alone  # noqa: E402
+from threefold.engine.launch import join  # noqa: E402
+from threefold.engine.pieces import Piece  # noqa: E402
 from threefold.engine.checkpoint import Checkpoints, read_checkpoint, write_checkpoint  # noqa: E402
 from threefold.engine.data.corpus import embedded_corpus, unigram_entropy  # noqa: E402
 from threefold.engine.data.loader import Batch  # noqa: E402
@@ -66,14 +68,18 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return sorted(left.keys() ^ right.keys()) + [
-        n for n in left.keys() & right.keys() if not same_bits(left[n], right[n])
+        n for n in left.keys() & right.keys() if not same_bits(memory_of(left[n]), memory_of(right[n]))
     ]
 
 
-def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in tensors.items()}
+def copied(tensors: dict[str, Tensor | Piece]) -> dict[str, Tensor]:
+    return {name: memory_of(value).clone() for name, value in tensors.items()}
+
+
+def memory_of(value: Tensor | Piece) -> Tensor:
+    return value.memory if isinstance(value, Piece) else value
 
 
 def checkpoints(folder: Path) -> Checkpoints:
@@ -241,7 +247,7 @@ def test_microbatches_add_up_to_the_whole_batch(cuts: tuple[int, ...]) -> None:
     job = Job(clip_norm=0.0)
     found = []
     for parts in ([batch], [rows(batch, a, b) for a, b in pairwise(cuts)]):
-        result = train_step(model, AdamW(model.named_parameters(), 0.0), parts, 0.0, job)
+        result = train_step(parts_alone(model, AdamW(model.named_parameters(), 0.0)), parts, 0.0, job)
         assert result.num_tokens == 51
         found.append((result, {name: p.grad.clone() for name, p in model.named_parameters()}))
     (whole, grads), (split, sums) = found
@@ -254,13 +260,13 @@ def test_microbatches_add_up_to_the_whole_batch(cuts: tuple[int, ...]) -> None:
 
 def trainer_of(fields: dict[str, Any], folder: Path) -> Trainer:
     plan = tiny_plan(fields)
-    return Trainer(plan, folder, build(plan), checkpoints(folder))
+    return Trainer(plan, folder, build(plan), checkpoints(folder), join(plan))
 
 
 def one_step(trainer: Trainer, step: int) -> Any:
     parts, plan = trainer.parts, trainer.plan
     batches = [parts.loader.batch(step, m) for m in range(plan.num_microbatches)]
-    return train_step(parts.model, parts.optimizer, batches, 1e-3, plan.job)
+    return train_step(parts, batches, 1e-3, plan.job)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -134,7 +134,7 @@ def test_fp8_blocks_load_dequantised_and_say_so(tmp_path: Path) -> None:
     told = read_hf(tmp_path, model)
     assert [finding.severity for finding in told] == ["warning"]
     assert f"{len(names)} block fp8 tensors were dequantised" in told[0].problem
-    key, found = "model.layers.0.mlp.gate_proj.weight", model.layers[0].ffn.gate.weight
+    key, found = "model.layers.0.mlp.gate_proj.weight", model.layers["0"].ffn.gate.weight
     for i in range(found.shape[0]):
         for j in range(0, found.shape[1], 5):
             scale = float(tensors[f"{key}_scale_inv"][i // 16, j // 8])
@@ -171,7 +171,7 @@ def test_mxfp4_experts_load_dequantised_and_say_so(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     told = read_hf(tmp_path, model)
     assert ["4 MXFP4 tensors were dequantised" in finding.problem for finding in told] == [True]
-    experts = model.layers[1].ffn.experts
+    experts = model.layers["1"].ffn.experts
     stored = expected["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(experts.gate_up[:, :32], stored[:, 0::2])
     assert torch.equal(experts.gate_up[:, 32:], stored[:, 1::2])

@@ -1,40 +1,119 @@
-"""`threefold train`: run a plan, or go on with the run in its folder."""
+"""`threefold train`: run a plan, or go on with the run in its folder; start its ranks, or be one of them."""
 
 import argparse
+import os
 import sys
+import traceback
 from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
-from threefold.findings import FindingsError, in_order
-from threefold.rules.all import check, promoted
+from threefold.engine.exits import FAULT, LONELY, REFUSED
+from threefold.findings import Finding, FindingsError, in_order
+from threefold.plan.plan import Plan
+from threefold.plan.ranks import Seat, on_ranks, seat
+from threefold.rules.all import check, errors, promoted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument("--run", type=Path, help="the run's folder (default: runs/PLAN-HASH)")
-    parser.add_argument("--threads", type=int, help="CPU threads to compute with (default: all)")
+    parser.add_argument("--threads", type=int, help="CPU threads to compute with (default: all, shared by the ranks)")
+    parser.add_argument("--nproc", type=int, help="ranks to start on this machine (default: cluster.gpus)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=3, metavar="N", help="starts after failures of ranks (default 3)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.threads is not None and args.threads < 1:
-        print(f"threefold train: --threads {args.threads} is below 1", file=sys.stderr)
-        return 2
-    parsed, findings = plan_from(args)
-    plan = parsed.plan
-    if plan is None:
-        return print_findings(findings, args.json)
-    blocking = [finding for finding in promoted(check(plan)) if finding.severity == "error"]
-    if blocking:
-        return print_findings(in_order(blocking), args.json)
+    for name, least in (("threads", 1), ("nproc", 1), ("max_restarts", 0)):
+        given = getattr(args, name)
+        if given is not None and given < least:
+            print(f"threefold train: --{name.replace('_', '-')} {given} is below {least}", file=sys.stderr)
+            return 2
     try:
-        from threefold.engine.train import train
-    except ModuleNotFoundError as error:
-        return missing_package("train", error)
-    folder = args.run or Path("runs") / f"{Path(args.plan).stem}-{plan.hash}"
-    try:
-        trainer = train(plan, folder, threads=args.threads)
+        place = seat(os.environ)
+        if place is None or place.size == 1:
+            return _run(args, place)
+        return _run_as_rank(args, place)
     except FindingsError as error:
         return print_findings(error.findings, args.json)
+
+
+def _run_as_rank(args: argparse.Namespace, place: Seat) -> int:
+    """A rank that fails leaves at once: its peers wait for it, and a broken process group may hang on its way out."""
+    try:
+        code = _run(args, place)
+    except FindingsError as error:
+        code = print_findings(error.findings, args.json)
+    except Exception as error:
+        code = _say_fault(place, error)
+    if code == 0:
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(REFUSED if code == 1 else code)
+
+
+def _say_fault(place: Seat, error: Exception) -> int:
+    from threefold.engine.launch import lost_a_peer
+
+    if lost_a_peer(error):
+        print(f"rank {place.rank} lost a rank it was talking to: {str(error).splitlines()[0]}", file=sys.stderr)
+        return LONELY
+    traceback.print_exc()
+    return FAULT
+
+
+def _run(args: argparse.Namespace, place: Seat | None) -> int:
+    parsed, findings = plan_from(args)
+    given = parsed.plan
+    if given is None:
+        return print_findings(findings, args.json)
+    ranks = place.size if place else args.nproc or given.cluster.gpus
+    plan = on_ranks(given, ranks, lambda candidate: errors(check(candidate)))
+    if plan is not given and (place is None or place.rank == 0):
+        print(f"on {ranks} ranks, where the plan says {given.cluster.gpus}", file=sys.stderr)
+    blocking = errors(promoted(check(plan)))
+    if blocking:
+        return print_findings(in_order(blocking), args.json)
+    # The plan's own hash, whatever the ranks of today: a run goes on in its folder.
+    folder = args.run or Path("runs") / f"{Path(args.plan).stem}-{given.hash}"
+    try:
+        return _train(args, plan, folder) if place or ranks == 1 else _start_ranks(args, plan, folder)
+    except ModuleNotFoundError as error:
+        return missing_package("train", error)
+
+
+def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
+    from threefold.engine.launch import join, leave
+    from threefold.engine.train import train
+
+    world = join(plan)
+    trainer = train(plan, folder, threads=args.threads)
+    leave()
     done = trainer.step >= plan.job.steps
-    print(f"{'finished' if done else 'stopped'} at step {trainer.step} of {plan.job.steps}: {folder}")
+    if world.leads:
+        print(f"{'finished' if done else 'stopped'} at step {trainer.step} of {plan.job.steps}: {folder}")
     return 0
+
+
+def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
+    """This command again, once a rank."""
+    import threefold.engine.agent as agent
+    from threefold.engine.launch import num_devices
+
+    ranks, here = plan.cluster.gpus, num_devices(plan)
+    if here is not None and here < ranks:
+        finding = Finding(
+            rule="ranks-start-here",
+            at="cluster.gpus",
+            problem=f"{ranks} ranks of one {plan.cluster.chip} each; this machine shows {here}",
+            advice="start them on the cluster: `threefold launch --slurm` writes a script, --torchrun the commands",
+        )
+        return print_findings([finding], args.json)
+    words = [args.plan, *args.overrides, "--run", str(folder)]
+    words += ["--threads", str(args.threads)] if args.threads else []
+    words += ["--target", args.target] if args.target else []
+    words += ["--json"] if args.json else []
+    argv = [sys.executable, "-m", "threefold", "train", *words]
+    return agent.launch_here(argv, ranks, args.max_restarts, folder)

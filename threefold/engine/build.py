@@ -1,36 +1,65 @@
 """Plan -> model, optimizer, loader: the map of the engine on one screen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from threefold.engine.data.loader import Loader
+from threefold.engine.mesh import Mesh
 from threefold.engine.models.build import build_model
-from threefold.engine.models.decoder import Decoder
+from threefold.engine.models.decoder import Block, Decoder
+from threefold.engine.moe.experts import Experts
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
 from threefold.engine.options import Options
 from threefold.engine.rng import seed_all
+from threefold.engine.runner import InTurn, Piped, Runner
+from threefold.engine.shard.data import Zero1
+from threefold.engine.shard.fsdp import Fsdp, Wrapping
+from threefold.engine.shard.matrices import Matrices
+from threefold.engine.shard.order import copies_group, cut_group, shard, shards_of
+from threefold.engine.shard.owned import settings_of
+from threefold.engine.shard.whole import DataParallel, Whole
+from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 
 HELD_OUT = 0.02  # of the data, for evaluation where the plan asks for it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_WRAPPING = Wrapping(
+    is_block=lambda module: isinstance(module, Block),
+    is_experts=lambda module: isinstance(module, Experts),
+    methods=("advance", "conclude"),
+)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Parts:
-    """Everything a step needs."""
+    """Everything a step needs, of one rank."""
 
-    model: Decoder
+    chunks: dict[int, Decoder]  # of the model, by number; one, the whole, without a pipeline
+    runner: Runner
+    data: DataParallel
     optimizer: AdamW | Muon
-    loader: Loader
-    held_out: Loader | None
-    device: torch.device
+    mesh: Mesh
+    loader: Loader | None = None
+    held_out: Loader | None = None
+
+    @property
+    def model(self) -> Decoder:
+        """Where there is no pipeline."""
+        (only,) = self.chunks.values()
+        return only
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
 
     def close(self) -> None:
-        self.loader.close()
-        if self.held_out:
-            self.held_out.close()
+        for loader in (self.loader, self.held_out):
+            if loader:
+                loader.close()
 
 
 def device_of(plan: Plan) -> torch.device:
@@ -51,19 +80,74 @@ def options_of(plan: Plan) -> Options:
         z_loss=job.z_loss,
         capacity_factor=job.capacity_factor if job.capacity_scope == "expert" else None,
         forced_balance=job.routing == "forced-balance",
+        shared_overlap=plan.knobs.shared_expert_overlap,
     )
 
 
-def build(plan: Plan) -> Parts:
-    """A trainable model as the plan says, on this process's device."""
-    device = device_of(plan)
+def build(
+    plan: Plan,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    options: Options | None = None,
+    with_data: bool = True,
+) -> Parts:
+    """This rank's share of a trainable model as the plan says; `mesh` is None where it is the only one."""
+    mesh = mesh or Mesh(plan.layout, device=device_of(plan))
     seed_all(plan.job.seed)
-    model = build_model(plan.model, plan.mtp, dtype_of(plan), device, options_of(plan), plan.job.seed)
-    kind = Muon if plan.job.optimizer == "muon" else AdamW
-    optimizer = kind(model.named_parameters(), plan.job.weight_decay, plan.knobs.optimizer_dtype)
-    share = HELD_OUT if plan.run.eval_every else 0.0
-    loader = Loader(plan.job, plan.model.vocab, seed=plan.job.seed, held_out=share)
-    held_out = None
-    if share:
-        held_out = Loader(plan.job, plan.model.vocab, seed=plan.job.seed, held_out=share, evaluation=True, prefetch=0)
-    return Parts(model, optimizer, loader, held_out, device)
+    chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan))
+    optimizer = _optimizer(plan, mesh, chunks, data)
+    runner: Runner = InTurn(next(iter(chunks.values())))
+    if plan.layout.pp > 1:
+        runner = Piped(chunks, plan, mesh, dtype or dtype_of(plan))
+    parts = Parts(chunks, runner, data, optimizer, mesh)
+    return replace(parts, loader=_loader(plan, mesh), held_out=_held_out(plan, mesh)) if with_data else parts
+
+
+def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
+    """A model that exists already, on one rank."""
+    device = next(model.parameters()).device
+    return Parts({0: model}, InTurn(model), Whole(model), optimizer, Mesh(Layout(), device=device))
+
+
+def _model_and_data(
+    plan: Plan, mesh: Mesh, dtype: torch.dtype, options: Options
+) -> tuple[dict[int, Decoder], Whole | Zero1 | Fsdp]:
+    if plan.layout.gpus == 1 and not mesh.keep_single:
+        model = build_model(plan.model, plan.mtp, dtype, mesh.device, options, plan.job.seed)
+        return {0: model}, Whole(model)
+    sharded = shard(plan, mesh, options, dtype, plan.job.seed)
+    models, settings = list(sharded.chunks.values()), settings_of(plan.knobs, mesh.device)
+    copies = partial(copies_group, mesh)
+    if plan.knobs.data_parallel == "zero1":
+        return sharded.chunks, Zero1(models, sharded.placements, copies, settings)
+    return sharded.chunks, Fsdp(
+        models, sharded.placements, partial(shards_of, mesh), copies, mesh.device_mesh, settings, _WRAPPING
+    )
+
+
+def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> AdamW | Muon:
+    decay, state_dtype = plan.job.weight_decay, plan.knobs.optimizer_dtype
+    named = next(iter(chunks.values())).named_parameters() if isinstance(data, Whole) else data.updated
+    if plan.job.optimizer == "adamw":
+        return AdamW(named, decay, state_dtype)
+    wholes = None if isinstance(data, Whole) else Matrices(data, partial(cut_group, mesh))
+    return Muon(named, decay, state_dtype, wholes=wholes)
+
+
+def _loader(plan: Plan, mesh: Mesh, evaluation: bool = False) -> Loader:
+    layout = plan.layout
+    return Loader(
+        plan.job,
+        plan.model.vocab,
+        dp_rank=mesh.place("dp"),
+        dp_size=layout.dp,
+        seed=plan.job.seed,
+        held_out=HELD_OUT if plan.run.eval_every else 0.0,
+        evaluation=evaluation,
+        prefetch=0 if evaluation else 2,
+        length_multiple=(2 * layout.cp if layout.cp > 1 else 1) * layout.tp,
+    )
+
+
+def _held_out(plan: Plan, mesh: Mesh) -> Loader | None:
+    return _loader(plan, mesh, evaluation=True) if plan.run.eval_every else None

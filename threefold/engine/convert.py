@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch import Tensor, nn
 
-from threefold.engine.checkpoint import Checkpoints, quiet_dcp, read_manifest, verify_checkpoint
-from threefold.engine.models.decoder import Decoder
+from threefold.engine.checkpoint import Checkpoints
+from threefold.engine.manifest import read_manifest, verify_files
+from threefold.engine.pieces import Piece, State, Stored
 from threefold.engine.run import CHECKPOINTS, PLAN, plan_of_run
+from threefold.engine.shard.placement import Placement
 from threefold.engine.weights.read import Source, open_hf
 from threefold.engine.weights.write import write_hf
 from threefold.findings import Finding, FindingsError
@@ -63,22 +64,48 @@ def _write_shards(source: Source, folder: Path, dtype: torch.dtype) -> int:
     return count
 
 
-def load_initial(run: Path, model: Decoder) -> bool:
-    """Fill the model with imported weights, where the run has any."""
-    files = sorted((run / INITIAL).glob("*.safetensors"))
+def load_initial(run: Path, model: nn.Module, placements: Mapping[str, Placement] | None = None) -> bool:
+    """Fill the model with imported weights, where the run has any.
+
+    With placements the model is this rank's share: parameters are pieces, and it may have only some of the names.
+    """
     state = model.state_dict()
+    if placements is None:
+        return fill_initial(run, state)
+    want = {name: Piece(placements[name], value) if name in placements else value for name, value in state.items()}
+    return fill_initial(run, want, only_these=True)
+
+
+def fill_initial(run: Path, want: State, only_these: bool = False) -> bool:
+    """Imported weights into tensors and pieces; `only_these`: the run may have more of them."""
+    files = sorted((run / INITIAL).glob("*.safetensors"))
     for path in files:
         with safe_open(str(path), "pt") as shard:
             for name in sorted(shard.keys()):
-                state[name].copy_(shard.get_tensor(name))
+                if name in want or not only_these:
+                    _fill_one(want[name], name, shard)
     return bool(files)
 
 
+def _fill_one(into: Tensor | Piece, name: str, shard: Any) -> None:
+    """A piece reads its rectangles only. A scalar has no slices."""
+    stored = shard.get_slice(name)
+    if tuple(stored.get_shape()) != tuple(into.size()):
+        problem = f"{name} has shape {stored.get_shape()} there and {list(into.size())} in the plan"
+        raise _refuse(Path(INITIAL), problem, "train the model that was imported")
+    if isinstance(into, Tensor) or not into.size():
+        target = into if isinstance(into, Tensor) else into.parts[()]
+        target.copy_(shard.get_tensor(name))
+        return
+    for offsets, part in into.parts.items():
+        part.copy_(stored[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))])
+
+
 class _Saved(Mapping[str, Tensor]):
-    """The model's tensors in a checkpoint, each read when asked for."""
+    """The model's whole tensors in a checkpoint of any layout, each read when asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.stored = Stored(folder)
         tensors: dict[str, Any] = read_manifest(folder)["tensors"]
         self.facts = {
             name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")
@@ -86,10 +113,9 @@ class _Saved(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape = self.facts[name]
-        wanted = {f"model.{name}": torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))}
-        with quiet_dcp():
-            load(wanted, checkpoint_id=str(self.folder), no_dist=True)
-        return wanted[f"model.{name}"]
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        self.stored.fill({f"model.{name}": tensor})
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.facts)
@@ -105,7 +131,7 @@ def export_hf(run: Path, out: Path) -> Iterator[str]:
     if not checkpoints.steps():
         raise _refuse(run, "the run has no checkpoint", "train it first")
     step = checkpoints.steps()[-1]
-    verify_checkpoint(checkpoints.path(step))
+    verify_files(checkpoints.path(step))
     kept = run / HF_CONFIG
     config = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else None
     write_hf(_Saved(checkpoints.path(step)), plan.model, out, config)

@@ -2,10 +2,21 @@
 
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
 from threefold.units import format_bytes
+
+
+class _Nowhere(StringIO):
+    """Forgets what is written: for ranks that do not speak."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+NOWHERE = _Nowhere()
 
 
 class Progress:

@@ -1,13 +1,19 @@
 """Cross entropy that never holds all logits: chunks of tokens, each reduced to its loss and gradients at once.
 
-Shapes: T tokens, C tokens of a chunk, D model dim, V vocabulary.
+Shapes: T tokens, C tokens of a chunk, D model dim, V vocabulary, or this rank's part of it.
+
+With the vocabulary spread over ranks each holds some columns of the logits: maxima and sums travel, logits do not.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.mesh import Group
 from threefold.engine.norm import wide
+from threefold.engine.shard.collectives import all_reduce
 
 IGNORE = -100
 # Of logits in fp32 at a time. Each chunk adds to the head's whole gradient: on a GPU that costs as much as the products
@@ -16,9 +22,22 @@ _CHUNK_BYTES = {"cuda": 2 * 2**30, "cpu": 256 * 2**20}
 _TILE = 128
 
 
-def cross_entropy_sum(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int | None = None) -> Tensor:
-    """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32."""
-    return _Chunked.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, len(weight_VD)))
+@dataclass(frozen=True)
+class VocabPart:
+    """Tokens first.. of the vocabulary, of which the ranks of `group` hold one part each."""
+
+    first: int
+    group: Group
+
+
+def cross_entropy_sum(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int | None = None, part: VocabPart | None = None
+) -> Tensor:
+    """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32.
+
+    With `part` every rank of its group gets the whole sum, and of the gradient of x the part of its own columns.
+    """
+    return _Chunked.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, len(weight_VD)), part)
 
 
 def _chunk_size(x_TD: Tensor, vocab: int) -> int:
@@ -41,7 +60,7 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, labels_T, chunk):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab):  # type: ignore[no-untyped-def]
         need_x, need_weight = ctx.needs_input_grad[:2]
         dtype = wide(x_TD.dtype)
         loss = x_TD.new_zeros((), dtype=dtype)
@@ -49,7 +68,10 @@ class _Chunked(torch.autograd.Function):
         grad_VD = None
         for start in range(0, len(x_TD), chunk):
             x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
-            part, slope_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
+            if vocab is None:
+                part, slope_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
+            else:
+                part, slope_CV = _one_chunk_of_part(x_CD, weight_VD, labels_C, vocab)
             loss += part
             # Ignored tokens are taken out of the narrow factors, not out of the wide one.
             ignored_C1 = (labels_C == IGNORE)[:, None]
@@ -71,7 +93,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if made is None else _scaled(made, grad, dtype) for made, dtype in pairs), None, None
+        return *(None if made is None else _scaled(made, grad, dtype) for made, dtype in pairs), None, None, None
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,3 +114,24 @@ def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, need_slope: bo
     torch.exp(log_CV, out=slope_CV)
     # expm1: p - 1 would be 0 for a p that bf16 rounds to 1.
     return loss, slope_CV.scatter_(1, index_C1, picked_C1.expm1().to(x_CD.dtype))
+
+
+def _one_chunk_of_part(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, vocab: VocabPart) -> tuple[Tensor, Tensor]:
+    """The same where this rank's logits are some columns of the whole: two reductions of one number a token each."""
+    logits_CV = F.linear(x_CD, weight_VD).to(wide(x_CD.dtype))
+    largest_C = logits_CV.amax(dim=-1) if logits_CV.shape[1] else logits_CV.new_full((len(x_CD),), float("-inf"))
+    all_reduce(largest_C, vocab.group, "max").wait()
+    logits_CV -= largest_C[:, None]
+    at_C = labels_C - vocab.first
+    mine_C = (at_C >= 0) & (at_C < logits_CV.shape[1])
+    at_C1 = at_C.masked_fill(~mine_C, 0)[:, None]
+    picked_C = logits_CV.gather(1, at_C1)[:, 0] if logits_CV.shape[1] else torch.zeros_like(largest_C)
+    sums_2C = torch.stack([logits_CV.exp().sum(dim=-1), picked_C.masked_fill(~mine_C, 0)])
+    all_reduce(sums_2C, vocab.group).wait()
+    log_sum_C, picked_C = sums_2C[0].log(), sums_2C[1]
+    loss = (log_sum_C - picked_C).masked_fill(labels_C == IGNORE, 0).sum()
+    slope_CV = (logits_CV - log_sum_C[:, None]).exp_().to(x_CD.dtype)
+    if logits_CV.shape[1]:
+        correct_C = (picked_C - log_sum_C).expm1().to(x_CD.dtype)
+        slope_CV.scatter_(1, at_C1, torch.where(mine_C[:, None], correct_C[:, None], slope_CV.gather(1, at_C1)))
+    return loss, slope_CV

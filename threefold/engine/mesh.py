@@ -34,6 +34,8 @@ class Group:
         return self.handle is None
 
 
+# In the order they are made.
+_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "dp cp", "dp cp tp", "cp tp", "edp etp", "ep etp")
 ALONE = Group("alone", (0,), 0, None)
 
 
@@ -53,10 +55,8 @@ class Mesh:
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("etp",), ("ep",), ("edp",)):
-            self.group(*axes)
-        for axes in (("dp", "cp"), ("dp", "cp", "tp"), ("cp", "tp"), ("edp", "etp"), ("ep", "etp")):
-            self.group(*axes)
+        for axes in _GROUPS:
+            self.group(*axes.split())
 
     def place(self, axis: str) -> int:
         """This rank's coordinate along an axis."""
@@ -86,6 +86,14 @@ class Mesh:
     @property
     def world(self) -> Group:
         return self.of_ranks("world", range(self.layout.gpus))
+
+    def for_checkpoints(self) -> Group:
+        """All ranks, on the CPU, for nothing else: checkpoints are written while steps communicate."""
+        if self.layout.gpus == 1:
+            return alone("checkpoint")
+        handle = dist.new_group(backend="gloo")
+        assert isinstance(handle, dist.ProcessGroup)
+        return Group("checkpoint", tuple(range(self.layout.gpus)), self.rank, handle)
 
     def device_mesh(self, *groups: Group) -> DeviceMesh:
         """One or two groups (copies, shards) as torch's FSDP wants them."""

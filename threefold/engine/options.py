@@ -14,6 +14,7 @@ class Options:
     mtp_loss: float = 0.3  # DeepSeek-V3 technical report, section 4.2: 0.3 for the first 10T tokens, then 0.1
     capacity_factor: float | None = None
     forced_balance: bool = False
+    shared_overlap: bool = False  # shared experts beside the dispatch
     expert_backend: Literal["auto", "grouped", "loop"] = "auto"
     loss_chunk: int | None = None  # tokens of one chunk of the loss; None: by the size of the vocabulary
 

@@ -14,6 +14,8 @@ from threefold.findings import Finding, FindingsError
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.plan import Plan
 
+# Of knobs, those that decide what a checkpoint holds.
+_KEPT = ("knobs.precision", "knobs.optimizer_dtype")
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
 
 
@@ -43,8 +45,15 @@ def open_run(folder: Path, plan: Plan) -> None:
 
 
 def _what_is_trained(plan: Plan) -> dict[str, Any]:
-    """The fields that a run may not change on its way. It may be watched otherwise, and go on for longer."""
-    return {path: value for path, value in plan.written if path != "job.steps" and not path.startswith("run.")}
+    """The fields that a run may not change on its way.
+
+    It may be watched otherwise, go on for longer, and on other ranks: where and how it is computed is not what.
+    """
+    return {path: value for path, value in plan.written if path in _KEPT or _is_of_the_model(path)}
+
+
+def _is_of_the_model(path: str) -> bool:
+    return path != "job.steps" and path.startswith(("model", "job."))
 
 
 def plan_of_run(folder: Path) -> Plan:

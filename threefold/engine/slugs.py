@@ -38,4 +38,30 @@ EXPLAIN = {
     "|`threefold models` shows the family.|Use a family the message names.",
     "cores-exist": "The cores of run.cores are there.|A process pinned to no core does not run."
     "|Count the cores of the machine.|Write cores as 0-7,16.",
+    "ranks-meet": "Ranks know who they are and where to meet, from torchrun's or Slurm's variables."
+    "|A rank that waits at the wrong place waits for ever.|Print the environment of the rank the message names."
+    "|Start ranks with `threefold train --nproc`, torchrun, or a script of `threefold launch`.",
+    "ranks-match-plan": "The ranks that were started can hold the plan's layout and share its batch."
+    "|A layout is cut for a number of ranks; more or fewer in whole multiples only change data parallelism."
+    "|`threefold show` prints the grids; divide the ranks by PP x lcm(TP x CP, EP x ETP)."
+    "|Start as many ranks as the message names, or change the plan.",
+    "ranks-start-here": "A run is started where its GPUs are.|Two ranks on one GPU share its memory and deadlock NCCL."
+    "|Count the GPUs the machine shows.|`threefold launch --slurm` or `--torchrun` start it on the cluster.",
+    "ranks-survive": "Ranks that fail are started again, a few times.|A fault that keeps coming back is no accident."
+    "|Read the tail shown above it, and logs/rank-N.log in the run's folder."
+    "|Remove the cause and start again: the run goes on from its newest checkpoint; --max-restarts allows more.",
+    "collective-arrives": "Every rank of a group comes to each of its collectives within the limit."
+    "|One missing rank lets all others wait, silently.|The message says which ranks did not come, and where they are."
+    "|Look at those ranks: their machine, their data, their log. A longer limit if they were only slow.",
+    "phase-progresses": "A phase with a limit makes progress within it.|A rank that stands still stops all others."
+    "|The message names the line it stands at and ranks behind.|Look there, or give the phase a longer limit.",
+    "script-options": "Options of a batch script are words its parser takes, and fit the plan."
+    "|Slurm reads #SBATCH lines before any shell could quote them.|Compare with `man sbatch`."
+    "|Correct the option the message names.",
+    "dispatcher-available": "The dispatcher of the plan can be used here.|A silent fallback would keep the speed of another"
+    " one.|Import deep_ep, and compare its classes and the chip with the message."
+    "|Install the package the message names, or set knobs.dispatcher to alltoall.",
+    "checkpoint-fits": "A checkpoint has every tensor this plan needs, in its shape.|Weights that are not found would stay"
+    " random.|Compare the names in the message with tensors in manifest.json."
+    "|Go on with the plan the run was started with, or start a new run.",
 }

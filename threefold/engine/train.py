@@ -6,28 +6,36 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from threefold.engine.agree import first
 from threefold.engine.build import Parts, build, device_of, dtype_of, options_of
 from threefold.engine.checkpoint import Checkpoints
-from threefold.engine.convert import INITIAL, load_initial
+from threefold.engine.convert import INITIAL, fill_initial
 from threefold.engine.data.loader import Batch
-from threefold.engine.log import Board, Progress
+from threefold.engine.launch import World, join
+from threefold.engine.log import NOWHERE, Board, Progress
+from threefold.engine.mesh import Mesh
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim.schedule import learning_rate
+from threefold.engine.pieces import Piece
 from threefold.engine.rng import random_state, restore_random_state
 from threefold.engine.run import CHECKPOINTS, Metrics, note_timing, open_run, plan_of_run, write_contract
-from threefold.engine.step import StepResult, train_step
+from threefold.engine.shard.collectives import all_reduce
+from threefold.engine.step import StepResult, count_labels, train_step
+from threefold.engine.watch import Watch
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
+
+Kept = dict[str, Tensor | Piece]
 
 
 @dataclass
@@ -38,28 +46,67 @@ class Trainer:
     folder: Path
     parts: Parts
     checkpoints: Checkpoints
+    world: World
+    watch: Watch | None = None
     step: int = 0
     bad_steps: int = 0
     stopping: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)  # of each step of this stretch
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that must survive, by name."""
-        state = {f"model.{name}": value for name, value in self.parts.model.state_dict().items()}
-        state |= {f"optimizer.{name}": value for name, value in self.parts.optimizer.state_dict().items()}
-        return state | random_state()
+    def tensors(self) -> Kept:
+        """Everything that must survive, by name; over all ranks every element once."""
+        parts = self.parts
+        parts.data.wait_gathered()
+        placed = {owned.name: owned for owned in parts.data.owned}
+        state: Kept = {
+            f"model.{name}": Piece(o.placement, o.value.to(o.dtype), o.first) for name, o in placed.items()
+        }
+        for name, value in parts.optimizer.state_dict().items():
+            of = name.partition(".")[2]
+            if of in placed:
+                state[f"optimizer.{name}"] = Piece(placed[of].placement, value.view(-1), placed[of].first)
+            elif not of and self.world.leads:
+                state[f"optimizer.{name}"] = value
+        if not any(parts.mesh.place(axis) for axis in ("dp", "cp", "tp")):
+            state |= {f"model.{name}": buffer for name, buffer in self.buffers()}
+        if self.world.leads:
+            state |= random_state()
+        return state
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return (pair for chunk in self.parts.chunks.values() for pair in chunk.named_buffers())
+
+    def weights(self) -> Kept:
+        """All of the model that this rank holds."""
+        held = self.parts.data.held()
+        state: Kept = {f"model.{name}": Piece(place, memory, first) for name, place, memory, first in held}
+        state |= {f"model.{name}": buffer for name, buffer in self.buffers()}
+        return state
+
+    def wanted(self) -> Kept:
+        """What this rank needs of a checkpoint: what it holds, whoever saved it."""
+        parts = self.parts
+        updated = {owned.name: owned for owned in parts.data.updated}
+        # FSDP's weights are master weights: the optimizer's state fills them.
+        masters = {f"model.{name}" for name, owned in updated.items() if owned.value.dtype != owned.dtype}
+        state: Kept = {name: value for name, value in self.weights().items() if name not in masters}
+        for name, value in parts.optimizer.state_dict().items():
+            of = name.partition(".")[2]
+            owned = updated.get(of)
+            state[f"optimizer.{name}"] = Piece(owned.placement, value.view(-1), owned.first) if owned else value
+        state |= random_state()
+        return state
 
     def facts(self) -> dict[str, Any]:
+        assert self.parts.loader is not None
         return {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
 
-    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        def under(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-        self.parts.model.load_state_dict(under("model."))
-        self.parts.optimizer.load_state_dict(under("optimizer."))
-        restore_random_state(tensors)
+    def restore(self, found: Kept, facts: dict[str, Any]) -> None:
+        """From what was filled in place."""
+        assert self.parts.loader is not None
+        self.parts.optimizer.steps = int(cast(Tensor, found["optimizer.steps"]))
+        restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
         self.parts.loader.load_state(facts["loader"])
         self.step, self.bad_steps = int(facts["step"]), int(facts["bad_steps"])
 
@@ -67,43 +114,73 @@ class Trainer:
         self.checkpoints.save(self.step, self.tensors(), self.facts(), wait)
 
 
-def train(plan: Plan, folder: Path, say: Callable[[str], None] | None = None, threads: int | None = None) -> Trainer:
-    """Run a plan to its last step, or go on with the run in the folder."""
+def train(
+    plan: Plan,
+    folder: Path,
+    say: Callable[[str], None] | None = None,
+    threads: int | None = None,
+    world: World | None = None,
+) -> Trainer:
+    """Run a plan to its last step, or go on with the run in the folder. Every rank of `world` calls it alike."""
     if threads:
         torch.set_num_threads(threads)
     if plan.run.cores:
         stay_on(plan.run.cores)
-    open_run(folder, plan)
-    progress = Progress(plan.job.steps)
-    tell = say or progress.say
-    parts = build(plan)
-    trainer = Trainer(plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep))
-    trainer.checkpoints.sweep()
-    found = trainer.checkpoints.load_latest(tell)
-    if found:
-        trainer.restore(*found)
-        tell(f"resuming behind step {trainer.step} of {plan.job.steps}")
-    else:
-        if load_initial(folder, parts.model):
-            parts.optimizer.refresh()
-            tell(f"starting from the weights in {folder / INITIAL}")
-        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), parts.loader.benchmark_only)
-    first_step = trainer.step
-    metrics = Metrics(folder, first_step)
-    board = Board(folder, plan.run.tensorboard, plan.run.wandb, dict(plan.written), tell)
-    try:
-        with _quiet_gc(plan.run.gc_every), _stop_on_signal(trainer):
-            _loop(trainer, metrics, board, progress)
-            if trainer.stopping:
-                tell(f"stopping behind step {trainer.step}, saving")
-            trainer.save(wait=True)
-        note_timing(folder, trainer.seconds, first_step)
-    finally:
-        metrics.close()
-        board.close()
-        progress.close()
-        parts.close()
+    world = world or join(plan)
+    mesh = Mesh(plan.layout, world.rank, world.device)
+    apart = mesh.for_checkpoints()
+    first(apart, lambda: open_run(folder, plan))
+    progress = Progress(plan.job.steps, None if world.leads else NOWHERE)
+    tell = (say or progress.say) if world.leads else (lambda text: None)
+    with _watched(plan, world) as watch:
+        parts = build(plan, mesh)
+        trainer = Trainer(plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep, apart), world, watch)
+        _begin(trainer, tell)
+        first_step = trainer.step
+        metrics = Metrics(folder, first_step) if world.leads else None
+        boards = (plan.run.tensorboard, plan.run.wandb) if world.leads else (False, None)
+        board = Board(folder, *boards, dict(plan.written), tell)
+        try:
+            with _quiet_gc(plan.run.gc_every), _stop_on_signal(trainer):
+                _loop(trainer, metrics, board, progress)
+                if trainer.stopping:
+                    tell(f"stopping behind step {trainer.step}, saving")
+                with watch.during("saving the last checkpoint") if watch else nullcontext():
+                    trainer.save(wait=True)
+            if world.leads:
+                note_timing(folder, trainer.seconds, first_step)
+        finally:
+            if metrics:
+                metrics.close()
+            board.close()
+            progress.close()
+            parts.close()
     return trainer
+
+
+def _begin(trainer: Trainer, tell: Callable[[str], None]) -> None:
+    """Where the newest checkpoint ends, with imported weights, or afresh."""
+    plan, folder, parts = trainer.plan, trainer.folder, trainer.parts
+    assert parts.loader is not None
+    trainer.checkpoints.sweep()
+    wanted = trainer.wanted()
+    facts = trainer.checkpoints.load_latest(tell, wanted)
+    if facts:
+        trainer.restore(wanted, facts)
+        tell(f"resuming behind step {trainer.step} of {plan.job.steps}")
+        return
+    model = {name.removeprefix("model."): value for name, value in trainer.weights().items()}
+    if fill_initial(folder, model, only_these=parts.mesh.layout.pp > 1):
+        parts.optimizer.refresh()
+        tell(f"starting from the weights in {folder / INITIAL}")
+    if trainer.world.leads:
+        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), parts.loader.benchmark_only)
+
+
+def _watched(plan: Plan, world: World) -> AbstractContextManager[Watch | None]:
+    if world.store is None or not plan.run.hang_seconds:
+        return nullcontext()
+    return Watch(plan.run.hang_seconds, world.store, world.rank, world.size)
 
 
 def stay_on(cores: str) -> None:
@@ -137,20 +214,24 @@ def load_run(folder: Path) -> Decoder:
     return model
 
 
-def _loop(trainer: Trainer, metrics: Metrics, board: Board, progress: Progress) -> None:
+def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Progress) -> None:
     plan, parts = trainer.plan, trainer.parts
+    assert parts.loader is not None
     flops = flops_per_token(plan.model, plan.job.seq_len, plan.mtp)
-    while trainer.step < plan.job.steps and not trainer.stopping:
+    while trainer.step < plan.job.steps and not _asked_to_stop(trainer):
         began = time.perf_counter()
+        if trainer.watch:
+            trainer.watch.beat(f"step {trainer.step + 1}", plan.run.hang_seconds)
         batches = [to_device(parts.loader.batch(trainer.step, m), parts.device) for m in range(plan.num_microbatches)]
         lr = learning_rate(plan.job, trainer.step)
-        result = train_step(parts.model, parts.optimizer, batches, lr, plan.job)
+        result = train_step(parts, batches, lr, plan.job)
         if not result.applied:
             trainer.bad_steps += 1
             progress.say(f"step {trainer.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
         values = _measured(trainer, result, lr, time.perf_counter() - began, flops)
         if trainer.step % plan.run.log_every == 0 or trainer.step == plan.job.steps - 1:
-            metrics.write(values)
+            if metrics:
+                metrics.write(values)
             board.write(trainer.step, values)
             progress.show(trainer.step, values)
         trainer.last = values
@@ -161,11 +242,20 @@ def _loop(trainer: Trainer, metrics: Metrics, board: Board, progress: Progress) 
         _at_intervals(trainer, metrics, progress)
 
 
-def _at_intervals(trainer: Trainer, metrics: Metrics, progress: Progress) -> None:
+def _asked_to_stop(trainer: Trainer) -> bool:
+    """Whether any rank was: all stop behind the same step."""
+    asked = torch.tensor(int(trainer.stopping), device=trainer.parts.device)
+    all_reduce(asked, trainer.parts.mesh.world, "max").wait()
+    trainer.stopping = bool(asked)
+    return trainer.stopping
+
+
+def _at_intervals(trainer: Trainer, metrics: Metrics | None, progress: Progress) -> None:
     run, step = trainer.plan.run, trainer.step
     if run.eval_every and step % run.eval_every == 0:
         loss = evaluate(trainer)
-        metrics.write({"step": step - 1, "eval_loss": loss})
+        if metrics:
+            metrics.write({"step": step - 1, "eval_loss": loss})
         progress.say(f"step {step}: evaluation loss {loss:.4f}")
     if run.save_every and step % run.save_every == 0 and step < trainer.plan.job.steps:
         trainer.save()
@@ -179,15 +269,24 @@ def evaluate(trainer: Trainer) -> float:
     plan, parts = trainer.plan, trainer.parts
     if parts.held_out is None:
         return float("nan")
-    parts.model.eval()
-    total, count = 0.0, 0
-    for number in range(plan.run.eval_batches):
-        batch = to_device(parts.held_out.batch(*divmod(number, parts.held_out.num_microbatches)), parts.device)
-        labels = int((batch.labels_BS != -100).sum())
-        out = parts.model(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS)
-        total, count = total + float(out.aux["ce"]) * labels, count + labels
-    parts.model.train()
-    return total / max(1, count)
+    # A pipeline is made for one number of microbatches.
+    each = plan.num_microbatches if plan.layout.pp > 1 else 1
+    runs = -(-plan.run.eval_batches // (each * plan.layout.dp))
+    numbers = [divmod(n, parts.held_out.num_microbatches) for n in range(runs * each)]
+    batches = [to_device(parts.held_out.batch(*number), parts.device) for number in numbers]
+    for chunk in parts.chunks.values():
+        chunk.eval()
+    counts, labels = count_labels(parts, batches)
+    total = torch.zeros((), dtype=torch.float64, device=parts.device)
+    for start in range(0, len(batches), each):
+        part = slice(start, start + each)
+        sums = parts.runner.run(batches[part], [count / labels for count in counts[part]], train=False)
+        if "ce" in sums:
+            total += sums["ce"] / plan.layout.tp
+    all_reduce(total, parts.mesh.world).wait()
+    for chunk in parts.chunks.values():
+        chunk.train()
+    return float(total)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

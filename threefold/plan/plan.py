@@ -162,6 +162,12 @@ class Run:
     wandb: str | None = item("Weights & Biases project to log to; absent: none")
     bad_steps: int = item("non-finite steps skipped before the run stops", 5, at_least=0, at_most=MAX_INT)
     cores: str | None = item("CPU cores to stay on, such as 0-7,16; absent: wherever the system puts it")
+    hang_seconds: float = item(
+        "seconds a collective may take before the run ends and names the ranks that did not come; 0: for ever",
+        600.0,
+        at_least=0,
+        at_most=MAX_INT,
+    )
     gc_every: int = item(
         "steps between garbage collections by hand; 0: leave it to Python", 50, at_least=0, at_most=MAX_INT
     )

@@ -47,6 +47,23 @@ def attend(
     return _choose(q_BHSD, asked)(q_BHSD, k_BGSD, v_BGSD, scale, asked)
 
 
+class Attend(Protocol):
+    """`attend`, or what takes its place where a sequence is spread over ranks."""
+
+    def __call__(
+        self,
+        q_BHSD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        bounds: Bounds | None = None,
+    ) -> Tensor: ...
+
+
 class _Kernel(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, asked: "_Asked") -> Tensor: ...
 

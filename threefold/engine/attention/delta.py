@@ -3,21 +3,23 @@
 Per head, with state S (k x v): S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q.
 
 Shapes: B batch, S sequence, D model dim, K key heads, H value heads, k key dim, v value dim,
-N chunks, C tokens of a chunk, W channels of the convolution.
+W channels of the convolution, X and Y columns of a key head.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.attention.chunked import CHUNK, chunk_up, unit
 from threefold.engine.norm import GatedRMSNorm, wide
 from threefold.engine.places import Places, bounds_of, starts
+from threefold.engine.seams import Seam, stay
 from threefold.spec.model import DeltaSpec
-
-CHUNK = 64  # tokens; as flash-linear-attention and transformers choose it
 
 
 class GatedDelta(nn.Module):
@@ -32,28 +34,81 @@ class GatedDelta(nn.Module):
         self.a_log = nn.Parameter(torch.zeros(spec.num_v_heads))
         self.norm = GatedRMSNorm(spec.v_dim, eps)
         self.out = nn.Linear(spec.values, dim, bias=False)
+        self.enter: Seam = stay
+        self.context: Mix | None = None
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
-        q_BSHk, k_BSHk, v_BSHv, z_BSHv, g_BSH, beta_BSH = self.project(x_BSD, places.documents_BS)
-        rule = _fused_rule if x_BSD.is_cuda and _has_fused_rule() else delta_rule
-        out_BSHv = rule(q_BSHk, k_BSHk, v_BSHv, g_BSH, beta_BSH, places.documents_BS)
-        return self.out(self.norm(out_BSHv, z_BSHv).flatten(2))
+        x_BSD = self.enter(x_BSD)
+        mix = GatedDelta.mix if self.context is None else self.context
+        out_BSHv = mix(self, *self.project(x_BSD), places.documents_BS)
+        return self.out(out_BSHv.flatten(2))
 
-    def project(self, x_BSD: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, ...]:
-        """q, k, v behind the convolution, the output gate z, log decay g and step beta."""
-        spec = self.spec
-        each = spec.num_v_heads // spec.num_k_heads
-        qkvz = self.qkvz(x_BSD).unflatten(-1, (spec.num_k_heads, -1))
-        q, k, v, z = qkvz.split([spec.k_dim, spec.k_dim, each * spec.v_dim, each * spec.v_dim], dim=-1)
-        b, a = self.ba(x_BSD).unflatten(-1, (spec.num_k_heads, -1)).chunk(2, dim=-1)
-        mixed_BSW = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
-        mixed_BSW = F.silu(short_conv(mixed_BSW, self.conv, documents_BS))
-        q, k, v = mixed_BSW.split([spec.keys, spec.keys, spec.values], dim=-1)
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys, values and output gate, and step and decay, by the key heads that the weights hold."""
+        spec, each = self.spec, self.values_of_key
+        qkvz_BSKX = self.qkvz(x_BSD).unflatten(-1, (-1, 2 * spec.k_dim + 2 * each * spec.v_dim))
+        return qkvz_BSKX, self.ba(x_BSD).unflatten(-1, (-1, 2 * each))
+
+    def mix(
+        self, qkvz_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, share: "Share | None" = None
+    ) -> Tensor:
+        """Over whole sequences; of the heads that the weights or a share of them belong to."""
+        share = share or Share(self.conv, self.dt_bias, self.a_log)
+        mixed_BSW, z_BSHv = self.channels(qkvz_BSKX)
+        q, k, v = self.heads(F.silu(short_conv(mixed_BSW, share.conv_WT, documents_BS)))
+        g_BSH, beta_BSH = share.gates(ba_BSKY)
+        rule = _fused_rule if q.is_cuda and _has_fused_rule() else delta_rule
+        return self.norm(rule(q, k, v, g_BSH, beta_BSH, documents_BS), z_BSHv)
+
+    @property
+    def values_of_key(self) -> int:
+        return self.spec.num_v_heads // self.spec.num_k_heads
+
+    def channels(self, qkvz_BSKX: Tensor) -> tuple[Tensor, Tensor]:
+        """What the convolution mixes, as all queries, all keys, all values; and the output gate."""
+        k_dim, v_dim = self.spec.k_dim, self.spec.v_dim
+        values = self.values_of_key * v_dim
+        q, k, v, z = qkvz_BSKX.split([k_dim, k_dim, values, values], dim=-1)
+        return torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1), z.reshape(*z.shape[:2], -1, v_dim)
+
+    def heads(self, mixed_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of each value head."""
+        spec, each = self.spec, self.values_of_key
+        keys = mixed_BSW.shape[-1] // (2 * spec.k_dim + each * spec.v_dim) * spec.k_dim
+        q, k, v = mixed_BSW.split([keys, keys, mixed_BSW.shape[-1] - 2 * keys], dim=-1)
         q, k = (part.unflatten(-1, (-1, spec.k_dim)).repeat_interleave(each, dim=2) for part in (q, k))
-        v, z = v.unflatten(-1, (-1, spec.v_dim)), z.reshape(*z.shape[:2], -1, spec.v_dim)
+        return q, k, v.unflatten(-1, (-1, spec.v_dim))
+
+    def share(self, place: int, degree: int) -> "Share":
+        """The weights of an even part of the key heads."""
+        keys = len(self.a_log) // self.values_of_key * self.spec.k_dim
+        parts = self.conv.split([keys, keys, len(self.conv) - 2 * keys])
+        conv_WT = torch.cat([part.chunk(degree)[place] for part in parts])
+        return Share(conv_WT, self.dt_bias.chunk(degree)[place], self.a_log.chunk(degree)[place])
+
+
+class Mix(Protocol):
+    """`GatedDelta.mix`, or what takes its place where a sequence is spread over ranks; documents are of the whole."""
+
+    def __call__(
+        self, layer: GatedDelta, qkvz_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, /
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Weights of some heads."""
+
+    conv_WT: Tensor
+    dt_bias_H: Tensor
+    a_log_H: Tensor
+
+    def gates(self, ba_BSKY: Tensor) -> tuple[Tensor, Tensor]:
+        """Log decay g and step beta."""
+        b, a = ba_BSKY.chunk(2, dim=-1)
         a_BSH = a.flatten(2).to(wide(a.dtype))
-        g_BSH = -self.a_log.to(a_BSH.dtype).exp() * F.softplus(a_BSH + self.dt_bias.to(a_BSH.dtype))
-        return q, k, v, z, g_BSH, b.flatten(2).sigmoid()
+        g_BSH = -self.a_log_H.to(a_BSH.dtype).exp() * F.softplus(a_BSH + self.dt_bias_H.to(a_BSH.dtype))
+        return g_BSH, b.flatten(2).sigmoid()
 
 
 def short_conv(x_BSW: Tensor, weight_WT: Tensor, documents_BS: Tensor | None) -> Tensor:
@@ -62,7 +117,7 @@ def short_conv(x_BSW: Tensor, weight_WT: Tensor, documents_BS: Tensor | None) ->
     if documents_BS is None:
         x_BWS = F.pad(x_BSW.transpose(1, 2), (taps - 1, 0))
         return F.conv1d(x_BWS, weight_WT[:, None], groups=x_BSW.shape[2]).transpose(1, 2)
-    run_BS = starts(documents_BS).cumsum(dim=1)
+    run_BS = runs(documents_BS)
     out_BSW = x_BSW * weight_WT[:, -1]
     for back in range(1, min(taps, x_BSW.shape[1])):
         same_BS1 = (run_BS[:, back:] == run_BS[:, :-back])[..., None]
@@ -71,17 +126,13 @@ def short_conv(x_BSW: Tensor, weight_WT: Tensor, documents_BS: Tensor | None) ->
     return out_BSW
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)  # 1e-6: as flash-linear-attention
-
-
 def delta_rule_by_token(
     q_BSHk: Tensor, k_BSHk: Tensor, v_BSHv: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None = None
 ) -> Tensor:
     """The definition, one token after the other: the oracle of `delta_rule`."""
     dtype = wide(q_BSHk.dtype)
     q, k, v, g, beta = (x.to(dtype) for x in (q_BSHk, k_BSHk, v_BSHv, g_BSH, beta_BSH))
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
+    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     state_BHkv = q.new_zeros(q.shape[0], q.shape[2], k.shape[-1], v.shape[-1])
     outs = []
     for t in range(q.shape[1]):
@@ -105,62 +156,14 @@ def delta_rule(
     documents_BS: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Chunk by chunk: matrix products inside, the state passed on between. State and sums in fp32 at least.
-
-    A document's start resets the state. The decay there would be exp(-inf), and -inf - -inf is no number,
-    so that what belongs to another document is masked instead.
-    """
-    dtype, length = wide(q_BSHk.dtype), q_BSHk.shape[1]
-    run_BS = torch.zeros_like(q_BSHk[..., 0, 0], dtype=torch.long)
-    if documents_BS is not None:
-        run_BS = starts(documents_BS).cumsum(dim=1)
-    q, k, v = (_chunks(x.to(dtype), chunk) for x in (q_BSHk, k_BSHk, v_BSHv))
-    g_BHNC, beta_BHNC = (_chunks(x.to(dtype)[..., None], chunk)[..., 0] for x in (g_BSH, beta_BSH))
-    q, k = _unit(q) * q.shape[-1] ** -0.5, _unit(k)
-
-    run_BNC = _chunks(run_BS[..., None, None], chunk, fill=-1)[:, 0, ..., 0]
-    same, from_before, to_after, carry = _document_masks(run_BNC)
-    passed = g_BHNC.cumsum(dim=-1)
-    decay = (passed[..., :, None] - passed[..., None, :]).masked_fill(~same, float("-inf")).exp()
-    fade_in = passed.exp() * from_before  # of the state handed in, as each token reads it
-    fade_out = (passed[..., -1:] - passed).exp() * to_after  # of each token, in the state handed on
-    keep_BHN = passed[..., -1].exp() * carry
-
-    # Within a chunk each token's correction depends on the ones before it: a unit triangular system.
-    system = (k * beta_BHNC[..., None]) @ k.transpose(-1, -2) * decay
-    right = torch.cat([v, k * fade_in[..., None]], dim=-1) * beta_BHNC[..., None]
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    own, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    inside = q @ k.transpose(-1, -2) * decay
-
-    q, k = q * fade_in[..., None], k * fade_out[..., None]
-    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
-    outs = []
-    for n in range(q.shape[2]):
-        new = own[:, :, n] - read[:, :, n] @ state
-        outs.append(q[:, :, n] @ state + inside[:, :, n] @ new)
-        state = state * keep_BHN[:, :, n, None, None] + k[:, :, n].transpose(-1, -2) @ new
-    out_BHSv = torch.stack(outs, dim=2).flatten(2, 3)[:, :, :length]
-    return out_BHSv.transpose(1, 2).to(q_BSHk.dtype)
+    """Chunk by chunk: matrix products inside, the state passed on between. State and sums in fp32 at least."""
+    run_BS = None if documents_BS is None else runs(documents_BS)
+    return chunk_up(q_BSHk, k_BSHk, v_BSHv, g_BSH, beta_BSH, run_BS, chunk=chunk).output()
 
 
-def _chunks(x_BSHd: Tensor, chunk: int, fill: int = 0) -> Tensor:
-    """(B, S, H, d) as (B, H, N, C, d), filled up to whole chunks."""
-    x_BHSd = x_BSHd.transpose(1, 2)
-    padded = F.pad(x_BHSd, (0, 0, 0, -x_BHSd.shape[2] % chunk), value=fill)
-    return padded.unflatten(2, (-1, chunk))
-
-
-def _document_masks(run_BNC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pairs of a chunk in one document (causal), who reads the state handed in, who writes the one handed on,
-    and whether a chunk passes the state on at all; with a dim for the heads."""
-    causal = torch.ones(run_BNC.shape[-1], run_BNC.shape[-1], dtype=torch.bool, device=run_BNC.device).tril()
-    same = (run_BNC[..., :, None] == run_BNC[..., None, :]) & causal
-    last_BN = run_BNC[..., -1]
-    before_BN = F.pad(last_BN[:, :-1], (1, 0), value=-2)
-    from_before = run_BNC == before_BN[..., None]
-    to_after = run_BNC == last_BN[..., None]
-    return same[:, None], from_before[:, None], to_after[:, None], (last_BN == before_BN)[:, None]
+def runs(documents_BS: Tensor) -> Tensor:
+    """Documents counted from 1 along each row."""
+    return starts(documents_BS).cumsum(dim=1)
 
 
 @cache

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.attention.backend import attend
+from threefold.engine.attention.backend import Attend, attend
 from threefold.engine.places import Places
 from threefold.engine.rope import rotate
+from threefold.engine.seams import Seam, stay
 from threefold.spec.model import GqaSpec
 
 
@@ -30,10 +31,13 @@ class GqaAttention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(spec.num_heads))
         else:
             self.register_parameter("sinks", None)
+        self.enter: Seam = stay
+        self.attend: Attend = attend
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
+        x_BSD = self.enter(x_BSD)
         q_BHSd, k_BGSd, v_BGSd, gate_BSHd = self.project(x_BSD, places)
-        out_BHSd = attend(
+        out_BHSd = self.attend(
             q_BHSd,
             k_BGSd,
             v_BGSd,

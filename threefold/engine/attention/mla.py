@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.attention.backend import attend
+from threefold.engine.attention.backend import Attend, attend
 from threefold.engine.places import Places
 from threefold.engine.rope import logit_scale, rotate
+from threefold.engine.seams import Seam, stay
 from threefold.spec.model import MlaSpec
 
 
@@ -29,10 +30,12 @@ class MlaAttention(nn.Module):
         self.kv_norm = norm(spec.kv_rank)
         self.kv_up = nn.Linear(spec.kv_rank, spec.num_heads * (spec.nope_dim + spec.v_dim), bias=False)
         self.out = nn.Linear(spec.num_heads * spec.v_dim, dim, bias=False)
+        self.enter: Seam = stay
+        self.attend: Attend = attend
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
         q_BHSd, k_BHSd, v_BHSv = self.project(x_BSD, places)
-        out_BHSv = attend(
+        out_BHSv = self.attend(
             q_BHSd,
             k_BHSd,
             v_BHSv,
@@ -46,14 +49,26 @@ class MlaAttention(nn.Module):
         """Queries, keys and values of every head, out of their latents."""
         spec = self.spec
         table = places.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
-        q_BSX = self.q(x_BSD) if spec.q_rank is None else self.q_up(self.q_norm(self.q_down(x_BSD)))
-        q_BHSd = q_BSX.unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
+        q_BSX, latent_BSX, k_BSr = self.latents(x_BSD)
+        up = self.q if spec.q_rank is None else self.q_up
+        q_BHSd = up(q_BSX).unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
         q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)
 
-        latent_BSX, k_BSr = self.kv_down(x_BSD).split([spec.kv_rank, spec.rope_dim], dim=-1)
-        kv_BHSX = self.kv_up(self.kv_norm(latent_BSX)).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).transpose(1, 2)
+        kv_BHSX = self.kv_up(latent_BSX).unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).transpose(1, 2)
         k_BHSn, v_BHSv = kv_BHSX.split([spec.nope_dim, spec.v_dim], dim=-1)
         k_BHSr = rotate(k_BSr[:, None], table, spec.rope_pairs).expand(-1, k_BHSn.shape[1], -1, -1)
 
         q_BHSd = torch.cat([q_BHSn, rotate(q_BHSr, table, spec.rope_pairs)], dim=-1)
         return q_BHSd, torch.cat([k_BHSn, k_BHSr], dim=-1), v_BHSv
+
+    def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the queries, the keys with values, and the rotated key are made of. Only these narrow tensors enter a
+        module that is cut by heads: less to send than x, and no rank makes them twice."""
+        spec = self.spec
+        q_BSX = x_BSD if spec.q_rank is None else self.q_norm(self.q_down(x_BSD))
+        latent_BSX, k_BSr = self.kv_down(x_BSD).split([spec.kv_rank, spec.rope_dim], dim=-1)
+        parts = [q_BSX, self.kv_norm(latent_BSX), k_BSr]
+        if self.enter is not stay:
+            parts = list(self.enter(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1))
+        q_BSX, latent_BSX, k_BSr = parts
+        return q_BSX, latent_BSX, k_BSr

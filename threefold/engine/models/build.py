@@ -38,18 +38,22 @@ def build_model(
     seed: int | None = 0,
 ) -> Decoder:
     """`mtp`: depths to train; None: all the model has. Weights stay unset on `meta` and where `seed` is None."""
-    problems = [Finding(rule="engine-family", at="model", problem=p, advice=a) for p, a in _unsupported(spec)]
-    if problems:
-        raise FindingsError(problems)
-    family = FAMILIES[spec.family]
-    with _default_dtype(dtype), torch.device("meta"):
-        model = family(spec, spec.mtp_layers if mtp is None else mtp, options or Options())
+    model = make_model(spec, mtp, dtype, options or Options())
     if torch.device(device).type == "meta":
         return model
     materialize(model, device)
     if seed is not None:
-        init_weights(model, family.init_std, seed)
+        init_weights(model, type(model).init_std, seed)
     return model
+
+
+def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Options) -> Decoder:
+    """On `meta`: shapes without memory."""
+    problems = [Finding(rule="engine-family", at="model", problem=p, advice=a) for p, a in _unsupported(spec)]
+    if problems:
+        raise FindingsError(problems)
+    with _default_dtype(dtype), torch.device("meta"):
+        return FAMILIES[spec.family](spec, spec.mtp_layers if mtp is None else mtp, options)
 
 
 def _unsupported(spec: ModelSpec) -> Iterator[tuple[str, str]]:

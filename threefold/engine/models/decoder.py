@@ -1,6 +1,7 @@
 """A decoder: embedding, blocks of mixer and feed-forward part, norm, head, and multi-token prediction.
 
-A family subclasses it and says which mixer and which feed-forward part a layer has.
+A family subclasses it and says which mixer and which feed-forward part a layer has. A chunk of a pipeline is a decoder
+with parts taken out (`models/chunk.py`): `advance` runs what is there.
 
 Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E experts.
 """
@@ -12,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.loss import IGNORE, cross_entropy_sum
+from threefold.engine.inputs import Cut, Inputs, Target, make_inputs
+from threefold.engine.loss import VocabPart, cross_entropy_sum
 from threefold.engine.mlp import Mlp
 from threefold.engine.moe.balance import Balance
 from threefold.engine.moe.layer import MoeLayer
@@ -20,6 +22,7 @@ from threefold.engine.moe.router import Router
 from threefold.engine.norm import RMSNorm
 from threefold.engine.options import Options
 from threefold.engine.places import Places
+from threefold.engine.seams import Seam, stay
 from threefold.spec.model import Layer, ModelSpec
 
 
@@ -28,7 +31,8 @@ class Output:
     """With labels the loss to differentiate, every weighted part in it; without, the logits.
 
     `aux`, all detached: `ce`, `mtp`, `aux`, `seq_aux`, `z` (as computed and, under `weighted/`, as added),
-    `num_labels`, and of each layer with experts `load_LE`, `dropped_L`, `entropy_L`.
+    `num_labels`, and of each layer with experts `load_LE`, `dropped_L`, `entropy_L`. Where tokens are spread over
+    ranks, each value is this rank's part of a sum.
     """
 
     loss: Tensor | None
@@ -38,6 +42,8 @@ class Output:
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + ffn(norm(x))."""
+
+    row: int = -1  # of its router among all of the model's, in the statistics
 
     def __init__(self, mixer_norm: nn.Module, mixer: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
@@ -70,7 +76,7 @@ class MtpDepth(nn.Module):
         self.layers = nn.ModuleList(model.make_block(layer) for layer in model.spec.mtp_depth)
         self.norm = model.make_norm(dim)
 
-    def forward(self, hidden_BSD: Tensor, embed_BSD: Tensor, places: Places) -> tuple[Tensor, list[Balance]]:
+    def forward(self, hidden_BSD: Tensor, embed_BSD: Tensor, places: Places) -> tuple[Tensor, "Balances"]:
         x_BSD = self.join(torch.cat([self.embed_norm(embed_BSD), self.hidden_norm(hidden_BSD)], dim=-1))
         x_BSD, balances = run(self.layers, x_BSD, places)
         return self.norm(x_BSD), balances
@@ -81,12 +87,21 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, mtp: int, options: Options) -> None:
         super().__init__()
-        self.spec, self.options, self.num_mtp = spec, options, mtp
-        self.embed = nn.Embedding(spec.vocab, spec.dim)
-        self.layers = nn.ModuleList(self.make_block(layer) for layer in spec.layers)
-        self.norm = self.make_norm(spec.dim)
+        self.spec, self.options = spec, options
+        self.embed: nn.Module | None = nn.Embedding(spec.vocab, spec.dim)
+        self.layers = nn.ModuleDict({str(n): self.make_block(layer) for n, layer in enumerate(spec.layers)})
+        self.norm: nn.Module | None = self.make_norm(spec.dim)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.vocab, bias=False)
-        self.mtp = nn.ModuleList(MtpDepth(self) for _ in range(min(mtp, 1) if spec.mtp_shared else mtp))
+        sets = min(mtp, 1) if spec.mtp_shared else mtp
+        self.mtp = nn.ModuleDict({str(n): MtpDepth(self) for n in range(sets)})
+        self.num_mtp, self.depths, self.has_loss = mtp, range(mtp), True
+        self.num_routers = 0
+        for block in self.expert_blocks():
+            block.row, self.num_routers = self.num_routers, self.num_routers + 1
+        # Set by shard/: this rank's share of a sequence, and of the vocabulary.
+        self.cut: Cut = stay
+        self.enter_loss: Seam = stay
+        self.vocab: VocabPart | None = None
 
     def make_mixer(self, layer: Layer) -> nn.Module:
         raise NotImplementedError
@@ -106,11 +121,25 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
+        owner = self.embed if self.head is None else self.head
+        assert owner is not None
+        return owner.get_parameter("weight")
+
+    def blocks(self) -> Iterator[Block]:
+        """Layers first, then those of the MTP depths."""
+        return (module for module in self.modules() if isinstance(module, Block))
+
+    def expert_blocks(self) -> Iterator[Block]:
+        return (block for block in self.blocks() if isinstance(block.ffn, MoeLayer))
 
     def routers(self) -> Iterator[Router]:
-        """In the order of `aux["load_LE"]`: layers first, then MTP depths."""
-        return (module for module in self.modules() if isinstance(module, Router))
+        """Those held here, in the order of `rows`."""
+        return (block.ffn.router for block in self.expert_blocks() if isinstance(block.ffn, MoeLayer))
+
+    @property
+    def rows(self) -> list[int]:
+        """Where the routers held here stand in `aux["load_LE"]`."""
+        return [block.row for block in self.expert_blocks()]
 
     def forward(
         self,
@@ -119,75 +148,90 @@ class Decoder(nn.Module):
         documents_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
     ) -> Output:
-        """`labels_BS` are the next tokens already: label i belongs to position i; IGNORE where there is none."""
-        places = Places.of(tokens_BS, documents_BS, positions_BS)
-        x_BSD, balances = run(self.layers, self.embed(tokens_BS), places)
-        hidden_BSD = self.norm(x_BSD)
+        """The whole model. `labels_BS` are the next tokens already; IGNORE where there is none."""
+        inputs = make_inputs(tokens_BS, labels_BS, documents_BS, positions_BS, self.num_mtp, self.cut)
+        states, balances = self.advance([], inputs)
         if labels_BS is None:
-            return Output(None, F.linear(hidden_BSD, self.head_weight), router_statistics(balances))
-        loss, num_labels = self.mean_loss(hidden_BSD, labels_BS)
-        parts = {"ce": loss}
-        if self.num_mtp:
-            parts["mtp"], more = self.mtp_loss(hidden_BSD, tokens_BS, labels_BS, places)
+            return Output(None, F.linear(states[0], self.head_weight), self.statistics(balances))
+        return self.conclude(states, balances, inputs)
+
+    def advance(self, states: list[Tensor], inputs: Inputs) -> tuple[list[Tensor], "Balances"]:
+        """From the hidden states handed in (none at the start) to those handed on: the main one, then each depth's."""
+        if not states:
+            assert self.embed is not None
+            states = [self.embed(inputs.tokens_BS)]
+        hidden_BSD, balances = run(self.layers.values(), states[-1], inputs.places)
+        if self.norm is not None:
+            hidden_BSD = self.norm(hidden_BSD)
+        states = [*states[:-1], hidden_BSD]
+        for depth in self.depths if inputs.targets else ():
+            assert self.embed is not None
+            module = self.mtp[str(min(depth, self.num_mtp_sets - 1))]
+            embed_BSD = self.embed(inputs.targets[depth + 1].tokens_BS)
+            hidden_BSD, more = module(hidden_BSD, embed_BSD, inputs.places)
+            states.append(hidden_BSD)
             balances += more
+        return states, balances
+
+    @property
+    def num_mtp_sets(self) -> int:
+        return min(self.num_mtp, 1) if self.spec.mtp_shared else self.num_mtp
+
+    def conclude(self, states: list[Tensor], balances: "Balances", inputs: Inputs) -> Output:
+        """The loss of the next token and, as a mean over depths, of those further ahead."""
+        main, *depths = (self.mean_loss(state, target) for state, target in zip(states, inputs.targets, strict=True))
+        parts = {"ce": main}
+        if depths:
+            parts["mtp"] = torch.stack(depths).mean()
         total, aux = self.add_up(parts, balances)
-        return Output(total, None, {**aux, "num_labels": num_labels})
+        assert total is not None
+        return Output(total, None, {**aux, "num_labels": inputs.targets[0].num_labels})
 
-    def mean_loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        num_labels = (labels_BS != IGNORE).sum()
+    def mean_loss(self, hidden_BSD: Tensor, target: Target) -> Tensor:
+        x_TD = self.enter_loss(hidden_BSD).flatten(0, 1)
         chunk = self.options.loss_chunk
-        summed = cross_entropy_sum(hidden_BSD.flatten(0, 1), self.head_weight, labels_BS.flatten(), chunk)
-        return summed / num_labels.clamp(min=1), num_labels
+        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), chunk, self.vocab)
+        return summed / target.num_labels.clamp(min=1)
 
-    def mtp_loss(
-        self, hidden_BSD: Tensor, tokens_BS: Tensor, labels_BS: Tensor, places: Places
-    ) -> tuple[Tensor, list[Balance]]:
-        """Mean over depths. Depth d at position i reads token i + d and predicts the label of i + d."""
-        losses, balances = [], []
-        for depth in range(1, self.num_mtp + 1):
-            module = self.mtp[min(depth, len(self.mtp)) - 1]
-            embed_BSD = self.embed(ahead(tokens_BS, depth, 0))
-            hidden_BSD, more = module(hidden_BSD, embed_BSD, places)
-            target_BS = ahead(labels_BS, depth, IGNORE)
-            if places.documents_BS is not None:
-                # Beyond the end of its document a token predicts nothing.
-                other_BS = ahead(places.documents_BS, depth, -1) != places.documents_BS
-                target_BS = target_BS.masked_fill(other_BS, IGNORE)
-            losses.append(self.mean_loss(hidden_BSD, target_BS)[0])
-            balances += more
-        return torch.stack(losses).mean(), balances
-
-    def add_up(self, parts: dict[str, Tensor], balances: list[Balance]) -> tuple[Tensor, dict[str, Tensor]]:
+    def add_up(self, parts: dict[str, Tensor], balances: "Balances") -> tuple[Tensor | None, dict[str, Tensor]]:
         """The loss to differentiate: cross entropy and all else by its weight. Router losses sum over layers."""
         weights = {"mtp": self.options.mtp_loss, **self.options.weights}
         if balances:
-            parts |= {name: torch.stack([b.losses[name] for b in balances]).sum() for name in self.options.wanted}
+            losses = [balance.losses for _, balance in balances]
+            parts |= {name: torch.stack([loss[name] for loss in losses]).sum() for name in self.options.wanted}
         added = {name: weights[name] * part for name, part in parts.items() if name != "ce"}
-        total = torch.stack([parts["ce"], *added.values()]).sum()
+        every = [*([parts["ce"]] if "ce" in parts else []), *added.values()]
         aux = {name: part.detach() for name, part in parts.items()}
         aux |= {f"weighted/{name}": part.detach() for name, part in added.items()}
-        return total, {**aux, **router_statistics(balances)}
+        return torch.stack(every).sum() if every else None, {**aux, **self.statistics(balances)}
+
+    def statistics(self, balances: "Balances") -> dict[str, Tensor]:
+        """Of every router of the model, also where it is not held here: then zeros."""
+        if not self.num_routers or not balances:
+            return {}
+        rows, each = [row for row, _ in balances], [balance for _, balance in balances]
+        named = {
+            "load_LE": torch.stack([balance.load_E for balance in each]),
+            "dropped_L": torch.stack([balance.dropped for balance in each]),
+            "entropy_L": torch.stack([balance.entropy for balance in each]),
+        }
+        if rows == list(range(self.num_routers)):
+            return named
+        at = torch.tensor(rows, device=each[0].load_E.device)
+        return {
+            name: value.new_zeros(self.num_routers, *value.shape[1:]).index_add_(0, at, value)
+            for name, value in named.items()
+        }
 
 
-def run(layers: Iterable[nn.Module], x_BSD: Tensor, places: Places) -> tuple[Tensor, list[Balance]]:
-    balances = []
+Balances = list[tuple[int, Balance]]  # with the row of each router
+
+
+def run(layers: Iterable[nn.Module], x_BSD: Tensor, places: Places) -> tuple[Tensor, Balances]:
+    balances: Balances = []
     for layer in layers:
+        assert isinstance(layer, Block)
         x_BSD, balance = layer(x_BSD, places)
         if balance is not None:
-            balances.append(balance)
+            balances.append((layer.row, balance))
     return x_BSD, balances
-
-
-def ahead(x_BS: Tensor, steps: int, fill: int) -> Tensor:
-    """Each position sees what stands `steps` further on; beyond the end, `fill`."""
-    return F.pad(x_BS[:, steps:], (0, min(steps, x_BS.shape[1])), value=fill)
-
-
-def router_statistics(balances: list[Balance]) -> dict[str, Tensor]:
-    if not balances:
-        return {}
-    return {
-        "load_LE": torch.stack([b.load_E for b in balances]),
-        "dropped_L": torch.stack([b.dropped for b in balances]),
-        "entropy_L": torch.stack([b.entropy for b in balances]),
-    }

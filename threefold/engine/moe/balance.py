@@ -1,5 +1,8 @@
 """What keeps experts busy alike: balancing losses, the aux-loss-free bias, and the metrics that show it.
 
+The tokens of a microbatch may be spread over a group of ranks, each with as many of every sequence. Then the losses,
+loads and means here are this rank's parts of a sum over the group.
+
 Shapes: B sequences, S tokens of each, T = B * S, E experts, K experts of a token, L layers with experts.
 """
 
@@ -10,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.dispatch.local import count
+from threefold.engine.dispatch.rows import count
+from threefold.engine.mesh import ALONE, Group
 from threefold.engine.moe.router import Router, Routing
+from threefold.engine.shard.collectives import all_reduce
 
 
 @dataclass(frozen=True)
@@ -24,30 +29,32 @@ class Balance:
     entropy: Tensor  # mean over tokens of the scores' entropy, in nats
 
 
-def measure(routing: Routing, num_sequences: int, wanted: Iterable[str], dropped: Tensor) -> Balance:
+def measure(
+    routing: Routing, num_sequences: int, wanted: Iterable[str], dropped: Tensor, tokens: Group = ALONE
+) -> Balance:
     """`wanted` names the losses to compute, so that an unused one costs nothing."""
-    losses = {name: LOSSES[name](routing, num_sequences) for name in wanted}
+    losses = {name: LOSSES[name](routing, num_sequences, tokens) for name in wanted}
     num_experts = routing.scores_TE.shape[1]
     with torch.no_grad():
         load_E = count(routing.expert_TK.flatten(), num_experts)
         share_TE = _shares(routing)
-        entropy = torch.special.entr(share_TE).sum(dim=-1).mean()
+        entropy = _part(torch.special.entr(share_TE).sum(dim=-1).mean(), tokens)
     return Balance(losses, load_E, dropped, entropy)
 
 
-def aux_loss(routing: Routing, num_sequences: int = 1) -> Tensor:
+def aux_loss(routing: Routing, num_sequences: int = 1, tokens: Group = ALONE) -> Tensor:
     """Switch Transformer's: E * sum_e (share of token copies at e) * (mean score of e); 1 when balanced."""
-    return _by_sequence(routing, 1)
+    return _by_sequence(routing, 1, tokens)
 
 
-def seq_aux_loss(routing: Routing, num_sequences: int) -> Tensor:
+def seq_aux_loss(routing: Routing, num_sequences: int, tokens: Group = ALONE) -> Tensor:
     """DeepSeek-V3's: the same within each sequence, then the mean over sequences."""
-    return _by_sequence(routing, num_sequences)
+    return _by_sequence(routing, num_sequences, tokens)
 
 
-def z_loss(routing: Routing, num_sequences: int = 1) -> Tensor:
+def z_loss(routing: Routing, num_sequences: int = 1, tokens: Group = ALONE) -> Tensor:
     """ST-MoE's: keeps the logits small, by the mean square of their log-sum-exp."""
-    return routing.logits_TE.logsumexp(dim=-1).square().mean()
+    return _part(routing.logits_TE.logsumexp(dim=-1).square().mean(), tokens)
 
 
 LOSSES = {"aux": aux_loss, "seq_aux": seq_aux_loss, "z": z_loss}
@@ -58,12 +65,19 @@ def _shares(routing: Routing) -> Tensor:
     return routing.scores_TE / routing.scores_TE.sum(dim=-1, keepdim=True)
 
 
-def _by_sequence(routing: Routing, num_sequences: int) -> Tensor:
+def _part(mean: Tensor, tokens: Group) -> Tensor:
+    """Of the group's mean, from that of this rank's tokens."""
+    return mean if tokens.alone else mean / tokens.size
+
+
+def _by_sequence(routing: Routing, num_sequences: int, tokens: Group) -> Tensor:
     num_experts = routing.scores_TE.shape[1]
     chosen_BX = routing.expert_TK.reshape(num_sequences, -1)
     ones = torch.ones_like(chosen_BX, dtype=routing.scores_TE.dtype)
-    load_BE = ones.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, ones) / chosen_BX.shape[1]
-    mean_BE = _shares(routing).unflatten(0, (num_sequences, -1)).mean(dim=1)
+    copies_BE = ones.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, ones)
+    all_reduce(copies_BE, tokens).wait()
+    load_BE = copies_BE / (chosen_BX.shape[1] * tokens.size)
+    mean_BE = _part(_shares(routing).unflatten(0, (num_sequences, -1)).mean(dim=1), tokens)
     return num_experts * (load_BE * mean_BE).sum(dim=-1).mean()
 
 

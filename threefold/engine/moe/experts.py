@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.dispatch.splits import host_sizes
+
 Backend = Literal["auto", "grouped", "loop"]
 _ALIGN_BYTES = 16  # grouped_mm wants strides of whole 16 bytes
 _CLAMP, _ALPHA = 7.0, 1.702  # GPT-OSS: transformers GptOssConfig swiglu_limit, swiglu_alpha
@@ -35,6 +37,10 @@ ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu}
 
 
 class Experts(nn.Module):
+    """Where the width is cut over ranks, their results are parts of a sum: one of them adds the last bias."""
+
+    adds_bias = True
+
     def __init__(
         self,
         num_experts: int,
@@ -58,9 +64,11 @@ class Experts(nn.Module):
         gate_up_RX = apply(x_RD, self.gate_up, self.gate_up_bias, count_E)
         act_RH = weigh(self.activation(gate_up_RX), weight_R)
         y_RD = apply(act_RH, self.down, None, count_E)
-        if self.down_bias is not None:
-            y_RD = y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
-        return y_RD
+        if self.down_bias is None:
+            return y_RD
+        if not self.adds_bias:
+            return y_RD + self.down_bias[:0].sum()  # nothing, with a gradient of zeros: every copy has one to sum
+        return y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
 
 
 def weigh(x_RX: Tensor, weight_R: Tensor) -> Tensor:
@@ -108,6 +116,8 @@ class _RowsOf(torch.autograd.Function):
 
 
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
+    if not len(x_RI):  # no kernel for that everywhere; a product of nothing gives the weights zeros
+        return F.linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
     ends_E = count_E.cumsum(0).to(torch.int32)
     y_RO = F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=ends_E)
     return y_RO if bias_EO is None else y_RO + rows_of(bias_EO, count_E, len(x_RI))
@@ -115,7 +125,7 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, cou
 
 def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
     """The reference: any dtype and size, one product an expert; needs the counts on the host."""
-    parts = x_RI.split(count_E.tolist())
+    parts = x_RI.split(host_sizes(count_E, len(x_RI)))
     biases = [None] * len(parts) if bias_EO is None else list(bias_EO)
     return torch.cat([F.linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
 

@@ -1,12 +1,14 @@
 """A layer of experts: route, dispatch, compute, combine, each a phase of its own that can be scheduled apart.
 
-Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, R rows, E experts.
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, E experts.
 """
 
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.dispatch.local import Dispatcher, LocalDispatcher, Ticket
+from threefold.engine.dispatch.local import LocalDispatcher
+from threefold.engine.dispatch.protocol import AnyDispatcher, Ticket
+from threefold.engine.mesh import ALONE, Group
 from threefold.engine.mlp import Mlp
 from threefold.engine.moe.balance import Balance, measure
 from threefold.engine.moe.experts import Experts
@@ -16,7 +18,8 @@ from threefold.spec.model import MoeSpec
 
 
 class MoeLayer(nn.Module):
-    dispatcher: Dispatcher
+    dispatcher: AnyDispatcher
+    tokens: Group = ALONE  # the ranks over which the tokens of a microbatch are spread
 
     def __init__(self, spec: MoeSpec, dim: int, activation: str, options: Options) -> None:
         super().__init__()
@@ -31,12 +34,30 @@ class MoeLayer(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Balance]:
         x_TD = x_BSD.flatten(0, 1)
-        routing = self.router(x_TD)
-        x_RD, weight_R, count_E, ticket = self.dispatcher.dispatch(x_TD, routing.expert_TK, routing.weight_TK)
-        y_TD = self.dispatcher.combine(self.experts(x_RD, weight_R, count_E), ticket)
+        routing, ticket = self.route(x_TD)
+        x_PD, weight_P = self.dispatch(x_TD, routing, ticket)
+        shared_TD = None
+        if self.shared is not None and self.options.shared_overlap:
+            shared_TD = self.compute_shared(x_TD)
+        y_TD = self.combine(self.compute(x_PD, weight_P, ticket), ticket)
         if self.shared is not None:
-            y_TD = y_TD + self.compute_shared(x_TD)
+            y_TD = y_TD + (self.compute_shared(x_TD) if shared_TD is None else shared_TD)
         return y_TD.view_as(x_BSD), self.balance(routing, ticket, len(x_BSD))
+
+    def route(self, x_TD: Tensor) -> tuple[Routing, Ticket]:
+        routing = self.router(x_TD)
+        return routing, self.dispatcher.preprocess(routing.expert_TK, routing.weight_TK)
+
+    def dispatch(self, x_TD: Tensor, routing: Routing, ticket: Ticket) -> tuple[Tensor, Tensor]:
+        """Rows and their weights, on their way."""
+        return self.dispatcher.send(x_TD, routing.weight_TK, ticket)
+
+    def compute(self, x_PD: Tensor, weight_P: Tensor, ticket: Ticket) -> Tensor:
+        x_RD, weight_R, count_e = self.dispatcher.postprocess(x_PD, weight_P, ticket)
+        return self.dispatcher.combine_preprocess(self.experts(x_RD, weight_R, count_e), ticket)
+
+    def combine(self, y_PD: Tensor, ticket: Ticket) -> Tensor:
+        return self.dispatcher.combine_postprocess(self.dispatcher.send_back(y_PD, ticket), ticket)
 
     def compute_shared(self, x_TD: Tensor) -> Tensor:
         """Apart from the routed path, so that it can run beside an exchange."""
@@ -44,8 +65,8 @@ class MoeLayer(nn.Module):
         y_TD = self.shared(x_TD)
         return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD
 
-    def balance(self, routing: Routing, ticket: object, num_sequences: int) -> Balance:
-        dropped = torch.zeros((), dtype=torch.long, device=routing.expert_TK.device)
-        if isinstance(ticket, Ticket) and ticket.padded:
-            dropped = (ticket.row_TK < 0).sum()
-        return measure(routing, num_sequences, self.options.wanted, dropped)
+    def balance(self, routing: Routing, ticket: Ticket, num_sequences: int) -> Balance:
+        dropped = ticket.dropped
+        if dropped is None:
+            dropped = torch.zeros((), dtype=torch.long, device=routing.expert_TK.device)
+        return measure(routing, num_sequences, self.options.wanted, dropped, self.tokens)

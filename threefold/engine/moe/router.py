@@ -27,6 +27,7 @@ class Routing:
 
 class Router(nn.Module):
     balance_bias: Tensor | None
+    turn = 0  # this rank's place among those whose tokens meet at the experts
 
     def __init__(self, spec: MoeSpec, dim: int, forced_balance: bool = False) -> None:
         super().__init__()
@@ -76,8 +77,9 @@ class Router(nn.Module):
         return weight_TK * self.spec.scale
 
     def _balanced(self, x_TD: Tensor) -> Tensor:
-        """Experts in turn, whatever the scores: for benchmarks."""
-        slots = torch.arange(x_TD.shape[0] * self.spec.top_k, device=x_TD.device)
+        """Experts in turn, whatever the scores: for benchmarks. Each rank goes on where the one before it ended."""
+        num_slots = x_TD.shape[0] * self.spec.top_k
+        slots = torch.arange(num_slots, device=x_TD.device) + self.turn * num_slots
         return (slots % self.spec.num_experts).view(-1, self.spec.top_k)
 
 

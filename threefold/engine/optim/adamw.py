@@ -1,17 +1,15 @@
 """AdamW with fp32 master weights for narrow parameters, and moments in the dtype the plan asks for."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master, needs_master
+
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def is_matrix(name: str, p: Tensor) -> bool:
-    """Matrices, and stacks of them. A bias is a vector, also where the experts' are stacked."""
-    return p.dim() >= 2 and not name.endswith("bias")
 
 
 class AdamW:
@@ -23,7 +21,7 @@ class AdamW:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor]],
+        named: Iterable[tuple[str, Tensor] | Item],
         weight_decay: float,
         state_dtype: str = "fp32",
         betas: tuple[float, float] = (0.9, 0.95),
@@ -31,44 +29,56 @@ class AdamW:
         master: bool = True,
     ) -> None:
         """Without `master`, narrow parameters are updated in place: half the memory, and small updates round away."""
-        self.named = [(name, p) for name, p in named if p.requires_grad]
+        self.items = as_items(named)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.dtype = STATE_DTYPES[state_dtype]
         self.steps = 0
-        narrow = [(name, p) for name, p in self.named if master and p.dtype != torch.float32]
-        self.master = {name: p.detach().float().clone() for name, p in narrow}
-        self.first = {name: torch.zeros_like(p, dtype=self.dtype) for name, p in self.named}
-        self.second = {name: torch.zeros_like(p, dtype=self.dtype) for name, p in self.named}
+        self.master = {item.name: make_master(item) for item in self.items if master and needs_master(item)}
+        self.first = {item.name: self._zeros(item) for item in self.items}
+        self.second = {item.name: self._zeros(item) for item in self.items}
+
+    def _zeros(self, item: Item) -> Tensor:
+        return torch.zeros_like(item.value, dtype=kept_dtype(item, self.dtype))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """One update from `.grad`; parameters without a gradient keep their value and state."""
+        """One update; what has no gradient keeps its value and state."""
         self.steps += 1
-        live = [(name, p) for name, p in self.named if p.grad is not None]
-        for chosen, decay in (
-            ([(name, p) for name, p in live if is_matrix(name, p)], self.weight_decay),
-            ([(name, p) for name, p in live if not is_matrix(name, p)], 0.0),
-        ):
-            alike = [(name, p) for name, p in chosen if p.dtype == self.dtype and name not in self.master]
-            if alike:
-                first, second = ([state[name] for name, _ in alike] for state in (self.first, self.second))
-                grads = [p.grad for _, p in alike if p.grad is not None]
-                self._fused([p for _, p in alike], grads, first, second, lr, decay)
-            done = {name for name, _ in alike}
-            for name, p in chosen:
-                if name not in done:
-                    self._widened(name, p, lr, decay)
+        for matrix, decay in ((True, self.weight_decay), (False, 0.0)):
+            alike: dict[torch.dtype, list[Item]] = defaultdict(list)
+            apart: list[Item] = []
+            for item in self.items:
+                if item.matrix == matrix and item.grad is not None:
+                    dtypes = {item.grad.dtype, *(x.dtype for x in self._kept(item))}
+                    (alike[dtypes.pop()] if len(dtypes) == 1 else apart).append(item)
+            for items in alike.values():
+                self._together(items, lr, decay)
+            for item in apart:
+                self._widened(item, lr, decay)
 
-    def _widened(self, name: str, p: Tensor, lr: float, decay: float) -> None:
-        assert p.grad is not None
-        kept = [self.master.get(name, p), self.first[name], self.second[name]]
-        weight, first, second = wide = [x.float() for x in kept]
-        self._fused([weight], [p.grad.float()], [first], [second], lr, decay)
+    def _kept(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
+        name = item.name
+        return self.master.get(name, item.value), self.first[name], self.second[name]
+
+    def _together(self, items: list[Item], lr: float, decay: float) -> None:
+        weights, first, second = (list(each) for each in zip(*map(self._kept, items), strict=True))
+        grads = [item.grad for item in items if item.grad is not None]
+        self._fused(weights, grads, first, second, lr, decay)
+        for item, weight in zip(items, weights, strict=True):
+            if weight is not item.value:
+                item.value.copy_(weight)
+
+    def _widened(self, item: Item, lr: float, decay: float) -> None:
+        assert item.grad is not None
+        dtype = kept_dtype(item, torch.float32)
+        kept = self._kept(item)
+        weight, first, second = wide = [x.to(dtype) for x in kept]
+        self._fused([weight], [item.grad.to(dtype)], [first], [second], lr, decay)
         for old, new in zip(kept, wide, strict=True):
             if old is not new:
                 old.copy_(new)
-        if name in self.master:
-            p.copy_(weight)
+        if kept[0] is not item.value:
+            item.value.copy_(weight)
 
     def _fused(
         self,
@@ -98,9 +108,7 @@ class AdamW:
 
     def refresh(self) -> None:
         """Take the parameters as they are now, after weights were loaded behind the optimizer's back."""
-        for name, p in self.named:
-            if name in self.master:
-                self.master[name].copy_(p)
+        refresh(self.items, self.master)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name, for a checkpoint."""
@@ -114,3 +122,9 @@ class AdamW:
         for kind, values in (("master", self.master), ("first", self.first), ("second", self.second)):
             for name, value in values.items():
                 value.copy_(state[f"{kind}.{name}"])
+
+
+def refresh(items: Iterable[Item], masters: dict[str, Tensor]) -> None:
+    for item in items:
+        if item.name in masters and masters[item.name] is not item.value:
+            masters[item.name].copy_(item.value)

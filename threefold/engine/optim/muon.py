@@ -1,12 +1,13 @@
 """Muon for matrices: momentum, orthogonalised by a few Newton-Schulz steps. Everything else goes to AdamW."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from threefold.engine.optim.adamw import AdamW, is_matrix
+from threefold.engine.optim.adamw import AdamW, refresh
+from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master, needs_master
 
 # Coefficients of the quintic iteration that pushes singular values towards 1 (Jordan et al., 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -18,7 +19,7 @@ _LEFT_TO_ADAMW = ("embed", "head", "conv")
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
     """The nearest semi-orthogonal matrix, roughly; works on a batch of matrices."""
-    x = update.float()
+    x = update if update.dtype == torch.float64 else update.float()
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -26,6 +27,26 @@ def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
         gram = x @ x.mT
         x = _A * x + (_B * gram + _C * gram @ gram) @ x
     return x.mT if tall else x
+
+
+def by_muon(name: str, matrix: bool) -> bool:
+    return matrix and not any(word in name for word in _LEFT_TO_ADAMW)
+
+
+class Wholes(Protocol):
+    """Brings the parts of a matrix together where ranks share it."""
+
+    def each(self, items: list[Item], update_of: Callable[[Item], Tensor]) -> Iterator[tuple[Item, Tensor]]: ...
+
+    def part(self, item: Item, whole: Tensor) -> Tensor: ...
+
+
+class OneRank:
+    def each(self, items: list[Item], update_of: Callable[[Item], Tensor]) -> Iterator[tuple[Item, Tensor]]:
+        return ((item, update_of(item)) for item in items if item.grad is not None)
+
+    def part(self, item: Item, whole: Tensor) -> Tensor:
+        return whole
 
 
 class Muon:
@@ -36,40 +57,55 @@ class Muon:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor]],
+        named: Iterable[tuple[str, Tensor] | Item],
         weight_decay: float,
         state_dtype: str = "fp32",
         momentum: float = 0.95,
+        wholes: Wholes | None = None,
     ) -> None:
-        every = [(name, p) for name, p in named if p.requires_grad]
-        self.matrices = [
-            (name, p) for name, p in every if is_matrix(name, p) and not any(word in name for word in _LEFT_TO_ADAMW)
-        ]
-        kept = {name for name, _ in self.matrices}
-        self.rest = AdamW([(n, p) for n, p in every if n not in kept], weight_decay, state_dtype)
+        every = as_items(named)
+        self.items = [item for item in every if by_muon(item.name, item.matrix)]
+        kept = {item.name for item in self.items}
+        self.rest = AdamW([item for item in every if item.name not in kept], weight_decay, state_dtype)
         self.weight_decay, self.momentum = weight_decay, momentum
-        self.buffer = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.matrices}
-        self.master = {n: p.detach().float().clone() for n, p in self.matrices if p.dtype != torch.float32}
+        self.wholes = wholes or OneRank()
+        self.buffer = {
+            item.name: torch.zeros_like(item.value, dtype=kept_dtype(item, torch.float32)) for item in self.items
+        }
+        self.master = {item.name: make_master(item) for item in self.items if needs_master(item)}
+
+    @property
+    def matrices(self) -> list[tuple[str, Tensor]]:
+        return [(item.name, item.value) for item in self.items]
+
+    @property
+    def steps(self) -> int:
+        return self.rest.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.rest.steps = steps
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for name, p in self.matrices:
-            if p.grad is None:
-                continue
-            grad, buffer = p.grad.float(), self.buffer[name]
-            buffer.mul_(self.momentum).add_(grad)
-            update = orthogonalise(grad.add(buffer, alpha=self.momentum))
-            master = self.master.get(name, p)
+        for item, whole in self.wholes.each(self.items, self._update):
+            size = max(whole.size(-2), whole.size(-1))
+            master = self.master.get(item.name, item.value)
             master.mul_(1 - lr * self.weight_decay)
-            master.add_(update, alpha=-lr * 0.2 * max(p.size(-2), p.size(-1)) ** 0.5)
-            if name in self.master:
-                p.copy_(master)
+            master.add_(self.wholes.part(item, orthogonalise(whole)), alpha=-lr * 0.2 * size**0.5)
+            if master is not item.value:
+                item.value.copy_(master)
         self.rest.step(lr)
 
+    def _update(self, item: Item) -> Tensor:
+        """Nesterov momentum. What got no gradient on this rank counts as zero: others may wait for it."""
+        buffer = self.buffer[item.name]
+        grad = torch.zeros_like(buffer) if item.grad is None else item.grad.to(buffer.dtype)
+        buffer.mul_(self.momentum).add_(grad)
+        return grad.add(buffer, alpha=self.momentum)
+
     def refresh(self) -> None:
-        for name, p in self.matrices:
-            if name in self.master:
-                self.master[name].copy_(p)
+        refresh(self.items, self.master)
         self.rest.refresh()
 
     def state_dict(self) -> dict[str, Any]:

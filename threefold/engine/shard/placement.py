@@ -117,5 +117,5 @@ def flat_rectangles(shape: Sequence[int], first: int, after: int) -> Iterator[tu
 def cut_parameter(module: nn.Module, name: str, placement: Placement) -> None:
     """Replace a parameter that has no memory yet (`meta`) by one of its piece's shape."""
     old = module.get_parameter(name)
-    assert old.is_meta and tuple(old.shape) == placement.shape, (name, old.shape, placement)
+    assert tuple(old.shape) == placement.shape, (name, old.shape, placement)
     module.register_parameter(name, nn.Parameter(old.new_empty(placement.local_shape), old.requires_grad))

@@ -1,0 +1,208 @@
+"""The watchdog: who did not come, told right; and who may be late."""
+
+import math
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+from threefold.engine.arrival import Report, Waiting, behind, judge, spell  # noqa: E402
+from threefold.engine.launch import lost_a_peer  # noqa: E402
+from threefold.engine.mesh import Group  # noqa: E402
+from threefold.engine.shard.collectives import all_gather, all_reduce  # noqa: E402
+from threefold.engine.watch import Watch  # noqa: E402
+
+LIMIT = 1.5  # seconds; ranks pulse five times in it
+
+
+def groups(rank: int) -> tuple[Group, Group]:
+    """All four ranks, and the pair of this one: 0 1 and 2 3."""
+    pair = tuple(range(rank // 2 * 2, rank // 2 * 2 + 2))
+    handle = dist.new_group(list(pair), use_local_synchronization=True)
+    return Group("dp x cp", (0, 1, 2, 3), rank, dist.group.WORLD), Group("tp", pair, rank % 2, handle)
+
+
+def watched(rank: int, fate: str) -> str:
+    """Three rounds that go well, then `fate` on rank 2."""
+    world, pair = groups(rank)
+    store = dist.PrefixStore("attempt", dist.distributed_c10d._get_default_store())
+    x = torch.ones(2)
+    with Watch(LIMIT, store, rank, 4) as watch:
+        watch.beat("step 7")
+        for _ in range(3):
+            all_reduce(x, world).wait()
+            all_gather(torch.empty(4), x, pair).wait()
+        if rank == 2:
+            late(watch, fate)
+        if fate == "in a chain":
+            all_gather(torch.empty(4), x, pair).wait()  # rank 3 waits here for rank 2, and 0 and 1 below for rank 3
+        all_reduce(x, world).wait()
+        return "done"
+
+
+def late(watch: Watch, fate: str) -> None:
+    if fate in ("sleeps", "in a chain"):
+        watch.beat("data")
+        time.sleep(100)
+    elif fate == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fate == "dies":
+        os._exit(0)  # without a word, as after a kill; its peers see a closed connection
+    elif fate == "makes no progress":
+        watch.beat("loading", limit=0.5)
+        time.sleep(100)
+    elif fate == "writes long":
+        with watch.during("checkpoint"):
+            time.sleep(3 * LIMIT)
+
+
+def alarm_of(fate: str, capfd: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(AssertionError):
+        run_ranks(4, watched, fate, limit=60)
+    return capfd.readouterr().err
+
+
+WORLD_CALL = r"error\[collective-arrives\] all_reduce number 4 on dp x cp \(ranks 0 1 2 3\): "
+
+
+def test_a_rank_that_sleeps_is_named_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    said = alarm_of("sleeps", capfd)
+    assert re.search(
+        WORLD_CALL + r"rank 2 did not arrive within 1.5 s; rank 2 is in data at test_watch.py:\d+ late", said
+    )
+
+
+def test_a_stopped_rank_is_named_by_its_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    said = alarm_of("is stopped", capfd)
+    assert re.search(WORLD_CALL + r"rank 2 did not arrive within 1.5 s; rank 2 has not been heard of for \d", said)
+
+
+def test_a_rank_that_died_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    said = alarm_of("dies", capfd)
+    assert re.search(WORLD_CALL + r"rank 2 went away; rank 2 has not been heard of for \d", said)
+
+
+def test_a_phase_past_its_limit_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    said = alarm_of("makes no progress", capfd)
+    assert re.search(
+        r"error\[phase-progresses\] loading on rank 2: no progress for 0.5 s, at test_watch.py:\d+ late", said
+    )
+
+
+def test_the_end_of_a_chain_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever speaks first: rank 2 is late, not rank 3, which waits for it."""
+    said = alarm_of("in a chain", capfd)
+    first = next(line for line in said.splitlines() if line.startswith("error"))
+    assert re.search(r"(dp x cp \(ranks 0 1 2 3\)|tp \(ranks 2 and 3\)): rank 2 did not arrive", first)
+    if "dp x cp" in first:
+        assert "rank 3 waits in all_gather number 4 on tp (ranks 2 and 3)" in first
+
+
+@pytest.mark.parametrize("fate", ["writes long", "is punctual"])
+def test_ranks_late_with_leave_are_waited_for(fate: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(4, watched, fate, limit=60) == ["done"] * 4
+    assert "error" not in capfd.readouterr().err
+
+
+def other_program(rank: int) -> None:
+    """Rank 1 enters another collective than the others. Nobody is silent, all are in call number 1."""
+    world, _ = groups(rank)
+    store = dist.PrefixStore("attempt", dist.distributed_c10d._get_default_store())
+    with Watch(LIMIT, store, rank, 4) as watch:
+        watch.observe(call_of(world, "all_gather" if rank == 1 else "all_reduce"))
+        time.sleep(100)
+
+
+def call_of(group: Group, operation: str) -> Any:
+    from threefold.engine.shard.collectives import Call
+
+    return Call(group, operation, 0)
+
+
+def test_ranks_that_run_another_program_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError):
+        run_ranks(4, other_program, limit=60)
+    first = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error"))
+    assert "is in all_" in first
+    assert "instead" in first
+
+
+def waiting(line: str, ranks: tuple[int, ...], number: int = 5) -> Waiting:
+    return Waiting("all_reduce", number, line, line, ranks, 30.0)
+
+
+def report(calls: dict[str, int], waits: Waiting | None = None, **more: Any) -> Report:
+    return Report(9, 0.0, "step 1", 31.0, waits=waits, calls=calls, **more)
+
+
+def test_judging_follows_those_who_wait() -> None:
+    """0 waits on a for 1, 1 waits on b for 2, and 2 is in nothing: 2 is late."""
+    mine, theirs = waiting("a", (0, 1)), waiting("b", (1, 2), number=3)
+    reports = {0: report({"a": 5}, mine), 1: report({"a": 4, "b": 3}, theirs), 2: report({"b": 2})}
+    verdict = judge(mine, "did not arrive", reports, {}, own=0)
+    assert verdict.late == (2,)
+    assert "rank 1 waits in all_reduce number 3 on b (ranks 1 and 2)" in verdict.problem
+
+
+def test_a_circle_names_all_in_it() -> None:
+    """0 and 1 entered a and b in opposite orders."""
+    mine, theirs = waiting("a", (0, 1)), waiting("b", (0, 1))
+    reports = {0: report({"a": 5, "b": 4}, mine), 1: report({"a": 4, "b": 5}, theirs)}
+    assert judge(mine, "did not arrive", reports, {}, own=0).late == (1,)
+
+
+def test_a_call_that_all_are_in_is_not_blamed_on_a_rank() -> None:
+    mine = waiting("a", (0, 1))
+    verdict = judge(mine, "did not arrive", {0: report({"a": 5}, mine), 1: report({"a": 5}, mine)}, {}, own=0)
+    assert verdict.late == ()
+    assert "every rank is in it" in verdict.problem
+
+
+def test_leave_ends_with_silence() -> None:
+    mine = waiting("a", (0, 1))
+    saving = report({"a": 4}, phase_limit=math.inf)
+    assert judge(mine, "did not arrive", {1: saving}, {}, own=0).excused
+    assert not judge(mine, "did not arrive", {1: saving}, {1: 31.0}, own=0).excused
+    assert not judge(mine, "did not arrive", {1: report({"a": 4}, phase_limit=30.0)}, {}, own=0).excused  # idle for 31
+    assert "rank 1 was never heard of" in judge(mine, "did not arrive", {1: None}, {}, own=0).problem
+
+
+def test_reports_survive_the_store_and_tell_who_is_behind() -> None:
+    one = report({"a": 4}, waiting("a", (0, 1)), phase_limit=math.inf)
+    assert Report.from_json(one.to_json()) == one
+    assert behind({"a": 5}, {1: one, 2: None}, {"a": "tp"}) == ["rank 1 has started 4 of 5 calls on tp"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((3,), "rank 3"), ((5, 3), "ranks 3 and 5"), (range(64), "ranks 0-63"), ((1, 2, 4), "ranks 1 2 4")],
+)
+def test_ranks_are_spelt_for_people(ranks: Any, words: str) -> None:
+    assert spell(ranks) == words
+
+
+def test_gloo_says_when_a_peer_is_gone(tmp_path: Path) -> None:
+    """The words are torch's own; should they change, ranks left alone would be blamed for it."""
+    assert run_ranks(2, _left_alone, str(tmp_path)) == [True, None]
+
+
+def _left_alone(rank: int, folder: str) -> bool | None:
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(1), group=group)
+    if rank == 1:
+        dist.destroy_process_group(group)
+        return None
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return lost_a_peer(error)
+    return False

@@ -1,0 +1,53 @@
+"""`threefold launch`: what starts a plan on a cluster, printed or written."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.findings import in_order
+from threefold.interop.slurm import Options, batch_script, faults, torchrun_commands
+from threefold.rules.all import check, errors, promoted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--slurm", action="store_true", help="a batch script for sbatch; nodes follow from the plan")
+    kind.add_argument("--torchrun", action="store_true", help="the command to run on each node")
+    parser.add_argument("--time", help="time limit of the job, such as 24:00:00")
+    parser.add_argument("--partition", help="where the job waits")
+    parser.add_argument("--account", help="who pays")
+    parser.add_argument("--container", metavar="IMAGE", help="image to run in (Slurm with pyxis)")
+    parser.add_argument("--run", help="the run's folder, on a file system that all nodes see")
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts after failures (default 3)")
+    parser.add_argument(
+        "--notice", type=int, default=300, metavar="SECONDS", help="to save before the time limit (default 300)"
+    )
+    parser.add_argument("--out", type=Path, help="write it here instead of printing it")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_restarts < 0 or args.notice < 1:
+        print("threefold launch: --max-restarts is 0 or more, --notice 1 or more", file=sys.stderr)
+        return 2
+    parsed, findings = plan_from(args)
+    plan = parsed.plan
+    if plan is None:
+        return print_findings(findings, args.json)
+    options = Options(args.time, args.partition, args.account, args.container, args.max_restarts, args.notice, args.run)
+    blocking = [*errors(promoted(check(plan))), *faults(plan, options)]
+    if blocking:
+        return print_findings(in_order(blocking), args.json)
+    words = [args.plan, *args.overrides]
+    text = batch_script(plan, words, options) if args.slurm else torchrun_commands(plan, words, options)
+    if args.out is None:
+        print(text, end="")
+        return 0
+    try:
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"threefold launch: cannot write {args.out}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"wrote {args.out}: sbatch {args.out}" if args.slurm else f"wrote {args.out}")
+    return 0

@@ -1,0 +1,115 @@
+"""What is left around torch's grouped products, one pass over memory each: the activation both ways, and each token's
+values to its rows and summed back.
+
+Shapes: T tokens, K experts of a token, R rows (token copies sorted by expert), D model dim, H expert dim, X = 2 H.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+
+from threefold.engine.kernels.activation import activate, activate_grad
+
+_BLOCK = 1024
+
+
+def activated(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Tensor:
+    """The activation times the router weight."""
+    num_rows, half = gate_up_RX.shape[0], gate_up_RX.shape[1] // 2
+    act_RH = gate_up_RX.new_empty(num_rows, half)
+    _activated[(num_rows,)](gate_up_RX, weight_R, act_RH, half, min(_BLOCK, triton.next_power_of_2(half)), clamped)
+    return act_RH
+
+
+def activated_grad(
+    grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, clamped: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`grad_RH` of the weighted activation -> (gradient of gate_up_RX, weighted activation, gradient of weight_R)."""
+    num_rows, half = grad_RH.shape
+    grad_RX, act_RH = torch.empty_like(gate_up_RX), torch.empty_like(grad_RH)
+    weight_grad_R = torch.empty_like(weight_R)
+    _activated_grad[(num_rows,)](
+        grad_RH, gate_up_RX, weight_R, grad_RX, act_RH, weight_grad_R, half,
+        min(_BLOCK, triton.next_power_of_2(half)), clamped,
+    )  # fmt: skip
+    return grad_RX, act_RH, weight_grad_R
+
+
+def sum_rows(y_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """The rows of each token, summed in fp32 and in one order."""
+    (num_tokens, top_k), dim = row_TK.shape, y_RD.shape[1]
+    y_TD = y_RD.new_empty(num_tokens, dim)
+    block = min(2 * _BLOCK, triton.next_power_of_2(dim))
+    _sum_rows[(num_tokens, triton.cdiv(dim, block))](y_RD, row_TK, y_TD, dim, top_k, block)
+    return y_TD
+
+
+def take_rows(x_TD: Tensor, row_TK: Tensor) -> Tensor:
+    """Each token's values in each of its rows; every value is read once."""
+    (num_tokens, top_k), dim = row_TK.shape, x_TD.shape[1]
+    x_RD = x_TD.new_empty(num_tokens * top_k, dim)
+    block = min(2 * _BLOCK, triton.next_power_of_2(dim))
+    _take_rows[(num_tokens, triton.cdiv(dim, block))](x_TD, row_TK, x_RD, dim, top_k, block)
+    return x_RD
+
+
+@triton.jit
+def _activated(gate_up_ptr, weight_ptr, act_ptr, H: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + row)
+    for begin in tl.static_range(0, H, BLOCK):
+        n = begin + tl.arange(0, BLOCK)
+        kept = n < H
+        gate = tl.load(gate_up_ptr + row * 2 * H + n, mask=kept, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + (row * 2 + 1) * H + n, mask=kept, other=0.0).to(tl.float32)
+        act = activate(gate, up, CLAMPED) * weight
+        tl.store(act_ptr + row * H + n, act.to(act_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _activated_grad(
+    grad_act_ptr, gate_up_ptr, weight_ptr, grad_ptr, act_ptr, weight_grad_ptr, H: tl.constexpr, BLOCK: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weight_ptr + row)
+    narrow = act_ptr.dtype.element_ty
+    part = tl.zeros((BLOCK,), tl.float32)
+    for begin in tl.static_range(0, H, BLOCK):
+        n = begin + tl.arange(0, BLOCK)
+        kept = n < H
+        grad = tl.load(grad_act_ptr + row * H + n, mask=kept, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up_ptr + row * 2 * H + n, mask=kept, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + (row * 2 + 1) * H + n, mask=kept, other=0.0).to(tl.float32)
+        act, gate_grad, up_grad = activate_grad(grad * weight, gate, up, CLAMPED)
+        tl.store(grad_ptr + row * 2 * H + n, gate_grad.to(narrow), mask=kept)
+        tl.store(grad_ptr + (row * 2 + 1) * H + n, up_grad.to(narrow), mask=kept)
+        tl.store(act_ptr + row * H + n, (act * weight).to(narrow), mask=kept)
+        part += tl.where(kept, act * grad, 0.0)
+    tl.store(weight_grad_ptr + row, tl.sum(part, 0))
+
+
+@triton.jit
+def _sum_rows(y_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = n < D
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(row_ptr + token * K + k).to(tl.int64)
+        total += tl.load(y_ptr + row * D + n, mask=kept, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * D + n, total.to(out_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _take_rows(x_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    kept = n < D
+    value = tl.load(x_ptr + token * D + n, mask=kept)
+    for k in tl.static_range(K):
+        row = tl.load(row_ptr + token * K + k).to(tl.int64)
+        tl.store(out_ptr + row * D + n, value, mask=kept)

@@ -1,0 +1,142 @@
+"""The experts of one rank, forward and backward, keeping only their input and FC1's output for the backward.
+
+Shapes: T tokens, K experts of a token, R rows (token copies sorted by expert), D model dim, E experts, H expert dim,
+X = 2 H.
+
+A row's router weight goes in before FC2, so that neither its output nor the rows as they were gathered must be kept.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.engine.kernels.choose import Choice, Shape, choose, works
+from threefold.engine.kernels.reference import Reference
+from threefold.engine.kernels.sort import Rows, sort_rows
+
+ACTIVATIONS = {"silu": False, "clamped swiglu": True}  # name -> whether it is clamped
+
+
+def fused_experts(
+    x_TD: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    gate_up_EXD: Tensor,
+    down_EDH: Tensor,
+    gate_up_bias_EX: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+    activation: str = "silu",
+    choice: Choice | None = None,
+) -> Tensor:
+    """Tokens in, tokens out: sorted by expert, computed, weighted and summed, with no wait for the device."""
+    num_experts = len(gate_up_EXD)
+    rows = _sorted(expert_TK, num_experts)
+    parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
+    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice)
+    if down_bias_ED is None:
+        return y_TD
+    return y_TD + _spread(weight_TK, expert_TK, num_experts).to(y_TD.dtype) @ down_bias_ED
+
+
+def grouped_experts(
+    x_RD: Tensor,
+    weight_R: Tensor,
+    count_E: Tensor,
+    gate_up_EXD: Tensor,
+    down_EDH: Tensor,
+    gate_up_bias_EX: Tensor | None = None,
+    down_bias_ED: Tensor | None = None,
+    activation: str = "silu",
+    choice: Choice | None = None,
+) -> Tensor:
+    """Rows in, rows out: `count_E` of them belong to each expert in turn; each comes back weighted."""
+    ends_E = count_E.cumsum(0).to(torch.int32)
+    parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
+    y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice)
+    if down_bias_ED is None:
+        return y_RD
+    row_R = torch.arange(len(x_RD), dtype=torch.int32, device=x_RD.device)
+    expert_R = torch.searchsorted(ends_E, row_R, right=True)
+    spread_RE = _spread(weight_R[:, None], expert_R[:, None], len(count_E))
+    return y_RD + spread_RE.to(y_RD.dtype) @ down_bias_ED
+
+
+def _spread(weight_TK: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
+    """Weights, a column for each expert. A product with them adds the biases of FC2; its backward sums in fp32."""
+    return weight_TK.new_zeros(len(weight_TK), num_experts).scatter(1, expert_TK, weight_TK)
+
+
+class _Experts(torch.autograd.Function):
+    """`weight` is (T, K) with `rows`, which say how tokens are sorted, else (R,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_XD: Tensor,
+        weight: Tensor,
+        gate_up_EXD: Tensor,
+        down_EDH: Tensor,
+        bias_EX: Tensor | None,
+        ends_E: Tensor,
+        rows: Rows | None,
+        clamped: bool,
+        choice: Choice | None,
+    ) -> Tensor:
+        ctx.rows, ctx.clamped = rows, clamped
+        num_experts, dim, half = down_EDH.shape
+        shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None)
+        ctx.choice = choice or choose(shape, x_XD)
+        x_XD = x_XD.contiguous()
+        steps = _steps(ctx, ends_E, weight.numel())
+        weight_R = weight if rows is None else weight.flatten()[rows.slot_R]
+        gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)
+        y_RD = steps.down(act_RH, down_EDH)
+        ctx.save_for_backward(x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
+        return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
+        x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX = ctx.saved_tensors
+        rows: Rows | None = ctx.rows
+        wants_x, wants_weight, wants_up, wants_down, wants_bias = ctx.needs_input_grad[:5]
+        steps = _steps(ctx, ends_E, weight.numel())
+        weight_R = weight if rows is None else weight.flatten()[rows.slot_R]
+        grad_XD = grad_XD.contiguous()
+        grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
+        down_grad = steps.down_grad(grad_XD, rows, act_RH) if wants_down else None
+        del act_RH
+        up_grad = steps.up_grad(grad_RX, x_XD, rows) if wants_up else None
+        bias_grad = _sum_by_expert(grad_RX, ends_E) if wants_bias else None
+        x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
+        if rows is not None and x_grad is not None:
+            x_grad = steps.sum_rows(x_grad, rows.row_TK)
+        weight_grad = None
+        if wants_weight:
+            weight_grad = weight_grad_R if rows is None else weight_grad_R[rows.row_TK]
+        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None
+
+
+def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
+    # The copy engine's descriptors cannot tell of a tensor without rows.
+    if ctx.choice is None or not num_rows:
+        return Reference(ends_E, ctx.clamped)
+    from threefold.engine.kernels.steps import Steps
+
+    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice)
+
+
+def _sorted(expert_TK: Tensor, num_experts: int) -> Rows:
+    if not works(expert_TK.device) or not expert_TK.numel():
+        return sort_rows(expert_TK, num_experts)
+    from threefold.engine.kernels.counting import counting_sort
+
+    return counting_sort(expert_TK, num_experts)
+
+
+def _sum_by_expert(grad_RX: Tensor, ends_E: Tensor) -> Tensor:
+    """As a product with the 0/1 matrix of experts and rows: summed in fp32, and in one order."""
+    row_R = torch.arange(len(grad_RX), dtype=torch.int32, device=grad_RX.device)
+    expert_R = torch.searchsorted(ends_E, row_R, right=True)
+    expert_E = torch.arange(len(ends_E), device=grad_RX.device)
+    return (expert_E[:, None] == expert_R).to(grad_RX.dtype) @ grad_RX

@@ -1,0 +1,31 @@
+"""How a kernel is launched: sizes of tiles, and how many programs share the device."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of `m` rows (of the result), `n` columns and `k` steps; `per_sm` programs on a multiprocessor."""
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    warps: int = 8
+    stages: int = 3
+    group: int = 8
+    per_sm: int = 1
+    read: int = 128  # columns of FC1's output that act_grad reads at a time
+    strip: int = 32  # and those it finishes at a time
+    halves: bool = True  # the result is stored in two halves
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def num_programs(device: torch.device, config: Config) -> int:
+    return _multiprocessors(device) * config.per_sm

@@ -1,0 +1,28 @@
+"""Token copies sorted by expert, with no wait for the device.
+
+Shapes: T tokens, K experts of a token, R = T * K rows, E experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    slot_R: Tensor  # t * K + k that each row came from
+    token_R: Tensor  # t
+    row_TK: Tensor  # row that each copy of a token went to
+    ends_E: Tensor  # end of each expert's rows
+
+
+def sort_rows(expert_TK: Tensor, num_experts: int) -> Rows:
+    """Stable: equal experts keep token order, so a recompute agrees bit for bit."""
+    key_R, slot_R = expert_TK.flatten().sort(stable=True)
+    place_R = torch.arange(len(slot_R), device=slot_R.device)
+    row = torch.empty_like(place_R).scatter_(0, slot_R, place_R)
+    expert_E = torch.arange(num_experts, dtype=key_R.dtype, device=slot_R.device)
+    ends_E = torch.searchsorted(key_R, expert_E, right=True, out_int32=True)
+    token_R = slot_R.div(expert_TK.shape[1], rounding_mode="floor")
+    return Rows(slot_R.to(torch.int32), token_R.to(torch.int32), row.view_as(expert_TK).to(torch.int32), ends_E)

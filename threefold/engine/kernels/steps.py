@@ -1,0 +1,97 @@
+"""The steps of the experts on a GPU: each by a kernel of ours, or by torch's grouped product with the rest in one pass
+of ours beside it. `reference.Reference` has the same steps in plain torch.
+
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
+token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threefold.engine.kernels import act_grad, elementwise, product, up, weight_grad
+from threefold.engine.kernels.choose import Choice
+from threefold.engine.kernels.sort import Rows
+from threefold.engine.kernels.tiles import Tiles, tiles_of
+
+
+class Steps:
+    def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool, choice: Choice) -> None:
+        self.ends_E, self.clamped, self.choice = ends_E, clamped, choice
+        self._tiles: dict[int, Tiles] = {}
+        self._num_rows = num_rows
+        self._gathered: tuple[Tensor, Tensor] | None = None
+
+    def up(
+        self, x_XD: Tensor, rows: Rows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        config = self.choice.up
+        if config is not None:
+            tiles = self.tiles(config.m)
+            return up.up(x_XD, _tokens(rows), weight_R, gate_up_EXD, bias_EX, tiles, self.clamped, config)
+        gate_up_RX = F.grouped_mm(self._rows(x_XD, rows), gate_up_EXD.mT, offs=self.ends_E)
+        if bias_EX is not None:
+            gate_up_RX += bias_EX[self._experts]
+        return gate_up_RX, elementwise.activated(gate_up_RX, weight_R, self.clamped)
+
+    def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
+        config = self.choice.down
+        if config is not None:
+            return product.product(act_RH, down_EDH, self.tiles(config.m), True, config)
+        return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
+
+    def act_grad(
+        self, grad_XD: Tensor, rows: Rows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.choice.act_grad
+        if config is not None:
+            tiles = self.tiles(config.m)
+            return act_grad.act_grad(
+                grad_XD, _tokens(rows), weight_R, down_EDH, gate_up_RX, tiles, self.clamped, config
+            )
+        grad_RH = F.grouped_mm(self._rows(grad_XD, rows), down_EDH, offs=self.ends_E)
+        return elementwise.activated_grad(grad_RH, gate_up_RX, weight_R, self.clamped)
+
+    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
+        config = self.choice.input_grad
+        if config is not None:
+            return product.product(grad_RX, gate_up_EXD, self.tiles(config.m), False, config)
+        return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
+
+    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Rows | None) -> Tensor:
+        config = self.choice.up_grad
+        if config is not None:
+            return weight_grad.weight_grad(grad_RX, x_XD, _tokens(rows), "right", self.ends_E, config)
+        return F.grouped_mm(grad_RX.mT, self._rows(x_XD, rows), offs=self.ends_E)
+
+    def down_grad(self, grad_XD: Tensor, rows: Rows | None, act_RH: Tensor) -> Tensor:
+        config = self.choice.down_grad
+        if config is not None:
+            return weight_grad.weight_grad(grad_XD, act_RH, _tokens(rows), "left", self.ends_E, config)
+        return F.grouped_mm(self._rows(grad_XD, rows).mT, act_RH, offs=self.ends_E)
+
+    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+        return elementwise.sum_rows(y_RD, row_TK)
+
+    def tiles(self, size: int) -> Tiles:
+        if size not in self._tiles:
+            self._tiles[size] = tiles_of(self.ends_E, self._num_rows, size)
+        return self._tiles[size]
+
+    def _rows(self, x_XD: Tensor, rows: Rows | None) -> Tensor:
+        """Kept for the next step that wants the same rows: two of the backward do."""
+        if rows is None:
+            return x_XD
+        if self._gathered is None or self._gathered[0] is not x_XD:
+            self._gathered = x_XD, elementwise.take_rows(x_XD, rows.row_TK)
+        return self._gathered[1]
+
+    @property
+    def _experts(self) -> Tensor:
+        """Of each row."""
+        row_R = torch.arange(self._num_rows, dtype=torch.int32, device=self.ends_E.device)
+        return torch.searchsorted(self.ends_E, row_R, right=True)
+
+
+def _tokens(rows: Rows | None) -> Tensor | None:
+    return None if rows is None else rows.token_R

@@ -1,0 +1,77 @@
+"""Gradients of expert weights: a product over the rows of each expert, with a gather of tokens in the loads.
+
+Shapes: T tokens, R rows (token copies sorted by expert), E experts, M rows of the weight, N columns.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
+
+from threefold.engine.kernels.launch import Config, num_programs
+from threefold.engine.kernels.store import halves
+
+
+def weight_grad(
+    left_XM: Tensor, right_XN: Tensor, token_R: Tensor | None, gathered: str, ends_E: Tensor, config: Config
+) -> Tensor:
+    """left.T @ right over each expert's rows, (E, M, N). `gathered` is "left" or "right": that one is read at
+    token_R[row] (without tokens at its own row), the other at the row itself."""
+    num_m, num_n, num_experts = left_XM.shape[1], right_XN.shape[1], len(ends_E)
+    out_EMN = left_XM.new_empty(num_experts, num_m, num_n)
+    by_row, width = (right_XN, config.n) if gathered == "left" else (left_XM, config.m)
+    by_token = left_XM if gathered == "left" else right_XN
+    out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n // 2 if config.halves else config.n])
+    _weight_grad[(num_programs(left_XM.device, config),)](
+        by_token, TensorDescriptor.from_tensor(by_row, [config.k, width]), token_R, ends_E, out, num_experts,
+        num_m, num_n, config.m, config.n, config.k, config.group, gathered == "left", token_R is not None,
+        config.halves, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return out_EMN
+
+
+@triton.jit
+def _weight_grad(
+    token_side_ptr, row_side, token_ptr, ends_ptr, out, num_experts, M: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
+    GATHER: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    num_m: tl.constexpr = (M + BM - 1) // BM
+    num_n: tl.constexpr = (N + BN - 1) // BN
+    per_expert: tl.constexpr = num_m * num_n
+    for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
+        expert = tile // per_expert
+        inside = tile % per_expert
+        band = (inside // (GROUP * num_n)) * GROUP
+        height = tl.minimum(num_m - band, GROUP)
+        tile_m = band + (inside % (GROUP * num_n)) % height
+        tile_n = (inside % (GROUP * num_n)) // height
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends_ptr + expert)
+        if LEFT:
+            col = tile_m * BM + tl.arange(0, BM)
+            width: tl.constexpr = M
+        else:
+            col = tile_n * BN + tl.arange(0, BN)
+            width: tl.constexpr = N
+        acc = tl.zeros((BM, BN), tl.float32)
+        for begin in range(start, end, BK):
+            row = begin + tl.arange(0, BK)
+            live = row < end
+            token = tl.load(token_ptr + row, mask=live, other=0) if GATHER else row
+            # Rows behind the expert's are zero on this side, so that the other need not be masked.
+            at = token.to(tl.int64)[:, None] * width + col[None, :]
+            by_token = tl.load(token_side_ptr + at, mask=live[:, None] & (col < width)[None, :], other=0.0)
+            if LEFT:
+                acc = tl.dot(by_token.T, row_side.load([begin, tile_n * BN]), acc)
+            else:
+                acc = tl.dot(row_side.load([begin, tile_m * BM]).T, by_token, acc)
+        if HALVES:
+            left, right = halves(acc.to(out.dtype), BM, BN)
+            half: tl.constexpr = BN // 2
+            out.store([expert, tile_m * BM, tile_n * BN], left.reshape(1, BM, half))
+            out.store([expert, tile_m * BM, tile_n * BN + half], right.reshape(1, BM, half))
+        else:
+            out.store([expert, tile_m * BM, tile_n * BN], acc.to(out.dtype).reshape(1, BM, BN))

@@ -1,0 +1,75 @@
+"""Ranks forked on this machine, on gloo, with a time limit: a hang fails, and the first that fails takes the others along.
+
+For the oracle and for tests; training starts real processes (`agent.py`).
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+LIMIT_SECONDS = 120.0
+
+
+class RankError(AssertionError):
+    """A rank failed or did not end in time."""
+
+
+def run_ranks(world: int, work: Callable[..., Any], *args: Any, limit: float = LIMIT_SECONDS) -> list[Any]:
+    """work(rank, *args) on each rank, with the default group made; what each returned (picklable), by rank."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_one, args=(rank, world, work, args, folder, limit)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + limit
+        try:
+            while any(process.is_alive() for process in ranks):
+                failed = [n for n, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+                if failed:
+                    raise RankError(f"rank {failed[0]} failed:\n{_said(folder, failed[0])}")
+                if time.monotonic() > end:
+                    hanging = [n for n, process in enumerate(ranks) if process.is_alive()]
+                    raise RankError(f"ranks {hanging} of {world} still run after {limit:.0f} s")
+                time.sleep(0.01)
+            failed = [n for n, process in enumerate(ranks) if process.exitcode != 0]
+            if failed:
+                raise RankError(f"rank {failed[0]} failed:\n{_said(folder, failed[0])}")
+        finally:
+            for process in ranks:
+                if process.is_alive() and process.pid:
+                    os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def _said(folder: str, rank: int) -> str:
+    path = Path(folder) / f"{rank}.txt"
+    return path.read_text() if path.exists() else "(it said nothing)"
+
+
+def _one(rank: int, world: int, work: Callable[..., Any], args: tuple[Any, ...], folder: str, limit: float) -> None:
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        store = FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
+        result = work(rank, *args)
+        (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+        dist.barrier()  # nobody leaves while another still needs it
+        code = 0
+    except BaseException:
+        (Path(folder) / f"{rank}.txt").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)  # a failed rank leaves at once, so that its peers fail fast

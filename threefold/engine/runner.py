@@ -1,0 +1,120 @@
+"""Forward and backward over the microbatches of a step: one after the other, or through a pipeline.
+
+Shapes: K hidden states handed on, B batch, S sequence, D model dim.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.data.loader import Batch
+from threefold.engine.inputs import Inputs, make_inputs
+from threefold.engine.mesh import Mesh
+from threefold.engine.models.chunk import states_behind
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.moe.balance import attach
+from threefold.engine.pipeline.schedule import Pipeline
+from threefold.plan.plan import Plan
+
+
+class Sums(dict[str, Tensor]):
+    """What the microbatches said: losses by their share of the step's labels, counts as they are."""
+
+    def note(self, aux: dict[str, Tensor], share: float) -> None:
+        for name, value in aux.items():
+            if name != "num_labels":
+                part = value * share if value.dim() == 0 else value
+                self[name] = self[name] + part if name in self else part
+
+
+class Runner(Protocol):
+    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+        """`shares` are of each microbatch's labels in the step's."""
+        ...
+
+
+class InTurn:
+    """No pipeline: the whole model is here."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+
+    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+        sums = Sums()
+        for batch, share in zip(batches, shares, strict=True):
+            with torch.set_grad_enabled(train):
+                out = self.model(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS)
+            assert out.loss is not None
+            if train:
+                (out.loss * share).backward()
+            sums.note(out.aux, share)
+        return sums
+
+
+class ChunkRun(nn.Module):
+    """A chunk as the pipeline calls it: hidden states in, hidden states or the loss out."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model = model
+        self.batches: Sequence[Batch] = ()
+        self.shares: Sequence[float] = ()
+        self.sums = Sums()
+
+    def forward(self, x_KBSD: Tensor | None, microbatch: int) -> Tensor:
+        model, share = self.model, self.shares[microbatch]
+        inputs = self.inputs(microbatch)
+        handed = [] if x_KBSD is None else list(x_KBSD.unbind(0))
+        states, balances = model.advance(handed, inputs)
+        if model.has_loss:
+            out = model.conclude(states, balances, inputs)
+            assert out.loss is not None
+            self.sums.note(out.aux, share)
+            return out.loss * share
+        total, aux = model.add_up({}, balances)
+        self.sums.note(aux, share)
+        y_KBSD = torch.stack(states)
+        return y_KBSD if total is None else attach(y_KBSD, total * share)
+
+    def inputs(self, microbatch: int) -> Inputs:
+        batch, model = self.batches[microbatch], self.model
+        return make_inputs(
+            batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS, model.num_mtp, model.cut
+        )
+
+
+class Piped:
+    """Several stages: chunks run in the order of the plan's schedule."""
+
+    def __init__(self, chunks: dict[int, Decoder], plan: Plan, mesh: Mesh, dtype: torch.dtype) -> None:
+        layout, job = plan.layout, plan.job
+        share = job.seq_len // (layout.cp * layout.tp)
+
+        def border(number: int) -> tuple[int, ...]:
+            return states_behind(plan.chunks, number), job.micro_batch, share, plan.model.dim
+
+        self.chunks = {number: ChunkRun(model) for number, model in chunks.items()}
+        self.pipeline = Pipeline(
+            self.chunks,
+            num_chunks=len(plan.chunks),
+            group=mesh.group("pp"),
+            schedule=layout.pipeline_schedule,
+            num_microbatches=plan.num_microbatches,
+            border_shape=border,
+            dtype=dtype,
+            device=mesh.device,
+            # FSDP reduces a gradient when the backward leaves the module: none may come later.
+            delay_weights=plan.knobs.data_parallel == "zero1",
+        )
+
+    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+        for chunk in self.chunks.values():
+            chunk.batches, chunk.shares, chunk.sums = batches, shares, Sums()
+        self.pipeline.run(train)
+        sums = Sums()
+        for chunk in self.chunks.values():
+            for name, value in chunk.sums.items():
+                sums[name] = sums[name] + value if name in sums else value
+        return sums

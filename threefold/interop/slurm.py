@@ -1,0 +1,208 @@
+"""A plan as a Slurm batch script, or as torchrun commands: nodes and ranks follow from the plan.
+
+The script starts one task a GPU and no torchrun: Slurm's signals then reach the ranks themselves, which save and
+leave when they are done, where torchrun would kill them 30 seconds after a SIGTERM.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from threefold.findings import Finding
+from threefold.plan.plan import Plan
+
+_WORD = re.compile(r"[A-Za-z0-9_.,@:+-]+")  # what an #SBATCH line takes without quotes
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # D-H:M:S, D-H, H:M:S, M:S or M: man sbatch
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a plan does not know of the cluster it runs on."""
+
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    container: str | None = None  # an image for pyxis
+    max_restarts: int = 3
+    notice_seconds: int = 300  # before the time limit: for the step under way and its checkpoint
+    run: str | None = None  # the run's folder
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    nodes: int
+    per_node: int
+
+
+def shape(plan: Plan) -> Shape | None:
+    """Whole nodes; a part of one where it is enough. None where the ranks fill no number of nodes evenly."""
+    gpus, node = plan.cluster.gpus, plan.cluster.node
+    if gpus <= node:
+        return Shape(1, gpus)
+    return Shape(gpus // node, node) if gpus % node == 0 else None
+
+
+def faults(plan: Plan, options: Options) -> Iterator[Finding]:
+    """What no script can be written for."""
+    if plan.target != "threefold":
+        yield _fault("target", f"{plan.target} is started by its own tools", "set target to threefold, or export it")
+    if shape(plan) is None:
+        node = plan.cluster.node
+        problem = f"{plan.cluster.gpus} ranks do not fill nodes of {node} evenly"
+        advice = f"use a multiple of {node}, or write cluster.gpus_per_node"
+        yield _fault("cluster.gpus", problem, advice)
+    for name in ("partition", "account"):
+        given = getattr(options, name)
+        if given is not None and not _WORD.fullmatch(given):
+            yield _fault(f"--{name}", f"{given!r} is no name Slurm takes", "letters, digits and _ . , @ : + - only")
+    if options.container is not None and (not options.container.strip() or "\n" in options.container):
+        yield _fault("--container", f"{options.container!r} is no image", "give a path or registry#image:tag")
+    if options.time is None:
+        return
+    minutes = time_limit(options.time)
+    if minutes is None:
+        yield _fault("--time", f"{options.time!r} is no time limit", "write hours:minutes:seconds or days-hours")
+    elif minutes * 60 <= options.notice_seconds:
+        problem = (
+            f"{options.time} ends before the notice to save, {options.notice_seconds} s before the limit, has effect"
+        )
+        yield _fault("--time", problem, "ask for longer, or set a shorter --notice")
+
+
+def _fault(at: str, problem: str, advice: str) -> Finding:
+    return Finding(rule="script-options", at=at, problem=problem, advice=advice)
+
+
+def time_limit(text: str) -> float | None:
+    """Minutes of a time limit as sbatch reads it; None where it does not."""
+    found = _TIME.fullmatch(text)
+    if not found:
+        return None
+    days, *parts = ((int(part) if part else None) for part in found.groups())
+    given = [part for part in parts if part is not None]
+    if days is not None:  # D-H[:M[:S]]
+        hours, minutes, seconds = [*given, 0, 0][:3]
+    elif len(given) == 3:
+        hours, minutes, seconds = given
+    else:  # M or M:S
+        hours, minutes, seconds = 0, given[0], given[1] if len(given) > 1 else 0
+    total = ((days or 0) * 24 + hours) * 60 + minutes + seconds / 60
+    return total or None
+
+
+def batch_script(plan: Plan, words: list[str], options: Options) -> str:
+    """`words`: the plan file and its overrides. Without `faults`."""
+    place = shape(plan)
+    assert place is not None
+    lines = [f"#SBATCH --{line}" for line in _directives(plan, words[0], place, options)]
+    exports = [f"export {name}={value}" for name, value in environment(plan).items()]
+    srun = ["srun", "--kill-on-bad-exit=1", f"--ntasks-per-node={place.per_node}"]
+    if options.container:
+        srun += [
+            f"--container-image={options.container}",
+            '--container-mounts="$PWD:$PWD"',
+            '--container-workdir="$PWD"',
+        ]
+    mounts = {word for word in srun if "$PWD" in word}
+    start = [word if word in mounts else shlex.quote(word) for word in [*srun, *_train(words, options.run)]]
+    body = _BODY.format(exports="\n".join(exports), restarts=options.max_restarts, command=" ".join(start))
+    return "\n".join(["#!/bin/bash", *lines, "", body])
+
+
+def _directives(plan: Plan, file: str, place: Shape, options: Options) -> Iterator[str]:
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(file).stem).strip("-.") or "threefold"
+    yield f"job-name={name}"
+    yield f"nodes={place.nodes}"
+    yield f"ntasks-per-node={place.per_node}"
+    if plan.cluster.chip != "cpu":
+        yield f"gpus-per-node={place.per_node}"
+    if place.per_node == plan.cluster.node:
+        yield "exclusive"
+        yield "mem=0"
+    for option in ("time", "partition", "account"):
+        if given := getattr(options, option):
+            yield f"{option}={given}"
+    yield f"output={name}-%j.log"
+    yield "open-mode=append"
+    yield "requeue"
+    yield f"signal=B:USR1@{options.notice_seconds}"
+
+
+def environment(plan: Plan) -> dict[str, str]:
+    """What ranks must find set before torch is loaded."""
+    found = {}
+    if plan.cluster.chip != "cpu":
+        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # a collective past its time limit ends the process
+        found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = "900"  # above that limit: the first message is the better one
+        found["NCCL_IB_TIMEOUT"] = "22"  # 4.096 us x 2^22: a link that flaps for seconds does not end a run
+    if plan.knobs.max_connections is not None:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = str(plan.knobs.max_connections)
+    return found
+
+
+def _train(words: list[str], run: str | None) -> list[str]:
+    return ["python", "-m", "threefold", "train", *words, *(["--run", run] if run else [])]
+
+
+def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
+    """One command, the same on every node."""
+    place = shape(plan)
+    assert place is not None
+    settings = environment(plan)
+    head = ["torchrun", f"--nnodes={place.nodes}", f"--nproc-per-node={place.per_node}"]
+    head.append(f"--max-restarts={options.max_restarts}")
+    lines = []
+    if place.nodes == 1:
+        head.append("--standalone")
+    else:
+        # Restarts are counted by each agent alone, so agents may disagree; a new store each time needs no count.
+        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        lines.append(f"# on each of {place.nodes} nodes; HEAD is the name of one of them")
+        head += ["--rdzv-backend=c10d", '--rdzv-endpoint="$HEAD:29400"', "--rdzv-id=threefold"]
+    exports = [f"{name}={value}" for name, value in settings.items()]
+    start = ["-m", "threefold", *(shlex.quote(word) for word in _train(words, options.run)[3:])]
+    return "\n".join([*lines, " ".join([*exports, *head, *start])]) + "\n"
+
+
+_BODY = """\
+# One task a GPU: Slurm's signals reach the ranks themselves.
+set -u
+{exports}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+
+# Ranks end behind their step and save. Before the time limit the job then waits for its next turn; one that is
+# cancelled does not.
+stopping=0
+again=0
+stop() {{
+    stopping=1
+    scancel --signal=TERM "$SLURM_JOB_ID"  # goes to the tasks, not to this shell
+}}
+trap 'again=1; stop' USR1
+trap stop TERM
+
+code=1
+for attempt in $(seq 0 {restarts}); do
+    export TORCHELASTIC_RESTART_COUNT=$attempt
+    export MASTER_PORT=$((20000 + (SLURM_JOB_ID + attempt) % 20000))
+    {command} &
+    task=$!
+    wait "$task"
+    code=$?
+    while kill -0 "$task" 2>/dev/null; do  # a signal ends `wait` early
+        wait "$task"
+        code=$?
+    done
+    if [ "$stopping" = 1 ] || [ "$code" = 0 ] || [ "$code" = 78 ]; then  # 78: a finding, it would come again
+        break
+    fi
+    echo "attempt $attempt ended with code $code" >&2
+done
+if [ "$again" = 1 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""

@@ -1,0 +1,208 @@
+"""A plan shrunk to a few ranks and a tiny model that keep its pattern of axes, for a rehearsal of its mathematics."""
+
+import math
+from dataclasses import replace
+
+from threefold.layout.degrees import Layout
+from threefold.layout.stages import Chunk, format_stages
+from threefold.plan.plan import Knobs, Plan
+from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec
+
+MAX_RANKS = 16
+_WIDTH = 4  # of a head, in multiples that rotary embedding and every cut like
+
+
+def scale_down(plan: Plan) -> tuple[Plan, list[str]]:
+    """The small plan, and what was replaced, in words."""
+    layout, said = _layout(plan)
+    chunks = _chunks(plan, layout)
+    layers = sum(len(chunk.layers) for chunk in chunks)
+    shares = layout.tp * layout.cp
+    model = _model(plan.model, layers, shares, layout)
+    step = max(1, layout.dp)
+    count = layout.pp * (2 if layout.pipeline_schedule == "dualpipev" else 1) if layout.pp > 1 else 2
+    job = replace(
+        plan.job,
+        seq_len=4 * 2 * shares,
+        micro_batch=min(2, plan.job.micro_batch),
+        global_batch=min(2, plan.job.micro_batch) * step * count,
+        mtp=min(2, plan.mtp),
+        dynamic_length=False,
+        data="synthetic",
+    )
+    if plan.job.dynamic_length:
+        said.append("dynamic lengths by full ones")
+    if model != plan.model:
+        said.append(
+            f"{plan.model.name} by {layers} layers of width {model.dim} with {model.num_experts or 'no'} experts"
+        )
+    knobs, more = _knobs(plan, layers)
+    stages = format_stages(chunks) if layout.pp > 1 else None
+    small = replace(
+        plan,
+        model=model,
+        job=job,
+        knobs=knobs,
+        layout=replace(layout, stages=stages),
+        cluster=replace(plan.cluster, chip="cpu", gpus=layout.gpus, domain=_domain(plan, layout), measured=None),
+    )
+    return small, [*said, *more]
+
+
+def _layout(plan: Plan) -> tuple[Layout, list[str]]:
+    """Every axis in use stays in use, at 2; what EP folds over stays folded."""
+    old = plan.layout
+    degrees = {axis: min(2, old.degree(axis)) for axis in ("tp", "cp", "pp", "dp", "etp")}
+    etp = degrees["etp"]
+    stage = degrees["tp"] * degrees["cp"] * degrees["dp"]
+    if old.ep > 1:
+        # EP as wide as the stage where it was, else half of it, so that EDP stays in use.
+        share = stage // etp if old.edp == 1 else max(2, stage // (2 * etp))
+        ep = share if old.ep > old.dp or old.edp == 1 else min(2, share)
+        if stage % (ep * etp):
+            stage = math.lcm(stage, ep * etp)
+    else:
+        ep = 1
+        stage = math.lcm(stage, etp)
+    vpp = min(2, old.vpp) if degrees["pp"] > 1 else 1
+    new = Layout(
+        tp=degrees["tp"],
+        cp=degrees["cp"],
+        pp=degrees["pp"],
+        vpp=vpp,
+        ep=ep,
+        etp=etp,
+        replicate=min(2, old.replicate) if degrees["dp"] > 1 else 1,
+        schedule=old.schedule,
+        gpus=degrees["pp"] * stage,
+    )
+    named = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp", "edp")
+    changed = [f"{axis.upper()} {old.degree(axis)} by {new.degree(axis)}" for axis in named if differs(old, new, axis)]
+    return new, changed
+
+
+def differs(old: Layout, new: Layout, axis: str) -> bool:
+    return old.degree(axis) != new.degree(axis)
+
+
+def _chunks(plan: Plan, layout: Layout) -> list[Chunk]:
+    """As many chunks as the small pipeline has: the first ones, and the last ones with what they end in."""
+    wanted = layout.chunks
+    if wanted == 1:
+        old = [Chunk((0, 1), True, min(2, plan.mtp), True)]
+    else:
+        head = wanted // 2
+        old = [*plan.chunks[:head], *plan.chunks[len(plan.chunks) - (wanted - head) :]]
+    floor = _least_layers(plan.model)
+    counts = [min(2, len(chunk.layers)) for chunk in old]
+    while sum(counts) < floor:
+        counts[counts.index(max(counts))] += 1
+    chunks, first, depths = [], 0, min(2, plan.mtp)
+    for place, (chunk, count) in enumerate(zip(old, counts, strict=True)):
+        mtp = min(chunk.mtp, depths)
+        depths -= mtp
+        layers = tuple(range(first, first + count))
+        chunks.append(Chunk(layers, place == 0, mtp, place == len(old) - 1))
+        first += count
+    if depths:
+        chunks[-1] = replace(chunks[-1], mtp=chunks[-1].mtp + depths)
+    return chunks
+
+
+def _least_layers(model: ModelSpec) -> int:
+    """One of every kind: dense and expert layers, each mixer."""
+    dense = min(1, model.num_dense_layers) if model.moe else 0
+    return max(len(model.pattern), dense + 1, 2)
+
+
+def _model(old: ModelSpec, layers: int, shares: int, layout: Layout) -> ModelSpec:
+    return replace(
+        old,
+        num_layers=layers,
+        dim=8 * max(2, shares),
+        vocab=61,  # odd: the vocabulary's parts differ in size
+        attention=_attention(old.attention, shares),
+        local_attention=_gqa(old.local_attention, shares) if old.local_attention else None,
+        delta=_delta(old.delta, shares) if old.delta else None,
+        moe=_moe(old.moe, layout) if old.moe else None,
+        dense_dim=4 * shares if old.dense_dim else 0,
+        num_dense_layers=min(1, old.num_dense_layers),
+        mtp_layers=min(2, old.mtp_layers),
+        published_total=None,
+        published_active=None,
+    )
+
+
+def _attention(old: GqaSpec | MlaSpec | None, shares: int) -> GqaSpec | MlaSpec | None:
+    if isinstance(old, MlaSpec):
+        rank = None if old.q_rank is None else 6
+        heads = max(2, shares)
+        return replace(
+            old, num_heads=heads, q_rank=rank, kv_rank=8, nope_dim=_WIDTH, rope_dim=_WIDTH, v_dim=6, indexer=None
+        )
+    return _gqa(old, shares) if old else None
+
+
+def _gqa(old: GqaSpec, shares: int) -> GqaSpec:
+    """Queries share keys as they did, as far as every rank still has a whole head of each."""
+    grouped = 2 if old.num_heads > old.num_kv_heads else 1
+    heads = grouped * max(2, shares)
+    window = None if old.window is None else 5
+    return replace(old, num_heads=heads, num_kv_heads=heads // grouped, head_dim=2 * _WIDTH, window=window)
+
+
+def _delta(old: DeltaSpec, shares: int) -> DeltaSpec:
+    each = min(2, old.num_v_heads // old.num_k_heads)
+    keys = max(2, shares)
+    return replace(old, num_k_heads=keys, num_v_heads=each * keys, k_dim=4, v_dim=6)
+
+
+def _moe(old: MoeSpec, layout: Layout) -> MoeSpec:
+    groups = 2 if old.num_groups > 1 else 1
+    experts = math.lcm(2 * layout.ep, 4 * groups)
+    width = 4 * layout.etp * layout.tp
+    return replace(
+        old,
+        num_experts=experts,
+        top_k=min(2, old.top_k),
+        expert_dim=width,
+        shared_dim=None if old.shared_dim is None else 2 * width,
+        num_groups=groups,
+        top_groups=1 if groups > 1 else old.top_groups,
+    )
+
+
+def _knobs(plan: Plan, layers: int) -> tuple[Knobs, list[str]]:
+    """What runs on a CPU in place of what does not."""
+    old, said = plan.knobs, []
+    changes: dict[str, object] = {"precision": "fp32"}
+    said.append(f"{old.precision} by fp64")
+    if old.dispatcher not in ("local", "alltoall"):
+        changes["dispatcher"] = "alltoall"
+        said.append(f"dispatcher {old.dispatcher} by alltoall")
+    if not isinstance(old.cp_comm, str):
+        changes["cp_comm"] = tuple(old.cp_comm[i % len(old.cp_comm)] for i in range(layers))
+    off = {
+        "recompute": (),
+        "graphs": (),
+        "activation_offload": (),
+        "activation_offload_layers": 0,
+        "optimizer_offload": 0.0,
+        "ep_overlap": False,
+        "delay_wgrad": False,
+        "fp8_params": False,
+        "fp8_attention": False,
+        "fp8_output": False,
+    }
+    for name, value in off.items():
+        if getattr(old, name) != value:
+            changes[name] = value
+            said.append(f"{name} left out")
+    changes |= {"grad_dtype": "fp32", "optimizer_dtype": "fp32"}
+    return replace(old, **changes), said  # type: ignore[arg-type]
+
+
+def _domain(plan: Plan, layout: Layout) -> int | None:
+    """The hierarchical kind of context parallelism trades heads inside a domain: of two neighbours here."""
+    kinds = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
+    return layout.tp * max(1, layout.cp // 2) if "a2a+p2p" in kinds else plan.cluster.domain
