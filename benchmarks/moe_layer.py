@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def times(work: Callable[[], object], device: torch.device, repeats: int) -> lis
         work()
         mark.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:

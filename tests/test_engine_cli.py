@@ -55,7 +55,7 @@ def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["cluster.gpus=2"], "engine-runs-one-rank"),
+        (["cluster.gpus=2", "cluster.chip=h100"], "ranks-start-here"),
         (["knobs.precision=fp8-blockwise"], "engine-has-knob"),
         (["model=nemotron-3-nano"], "stack-runs-family"),
         (["run.cores=999"], "cores-exist"),

@@ -189,6 +189,49 @@ def test_ranks_meet_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mo
     assert said == [f"1 2 cpu 3 False {threads}"] * 2  # 1 + 2 = 3; nothing of the first attempt is seen in the second
 
 
+# Four ranks that count together; rank 2 stands still once. The watchdog must end it, the agent start all again.
+HANG = """
+import sys, time, torch
+from pathlib import Path
+from threefold.engine.launch import join, leave
+from threefold.engine.mesh import Mesh
+from threefold.engine.shard.collectives import all_reduce
+from threefold.engine.watch import Watch
+from threefold.plan.parse import parse
+saved = Path(sys.argv[1]) / "step"
+plan = parse({"model": "tiny-qwen3-moe", "cluster.gpus": 4}).plan
+world = join(plan)
+group = Mesh(plan.layout, world.rank).world
+step = int(saved.read_text()) if saved.exists() else 0
+with Watch(3.0, world.store, world.rank, world.size) as watch:
+    while step < 6:
+        watch.beat(f"step {step}")
+        all_reduce(torch.ones(1), group).wait()
+        step += 1
+        if world.leads:
+            saved.write_text(str(step))
+        all_reduce(torch.ones(1), group).wait()
+        if world.attempt == 0 and world.rank == 2 and step == 4:
+            time.sleep(1000)
+leave()
+"""
+
+
+@pytest.mark.slow
+def test_a_hang_is_named_ended_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hang.py"
+    file.write_text(HANG)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert launch_here([sys.executable, str(file), str(tmp_path)], 4, 1, tmp_path) == 0
+    assert (tmp_path / "step").read_text() == "6"
+    said = capfd.readouterr().err
+    # Two calls a step: the ninth is the one that rank 2 does not come to.
+    assert re.search(r"all_reduce number 9 on world \(ranks 0 1 2 3\): rank 2 did not arrive within 3.0 s", said)
+    assert re.search(r"rank [013] of 4 gave up on a collective .*; starting all ranks again", said)
+
+
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
     "SLURM_PROCID": "9",

@@ -257,7 +257,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "something-trains": ({"job.freeze": ["language"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["language"]}),
     "images-need-vision": ({"job.images": 1}, {"model": "qwen3-vl-30b-a3b", "job.images": 1}),
     # stacks
-    "engine-runs-one-rank": ({"target": "threefold"}, {}),
+    "engine-has-capacity": (
+        {"target": "threefold", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"},
+        {"target": "threefold", "job.capacity_factor": 1.5},
+    ),
+    "flex-dispatch-in-bf16": ({"knobs.precision": "fp16"}, {"knobs.precision": "bf16"}),
     "engine-has-knob": ({"target": "threefold", "knobs.graphs": ["attn"]}, {}),
     "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
 }

@@ -17,6 +17,7 @@ VERBS = {
     "sweep": "vary one field of a plan, sequence length with CP sized along, and see what gives out",
     "train": "run a plan, or go on with a run",
     "launch": "write the Slurm script or the torchrun commands that run a plan on a cluster",
+    "verify": "run a layout in fp64 on this machine and compare it with one rank, gradient by gradient",
     "sample": "let a run continue a prompt",
     "tokenize": "turn text files, folders and JSONL into a token shard",
     "import-hf": "begin a run with the weights of a Hugging Face checkpoint",

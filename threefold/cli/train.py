@@ -88,8 +88,8 @@ def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     from threefold.engine.launch import join, leave
     from threefold.engine.train import train
 
-    world = join(plan)
-    trainer = train(plan, folder, threads=args.threads)
+    world = join(plan, limit_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
+    trainer = train(plan, folder, threads=args.threads, world=world)
     leave()
     done = trainer.step >= plan.job.steps
     if world.leads:

@@ -64,4 +64,9 @@ EXPLAIN = {
     "checkpoint-fits": "A checkpoint has every tensor this plan needs, in its shape.|Weights that are not found would stay"
     " random.|Compare the names in the message with tensors in manifest.json."
     "|Go on with the plan the run was started with, or start a new run.",
+    "layout-computes-the-same": "A layout computes what one rank computes.|Otherwise it trains another model."
+    "|`threefold verify PLAN --scale-down` again, with a layout of fewer axes."
+    "|Report it with the plan; meanwhile use a layout that agrees.",
+    "verify-fits-here": "The ranks of a verification run on this machine.|They are forked, and compute in fp64."
+    "|Count the ranks of the plan.|Add --scale-down.",
 }

@@ -126,7 +126,7 @@ def train(
         torch.set_num_threads(threads)
     if plan.run.cores:
         stay_on(plan.run.cores)
-    world = world or join(plan)
+    world = world or join(plan, limit_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
     mesh = Mesh(plan.layout, world.rank, world.device)
     apart = mesh.for_checkpoints()
     first(apart, lambda: open_run(folder, plan))
@@ -239,7 +239,8 @@ def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Pro
         trainer.step += 1
         if trainer.bad_steps > plan.run.bad_steps and not result.applied:
             raise _too_many_bad(trainer)
-        _at_intervals(trainer, metrics, progress)
+        with trainer.watch.during("evaluating or saving") if trainer.watch else nullcontext():
+            _at_intervals(trainer, metrics, progress)
 
 
 def _asked_to_stop(trainer: Trainer) -> bool:

@@ -10,9 +10,13 @@ from threefold.rules.base import rule
 def batch_step(plan: Plan) -> int:
     """Global batches are whole multiples of this: every rank gets whole microbatches, every stage its turn."""
     step = max(1, plan.layout.dp) * plan.job.micro_batch
-    if plan.layout.pp > 1 and plan.layout.pipeline_schedule == "interleaved":
-        step *= plan.layout.pp
-    return step
+    return step * plan.layout.pp if plan.layout.pp > 1 and _in_rounds(plan) else step
+
+
+def _in_rounds(plan: Plan) -> bool:
+    """Whether chunks take turns; zero-bubble schedules do as soon as a rank has several."""
+    schedule = plan.layout.pipeline_schedule
+    return schedule == "interleaved" or (schedule == "zero-bubble" and plan.layout.vpp > 1)
 
 
 def _round_up(batch: int, step: int) -> int:
@@ -50,7 +54,7 @@ def interleaved_fills_pipeline(plan: Plan) -> Iterator[Finding]:
     if layout.pp == 1 or not layout.fits_ranks or plan.job.global_batch % (layout.dp * plan.job.micro_batch):
         return
     share = layout.dp * plan.job.micro_batch
-    if layout.pipeline_schedule == "interleaved":
+    if _in_rounds(plan):
         uneven = count >= layout.pp and count % (count // layout.pp) and plan.target == "threefold"
         if count < layout.pp or uneven:
             problem = f"{count} microbatches are no equal rounds of at least PP {layout.pp}"

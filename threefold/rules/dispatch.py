@@ -29,6 +29,19 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
         )
 
 
+@rule(rows="DI-GATE-DE DI-GATE-HE", follows="DeepEP and HybridEP buffers: bf16 rows, or fp8 with scales")
+def flex_dispatch_in_bf16(plan: Plan) -> Iterator[Finding]:
+    """The flex dispatchers carry bf16 or narrower.
+
+    Why: their buffers hold bf16 rows, or fp8 with scales; fp32 and fp16 rows have no kernel.
+    Confirm: knobs.precision.
+    Fix: alltoall carries any dtype.
+    """
+    if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.knobs.precision in ("fp32", "fp16"):
+        problem = f"{plan.knobs.dispatcher} with {plan.knobs.precision} rows"
+        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+
+
 @rule(rows="DI-A2A EX-EMPTY")
 def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
     """The local dispatcher moves nothing, so all experts must be here.

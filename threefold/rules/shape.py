@@ -350,18 +350,23 @@ def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
     Confirm: divide the head counts by TP x CP.
     Fix: p2p works with any head count.
     """
-    layout, attention = plan.layout, plan.model.attention
+    layout, model = plan.layout, plan.model
     modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
-    if layout.cp == 1 or attention is None or not modes & {"a2a", "a2a+p2p"}:
+    link = plan.link("cp")
+    # Inside one domain the hierarchical form is a plain ring: no heads are traded.
+    inner = link.in_domain if "a2a+p2p" in modes and link.link == "network" else 1
+    shards = layout.tp * (layout.cp if "a2a" in modes else inner)
+    if layout.cp == 1 or shards == layout.tp:
         return
-    shards = layout.tp * (layout.cp if "a2a" in modes else plan.link("cp").in_domain)
-    heads = (attention.num_heads, attention.num_kv_heads)
-    if any(count % shards for count in heads):
-        yield Finding(
-            at="knobs.cp_comm",
-            problem=f"{heads[0]} heads and {heads[1]} key/value heads do not divide into {shards} shares",
-            fix={"knobs.cp_comm": "p2p"},
-        )
+    for attention in (model.attention, model.local_attention):
+        if attention and (attention.num_heads % shards or attention.num_kv_heads % shards):
+            heads = f"{attention.num_heads} heads and {attention.num_kv_heads} key/value heads"
+            yield Finding(
+                at="knobs.cp_comm",
+                problem=f"{heads} do not divide into {shards} shares",
+                fix={"knobs.cp_comm": "p2p"},
+            )
+            return
 
 
 @rule(rows="LC-CP-LAYER")

@@ -26,19 +26,6 @@ def stack_runs_family(plan: Plan) -> Iterator[Finding]:
     )
 
 
-@rule(severity="warning", rows="CF-ONE", target="threefold")
-def engine_runs_one_rank(plan: Plan) -> Iterator[Finding]:
-    """The threefold engine trains on one rank so far.
-
-    Why: its parallel axes are planned and checked, but not built.
-    Confirm: cluster.gpus.
-    Fix: one rank, or target megatron-bridge.
-    """
-    if plan.cluster.gpus > 1:
-        problem = f"{plan.cluster.gpus} ranks; the engine runs on one"
-        yield Finding(at="cluster.gpus", problem=problem, advice="train on one rank, or choose another target")
-
-
 _NOT_YET = {
     "recompute": (),
     "graphs": (),
@@ -66,7 +53,27 @@ def engine_has_knob(plan: Plan) -> Iterator[Finding]:
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
 
 
-ENGINE_LIMITS = ("stack-runs-family", "engine-runs-one-rank", "engine-has-knob")
+@rule(severity="warning", rows="EX-DROP", target="threefold")
+def engine_has_capacity(plan: Plan) -> Iterator[Finding]:
+    """The threefold engine drops by expert, in microbatches of one length.
+
+    Why: capacity per rank needs static buffers it has not; and where a microbatch is spread over TP x CP, which token
+        came first is known only at full length.
+    Confirm: job.capacity_scope, job.dynamic_length.
+    Fix: capacity per expert, full sequences.
+    """
+    job = plan.job
+    if job.capacity_factor is None:
+        return
+    if job.capacity_scope == "rank":
+        problem = "the engine has no capacity per rank"
+        yield Finding(at="job.capacity_scope", problem=problem, fix={"job.capacity_scope": None})
+    if job.dynamic_length and plan.layout.tp * plan.layout.cp > 1:
+        problem = "capacity with dynamic lengths over TP x CP"
+        yield Finding(at="job.dynamic_length", problem=problem, fix={"job.dynamic_length": None})
+
+
+ENGINE_LIMITS = ("stack-runs-family", "engine-has-knob", "engine-has-capacity")
 
 
 def promoted(findings: list[Finding]) -> list[Finding]:

@@ -7,6 +7,8 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def tune(shape: Shape, top_k: int, device: torch.device) -> Choice:
         for config in candidates(step):
             try:
                 choice = replace(Choice(), **{step: config})
-                tried[config] = _milliseconds(lambda choice=choice, step=step: work(step, choice))
+                tried[config] = _milliseconds(partial(work, step, choice))
             except Exception:  # too large for this device's shared memory, or refused by this release of triton
                 continue
         best[step] = min(tried, key=tried.__getitem__, default=None)
@@ -76,4 +78,4 @@ def _milliseconds(work: Callable[[], object]) -> float:
         work()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))

@@ -41,6 +41,7 @@ def _weight_grad(
     num_m: tl.constexpr = (M + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
     per_expert: tl.constexpr = num_m * num_n
+    width: tl.constexpr = M if LEFT else N
     for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = tile // per_expert
         inside = tile % per_expert
@@ -52,10 +53,8 @@ def _weight_grad(
         end = tl.load(ends_ptr + expert)
         if LEFT:
             col = tile_m * BM + tl.arange(0, BM)
-            width: tl.constexpr = M
         else:
             col = tile_n * BN + tl.arange(0, BN)
-            width: tl.constexpr = N
         acc = tl.zeros((BM, BN), tl.float32)
         for begin in range(start, end, BK):
             row = begin + tl.arange(0, BK)

@@ -1,0 +1,70 @@
+"""`threefold verify`: does this layout compute what one rank computes? In fp64, on this machine's CPU."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.findings import Finding, in_order
+from threefold.plan.plan import Plan
+from threefold.plan.scale import MAX_RANKS, scale_down
+from threefold.report.layout import summary_text
+from threefold.rules.all import check, errors
+
+TOLERANCE = 1e-10  # fp64 sums in another order differ by about 1e-15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "--scale-down", action="store_true", help=f"shrink the model, and the layout to at most {MAX_RANKS} ranks"
+    )
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    parsed, findings = plan_from(args)
+    plan = parsed.plan
+    if plan is None:
+        return print_findings(findings, args.json)
+    replaced: list[str] = []
+    if args.scale_down:
+        plan, replaced = scale_down(plan)
+    blocking = [*errors(check(plan, "threefold")), *_too_large(plan)]
+    if blocking:
+        return print_findings(in_order(blocking), args.json)
+    try:
+        from threefold.engine.oracle import compare
+        from threefold.engine.ranks import RankError
+    except ModuleNotFoundError as error:
+        return missing_package("verify", error)
+    if not args.json:
+        print(summary_text(plan))
+        for what in replaced:
+            print(f"  replaced {what}")
+        print("running it on one rank, then on all", file=sys.stderr)
+    try:
+        found = compare(plan, limit=args.limit)
+    except RankError as error:
+        problem = f"the ranks did not finish: {str(error).splitlines()[0]}"
+        print(error, file=sys.stderr)
+        found_it = Finding("layout", problem, advice="report it with the plan", rule="layout-computes-the-same")
+        return print_findings([found_it], args.json)
+    same = found.largest <= TOLERANCE
+    values = {"loss": found.loss, "gradient": found.gradient, "weight": found.weight, "router_bias": found.bias}
+    if args.json:
+        facts: dict[str, Any] = {"ranks": plan.layout.gpus, "replaced": replaced, "differences": values, "same": same}
+        print(json.dumps({**facts, "worst_gradient": found.worst, "near_ties": found.near_ties}))
+    else:
+        for name, value in values.items():
+            print(f"  {name:<12} differs by {value:.1e}" + (f" at most, in {found.worst}" if name == "gradient" else ""))
+        print("the same as one rank" if same else f"NOT the same as one rank: more than {TOLERANCE:.0e}")
+    return 0 if same else 1
+
+
+def _too_large(plan: Plan) -> list[Finding]:
+    if plan.layout.gpus <= MAX_RANKS and plan.model.dim <= 4096:
+        return []
+    problem = f"{plan.layout.gpus} ranks of {plan.model.name} do not run here"
+    return [Finding("cluster.gpus", problem, advice="add --scale-down", rule="verify-fits-here")]
