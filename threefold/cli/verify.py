@@ -9,7 +9,7 @@ from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from,
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.plan.scale import MAX_RANKS, scale_down
-from threefold.report.layout import summary_text
+from threefold.report.layout import grids_text
 from threefold.rules.all import check, errors
 
 TOLERANCE = 1e-10  # fp64 sums in another order differ by about 1e-15
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return missing_package("verify", error)
     if not args.json:
-        print(summary_text(plan))
+        print(grids_text(plan))
         for what in replaced:
-            print(f"  replaced {what}")
+            print(f"replaced {what}")
         print("running it on one rank, then on all", file=sys.stderr)
     try:
         found = compare(plan, limit=args.limit)

@@ -90,11 +90,16 @@ def build(
     dtype: torch.dtype | None = None,
     options: Options | None = None,
     with_data: bool = True,
+    with_weights: bool = True,
 ) -> Parts:
-    """This rank's share of a trainable model as the plan says; `mesh` is None where it is the only one."""
+    """This rank's share of a trainable model as the plan says; `mesh` is None where it is the only one.
+
+    Without weights they stay unset, for who only looks at sizes.
+    """
     mesh = mesh or Mesh(plan.layout, device=device_of(plan))
     seed_all(plan.job.seed)
-    chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan))
+    seed = plan.job.seed if with_weights else None
+    chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan), seed)
     optimizer = _optimizer(plan, mesh, chunks, data)
     runner: Runner = InTurn(next(iter(chunks.values())))
     if plan.layout.pp > 1:
@@ -110,12 +115,12 @@ def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
 
 
 def _model_and_data(
-    plan: Plan, mesh: Mesh, dtype: torch.dtype, options: Options
+    plan: Plan, mesh: Mesh, dtype: torch.dtype, options: Options, seed: int | None
 ) -> tuple[dict[int, Decoder], Whole | Zero1 | Fsdp]:
     if plan.layout.gpus == 1 and not mesh.keep_single:
-        model = build_model(plan.model, plan.mtp, dtype, mesh.device, options, plan.job.seed)
+        model = build_model(plan.model, plan.mtp, dtype, mesh.device, options, seed)
         return {0: model}, Whole(model)
-    sharded = shard(plan, mesh, options, dtype, plan.job.seed)
+    sharded = shard(plan, mesh, options, dtype, seed)
     models, settings = list(sharded.chunks.values()), settings_of(plan.knobs, mesh.device)
     copies = partial(copies_group, mesh)
     if plan.knobs.data_parallel == "zero1":

@@ -14,6 +14,7 @@ from torch import Tensor
 from threefold.engine.mesh import Group
 from threefold.engine.norm import wide
 from threefold.engine.shard.collectives import all_reduce
+from threefold.engine.ways import way
 
 IGNORE = -100
 # Of logits in fp32 at a time. Each chunk adds to the head's whole gradient: on a GPU that costs as much as the products
@@ -42,7 +43,7 @@ def cross_entropy_sum(
 
 def _chunk_size(x_TD: Tensor, vocab: int) -> int:
     """Chunks of equal size, in whole tiles of a matrix product."""
-    limit = max(64, _CHUNK_BYTES.get(x_TD.device.type, _CHUNK_BYTES["cpu"]) // (4 * vocab))
+    limit = max(64, _CHUNK_BYTES.get(way(x_TD.device), _CHUNK_BYTES["cpu"]) // (4 * vocab))
     num_chunks = max(1, -(-len(x_TD) // limit))
     return -(-len(x_TD) // (num_chunks * _TILE)) * _TILE or _TILE
 

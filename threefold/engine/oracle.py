@@ -1,16 +1,16 @@
-"""The oracle: a layout must give the loss, the gradients and, after some steps, the weights of one rank, in fp64.
+"""The oracle: a layout must give the losses, the gradients and, after some steps, the weights of one rank, in fp64.
 
 Every rank sends home the rectangles it owns; together they must be every parameter, once. The one-rank run works on
 the same microbatches. Near ties of the router would make the comparison a matter of luck: they are looked for.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from threefold.engine.agreement import Comparison, Observed, Pieces, judge
 from threefold.engine.build import Parts, build, options_of
 from threefold.engine.data.loader import Batch
 from threefold.engine.loss import IGNORE
@@ -19,43 +19,16 @@ from threefold.engine.moe.router import Router
 from threefold.engine.options import Options
 from threefold.engine.pieces import Piece
 from threefold.engine.ranks import run_ranks
+from threefold.engine.runner import Piped
+from threefold.engine.shard.collectives import Call, observed
+from threefold.engine.shard.fsdp import Fsdp
 from threefold.engine.shard.placement import Placement
-from threefold.engine.step import train_step
+from threefold.engine.step import StepResult, train_step
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 
 LR = 1e-3
 _NUDGE = 1e-9  # of the router's scores: no choice may depend on it
-
-Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]  # name, whole shape, offsets, values
-
-
-@dataclass
-class Observed:
-    """What one rank saw."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: Pieces = field(default_factory=list)  # of the first step; what this rank owns
-    weights: Pieces = field(default_factory=list)  # behind the last step; all this rank holds
-    biases: dict[str, Tensor] = field(default_factory=dict)
-    near_ties: int = 0
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Largest relative differences to one rank; `worst` names the parameter of the gradient's."""
-
-    loss: float
-    gradient: float
-    weight: float
-    bias: float
-    worst: str
-    near_ties: int
-
-    @property
-    def largest(self) -> float:
-        return max(self.loss, self.gradient, self.weight, self.bias)
 
 
 def compare(
@@ -69,7 +42,7 @@ def compare(
     options = options or replace(options_of(plan), expert_backend="loop")
     alone = one_rank(plan, steps, dtype, options)
     ranks = run_ranks(plan.layout.gpus, on_rank, plan, steps, dtype, options, limit=limit)
-    return judge(alone, ranks)
+    return judge(plan, alone, ranks)
 
 
 def one_rank(plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:
@@ -83,20 +56,50 @@ def on_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Opti
     mesh = Mesh(plan.layout, rank)
     parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
     seen = Observed()
-    with _TieFinder(parts, seen):
+
+    def note(call: Call) -> None:
+        seen.calls[call.group.name, call.operation] += 1
+
+    with _TieFinder(parts, seen), observed(note):
         for step in range(steps):
             batches = [batch_of(plan, step, m, mesh.place("dp")) for m in range(plan.num_microbatches)]
             noting = replace(parts, data=_Noting(parts, seen.gradients)) if step == 0 else parts
             result = train_step(noting, batches, LR, plan.job)
-            seen.losses.append(result.loss)
+            seen.losses.append(_losses(result))
             seen.norms.append(result.grad_norm)
+            seen.skipped += not result.applied
+    _note_the_rest(parts, seen)
+    _note_kept(parts, seen)
+    return seen
+
+
+def _losses(result: StepResult) -> dict[str, float]:
+    """The health of routers is rounded to fp32, and in part of this rank's alone."""
+    return {"ce": result.loss, **{name: v for name, v in result.aux.items() if not name.startswith("router/")}}
+
+
+def _note_the_rest(parts: Parts, seen: Observed) -> None:
+    """Calls of torch's and of the pipeline are not observed: that they had something to carry is."""
+    if isinstance(parts.runner, Piped):
+        seen.calls["pp", "send"] += sum(count for _, count in parts.runner.pipeline.traffic())
+    if isinstance(parts.data, Fsdp):
+        for shard in parts.data.shards:
+            seen.calls[shard.groups.shards.name, "fsdp"] += 1
+            if not shard.groups.copies.alone:
+                seen.calls[shard.groups.copies.name, "fsdp"] += 1
+
+
+def _note_kept(parts: Parts, seen: Observed) -> None:
     parts.data.wait_gathered()
     for name, placement, memory, first in parts.data.held():
         seen.weights += pieces_of(name, placement, memory.detach(), first)
+    owned = {one.name: one for one in parts.data.owned}
+    for name, value in parts.optimizer.state_dict().items():
+        one = owned.get(name.partition(".")[2])
+        if one is not None:
+            seen.states += pieces_of(name, one.placement, value.view(-1), one.first)
     for chunk in parts.chunks.values():
-        for name, buffer in chunk.named_buffers():
-            seen.biases[name] = buffer.clone()
-    return seen
+        seen.biases |= {name: buffer.clone() for name, buffer in chunk.named_buffers()}
 
 
 class _Noting:
@@ -159,54 +162,3 @@ class _TieFinder:
         logits = (routing.logits_TE.detach() * noise).to(routing.logits_TE.dtype)
         scores = (routing.scores_TE.detach() * noise).to(routing.scores_TE.dtype)
         self.seen.near_ties += int((router.choose(logits, scores) != routing.expert_TK).sum())
-
-
-def judge(alone: Observed, ranks: list[Observed]) -> Comparison:
-    """Differences relative to the largest element of the one-rank tensor."""
-    wanted, worst = _assemble([alone.gradients], once=True), ("", 0.0)
-    found = _assemble([seen.gradients for seen in ranks], once=True)
-    assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
-    for name, value in wanted.items():
-        difference = relative(found[name], value)
-        worst = max(worst, (name, difference), key=lambda pair: pair[1])
-    weight = max(_copy_differences(_assemble([alone.weights], once=True), ranks), default=0.0)
-    losses = [
-        abs(a - b) / abs(b)
-        for seen in ranks
-        for a, b in zip([*seen.losses, *seen.norms], [*alone.losses, *alone.norms], strict=True)
-    ]
-    biases = [relative(value, alone.biases[name]) for seen in ranks for name, value in seen.biases.items()]
-    ties = sum(seen.near_ties for seen in (alone, *ranks))
-    return Comparison(max(losses), worst[1], weight, max(biases, default=0.0), worst[0], ties)
-
-
-def _assemble(pieces: list[Pieces], once: bool) -> dict[str, Tensor]:
-    whole_of: dict[str, Tensor] = {}
-    times: dict[str, Tensor] = {}
-    for name, shape, offsets, values in (piece for rank in pieces for piece in rank):
-        if name not in whole_of:
-            whole_of[name] = torch.zeros(shape, dtype=values.dtype)
-            times[name] = torch.zeros(shape, dtype=torch.int)
-        at = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
-        whole_of[name][at] = values
-        times[name][at] += 1
-    if once:
-        for name, count in times.items():
-            assert (count == 1).all(), f"{name}: elements owned by {count.min()} to {count.max()} ranks"
-    return whole_of
-
-
-def _copy_differences(wanted: dict[str, Tensor], ranks: list[Observed]) -> Iterator[float]:
-    """Every copy on every rank, not only the owner's."""
-    for seen in ranks:
-        for name, _, offsets, values in seen.weights:
-            at = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
-            yield float((values - wanted[name][at]).abs().max() / wanted[name].abs().max()) if values.numel() else 0.0
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """To the largest element; where one rank has nothing but zeros, the difference itself."""
-    if not wanted.numel():
-        return 0.0
-    size = float(wanted.abs().max())
-    return float((found - wanted).abs().max()) / (size or 1.0)

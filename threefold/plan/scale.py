@@ -197,7 +197,7 @@ def _knobs(plan: Plan, layers: int) -> tuple[Knobs, list[str]]:
     for name, value in off.items():
         if getattr(old, name) != value:
             changes[name] = value
-            said.append(f"{name} left out")
+            said.append(f"{name} by nothing")
     changes |= {"grad_dtype": "fp32", "optimizer_dtype": "fp32"}
     return replace(old, **changes), said  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from threefold.engine.places import Bounds, bounds_of
+from threefold.engine.ways import way
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -77,7 +78,7 @@ class _Asked:
 
 
 def _choose(q: Tensor, asked: _Asked) -> _Kernel:
-    if q.device.type != "cuda":
+    if way(q.device) != "cuda":
         return _on_cpu
     fits = q.shape[-1] <= _MAX_DIM and q.shape[-1] % _DIM_STEP == 0
     if not fits or q.dtype not in (torch.bfloat16, torch.float16):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from threefold.engine.attention.sight import Tile
 from threefold.engine.norm import wide
+from threefold.engine.ways import way
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,7 +34,7 @@ class Kernel:
 
 
 def kernel_for(q: Tensor) -> Kernel:
-    if q.device.type != "cuda":
+    if way(q.device) != "cuda":
         return CPU
     fits = q.shape[-1] <= _MAX_DIM and q.shape[-1] % _DIM_STEP == 0
     return FLASH if fits and q.dtype in (torch.bfloat16, torch.float16) else EAGER

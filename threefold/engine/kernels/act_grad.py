@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.activation import activate_grad
 from threefold.engine.kernels.launch import Config, num_programs
-from threefold.engine.kernels.store import halves, store
+from threefold.engine.kernels.store import halves
 from threefold.engine.kernels.tiles import Tiles, place
 
 
@@ -36,14 +36,10 @@ def act_grad(
     part_RN = torch.empty(num_rows, triton.cdiv(half, config.n), dtype=torch.float32, device=weight_R.device)
     weights = TensorDescriptor.from_tensor(down_EDH, [1, config.k, config.n])
     grad = grad_XD if token_R is not None else TensorDescriptor.from_tensor(grad_XD, [tiles.size, config.k])
-    # A tile is finished in strips: all of it and both halves of FC1's output do not fit the registers.
-    read = min(config.read, config.n)
-    gate_up = TensorDescriptor.from_tensor(gate_up_RX, [tiles.size, read])
-    wide, act = (TensorDescriptor.from_tensor(t, [tiles.size, config.strip]) for t in (grad_RX, act_RH))
     _act_grad[(num_programs(grad_XD.device, config),)](
-        grad, token_R, weight_R, weights, gate_up, wide, grad_RX, act, act_RH, part_RN, tiles.table, tiles.total,
+        grad, token_R, weight_R, weights, gate_up_RX, grad_RX, act_RH, part_RN, tiles.table, tiles.total,
         tiles.table.shape[1], half, dim, tiles.size, config.n, config.k, config.group, dim % config.k == 0,
-        half % config.n == 0, token_R is not None, clamped, read, config.strip, num_warps=config.warps,
+        half % config.n == 0, token_R is not None, clamped, config.strip, config.early, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
     return grad_RX, act_RH, part_RN.sum(dim=1).to(weight_R.dtype)
@@ -51,10 +47,10 @@ def act_grad(
 
 @triton.jit
 def _act_grad(
-    grad, token_ptr, weight_ptr, w_desc, gate_up, wide, wide_ptr, act, act_ptr, part_ptr, table_ptr, total_ptr, most,
+    grad, token_ptr, weight_ptr, w_desc, gate_up_ptr, grad_ptr, act_ptr, part_ptr, table_ptr, total_ptr, most,
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATHER: tl.constexpr, CLAMPED: tl.constexpr, READ: tl.constexpr,
-    STRIP: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATHER: tl.constexpr, CLAMPED: tl.constexpr, STRIP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (H + BN - 1) // BN
     total = tl.load(total_ptr)
@@ -69,6 +65,10 @@ def _act_grad(
         if GATHER:
             token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
             grad_ptrs = grad + token[:, None] * D + k[None, :]
+        col = tile_n * BN
+        # Asked for before it is needed, as each strip is below: the product hides the wait.
+        if EARLY:
+            gate, up = _read(gate_up_ptr, row, live, col, H, STRIP, EVEN_N)
         acc = tl.zeros((BM, BN), tl.float32)
         for begin in range(0, D, BK):
             if GATHER:
@@ -80,79 +80,88 @@ def _act_grad(
                 rows = grad.load([first, begin])
             acc = tl.dot(rows, w_desc.load([expert, begin, tile_n * BN]).reshape(BK, BN), acc)
         weight = tl.load(weight_ptr + row, mask=live, other=0.0)
-        col = tile_n * BN
-        part = _columns(
-            acc, weight, first, end, col, gate_up, wide, wide_ptr, act, act_ptr, H, BM, BN, READ, STRIP, EVEN_N, CLAMPED
+        if not EARLY:
+            gate, up = _read(gate_up_ptr, row, live, col, H, STRIP, EVEN_N)
+        part, gate, up = _strips(
+            acc,
+            gate,
+            up,
+            weight,
+            row,
+            live,
+            col,
+            gate_up_ptr,
+            grad_ptr,
+            act_ptr,
+            H,
+            BM,
+            BN,
+            STRIP,
+            EVEN_N,
+            CLAMPED,
+            True,
         )
         tl.store(part_ptr + row * num_n + tile_n, part, mask=live)
 
 
 @triton.jit
-def _columns(
-    acc, weight, first, end, col, gate_up, wide, wide_ptr, act, act_ptr, H: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, READ: tl.constexpr, STRIP: tl.constexpr, EVEN_N: tl.constexpr, CLAMPED: tl.constexpr,
+def _strips(
+    acc, gate, up, weight, row, live, col, gate_up_ptr, grad_ptr, act_ptr, H: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STRIP: tl.constexpr, EVEN_N: tl.constexpr, CLAMPED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product on some columns -> their part of the router weights' gradient."""
-    if BN > READ:
+    """What follows the product, strip by strip, as all of it does not fit the registers.
+
+    -> (their part of the router weights' gradient, gate and up of the strip behind them)
+    """
+    if BN == STRIP:
+        if LAST:
+            gate_then, up_then = gate, up
+        else:
+            gate_then, up_then = _read(gate_up_ptr, row, live, col + STRIP, H, STRIP, EVEN_N)
+        part = _finish(acc, gate, up, weight, row, live, col, grad_ptr, act_ptr, H, STRIP, EVEN_N, CLAMPED)
+        return part, gate_then, up_then
+    else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
         n: tl.constexpr = BN // 2
         left, right = halves(acc, BM, BN)
-        part = _columns(
-            left, weight, first, end, col, gate_up, wide, wide_ptr, act, act_ptr, H, BM, n, READ, STRIP, EVEN_N, CLAMPED
-        )
-        return part + _columns(
-            right, weight, first, end, col + n, gate_up, wide, wide_ptr, act, act_ptr, H, BM, n, READ, STRIP, EVEN_N,
-            CLAMPED,
+        part, gate, up = _strips(
+            left, gate, up, weight, row, live, col, gate_up_ptr, grad_ptr, act_ptr, H, BM, n, STRIP, EVEN_N, CLAMPED,
+            False,
         )  # fmt: skip
-    else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
-        gate_value = gate_up.load([first, col])
-        up_value = gate_up.load([first, H + col])
-        return _strips(
-            acc, gate_value, up_value, weight, first, end, col, wide, wide_ptr, act, act_ptr, H, BM, BN, STRIP, EVEN_N,
-            CLAMPED,
+        other, gate, up = _strips(
+            right, gate, up, weight, row, live, col + n, gate_up_ptr, grad_ptr, act_ptr, H, BM, n, STRIP, EVEN_N,
+            CLAMPED, LAST,
         )  # fmt: skip
+        return part + other, gate, up
 
 
 @triton.jit
-def _strips(
-    acc, gate_value, up_value, weight, first, end, col, wide, wide_ptr, act, act_ptr, H: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, EVEN_N: tl.constexpr, CLAMPED: tl.constexpr,
-):  # fmt: skip
-    if BN > STRIP:
-        n: tl.constexpr = BN // 2
-        acc0, acc1 = halves(acc, BM, BN)
-        gate0, gate1 = halves(gate_value, BM, BN)
-        up0, up1 = halves(up_value, BM, BN)
-        part = _strips(
-            acc0, gate0, up0, weight, first, end, col, wide, wide_ptr, act, act_ptr, H, BM, n, STRIP, EVEN_N, CLAMPED
-        )
-        return part + _strips(
-            acc1,
-            gate1,
-            up1,
-            weight,
-            first,
-            end,
-            col + n,
-            wide,
-            wide_ptr,
-            act,
-            act_ptr,
-            H,
-            BM,
-            n,
-            STRIP,
-            EVEN_N,
-            CLAMPED,
-        )
+def _kept(live, n, H: tl.constexpr, EVEN_N: tl.constexpr):
+    if EVEN_N:
+        return live[:, None]
     else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
-        value, gate_grad, up_grad = activate_grad(
-            acc * weight[:, None], gate_value.to(tl.float32), up_value.to(tl.float32), CLAMPED
-        )
-        narrow: tl.constexpr = act_ptr.dtype.element_ty
-        store(gate_grad.to(narrow), wide, wide_ptr, first, end, col, 0, H, 2 * H, BM, BN, EVEN_N)
-        store(up_grad.to(narrow), wide, wide_ptr, first, end, col, H, H, 2 * H, BM, BN, EVEN_N)
-        store((value * weight[:, None]).to(narrow), act, act_ptr, first, end, col, 0, H, H, BM, BN, EVEN_N)
-        part = value * acc
-        if not EVEN_N:
-            part = tl.where((col + tl.arange(0, BN) < H)[None, :], part, 0.0)
-        return tl.sum(part, 1)
+        return live[:, None] & (n < H)[None, :]
+
+
+@triton.jit
+def _read(gate_up_ptr, row, live, col, H: tl.constexpr, STRIP: tl.constexpr, EVEN_N: tl.constexpr):
+    n = col + tl.arange(0, STRIP)
+    kept = _kept(live, n, H, EVEN_N)
+    at = gate_up_ptr + row.to(tl.int64)[:, None] * (2 * H) + n[None, :]
+    return tl.load(at, mask=kept, other=0.0), tl.load(at + H, mask=kept, other=0.0)
+
+
+@triton.jit
+def _finish(
+    acc, gate, up, weight, row, live, col, grad_ptr, act_ptr, H: tl.constexpr, STRIP: tl.constexpr,
+    EVEN_N: tl.constexpr, CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """What follows the product on some columns -> their part of the router weights' gradient."""
+    act, gate_grad, up_grad = activate_grad(acc * weight[:, None], gate.to(tl.float32), up.to(tl.float32), CLAMPED)
+    narrow: tl.constexpr = act_ptr.dtype.element_ty
+    n = col + tl.arange(0, STRIP)
+    kept = _kept(live, n, H, EVEN_N)
+    row = row.to(tl.int64)[:, None]
+    tl.store(grad_ptr + row * (2 * H) + n[None, :], gate_grad.to(narrow), mask=kept)
+    tl.store(grad_ptr + row * (2 * H) + H + n[None, :], up_grad.to(narrow), mask=kept)
+    tl.store(act_ptr + row * H + n[None, :], (act * weight[:, None]).to(narrow), mask=kept)
+    return tl.sum(tl.where(kept, act * acc, 0.0), 1)

@@ -9,26 +9,29 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from threefold.engine.kernels.launch import Config
 
+EACH: Literal["each"] = "each"
+How = Config | Literal["each"] | None
 STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """For each product the tiles of our own kernel, or None: torch's grouped product, the rest in passes beside it."""
+    """For each product: tiles, by our own kernel; None, torch's grouped product with the rest in passes beside it; EACH,
+    the same with a product for every expert, which is faster for few and large ones but wants counts on the host."""
 
-    up: Config | None = None
-    down: Config | None = None
-    act_grad: Config | None = None
-    input_grad: Config | None = None
-    up_grad: Config | None = None
-    down_grad: Config | None = None
+    up: How = None
+    down: How = None
+    act_grad: How = None
+    input_grad: How = None
+    up_grad: How = None
+    down_grad: How = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def default(shape: Shape) -> Choice:
     )
 
 
-def candidates(step: str) -> list[Config | None]:
+def candidates(step: str) -> list[How]:
     wide, tall = Config(stages=4), Config(m=256, n=128, stages=5)
     return {
         "up": [None, Config(n=128, stages=4), Config(n=128, stages=3)],
@@ -121,4 +124,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _choice(facts: dict[str, Any]) -> Choice:
-    return Choice(**{step: Config(**config) if config else None for step, config in facts.items()})
+    return Choice(**{step: Config(**config) if isinstance(config, dict) else config for step, config in facts.items()})

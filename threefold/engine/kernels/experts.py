@@ -6,6 +6,7 @@ X = 2 H.
 A row's router weight goes in before FC2, so that neither its output nor the rows as they were gathered must be kept.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def fused_experts(
     num_experts = len(gate_up_EXD)
     rows = _sorted(expert_TK, num_experts)
     parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
-    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice)
+    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice, None)
     if down_bias_ED is None:
         return y_TD
     return y_TD + _spread(weight_TK, expert_TK, num_experts).to(y_TD.dtype) @ down_bias_ED
@@ -49,11 +50,15 @@ def grouped_experts(
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
     choice: Choice | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows in, rows out: `count_E` of them belong to each expert in turn; each comes back weighted."""
+    """Rows in, rows out: `count_E` of them belong to each expert in turn; each comes back weighted.
+
+    `counts`: the same numbers where the host knows them anyway; large experts are then faster.
+    """
     ends_E = count_E.cumsum(0).to(torch.int32)
     parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
-    y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice)
+    y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice, counts)
     if down_bias_ED is None:
         return y_RD
     row_R = torch.arange(len(x_RD), dtype=torch.int32, device=x_RD.device)
@@ -82,8 +87,9 @@ class _Experts(torch.autograd.Function):
         rows: Rows | None,
         clamped: bool,
         choice: Choice | None,
+        counts: Sequence[int] | None,
     ) -> Tensor:
-        ctx.rows, ctx.clamped = rows, clamped
+        ctx.rows, ctx.clamped, ctx.counts = rows, clamped, counts
         num_experts, dim, half = down_EDH.shape
         shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None)
         ctx.choice = choice or choose(shape, x_XD)
@@ -114,7 +120,7 @@ class _Experts(torch.autograd.Function):
         weight_grad = None
         if wants_weight:
             weight_grad = weight_grad_R if rows is None else weight_grad_R[rows.row_TK]
-        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None
+        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None, None
 
 
 def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
@@ -123,7 +129,7 @@ def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
         return Reference(ends_E, ctx.clamped)
     from threefold.engine.kernels.steps import Steps
 
-    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice)
+    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice, ctx.counts)
 
 
 def _sorted(expert_TK: Tensor, num_experts: int) -> Rows:

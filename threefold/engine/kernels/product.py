@@ -25,7 +25,7 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
     out = TensorDescriptor.from_tensor(out_RN, [tiles.size, config.n // 2 if config.halves else config.n])
     _product[(num_programs(a_RK.device, config),)](
         a, TensorDescriptor.from_tensor(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
-        inner, outer, tiles.size, config.n, config.k, config.group, transposed, config.halves, outer % config.n == 0,
+        inner, outer, tiles.size, config.n, config.k, config.group, transposed, config.halves, config.copied and outer % config.n == 0,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_RN
@@ -35,7 +35,7 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
 def _product(
     a, w, out, out_ptr, table_ptr, total_ptr, most, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, HALVES: tl.constexpr,
-    EVEN_N: tl.constexpr,
+    COPIED: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(total_ptr)
@@ -54,7 +54,7 @@ def _product(
         acc = acc.to(out_ptr.dtype.element_ty)
         if HALVES:
             left, right = halves(acc, BM, BN)
-            store(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, EVEN_N)
-            store(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, EVEN_N)
+            store(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, COPIED)
+            store(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, COPIED)
         else:
-            store(acc, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN, EVEN_N)
+            store(acc, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN, COPIED)

@@ -39,8 +39,8 @@ def up(
     _up[(num_programs(x_XD.device, config),)](
         x, token_R, weight_R, weights, bias_EX, gate_up, gate_up_RX, act, act_RH, tiles.table, tiles.total,
         tiles.table.shape[1], half, dim, tiles.size, config.n, config.k, config.group, dim % config.k == 0,
-        half % config.n == 0, token_R is not None, bias_EX is not None, clamped, num_warps=config.warps,
-        num_stages=config.stages,
+        token_R is not None, bias_EX is not None, clamped,
+        config.copied and half % config.n == 0, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return gate_up_RX, act_RH
 
@@ -49,8 +49,9 @@ def up(
 def _up(
     x, token_ptr, weight_ptr, w_desc, bias_ptr, gate_up, gate_up_ptr, act_desc, act_ptr, table_ptr, total_ptr,
     most, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
+    COPIED: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (H + BN - 1) // BN
     total = tl.load(total_ptr)
@@ -88,6 +89,6 @@ def _up(
         weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         # From the rounded halves, as the backward computes it again.
         act = (activate(gate.to(tl.float32), up.to(tl.float32), CLAMPED) * weight[:, None]).to(narrow)
-        store(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, EVEN_N)
-        store(up, gate_up, gate_up_ptr, first, end, tile_n * BN, H, H, 2 * H, BM, BN, EVEN_N)
-        store(act, act_desc, act_ptr, first, end, tile_n * BN, 0, H, H, BM, BN, EVEN_N)
+        store(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, COPIED)
+        store(up, gate_up, gate_up_ptr, first, end, tile_n * BN, H, H, 2 * H, BM, BN, COPIED)
+        store(act, act_desc, act_ptr, first, end, tile_n * BN, 0, H, H, BM, BN, COPIED)

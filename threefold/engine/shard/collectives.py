@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.engine.mesh import Group
+from threefold.engine.ways import way
 
 _NARROW = (torch.bfloat16, torch.float16)
 # torch 2.13 renamed both and warns about the old names; 2.11 has no others.
@@ -76,7 +77,7 @@ def _size(x: Tensor) -> int:
 
 def _sums_narrowly(x: Tensor, group: Group) -> bool:
     """gloo adds bf16 in bf16; NCCL in fp32."""
-    return x.dtype in _NARROW and x.device.type == "cpu"
+    return x.dtype in _NARROW and way(x.device) == "cpu"
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:

@@ -61,7 +61,7 @@ def shard_tensors(model: Decoder, mesh: Mesh) -> dict[str, Placement]:
     """Cut a model that has no memory yet; where every parameter but the experts' lies, by name."""
     group = mesh.group("tp")
     placements = {name: whole(p.shape, COPIED) for name, p in model.named_parameters() if ".experts." not in name}
-    if mesh.layout.tp == 1:
+    if group.alone:
         return placements
     for path, module in list(model.named_modules()):
         for name, dim, ranges, shared_by in _cuts(module, model, group):

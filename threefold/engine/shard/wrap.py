@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from threefold.engine.mesh import Group
 from threefold.engine.shard.owned import Settings
+from threefold.engine.ways import way
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Wrapper:
             module,
             mesh=self._mesh(groups),
             reshard_after_forward=reshard,
-            mp_policy=self._precision(dtype, mine[0].device.type if mine else "cpu"),
+            mp_policy=self._precision(dtype, way(mine[0].device) if mine else "cpu"),
             ignored_params=set(module.parameters()).difference(mine),
         )
         made.set_gradient_divide_factor(1.0)

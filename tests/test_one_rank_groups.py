@@ -1,0 +1,93 @@
+"""Every collective of a plan on one device: real groups of one rank, on gloo here and on NCCL where there is a GPU.
+
+Summing over one rank, gathering from it and sending to it change nothing, so the run must equal the one without groups.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from tiny_models import spec_of  # noqa: E402
+from tiny_runs import tiny_plan  # noqa: E402
+
+from threefold.engine.build import build, options_of  # noqa: E402
+from threefold.engine.mesh import Mesh  # noqa: E402
+from threefold.engine.oracle import batch_of  # noqa: E402
+from threefold.engine.shard.collectives import Call, observed  # noqa: E402
+from threefold.engine.step import train_step  # noqa: E402
+from threefold.engine.train import to_device  # noqa: E402
+
+CASES = {
+    "ring": ("qwen3_moe", {"knobs.cp_comm": "p2p"}),
+    "gather": ("gpt_oss", {"knobs.cp_comm": "all_gather"}),
+    "trade": ("deepseek_v3", {"knobs.cp_comm": "a2a", "job.mtp": 1}),
+    "delta": ("qwen3_next", {"knobs.cp_comm": "a2a"}),
+    "fsdp": ("mixtral", {"knobs.data_parallel": "fsdp"}),
+    "packed": ("qwen3_moe", {"job.packing": True}),
+}
+
+
+def one_run(case: str, grouped: bool, device: str, dtype: Any) -> tuple[list[float], dict[str, Any], set[tuple[str, str]]]:
+    """Losses, weights after two steps, and which collectives ran."""
+    family, fields = CASES[case]
+    plan = replace(tiny_plan({"job.seq_len": 32, "job.global_batch": 2, "job.z_loss": 0.01, **fields}))
+    plan = replace(plan, model=spec_of(family))
+    mesh = Mesh(plan.layout, device=torch.device(device), keep_single=grouped)
+    options = replace(options_of(plan), expert_backend="loop")
+    parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
+    seen: set[tuple[str, str]] = set()
+
+    def see(call: Call) -> None:
+        seen.add((call.group.name, call.operation))
+
+    with observed(see):
+        losses = []
+        for step in range(2):
+            batches = [to_device(batch_of(plan, step, m, 0), mesh.device) for m in range(plan.num_microbatches)]
+            losses.append(train_step(parts, batches, 1e-3, plan.job).loss)
+    parts.data.wait_gathered()
+    return losses, {name: memory.detach().flatten().cpu() for name, _, memory, _ in parts.data.held()}, seen
+
+
+def compare_runs(rank: int, case: str, device: str) -> set[tuple[str, str]]:
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    plain, weights, nothing = one_run(case, False, device, dtype)
+    grouped, same, seen = one_run(case, True, device, dtype)
+    assert not nothing
+    # fp64 on the CPU; fp32 on the GPU, where the order of atomic sums may differ.
+    tolerance = 1e-12 if device == "cpu" else 1e-4
+    assert grouped == pytest.approx(plain, rel=tolerance)
+    assert weights.keys() == same.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(same[name], weight, rtol=tolerance, atol=tolerance)
+    return seen
+
+
+def on_gloo(rank: int, case: str) -> set[tuple[str, str]]:
+    return compare_runs(rank, case, "cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_of_one_change_nothing(case: str) -> None:
+    (seen,) = run_ranks(1, on_gloo, case)
+    expected = {("tp", "all_gather"), ("tp", "reduce_scatter"), ("ep", "all_to_all")}
+    assert expected <= seen
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_nccl_groups_of_one_change_nothing(case: str, tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        seen = compare_runs(0, case, "cuda")
+    finally:
+        dist.destroy_process_group()
+    assert ("tp", "all_gather") in seen

@@ -1,0 +1,1 @@
+"""What a step sends, as each stack does it."""
