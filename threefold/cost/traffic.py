@@ -1,188 +1,19 @@
 """A ledger of the collectives of one step: axis, operation, bytes a rank sends, count, link."""
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
-from threefold.cost.exchange import dispatch_bytes
-from threefold.cost.time import rank_params
-from threefold.cost.work import BF16, Case, Work, case_of, layer_work
+from threefold.cost.ledger.megatron import megatron_transfers
+from threefold.cost.ledger.threefold import threefold_transfers
+from threefold.cost.ledger.transfer import Transfer, merged
 from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.stacks import STACKS
 
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One kind of collective in a step, on an average pipeline rank."""
-
-    axis: str
-    operation: str
-    bytes: float  # sent by a rank in one call
-    count: float
-    link: str
-
-    @property
-    def total_bytes(self) -> float:
-        return self.bytes * self.count
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "axis": self.axis,
-            "operation": self.operation,
-            "bytes": round(self.bytes),
-            "count": self.count,
-            "link": self.link,
-        }
+__all__ = ["Transfer", "traffic"]
 
 
 def traffic(plan: Plan, skew: float = 1.0) -> list[Transfer]:
-    """Everything a rank sends in a step, forward and backward, largest first.
+    """Everything a rank sends in a step, forward and backward, largest first, as the plan's stack does it.
 
     Routing is balanced, or the rank is the busiest of its expert group: `skew` times the balanced number of
-    rows arrive there, and as many go back.
+    rows arrive there, and as many go back. A family that our engine does not train is told as Megatron Bridge's.
     """
-    count = max(1, plan.num_microbatches)
-    entries: list[Transfer] = []
-    for (layer, mode), number in _layers(plan).items():
-        entries += _layer_transfers(plan, layer, mode, number / plan.layout.pp * count, skew)
-    entries += [*_ends(plan, count), *_pipeline(plan, count), *_data(plan, count)]
-    return _merged([entry for entry in entries if entry.bytes > 0 and entry.count > 0])
-
-
-def _layers(plan: Plan) -> Counter[tuple[Layer, str]]:
-    """Layers of one kind and one way of context-parallel communication, counted."""
-    layers = [*plan.model.layers, *plan.model.mtp_depth * plan.mtp]
-    modes = plan.knobs.cp_comm
-    each = [modes] * len(layers) if isinstance(modes, str) else [*modes, *[modes[-1]] * len(layers)]
-    return Counter(zip(layers, each[: len(layers)], strict=True))
-
-
-def _layer_transfers(plan: Plan, layer: Layer, mode: str, calls: float, skew: float) -> Iterator[Transfer]:
-    case = case_of(plan, layer)
-    work = layer_work(case)
-    again = 1 if plan.full_recompute else 0
-    if layer.ffn == "moe":
-        yield from _experts(plan, work, calls, skew)
-    if plan.layout.tp > 1:
-        parts = (layer.mixer != "none") + (layer.ffn == "dense") + _has_shared(plan, layer)
-        yield from _sequence(plan, work.sequence_bytes, parts * calls, again)
-    if plan.layout.cp > 1:
-        yield from _context(plan, case, mode, calls, again)
-
-
-def _experts(plan: Plan, work: Work, calls: float, skew: float) -> Iterator[Transfer]:
-    """Forward and backward, and once more where the experts are recomputed."""
-    layout, moe = plan.layout, plan.model.moe
-    times = 3 if plan.full_recompute or "moe" in plan.knobs.recompute else 2
-    sent = dispatch_bytes(plan, work)
-    link = plan.link("ep").link
-    yield Transfer("ep", "dispatch", sent.domain + sent.network, times * calls, link)
-    yield Transfer("ep", "combine", (sent.domain + sent.network) * skew, times * calls, link)
-    if layout.etp > 1 and moe:  # every rank of a split expert sees the rows of all of them
-        rows = work.dispatch_tokens * moe.top_k * skew
-        share = BF16 * (moe.latent_dim or plan.model.dim) * rows * (layout.etp - 1)
-        link = plan.link("etp").link
-        yield Transfer("etp", "all_gather", share, times * calls, link)
-        yield Transfer("etp", "reduce_scatter", share, times * calls, link)
-
-
-def _sequence(plan: Plan, whole_bytes: float, parts: float, again: int) -> Iterator[Transfer]:
-    """Sequence-parallel exchange around each tensor-parallel part; backward gathers the input once more."""
-    share = whole_bytes * (plan.layout.tp - 1) / plan.layout.tp
-    link = plan.link("tp").link
-    yield Transfer("tp", "all_gather", share, parts * (3 + again), link)
-    yield Transfer("tp", "reduce_scatter", share, parts * (2 + again), link)
-
-
-def _context(plan: Plan, case: Case, mode: str, calls: float, again: int) -> Iterator[Transfer]:
-    """Attention by its way of communication; linear mixers trade sequence for heads and back."""
-    cp, link = plan.layout.cp, plan.link("cp")
-    rows = BF16 * case.tokens / plan.layout.tp
-    into, out, keys = _widths(plan, case.layer)
-    both = (2 + again) * calls  # forward and backward
-    if case.layer.mixer in ("delta", "mamba") or mode == "a2a":
-        share = rows * (cp - 1) / cp
-        yield Transfer("cp", "all_to_all", share * into, both, link.link)
-        yield Transfer("cp", "all_to_all", share * out, both, link.link)
-    elif mode == "all_gather":
-        yield Transfer("cp", "all_gather", rows * keys * (cp - 1), both, link.link)
-        yield Transfer("cp", "reduce_scatter", rows * keys * (cp - 1), calls, link.link)
-    else:
-        # The hierarchical way trades heads inside a domain and passes keys from domain to domain.
-        inner = link.in_domain if mode == "a2a+p2p" and link.link == "network" else 1
-        share = rows * (inner - 1) / inner
-        yield Transfer("cp", "all_to_all", share * into, both, "domain")
-        yield Transfer("cp", "all_to_all", share * out, both, "domain")
-        # Backward passes the keys on again, and their gradients with them.
-        yield Transfer("cp", "send_kv", rows * keys, (cp // inner - 1) * (both + calls), link.link)
-
-
-def _widths(plan: Plan, layer: Layer) -> tuple[float, float, float]:
-    """Columns that enter a mixer, leave it, and of keys with values, before tensor parallel cuts them."""
-    model = plan.model
-    if layer.mixer == "delta" and model.delta:
-        d = model.delta
-        return 2 * d.keys + 2 * d.values + 2 * d.num_v_heads, d.values, 0
-    if layer.mixer == "mamba" and model.mamba:
-        m = model.mamba
-        return 2 * m.inner_dim + 2 * m.num_groups * m.state_dim + m.num_heads, m.inner_dim, 0
-    spec = model.local_attention if layer.mixer == "window" else model.attention
-    if layer.mixer == "none" or spec is None:
-        return 0, 0, 0
-    if isinstance(spec, MlaSpec):
-        keys = spec.num_heads * (spec.qk_dim + spec.v_dim)
-        return spec.num_heads * spec.qk_dim + keys, spec.num_heads * spec.v_dim, keys
-    assert isinstance(spec, GqaSpec)
-    keys = 2 * max(spec.num_kv_heads, plan.layout.tp) * spec.head_dim  # with more ranks than heads, ranks hold copies
-    return spec.q_dim + keys, spec.q_dim, keys
-
-
-def _has_shared(plan: Plan, layer: Layer) -> bool:
-    return bool(layer.ffn == "moe" and plan.model.moe and plan.model.moe.shared_width)
-
-
-def _ends(plan: Plan, count: int) -> Iterator[Transfer]:
-    """Embedding and output layer under tensor parallel, together one part; each MTP depth has both again."""
-    if plan.layout.tp > 1:
-        whole = BF16 * plan.model.dim * plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
-        yield from _sequence(plan, whole, (1 + plan.mtp) * count / plan.layout.pp, 0)
-
-
-def _pipeline(plan: Plan, count: int) -> Iterator[Transfer]:
-    layout, job = plan.layout, plan.job
-    if layout.pp == 1:
-        return
-    payload = BF16 * plan.model.dim * job.micro_batch * job.seq_len / layout.cp / layout.tp
-    borders = len(plan.chunks) - 1
-    if layout.pipeline_schedule == "dualpipev":
-        borders -= 1  # at the turn of the V both chunks are on one rank
-    yield Transfer("pp", "send", payload, 2 * borders / layout.pp * count, plan.link("pp").link)
-
-
-def _data(plan: Plan, count: int) -> Iterator[Transfer]:
-    """Gradients out and weights back: once a step, or for every microbatch where weights are sharded."""
-    layout, knobs = plan.layout, plan.knobs
-    dense, experts = rank_params(plan)
-    grads = 4 if knobs.grad_dtype == "fp32" and knobs.data_parallel != "zero1" else 2
-    weights = 1 if knobs.fp8_params and plan.low_precision else 2
-    sharded = knobs.data_parallel != "zero1"
-    copies = layout.replicate if sharded else 1
-    for axis, all_ranks, params in (("dp", layout.dp * layout.cp, dense), ("edp", layout.edp, experts)):
-        ranks = max(1, all_ranks // copies)
-        share = params * (ranks - 1) / ranks
-        link = plan.link("cp" if axis == "dp" and layout.dp == 1 else axis).link
-        yield Transfer(axis, "reduce_scatter", grads * share, count if sharded else 1, link)
-        yield Transfer(axis, "all_gather", weights * share, 2 * count if sharded else 1, link)
-        between = min(copies, all_ranks)
-        yield Transfer(axis, "all_reduce", 2 * grads * params / ranks * (between - 1) / between, 1, link)
-
-
-def _merged(entries: list[Transfer]) -> list[Transfer]:
-    """Equal kinds of transfers as one line, largest first."""
-    found: dict[tuple[str, str, float, str], float] = {}
-    for entry in entries:
-        key = (entry.axis, entry.operation, entry.bytes, entry.link)
-        found[key] = found.get(key, 0.0) + entry.count
-    merged = [Transfer(axis, op, size, count, link) for (axis, op, size, link), count in found.items()]
-    return sorted(merged, key=lambda entry: -entry.total_bytes)
+    ours = plan.target == "threefold" and plan.model.family in STACKS["threefold"].families
+    return merged((threefold_transfers if ours else megatron_transfers)(plan, skew))

@@ -28,7 +28,9 @@ from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 
 LR = 1e-3
-_NUDGE = 1e-9  # of the router's scores: no choice may depend on it
+# Of the router's scores: no choice may depend on it. A thousand times what rounding does to them, a few in fp32, where
+# more would find ties everywhere.
+_NUDGE = {torch.float64: 1e-9, torch.float32: 1e-6}
 
 
 def compare(
@@ -74,8 +76,9 @@ def on_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Opti
 
 
 def _losses(result: StepResult) -> dict[str, float]:
-    """The health of routers is rounded to fp32, and in part of this rank's alone."""
-    return {"ce": result.loss, **{name: v for name, v in result.aux.items() if not name.startswith("router/")}}
+    """Of the routers' health what is exact: the rest is rounded to fp32, or of this rank alone."""
+    aux = {n: value for n, value in result.aux.items() if n == "router/dropped" or not n.startswith("router/")}
+    return {"ce": result.loss, **aux}
 
 
 def _note_the_rest(parts: Parts, seen: Observed) -> None:
@@ -158,7 +161,8 @@ class _TieFinder:
 
     def _look(self, router: Router, given: Any, routing: Any) -> None:
         draw = torch.Generator().manual_seed(0)
-        noise = 1 + _NUDGE * (torch.rand(routing.logits_TE.shape, generator=draw, dtype=torch.float64) - 0.5)
+        size = _NUDGE[routing.logits_TE.dtype]
+        noise = 1 + size * (torch.rand(routing.logits_TE.shape, generator=draw, dtype=torch.float64) - 0.5)
         logits = (routing.logits_TE.detach() * noise).to(routing.logits_TE.dtype)
         scores = (routing.scores_TE.detach() * noise).to(routing.scores_TE.dtype)
         self.seen.near_ties += int((router.choose(logits, scores) != routing.expert_TK).sum())

@@ -1,4 +1,4 @@
-"""Whose way the engine goes where devices differ: that of its tensors, or of the GPU that a rehearsal's tensors stand for.
+"""Whose way the engine goes where devices differ: that of its tensors, or of the GPU that a rehearsal's stand for.
 
 A rehearsal keeps fake tensors on the CPU, because the backward of others needs a driver.
 """

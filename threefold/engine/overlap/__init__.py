@@ -1,0 +1,1 @@
+"""Expert exchanges hidden behind compute: the forward of one microbatch beside the backward of another."""

@@ -1,0 +1,190 @@
+"""A microbatch through a chunk, node by node: `Decoder.advance` and `conclude` with a stop after each start of an exchange.
+
+A layer with experts is
+
+    attention   mixer, norm, router; the counts leave
+    dispatch    rows leave                                                        stop
+    shared      shared experts, beside the dispatch, and beside its gradients' way back
+    experts     rows land, are computed
+    combine     rows leave for home                                               stop
+    sum         rows land, are summed and added
+
+and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. Any other layer
+is one node.
+
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, S rows as sent.
+"""
+
+from collections.abc import Generator, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.dispatch.local import LocalDispatcher
+from threefold.engine.inputs import Inputs
+from threefold.engine.models.decoder import Block, Decoder, MtpDepth
+from threefold.engine.moe.balance import Balance, attach
+from threefold.engine.moe.layer import MoeLayer
+from threefold.engine.overlap.nodes import Border, Nodes, Value, first
+from threefold.engine.places import Places
+
+Result = TypeVar("Result")
+Steps = Generator[None, None, Result]  # stops where an exchange has started
+
+
+class Walk:
+    """Forward, backward and weights of one microbatch through `model`; what it says of itself goes to `aux`.
+
+    `weights` says when their gradients are computed: "now" with the others, "soon" behind the start of the next
+    exchange, "later" when `finish` is called.
+    """
+
+    def __init__(self, model: Decoder, inputs: Inputs, share: float, weights: str = "now") -> None:
+        self.model, self.inputs, self.share, self.weights = model, inputs, share, weights
+        self.nodes = Nodes(delay=weights != "now")
+        self.aux: dict[str, Tensor] = {}
+        self._rows: list[int] = []
+        self._balances: list[Balance] = []
+        self._losses: list[list[Value]] = []
+        self._input: Border | None = None
+        self._result: Border | None = None
+
+    def forward(self, x_KBSD: Tensor | None) -> Steps[Tensor]:
+        """Hidden states in, hidden states or the loss out."""
+        states: list[Value] = []
+        if x_KBSD is not None:
+            self._input = Border(None)
+            handed = Value(x_KBSD, self._input)
+            states = list(self.nodes.run("hand over", "", lambda x: x.unbind(0), handed, owner=self.model))
+            del handed
+        states = yield from self._advance(states)
+        result = first(self.nodes.run("end", "", self._end, *states, *(v for row in self._losses for v in row)))
+        self._result = result.border
+        return result.tensor
+
+    def backward(self, grad: Tensor | None = None) -> Steps[Tensor | None]:
+        """From the gradient of the result (None: it is the loss) to that of the hidden states."""
+        if self._result is not None:
+            self._result.add(torch.ones((), dtype=self._dtype, device=self._device) if grad is None else grad)
+        while self.nodes:
+            node = self.nodes.run_back()
+            if node.lands:
+                if self.weights == "soon":
+                    self.nodes.run_weights()
+                yield
+        if self.weights == "soon":
+            self.nodes.run_weights()
+        return None if self._input is None else self._input.grad
+
+    def finish(self) -> None:
+        self.nodes.run_weights()
+
+    def _advance(self, states: list[Value]) -> Steps[list[Value]]:
+        model, inputs, run = self.model, self.inputs, self.nodes.run
+        if not states:
+            states = [first(run("embedding", "", lambda: model.embed(inputs.tokens_BS), owner=model))]  # type: ignore[misc]
+        hidden = yield from self._layers(model.layers.items(), states.pop())
+        if model.norm is not None:
+            hidden = first(run("norm", "", model.norm, hidden, owner=model))
+        states.append(hidden)
+        for depth in model.depths if inputs.targets else ():
+            number = str(min(depth, model.num_mtp_sets - 1))
+            module = model.mtp[number]
+            assert isinstance(module, MtpDepth)
+            tokens_BS = inputs.targets[depth + 1].tokens_BS
+
+            def join(x_BSD: Tensor, module: MtpDepth = module, tokens_BS: Tensor = tokens_BS) -> Tensor:
+                return module.enter(x_BSD, model.embed(tokens_BS))  # type: ignore[misc]
+
+            layer = f"mtp.{number}"
+            hidden = first(run("join", layer, join, hidden, owner=model))
+            named = ((f"{layer}.{name}", block) for name, block in module.layers.named_children())
+            hidden = yield from self._layers(named, hidden)
+            hidden = first(run("norm", layer, module.norm, hidden, owner=model))
+            states.append(hidden)
+        return states
+
+    def _layers(self, layers: Iterable[tuple[str, nn.Module]], x: Value) -> Steps[Value]:
+        for name, block in layers:
+            assert isinstance(block, Block)
+            if isinstance(block.ffn, MoeLayer) and not isinstance(block.ffn.dispatcher, LocalDispatcher):
+                x = yield from self._moe(name, block, block.ffn, x)
+            else:
+                x = self._whole(name, block, x)
+        return x
+
+    def _whole(self, name: str, block: Block, x: Value) -> Value:
+        """A layer without an exchange."""
+        found: list[Balance | None] = []
+
+        def work(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            x_BSD, balance = block(x_BSD, self.inputs.places)
+            found.append(balance)
+            return x_BSD, *(balance.losses.values() if balance else ())
+
+        x, *losses = self.nodes.run("layer", name, work, x)
+        self._note(block, found[0], losses)
+        return x
+
+    def _moe(self, name: str, block: Block, moe: MoeLayer, x: Value) -> Steps[Value]:
+        run, dispatcher = self.nodes.run, moe.dispatcher
+        found: list[Any] = []
+
+        def attend(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            x_BSD, normed_BSD = _attend(block, x_BSD, self.inputs.places)
+            routing, ticket = moe.route(normed_BSD.flatten(0, 1))
+            balance = moe.balance(routing, ticket, len(x_BSD))
+            found.extend((ticket, balance))
+            return x_BSD, normed_BSD, routing.weight_TK, *balance.losses.values()
+
+        x, normed, weight, *losses = run("attention", name, attend, x, owner=block)
+        ticket, balance = found
+        self._note(block, balance, losses)
+        rows = run("dispatch", name, lambda n, w: dispatcher.send(n.flatten(0, 1), w, ticket), normed, weight)
+        del weight
+        yield
+        shared: tuple[Value, ...] = ()
+        if moe.shared is not None:
+            shared = run("shared", name, lambda n: moe.compute_shared(n.flatten(0, 1)), normed, owner=block)
+        del normed
+        rows = run("experts", name, lambda r, w: moe.compute(r, w, ticket), *rows, lands=True)
+        rows = run("combine", name, lambda y: dispatcher.send_back(y, ticket), *rows)
+        yield
+
+        def add(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
+            y_TD = dispatcher.combine_postprocess(y_SD, ticket)
+            for each_TD in shared_TD:
+                y_TD = y_TD + each_TD
+            return x_BSD + y_TD.view_as(x_BSD)
+
+        return first(run("sum", name, add, *rows, x, *shared, lands=True))
+
+    def _note(self, block: Block, balance: Balance | None, losses: list[Value]) -> None:
+        if balance is not None:
+            self._rows.append(block.row)
+            self._balances.append(balance)
+            self._losses.append(losses)
+
+    def _end(self, *tensors: Tensor) -> Tensor:
+        """Losses of routers come behind the hidden states."""
+        model, balances, rest = self.model, [], list(tensors)
+        for row, balance in zip(reversed(self._rows), reversed(self._balances), strict=True):
+            losses = {name: rest.pop() for name in reversed(balance.losses)}
+            balances.insert(0, (row, replace(balance, losses=losses)))
+        if model.has_loss:
+            out = model.conclude(rest, balances, self.inputs)
+            assert out.loss is not None
+            self.aux, result = out.aux, out.loss * self.share
+        else:
+            total, self.aux = model.add_up({}, balances)
+            result = torch.stack(rest)
+            result = result if total is None else attach(result, total * self.share)
+        self._dtype, self._device = result.dtype, result.device
+        return result
+
+
+def _attend(block: Block, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    x_BSD = block.mix(x_BSD, places)
+    return x_BSD, block.ffn_norm(x_BSD)
