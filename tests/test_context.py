@@ -348,7 +348,7 @@ def test_shares_of_the_delta_heads_sum_to_the_layer() -> None:
         for name, dim in (("qkvz", 0), ("ba", 0), ("out", 1)):
             linear = getattr(part, name)
             linear.weight = torch.nn.Parameter(linear.weight.chunk(2, dim)[place])
-        part.enter = lambda x: x / 2
+        part.into = lambda x, linears: [linear(x / 2) for linear in linears]
         parts.append(part(2 * x, places))
     torch.testing.assert_close(sum(parts), layer(x, places))
 

@@ -44,7 +44,7 @@ def marked(case: Case) -> object:
     return pytest.param(case, id=case.name, marks=() if case.often else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_layout_is_one_rank(case: Case) -> None:
     plan = case.plan
     assert refused(plan) == []

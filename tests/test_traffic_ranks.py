@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.plans import build
 from tests.ranks import run_ranks
@@ -74,13 +73,48 @@ def predicted(plan: Plan) -> Ledger:
     return found
 
 
+MTP: dict[str, Any] = {"num_nextn_predict_layers": 2}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+FOUR = {"num_hidden_layers": 4}
 CASES = {
-    "dp": plan_of("qwen3_moe", 2),
+    # Every axis alone.
+    "dp": plan_of("qwen3_moe", 2, job_micro_batch=2),
     "tp": plan_of("qwen3_moe", 2, tp=2),
-    "cp ring": plan_of("qwen3_moe", 2, cp=2),
+    "cp": plan_of("qwen3_moe", 2, cp=2),
     "ep": plan_of("qwen3_moe", 2, ep=2),
     "etp": plan_of("qwen3_moe", 2, etp=2),
     "pp": plan_of("qwen3_moe", 2, pp=2),
+    # Tensor parallel: latents, key/value heads with two and with all ranks alike, a dense model.
+    "tp latents, MTP": plan_of("deepseek_v3", 4, spec=MTP, tp=2, ep=2, job_seq_aux_loss=0.01, job_micro_batch=2),
+    "tp kv copies": plan_of("qwen3", 4, tp=4),
+    "tp one kv head": plan_of("qwen3_moe", 4, spec={"num_key_value_heads": 1}, tp=4, ep=2, etp=2),
+    "tp dense, tied": plan_of("llama", 4, spec=TIED, tp=2),
+    # Context parallel: every kind, and one a layer.
+    "cp all_gather, latents": plan_of("deepseek_v3", 2, cp=2, knobs_cp_comm="all_gather"),
+    "cp a2a, sinks": plan_of("gpt_oss", 2, cp=2, knobs_cp_comm="a2a"),
+    "cp a2a+p2p": plan_of(
+        "qwen3_moe", 4, spec={"num_key_value_heads": 4}, cp=4, ep=2, knobs_cp_comm="a2a+p2p", cluster_domain=2
+    ),
+    "cp a2a+p2p in one domain": plan_of("qwen3_moe", 2, cp=2, knobs_cp_comm="a2a+p2p"),
+    "cp by layer": plan_of("mixtral", 2, cp=2, knobs_cp_comm=["a2a", "p2p"]),
+    "cp delta states": plan_of("qwen3_next", 4, cp=2, tp=2, ep=2),
+    "cp delta heads": plan_of("qwen3_next", 2, cp=2, knobs_cp_comm="a2a", job_micro_batch=2),
+    # Experts: folded over all of cp, rows that do not divide, biases with two grids, a capacity.
+    "ep over cp": plan_of("deepseek_v3", 4, cp=4, ep=4, job_z_loss=0.001, job_aux_loss=0.0),
+    "ep uneven rows": plan_of("gpt_oss", 6, cp=3, ep=3, job_seq_len=30, job_global_batch=2),
+    "ep x etp uneven rows": plan_of("gpt_oss", 8, ep=2, etp=2, job_seq_len=7),
+    "ep capacity": plan_of("qwen3_moe", 4, tp=2, ep=2, job_capacity_factor=1.0, job_seq_len=32),
+    # Pipelines: every schedule, uneven strings, embeddings on two stages.
+    "pp vpp": plan_of("qwen3_moe", 4, spec=FOUR, pp=2, vpp=2, ep=2),
+    "pp uneven, MTP, tied": plan_of("deepseek_v3", 4, spec=MTP | TIED | FOUR, pp=2, tp=2, stages="Et|tttmmL"),
+    "pp MTP apart": plan_of("deepseek_v3", 6, spec=MTP | FOUR, pp=3, cp=2, stages="Ett|ttm|mL"),
+    "pp zero-bubble": plan_of("llama", 2, pp=2, schedule="zero-bubble"),
+    "pp dualpipev, tied": plan_of("qwen3_moe", 4, spec=TIED | FOUR, pp=2, vpp=2, schedule="dualpipev", ep=2),
+    # All together, and sixteen bits.
+    "tp x cp x pp folded into ep": plan_of("qwen3_moe", 8, tp=2, cp=2, pp=2, ep=4, job_seq_aux_loss=0.01),
+    "tp x dp, etp x ep": plan_of("mixtral", 8, tp=2, ep=2, etp=2, job_micro_batch=2),
+    "bf16": plan_of("qwen3_moe", 4, tp=2, ep=2, knobs_precision="bf16"),
+    "bf16 gradients": plan_of("qwen3_next", 4, cp=2, ep=2, knobs_precision="bf16", knobs_grad_dtype="bf16"),
 }
 
 

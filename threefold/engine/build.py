@@ -30,7 +30,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WRAPPING = Wrapping(
     is_block=lambda module: isinstance(module, Block),
     is_experts=lambda module: isinstance(module, Experts),
-    methods=("advance", "conclude"),
+    methods=("advance", "conclude", "hold"),
+    block_methods=("hold",),
 )
 
 

@@ -7,6 +7,7 @@ in different groups. Groups of the same ranks are one group: a communicator cost
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from itertools import product
 
 import torch
@@ -113,7 +114,8 @@ def _grid(copies: Group, shards: Group) -> list[int]:
     return [shard + copy - own for copy in copies.ranks for shard in shards.ranks]
 
 
-def ranks_along(layout: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+@cache
+def ranks_along(layout: Layout, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
     """By arithmetic: the ranks that differ from `rank` only in `axes`."""
     grid = EXPERT_AXES if any(axis not in DENSE_AXES for axis in axes) else DENSE_AXES
     assert all(axis in grid for axis in axes), axes

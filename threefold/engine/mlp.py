@@ -6,7 +6,7 @@ Shapes: D model dim, H hidden dim, ... any dims before.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.seams import Seam, stay
+from threefold.engine.seams import Into, each
 
 
 class Mlp(nn.Module):
@@ -15,8 +15,8 @@ class Mlp(nn.Module):
         self.gate = nn.Linear(dim, hidden_dim, bias=False)
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = nn.Linear(hidden_dim, dim, bias=False)
-        self.enter: Seam = stay
+        self.into: Into = each
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.into(x, (self.gate, self.up))
+        return self.down(F.silu(gate) * up)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from threefold.engine.attention.chunked import CHUNK, chunk_up, unit
 from threefold.engine.norm import GatedRMSNorm, wide
 from threefold.engine.places import Places, bounds_of, starts
-from threefold.engine.seams import Seam, stay
+from threefold.engine.seams import Into, each
 from threefold.spec.model import DeltaSpec
 
 
@@ -34,20 +34,20 @@ class GatedDelta(nn.Module):
         self.a_log = nn.Parameter(torch.zeros(spec.num_v_heads))
         self.norm = GatedRMSNorm(spec.v_dim, eps)
         self.out = nn.Linear(spec.values, dim, bias=False)
-        self.enter: Seam = stay
+        self.into: Into = each
         self.context: Mix | None = None
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
-        x_BSD = self.enter(x_BSD)
         mix = GatedDelta.mix if self.context is None else self.context
         out_BSHv = mix(self, *self.project(x_BSD), places.documents_BS)
         return self.out(out_BSHv.flatten(2))
 
     def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, keys, values and output gate, and step and decay, by the key heads that the weights hold."""
-        spec, each = self.spec, self.values_of_key
-        qkvz_BSKX = self.qkvz(x_BSD).unflatten(-1, (-1, 2 * spec.k_dim + 2 * each * spec.v_dim))
-        return qkvz_BSKX, self.ba(x_BSD).unflatten(-1, (-1, 2 * each))
+        spec, shared = self.spec, self.values_of_key
+        qkvz_BSX, ba_BSX = self.into(x_BSD, (self.qkvz, self.ba))
+        width = 2 * spec.k_dim + 2 * shared * spec.v_dim
+        return qkvz_BSX.unflatten(-1, (-1, width)), ba_BSX.unflatten(-1, (-1, 2 * shared))
 
     def mix(
         self, qkvz_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, share: "Share | None" = None

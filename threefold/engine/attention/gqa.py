@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from threefold.engine.attention.backend import Attend, attend
 from threefold.engine.places import Places
 from threefold.engine.rope import rotate
-from threefold.engine.seams import Seam, stay
+from threefold.engine.seams import Into, each
 from threefold.spec.model import GqaSpec
 
 
@@ -31,11 +31,10 @@ class GqaAttention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(spec.num_heads))
         else:
             self.register_parameter("sinks", None)
-        self.enter: Seam = stay
+        self.into: Into = each
         self.attend: Attend = attend
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
-        x_BSD = self.enter(x_BSD)
         q_BHSd, k_BGSd, v_BGSd, gate_BSHd = self.project(x_BSD, places)
         out_BHSd = self.attend(
             q_BHSd,
@@ -54,14 +53,14 @@ class GqaAttention(nn.Module):
 
     def project(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values ready to attend, and the output gate."""
-        heads = (*x_BSD.shape[:2], -1, self.spec.head_dim)
+        q_BSX, k_BSX, v_BSX = self.into(x_BSD, (self.q, self.k, self.v))
+        heads = (*q_BSX.shape[:2], -1, self.spec.head_dim)
         gate_BSHd = None
         if self.spec.gated:
-            both = self.q(x_BSD).view(*x_BSD.shape[:2], -1, 2 * self.spec.head_dim)
-            q_BSHd, gate_BSHd = both.chunk(2, dim=-1)
+            q_BSHd, gate_BSHd = q_BSX.view(*q_BSX.shape[:2], -1, 2 * self.spec.head_dim).chunk(2, dim=-1)
         else:
-            q_BSHd = self.q(x_BSD).view(heads)
+            q_BSHd = q_BSX.view(heads)
         table = places.rope(self.rope_dim, self.spec.rope_theta, self.spec.rope_scaling)
         q_BHSd = rotate(self.q_norm(q_BSHd).transpose(1, 2), table)
-        k_BGSd = rotate(self.k_norm(self.k(x_BSD).view(heads)).transpose(1, 2), table)
-        return q_BHSd, k_BGSd, self.v(x_BSD).view(heads).transpose(1, 2), gate_BSHd
+        k_BGSd = rotate(self.k_norm(k_BSX.view(heads)).transpose(1, 2), table)
+        return q_BHSd, k_BGSd, v_BSX.view(heads).transpose(1, 2), gate_BSHd

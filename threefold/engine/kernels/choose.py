@@ -23,8 +23,11 @@ STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 
 @dataclass(frozen=True)
 class Choice:
-    """For each product: tiles, by our own kernel; None, torch's grouped product with the rest in passes beside it; EACH,
-    the same with a product for every expert, which is faster for few and large ones but wants counts on the host."""
+    """How each product is computed.
+
+    Tiles: by our own kernel. None: torch's grouped product, the rest in passes beside it. EACH: the same with a product
+    for every expert, faster where they are few and large; wants counts on the host.
+    """
 
     up: How = None
     down: How = None
@@ -82,14 +85,15 @@ def default(shape: Shape) -> Choice:
 
 def candidates(step: str) -> list[How]:
     wide, tall = Config(stages=4), Config(m=256, n=128, stages=5)
-    return {
+    found: dict[str, list[How]] = {
         "up": [None, Config(n=128, stages=4), Config(n=128, stages=3)],
         "down": [None, Config(group=4), wide],
         "act_grad": [None, wide, Config(stages=3)],
         "input_grad": [None, Config(group=4), wide],
         "up_grad": [None, tall, replace(wide, stages=5)],
         "down_grad": [None, replace(wide, stages=5), wide],
-    }[step]
+    }
+    return found[step]
 
 
 def cache_file(device: torch.device) -> Path:

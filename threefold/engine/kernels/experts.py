@@ -69,7 +69,7 @@ def grouped_experts(
 
 def _spread(weight_TK: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
     """Weights, a column for each expert. A product with them adds the biases of FC2; its backward sums in fp32."""
-    return weight_TK.new_zeros(len(weight_TK), num_experts).scatter(1, expert_TK, weight_TK)
+    return weight_TK.new_zeros(len(weight_TK), num_experts).scatter_add(1, expert_TK, weight_TK)
 
 
 class _Experts(torch.autograd.Function):

@@ -25,8 +25,8 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
     out = TensorDescriptor.from_tensor(out_RN, [tiles.size, config.n // 2 if config.halves else config.n])
     _product[(num_programs(a_RK.device, config),)](
         a, TensorDescriptor.from_tensor(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
-        inner, outer, tiles.size, config.n, config.k, config.group, transposed, config.halves, config.copied and outer % config.n == 0,
-        num_warps=config.warps, num_stages=config.stages,
+        inner, outer, tiles.size, config.n, config.k, config.group, transposed, config.halves,
+        config.copied and outer % config.n == 0, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_RN
 

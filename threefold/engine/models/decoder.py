@@ -6,8 +6,9 @@ with parts taken out (`models/chunk.py`): `advance` runs what is there.
 Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E experts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,10 @@ class Block(nn.Module):
         y_BSD, balance = self.feed(self.ffn_norm(x_BSD))
         return x_BSD + y_BSD, balance
 
+    def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
+        """`work` that uses parameters of this module without calling it: FSDP gathers them around this method."""
+        return work(*given)
+
     def mix(self, x_BSD: Tensor, places: Places) -> Tensor:
         return x_BSD + self.mixer(self.mixer_norm(x_BSD), places)
 
@@ -77,9 +82,12 @@ class MtpDepth(nn.Module):
         self.norm = model.make_norm(dim)
 
     def forward(self, hidden_BSD: Tensor, embed_BSD: Tensor, places: Places) -> tuple[Tensor, "Balances"]:
-        x_BSD = self.join(torch.cat([self.embed_norm(embed_BSD), self.hidden_norm(hidden_BSD)], dim=-1))
-        x_BSD, balances = run(self.layers, x_BSD, places)
+        x_BSD, balances = run(self.layers, self.enter(hidden_BSD, embed_BSD), places)
         return self.norm(x_BSD), balances
+
+    def enter(self, hidden_BSD: Tensor, embed_BSD: Tensor) -> Tensor:
+        joined: Tensor = self.join(torch.cat([self.embed_norm(embed_BSD), self.hidden_norm(hidden_BSD)], dim=-1))
+        return joined
 
 
 class Decoder(nn.Module):
@@ -118,6 +126,10 @@ class Decoder(nn.Module):
     def make_block(self, layer: Layer) -> Block:
         dim = self.spec.dim
         return Block(self.make_norm(dim), self.make_mixer(layer), self.make_norm(dim), self.make_ffn(layer))
+
+    def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
+        """As `Block.hold`."""
+        return work(*given)
 
     @property
     def head_weight(self) -> Tensor:

@@ -55,10 +55,9 @@ class Walk:
         """Hidden states in, hidden states or the loss out."""
         states: list[Value] = []
         if x_KBSD is not None:
+            self.model.hold(lambda: None)  # FSDP takes whatever it sees first for the root
             self._input = Border(None)
-            handed = Value(x_KBSD, self._input)
-            states = list(self.nodes.run("hand over", "", lambda x: x.unbind(0), handed, owner=self.model))
-            del handed
+            states = list(self.nodes.run("enter", "", lambda x: x.unbind(0), Value(x_KBSD, self._input)))
         states = yield from self._advance(states)
         result = first(self.nodes.run("end", "", self._end, *states, *(v for row in self._losses for v in row)))
         self._result = result.border

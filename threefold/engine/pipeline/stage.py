@@ -4,22 +4,20 @@ torch's PipelineStage keeps room for every microbatch of the step, cannot evalua
 the backward by walking the graph twice; this one keeps what is in flight and runs each chunk's backward once.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from threefold.engine.pipeline.border import Border
-from threefold.engine.pipeline.delay import Delay
-
-Chunk = Callable[[Tensor | None, int], Tensor]
+from threefold.engine.pipeline.passage import AtOnce, Chunk, Opened, Passage, Steps, run_out
 
 
 class Stage:
-    """Borders are absent at the ends. `split`: microbatches whose weight gradients wait for an action of their own."""
+    """Borders are absent at the ends. `split`: microbatches whose weight gradients wait for an action of their own.
+
+    A chunk may open passages that stop on their way (`opened`); else its microbatches pass at once.
+    """
 
     submod = None  # the runtime would take FSDP into its own hands
 
@@ -27,6 +25,7 @@ class Stage:
         self.chunk, self.stage_index, self.num_stages = chunk, index, num_chunks
         self.group_rank, self.group_size = rank, size
         self.split = split
+        self._open: Opened = getattr(chunk, "opened", None) or (lambda m, delay: AtOnce(chunk, m, delay))
         self.x_in: Border | None = None
         self.y_out: Border | None = None
         self.grad_in: Border | None = None
@@ -34,8 +33,8 @@ class Stage:
         self.has_backward = True
         self.stage_index_to_group_rank: dict[int, int] = {}
         self._results: dict[int, Tensor] = {}
-        self._kept: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor | None]] = {}
-        self._delays: dict[int, Delay] = {}
+        self._under_way: dict[int, Passage] = {}
+        self._weights_left: dict[int, Passage] = {}
 
     @property
     def is_first(self) -> bool:
@@ -46,40 +45,37 @@ class Stage:
         return self.stage_index == self.num_stages - 1
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> Tensor:
+        return run_out(self.forward(microbatch))
+
+    def backward_one_chunk(self, microbatch: int, full_backward: bool = True, **kwargs: Any) -> None:
+        run_out(self.backward(microbatch))
+
+    def backward_weight_one_chunk(self, microbatch: int, **kwargs: Any) -> None:
+        if self.has_backward and microbatch in self._weights_left:
+            self._weights_left.pop(microbatch).finish()
+
+    def forward(self, microbatch: int) -> Steps[Tensor]:
         x = None if self.x_in is None else self.x_in.take(microbatch)
-        if x is not None and self.has_backward:
-            x = x.detach().requires_grad_()
-        with self._delay(microbatch):
-            y = self.chunk(x, microbatch)
+        passage = self._open(microbatch, self.has_backward and microbatch in self.split)
+        y = yield from passage.forward(x)
         if self.has_backward:
-            # Of the output only its place in the graph is needed, so that its memory goes once it is sent.
-            edge = get_gradient_edge(y) if y.requires_grad else None
-            one = torch.ones_like(y) if self.is_last else None
-            self._kept[microbatch] = x, edge, one
+            self._under_way[microbatch] = passage
         if self.y_out is not None and self.y_out.crosses:
             self._results[microbatch] = y.detach()
         return y
 
-    def backward_one_chunk(self, microbatch: int, full_backward: bool = True, **kwargs: Any) -> None:
+    def backward(self, microbatch: int) -> Steps[None]:
         if not self.has_backward:
             return
-        x, edge, grad = self._kept.pop(microbatch)
-        if self.grad_in is not None:
-            grad = self.grad_in.take(microbatch)
-        if edge is not None:
-            with self._delay(microbatch):
-                torch.autograd.backward(edge, grad)
-        if x is not None:
-            self._results[microbatch] = torch.zeros_like(x) if x.grad is None else x.grad
-
-    def backward_weight_one_chunk(self, microbatch: int, **kwargs: Any) -> None:
-        if self.has_backward and microbatch in self._delays:
-            self._delays.pop(microbatch).finish()
-
-    def _delay(self, microbatch: int) -> Any:
-        if not self.has_backward or microbatch not in self.split:
-            return nullcontext()
-        return self._delays.setdefault(microbatch, Delay())
+        passage = self._under_way.pop(microbatch)
+        grad = None if self.grad_in is None else self.grad_in.take(microbatch)
+        x_grad = yield from passage.backward(grad)
+        if self.grad_out is not None:
+            shape, dtype = self.grad_out.shape, self.grad_out.dtype
+            none = x_grad is None
+            self._results[microbatch] = torch.zeros(shape, dtype=dtype, device=self.grad_out.device) if none else x_grad
+        if microbatch in self.split:
+            self._weights_left[microbatch] = passage
 
     # What the runtime calls "ops" are started at once, and waited for where they are used.
 
@@ -121,5 +117,5 @@ class Stage:
         for border in (self.y_out, self.grad_out):
             if border is not None:
                 border.settle()
-        left = [*self._kept, *self._results, *self._delays]
+        left = [*self._under_way, *self._results, *self._weights_left]
         assert not left, f"microbatches {left} were left on their way through chunk {self.stage_index}"

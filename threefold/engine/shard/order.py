@@ -30,7 +30,7 @@ class Sharded:
 def shard(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, seed: int | None) -> Sharded:
     """Cut before there is memory, then fill: no rank ever holds more than its share."""
     whole = make_model(plan.model, plan.mtp, dtype, options)
-    found = shard_tensors(whole, mesh)
+    found = shard_tensors(whole, mesh, plan.knobs.tp_overlap)
     found |= shard_experts(whole, mesh, plan)
     shard_context(whole, mesh, plan)
     homes = _homes(plan, whole)

@@ -1,13 +1,13 @@
 """Tensor parallel with sequence parallel: heads, widths and the vocabulary cut over `tp`, tokens cut between them.
 
-Between modules a rank holds a share of the sequence. A cut module gathers it (`enter`), computes with its share of the
+Between modules a rank holds a share of the sequence. A cut module gathers it (`into`), computes with its share of the
 heads or columns, and its last product is summed over ranks and cut to the sequence again (`RowLinear`). What is not cut
 (norms, routers, latents) works on the share of the sequence, so that its gradients are parts of a sum.
 
 Shapes: B batch, S sequence, D model dim, V this rank's part of the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch.nn.functional as F
@@ -20,8 +20,10 @@ from threefold.engine.loss import VocabPart
 from threefold.engine.mesh import Group, Mesh
 from threefold.engine.mlp import Mlp
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.seams import each
 from threefold.engine.shard.collectives import gather, scatter
 from threefold.engine.shard.placement import Placement, Range, cut_parameter, even_part, whole
+from threefold.engine.shard.ring_linear import gathered_linears, scattered_linear
 
 Cuts = Iterator[tuple[str, int, list[Range], int]]  # parameter, dim, ranges, neighbours with the same piece
 CUT, COPIED = ("dp", "cp"), ("dp", "cp", "tp")
@@ -30,13 +32,16 @@ CUT, COPIED = ("dp", "cp"), ("dp", "cp", "tp")
 class RowLinear(nn.Module):
     """A product whose inner dim is cut: partial results are summed and cut along the sequence; then the bias."""
 
-    def __init__(self, inner: nn.Linear, group: Group) -> None:
+    def __init__(self, inner: nn.Linear, group: Group, overlap: bool) -> None:
         super().__init__()
-        self.weight, self.group = inner.weight, group
+        self.weight, self.group, self.overlap = inner.weight, group, overlap
         self.bias: nn.Parameter | None = inner.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y = scatter(F.linear(x, self.weight), self.group, dim=-2)
+        if self.overlap:
+            y = scattered_linear(x, self.weight, self.group)
+        else:
+            y = scatter(F.linear(x, self.weight), self.group, dim=-2)
         return y if self.bias is None else y + self.bias
 
 
@@ -57,8 +62,11 @@ class VocabEmbedding(nn.Module):
         return scatter(x_BSD, self.vocab.group, dim=1)
 
 
-def shard_tensors(model: Decoder, mesh: Mesh) -> dict[str, Placement]:
-    """Cut a model that has no memory yet; where every parameter but the experts' lies, by name."""
+def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placement]:
+    """Cut a model that has no memory yet; where every parameter but the experts' lies, by name.
+
+    With `overlap` the sequence travels in pieces while products compute; MLA's narrow latents are gathered at once.
+    """
     group = mesh.group("tp")
     placements = {name: whole(p.shape, COPIED) for name, p in model.named_parameters() if ".experts." not in name}
     if group.alone:
@@ -69,16 +77,24 @@ def shard_tensors(model: Decoder, mesh: Mesh) -> dict[str, Placement]:
             placements[full] = cut = _cut(placements[full], dim, ranges, shared_by)
             owner, _, leaf = full.rpartition(".")
             cut_parameter(model.get_submodule(owner), leaf, cut)
-        if isinstance(module, GqaAttention | MlaAttention | GatedDelta | Mlp):
+        if isinstance(module, MlaAttention):
             module.enter = partial(gather, group=group, dim=-2)
-            last = "down" if isinstance(module, Mlp) else "out"
-            setattr(module, last, RowLinear(getattr(module, last), group))
+        elif isinstance(module, GqaAttention | GatedDelta | Mlp):
+            module.into = partial(gathered_linears if overlap else _gathered_first, group=group)
+        else:
+            continue
+        last = "down" if isinstance(module, Mlp) else "out"
+        setattr(module, last, RowLinear(getattr(module, last), group, overlap))
     vocab = VocabPart(even_part(model.spec.vocab, group.rank, group.size)[0], group)
     model.vocab, model.enter_loss = vocab, partial(gather, group=group, dim=1)
     if model.embed is not None:
         assert isinstance(model.embed, nn.Embedding)
         model.embed = VocabEmbedding(model.embed, vocab)
     return placements
+
+
+def _gathered_first(x: Tensor, linears: Sequence[nn.Linear], group: Group) -> list[Tensor]:
+    return each(gather(x, group, dim=-2), linears)
 
 
 def _cut(old: Placement, dim: int, ranges: list[Range], shared_by: int) -> Placement:

@@ -27,12 +27,13 @@ class Shards:
 class Wrapping:
     """What is gathered together: each of `blocks`, the experts inside on their own, then all else of a chunk.
 
-    `methods` of a chunk that are called instead of its forward need the same care.
+    `methods` of a chunk, and `block_methods` of a block, that are called instead of its forward need the same care.
     """
 
     is_block: Callable[[nn.Module], bool]
     is_experts: Callable[[nn.Module], bool]
     methods: tuple[str, ...] = ()
+    block_methods: tuple[str, ...] = ()
 
 
 class Wrapper:
@@ -57,6 +58,8 @@ class Wrapper:
                 if mine:
                     yield self._unit(module, mine, reshard=True)
                     left.difference_update(mine)
+            for method in self.wrapping.block_methods:
+                register_fsdp_forward_method(block, method)
         # The root, even where nothing is left for it, holds the others together. It is used first and last in a
         # forward and first in the backward, so it stays gathered between them.
         yield self._unit(chunk, [p for p in chunk.parameters() if p in left], reshard=False)
