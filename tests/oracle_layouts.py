@@ -190,6 +190,7 @@ JOBS = [
     case("mtp and tied over tp, cp", "deepseek_v3", 4, tp=2, cp=2, spec={**MTP2, **TIED}, job=PACKED),
     case("mtp and tied over pp", "deepseek_v3", 4, pp=2, ep=2, stages="Et|tmmL", spec={**MTP2, **TIED}),
     case("no clipping", "qwen3_moe", 4, tp=2, ep=2, job={"clip_norm": 0.0}),
-    case("forced balance", "qwen3_moe", 4, tp=2, ep=4, job={"routing": "forced-balance"}),
+    # One rank's order of tokens: along tp, and where a rank's copies of tokens are no whole rounds of experts.
+    case("forced balance", "gpt_oss", 2, tp=2, ep=2, job={"routing": "forced-balance"}),
 ]
 CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS]

@@ -56,7 +56,7 @@ def test_layout_is_one_rank(case: Case) -> None:
     assert found.largest <= FP64, found
 
 
-GROUPED = ("dp tp ep edp", "tp cp ep etp", "dp pp vpp ep", "fsdp cp ep", "hsdp tp ep")
+GROUPED = ("dp tp ep edp", "tp cp ep etp", "dp pp vpp ep", "fsdp cp ep", "tp pp vpp etp", "ep beyond dp")
 
 
 @pytest.mark.parametrize("name", [GROUPED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in GROUPED[1:])])

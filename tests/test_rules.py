@@ -94,6 +94,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.recompute": ["moe_act"], "knobs.precision": "fp8-cs"},
     ),
     "selective-before-full": ({"knobs.recompute": ["full"]}, {}),
+    "optimizer-offload-needs-adamw": (
+        {"target": "threefold", "job.optimizer": "muon", "knobs.optimizer_offload": 0.5},
+        {"target": "threefold", "knobs.optimizer_offload": 0.5},
+    ),
+    "offload-of-what-is-kept": (
+        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["moe"]},
+        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["mlp"]},
+    ),
     "offload-comes-last": ({"knobs.optimizer_offload": 0.5, "knobs.recompute": []}, {"knobs.optimizer_offload": 0.5}),
     # fold
     "etp-only-when-ep-insufficient": ({"layout.ep": 32, "layout.etp": 2}, {"layout.ep": 256, "layout.etp": 2}),
@@ -165,6 +173,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.graphs": ["attn"]},
     ),
     "delay-wgrad-graph-bias": ({"model": "gpt-oss-120b", "knobs.graphs": ["attn"]}, {"knobs.graphs": ["attn"]}),
+    "ep-overlap-schedule": (
+        {"target": "threefold", "layout.schedule": "zero-bubble"},
+        {"target": "threefold", "layout.schedule": "interleaved"},
+    ),
+    "delay-wgrad-needs-whole-gradients": (
+        {"target": "threefold", "knobs.data_parallel": "fsdp"},
+        {"target": "threefold", "knobs.data_parallel": "zero1"},
+    ),
     # precision
     "precision-runs-on-chip": ({"knobs.precision": "mxfp8"}, {"knobs.precision": "fp8-cs"}),
     "precision-is-emulated": (

@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 
-from threefold.findings import Finding, in_order
+from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import read_plan
 from threefold.plan.parse import Parsed, free_findings
 from threefold.report.terminal import findings_text
+from threefold.search.recompute import resolve_recompute
 from threefold.spec.stacks import TARGETS
 
 
@@ -19,10 +21,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser, optional: bool = False) 
 
 
 def plan_from(args: argparse.Namespace) -> tuple[Parsed, list[Finding]]:
-    """The parsed plan and what was found while reading it; a draft's free fields count as findings."""
+    """The parsed plan, a memory budget resolved, and what was found on the way; a draft's free fields are findings."""
     extra = [f'target="{args.target}"'] if args.target else []
     parsed = read_plan(args.plan, [*args.overrides, *extra])
-    return parsed, in_order([*parsed.findings, *free_findings(parsed.free)])
+    findings = [*parsed.findings, *free_findings(parsed.free)]
+    if parsed.plan is not None:
+        try:
+            plan, more = resolve_recompute(parsed.plan)
+        except FindingsError as error:
+            return replace(parsed, plan=None), in_order([*findings, *error.findings])
+        parsed, findings = replace(parsed, plan=plan), [*findings, *more]
+    return parsed, in_order(findings)
 
 
 def print_findings(findings: list[Finding], as_json: bool) -> int:

@@ -10,15 +10,17 @@ from threefold.engine.step import add_over_ranks
 from threefold.plan.plan import Plan
 
 
-def batches_of(plan: Plan, device: torch.device) -> list[Batch]:
+def batches_of(plan: Plan, count: int, device: torch.device) -> list[Batch]:
     shape = plan.job.micro_batch, plan.job.seq_len
-    zeros = [torch.zeros(2, *shape, dtype=torch.long, device=device) for _ in range(plan.num_microbatches)]
+    zeros = [torch.zeros(2, *shape, dtype=torch.long, device=device) for _ in range(count)]
     return [Batch(tokens_BS=both[0], labels_BS=both[1]) for both in zeros]
 
 
-def step(parts: Parts, plan: Plan, where: Where) -> None:
+def step(parts: Parts, plan: Plan, where: Where, num_microbatches: int | None = None) -> None:
+    """`num_microbatches` lie on the device, of which the plan's are run."""
     with where.during("batch"):
-        batches = batches_of(plan, parts.device)
+        held = batches_of(plan, num_microbatches or plan.num_microbatches, parts.device)
+        batches = held[: plan.num_microbatches]
         parts.data.begin(len(batches))
     with where.during("forward"):
         sums = parts.runner.run(batches, [1 / len(batches)] * len(batches))

@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 from threefold.dryrun.where import Spot, Where
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class Block:
     """A storage: where it was made and, for what has a name, which term it belongs to."""
 
@@ -44,6 +47,7 @@ class Tracker(TorchDispatchMode):
         self.peak_at = 0  # changes up to and with the one that made the peak
         self.peak_spot = Spot("build")
         self.watchers: list[Watcher] = []
+        self.marks: list[tuple[int, Spot]] = []  # from which change on a phase of a microbatch lasted
 
     def block(self, x: Tensor) -> Block | None:
         held = self.live.get(_storage(x)._cdata)
@@ -68,8 +72,10 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is _DEVICE:  # asked of fake tensors more often than all else together
+            return out
         for x in tree_leaves(out):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and _device(x).type != "meta":
                 self._see(x, func)
         if func in self.workspaces:
             block = Block(0, self.where(), str(func), (), "")
@@ -111,7 +117,7 @@ class Tracker(TorchDispatchMode):
             if held[0].num_bytes != size:
                 self._change(held[0], size - held[0].num_bytes)
             return
-        block = Block(0, self.where(), str(func), tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        block = Block(0, self._mark(), str(func), tuple(x.shape), str(x.dtype).removeprefix("torch."))
 
         def gone(_: Any) -> None:
             self.live.pop(key, None)
@@ -119,6 +125,13 @@ class Tracker(TorchDispatchMode):
 
         self.live[key] = block, weakref.ref(storage, gone)
         self._change(block, size)
+
+    def _mark(self) -> Spot:
+        spot = self.where()
+        last = self.marks[-1][1] if self.marks else None
+        if last is None or (last.phase, last.microbatch) != (spot.phase, spot.microbatch):
+            self.marks.append((len(self.changes), spot))
+        return spot
 
     def _change(self, block: Block, change: int) -> None:
         if not change:
@@ -137,3 +150,9 @@ def _storage(x: Tensor) -> torch.UntypedStorage:
     local = getattr(x, "_local_tensor", x)  # of a DTensor
     storage: torch.UntypedStorage = local.untyped_storage()
     return storage
+
+
+def _device(x: Tensor) -> torch.device:
+    """Without a dispatch, which asking a fake tensor would be."""
+    found: torch.device = getattr(x, "fake_device", None) or x.device
+    return found

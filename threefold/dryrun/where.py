@@ -40,6 +40,7 @@ class Where:
         self._began: list[int] = [0]
         self._was: list[tuple[str, int | None]] = [("", None)]
         self._last = self._was[0]
+        self.failed: Spot | None = None  # where an exception was first seen
 
     def name(self, chunks: Mapping[int, nn.Module]) -> None:
         """Modules by their paths. A call of a whole model begins a microbatch; a pipeline's chunk says which."""
@@ -64,6 +65,9 @@ class Where:
         before, self.phase, self._microbatch = self.phase, phase, None
         try:
             yield
+        except Exception:
+            self.failed = self.failed or self()
+            raise
         finally:
             self.phase, self._microbatch = before, None
 
@@ -89,6 +93,8 @@ class Where:
         self._note()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output is None and self.failed is None:
+            self.failed = self()
         if module in self._paths and self._stack:
             self._stack.pop()
             self._note()

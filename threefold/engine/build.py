@@ -14,7 +14,7 @@ from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
 from threefold.engine.options import Options
 from threefold.engine.rng import seed_all
-from threefold.engine.runner import InTurn, Piped, Runner
+from threefold.engine.runner import InTurn, Merged, Piped, Runner
 from threefold.engine.shard.data import Zero1
 from threefold.engine.shard.fsdp import Fsdp, Wrapping
 from threefold.engine.shard.matrices import Matrices
@@ -75,6 +75,7 @@ def dtype_of(plan: Plan) -> torch.dtype:
 def options_of(plan: Plan) -> Options:
     """What of the job the model's forward must know."""
     job = plan.job
+    assert plan.recompute_budget is None, "search/recompute.py turns a budget into names before a plan is run"
     return Options(
         aux_loss=job.aux_loss,
         seq_aux_loss=job.seq_aux_loss,
@@ -82,6 +83,11 @@ def options_of(plan: Plan) -> Options:
         capacity_factor=job.capacity_factor if job.capacity_scope == "expert" else None,
         forced_balance=job.routing == "forced-balance",
         shared_overlap=plan.knobs.shared_expert_overlap,
+        recompute=plan.knobs.recompute,
+        recompute_method=plan.knobs.recompute_method,
+        recompute_layers=plan.knobs.recompute_layers,
+        activation_offload=plan.knobs.activation_offload,
+        activation_offload_layers=plan.knobs.activation_offload_layers,
     )
 
 
@@ -101,11 +107,9 @@ def build(
     seed_all(plan.job.seed)
     seed = plan.job.seed if with_weights else None
     chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan), seed)
+    _count_uses(plan, chunks, data)
     optimizer = _optimizer(plan, mesh, chunks, data)
-    runner: Runner = InTurn(next(iter(chunks.values())))
-    if plan.layout.pp > 1:
-        runner = Piped(chunks, plan, mesh, dtype or dtype_of(plan))
-    parts = Parts(chunks, runner, data, optimizer, mesh)
+    parts = Parts(chunks, _runner(plan, mesh, chunks, dtype or dtype_of(plan)), data, optimizer, mesh)
     return replace(parts, loader=_loader(plan, mesh), held_out=_held_out(plan, mesh)) if with_data else parts
 
 
@@ -131,11 +135,28 @@ def _model_and_data(
     )
 
 
+def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> None:
+    """Cut into nodes, a pass uses a tied embedding at both ends, one after the other."""
+    if plan.knobs.ep_overlap and not isinstance(data, Whole):
+        both = any(model.embed is not None and model.has_loss for model in chunks.values())
+        zero1 = data if isinstance(data, Zero1) else data.others
+        zero1.uses = {"embed.weight": 2} if plan.model.tied and both else {}
+
+
+def _runner(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], dtype: torch.dtype) -> Runner:
+    if plan.layout.pp > 1:
+        return Piped(chunks, plan, mesh, dtype)
+    (model,) = chunks.values()
+    # FSDP reduces a gradient when the backward leaves the module: none may come later.
+    delay = plan.knobs.delay_wgrad and plan.knobs.data_parallel == "zero1"
+    return Merged(model, delay) if plan.knobs.ep_overlap else InTurn(model)
+
+
 def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> AdamW | Muon:
     decay, state_dtype = plan.job.weight_decay, plan.knobs.optimizer_dtype
     named = next(iter(chunks.values())).named_parameters() if isinstance(data, Whole) else data.updated
     if plan.job.optimizer == "adamw":
-        return AdamW(named, decay, state_dtype)
+        return AdamW(named, decay, state_dtype, offload=plan.knobs.optimizer_offload)
     wholes = None if isinstance(data, Whole) else Matrices(data, partial(cut_group, mesh))
     return Muon(named, decay, state_dtype, wholes=wholes)
 

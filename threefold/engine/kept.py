@@ -100,8 +100,9 @@ class View:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, start: int = 0) -> "View":
-        return cls(tensor.shape, tensor.stride(), tensor.storage_offset() - start)
+    def of(cls, tensor: Tensor, base: Tensor | None = None) -> "View":
+        start = 0 if base is None else base.storage_offset()
+        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset() - start))
 
     def on(self, tensor: Tensor) -> Tensor:
         return tensor.detach().as_strided(self.size, self.stride, self.offset + tensor.storage_offset())

@@ -25,9 +25,10 @@ _TILE = 128
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Tokens first.. of the vocabulary, of which the ranks of `group` hold one part each."""
+    """Tokens first.. of the vocabulary, of which the ranks of `group` hold one part each, of at most `width`."""
 
     first: int
+    width: int
     group: Group
 
 
@@ -38,7 +39,9 @@ def cross_entropy_sum(
 
     With `part` every rank of its group gets the whole sum, and of the gradient of x the part of its own columns.
     """
-    return _Chunked.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, len(weight_VD)), part)
+    # Parts may differ in size, but ranks must not in the number of chunks.
+    width = len(weight_VD) if part is None else part.width
+    return _Chunked.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, width), part)
 
 
 def _chunk_size(x_TD: Tensor, vocab: int) -> int:

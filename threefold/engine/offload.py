@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.kept import Ticket, View, inside_closed, storage_of, taking
+from threefold.engine.ways import stood_for, way
 
 LEAST_BYTES = 2**20  # less is not worth a copy on a device
 
@@ -72,11 +73,11 @@ class Load:
 
     def take(self, tensor: Tensor) -> Ticket | None:
         storage = tensor.untyped_storage()
-        few = tensor.is_cuda and storage.nbytes() < LEAST_BYTES
+        few = way(tensor.device) == "cuda" and storage.nbytes() < LEAST_BYTES
         if few or not storage.nbytes() or self._is_weight(tensor):
             return None
-        alive, known = self._known.get(storage_of(tensor), (None, None))
-        item = known() if known is not None and alive() is storage else None
+        known = self._known.get(storage_of(tensor))
+        item = known[1]() if known is not None and known[0]() is storage else None
         if item is None:
             item = _send(tensor)
             self._items.append(ref(item))
@@ -139,7 +140,7 @@ class _Item:
         if self.here is not None:
             return
         if self.device.type != "cuda":
-            self.here = self.host.clone()
+            self.here = self.host.contiguous() if stood_for() else self.host.clone()
             return
         stream = _streams(self.device)[1]
         stream.wait_event(self.sent)
@@ -160,6 +161,8 @@ class _Item:
 
 def _send(tensor: Tensor) -> _Item:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    if stood_for():  # takes no memory of the device that a rehearsal looks at
+        return _Item(flat.new_zeros(()).expand(flat.shape), tensor.device)
     if not tensor.is_cuda:
         return _Item(flat.clone(), tensor.device)
     stream = _streams(tensor.device)[0]

@@ -1,9 +1,11 @@
 """How a model is trained, as far as its forward must know."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
+Layer = TypeVar("Layer")
 _INSIDE_MOE = frozenset({"moe_act", "shared_experts"})
 
 
@@ -43,3 +45,21 @@ class Options:
         if "full" in names:
             return frozenset()
         return names - _INSIDE_MOE if "moe" in names else names
+
+    def spread(self, sizes: Sequence[int]) -> Iterator["Options"]:
+        """For chunks of so many layers on one rank: what is counted in layers begins with the first chunk."""
+        again, away = 1 if self.recompute_layers is None else self.recompute_layers, self.activation_offload_layers
+        for size in sizes:
+            repeated = min(size, again) if self.recompute_method == "block" else self.recompute_layers
+            yield replace(self, recompute_layers=repeated, activation_offload_layers=min(size, away))
+            again, away = max(0, again - size), max(0, away - size)
+
+    def units(self, layers: list[Layer]) -> Iterator[tuple[list[Layer], bool]]:
+        """Layers that run together, and whether they are recomputed: full recompute takes them all in units of so
+        many ("uniform"), or so many of the first one by one ("block")."""
+        size = 1 if self.recompute_layers is None else self.recompute_layers
+        full, block = "full" in self.recompute, self.recompute_method == "block"
+        if full and not block:
+            yield from ((layers[n : n + size], True) for n in range(0, len(layers), size))
+        else:
+            yield from (([layer], full and n < size) for n, layer in enumerate(layers))

@@ -51,6 +51,7 @@ def one_rank(plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Ob
     """The same microbatches, one after the other, on a model that is whole."""
     job = replace(plan.job, dynamic_length=False)
     knobs = replace(plan.knobs, data_parallel="zero1", cp_comm="p2p", dispatcher="local")
+    knobs = replace(knobs, ep_overlap=False, delay_wgrad=False)
     return on_rank(0, replace(plan, layout=Layout(), job=job, knobs=knobs), steps, dtype, options)
 
 

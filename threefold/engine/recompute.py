@@ -7,7 +7,7 @@ Nothing random is repeated: no module here draws numbers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -79,10 +79,8 @@ class _Region:
         maker = _Maker(self)
         outputs: Any = ()
         with torch.enable_grad(), taking(maker):
-            try:
+            with suppress(_Enough):
                 outputs = self.function(*given)
-            except _Enough:
-                pass
         assert maker.count == len(self.tickets), f"{maker.count} tensors made of {len(self.tickets)}"
         for ticket_ref, place, view in self.views:
             ticket = ticket_ref()
@@ -114,7 +112,7 @@ class _Maker:
         return "made again"
 
 
-class _Enough(Exception):
+class _Enough(Exception):  # noqa: N818
     """The rest of the function is not needed."""
 
 
@@ -136,7 +134,7 @@ class _Hidden:
         if place is None:
             return None
         ticket = Ticket(self.region.back)
-        view = View.of(tensor, self.outputs[place].storage_offset())
+        view = View.of(tensor, self.outputs[place])
         self.region.views.append((ref(ticket), place, view))
         return ticket
 

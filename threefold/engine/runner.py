@@ -15,6 +15,8 @@ from threefold.engine.mesh import Mesh
 from threefold.engine.models.chunk import states_behind
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.balance import attach
+from threefold.engine.overlap.merge import in_pairs
+from threefold.engine.overlap.walk import Walk
 from threefold.engine.pipeline.schedule import Pipeline
 from threefold.plan.plan import Plan
 
@@ -53,6 +55,31 @@ class InTurn:
         return sums
 
 
+class Merged:
+    """No pipeline: each microbatch's forward beside the backward of the one before (`overlap/`)."""
+
+    def __init__(self, model: Decoder, delay_weights: bool) -> None:
+        self.model, self.weights = model, "soon" if delay_weights else "now"
+        self._in_turn = InTurn(model)
+
+    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+        if not train:
+            return self._in_turn.run(batches, shares, train)
+        sums = Sums()
+
+        def walk(number: int) -> Walk:
+            return Walk(self.model, inputs_of(self.model, batches[number]), shares[number], sums.note, self.weights)
+
+        in_pairs(walk, len(batches))
+        return sums
+
+
+def inputs_of(model: Decoder, batch: Batch) -> Inputs:
+    return make_inputs(
+        batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS, model.num_mtp, model.cut
+    )
+
+
 class ChunkRun(nn.Module):
     """A chunk as the pipeline calls it: hidden states in, hidden states or the loss out."""
 
@@ -65,7 +92,7 @@ class ChunkRun(nn.Module):
 
     def forward(self, x_KBSD: Tensor | None, microbatch: int) -> Tensor:
         model, share = self.model, self.shares[microbatch]
-        inputs = self.inputs(microbatch)
+        inputs = inputs_of(model, self.batches[microbatch])
         handed = [] if x_KBSD is None else list(x_KBSD.unbind(0))
         states, balances = model.advance(handed, inputs)
         if model.has_loss:
@@ -78,11 +105,17 @@ class ChunkRun(nn.Module):
         y_KBSD = torch.stack(states)
         return y_KBSD if total is None else attach(y_KBSD, total * share)
 
-    def inputs(self, microbatch: int) -> Inputs:
-        batch, model = self.batches[microbatch], self.model
-        return make_inputs(
-            batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS, model.num_mtp, model.cut
-        )
+
+class WalkedChunk(ChunkRun):
+    """A chunk whose microbatches stop where an exchange has started."""
+
+    def __init__(self, model: Decoder, delay_weights: bool) -> None:
+        super().__init__(model)
+        self.weights = "soon" if delay_weights else "now"
+
+    def opened(self, microbatch: int, later: bool) -> Walk:
+        inputs = inputs_of(self.model, self.batches[microbatch])
+        return Walk(self.model, inputs, self.shares[microbatch], self.sums.note, "later" if later else self.weights)
 
 
 class Piped:
@@ -95,7 +128,12 @@ class Piped:
         def border(number: int) -> tuple[int, ...]:
             return states_behind(plan.chunks, number), job.micro_batch, share, plan.model.dim
 
-        self.chunks = {number: ChunkRun(model) for number, model in chunks.items()}
+        # FSDP reduces a gradient when the backward leaves the module: none may come later.
+        delay, overlap = plan.knobs.data_parallel == "zero1", plan.knobs.ep_overlap
+        self.chunks = {
+            number: WalkedChunk(model, delay and plan.knobs.delay_wgrad) if overlap else ChunkRun(model)
+            for number, model in chunks.items()
+        }
         self.pipeline = Pipeline(
             self.chunks,
             num_chunks=len(plan.chunks),
@@ -105,8 +143,8 @@ class Piped:
             border_shape=border,
             dtype=dtype,
             device=mesh.device,
-            # FSDP reduces a gradient when the backward leaves the module: none may come later.
-            delay_weights=plan.knobs.data_parallel == "zero1",
+            delay_weights=delay,
+            merged=overlap,
         )
 
     def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:

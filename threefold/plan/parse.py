@@ -12,6 +12,7 @@ from threefold.findings import Finding, FindingsError, did_you_mean, nearest, on
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
 from threefold.plan import aliases
+from threefold.plan.budget import EXAMPLE, budget_bytes, is_budget
 from threefold.plan.plan import Cluster, Job, Knobs, Plan, Run, Stack
 from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
 from threefold.spec.hf import model_from_config
@@ -51,6 +52,10 @@ EXPLAIN = {
     "|Keep one; the field of the plan alone is enough.",
     "no-free-field": "A plan that is checked has a value in every field.|'auto' marks a draft: a question, not a plan."
     '|Search the file for "auto".|Write a value, or let `threefold plan` choose one.',
+    "recompute-chosen": "A memory budget for recompute is met by the cheapest set of modules that an estimate finds."
+    "|Names in the plan hold for every version; what meets a budget is estimated anew each time."
+    "|Compare the peak in `threefold estimate` with and without the names of the message."
+    "|Write the names in place of the budget; where no set meets it, a larger budget, offload or more ranks.",
     "plan-exists": "A draft has at least one plan that obeys the rules and fits the memory."
     "|With what it fixes, every layout breaks a rule or needs more memory than a GPU has, recompute and offload"
     " included.|Compare the need of the leanest plan, which the message names, with the chip's memory."
@@ -238,6 +243,8 @@ def _coerce(field: Field, value: Any) -> tuple[Any, Finding | None]:
     value, kind = _as_type(field, value)
     if kind is None:
         return None, _wrong_type(field, value)
+    if field.path == "knobs.recompute" and any(is_budget(word) for word in value):
+        return value, _budget_problem(field, value)
     for word in value if isinstance(value, tuple) else (value,):
         if field.choices and word not in field.choices:
             return None, _not_a_choice(field, value, word)
@@ -301,6 +308,17 @@ def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
         return Finding(rule="known-value", at=field.path, problem=problem, advice=advice)
     replaced = [near[0] if w == word else w for w in value] if isinstance(value, tuple) else near[0]
     fix = {field.path: replaced}
+    return Finding(rule="known-value", at=field.path, problem=problem, fix=fix, advice=advice)
+
+
+def _budget_problem(field: Field, words: tuple[str, ...]) -> Finding | None:
+    readable = [word for word in words if budget_bytes(word)]
+    if readable and len(words) == 1:
+        return None
+    said = _show(words[0] if len(words) == 1 else words)
+    problem = f"{said}: a memory budget stands alone" if readable else f"{said} is no memory budget"
+    fix = {field.path: [readable[0]]} if readable else None
+    advice = f'write "{EXAMPLE}", or the names of modules'
     return Finding(rule="known-value", at=field.path, problem=problem, fix=fix, advice=advice)
 
 

@@ -10,6 +10,7 @@ from threefold.fields import MAX_INT, MAX_RANKS, item
 from threefold.layout.degrees import Layout
 from threefold.layout.links import AxisLink, axis_link, domain_ranks
 from threefold.layout.stages import Chunk, balance, parse_stages
+from threefold.plan.budget import budget_bytes
 from threefold.spec.chips import CHIPS, ChipSpec
 from threefold.spec.model import ModelSpec
 
@@ -112,9 +113,15 @@ class Knobs:
     precision: str = item("format of GEMM inputs; the base stays bf16 below 16 bits", "bf16", choices=PRECISIONS)
     dispatcher: str = item("how tokens travel to experts", "alltoall", choices=DISPATCHERS)
     dispatch_sms: int | None = item("multiprocessors given to the flex dispatcher", at_least=1, at_most=1024)
-    recompute: tuple[str, ...] = item("modules whose forward is redone in backward", (), choices=RECOMPUTE_MODULES)
+    recompute: tuple[str, ...] = item(
+        "modules whose forward is redone in backward; auto:60GiB: the cheapest that meet a peak",
+        (),
+        choices=RECOMPUTE_MODULES,
+    )
     recompute_method: str | None = item("how full recompute takes layers", choices=("uniform", "block"))
-    recompute_layers: int | None = item("layers per unit (uniform) or in all (block)", at_least=1, at_most=MAX_INT)
+    recompute_layers: int | None = item(
+        "layers per unit (uniform) or of a pipeline rank (block); absent: 1", at_least=1, at_most=MAX_INT
+    )
     ep_overlap: bool = item("hide dispatch and combine behind another microbatch", False)
     delay_wgrad: bool = item("run weight gradients where they hide communication", False)
     shared_expert_overlap: bool = item("run shared experts beside dispatch; not with ep_overlap", False)
@@ -238,6 +245,11 @@ class Plan:
     @property
     def full_recompute(self) -> bool:
         return "full" in self.knobs.recompute
+
+    @property
+    def recompute_budget(self) -> float | None:
+        """Bytes, where the plan names a budget and no modules."""
+        return budget_bytes(self.knobs.recompute[0]) if self.knobs.recompute else None
 
     @property
     def low_precision(self) -> bool:

@@ -183,11 +183,7 @@ def _knobs(plan: Plan, layers: int) -> tuple[Knobs, list[str]]:
     if not isinstance(old.cp_comm, str):
         changes["cp_comm"] = tuple(old.cp_comm[i % len(old.cp_comm)] for i in range(layers))
     off = {
-        "recompute": (),
         "graphs": (),
-        "activation_offload": (),
-        "activation_offload_layers": 0,
-        "optimizer_offload": 0.0,
         "ep_overlap": False,
         "delay_wgrad": False,
         "fp8_params": False,

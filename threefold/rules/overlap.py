@@ -318,3 +318,30 @@ def delay_wgrad_graph_bias(plan: Plan) -> Iterator[Finding]:
         problem = f"delay_wgrad with an attn graph on {plan.model.name}, whose attention has biases"
         fix = {"knobs.graphs": without(plan.knobs.graphs, "attn")}
         yield Finding(at="knobs.graphs", problem=problem, fix=fix)
+
+
+@rule(rows="EO-1F1B", target="threefold")
+def ep_overlap_schedule(plan: Plan) -> Iterator[Finding]:
+    """With a pipeline, the engine merges forwards and backwards of the interleaved schedule and of DualPipeV.
+
+    Why: a zero-bubble order has no pairs: its forwards and backwards depend on each other's neighbours.
+    Confirm: layout.schedule.
+    Fix: interleaved, or dualpipev.
+    """
+    layout = plan.layout
+    if plan.knobs.ep_overlap and layout.pp > 1 and layout.vpp > 1 and layout.pipeline_schedule == "zero-bubble":
+        problem = "EP overlap with the zero-bubble schedule"
+        yield Finding(at="layout.schedule", problem=problem, fix={"layout.schedule": "interleaved"})
+
+
+@rule(severity="warning", rows="EO-FSDP EO-WGRAD", target="threefold")
+def delay_wgrad_needs_whole_gradients(plan: Plan) -> Iterator[Finding]:
+    """With FSDP the engine does not delay weight gradients.
+
+    Why: FSDP reduces the gradients of a unit when its backward ends; none may come later.
+    Confirm: knobs.data_parallel.
+    Fix: no delay, or zero1.
+    """
+    if plan.knobs.delay_wgrad and plan.knobs.data_parallel != "zero1":
+        problem = f"delay_wgrad has no effect with {plan.knobs.data_parallel}"
+        yield Finding(at="knobs.delay_wgrad", problem=problem, fix={"knobs.delay_wgrad": False})

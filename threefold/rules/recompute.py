@@ -135,6 +135,38 @@ def selective_before_full(plan: Plan) -> Iterator[Finding]:
         )
 
 
+@rule(rows="OF-OPT", target="threefold")
+def optimizer_offload_needs_adamw(plan: Plan) -> Iterator[Finding]:
+    """Optimizer states on the host are AdamW's.
+
+    Why: they visit the GPU piece by piece; Muon needs a matrix whole.
+    Confirm: job.optimizer and knobs.optimizer_offload.
+    Fix: keep the states on the GPU.
+    """
+    if plan.knobs.optimizer_offload and plan.job.optimizer != "adamw":
+        problem = f"optimizer offload with {plan.job.optimizer}"
+        yield Finding(at="knobs.optimizer_offload", problem=problem, fix={"knobs.optimizer_offload": 0.0})
+
+
+_IN_MOE = ("expert_fc1", "moe_act", "fused_group_mlp")
+
+
+@rule(severity="warning", rows="OF-ACT")
+def offload_of_what_is_kept(plan: Plan) -> Iterator[Finding]:
+    """Activation offload names modules that keep something.
+
+    Why: a module inside a recomputed one keeps nothing: there is nothing to move to the host.
+    Confirm: knobs.recompute holds `moe` or `full`.
+    Fix: delete the names that have no effect.
+    """
+    names = plan.knobs.activation_offload
+    inside = names if plan.full_recompute else [name for name in names if name in _IN_MOE]
+    if inside and (plan.full_recompute or "moe" in plan.knobs.recompute):
+        problem = f"{', '.join(inside)}: recomputed as part of {'a layer' if plan.full_recompute else 'moe'}"
+        fix = {"knobs.activation_offload": without(names, *inside)}
+        yield Finding(at="knobs.activation_offload", problem=problem, fix=fix)
+
+
 @rule(severity="warning", rows="RC-ORDER OF-OPT")
 def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     """Offload comes after recompute and parallelism.

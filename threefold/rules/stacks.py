@@ -27,12 +27,7 @@ def stack_runs_family(plan: Plan) -> Iterator[Finding]:
 
 
 _NOT_YET = {
-    "recompute": (),
     "graphs": (),
-    "activation_offload": (),
-    "activation_offload_layers": 0,
-    "optimizer_offload": 0.0,
-    "ep_overlap": False,
 }
 
 
@@ -40,7 +35,7 @@ _NOT_YET = {
 def engine_has_knob(plan: Plan) -> Iterator[Finding]:
     """The threefold engine has the knobs the plan turns.
 
-    Why: precision below sixteen bits, recompute, offload, graphs and overlap are planned and priced, not built.
+    Why: precision below sixteen bits and graphs are planned and priced, not built.
     Confirm: the names in the message.
     Fix: put them back to their defaults.
     """

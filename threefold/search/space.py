@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from threefold.findings import FindingsError
+from threefold.findings import Finding, FindingsError
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
 from threefold.plan.parse import Fields, normalise, parse
@@ -45,6 +45,16 @@ class Space:
         return self.base.layout.gpus
 
 
+def _budget_in_draft(plan: Plan) -> Finding:
+    return Finding(
+        rule="recompute-chosen",
+        at="knobs.recompute",
+        problem=f"{plan.knobs.recompute[0]} in a draft: a search chooses for the memory of the chip",
+        fix={"knobs.recompute": AUTO},
+        advice="or give the finished plan a budget",
+    )
+
+
 def read_draft(fields: Mapping[str, Any]) -> Space:
     """The space of a draft; raises every finding about its fixed fields at once."""
     found, findings = normalise(fields)
@@ -55,6 +65,8 @@ def read_draft(fields: Mapping[str, Any]) -> Space:
     if parsed.plan is None:
         raise FindingsError(parsed.findings)
     plan = parsed.plan
+    if plan.recompute_budget is not None:
+        raise FindingsError([_budget_in_draft(plan)])
     if "job.global_batch" not in given:
         batch = default_batch(plan.layout.gpus, plan.job.seq_len)
         plan = replace(plan, job=replace(plan.job, global_batch=batch))

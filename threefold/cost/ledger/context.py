@@ -61,7 +61,7 @@ def _delta(plan: Plan, spec: DeltaSpec, kind: str, sizes: Sizes) -> Iterator[Cal
     column = sizes.tokens * sizes.width  # of all heads: tp cuts them as it cuts tokens elsewhere
     if kind == "a2a" and spec.num_k_heads // tp % cp == 0:
         for _ in ("forward", "backward"):
-            yield from all_to_all("cp", cp, column * (2 * spec.keys + 2 * spec.values + 2 * spec.num_v_heads))
+            yield from all_to_all("cp", cp, column * (2 * spec.keys + spec.values + 2 * spec.num_v_heads))
             yield from all_to_all("cp", cp, column * spec.values)
         return
     spans = 2 * plan.job.micro_batch

@@ -17,7 +17,11 @@ from threefold.plan.plan import Plan
 
 
 def threefold_transfers(plan: Plan, skew: float) -> Iterator[Transfer]:
-    """Exact for what the engine sends itself; sharded weights (torch) and flex dispatchers (packages) are estimated."""
+    """Exact for what the engine sends itself; sharded weights (torch) and flex dispatchers (packages) are estimated.
+
+    Left out: what recompute sends again, the whole matrices that Muon gathers, and all that is not a training step
+    (evaluation, checkpoints, the question whether to stop).
+    """
     gpus, count = plan.layout.gpus, max(1, plan.num_microbatches)
     for (group, operation, num_bytes), number in _calls(plan, skew, count).items():
         yield Transfer(group, operation, num_bytes, number / gpus, link_of(plan, group))

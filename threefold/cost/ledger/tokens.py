@@ -14,20 +14,22 @@ _TILE, _FEWEST_TOKENS = 128, 64
 
 def tensor_calls(plan: Plan, layer: Layer, sizes: Sizes) -> Iterator[Call]:
     """A cut part gathers the sequence, or only the latents of it, and sums its output back into shares."""
-    tp, dim = plan.layout.tp, plan.model.dim
-    entering = [_mixer_columns(plan, layer)] if layer.mixer != "none" else []
-    entering += [dim] * ((layer.ffn == "dense") + has_shared(plan, layer))
+    tp, model = plan.layout.tp, plan.model
     column = sizes.tokens * sizes.width
-    for columns in entering:
-        yield from gather("tp", tp, column * columns)
-        yield from scatter("tp", tp, column * dim)
-
-
-def _mixer_columns(plan: Plan, layer: Layer) -> int:
-    spec = plan.model.attention
+    spec = model.attention
     if layer.mixer == "attention" and isinstance(spec, MlaSpec):
-        return (spec.q_rank or plan.model.dim) + spec.kv_rank + spec.rope_dim
-    return plan.model.dim
+        yield from gather("tp", tp, column * ((spec.q_rank or model.dim) + spec.kv_rank + spec.rope_dim))
+        yield from _beside_product(plan, column * model.dim)
+    elif layer.mixer != "none":
+        yield from 2 * _beside_product(plan, column * model.dim)
+    for _ in range((layer.ffn == "dense") + has_shared(plan, layer)):
+        yield from 2 * _beside_product(plan, column * model.dim)
+
+
+def _beside_product(plan: Plan, share: int) -> list[Call]:
+    """Gathered before a product or summed behind it, and the transpose in the backward; rings where they overlap."""
+    tp = plan.layout.tp
+    return [("tp", "send", share)] * (2 * (tp - 1)) if plan.knobs.tp_overlap else gather("tp", tp, share)
 
 
 def has_shared(plan: Plan, layer: Layer) -> bool:

@@ -9,6 +9,7 @@ gives exact gradients, and the sink's own is -sum(p_sink * <dout, out>).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from threefold.engine.places import Bounds, bounds_of
+from threefold.engine.recompute import is_hidden, remade
 from threefold.engine.ways import way
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -124,7 +126,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tens
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tensor:
-    value = _widen(v, q) if v.shape[-1] % _DIM_STEP else v
+    value = _widen(q.shape[-1], v) if v.shape[-1] % _DIM_STEP else v
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(_SDPA_ORDER, set_priority=True):
         out = F.scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -137,13 +139,14 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Ten
         seen = visible(q, asked.window, asked.documents_BS)
         # The kernel takes an additive mask of the query's dtype only.
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
-    out = _CpuFlash.apply(q, k, _widen(v, q), asked.sinks, mask, scale)
+    with remade(partial(_widen, q.shape[-1]), v, on=is_hidden(v)) as wide_v:
+        out = _CpuFlash.apply(q, k, wide_v, asked.sinks, mask, scale)
     return out[..., : v.shape[-1]]
 
 
-def _widen(v: Tensor, q: Tensor) -> Tensor:
+def _widen(width: int, v: Tensor) -> Tensor:
     """Flash kernels want values as wide as keys; zeros add nothing (latent attention has narrower values)."""
-    missing = q.shape[-1] - v.shape[-1]
+    missing = width - v.shape[-1]
     return F.pad(v, (0, missing)) if missing else v
 
 
@@ -186,11 +189,14 @@ def _on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Te
     if asked.documents_BS is not None and bounds is None:
         bounds = bounds_of(asked.documents_BS)
     batch, heads, length, _ = q.shape
-    # The kernel's layout is (B, S, H, D); documents of all rows lie one behind the other as (1, N, H, D).
-    q, k, wide_v = (x.transpose(1, 2) for x in (q, k, _widen(v, q)))
-    if bounds is not None:
-        q, k, wide_v = (x.reshape(batch * length, *x.shape[2:]) for x in (q, k, wide_v))
-    out = _CudaFlash.apply(q, k, wide_v, asked.sinks, bounds, asked.window, scale)
+
+    def laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """The kernel's layout is (B, S, H, D); documents of all rows lie one behind the other as (1, N, H, D)."""
+        turned = tuple(x.transpose(1, 2) for x in (q, k, _widen(q.shape[-1], v)))
+        return turned if bounds is None else tuple(x.reshape(batch * length, *x.shape[2:]) for x in turned)
+
+    with remade(laid_out, q, k, v, on=is_hidden(v)) as qkv:
+        out = _CudaFlash.apply(*qkv, asked.sinks, bounds, asked.window, scale)
     return out.view(batch, length, heads, -1).transpose(1, 2)[..., : v.shape[-1]]
 
 

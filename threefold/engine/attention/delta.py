@@ -17,12 +17,16 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.chunked import CHUNK, chunk_up, unit
 from threefold.engine.norm import GatedRMSNorm, wide
+from threefold.engine.offload import away
 from threefold.engine.places import Places, bounds_of, starts
+from threefold.engine.recompute import remade
 from threefold.engine.seams import Into, each
 from threefold.spec.model import DeltaSpec
 
 
 class GatedDelta(nn.Module):
+    again: frozenset[str] = frozenset()
+
     def __init__(self, spec: DeltaSpec, dim: int, eps: float) -> None:
         super().__init__()
         self.spec = spec
@@ -39,37 +43,44 @@ class GatedDelta(nn.Module):
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
         mix = GatedDelta.mix if self.context is None else self.context
-        out_BSHv = mix(self, *self.project(x_BSD), places.documents_BS)
-        return self.out(out_BSHv.flatten(2))
+        with away("qkv_linear"):
+            qkv_BSKX, ba_BSKY, z_BSHv = self.project(x_BSD)
+        with away("core_attn"):
+            out_BSHv = mix(self, qkv_BSKX, ba_BSKY, places.documents_BS)
+            normed = remade(self.norm, out_BSHv, z_BSHv, on="gdn_norm_out" in self.again)
+        with normed as out_BSHv, away("attn_proj"):
+            return self.out(out_BSHv.flatten(2))
 
-    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys, values and output gate, and step and decay, by the key heads that the weights hold."""
+    def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, and step and decay, by the key heads that the weights hold; the output's gate."""
         spec, shared = self.spec, self.values_of_key
         qkvz_BSX, ba_BSX = self.into(x_BSD, (self.qkvz, self.ba))
-        width = 2 * spec.k_dim + 2 * shared * spec.v_dim
-        return qkvz_BSX.unflatten(-1, (-1, width)), ba_BSX.unflatten(-1, (-1, 2 * shared))
+        values = shared * spec.v_dim
+        qkvz_BSKX = qkvz_BSX.unflatten(-1, (-1, 2 * spec.k_dim + 2 * values))
+        qkv_BSKX, z_BSKX = qkvz_BSKX.split([2 * spec.k_dim + values, values], dim=-1)
+        z_BSHv = z_BSKX.reshape(*z_BSKX.shape[:2], -1, spec.v_dim)
+        return qkv_BSKX, ba_BSX.unflatten(-1, (-1, 2 * shared)), z_BSHv
 
     def mix(
-        self, qkvz_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, share: "Share | None" = None
+        self, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, share: "Share | None" = None
     ) -> Tensor:
-        """Over whole sequences; of the heads that the weights or a share of them belong to."""
+        """Over whole sequences, before the norm; of the heads that the weights or a share of them belong to."""
         share = share or Share(self.conv, self.dt_bias, self.a_log)
-        mixed_BSW, z_BSHv = self.channels(qkvz_BSKX)
+        mixed_BSW = self.channels(qkv_BSKX)
         q, k, v = self.heads(F.silu(short_conv(mixed_BSW, share.conv_WT, documents_BS)))
         g_BSH, beta_BSH = share.gates(ba_BSKY)
         rule = _fused_rule if q.is_cuda and _has_fused_rule() else delta_rule
-        return self.norm(rule(q, k, v, g_BSH, beta_BSH, documents_BS), z_BSHv)
+        return rule(q, k, v, g_BSH, beta_BSH, documents_BS)
 
     @property
     def values_of_key(self) -> int:
         return self.spec.num_v_heads // self.spec.num_k_heads
 
-    def channels(self, qkvz_BSKX: Tensor) -> tuple[Tensor, Tensor]:
-        """What the convolution mixes, as all queries, all keys, all values; and the output gate."""
-        k_dim, v_dim = self.spec.k_dim, self.spec.v_dim
-        values = self.values_of_key * v_dim
-        q, k, v, z = qkvz_BSKX.split([k_dim, k_dim, values, values], dim=-1)
-        return torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1), z.reshape(*z.shape[:2], -1, v_dim)
+    def channels(self, qkv_BSKX: Tensor) -> Tensor:
+        """What the convolution mixes, as all queries, all keys, all values."""
+        k_dim = self.spec.k_dim
+        parts = qkv_BSKX.split([k_dim, k_dim, self.values_of_key * self.spec.v_dim], dim=-1)
+        return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
     def heads(self, mixed_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of each value head."""
@@ -91,7 +102,7 @@ class Mix(Protocol):
     """`GatedDelta.mix`, or what takes its place where a sequence is spread over ranks; documents are of the whole."""
 
     def __call__(
-        self, layer: GatedDelta, qkvz_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, /
+        self, layer: GatedDelta, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, /
     ) -> Tensor: ...
 
 

@@ -1,21 +1,26 @@
 """Grouped-query attention: norms on q and k, biases, sinks, windows, a gate on the output.
 
-Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, d head dim.
+Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, d head dim, X = H * d.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.backend import Attend, attend
+from threefold.engine.offload import away
 from threefold.engine.places import Places
+from threefold.engine.recompute import remade
 from threefold.engine.rope import rotate
 from threefold.engine.seams import Into, each
 from threefold.spec.model import GqaSpec
 
 
 class GqaAttention(nn.Module):
+    again: frozenset[str] = frozenset()
+
     def __init__(self, spec: GqaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.spec = spec
@@ -35,7 +40,16 @@ class GqaAttention(nn.Module):
         self.attend: Attend = attend
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
-        q_BHSd, k_BGSd, v_BGSd, gate_BSHd = self.project(x_BSD, places)
+        with away("qkv_linear"):
+            parts = [part for part in self.project(x_BSD, places) if part is not None]
+        with away("core_attn"):
+            core = remade(partial(self.core, places), *parts, on="core_attn" in self.again)
+        with core as out_BSX, away("attn_proj"):
+            return self.out(out_BSX)
+
+    def core(
+        self, places: Places, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, gate_BSHd: Tensor | None = None
+    ) -> Tensor:
         out_BHSd = self.attend(
             q_BHSd,
             k_BGSd,
@@ -44,12 +58,10 @@ class GqaAttention(nn.Module):
             window=self.spec.window,
             sinks=self.sinks,
             documents_BS=places.documents_BS,
-            bounds=places.bounds if x_BSD.is_cuda else None,
+            bounds=places.bounds if q_BHSd.is_cuda else None,
         )
         out_BSHd = out_BHSd.transpose(1, 2)
-        if gate_BSHd is not None:
-            out_BSHd = out_BSHd * gate_BSHd.sigmoid()
-        return self.out(out_BSHd.flatten(2))
+        return (out_BSHd if gate_BSHd is None else out_BSHd * gate_BSHd.sigmoid()).flatten(2)
 
     def project(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values ready to attend, and the output gate."""

@@ -1,21 +1,27 @@
 """Multi-head latent attention: queries and keys/values through low-rank latents, one rotated key for all heads.
 
-Shapes: B batch, S sequence, D model dim, H heads, n unrotated head dim, r rotated head dim, v value dim.
+Shapes: B batch, S sequence, D model dim, H heads, n unrotated head dim, r rotated head dim, v value dim,
+X other widths.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.backend import Attend, attend
+from threefold.engine.offload import away
 from threefold.engine.places import Places
+from threefold.engine.recompute import remade
 from threefold.engine.rope import logit_scale, rotate
 from threefold.engine.seams import Seam, stay
 from threefold.spec.model import MlaSpec
 
 
 class MlaAttention(nn.Module):
+    again: frozenset[str] = frozenset()
+
     def __init__(self, spec: MlaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.spec = spec
@@ -34,22 +40,26 @@ class MlaAttention(nn.Module):
         self.attend: Attend = attend
 
     def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
-        q_BHSd, k_BHSd, v_BHSv = self.project(x_BSD, places)
-        out_BHSv = self.attend(
-            q_BHSd,
-            k_BHSd,
-            v_BHSv,
-            scale=self.scale,
-            documents_BS=places.documents_BS,
-            bounds=places.bounds if x_BSD.is_cuda else None,
-        )
-        return self.out(out_BHSv.transpose(1, 2).flatten(2))
+        with away("qkv_linear"):
+            latents = self.latents(x_BSD)
+            heads = remade(partial(self.up, places), *latents, on="mla_up_proj" in self.again)
+        with heads as qkv:
+            with away("core_attn"):
+                core = remade(partial(self.core, places), *qkv, on="core_attn" in self.again)
+            with core as out_BSX, away("attn_proj"):
+                return self.out(out_BSX)
 
-    def project(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+    def core(self, places: Places, q_BHSd: Tensor, k_BHSd: Tensor, v_BHSv: Tensor) -> Tensor:
+        bounds = places.bounds if q_BHSd.is_cuda else None
+        out_BHSv = self.attend(
+            q_BHSd, k_BHSd, v_BHSv, scale=self.scale, documents_BS=places.documents_BS, bounds=bounds
+        )
+        return out_BHSv.transpose(1, 2).flatten(2)
+
+    def up(self, places: Places, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of every head, out of their latents."""
         spec = self.spec
         table = places.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
-        q_BSX, latent_BSX, k_BSr = self.latents(x_BSD)
         up = self.q if spec.q_rank is None else self.q_up
         q_BHSd = up(q_BSX).unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
         q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)

@@ -14,6 +14,7 @@ from threefold.engine.dispatch.arrival import Arrival
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.flight import Flight, begin, end
 from threefold.engine.dispatch.protocol import Dispatcher
+from threefold.engine.dispatch.splits import host_sizes
 from threefold.engine.mesh import Group
 from threefold.engine.shard.collectives import all_gather
 
@@ -52,7 +53,7 @@ class FlexDispatcher(Dispatcher[FlexTicket]):
             return x_PD, weight_P, count_e
         count_Ye = count_e.new_empty(self.etp.size, len(count_e))
         all_gather(count_Ye.flatten(), count_e, self.etp).wait()
-        ticket.arrival = Arrival(self.etp, count_Ye.sum(dim=1).tolist(), count_Ye)
+        ticket.arrival = Arrival(self.etp, host_sizes(count_Ye.sum(dim=1), self.etp.size * len(x_PD)), count_Ye)
         return ticket.arrival.enter(x_PD), ticket.arrival.enter(weight_P), ticket.arrival.count_e
 
     @abstractmethod

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 from threefold.engine.kernels.activation import activate_grad
 from threefold.engine.kernels.launch import Config, num_programs
 from threefold.engine.kernels.store import halves
-from threefold.engine.kernels.tiles import Tiles, place
+from threefold.engine.kernels.tiles import Tiles, place, tokens_of
 
 
 def act_grad(
@@ -39,7 +39,7 @@ def act_grad(
     _act_grad[(num_programs(grad_XD.device, config),)](
         grad, token_R, weight_R, weights, gate_up_RX, grad_RX, act_RH, part_RN, tiles.table, tiles.total,
         tiles.table.shape[1], half, dim, tiles.size, config.n, config.k, config.group, dim % config.k == 0,
-        half % config.n == 0, token_R is not None, clamped, config.strip, config.early, num_warps=config.warps,
+        half % config.n == 0, token_R is not None, clamped, config.strip, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
     return grad_RX, act_RH, part_RN.sum(dim=1).to(weight_R.dtype)
@@ -50,25 +50,24 @@ def _act_grad(
     grad, token_ptr, weight_ptr, w_desc, gate_up_ptr, grad_ptr, act_ptr, part_ptr, table_ptr, total_ptr, most,
     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, GATHER: tl.constexpr, CLAMPED: tl.constexpr, STRIP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (H + BN - 1) // BN
     total = tl.load(total_ptr)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
-        tile_m, tile_n = place(tile, total, num_n, GROUP)
-        expert = tl.load(table_ptr + tile_m)
-        first = tl.load(table_ptr + most + tile_m)
-        end = tl.load(table_ptr + 2 * most + tile_m)
+    step = tl.num_programs(0)
+    next_n, next_expert, next_first, next_end = place(tl.program_id(0), total, num_n, table_ptr, most, GROUP)
+    if GATHER:
+        next_token = tokens_of(token_ptr, next_first, next_end, BM)
+    for tile in tl.range(tl.program_id(0), total * num_n, step):
+        tile_n, expert, first, end = next_n, next_expert, next_first, next_end
+        next_n, next_expert, next_first, next_end = place(tile + step, total, num_n, table_ptr, most, GROUP)
         row = first + tl.arange(0, BM)
         live = row < end
+        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         k = tl.arange(0, BK)
         if GATHER:
-            token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
+            token = next_token.to(tl.int64)
             grad_ptrs = grad + token[:, None] * D + k[None, :]
         col = tile_n * BN
-        # Asked for before it is needed, as each strip is below: the product hides the wait.
-        if EARLY:
-            gate, up = _read(gate_up_ptr, row, live, col, H, STRIP, EVEN_N)
         acc = tl.zeros((BM, BN), tl.float32)
         for begin in range(0, D, BK):
             if GATHER:
@@ -79,9 +78,9 @@ def _act_grad(
             else:
                 rows = grad.load([first, begin])
             acc = tl.dot(rows, w_desc.load([expert, begin, tile_n * BN]).reshape(BK, BN), acc)
-        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
-        if not EARLY:
-            gate, up = _read(gate_up_ptr, row, live, col, H, STRIP, EVEN_N)
+        if GATHER:
+            next_token = tokens_of(token_ptr, next_first, next_end, BM)
+        gate, up = _read(gate_up_ptr, row, live, col, H, STRIP, EVEN_N)
         part, gate, up = _strips(
             acc,
             gate,
@@ -114,6 +113,7 @@ def _strips(
     -> (their part of the router weights' gradient, gate and up of the strip behind them)
     """
     if BN == STRIP:
+        # Asked for a strip ahead, so that the wait is short.
         if LAST:
             gate_then, up_then = gate, up
         else:

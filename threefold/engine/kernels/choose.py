@@ -5,36 +5,30 @@ No triton and no CUDA device: plain torch (`reference.py`).
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threefold.engine.kernels.launch import Config
 
-EACH: Literal["each"] = "each"
-How = Config | Literal["each"] | None
 STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How each product is computed.
+    """For each product the tiles of our own kernel, or None: torch's grouped product, the rest in passes beside it."""
 
-    Tiles: by our own kernel. None: torch's grouped product, the rest in passes beside it. EACH: the same with a product
-    for every expert, faster where they are few and large; wants counts on the host.
-    """
-
-    up: How = None
-    down: How = None
-    act_grad: How = None
-    input_grad: How = None
-    up_grad: How = None
-    down_grad: How = None
+    up: Config | None = None
+    down: Config | None = None
+    act_grad: Config | None = None
+    input_grad: Config | None = None
+    up_grad: Config | None = None
+    down_grad: Config | None = None
 
 
 @dataclass(frozen=True)
@@ -71,29 +65,29 @@ def works(device: torch.device) -> bool:
 
 
 def default(shape: Shape) -> Choice:
-    """What won on an H200: gathers in the loads pay, and torch's product wins where nothing is left to fuse."""
+    """What won on an H200, within a few percent at any size: power, not the kernel, is what limits them."""
     if not shape.gathered:
         return Choice()
     return Choice(
         up=Config(n=128, stages=4),
         down=Config(group=4),
         act_grad=Config(stages=4),
-        up_grad=Config(m=256, n=128, stages=5),
+        input_grad=Config(),
         down_grad=Config(stages=5),
     )
 
 
-def candidates(step: str) -> list[How]:
-    wide, tall = Config(stages=4), Config(m=256, n=128, stages=5)
-    found: dict[str, list[How]] = {
-        "up": [None, Config(n=128, stages=4), Config(n=128, stages=3)],
-        "down": [None, Config(group=4), wide],
-        "act_grad": [None, wide, Config(stages=3)],
-        "input_grad": [None, Config(group=4), wide],
-        "up_grad": [None, tall, replace(wide, stages=5)],
-        "down_grad": [None, replace(wide, stages=5), wide],
+def candidates(step: str) -> list[Config | None]:
+    """What came first or second somewhere on an H200."""
+    found: dict[str, list[Config | None]] = {
+        "up": [Config(n=128, stages=4), Config(n=128)],
+        "down": [Config(group=4), Config(), Config(stages=4)],
+        "act_grad": [Config(stages=4), Config(stages=4, strip=32), Config(k=32, stages=6, strip=32)],
+        "input_grad": [Config(), Config(group=4), Config(stages=4)],
+        "up_grad": [Config(m=256, n=128, stages=5, group=2), Config(m=256, n=128, stages=5), Config(stages=4)],
+        "down_grad": [Config(stages=5), Config(stages=5, group=2), Config(stages=4)],
     }
-    return found[step]
+    return [None, *found[step]]
 
 
 def cache_file(device: torch.device) -> Path:
@@ -128,4 +122,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _choice(facts: dict[str, Any]) -> Choice:
-    return Choice(**{step: Config(**config) if isinstance(config, dict) else config for step, config in facts.items()})
+    return Choice(**{step: Config(**config) if config else None for step, config in facts.items()})

@@ -6,7 +6,6 @@ X = 2 H.
 A row's router weight goes in before FC2, so that neither its output nor the rows as they were gathered must be kept.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ def fused_experts(
     num_experts = len(gate_up_EXD)
     rows = _sorted(expert_TK, num_experts)
     parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
-    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice, None)
+    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice)
     if down_bias_ED is None:
         return y_TD
     return y_TD + _spread(weight_TK, expert_TK, num_experts).to(y_TD.dtype) @ down_bias_ED
@@ -50,15 +49,11 @@ def grouped_experts(
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
     choice: Choice | None = None,
-    counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows in, rows out: `count_E` of them belong to each expert in turn; each comes back weighted.
-
-    `counts`: the same numbers where the host knows them anyway; large experts are then faster.
-    """
+    """Rows in, rows out: `count_E` of them belong to each expert in turn; each comes back weighted."""
     ends_E = count_E.cumsum(0).to(torch.int32)
     parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
-    y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice, counts)
+    y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice)
     if down_bias_ED is None:
         return y_RD
     row_R = torch.arange(len(x_RD), dtype=torch.int32, device=x_RD.device)
@@ -87,15 +82,14 @@ class _Experts(torch.autograd.Function):
         rows: Rows | None,
         clamped: bool,
         choice: Choice | None,
-        counts: Sequence[int] | None,
     ) -> Tensor:
-        ctx.rows, ctx.clamped, ctx.counts = rows, clamped, counts
+        ctx.rows, ctx.clamped = rows, clamped
         num_experts, dim, half = down_EDH.shape
         shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None)
         ctx.choice = choice or choose(shape, x_XD)
         x_XD = x_XD.contiguous()
         steps = _steps(ctx, ends_E, weight.numel())
-        weight_R = weight if rows is None else weight.flatten()[rows.slot_R]
+        weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
         gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)
         y_RD = steps.down(act_RH, down_EDH)
         ctx.save_for_backward(x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
@@ -107,7 +101,7 @@ class _Experts(torch.autograd.Function):
         rows: Rows | None = ctx.rows
         wants_x, wants_weight, wants_up, wants_down, wants_bias = ctx.needs_input_grad[:5]
         steps = _steps(ctx, ends_E, weight.numel())
-        weight_R = weight if rows is None else weight.flatten()[rows.slot_R]
+        weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
         grad_XD = grad_XD.contiguous()
         grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
         down_grad = steps.down_grad(grad_XD, rows, act_RH) if wants_down else None
@@ -119,8 +113,10 @@ class _Experts(torch.autograd.Function):
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
         weight_grad = None
         if wants_weight:
-            weight_grad = weight_grad_R if rows is None else weight_grad_R[rows.row_TK]
-        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None, None
+            weight_grad = (
+                weight_grad_R if rows is None else weight_grad_R.index_select(0, rows.row_TK.flatten()).view_as(weight)
+            )
+        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None
 
 
 def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
@@ -129,7 +125,7 @@ def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
         return Reference(ends_E, ctx.clamped)
     from threefold.engine.kernels.steps import Steps
 
-    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice, ctx.counts)
+    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice)
 
 
 def _sorted(expert_TK: Tensor, num_experts: int) -> Rows:

@@ -17,10 +17,7 @@ class Config:
     stages: int = 3
     group: int = 8
     per_sm: int = 1
-    copied: bool = True  # the result leaves by the copy engine where a tile is whole
-    strip: int = 32  # columns that act_grad finishes at a time
-    early: bool = True  # whether it asks for the first of them before the product
-    halves: bool = True  # the result is stored in two halves
+    strip: int = 64  # columns that act_grad finishes at a time
 
 
 @cache

@@ -22,11 +22,11 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
     out_RN = a_RK.new_empty(num_rows, outer)
     a = TensorDescriptor.from_tensor(a_RK, [tiles.size, config.k])
     block = [1, config.n, config.k] if transposed else [1, config.k, config.n]
-    out = TensorDescriptor.from_tensor(out_RN, [tiles.size, config.n // 2 if config.halves else config.n])
+    out = TensorDescriptor.from_tensor(out_RN, [tiles.size, config.n // 2])
     _product[(num_programs(a_RK.device, config),)](
         a, TensorDescriptor.from_tensor(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
-        inner, outer, tiles.size, config.n, config.k, config.group, transposed, config.halves,
-        config.copied and outer % config.n == 0, num_warps=config.warps, num_stages=config.stages,
+        inner, outer, tiles.size, config.n, config.k, config.group, transposed,
+        outer % config.n == 0, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_RN
 
@@ -34,16 +34,16 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
 @triton.jit
 def _product(
     a, w, out, out_ptr, table_ptr, total_ptr, most, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr, HALVES: tl.constexpr,
-    COPIED: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN_N: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(total_ptr)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
-        tile_m, tile_n = place(tile, total, num_n, GROUP)
-        expert = tl.load(table_ptr + tile_m)
-        first = tl.load(table_ptr + most + tile_m)
-        end = tl.load(table_ptr + 2 * most + tile_m)
+    step = tl.num_programs(0)
+    next_n, next_expert, next_first, next_end = place(tl.program_id(0), total, num_n, table_ptr, most, GROUP)
+    for tile in tl.range(tl.program_id(0), total * num_n, step):
+        tile_n, expert, first, end = next_n, next_expert, next_first, next_end
+        next_n, next_expert, next_first, next_end = place(tile + step, total, num_n, table_ptr, most, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for begin in range(0, K, BK):
             rows = a.load([first, begin])
@@ -52,9 +52,6 @@ def _product(
             else:
                 acc = tl.dot(rows, w.load([expert, begin, tile_n * BN]).reshape(BK, BN), acc)
         acc = acc.to(out_ptr.dtype.element_ty)
-        if HALVES:
-            left, right = halves(acc, BM, BN)
-            store(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, COPIED)
-            store(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, COPIED)
-        else:
-            store(acc, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN, COPIED)
+        left, right = halves(acc, BM, BN)
+        store(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, EVEN_N)
+        store(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, EVEN_N)

@@ -1,103 +1,77 @@
-"""The steps of the experts on a GPU: each by a kernel of ours, or by torch's products with the rest in one pass of ours
-beside them. `reference.Reference` has the same steps in plain torch.
+"""The steps of the experts on a GPU: each by a kernel of ours, or by torch's grouped product with the rest in passes of
+ours beside it. `reference.Reference` has the same steps in plain torch.
 
 Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
 token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
 """
-
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from threefold.engine.kernels import act_grad, elementwise, product, up, weight_grad
-from threefold.engine.kernels.choose import EACH, Choice
-from threefold.engine.kernels.launch import Config
+from threefold.engine.kernels.choose import Choice
 from threefold.engine.kernels.sort import Rows
 from threefold.engine.kernels.tiles import Tiles, tiles_of
 
 
 class Steps:
-    """`counts`: rows of each expert, where the host knows them."""
-
-    def __init__(
-        self, ends_E: Tensor, num_rows: int, clamped: bool, choice: Choice, counts: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool, choice: Choice) -> None:
         self.ends_E, self.clamped, self.choice = ends_E, clamped, choice
         self._tiles: dict[int, Tiles] = {}
         self._num_rows = num_rows
-        ends = None if counts is None else [0, *accumulate(counts)]
-        self._parts = None if ends is None else [slice(*pair) for pair in pairwise(ends)]
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     def up(
         self, x_XD: Tensor, rows: Rows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         config = self.choice.up
-        if isinstance(config, Config):
+        if config is not None:
             tiles = self.tiles(config.m)
             return up.up(x_XD, _tokens(rows), weight_R, gate_up_EXD, bias_EX, tiles, self.clamped, config)
-        gate_up_RX = self._product(config, self._rows(x_XD, rows), gate_up_EXD.mT)
+        gate_up_RX = F.grouped_mm(self._rows(x_XD, rows), gate_up_EXD.mT, offs=self.ends_E)
         if bias_EX is not None:
             gate_up_RX += bias_EX[self._experts]
         return gate_up_RX, elementwise.activated(gate_up_RX, weight_R, self.clamped)
 
     def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
         config = self.choice.down
-        if isinstance(config, Config):
+        if config is not None:
             return product.product(act_RH, down_EDH, self.tiles(config.m), True, config)
-        return self._product(config, act_RH, down_EDH.mT)
+        return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
 
     def act_grad(
         self, grad_XD: Tensor, rows: Rows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.choice.act_grad
-        if isinstance(config, Config):
+        if config is not None:
             tiles = self.tiles(config.m)
             return act_grad.act_grad(
                 grad_XD, _tokens(rows), weight_R, down_EDH, gate_up_RX, tiles, self.clamped, config
             )
-        grad_RH = self._product(config, self._rows(grad_XD, rows), down_EDH)
+        grad_RH = F.grouped_mm(self._rows(grad_XD, rows), down_EDH, offs=self.ends_E)
         return elementwise.activated_grad(grad_RH, gate_up_RX, weight_R, self.clamped)
 
     def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
         config = self.choice.input_grad
-        if isinstance(config, Config):
+        if config is not None:
             return product.product(grad_RX, gate_up_EXD, self.tiles(config.m), False, config)
-        return self._product(config, grad_RX, gate_up_EXD)
+        return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
 
     def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Rows | None) -> Tensor:
         config = self.choice.up_grad
-        if isinstance(config, Config):
+        if config is not None:
             return weight_grad.weight_grad(grad_RX, x_XD, _tokens(rows), "right", self.ends_E, config)
-        return self._weight_grad(config, grad_RX, self._rows(x_XD, rows))
+        return F.grouped_mm(grad_RX.mT, self._rows(x_XD, rows), offs=self.ends_E)
 
     def down_grad(self, grad_XD: Tensor, rows: Rows | None, act_RH: Tensor) -> Tensor:
         config = self.choice.down_grad
-        if isinstance(config, Config):
+        if config is not None:
             return weight_grad.weight_grad(grad_XD, act_RH, _tokens(rows), "left", self.ends_E, config)
-        return self._weight_grad(config, self._rows(grad_XD, rows), act_RH)
+        return F.grouped_mm(self._rows(grad_XD, rows).mT, act_RH, offs=self.ends_E)
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return elementwise.sum_rows(y_RD, row_TK)
-
-    def _product(self, how: str | None, a_RI: Tensor, weight_EIO: Tensor) -> Tensor:
-        if how != EACH or self._parts is None:
-            return F.grouped_mm(a_RI, weight_EIO, offs=self.ends_E)
-        y_RO = a_RI.new_empty(len(a_RI), weight_EIO.shape[2])
-        for part, weight_IO in zip(self._parts, weight_EIO, strict=True):
-            torch.mm(a_RI[part], weight_IO, out=y_RO[part])
-        return y_RO
-
-    def _weight_grad(self, how: str | None, left_RM: Tensor, right_RN: Tensor) -> Tensor:
-        if how != EACH or self._parts is None:
-            return F.grouped_mm(left_RM.mT, right_RN, offs=self.ends_E)
-        grad_EMN = left_RM.new_empty(len(self._parts), left_RM.shape[1], right_RN.shape[1])
-        for part, grad_MN in zip(self._parts, grad_EMN, strict=True):
-            torch.mm(left_RM[part].mT, right_RN[part], out=grad_MN)
-        return grad_EMN
 
     def tiles(self, size: int) -> Tiles:
         if size not in self._tiles:

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 from threefold.engine.kernels.activation import activate
 from threefold.engine.kernels.launch import Config, num_programs
 from threefold.engine.kernels.store import store
-from threefold.engine.kernels.tiles import Tiles, place
+from threefold.engine.kernels.tiles import Tiles, place, tokens_of
 
 
 def up(
@@ -40,7 +40,7 @@ def up(
         x, token_R, weight_R, weights, bias_EX, gate_up, gate_up_RX, act, act_RH, tiles.table, tiles.total,
         tiles.table.shape[1], half, dim, tiles.size, config.n, config.k, config.group, dim % config.k == 0,
         token_R is not None, bias_EX is not None, clamped,
-        config.copied and half % config.n == 0, num_warps=config.warps, num_stages=config.stages,
+        half % config.n == 0, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return gate_up_RX, act_RH
 
@@ -51,20 +51,23 @@ def _up(
     most, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
-    COPIED: tl.constexpr,
+    EVEN_N: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (H + BN - 1) // BN
     total = tl.load(total_ptr)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
-        tile_m, tile_n = place(tile, total, num_n, GROUP)
-        expert = tl.load(table_ptr + tile_m)
-        first = tl.load(table_ptr + most + tile_m)
-        end = tl.load(table_ptr + 2 * most + tile_m)
+    step = tl.num_programs(0)
+    next_n, next_expert, next_first, next_end = place(tl.program_id(0), total, num_n, table_ptr, most, GROUP)
+    if GATHER:
+        next_token = tokens_of(token_ptr, next_first, next_end, BM)
+    for tile in tl.range(tl.program_id(0), total * num_n, step):
+        tile_n, expert, first, end = next_n, next_expert, next_first, next_end
+        next_n, next_expert, next_first, next_end = place(tile + step, total, num_n, table_ptr, most, GROUP)
         row = first + tl.arange(0, BM)
         live = row < end
+        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         k = tl.arange(0, BK)
         if GATHER:
-            token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
+            token = next_token.to(tl.int64)
             x_ptrs = x + token[:, None] * D + k[None, :]
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
@@ -80,15 +83,16 @@ def _up(
             up_w = w_desc.load([expert, H + tile_n * BN, begin]).reshape(BN, BK)
             gate = tl.dot(rows, gate_w.T, gate)
             up = tl.dot(rows, up_w.T, up)
+        if GATHER:
+            next_token = tokens_of(token_ptr, next_first, next_end, BM)
         n = tile_n * BN + tl.arange(0, BN)
         if BIAS:
             gate += tl.load(bias_ptr + expert * 2 * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_ptr + (expert * 2 + 1) * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
         narrow: tl.constexpr = act_ptr.dtype.element_ty
         gate, up = gate.to(narrow), up.to(narrow)
-        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         # From the rounded halves, as the backward computes it again.
         act = (activate(gate.to(tl.float32), up.to(tl.float32), CLAMPED) * weight[:, None]).to(narrow)
-        store(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, COPIED)
-        store(up, gate_up, gate_up_ptr, first, end, tile_n * BN, H, H, 2 * H, BM, BN, COPIED)
-        store(act, act_desc, act_ptr, first, end, tile_n * BN, 0, H, H, BM, BN, COPIED)
+        store(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, EVEN_N)
+        store(up, gate_up, gate_up_ptr, first, end, tile_n * BN, H, H, 2 * H, BM, BN, EVEN_N)
+        store(act, act_desc, act_ptr, first, end, tile_n * BN, 0, H, H, BM, BN, EVEN_N)

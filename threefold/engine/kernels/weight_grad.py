@@ -23,11 +23,11 @@ def weight_grad(
     out_EMN = left_XM.new_empty(num_experts, num_m, num_n)
     by_row, width = (right_XN, config.n) if gathered == "left" else (left_XM, config.m)
     by_token = left_XM if gathered == "left" else right_XN
-    out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n // 2 if config.halves else config.n])
+    out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n // 2])
     _weight_grad[(num_programs(left_XM.device, config),)](
         by_token, TensorDescriptor.from_tensor(by_row, [config.k, width]), token_R, ends_E, out, num_experts,
         num_m, num_n, config.m, config.n, config.k, config.group, gathered == "left", token_R is not None,
-        config.halves, num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_EMN
 
@@ -36,21 +36,23 @@ def weight_grad(
 def _weight_grad(
     token_side_ptr, row_side, token_ptr, ends_ptr, out, num_experts, M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
-    GATHER: tl.constexpr, HALVES: tl.constexpr,
+    GATHER: tl.constexpr,
 ):  # fmt: skip
     num_m: tl.constexpr = (M + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
     per_expert: tl.constexpr = num_m * num_n
     width: tl.constexpr = M if LEFT else N
-    for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
-        expert = tile // per_expert
-        inside = tile % per_expert
+    step = tl.num_programs(0)
+    next_start, next_end = _bounds(ends_ptr, tl.program_id(0) // per_expert, num_experts)
+    for tile in tl.range(tl.program_id(0), num_experts * per_expert, step):
+        start, end = next_start, next_end
+        # Asked for a tile ahead, so that no wait stands before the product.
+        next_start, next_end = _bounds(ends_ptr, (tile + step) // per_expert, num_experts)
+        expert, inside = tile // per_expert, tile % per_expert
         band = (inside // (GROUP * num_n)) * GROUP
         height = tl.minimum(num_m - band, GROUP)
         tile_m = band + (inside % (GROUP * num_n)) % height
         tile_n = (inside % (GROUP * num_n)) // height
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(ends_ptr + expert)
         if LEFT:
             col = tile_m * BM + tl.arange(0, BM)
         else:
@@ -67,10 +69,13 @@ def _weight_grad(
                 acc = tl.dot(by_token.T, row_side.load([begin, tile_n * BN]), acc)
             else:
                 acc = tl.dot(row_side.load([begin, tile_m * BM]).T, by_token, acc)
-        if HALVES:
-            left, right = halves(acc.to(out.dtype), BM, BN)
-            half: tl.constexpr = BN // 2
-            out.store([expert, tile_m * BM, tile_n * BN], left.reshape(1, BM, half))
-            out.store([expert, tile_m * BM, tile_n * BN + half], right.reshape(1, BM, half))
-        else:
-            out.store([expert, tile_m * BM, tile_n * BN], acc.to(out.dtype).reshape(1, BM, BN))
+        half: tl.constexpr = BN // 2
+        left, right = halves(acc.to(out.dtype), BM, BN)
+        out.store([expert, tile_m * BM, tile_n * BN], left.reshape(1, BM, half))
+        out.store([expert, tile_m * BM, tile_n * BN + half], right.reshape(1, BM, half))
+
+
+@triton.jit
+def _bounds(ends_ptr, expert, num_experts):
+    expert = tl.minimum(expert, num_experts - 1)
+    return tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), tl.load(ends_ptr + expert)

@@ -7,7 +7,9 @@ Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from threefold.engine.moe.balance import Balance
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
 from threefold.engine.norm import RMSNorm
+from threefold.engine.offload import Loads, away
 from threefold.engine.options import Options
 from threefold.engine.places import Places
+from threefold.engine.recompute import again, remade
 from threefold.engine.seams import Seam, stay
 from threefold.spec.model import Layer, ModelSpec
 
@@ -45,6 +49,7 @@ class Block(nn.Module):
     """x + mixer(norm(x)), then x + ffn(norm(x))."""
 
     row: int = -1  # of its router among all of the model's, in the statistics
+    again: frozenset[str] = frozenset()  # modules that are recomputed
 
     def __init__(self, mixer_norm: nn.Module, mixer: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
@@ -52,7 +57,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Balance | None]:
         x_BSD = self.mix(x_BSD, places)
-        y_BSD, balance = self.feed(self.ffn_norm(x_BSD))
+        with self.normed(x_BSD) as y_BSD:
+            y_BSD, balance = self.feed(y_BSD)
         return x_BSD + y_BSD, balance
 
     def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
@@ -60,10 +66,20 @@ class Block(nn.Module):
         return work(*given)
 
     def mix(self, x_BSD: Tensor, places: Places) -> Tensor:
-        return x_BSD + self.mixer(self.mixer_norm(x_BSD), places)
+        with away("attn_norm"):
+            normed = remade(self.mixer_norm, x_BSD, on="layernorm" in self.again)
+        with normed as y_BSD:
+            return x_BSD + self.mixer(y_BSD, places)
+
+    def normed(self, x_BSD: Tensor) -> AbstractContextManager[Tensor]:
+        """What `feed` takes; where norms are recomputed, nothing that is kept of it inside takes memory."""
+        with away("mlp_norm"):
+            return remade(self.ffn_norm, x_BSD, on="layernorm" in self.again)
 
     def feed(self, x_BSD: Tensor) -> tuple[Tensor, Balance | None]:
-        return self.ffn(x_BSD) if isinstance(self.ffn, MoeLayer) else (self.ffn(x_BSD), None)
+        if isinstance(self.ffn, MoeLayer):
+            return again(self.ffn, x_BSD, on="moe" in self.again)
+        return again(self.ffn, x_BSD, on="mlp" in self.again), None
 
 
 class MtpDepth(nn.Module):
@@ -75,14 +91,14 @@ class MtpDepth(nn.Module):
 
     def __init__(self, model: "Decoder") -> None:
         super().__init__()
-        dim = model.spec.dim
+        dim, (self.options,) = model.spec.dim, model.options.spread([0])  # no layer of the model
         self.embed_norm, self.hidden_norm = model.make_norm(dim), model.make_norm(dim)
         self.join = nn.Linear(2 * dim, dim, bias=False)
         self.layers = nn.ModuleList(model.make_block(layer) for layer in model.spec.mtp_depth)
         self.norm = model.make_norm(dim)
 
     def forward(self, hidden_BSD: Tensor, embed_BSD: Tensor, places: Places) -> tuple[Tensor, "Balances"]:
-        x_BSD, balances = run(self.layers, self.enter(hidden_BSD, embed_BSD), places)
+        x_BSD, balances = run(self.layers, self.enter(hidden_BSD, embed_BSD), places, self.options)
         return self.norm(x_BSD), balances
 
     def enter(self, hidden_BSD: Tensor, embed_BSD: Tensor) -> Tensor:
@@ -125,7 +141,9 @@ class Decoder(nn.Module):
 
     def make_block(self, layer: Layer) -> Block:
         dim = self.spec.dim
-        return Block(self.make_norm(dim), self.make_mixer(layer), self.make_norm(dim), self.make_ffn(layer))
+        block = Block(self.make_norm(dim), self.make_mixer(layer), self.make_norm(dim), self.make_ffn(layer))
+        block.again = block.mixer.again = self.options.again  # type: ignore[assignment]
+        return block
 
     def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
         """As `Block.hold`."""
@@ -172,7 +190,7 @@ class Decoder(nn.Module):
         if not states:
             assert self.embed is not None
             states = [self.embed(inputs.tokens_BS)]
-        hidden_BSD, balances = run(self.layers.values(), states[-1], inputs.places)
+        hidden_BSD, balances = run(self.layers.values(), states[-1], inputs.places, self.options)
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
         states = [*states[:-1], hidden_BSD]
@@ -239,7 +257,18 @@ class Decoder(nn.Module):
 Balances = list[tuple[int, Balance]]  # with the row of each router
 
 
-def run(layers: Iterable[nn.Module], x_BSD: Tensor, places: Places) -> tuple[Tensor, Balances]:
+def run(layers: Iterable[nn.Module], x_BSD: Tensor, places: Places, options: Options) -> tuple[Tensor, Balances]:
+    """Layer by layer, or in units of layers that are recomputed together."""
+    balances: Balances = []
+    loads = Loads(options.activation_offload, options.activation_offload_layers)
+    for unit, repeated in options.units(list(layers)):
+        with loads.layer(unit):
+            x_BSD, more = again(partial(_through, unit, places), x_BSD, on=repeated)
+        balances += more
+    return x_BSD, balances
+
+
+def _through(layers: Iterable[nn.Module], places: Places, x_BSD: Tensor) -> tuple[Tensor, Balances]:
     balances: Balances = []
     for layer in layers:
         assert isinstance(layer, Block)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.dispatch.splits import host_sizes
+from threefold.engine.offload import away
+from threefold.engine.recompute import remade
 from threefold.engine.ways import stood_for
 
 Backend = Literal["auto", "grouped", "loop"]
@@ -41,6 +43,7 @@ class Experts(nn.Module):
     """Where the width is cut over ranks, their results are parts of a sum: one of them adds the last bias."""
 
     adds_bias = True
+    again: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -62,14 +65,20 @@ class Experts(nn.Module):
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
         use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RD, self.down))
         apply = grouped_linear if use_grouped else looped_linear
-        gate_up_RX = apply(x_RD, self.gate_up, self.gate_up_bias, count_E)
-        act_RH = weigh(self.activation(gate_up_RX), weight_R)
-        y_RD = apply(act_RH, self.down, None, count_E)
+        with away("expert_fc1"):
+            gate_up_RX = apply(x_RD, self.gate_up, self.gate_up_bias, count_E)
+        with away("moe_act"):
+            act = remade(self._activate, gate_up_RX, weight_R, on="moe_act" in self.again)
+        with act as act_RH:
+            y_RD = apply(act_RH, self.down, None, count_E)
         if self.down_bias is None:
             return y_RD
         if not self.adds_bias:
             return y_RD + self.down_bias[:0].sum()  # nothing, with a gradient of zeros: every copy has one to sum
         return y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
+
+    def _activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
+        return weigh(self.activation(gate_up_RX), weight_R)
 
 
 def weigh(x_RX: Tensor, weight_R: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from threefold.engine.mlp import Mlp
 from threefold.engine.moe.balance import Balance, measure
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.router import Router, Routing
+from threefold.engine.offload import away
 from threefold.engine.options import Options
+from threefold.engine.recompute import again
 from threefold.spec.model import MoeSpec
 
 
@@ -28,6 +30,7 @@ class MoeLayer(nn.Module):
         self.experts = Experts(
             spec.num_experts, dim, spec.expert_dim, spec.bias, activation, backend=options.expert_backend
         )
+        self.experts.again = options.again
         self.shared = Mlp(dim, spec.shared_width) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
         self.dispatcher = LocalDispatcher(spec.num_experts, options.capacity_factor)
@@ -54,13 +57,18 @@ class MoeLayer(nn.Module):
 
     def compute(self, x_PD: Tensor, weight_P: Tensor, ticket: Ticket) -> Tensor:
         x_RD, weight_R, count_e = self.dispatcher.postprocess(x_PD, weight_P, ticket)
-        return self.dispatcher.combine_preprocess(self.experts(x_RD, weight_R, count_e), ticket)
+        with away("fused_group_mlp"):
+            y_RD = self.experts(x_RD, weight_R, count_e)
+        return self.dispatcher.combine_preprocess(y_RD, ticket)
 
     def combine(self, y_PD: Tensor, ticket: Ticket) -> Tensor:
         return self.dispatcher.combine_postprocess(self.dispatcher.send_back(y_PD, ticket), ticket)
 
     def compute_shared(self, x_TD: Tensor) -> Tensor:
         """Apart from the routed path, so that it can run beside an exchange."""
+        return again(self._shared, x_TD, on="shared_experts" in self.options.again)
+
+    def _shared(self, x_TD: Tensor) -> Tensor:
         assert self.shared is not None
         y_TD = self.shared(x_TD)
         return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD

@@ -1,12 +1,13 @@
 """AdamW with fp32 master weights for narrow parameters, and moments in the dtype the plan asks for."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from threefold.engine.optim.hosted import PIECE, Host, chosen
 from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master, needs_master
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,18 +28,34 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         master: bool = True,
+        offload: float = 0.0,
     ) -> None:
-        """Without `master`, narrow parameters are updated in place: half the memory, and small updates round away."""
+        """Without `master`, narrow parameters are updated in place: half the memory, and small updates round away.
+
+        `offload` is the fraction of the states that stays in host memory.
+        """
         self.items = as_items(named)
+        places = chosen([item.value.numel() for item in self.items], offload)
+        self.hosted = {item.name for n, item in enumerate(self.items) if n in places}
+        self.host = Host(self.items[0].value.device if self.items else torch.device("cpu"))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.dtype = STATE_DTYPES[state_dtype]
         self.steps = 0
-        self.master = {item.name: make_master(item) for item in self.items if master and needs_master(item)}
+        self.master = {item.name: self._master(item) for item in self.items if master and needs_master(item)}
         self.first = {item.name: self._zeros(item) for item in self.items}
         self.second = {item.name: self._zeros(item) for item in self.items}
 
     def _zeros(self, item: Item) -> Tensor:
-        return torch.zeros_like(item.value, dtype=kept_dtype(item, self.dtype))
+        dtype = kept_dtype(item, self.dtype)
+        return (
+            self.host.zeros(item.value, dtype)
+            if item.name in self.hosted
+            else torch.zeros_like(item.value, dtype=dtype)
+        )
+
+    def _master(self, item: Item) -> Tensor:
+        made = make_master(item)
+        return self.host.take(made) if made is not item.value and item.name in self.hosted else made
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -47,14 +64,30 @@ class AdamW:
         for matrix, decay in ((True, self.weight_decay), (False, 0.0)):
             alike: dict[torch.dtype, list[Item]] = defaultdict(list)
             apart: list[Item] = []
+            hosted = []
             for item in self.items:
-                if item.matrix == matrix and item.grad is not None:
+                if item.matrix != matrix or item.grad is None:
+                    continue
+                if item.name in self.hosted:
+                    hosted += self._pieces(item)
+                else:
                     dtypes = {item.grad.dtype, *(x.dtype for x in self._kept(item))}
                     (alike[dtypes.pop()] if len(dtypes) == 1 else apart).append(item)
             for items in alike.values():
                 self._together(items, lr, decay)
             for item in apart:
-                self._widened(item, lr, decay)
+                assert item.grad is not None
+                self._one(item.value, item.grad, self._kept(item), lr, decay)
+            for (value, grad, home), here in zip(hosted, self.host.visit(home for _, _, home in hosted), strict=True):
+                self._one(value, grad, here if len(home) == 3 else [value, *here], lr, decay)
+
+    def _pieces(self, item: Item) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Flat parts of value and gradient, with their states on the host."""
+        assert item.grad is not None
+        weight, first, second = self._kept(item)
+        home = [first, second] if weight is item.value else [weight, first, second]
+        parts = zip(*(x.detach().reshape(-1).split(PIECE) for x in (item.value, item.grad, *home)), strict=True)
+        return [(value, grad, list(rest)) for value, grad, *rest in parts]
 
     def _kept(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
         name = item.name
@@ -68,17 +101,17 @@ class AdamW:
             if weight is not item.value:
                 item.value.copy_(weight)
 
-    def _widened(self, item: Item, lr: float, decay: float) -> None:
-        assert item.grad is not None
-        dtype = kept_dtype(item, torch.float32)
-        kept = self._kept(item)
-        weight, first, second = wide = [x.to(dtype) for x in kept]
-        self._fused([weight], [item.grad.to(dtype)], [first], [second], lr, decay)
+    def _one(self, value: Tensor, grad: Tensor, kept: Sequence[Tensor], lr: float, decay: float) -> None:
+        """`kept` are the weight that is updated, which may be the value, and the moments."""
+        alike = len({x.dtype for x in (grad, *kept)}) == 1
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        weight, first, second = wide = [x if alike else x.to(dtype) for x in kept]
+        self._fused([weight], [grad if alike else grad.to(dtype)], [first], [second], lr, decay)
         for old, new in zip(kept, wide, strict=True):
             if old is not new:
                 old.copy_(new)
-        if kept[0] is not item.value:
-            item.value.copy_(weight)
+        if kept[0] is not value:
+            value.copy_(weight)
 
     def _fused(
         self,
@@ -108,10 +141,12 @@ class AdamW:
 
     def refresh(self) -> None:
         """Take the parameters as they are now, after weights were loaded behind the optimizer's back."""
+        self.host.settle()
         refresh(self.items, self.master)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, for a checkpoint."""
+        """Tensors by name, for a checkpoint; those on the host as they are there."""
+        self.host.settle()
         state: dict[str, Any] = {"steps": torch.tensor(self.steps)}
         for kind, values in (("master", self.master), ("first", self.first), ("second", self.second)):
             state |= {f"{kind}.{name}": value for name, value in values.items()}
@@ -119,6 +154,7 @@ class AdamW:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = int(state["steps"])
+        self.host.settle()
         for kind, values in (("master", self.master), ("first", self.first), ("second", self.second)):
             for name, value in values.items():
                 value.copy_(state[f"{kind}.{name}"])

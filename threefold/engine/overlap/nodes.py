@@ -7,13 +7,14 @@ Of a value only its border stays: a cut costs no memory that an uncut graph woul
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from threefold.engine.overlap.whole_pass import WholePass
 from threefold.engine.pipeline.delay import Delay
 
 Work = Callable[..., Any]  # tensors -> a tensor or a tuple of them
@@ -48,7 +49,8 @@ class Node:
     name: str  # attention, dispatch, shared, experts, combine, sum; or what else a chunk has
     layer: str
     lands: bool  # the forward begins with the end of an exchange: the backward ends by starting one
-    borders: list[Border] = field(default_factory=list)
+    owner: Owner | None
+    borders: list[Border]
 
 
 # (part, node) -> what to do around it; parts are "forward", "backward" and "weights".
@@ -73,8 +75,9 @@ def _around(part: str, name: str, layer: str) -> AbstractContextManager[None]:
 class Nodes:
     """Of one microbatch, in the order of the forward. `delay`: weight gradients wait for `run_weights`."""
 
-    def __init__(self, delay: bool) -> None:
+    def __init__(self, delay: bool, root: nn.Module) -> None:
         self._nodes: list[Node] = []
+        self._whole = WholePass(root)
         self._delay = Delay() if delay else None
         self._waiting: Node | None = None
 
@@ -88,7 +91,7 @@ class Nodes:
         values = tuple(_leave(tensor) for tensor in (made if isinstance(made, tuple) else (made,)))
         borders = [value.border for value in values if value.border is not None]
         if borders:
-            self._nodes.append(Node(name, layer, lands, borders))
+            self._nodes.append(Node(name, layer, lands, owner, borders))
         return values
 
     def __bool__(self) -> bool:
@@ -99,13 +102,19 @@ class Nodes:
         node = self._waiting = self._nodes.pop()
         got = [border for border in node.borders if border.grad is not None]
         if got:
+            self._whole.before(node.owner, any(other.owner is node.owner for other in self._nodes))
             with _around("backward", node.name, node.layer), self._delay or nullcontext():
                 # The Delay mode is set aside where a backward begins at a tensor: begin at its place in the graph.
                 edges = [border.edge for border in got]
                 torch.autograd.backward(edges, [border.grad for border in got])  # type: ignore[arg-type]
+            self._whole.behind()
         for border in node.borders:
             border.edge = border.grad = None
         return node
+
+    def end(self) -> None:
+        """All nodes have run back."""
+        self._whole.end()
 
     def run_weights(self) -> None:
         """Gradients of weights that wait."""

@@ -1,4 +1,4 @@
-"""A microbatch through a chunk, node by node: `Decoder.advance` and `conclude` with a stop after each start of an exchange.
+"""A microbatch through a chunk, node by node: `Decoder.advance` and `conclude`, which stop when an exchange starts.
 
 A layer with experts is
 
@@ -9,15 +9,16 @@ A layer with experts is
     combine     rows leave for home                                               stop
     sum         rows land, are summed and added
 
-and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. Any other layer
-is one node.
+and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. Any other
+layer is one node.
 
 Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, S rows as sent.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,24 +28,25 @@ from threefold.engine.inputs import Inputs
 from threefold.engine.models.decoder import Block, Decoder, MtpDepth
 from threefold.engine.moe.balance import Balance, attach
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.overlap.nodes import Border, Nodes, Value, first
-from threefold.engine.places import Places
+from threefold.engine.offload import Loads
+from threefold.engine.overlap.nodes import Border, Nodes, Value, Work, first
+from threefold.engine.pipeline.passage import Steps
 
-Result = TypeVar("Result")
-Steps = Generator[None, None, Result]  # stops where an exchange has started
+Tell = Callable[[dict[str, Tensor], float], None]
+Values = tuple[Value, ...]
+_NODES = 6  # at most, in a layer
 
 
 class Walk:
-    """Forward, backward and weights of one microbatch through `model`; what it says of itself goes to `aux`.
+    """Forward, backward and weights of one microbatch through `model`. `tell` gets what the forward says and its share.
 
     `weights` says when their gradients are computed: "now" with the others, "soon" behind the start of the next
     exchange, "later" when `finish` is called.
     """
 
-    def __init__(self, model: Decoder, inputs: Inputs, share: float, weights: str = "now") -> None:
-        self.model, self.inputs, self.share, self.weights = model, inputs, share, weights
-        self.nodes = Nodes(delay=weights != "now")
-        self.aux: dict[str, Tensor] = {}
+    def __init__(self, model: Decoder, inputs: Inputs, share: float, tell: Tell, weights: str = "now") -> None:
+        self.model, self.inputs, self.share, self.tell, self.weights = model, inputs, share, tell, weights
+        self.nodes = Nodes(weights != "now", model)
         self._rows: list[int] = []
         self._balances: list[Balance] = []
         self._losses: list[list[Value]] = []
@@ -75,6 +77,7 @@ class Walk:
                 yield
         if self.weights == "soon":
             self.nodes.run_weights()
+        self.nodes.end()
         return None if self._input is None else self._input.grad
 
     def finish(self) -> None:
@@ -82,32 +85,37 @@ class Walk:
 
     def _advance(self, states: list[Value]) -> Steps[list[Value]]:
         model, inputs, run = self.model, self.inputs, self.nodes.run
+        depths = model.depths if inputs.targets else range(0)
+        embedded: Values = ()
+        if not states or depths:
+            tokens = [] if states else [inputs.tokens_BS]
+            tokens += [inputs.targets[depth + 1].tokens_BS for depth in depths]
+            # In one node: the embedding then has one gradient a pass, as the reduction of gradients expects.
+            embedded = run("embedding", "", lambda: tuple(map(model.embed, tokens)), owner=model)  # type: ignore[arg-type]
         if not states:
-            states = [first(run("embedding", "", lambda: model.embed(inputs.tokens_BS), owner=model))]  # type: ignore[misc]
+            states, embedded = [embedded[0]], embedded[1:]
         hidden = yield from self._layers(model.layers.items(), states.pop())
         if model.norm is not None:
             hidden = first(run("norm", "", model.norm, hidden, owner=model))
         states.append(hidden)
-        for depth in model.depths if inputs.targets else ():
+        for depth, ahead in zip(depths, embedded, strict=True):
             number = str(min(depth, model.num_mtp_sets - 1))
-            module = model.mtp[number]
-            assert isinstance(module, MtpDepth)
-            tokens_BS = inputs.targets[depth + 1].tokens_BS
-
-            def join(x_BSD: Tensor, module: MtpDepth = module, tokens_BS: Tensor = tokens_BS) -> Tensor:
-                return module.enter(x_BSD, model.embed(tokens_BS))  # type: ignore[misc]
-
-            layer = f"mtp.{number}"
-            hidden = first(run("join", layer, join, hidden, owner=model))
-            named = ((f"{layer}.{name}", block) for name, block in module.layers.named_children())
-            hidden = yield from self._layers(named, hidden)
-            hidden = first(run("norm", layer, module.norm, hidden, owner=model))
+            hidden = yield from self._depth(f"mtp.{number}", model.mtp[number], hidden, ahead)
             states.append(hidden)
         return states
 
+    def _depth(self, name: str, module: nn.Module, hidden: Value, embedded: Value) -> Steps[Value]:
+        assert isinstance(module, MtpDepth)
+        x = first(self.nodes.run("join", name, module.enter, hidden, embedded, owner=self.model))
+        x = yield from self._layers(((f"{name}.{key}", block) for key, block in module.layers.named_children()), x)
+        return first(self.nodes.run("norm", name, module.norm, x, owner=self.model))
+
     def _layers(self, layers: Iterable[tuple[str, nn.Module]], x: Value) -> Steps[Value]:
-        for name, block in layers:
+        options = self.model.options
+        for number, (name, block) in enumerate(layers):
             assert isinstance(block, Block)
+            whole = number < options.activation_offload_layers
+            self._away = partial(Loads(options.activation_offload, _NODES if whole else 0).layer, [block])
             if isinstance(block.ffn, MoeLayer) and not isinstance(block.ffn.dispatcher, LocalDispatcher):
                 x = yield from self._moe(name, block, block.ffn, x)
             else:
@@ -123,33 +131,39 @@ class Walk:
             found.append(balance)
             return x_BSD, *(balance.losses.values() if balance else ())
 
-        x, *losses = self.nodes.run("layer", name, work, x)
+        with self._away():
+            x, *losses = self.nodes.run("layer", name, work, x)
         self._note(block, found[0], losses)
         return x
 
     def _moe(self, name: str, block: Block, moe: MoeLayer, x: Value) -> Steps[Value]:
-        run, dispatcher = self.nodes.run, moe.dispatcher
+        dispatcher, away = moe.dispatcher, self._away
         found: list[Any] = []
 
+        def run(node: str, work: Work, *given: Value, owner: Block | None = None, lands: bool = False) -> Values:
+            with away():
+                return self.nodes.run(node, name, work, *given, owner=owner, lands=lands)
+
         def attend(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, normed_BSD = _attend(block, x_BSD, self.inputs.places)
-            routing, ticket = moe.route(normed_BSD.flatten(0, 1))
+            x_BSD = block.mix(x_BSD, self.inputs.places)
+            with block.normed(x_BSD) as normed_BSD:
+                routing, ticket = moe.route(normed_BSD.flatten(0, 1))
             balance = moe.balance(routing, ticket, len(x_BSD))
             found.extend((ticket, balance))
             return x_BSD, normed_BSD, routing.weight_TK, *balance.losses.values()
 
-        x, normed, weight, *losses = run("attention", name, attend, x, owner=block)
+        x, normed, weight, *losses = run("attention", attend, x, owner=block)
         ticket, balance = found
         self._note(block, balance, losses)
-        rows = run("dispatch", name, lambda n, w: dispatcher.send(n.flatten(0, 1), w, ticket), normed, weight)
+        rows = run("dispatch", lambda n, w: dispatcher.send(n.flatten(0, 1), w, ticket), normed, weight)
         del weight
         yield
-        shared: tuple[Value, ...] = ()
+        shared: Values = ()
         if moe.shared is not None:
-            shared = run("shared", name, lambda n: moe.compute_shared(n.flatten(0, 1)), normed, owner=block)
+            shared = run("shared", lambda n: moe.compute_shared(n.flatten(0, 1)), normed, owner=block)
         del normed
-        rows = run("experts", name, lambda r, w: moe.compute(r, w, ticket), *rows, lands=True)
-        rows = run("combine", name, lambda y: dispatcher.send_back(y, ticket), *rows)
+        rows = run("experts", lambda r, w: moe.compute(r, w, ticket), *rows, lands=True)
+        rows = run("combine", lambda y: dispatcher.send_back(y, ticket), *rows)
         yield
 
         def add(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
@@ -158,7 +172,7 @@ class Walk:
                 y_TD = y_TD + each_TD
             return x_BSD + y_TD.view_as(x_BSD)
 
-        return first(run("sum", name, add, *rows, x, *shared, lands=True))
+        return first(run("sum", add, *rows, x, *shared, lands=True))
 
     def _note(self, block: Block, balance: Balance | None, losses: list[Value]) -> None:
         if balance is not None:
@@ -175,15 +189,11 @@ class Walk:
         if model.has_loss:
             out = model.conclude(rest, balances, self.inputs)
             assert out.loss is not None
-            self.aux, result = out.aux, out.loss * self.share
+            result, aux = out.loss * self.share, out.aux
         else:
-            total, self.aux = model.add_up({}, balances)
+            total, aux = model.add_up({}, balances)
             result = torch.stack(rest)
             result = result if total is None else attach(result, total * self.share)
+        self.tell(aux, self.share)
         self._dtype, self._device = result.dtype, result.device
         return result
-
-
-def _attend(block: Block, x_BSD: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-    x_BSD = block.mix(x_BSD, places)
-    return x_BSD, block.ffn_norm(x_BSD)

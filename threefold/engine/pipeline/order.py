@@ -11,6 +11,7 @@ from torch.distributed.pipelining.schedules import (
     BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
+    OVERLAP_F_B,
     PipelineScheduleMulti,
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
@@ -29,8 +30,11 @@ _SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
 }
 
 
-def order(schedule: str, pp: int, vpp: int, num_microbatches: int) -> Order:
-    """Actions of every rank. One chunk a rank takes any number of microbatches; torch orders several."""
+def order(schedule: str, pp: int, vpp: int, num_microbatches: int, merged: bool = False) -> Order:
+    """Actions of every rank. One chunk a rank takes any number of microbatches; torch orders several.
+
+    `merged` makes pairs of a forward and a backward one action, where the schedule does not by itself.
+    """
     if vpp == 1 and schedule in ("1f1b", "zero-bubble"):
         make = _one_forward_one_backward if schedule == "1f1b" else _zero_bubble
         return {rank: make(rank, pp, num_microbatches) for rank in range(pp)}
@@ -41,7 +45,20 @@ def order(schedule: str, pp: int, vpp: int, num_microbatches: int) -> Order:
         made = _SEVERAL[schedule](stages, num_microbatches)  # type: ignore[arg-type]
     except ValueError as error:
         raise _no_rounds(schedule, pp, num_microbatches) from error
+    if merged and schedule == "interleaved":
+        return {rank: _in_pairs(actions) for rank, actions in made.pipeline_order.items()}
     return made.pipeline_order
+
+
+def _in_pairs(actions: list[_Action | None]) -> list[_Action | None]:
+    """One forward more before the first backward, so that no backward waits for the forward it is paired with."""
+    forwards = [action for action in actions if action and action.computation_type == FORWARD]
+    backwards = [action for action in actions if action and action.computation_type == FULL_BACKWARD]
+    kinds = [action.computation_type for action in actions if action]
+    ahead = min(kinds.index(FULL_BACKWARD), len(forwards))  # the last of them is the first of a pair so far
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    merged = [_Action(-1, OVERLAP_F_B, None, pair) for pair in pairs]
+    return [*forwards[:ahead], *merged, *backwards[len(merged) :]]
 
 
 def _one_forward_one_backward(rank: int, pp: int, count: int) -> list[_Action | None]:

@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch import Tensor
+from torch.distributed.pipelining.schedules import FORWARD, OVERLAP_F_B, _Action, _PipelineScheduleRuntime
 
 from threefold.engine.mesh import Group
+from threefold.engine.overlap.merge import Stream, alternate
 from threefold.engine.pipeline.border import Beat, Border
 from threefold.engine.pipeline.order import V_SHAPED, order, split_backwards
 from threefold.engine.pipeline.stage import Chunk, Stage
@@ -28,7 +30,8 @@ class Pipeline:
     last the 0-dim loss, already scaled. Gradients add up in `.grad`.
 
     `delay_weights` lets weight gradients wait where the schedule splits the backward; without it they are computed
-    with the others, and a zero-bubble schedule idles as long as 1F1B.
+    with the others, and a zero-bubble schedule idles as long as 1F1B. `merged` runs the forward and the backward of a
+    pair beside each other, where the schedule has pairs.
     """
 
     def __init__(
@@ -43,11 +46,12 @@ class Pipeline:
         device: torch.device,
         delay_weights: bool = True,
         beat: Beat | None = None,
+        merged: bool = False,
     ) -> None:
         pp, v_shaped = group.size, schedule in V_SHAPED
         mine = [i for i in range(num_chunks) if chunk_rank(i, pp, v_shaped) == group.rank]
         assert sorted(chunks) == mine, (sorted(chunks), mine)
-        actions = order(schedule, pp, num_chunks // pp, num_microbatches)
+        actions = order(schedule, pp, num_chunks // pp, num_microbatches, merged)
         self.num_microbatches = num_microbatches
         self.stages: list[Stage] = []
         for index in mine:
@@ -62,6 +66,8 @@ class Pipeline:
             _connect(stage, border)
         self.runtime = _Runtime(self.stages, num_microbatches, scale_grads=False)
         self.runtime._prepare_schedule_with_comms(actions)
+        if merged:
+            self.runtime.register_custom_function(OVERLAP_F_B, self._run_pair)
 
     def run(self, train: bool = True) -> None:
         """All microbatches, forward and backward; forward alone to evaluate."""
@@ -74,6 +80,27 @@ class Pipeline:
             self.runtime._step_microbatches()
         for stage in self.stages:
             stage.settle()
+
+    def _run_pair(self, action: _Action, context: object) -> None:
+        stages = {stage.stage_index: stage for stage in self.stages}
+        one, other = action.sub_actions or ()
+        forward, backward = (one, other) if one.computation_type == FORWARD else (other, one)
+        made: list[Tensor] = []
+
+        def stream(of: Stage, microbatch: int) -> Stream:
+            made.append((yield from of.forward(microbatch)))
+
+        of, back = stages[forward.stage_index], stages[backward.stage_index]
+        number, number_back = forward.microbatch_index, backward.microbatch_index
+        assert number is not None
+        assert number_back is not None
+        alternate(back.backward(number_back), stream(of, number))
+        # With a V shape two neighbours are on one rank.
+        if of.stage_index + 1 in stages:
+            stages[of.stage_index + 1].set_local_fwd_input(made[0], number)
+        if back.stage_index - 1 in stages:
+            before = stages[back.stage_index - 1]
+            before.set_local_bwd_input(back.get_local_bwd_output(number_back), number_back)
 
     def traffic(self, train: bool = True) -> list[tuple[int, int]]:
         """(bytes, how many) of the messages this rank sends in one run."""

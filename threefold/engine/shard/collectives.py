@@ -31,7 +31,26 @@ class Call:
     num_bytes: int
 
 
-Observer = Callable[[Call], Callable[[], None] | None]
+class Watch:
+    """What an observer may return to see more of a call than its end."""
+
+    def started(self, work: Any) -> None: ...
+
+    def waits(self) -> None:
+        """Somebody needs the result now."""
+
+    def ended(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Told(Watch):
+    tell: Callable[[], None]
+
+    def ended(self) -> None:
+        self.tell()
+
+
+Observer = Callable[[Call], Watch | Callable[[], None] | None]
 _observers: list[Observer] = []
 
 
@@ -48,27 +67,33 @@ def observed(observer: Observer) -> Iterator[None]:
 class Pending:
     """A collective under way. `wait` may be called more than once."""
 
-    def __init__(self, work: Any, after: Callable[[], object] | None, ended: list[Callable[[], None]]) -> None:
-        self._work, self._after, self._ended = work, after, ended
+    def __init__(self, work: Any, after: Callable[[], object] | None, watches: list[Watch]) -> None:
+        self._work, self._after, self._watches = work, after, watches
 
     def wait(self) -> None:
+        for watch in self._watches:
+            watch.waits()
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self._after is not None:
             self._after()
             self._after = None
-        for tell in self._ended:
-            tell()
-        self._ended = []
+        for watch in self._watches:
+            watch.ended()
+        self._watches = []
 
 
 def _start(
     group: Group, operation: str, num_bytes: int, call: Callable[[], Any], after: Callable[[], object] | None = None
 ) -> Pending:
     seen = Call(group, operation, num_bytes)
-    ended = [tell for observer in list(_observers) if (tell := observer(seen)) is not None]
-    return Pending(call(), after, ended)
+    said = [answer for observer in list(_observers) if (answer := observer(seen)) is not None]
+    watches = [answer if isinstance(answer, Watch) else _Told(answer) for answer in said]
+    work = call()
+    for watch in watches:
+        watch.started(work)
+    return Pending(work, after, watches)
 
 
 def _size(x: Tensor) -> int:

@@ -26,6 +26,7 @@ class Zero1:
         left_out: Iterable[nn.Parameter] = (),
     ) -> None:
         self.settings = settings
+        self.uses: dict[str, int] = {}  # gradients of a parameter in one pass, where there are several
         slots = collect_slots(chunks, placements, left_out)
         self.zero = zero_of((slot.parameter for slot in slots), settings.device)
         alone = [slot for slot in slots if self._needs_nothing(slot, copies_group)]
@@ -60,7 +61,8 @@ class Zero1:
         """Gradients to zero. `passes` backward passes will come, through each chunk by its place in the list."""
 
         def passes_of(slot: Slot) -> int:
-            return sum(passes if isinstance(passes, int) else passes[chunk] for chunk in slot.chunks)
+            times = sum(passes if isinstance(passes, int) else passes[chunk] for chunk in slot.chunks)
+            return times * self.uses.get(slot.name, 1)
 
         self._next = 0
         for bucket in self.buckets:

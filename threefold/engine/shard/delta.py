@@ -28,20 +28,20 @@ class DeltaContext:
     kind: str
     group: Group
 
-    def __call__(self, layer: GatedDelta, qkvz_BsKX: Tensor, ba_BsKY: Tensor, documents_BS: Tensor | None) -> Tensor:
-        if self.kind == "a2a" and qkvz_BsKX.shape[2] % self.group.size == 0:
-            return self._trade(layer, qkvz_BsKX, ba_BsKY, documents_BS)
-        return self._pass_states(layer, qkvz_BsKX, ba_BsKY, documents_BS)
+    def __call__(self, layer: GatedDelta, qkv_BsKX: Tensor, ba_BsKY: Tensor, documents_BS: Tensor | None) -> Tensor:
+        if self.kind == "a2a" and qkv_BsKX.shape[2] % self.group.size == 0:
+            return self._trade(layer, qkv_BsKX, ba_BsKY, documents_BS)
+        return self._pass_states(layer, qkv_BsKX, ba_BsKY, documents_BS)
 
-    def _trade(self, layer: GatedDelta, qkvz: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
-        qkvz, ba = trade_for_heads([qkvz, ba], self.group)
+    def _trade(self, layer: GatedDelta, qkv: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
+        qkv, ba = trade_for_heads([qkv, ba], self.group)
         share = layer.share(self.group.rank, self.group.size)
-        return trade_for_sequence(layer.mix(qkvz, ba, documents_BS, share), self.group)
+        return trade_for_sequence(layer.mix(qkv, ba, documents_BS, share), self.group)
 
-    def _pass_states(self, layer: GatedDelta, qkvz: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
-        spans = spans_of(qkvz.shape[1] * self.group.size, self.group.size, self.group.rank)
+    def _pass_states(self, layer: GatedDelta, qkv: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
+        spans = spans_of(qkv.shape[1] * self.group.size, self.group.size, self.group.rank)
         sizes = [len(span) for span in spans]
-        mixed_BsW, z_BsHv = layer.channels(qkvz)
+        mixed_BsW = layer.channels(qkv)
         convolved = self._convolve(mixed_BsW.split(sizes, dim=1), spans, layer.conv, documents_BS)
         g_BsH, beta_BsH = Share(layer.conv, layer.dt_bias, layer.a_log).gates(ba)
         gates = zip(g_BsH.split(sizes, dim=1), beta_BsH.split(sizes, dim=1), strict=True)
@@ -51,8 +51,7 @@ class DeltaContext:
             for mixed, span, (g, beta) in zip(convolved, spans, gates, strict=True)
         ]
         states = self._states(torch.stack([part.effect() for part in chunked]), spans)
-        out = torch.cat([part.output(state) for part, state in zip(chunked, states, strict=True)], dim=1)
-        return layer.norm(out, z_BsHv)
+        return torch.cat([part.output(state) for part, state in zip(chunked, states, strict=True)], dim=1)
 
     def _convolve(
         self, mixed: Sequence[Tensor], spans: Sequence[range], weight_WT: Tensor, documents_BS: Tensor | None

@@ -36,6 +36,9 @@ def shard(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, seed: in
     homes = _homes(plan, whole)
     here = mesh.place("pp")
     chunks = {n: prune(whole, plan.chunks, n) for n in chunks_of(plan, here)}
+    sizes = [len(model.layers) for model in chunks.values()]
+    for model, of_chunk in zip(chunks.values(), options.spread(sizes), strict=True):
+        model.options = of_chunk
     placements = {
         name: replace(place, also_on=tuple(sorted(homes[name] - {here})))
         for name, place in found.items()

@@ -20,6 +20,7 @@ from threefold.engine.loss import VocabPart
 from threefold.engine.mesh import Group, Mesh
 from threefold.engine.mlp import Mlp
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.recompute import is_hidden, remade
 from threefold.engine.seams import each
 from threefold.engine.shard.collectives import gather, scatter
 from threefold.engine.shard.placement import Placement, Range, cut_parameter, even_part, whole
@@ -85,7 +86,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
             continue
         last = "down" if isinstance(module, Mlp) else "out"
         setattr(module, last, RowLinear(getattr(module, last), group, overlap))
-    vocab = VocabPart(even_part(model.spec.vocab, group.rank, group.size)[0], group)
+    first, width = even_part(model.spec.vocab, group.rank, group.size)[0], -(-model.spec.vocab // group.size)
+    vocab = VocabPart(first, width, group)
     model.vocab, model.enter_loss = vocab, partial(gather, group=group, dim=1)
     if model.embed is not None:
         assert isinstance(model.embed, nn.Embedding)
@@ -94,7 +96,8 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
 
 
 def _gathered_first(x: Tensor, linears: Sequence[nn.Linear], group: Group) -> list[Tensor]:
-    return each(gather(x, group, dim=-2), linears)
+    with remade(partial(gather, group=group, dim=-2), x, on=is_hidden(x)) as whole_x:
+        return each(whole_x, linears)
 
 
 def _cut(old: Placement, dim: int, ranges: list[Range], shared_by: int) -> Placement:

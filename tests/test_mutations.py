@@ -1,0 +1,73 @@
+"""The oracle sees what it should: one collective, scale, group, mask or cut is broken at a time, and each is caught.
+
+A mutation changes the engine inside the forked ranks only; the one rank they are compared with stays whole.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import mutations_attention  # noqa: E402, F401
+import mutations_data  # noqa: E402, F401
+import mutations_experts  # noqa: E402, F401
+from mutation import MUTATIONS, Mutation  # noqa: E402
+from oracle_layouts import CASES  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+
+from threefold.engine.agreement import Observed, judge  # noqa: E402
+from threefold.engine.build import options_of  # noqa: E402
+from threefold.engine.options import Options  # noqa: E402
+from threefold.engine.oracle import on_rank, one_rank  # noqa: E402
+from threefold.engine.ranks import RankError  # noqa: E402
+from threefold.plan.plan import Plan  # noqa: E402
+
+TOLERANCE = 1e-10  # test_oracle.FP64: what a whole engine keeps
+STEPS = 2  # the second shows what the first left behind
+
+
+@cache
+def whole(name: str) -> tuple[Plan, Options, Observed]:
+    torch.set_num_threads(1)
+    [case] = [case for case in CASES if case.name == name]
+    plan = case.plan
+    options = replace(options_of(plan), expert_backend="loop")
+    return plan, options, one_rank(plan, STEPS, torch.float64, options)
+
+
+def broken(rank: int, mutate: Callable[[], None], plan: Plan, options: Options) -> Observed:
+    mutate()
+    return on_rank(rank, plan, STEPS, torch.float64, options)
+
+
+def marked(mutation: Mutation) -> Any:
+    return pytest.param(mutation, id=mutation.name, marks=() if mutation.often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mutation", [marked(mutation) for mutation in MUTATIONS])
+def test_mutation_is_caught(mutation: Mutation) -> None:
+    plan, options, alone = whole(mutation.case)
+    try:
+        ranks = run_ranks(plan.layout.gpus, broken, mutation.mutate, plan, options, limit=60)
+    except RankError as error:
+        if mutation.error and re.search(mutation.error, str(error)):
+            return
+        raise  # the mutation itself failed, which catches nothing
+    assert judge(plan, alone, ranks).largest > TOLERANCE
+
+
+@pytest.mark.parametrize("case", sorted({mutation.case for mutation in MUTATIONS if mutation.often}))
+def test_nothing_broken_is_not_caught(case: str) -> None:
+    plan, options, alone = whole(case)
+    ranks = run_ranks(plan.layout.gpus, broken, lambda: None, plan, options)
+    assert judge(plan, alone, ranks).largest <= TOLERANCE
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTATIONS) >= 25
+    assert {mutation.case for mutation in MUTATIONS} <= {case.name for case in CASES}

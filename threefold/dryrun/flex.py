@@ -1,0 +1,110 @@
+"""Stand-ins for the packages of the flex dispatchers: their signatures, and results of the sizes routing gives.
+
+The packages' own buffers lie outside of torch's allocator, and so outside of a rehearsal.
+
+Shapes: T tokens, N tokens that came, R rows by local expert, D model dim, K experts of a token, e experts held here.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from threefold.engine.dispatch.packages import PACKAGE
+from threefold.engine.dispatch.splits import Source
+
+_ARRIVED = SimpleNamespace(current_stream_wait=lambda: None)
+
+
+def visits(num_experts: int, ep: int, top_k: int) -> float:
+    """The chance that a token has any expert on a given rank, if its experts are any `top_k`."""
+    elsewhere = num_experts - num_experts // ep
+    return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
+
+
+def _package(source: Source, top_k: int) -> ModuleType:
+    class ElasticBuffer:
+        def __init__(self, group: Any, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
+            self.ep = group.size()
+
+        def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+            return 1
+
+        def dispatch(
+            self,
+            x: Tensor,
+            topk_idx: Tensor | None = None,
+            topk_weights: Tensor | None = None,
+            num_experts: int = 0,
+            handle: Any = None,
+            num_sms: int = 0,
+            async_with_compute_stream: bool = False,
+            num_max_tokens_per_rank: int = 0,
+        ) -> tuple[Any, ...]:
+            if handle is not None:
+                return x.new_empty(handle.came, x.shape[1]), None, None, handle, _ARRIVED
+            assert topk_idx is not None and topk_weights is not None
+            tokens = len(topk_idx)
+            rows = sum(source(self.ep, tokens * top_k, False))
+            even = round(tokens * self.ep * visits(num_experts, self.ep, top_k))
+            came = min(tokens * self.ep, round(even * rows / (tokens * top_k)))
+            counts = source(num_experts // self.ep, rows, True)
+            handle = SimpleNamespace(came=came, tokens=tokens, num_recv_tokens_per_expert_list=counts)
+            experts, weights = topk_idx.new_empty(came, top_k), topk_weights.new_empty(came, top_k)
+            return x.new_empty(came, x.shape[1]), experts, weights, handle, _ARRIVED
+
+        def combine(
+            self,
+            x: Tensor,
+            handle: Any,
+            topk_weights: Tensor | None = None,
+            num_sms: int = 0,
+            async_with_compute_stream: bool = False,
+        ) -> tuple[Any, ...]:
+            weights = None if topk_weights is None else topk_weights.new_empty(handle.tokens, topk_weights.shape[1])
+            return x.new_empty(handle.tokens, x.shape[1]), weights, _ARRIVED
+
+    class HybridEPBuffer:
+        def __init__(
+            self, group: Any, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int
+        ) -> None:
+            self.ep, self.experts = group.size(), num_local_experts
+
+        def dispatch_with_permute(
+            self,
+            hidden: Tensor,
+            routing_map: Tensor | None = None,
+            probs: Tensor | None = None,
+            handle: Any = None,
+            num_permuted_tokens: int | None = None,
+        ) -> tuple[Any, ...]:
+            if handle is not None:
+                return hidden.new_empty(handle.rows, hidden.shape[1]), None, None, None, handle
+            assert probs is not None
+            rows = sum(source(self.ep, top_k * len(hidden), False))
+            handle = SimpleNamespace(rows=rows, tokens=len(hidden), experts=probs.shape[1])
+            count_e = torch.empty(self.experts, dtype=torch.long, device=hidden.device)
+            return hidden.new_empty(rows, hidden.shape[1]), probs.new_empty(rows), None, count_e, handle
+
+        def combine_with_unpermute(
+            self, hidden: Tensor, probs: Tensor | None = None, handle: Any = None
+        ) -> tuple[Tensor, Tensor | None]:
+            weights = None if probs is None else probs.new_empty(handle.tokens, handle.experts)
+            return hidden.new_empty(handle.tokens, hidden.shape[1]), weights
+
+    made = ModuleType(PACKAGE)
+    vars(made).update(ElasticBuffer=ElasticBuffer, HybridEPBuffer=HybridEPBuffer)
+    return made
+
+
+@contextmanager
+def flex_stand_ins(source: Source, top_k: int) -> Iterator[None]:
+    """In the place of the package, whether it is installed or not."""
+    with mock.patch.dict(sys.modules, {PACKAGE: _package(source, top_k)}):
+        yield

@@ -1,0 +1,30 @@
+"""Live bytes over a step, in few enough points to draw: of each stretch its highest."""
+
+from typing import Any
+
+from threefold.dryrun.tracker import Tracker
+
+MAX_POINTS = 1000
+
+
+def timeline(tracker: Tracker, points: int = MAX_POINTS) -> list[dict[str, Any]]:
+    """`change`: how many allocations and releases had happened."""
+    stretch = -(-len(tracker.changes) // points) or 1
+    marks = iter([*tracker.marks, (len(tracker.changes) + 1, None)])
+    at, spot = next(marks)
+    until, coming = next(marks)
+    found: list[dict[str, Any]] = []
+    live = highest = 0
+    for number, (_, change) in enumerate(tracker.changes):
+        live += change
+        highest = max(highest, live)
+        while number >= until:
+            spot = coming or spot
+            until, coming = next(marks)
+        if number % stretch == stretch - 1 or number == len(tracker.changes) - 1:
+            assert spot is not None
+            found.append(
+                {"change": number, "bytes": highest, "phase": spot.phase, "microbatch": spot.microbatch}
+            )
+            highest = live
+    return found

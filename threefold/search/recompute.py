@@ -1,0 +1,83 @@
+"""A memory budget becomes the cheapest set of recomputed modules that meets it, by estimate."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+from threefold.cost.memory import memory
+from threefold.cost.rates import calibration
+from threefold.cost.time import step_time
+from threefold.findings import Finding, FindingsError
+from threefold.plan.parse import change
+from threefold.plan.plan import Plan
+from threefold.rules.all import blockers, check
+from threefold.search.knobs import parts
+from threefold.units import format_bytes
+
+_INSIDE_MOE = {"moe_act", "shared_experts"}
+
+
+def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
+    """The plan with names in place of a budget, and what was chosen; raises a finding where nothing meets it."""
+    budget = plan.recompute_budget
+    if budget is None:
+        return plan, []
+    need = {names: _peak(plan, names) for names in sets(plan)}
+    meets = [names for names, peak in need.items() if peak <= budget]
+    for names in sorted(meets, key=lambda names: (_seconds(plan, names), len(names), need[names])):
+        found = change(plan, {"knobs.recompute": list(names) or None})
+        if not _refused(found):
+            return found, [_chosen(plan, names, need[names])]
+    raise FindingsError([_too_small(plan, need, bool(meets))])
+
+
+def sets(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Every set of the model's modules that can be recomputed one by one; then all layers whole."""
+    names = [*parts(plan.model), *(["core_attn"] if plan.model.attention else [])]
+    names += ["moe"] if plan.model.is_moe else []
+    for count in range(len(names) + 1):
+        for each in combinations(names, count):
+            if "moe" not in each or _INSIDE_MOE.isdisjoint(each):
+                yield each
+    yield ("full",)
+
+
+def _with(plan: Plan, names: tuple[str, ...]) -> Plan:
+    return replace(plan, knobs=replace(plan.knobs, recompute=names))
+
+
+def _peak(plan: Plan, names: tuple[str, ...]) -> float:
+    return memory(_with(plan, names)).peak_bytes
+
+
+def _seconds(plan: Plan, names: tuple[str, ...]) -> float:
+    return step_time(_with(plan, names), calibration(plan.target).rates).step_seconds
+
+
+def _refused(plan: Plan) -> bool:
+    """By a rule about recompute; what else is wrong with the plan is for `check` to say."""
+    return any("knobs.recompute" in (finding.at, *(finding.fix or {})) for finding in blockers(check(plan)))
+
+
+def _chosen(plan: Plan, names: tuple[str, ...], peak: float) -> Finding:
+    what = ", ".join(names) or "nothing"
+    return Finding(
+        rule="recompute-chosen",
+        at="knobs.recompute",
+        severity="warning",
+        problem=f"{plan.knobs.recompute[0]} recomputes {what}: an estimated peak of {format_bytes(peak)}",
+        fix={"knobs.recompute": list(names)},
+        advice="write the names to keep them whatever later estimates say",
+    )
+
+
+def _too_small(plan: Plan, need: dict[tuple[str, ...], float], refused: bool) -> Finding:
+    names = min(need, key=lambda names: need[names])
+    why = "the sets that meet it break a rule" if refused else "no set meets it"
+    least = f"{', '.join(names) or 'nothing'} needs {format_bytes(need[names])}"
+    return Finding(
+        rule="recompute-chosen",
+        at="knobs.recompute",
+        problem=f"{plan.knobs.recompute[0]}: {why}; {least}",
+        advice="a larger budget, a smaller microbatch, offload, or more ranks",
+    )
