@@ -91,10 +91,10 @@ def muon_takes_the_part_of_another() -> None:
 
 @breaks("pp", often=True)
 def loss_sees_another_microbatch() -> None:
-    def inputs_of(old: Callable[..., Any], chunk: Any, microbatch: int) -> Any:
-        return old(chunk, len(chunk.batches) - 1 - microbatch if chunk.model.has_loss else microbatch)
+    def forward(old: Callable[..., Tensor], chunk: Any, x: Tensor | None, microbatch: int) -> Tensor:
+        return old(chunk, x, len(chunk.batches) - 1 - microbatch if chunk.model.has_loss else microbatch)
 
-    wrap(runner.ChunkRun, "inputs", inputs_of)
+    wrap(runner.ChunkRun, "forward", forward)
 
 
 @breaks("vpp")

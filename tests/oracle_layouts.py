@@ -193,4 +193,19 @@ JOBS = [
     # One rank's order of tokens: along tp, and where a rank's copies of tokens are no whole rounds of experts.
     case("forced balance", "gpt_oss", 2, tp=2, ep=2, job={"routing": "forced-balance"}),
 ]
-CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS]
+KNOBS = [
+    case("tp overlap", "qwen3_moe", 4, tp=4, ep=2, knobs={"tp_overlap": True}, job=PACKED),
+    case("tp overlap, latents", "deepseek_v3", 4, tp=2, cp=2, knobs={"tp_overlap": True}, spec=MTP1),
+    case("tp overlap, pipeline", "qwen3_next", 4, tp=2, pp=2, knobs={"tp_overlap": True}),
+    case("ep overlap", "qwen3_moe", 4, ep=2, tp=2, knobs={"ep_overlap": True, "delay_wgrad": True}),
+    case("ep overlap, mtp", "deepseek_v3", 2, ep=2, knobs={"ep_overlap": True}, spec=MTP1),
+    case("ep overlap, chunks", "gpt_oss", 4, pp=2, vpp=2, ep=2, knobs={"ep_overlap": True, "delay_wgrad": True},
+         spec=FOUR),
+    case("ep overlap, fsdp", "mixtral", 4, ep=2, knobs={"ep_overlap": True, **FSDP}),
+    case("recompute of modules", "deepseek_v3", 4, tp=2, ep=4, spec=MTP1,
+         knobs={"recompute": ["layernorm", "mla_up_proj", "moe_act", "mlp"]}),
+    case("recompute of experts", "gpt_oss", 4, cp=2, ep=2, etp=2, knobs={"recompute": ["moe", "core_attn"]}),
+    case("full recompute", "qwen3_next", 4, pp=2, tp=2, ep=2, knobs={"recompute": ["full"]}, job=PACKED),
+    case("full recompute, fsdp", "qwen3_moe", 4, cp=2, ep=2, knobs={"recompute": ["full"], **FSDP}),
+]  # fmt: skip
+CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS, *KNOBS]

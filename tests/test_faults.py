@@ -46,7 +46,7 @@ class Run:
         path.write_text(dump_plan(plan))
         words = ["train", str(path), "--run", str(folder), "--max-restarts", str(restarts), "--threads", "1"]
         self.said = folder.with_suffix(".txt").open("w+")
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         self.agent = subprocess.Popen(
             [sys.executable, "-m", "threefold", *words], env=env, stdout=self.said, stderr=subprocess.STDOUT
         )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -185,12 +186,21 @@ def test_interpreted(path: Any, activation: str, bias: bool, load: str) -> None:
     assert max(far(one, other) for one, other in zip(found, expected, strict=True)) < 1e-5  # fp32 sums of 40
 
 
+def interpreter_works() -> bool:
+    """Triton 3.6 turns arrays of one number into numbers, which numpy refuses since 2.4."""
+    try:
+        return HAS_TRITON and int(numpy.ones(1)) == 1
+    except TypeError:
+        return False
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON or HAS_HOPPER, reason="needs triton and no GPU")
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(HAS_HOPPER or not interpreter_works(), reason="needs triton, an older numpy and no GPU")
 def test_kernels_in_the_interpreter() -> None:
     """In a process of its own: triton reads the variable as it is imported."""
     command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_interpreted"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=800)
 
 
 OURS = Choice(

@@ -61,9 +61,8 @@ def test_mutation_is_caught(mutation: Mutation) -> None:
     assert judge(plan, alone, ranks).largest > TOLERANCE
 
 
-@pytest.mark.parametrize("case", sorted({mutation.case for mutation in MUTATIONS if mutation.often}))
-def test_nothing_broken_is_not_caught(case: str) -> None:
-    plan, options, alone = whole(case)
+def test_nothing_broken_is_not_caught() -> None:
+    plan, options, alone = whole("dp")
     ranks = run_ranks(plan.layout.gpus, broken, lambda: None, plan, options)
     assert judge(plan, alone, ranks).largest <= TOLERANCE
 

@@ -5,6 +5,7 @@ The tensors of a rehearsal have no values, so the host asks here for the sizes i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from threefold.engine.dispatch.splits import Source
 
@@ -26,6 +27,14 @@ class Loads:
 
         return sizes
 
+    def skew(self, ep: int) -> float:
+        """The load of the busiest expert rank over the mean."""
+        return max(self._by_part(ep)) * ep
+
+    def busiest(self, ep: int) -> int:
+        shares = self._by_part(ep)
+        return shares.index(max(shares))
+
     def _by_part(self, parts: int) -> list[float]:
         """The share of each of `parts` equal blocks of experts."""
         if len(self.shares) < parts or len(self.shares) % parts:
@@ -37,14 +46,5 @@ class Loads:
 def split(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers as near to the shares as can be, that add up to `total`."""
     whole = sum(shares)
-    ends = [0]
-    for share in shares:
-        ends.append(ends[-1] + share)  # type: ignore[arg-type]
-    cuts = [round(total * end / whole) for end in ends]
+    cuts = [round(total * end / whole) for end in accumulate(shares, initial=0.0)]
     return [after - before for before, after in zip(cuts, cuts[1:], strict=False)]
-
-
-def busiest(shares: Sequence[float], ep: int) -> int:
-    """The expert rank with the most rows."""
-    each = len(shares) // ep
-    return max(range(ep), key=lambda rank: sum(shares[rank * each : (rank + 1) * each]))

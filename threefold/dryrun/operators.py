@@ -21,6 +21,28 @@ from threefold.engine.norm import wide
 _LIBRARY = torch.library.Library("threefold", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, int dims, Tensor? weight) -> (Tensor, Tensor)")
 _LIBRARY.define("rms_norm_backward(Tensor grad, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor?)")
+_LIBRARY.define("grouped_mm(Tensor a, Tensor b, Tensor ends) -> Tensor")
+_GROUPED = torch.ops.aten._grouped_mm.default
+
+
+@torch.library.register_fake("threefold::grouped_mm", lib=_LIBRARY)
+def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Rows by a matrix a group, or columns by columns to one matrix a group."""
+    shape = (len(a), b.shape[-1]) if b.dim() == 3 else (len(ends), a.shape[0], b.shape[1])
+    return a.new_empty(shape)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch knows the shapes of it in bf16 only."""
+    found: Tensor
+    if a.dtype == torch.bfloat16:
+        found = _GROUPED(a, b, offs, *args, **kwargs)
+    else:
+        found = torch.ops.threefold.grouped_mm(a, b, offs)
+    return found
+
+
+STAND_INS = {_GROUPED: _grouped_mm}
 
 
 @torch.library.register_fake("threefold::rms_norm", lib=_LIBRARY)

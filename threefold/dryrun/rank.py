@@ -13,16 +13,15 @@ from threefold.dryrun.fewer import fewer_microbatches
 from threefold.dryrun.flex import flex_stand_ins
 from threefold.dryrun.ledger import Entry, Ledger
 from threefold.dryrun.loads import Loads
-from threefold.dryrun.operators import WORKSPACES, as_on_a_gpu
+from threefold.dryrun.operators import STAND_INS, WORKSPACES, as_on_a_gpu
 from threefold.dryrun.step import step
 from threefold.dryrun.terms import by_term, expert_paths, label_gradients, label_states, term_of
 from threefold.dryrun.timeline import timeline
 from threefold.dryrun.tracker import Block, Tracker
 from threefold.dryrun.where import Where
-from threefold.dryrun.world import fake_ranks, one_thread
+from threefold.dryrun.world import FakeMesh, fake_ranks, one_thread
 from threefold.engine.build import Parts, build
 from threefold.engine.dispatch.splits import sizes_from
-from threefold.engine.mesh import Mesh
 from threefold.engine.runner import Piped
 from threefold.engine.shard.collectives import observed
 from threefold.engine.ways import standing_for
@@ -84,12 +83,12 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     small = fewer_microbatches(plan, stage)
     where = Where()
     on_gpu = plan.chip.architecture != "cpu"
-    tracker = Tracker(where, GRANULE if on_gpu else 1, WORKSPACES if on_gpu else None)
+    tracker = Tracker(where, GRANULE if on_gpu else 1, WORKSPACES if on_gpu else None, STAND_INS)
     ledger = Ledger(plan.cluster.domain_ranks, plan.num_microbatches / small.num_microbatches)
     tracker.watchers.append(ledger.watch)
     with told(plan, rank, where), _stand_ins(small, rank, loads or Loads()), tracker, where.watching():
         with observed(ledger.observe):
-            parts = build(small, Mesh(small.layout, rank), with_data=False, with_weights=False)
+            parts = build(small, FakeMesh(small.layout, rank), with_data=False, with_weights=False)
             where.name(parts.chunks)
             label_states(tracker, parts)
             ledger.counting = True

@@ -36,10 +36,17 @@ Watcher = Callable[[Any, tuple[Any, ...]], None]
 
 
 class Tracker(TorchDispatchMode):
-    """`granule`: sizes are rounded up to multiples, as an allocator does."""
+    """`granule`: sizes are rounded up to multiples, as an allocator does. `stand_ins` take the place of operators."""
 
-    def __init__(self, where: Where, granule: int = 1, workspaces: dict[Any, Workspace] | None = None) -> None:
+    def __init__(
+        self,
+        where: Where,
+        granule: int = 1,
+        workspaces: dict[Any, Workspace] | None = None,
+        stand_ins: dict[Any, Callable[..., Any]] | None = None,
+    ) -> None:
         super().__init__()
+        self.stand_ins = stand_ins or {}
         self.where, self.granule, self.workspaces = where, granule, workspaces or {}
         self.live: dict[int, tuple[Block, Any]] = {}
         self.changes: list[tuple[Block, int]] = []
@@ -71,10 +78,10 @@ class Tracker(TorchDispatchMode):
                 yield blocks[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         if func is _DEVICE:  # asked of fake tensors more often than all else together
-            return out
-        for x in tree_leaves(out):
+            return _device(args[0])
+        out = self.stand_ins.get(func, func)(*args, **(kwargs or {}))
+        for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(x, Tensor) and _device(x).type != "meta":
                 self._see(x, func)
         if func in self.workspaces:

@@ -25,7 +25,7 @@ from threefold.engine.shard.fsdp import Fsdp
 from threefold.engine.shard.placement import Placement
 from threefold.engine.step import StepResult, train_step
 from threefold.layout.degrees import Layout
-from threefold.plan.plan import Plan
+from threefold.plan.plan import Knobs, Plan
 
 LR = 1e-3
 # Of the router's scores: no choice may depend on it. A thousand times what rounding does to them, a few in fp32, where
@@ -42,17 +42,23 @@ def compare(
 ) -> Comparison:
     """Run the plan on forked ranks and on one, and compare."""
     options = options or replace(options_of(plan), expert_backend="loop")
-    alone = one_rank(plan, steps, dtype, options)
+    # Forked too: with a GPU in the machine, a process that has run a backward can fork no ranks that will.
+    (alone,) = run_ranks(1, _one_rank, plan, steps, dtype, options, limit=limit)
     ranks = run_ranks(plan.layout.gpus, on_rank, plan, steps, dtype, options, limit=limit)
     return judge(plan, alone, ranks)
 
 
+def _one_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:
+    return one_rank(plan, steps, dtype, options)
+
+
 def one_rank(plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:
-    """The same microbatches, one after the other, on a model that is whole."""
+    """The same microbatches, one after the other, on a model that is whole, with no knob turned that need not be."""
     job = replace(plan.job, dynamic_length=False)
-    knobs = replace(plan.knobs, data_parallel="zero1", cp_comm="p2p", dispatcher="local")
-    knobs = replace(knobs, ep_overlap=False, delay_wgrad=False)
-    return on_rank(0, replace(plan, layout=Layout(), job=job, knobs=knobs), steps, dtype, options)
+    knobs = Knobs(precision=plan.knobs.precision, optimizer_dtype=plan.knobs.optimizer_dtype, dispatcher="local")
+    plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
+    plain = replace(plain, activation_offload=(), activation_offload_layers=0)
+    return on_rank(0, replace(plan, layout=Layout(), job=job, knobs=knobs), steps, dtype, plain)
 
 
 def on_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:

@@ -70,6 +70,18 @@ class Documents:
         return Bounds(torch.tensor(edges, dtype=torch.int32, device=self._device), longest)
 
 
+def _banded_apart(tile: Tile) -> list[Tile]:
+    """A band that begins below the first query, cut there: the CUDA kernel ends its window at as many keys to the right
+    as there are keys, which hides some from the first of more queries than keys."""
+    if tile.shift is None or tile.shift > 0 or tile.q.stop - tile.q.start <= tile.k.stop - tile.k.start:
+        return [tile]
+    middle = tile.q.start - tile.shift + 1
+    return [
+        replace(tile, q=slice(tile.q.start, middle), shift=None),
+        replace(tile, q=slice(middle, tile.q.stop), shift=1),
+    ]
+
+
 # Every layer asks with the same tensor, and reading it waits for the device.
 _known = WeakIdKeyDictionary()
 
@@ -103,8 +115,10 @@ class Sight:
             around = [self.documents.around(row, queries.start) for row in range(len(self.documents.starts))]
             found = [self._rectangle(queries, keys, document, q_at, k_at) for document in around]
         if all(tile == found[0] for tile in found):
-            return [found[0]] if found[0] is not None else []
-        return [replace(tile, rows=slice(row, row + 1)) for row, tile in enumerate(found) if tile is not None]
+            found = found[:1]
+        else:
+            found = [tile and replace(tile, rows=slice(row, row + 1)) for row, tile in enumerate(found)]
+        return [part for tile in found if tile is not None for part in _banded_apart(tile)]
 
     def _diagonal(self, span: range, q_at: int, k_at: int) -> Tile:
         shift = None if self.window is None or self.window >= len(span) else 1 - self.window

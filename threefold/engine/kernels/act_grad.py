@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 from threefold.engine.kernels.activation import activate_grad
 from threefold.engine.kernels.launch import Config, num_programs
 from threefold.engine.kernels.store import halves
-from threefold.engine.kernels.tiles import Tiles, place, tokens_of
+from threefold.engine.kernels.tiles import Tiles, place
 
 
 def act_grad(
@@ -53,19 +53,16 @@ def _act_grad(
 ):  # fmt: skip
     num_n: tl.constexpr = (H + BN - 1) // BN
     total = tl.load(total_ptr)
-    step = tl.num_programs(0)
-    next_n, next_expert, next_first, next_end = place(tl.program_id(0), total, num_n, table_ptr, most, GROUP)
-    if GATHER:
-        next_token = tokens_of(token_ptr, next_first, next_end, BM)
-    for tile in tl.range(tl.program_id(0), total * num_n, step):
-        tile_n, expert, first, end = next_n, next_expert, next_first, next_end
-        next_n, next_expert, next_first, next_end = place(tile + step, total, num_n, table_ptr, most, GROUP)
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
+        tile_m, tile_n = place(tile, total, num_n, GROUP)
+        expert = tl.load(table_ptr + tile_m)
+        first = tl.load(table_ptr + most + tile_m)
+        end = tl.load(table_ptr + 2 * most + tile_m)
         row = first + tl.arange(0, BM)
         live = row < end
-        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         k = tl.arange(0, BK)
         if GATHER:
-            token = next_token.to(tl.int64)
+            token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
             grad_ptrs = grad + token[:, None] * D + k[None, :]
         col = tile_n * BN
         acc = tl.zeros((BM, BN), tl.float32)
@@ -78,28 +75,12 @@ def _act_grad(
             else:
                 rows = grad.load([first, begin])
             acc = tl.dot(rows, w_desc.load([expert, begin, tile_n * BN]).reshape(BK, BN), acc)
-        if GATHER:
-            next_token = tokens_of(token_ptr, next_first, next_end, BM)
+        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         gate, up = _read(gate_up_ptr, row, live, col, H, STRIP, EVEN_N)
         part, gate, up = _strips(
-            acc,
-            gate,
-            up,
-            weight,
-            row,
-            live,
-            col,
-            gate_up_ptr,
-            grad_ptr,
-            act_ptr,
-            H,
-            BM,
-            BN,
-            STRIP,
-            EVEN_N,
-            CLAMPED,
+            acc, gate, up, weight, row, live, col, gate_up_ptr, grad_ptr, act_ptr, H, BM, BN, STRIP, EVEN_N, CLAMPED,
             True,
-        )
+        )  # fmt: skip
         tl.store(part_ptr + row * num_n + tile_n, part, mask=live)
 
 

@@ -50,7 +50,7 @@ def grouped_experts(
     activation: str = "silu",
     choice: Choice | None = None,
 ) -> Tensor:
-    """Rows in, rows out: `count_E` of them belong to each expert in turn; each comes back weighted."""
+    """Rows in, rows out: `count_E` of them belong to each expert in turn, and make up all; each comes back weighted."""
     ends_E = count_E.cumsum(0).to(torch.int32)
     parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
     y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice)
@@ -111,11 +111,9 @@ class _Experts(torch.autograd.Function):
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
-        weight_grad = None
-        if wants_weight:
-            weight_grad = (
-                weight_grad_R if rows is None else weight_grad_R.index_select(0, rows.row_TK.flatten()).view_as(weight)
-            )
+        weight_grad = weight_grad_R if wants_weight else None
+        if rows is not None and weight_grad is not None:
+            weight_grad = weight_grad.index_select(0, rows.row_TK.flatten()).view_as(weight)
         return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None
 
 

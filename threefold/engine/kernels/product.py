@@ -39,11 +39,11 @@ def _product(
 ):  # fmt: skip
     num_n: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(total_ptr)
-    step = tl.num_programs(0)
-    next_n, next_expert, next_first, next_end = place(tl.program_id(0), total, num_n, table_ptr, most, GROUP)
-    for tile in tl.range(tl.program_id(0), total * num_n, step):
-        tile_n, expert, first, end = next_n, next_expert, next_first, next_end
-        next_n, next_expert, next_first, next_end = place(tile + step, total, num_n, table_ptr, most, GROUP)
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
+        tile_m, tile_n = place(tile, total, num_n, GROUP)
+        expert = tl.load(table_ptr + tile_m)
+        first = tl.load(table_ptr + most + tile_m)
+        end = tl.load(table_ptr + 2 * most + tile_m)
         acc = tl.zeros((BM, BN), tl.float32)
         for begin in range(0, K, BK):
             rows = a.load([first, begin])

@@ -52,22 +52,10 @@ def _fill(ends_ptr, table_ptr, total_ptr, num_experts, most, size: tl.constexpr,
 
 
 @triton.jit
-def place(tile, total, num_n, table_ptr, most, GROUP: tl.constexpr):
-    """Tile number -> (tile of columns, expert, first row, end of the expert's rows), of the last tile if behind it.
-
-    Neighbours share rows and weights, which then stay in L2. A program asks for its next tile before it computes the
-    one it has, so that it never waits for the table.
-    """
-    tile = tl.minimum(tile, total * num_n - 1)
+def place(tile, total, num_n, GROUP: tl.constexpr):
+    """Tile number -> (tile of rows, tile of columns). Neighbours share rows and weights, which then stay in L2."""
     width = GROUP * num_n
-    band = (tile // width) * GROUP
-    height = tl.minimum(total - band, GROUP)
+    first = (tile // width) * GROUP
+    height = tl.minimum(total - first, GROUP)
     inside = tile % width
-    entry = table_ptr + band + inside % height
-    return inside // height, tl.load(entry), tl.load(entry + most), tl.load(entry + 2 * most)
-
-
-@triton.jit
-def tokens_of(token_ptr, first, end, BM: tl.constexpr):
-    row = first + tl.arange(0, BM)
-    return tl.load(token_ptr + row, mask=row < end, other=0)
+    return first + inside % height, inside // height

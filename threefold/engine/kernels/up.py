@@ -12,8 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.activation import activate
 from threefold.engine.kernels.launch import Config, num_programs
-from threefold.engine.kernels.store import store
-from threefold.engine.kernels.tiles import Tiles, place, tokens_of
+from threefold.engine.kernels.store import halves, store
+from threefold.engine.kernels.tiles import Tiles, place
 
 
 def up(
@@ -32,7 +32,8 @@ def up(
     half = wide // 2
     gate_up_RX = x_XD.new_empty(num_rows, wide)
     act_RH = x_XD.new_empty(num_rows, half)
-    weights = TensorDescriptor.from_tensor(gate_up_EXD, [1, config.n, config.k])
+    # Rows of gate and the same ones of up in one tile: one product gives both.
+    weights = TensorDescriptor.from_tensor(gate_up_EXD.unflatten(1, (2, half)), [1, 2, config.n, config.k])
     x = x_XD if token_R is not None else TensorDescriptor.from_tensor(x_XD, [tiles.size, config.k])
     gate_up = TensorDescriptor.from_tensor(gate_up_RX, [tiles.size, config.n])
     act = TensorDescriptor.from_tensor(act_RH, [tiles.size, config.n])
@@ -50,27 +51,22 @@ def _up(
     x, token_ptr, weight_ptr, w_desc, bias_ptr, gate_up, gate_up_ptr, act_desc, act_ptr, table_ptr, total_ptr,
     most, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, EVEN_K: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    EVEN_N: tl.constexpr,
+    CLAMPED: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (H + BN - 1) // BN
     total = tl.load(total_ptr)
-    step = tl.num_programs(0)
-    next_n, next_expert, next_first, next_end = place(tl.program_id(0), total, num_n, table_ptr, most, GROUP)
-    if GATHER:
-        next_token = tokens_of(token_ptr, next_first, next_end, BM)
-    for tile in tl.range(tl.program_id(0), total * num_n, step):
-        tile_n, expert, first, end = next_n, next_expert, next_first, next_end
-        next_n, next_expert, next_first, next_end = place(tile + step, total, num_n, table_ptr, most, GROUP)
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
+        tile_m, tile_n = place(tile, total, num_n, GROUP)
+        expert = tl.load(table_ptr + tile_m)
+        first = tl.load(table_ptr + most + tile_m)
+        end = tl.load(table_ptr + 2 * most + tile_m)
         row = first + tl.arange(0, BM)
         live = row < end
-        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         k = tl.arange(0, BK)
         if GATHER:
-            token = next_token.to(tl.int64)
+            token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
             x_ptrs = x + token[:, None] * D + k[None, :]
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
+        both = tl.zeros((BM, 2 * BN), tl.float32)
         for begin in range(0, D, BK):
             if GATHER:
                 if EVEN_K:
@@ -79,18 +75,16 @@ def _up(
                     rows = tl.load(x_ptrs + begin, mask=(begin + k < D)[None, :], other=0.0)
             else:
                 rows = x.load([first, begin])
-            gate_w = w_desc.load([expert, tile_n * BN, begin]).reshape(BN, BK)
-            up_w = w_desc.load([expert, H + tile_n * BN, begin]).reshape(BN, BK)
-            gate = tl.dot(rows, gate_w.T, gate)
-            up = tl.dot(rows, up_w.T, up)
-        if GATHER:
-            next_token = tokens_of(token_ptr, next_first, next_end, BM)
+            weights = w_desc.load([expert, 0, tile_n * BN, begin]).reshape(2 * BN, BK)
+            both = tl.dot(rows, weights.T, both)
+        gate, up = halves(both, BM, 2 * BN)
         n = tile_n * BN + tl.arange(0, BN)
         if BIAS:
             gate += tl.load(bias_ptr + expert * 2 * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_ptr + (expert * 2 + 1) * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
         narrow: tl.constexpr = act_ptr.dtype.element_ty
         gate, up = gate.to(narrow), up.to(narrow)
+        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
         # From the rounded halves, as the backward computes it again.
         act = (activate(gate.to(tl.float32), up.to(tl.float32), CLAMPED) * weight[:, None]).to(narrow)
         store(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, EVEN_N)

@@ -42,17 +42,15 @@ def _weight_grad(
     num_n: tl.constexpr = (N + BN - 1) // BN
     per_expert: tl.constexpr = num_m * num_n
     width: tl.constexpr = M if LEFT else N
-    step = tl.num_programs(0)
-    next_start, next_end = _bounds(ends_ptr, tl.program_id(0) // per_expert, num_experts)
-    for tile in tl.range(tl.program_id(0), num_experts * per_expert, step):
-        start, end = next_start, next_end
-        # Asked for a tile ahead, so that no wait stands before the product.
-        next_start, next_end = _bounds(ends_ptr, (tile + step) // per_expert, num_experts)
-        expert, inside = tile // per_expert, tile % per_expert
+    for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
+        expert = tile // per_expert
+        inside = tile % per_expert
         band = (inside // (GROUP * num_n)) * GROUP
         height = tl.minimum(num_m - band, GROUP)
         tile_m = band + (inside % (GROUP * num_n)) % height
         tile_n = (inside % (GROUP * num_n)) // height
+        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(ends_ptr + expert)
         if LEFT:
             col = tile_m * BM + tl.arange(0, BM)
         else:
@@ -73,9 +71,3 @@ def _weight_grad(
         left, right = halves(acc.to(out.dtype), BM, BN)
         out.store([expert, tile_m * BM, tile_n * BN], left.reshape(1, BM, half))
         out.store([expert, tile_m * BM, tile_n * BN + half], right.reshape(1, BM, half))
-
-
-@triton.jit
-def _bounds(ends_ptr, expert, num_experts):
-    expert = tl.minimum(expert, num_experts - 1)
-    return tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), tl.load(ends_ptr + expert)

@@ -1,7 +1,7 @@
 """When exchanges of experts were under way, and when the compute stood still for them.
 
-An exchange is exposed while somebody waits for it, and hidden the rest of its time. Times are the host's on a CPU, where
-compute is what the host does, and those of events on the compute stream of a GPU.
+An exchange is exposed while somebody waits for it, and hidden the rest of its time. Times are the host's on a CPU,
+where compute is what the host does, and those of events on the compute stream of a GPU.
 """
 
 import time
@@ -87,7 +87,9 @@ class Exchange(Watch):
 
     @property
     def under_way(self) -> Interval:
-        return self.clock.seconds(self.start), self.clock.seconds(self.got if self.done is None else self.done)
+        # Who tells of the end may be late; who waited for it was not.
+        ends = [self.clock.seconds(mark) for mark in (self.done, self.got) if mark is not None]
+        return self.clock.seconds(self.start), min(ends)
 
     @property
     def waited(self) -> Interval:
@@ -118,7 +120,8 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[list[Seen]]:
         """What was seen is in the list when the step is over."""
-        self.exchanges, found = [], []
+        found: list[Seen] = []
+        self.exchanges = []
         start = self.clock.now()
         with observed(self._see), watched(self._node):
             yield found

@@ -11,12 +11,13 @@ from threefold.engine.mesh import Mesh
 from threefold.engine.oracle import batch_of
 from threefold.engine.overlap.record import Recorder, Seen
 from threefold.engine.step import train_step
+from threefold.engine.train import to_device
 from threefold.plan.plan import Plan
 
-VARIANTS = {
-    "no overlap": {"ep_overlap": False, "delay_wgrad": False},
-    "overlap": {"ep_overlap": True, "delay_wgrad": False},
-    "overlap, delayed weights": {"ep_overlap": True, "delay_wgrad": True},
+VARIANTS = {  # ep_overlap, delay_wgrad
+    "no overlap": (False, False),
+    "overlap": (True, False),
+    "overlap, delayed weights": (True, True),
 }
 _LR = 1e-3
 
@@ -46,15 +47,10 @@ class Trial:
         return mean(seen.exposed_seconds for seen in self.steps)
 
     @property
-    def hidden(self) -> float:
-        return 1 - self.exposed_seconds / self.exchange_seconds if self.exchange_seconds else 0.0
-
-    @property
     def exposed(self) -> dict[tuple[str, str], float]:
-        """Mean seconds of a step by layer and phase, the longest first."""
+        """Mean seconds of a step by layer and phase."""
         keys = {key for seen in self.steps for key in seen.exposed}
-        means = {key: mean(seen.exposed.get(key, 0.0) for seen in self.steps) for key in keys}
-        return dict(sorted(means.items(), key=lambda pair: -pair[1]))
+        return {key: mean(seen.exposed.get(key, 0.0) for seen in self.steps) for key in keys}
 
 
 def on_rank(
@@ -65,17 +61,62 @@ def on_rank(
 
 
 def _run(rank: int, plan: Plan, name: str, warmup: int, steps: int, device: torch.device) -> Trial:
-    plan = replace(plan, knobs=replace(plan.knobs, **VARIANTS[name]))
-    if plan.knobs.ep_overlap:  # it places the shared experts itself
-        plan = replace(plan, knobs=replace(plan.knobs, shared_expert_overlap=False))
+    overlap, delay = VARIANTS[name]
+    beside = plan.knobs.shared_expert_overlap and not overlap  # else the overlap places the shared experts itself
+    knobs = replace(plan.knobs, ep_overlap=overlap, delay_wgrad=delay, shared_expert_overlap=beside)
+    plan = replace(plan, knobs=knobs)
     mesh = Mesh(plan.layout, rank, device=device)
     parts = build(plan, mesh, options=options_of(plan), with_data=False)
     recorder, trial = Recorder(device), Trial(name, [], [])
     for step in range(warmup + steps):
-        batches = [batch_of(plan, step, m, mesh.place("dp")).to(device) for m in range(plan.num_microbatches)]
+        batches = [to_device(batch_of(plan, step, m, mesh.place("dp")), device) for m in range(plan.num_microbatches)]
         with recorder.step() as seen:
             result = train_step(parts, batches, _LR, plan.job)
         trial.losses.append(result.loss)
         if step >= warmup:
-            trial.steps += seen
+            trial.steps.extend(seen)
     return trial
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant over all ranks: means, but for the step, which the slowest rank decides."""
+
+    variant: str
+    seconds: float
+    spread: float
+    exchange_seconds: float
+    exposed_seconds: float
+    exposed: dict[tuple[str, str], float]
+
+    @property
+    def hidden(self) -> float:
+        return 1 - self.exposed_seconds / self.exchange_seconds if self.exchange_seconds else 0.0
+
+
+def rows_of(ranks: Sequence[Sequence[Trial]]) -> list[Row]:
+    rows = []
+    for trials in zip(*ranks, strict=True):
+        slowest = max(trials, key=lambda trial: trial.seconds)
+        exposed = {key: mean(t.exposed.get(key, 0.0) for t in trials) for t in trials for key in t.exposed}
+        rows.append(
+            Row(
+                slowest.variant,
+                slowest.seconds,
+                slowest.spread,
+                mean(trial.exchange_seconds for trial in trials),
+                mean(trial.exposed_seconds for trial in trials),
+                dict(sorted(exposed.items(), key=lambda pair: -pair[1])),
+            )
+        )
+    return rows
+
+
+def loss_difference(ranks: Sequence[Sequence[Trial]]) -> float:
+    """The largest relative one between a variant and the first."""
+    return max(
+        abs(one - other) / abs(other)
+        for first, *others in ranks
+        for trial in others
+        for one, other in zip(trial.losses, first.losses, strict=True)
+    )

@@ -182,7 +182,8 @@ class Walk:
 
     def _end(self, *tensors: Tensor) -> Tensor:
         """Losses of routers come behind the hidden states."""
-        model, balances, rest = self.model, [], list(tensors)
+        model, rest = self.model, list(tensors)
+        balances: list[tuple[int, Balance]] = []
         for row, balance in zip(reversed(self._rows), reversed(self._balances), strict=True):
             losses = {name: rest.pop() for name in reversed(balance.losses)}
             balances.insert(0, (row, replace(balance, losses=losses)))

@@ -81,7 +81,7 @@ class Pipeline:
         for stage in self.stages:
             stage.settle()
 
-    def _run_pair(self, action: _Action, context: object) -> None:
+    def _run_pair(self, action: _Action, ctx: object) -> None:
         stages = {stage.stage_index: stage for stage in self.stages}
         one, other = action.sub_actions or ()
         forward, backward = (one, other) if one.computation_type == FORWARD else (other, one)

@@ -71,9 +71,10 @@ class Stage:
         grad = None if self.grad_in is None else self.grad_in.take(microbatch)
         x_grad = yield from passage.backward(grad)
         if self.grad_out is not None:
-            shape, dtype = self.grad_out.shape, self.grad_out.dtype
-            none = x_grad is None
-            self._results[microbatch] = torch.zeros(shape, dtype=dtype, device=self.grad_out.device) if none else x_grad
+            if x_grad is None:
+                out = self.grad_out
+                x_grad = torch.zeros(out.shape, dtype=out.dtype, device=out.device)
+            self._results[microbatch] = x_grad
         if microbatch in self.split:
             self._weights_left[microbatch] = passage
 

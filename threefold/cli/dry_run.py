@@ -1,0 +1,110 @@
+"""`threefold dry-run`: the engine on any rank of a plan, without the cluster."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.rehearse import as_the_engine_runs, end_progress, loads_from, progress
+from threefold.findings import FindingsError, in_order
+from threefold.rules.all import errors
+
+if TYPE_CHECKING:
+    from threefold.dryrun.rank import RankRehearsal
+    from threefold.dryrun.rehearse import Rehearsal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    parser.add_argument(
+        "--ranks", default="stages", help="ranks such as 0,8,16, or stages: one of every distinct stage (default)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: run the rank and measure it")
+    parser.add_argument(
+        "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
+    )
+    parser.add_argument(
+        "--loads", metavar="FILE", help="tokens of each expert (JSON list, or one a layer): made up, or of a run"
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="ranks rehearsed at a time (default: one a core)")
+    parser.add_argument("--timeline", metavar="FILE", help="write live bytes over the step (JSON)")
+    parser.add_argument("--plot", metavar="FILE", help="draw them")
+
+
+def run(args: argparse.Namespace) -> int:
+    ranks = _ranks(args.ranks)
+    if ranks is None:
+        print(f"threefold dry-run: --ranks {args.ranks!r} is neither numbers nor stages", file=sys.stderr)
+        return 2
+    if not math.isfinite(args.skew) or (args.jobs is not None and args.jobs < 1):
+        print("threefold dry-run: --skew and --jobs are numbers of at least 1", file=sys.stderr)
+        return 2
+    parsed, findings = plan_from(args)
+    if parsed.plan is None or errors(findings):
+        return print_findings(findings, args.json)
+    try:
+        plan, left_out = as_the_engine_runs(parsed.plan)
+        loads, problem = loads_from(args.loads, args.skew, plan)
+        if problem:
+            print(f"threefold dry-run: {problem}", file=sys.stderr)
+            return 2
+        if args.device == "cuda":
+            from threefold.dryrun.measure import measure
+
+            return _tell(args, measure(plan, 0 if isinstance(ranks, str) else ranks[0], loads, left_out, progress()))
+        from threefold.dryrun.rehearse import rehearse
+
+        return _tell(args, rehearse(plan, ranks, loads, progress(), args.jobs, left_out))
+    except FindingsError as error:
+        return print_findings(in_order(error.findings), args.json)
+    except ModuleNotFoundError as error:
+        return missing_package("dry-run", error)
+    finally:
+        end_progress()
+
+
+def _ranks(text: str) -> list[int] | str | None:
+    if text == "stages":
+        return text
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        return None
+
+
+def _tell(args: argparse.Namespace, found: "Rehearsal") -> int:
+    from threefold.report.rehearsal import rehearsal_text
+
+    end_progress()
+    if args.timeline and not _write(args.timeline, json.dumps([_line(rank) for rank in found.ranks])):
+        return 1
+    if args.plot:
+        from threefold.report.rehearsal_plot import plot_rehearsal
+
+        try:
+            plot_rehearsal(found, args.plot)
+        except (OSError, ValueError) as error:
+            print(f"threefold dry-run: cannot write {args.plot}: {error}", file=sys.stderr)
+            return 1
+    if args.json:
+        json.dump(found.to_json(), sys.stdout, indent=2)
+        print()
+    else:
+        print(rehearsal_text(found))
+    return 1 if errors(found.findings) else 0
+
+
+def _line(rank: "RankRehearsal") -> dict[str, object]:
+    return {"rank": rank.rank, "stage": rank.stage, "peak_bytes": rank.peak_bytes, "points": list(rank.timeline)}
+
+
+def _write(path: str, text: str) -> bool:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"threefold dry-run: cannot write {path}: {error.strerror}", file=sys.stderr)
+        return False
+    return True

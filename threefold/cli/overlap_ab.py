@@ -1,0 +1,95 @@
+"""`threefold overlap-ab`: no overlap, overlap, and delayed weight gradients too, measured on this machine's ranks."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.findings import Finding, in_order
+from threefold.plan.plan import Plan
+from threefold.rules.all import check, errors
+
+# Relative. Sums in another order differ by the rounding of the weights' dtype, over the steps of the run.
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+LIGHT = 0.1  # of a step: the gain of overlap cannot be more than the exchanges' share
+SHOWN = 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser)
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the steady window (2)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of the steady window (5)")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+
+
+def run(args: argparse.Namespace) -> int:
+    parsed, findings = plan_from(args)
+    # A warning elsewhere: here the two must be told apart.
+    findings = [replace(f, severity="error") if f.rule == "overlap-switch-couples" else f for f in findings]
+    if parsed.plan is None or errors(findings):
+        return print_findings(in_order(findings), args.json)
+    plan = replace(parsed.plan, target="threefold")
+    trial = replace(plan, knobs=replace(plan.knobs, ep_overlap=True, delay_wgrad=True, shared_expert_overlap=False))
+    blocking = [*errors(check(trial, "threefold")), *_elsewhere(trial)]
+    if blocking:
+        return print_findings(in_order(blocking), args.json)
+    try:
+        from threefold.engine.overlap.trial import loss_difference, on_rank, rows_of
+        from threefold.engine.ranks import RankError, run_ranks
+    except ModuleNotFoundError as error:
+        return missing_package("overlap-ab", error)
+    print(f"{plan.layout.gpus} ranks, {args.warmup} + {args.steps} steps of each variant", file=sys.stderr)
+    try:
+        ranks = run_ranks(plan.layout.gpus, on_rank, plan, args.warmup, args.steps, limit=args.limit)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        return 1
+    difference, rows = loss_difference(ranks), rows_of(ranks)
+    same = difference <= TOLERANCE.get(plan.knobs.precision, 1e-2)
+    if args.json:
+        print(json.dumps({"rows": [_facts(row) for row in rows], "loss_difference": difference, "same": same}))
+    else:
+        _print(rows, difference, same)
+    return 0 if same else 1
+
+
+def _elsewhere(plan: Plan) -> list[Finding]:
+    if plan.cluster.chip == "cpu":
+        return []
+    problem = f"the ranks run on this machine's CPU, the plan is for {plan.cluster.chip}"
+    return [Finding("cluster.chip", problem, fix={"cluster.chip": "cpu"}, rule="overlap-ab-runs-here")]
+
+
+def _facts(row: Any) -> dict[str, Any]:
+    exposed = [{"layer": layer, "phase": phase, "seconds": s} for (layer, phase), s in row.exposed.items()]
+    return {
+        "variant": row.variant,
+        "step_seconds": row.seconds,
+        "spread_seconds": row.spread,
+        "exchange_seconds": row.exchange_seconds,
+        "hidden": row.hidden,
+        "exposed": exposed,
+    }
+
+
+def _print(rows: list[Any], difference: float, same: bool) -> None:
+    first = rows[0]
+    print(f"{'variant':<26}{'steady mean':>14}{'relative':>10}{'exchange':>12}{'hidden':>9}")
+    for row in rows:
+        step, exchange = f"{row.seconds * 1e3:.1f} ms", f"{row.exchange_seconds * 1e3:.1f} ms"
+        print(f"{row.variant:<26}{step:>14}{row.seconds / first.seconds:>10.3f}{exchange:>12}{row.hidden:>9.1%}")
+    print(f"losses differ by {difference:.1e}" + ("" if same else ": NOT the same training"))
+    for row in rows[1:]:
+        rest = [(key, seconds) for key, seconds in row.exposed.items() if seconds > 0][:SHOWN]
+        if rest:
+            print(f"exposed, {row.variant}:")
+        for (layer, phase), seconds in rest:
+            print(f"  {'layer ' + layer if layer else 'elsewhere':<16}{phase:<20}{seconds * 1e3:>8.2f} ms")
+    light = first.exchange_seconds / first.seconds
+    if light < LIGHT:
+        print(f"warning: communication-light: exchanges are {light:.1%} of a step, so that a gain is noise")
+    gain = first.seconds - min(row.seconds for row in rows[1:])
+    if 0 < gain < 2 * max(row.spread for row in rows):
+        print("warning: the gain is within the spread of the steps")

@@ -1,0 +1,21 @@
+"""Live bytes over a rehearsed step, drawn: `pip install threefold[report]`."""
+
+from matplotlib.figure import Figure
+
+from threefold.dryrun.rehearse import Rehearsal
+from threefold.units import GIB
+
+
+def plot_rehearsal(found: Rehearsal, path: str) -> None:
+    """One line a rank, against the chip's memory."""
+    figure = Figure(figsize=(9.0, 4.5), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    for rank in found.ranks:
+        x = [point["change"] / max(1, rank.timeline[-1]["change"]) for point in rank.timeline]
+        axes.plot(x, [point["bytes"] / GIB for point in rank.timeline], linewidth=0.9, label=f"stage {rank.stage}")
+    axes.axhline(found.plan.chip.memory_bytes / GIB, color="#b03030", linewidth=0.8, label=found.plan.cluster.chip)
+    axes.set_xlabel("build and one step, by allocations")
+    axes.set_ylabel("live tensors, GiB")
+    axes.set_title(f"{found.plan.model_name} on {found.plan.layout.gpus} x {found.plan.cluster.chip}: rehearsed")
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(path)
