@@ -94,11 +94,11 @@ def rows_of(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "offload 1 layer", {"activation_offload_layers": 1}
 
 
-class Living(TorchDispatchMode):
+class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes on the CPU: tensors made inside that still live. Host copies are bytes, and not counted."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,37 +134,42 @@ class Bench:
         for p, old in zip(model.parameters(), self.model.parameters(), strict=True):
             p.requires_grad_()
             p.grad = old.grad
-        self.once(model)
+        kept = self.kept(model)
+        self.seconds(model)
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         before = self.allocated()
-        times, kept = [], 0.0
-        for _ in range(self.repeats):
-            seconds, kept = self.once(model, before)
-            times.append(seconds)
+        times = [self.seconds(model) for _ in range(self.repeats)]
         found = {"ms": 1e3 * statistics.median(times), "kept_gib": kept / GIB}
         if self.device.type == "cuda":
             found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB
         return found
 
-    def once(self, model: Decoder, before: float = 0.0) -> tuple[float, float]:
-        """Seconds and bytes kept; on the CPU what counts the bytes is part of the time."""
+    def kept(self, model: Decoder) -> float:
         gc.collect()
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad.zero_()
-        began = self.now()
+        before = self.allocated()
         if self.device.type == "cuda":
             out = model(self.tokens_BS, self.tokens_BS.roll(-1, 1))
+            torch.cuda.synchronize()
+            # Behind the wait, so that what was sent to the host is let go of.
+            torch.empty(0, device=self.device)
             kept = self.allocated() - before
         else:
             with Living() as living:
                 out = model(self.tokens_BS, self.tokens_BS.roll(-1, 1))
             kept = living.num_bytes()
+        del out
+        return kept
+
+    def seconds(self, model: Decoder) -> float:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.zero_()
+        began = self.now()
+        out = model(self.tokens_BS, self.tokens_BS.roll(-1, 1))
         assert out.loss is not None
         out.loss.backward()
-        return self.now() - began, kept
+        return self.now() - began
 
     def allocated(self) -> float:
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0.0

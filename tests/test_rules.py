@@ -98,6 +98,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "job.optimizer": "muon", "knobs.optimizer_offload": 0.5},
         {"target": "threefold", "knobs.optimizer_offload": 0.5},
     ),
+    "activation-offload-without-ep-overlap": (
+        {"target": "threefold", "knobs.activation_offload": ["attn_norm"]},
+        {"target": "threefold", "knobs.activation_offload": ["attn_norm"], "knobs.ep_overlap": False},
+    ),
     "offload-of-what-is-kept": (
         {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["moe"]},
         {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["mlp"]},

@@ -4,16 +4,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.findings import did_you_mean, in_order
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.rehearse import verdict_of
+from threefold.findings import FindingsError, did_you_mean, in_order
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
-from threefold.rules.all import RULES, check, explain, known_slugs, repair
+from threefold.rules.all import RULES, blockers, check, explain, known_slugs, repair
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, optional=True)
     parser.add_argument("--explain", metavar="SLUG", help="what a rule holds, why, how to confirm, how to fix")
+    parser.add_argument("--rehearse", action="store_true", help="run every stage without the cluster: does it fit?")
     parser.add_argument("--fix", metavar="OUT", help="apply the fixes of all errors and write the plan to OUT")
 
 
@@ -28,7 +30,15 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(findings, args.json)
     if args.fix:
         return _fix(args, parsed.plan)
-    return print_findings(in_order([*findings, *check(parsed.plan)]), args.json)
+    found = [*findings, *check(parsed.plan)]
+    if args.rehearse and not blockers(found):
+        try:
+            found += verdict_of(parsed.plan)
+        except FindingsError as error:
+            found += error.findings
+        except ModuleNotFoundError as error:
+            return missing_package("check", error)
+    return print_findings(in_order(found), args.json)
 
 
 def _fix(args: argparse.Namespace, plan: Plan) -> int:

@@ -13,6 +13,7 @@ from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
 
 if TYPE_CHECKING:
+    from threefold.dryrun.measure import Measurement
     from threefold.dryrun.rank import RankRehearsal
     from threefold.dryrun.rehearse import Rehearsal
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if args.device == "cuda":
             from threefold.dryrun.measure import measure
 
-            return _tell(args, measure(plan, 0 if isinstance(ranks, str) else ranks[0], loads, left_out, progress()))
+            return _tell_measured(args, measure(plan, _one(ranks), loads, left_out, progress()))
         from threefold.dryrun.rehearse import rehearse
 
         return _tell(args, rehearse(plan, ranks, loads, progress(), args.jobs, left_out))
@@ -73,6 +74,18 @@ def _ranks(text: str) -> list[int] | str | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         return None
+
+
+def _one(ranks: list[int] | str) -> int:
+    return 0 if isinstance(ranks, str) else ranks[0]
+
+
+def _tell_measured(args: argparse.Namespace, found: "Measurement") -> int:
+    from threefold.report.rehearsal import measured_text
+
+    end_progress()
+    print(json.dumps(found.to_json(), indent=2) if args.json else measured_text(found))
+    return 0
 
 
 def _tell(args: argparse.Namespace, found: "Rehearsal") -> int:

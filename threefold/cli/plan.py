@@ -3,10 +3,13 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, print_findings
+from threefold.cli.inputs import add_plan_arguments, missing_package, print_findings
+from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise
@@ -44,12 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", metavar="m", type=int, help="sequences in a microbatch (default: searched)")
     parser.add_argument("--precision", metavar="P", help="a format, or auto to search (default: the platform's)")
     parser.add_argument("--top", metavar="K", type=int, default=5, help="candidates to show (default 5)")
+    parser.add_argument(
+        "--rehearse",
+        metavar="K",
+        type=int,
+        default=0,
+        help="run the first K candidates without the cluster, rank again",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the best plan (TOML)")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.top < 1:
-        print(f"threefold plan: --top {args.top} shows nothing", file=sys.stderr)
+    if args.top < 1 or args.rehearse < 0:
+        print("threefold plan: --top and --rehearse count candidates", file=sys.stderr)
         return 2
     if args.plan and "=" in args.plan and not Path(args.plan).exists():
         args.plan, args.overrides = None, [args.plan, *args.overrides]
@@ -67,7 +77,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
-    return _tell(args, found)
+    try:
+        ordered, seen = rehearse_first(found.candidates, args.rehearse) if args.rehearse else ([], [])
+    except ModuleNotFoundError as error:
+        return missing_package("plan", error)
+    return _tell(args, replace(found, candidates=tuple(ordered)) if seen else found, seen)
 
 
 def _count(text: str) -> int | str:
@@ -97,8 +111,10 @@ def _progress(text: str) -> None:
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _tell(args: argparse.Namespace, found: SearchResult) -> int:
+def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearsed]) -> int:
     said: dict[str, Any] = found.to_json()
+    if seen:
+        said["rehearsed"] = [one.to_json() for one in seen]
     code = 0 if found.candidates else 1
     if args.out and found.candidates:
         code = _write(args.out, found.candidates[0].plan)
@@ -107,6 +123,8 @@ def _tell(args: argparse.Namespace, found: SearchResult) -> int:
         print()
     else:
         print(search_text(found))
+        if seen:
+            print(f"\n{rehearsed_text(seen, found.candidates)}")
         if args.out and found.candidates and code == 0:
             print(f"\nwrote the best plan to {args.out}")
     return code

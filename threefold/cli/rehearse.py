@@ -1,19 +1,23 @@
-"""What verbs that rehearse share: the plan as the engine runs it, and the loads of its experts. No torch until it runs."""
+"""What verbs that rehearse share: the plan as the engine runs it, the loads of its experts. No torch before it runs."""
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.report.terminal import table
 from threefold.rules.all import blockers, check
 from threefold.rules.stacks import ENGINE_LIMITS
+from threefold.units import GIB
 
 if TYPE_CHECKING:
     from threefold.dryrun.loads import Loads
+    from threefold.search.search import Candidate
 
 TARGET = "threefold"
 
@@ -22,7 +26,7 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with what the engine lacks put back to defaults, and what that was, in words; raises what is left."""
     said = []
     if plan.target != TARGET:
-        said.append(f"target {plan.target} by {TARGET}: it is this engine that is rehearsed")
+        said.append(f"target: {plan.target}; it is this engine that is rehearsed")
         plan = change(plan, {"target": TARGET})
     for finding in [f for f in check(plan) if f.rule in ENGINE_LIMITS and f.fix_data]:
         plan = change(plan, finding.fix_data or {})
@@ -33,7 +37,8 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     if plan.job.dynamic_length:
         plan = change(plan, {"job.dynamic_length": None})
         said.append("job.dynamic_length: every microbatch has its full length")
-    wrong = [f for f in check(plan) if f.rule in ENGINE_LIMITS] + blockers(check(plan))
+    found = check(plan)
+    wrong = [*(f for f in found if f.rule in ENGINE_LIMITS), *blockers(found)]
     if wrong:
         raise FindingsError(in_order(wrong))
     return plan, said
@@ -43,13 +48,12 @@ def loads_from(path: str | None, skew: float, plan: Plan) -> "tuple[Loads | None
     """How tokens fall on the experts, or what is wrong with what was given."""
     from threefold.dryrun.loads import Loads
 
-    num_experts = plan.model.num_experts
+    num_experts, ep = plan.model.num_experts, plan.layout.ep
     if skew != 1:
-        if not 1 <= skew <= plan.layout.ep:
-            return None, f"--skew {skew:g} is not between 1 and EP {plan.layout.ep}"
-        rest = (plan.layout.ep - skew) / max(1, plan.layout.ep - 1)
-        each = num_experts // plan.layout.ep
-        return Loads((skew,) * each + (rest,) * (num_experts - each)), ""
+        if not 1 <= skew <= ep:
+            return None, f"--skew {skew:g} is not between 1 and EP {ep}"
+        each = num_experts // ep
+        return Loads((skew,) * each + ((ep - skew) / max(1, ep - 1),) * (num_experts - each)), ""
     if path is None:
         return None, ""
     try:
@@ -57,11 +61,11 @@ def loads_from(path: str | None, skew: float, plan: Plan) -> "tuple[Loads | None
         if rows and isinstance(rows[0], list):  # of every layer
             rows = [sum(column) for column in zip(*rows, strict=True)]
         shares = tuple(float(load) for load in rows)
-        if len(shares) != num_experts or min(shares) < 0 or not sum(shares):
-            return None, f"--loads {path} has no {num_experts} loads, one an expert"
-        return Loads(shares), ""
     except (OSError, ValueError, TypeError, IndexError, KeyError) as error:
         return None, f"--loads {path}: {error}"
+    if len(shares) != num_experts or min(shares, default=0) < 0 or not sum(shares):
+        return None, f"--loads {path} has no {num_experts} loads, one an expert"
+    return Loads(shares), ""
 
 
 def progress() -> Callable[[str], None] | None:
@@ -77,7 +81,7 @@ def end_progress() -> None:
 
 
 def verdict_of(plan: Plan) -> list[Finding]:
-    """What a rehearsal of every stage says about a plan; a warning names what was left out."""
+    """What a rehearsal of every stage says; a warning for each thing it left out."""
     from threefold.dryrun.rehearse import rehearse
 
     runs, said = as_the_engine_runs(plan)
@@ -85,8 +89,60 @@ def verdict_of(plan: Plan) -> list[Finding]:
         found = rehearse(runs, say=progress())
     finally:
         end_progress()
-    notes = [Finding(at=TARGET, problem=f"left out of the rehearsal: {text}", severity="warning", rule=PARTLY) for text in said]
-    return [*found.findings, *notes]
+    left_out = [
+        Finding(
+            at=text.partition(":")[0], problem=f"left out of the rehearsal: {text}", severity="warning", rule=PARTLY
+        )
+        for text in said
+    ]
+    return [*found.findings, *left_out]
 
 
 PARTLY = "rehearsal-is-whole"
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A candidate's fullest stage, or why there is none."""
+
+    place: int  # in the order of the search, from 1
+    fits: bool
+    device_bytes: float | None
+    said: str
+
+    def to_json(self) -> dict[str, Any]:
+        size = None if self.device_bytes is None else round(self.device_bytes)
+        return {"level": "rehearsed", "candidate": self.place, "fits": self.fits, "device_bytes": size, "at": self.said}
+
+
+def rehearse_first(candidates: Sequence["Candidate"], count: int) -> tuple[list["Candidate"], list[Rehearsed]]:
+    """The first `count`, each on the stage predicted to be the fullest; those that do not fit go last of them."""
+    from threefold.dryrun.rehearse import rehearse
+
+    seen: list[tuple[Rehearsed, Candidate]] = []
+    say = progress()
+    for place, one in enumerate(candidates[:count], 1):
+        if say:
+            say(f"rehearsing candidate {place} of {min(count, len(candidates))}")
+        try:
+            plan, _ = as_the_engine_runs(one.plan)
+            found = rehearse(plan, [one.estimate.memory.worst.stage * plan.layout.stride("pp")])
+            verdict = Rehearsed(
+                place, not found.findings, found.device_bytes, f"stage {found.worst.stage}: {found.worst.at}"
+            )
+        except FindingsError as error:
+            verdict = Rehearsed(place, False, None, f"cannot be rehearsed: {error.findings[0].problem}")
+        seen.append((verdict, one))
+    end_progress()
+    in_order = sorted(seen, key=lambda pair: not pair[0].fits)
+    return [*(one for _, one in in_order), *candidates[count:]], [verdict for verdict, _ in in_order]
+
+
+def rehearsed_text(seen: Sequence[Rehearsed], candidates: Sequence["Candidate"]) -> str:
+    rows = []
+    for place, (one, candidate) in enumerate(zip(seen, candidates, strict=False), 1):
+        size = "-" if one.device_bytes is None else f"{one.device_bytes / GIB:.1f}"
+        guess = f"{candidate.estimate.memory.device_bytes / GIB:.1f}"
+        rows.append([str(place), str(one.place), size, guess, "fits" if one.fits else "does not fit", one.said])
+    header = ["#", "was", "GiB rehearsed", "estimated", "", "where it is fullest"]
+    return f"rehearsed on this engine\n{table(header, rows)}"

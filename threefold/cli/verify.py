@@ -12,6 +12,14 @@ from threefold.plan.scale import MAX_RANKS, scale_down
 from threefold.report.layout import grids_text
 from threefold.rules.all import check, errors
 
+WORDS = (
+    "loss of every step",
+    "gradient norm",
+    "gradient, parameter by parameter",
+    "weights after three steps",
+    "optimizer states",
+    "router bias",
+)
 TOLERANCE = 1e-10  # fp64 sums in another order differ by about 1e-15
 
 
@@ -52,13 +60,17 @@ def run(args: argparse.Namespace) -> int:
         found_it = Finding("layout", problem, advice="report it with the plan", rule="layout-computes-the-same")
         return print_findings([found_it], args.json)
     same = found.largest <= TOLERANCE
-    values = {"loss": found.loss, "gradient": found.gradient, "weight": found.weight, "router_bias": found.bias}
+    names = ("loss", "norm", "gradient", "weight", "state", "bias")
+    values = {name: getattr(found, name) for name in names}
     if args.json:
-        facts: dict[str, Any] = {"ranks": plan.layout.gpus, "replaced": replaced, "differences": values, "same": same}
-        print(json.dumps({**facts, "worst_gradient": found.worst, "near_ties": found.near_ties}))
+        facts: dict[str, Any] = {"ranks": plan.layout.gpus, "replaced": replaced, "same": same, "differences": values}
+        facts |= {"worst_gradient": found.worst, "near_ties": found.near_ties, "problems": list(found.problems)}
+        print(json.dumps(facts))
     else:
-        for name, value in values.items():
-            print(f"  {name:<12} differs by {value:.1e}" + (f" at most, in {found.worst}" if name == "gradient" else ""))
+        for name, words in zip(names, WORDS, strict=True):
+            print(f"{words:<35} differs by {values[name]:.1e}" + (f" in {found.worst}" if name == "gradient" else ""))
+        for problem in found.problems:
+            print(problem)
         print("the same as one rank" if same else f"NOT the same as one rank: more than {TOLERANCE:.0e}")
     return 0 if same else 1
 

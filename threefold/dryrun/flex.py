@@ -49,7 +49,8 @@ def _package(source: Source, top_k: int) -> ModuleType:
         ) -> tuple[Any, ...]:
             if handle is not None:
                 return x.new_empty(handle.came, x.shape[1]), None, None, handle, _ARRIVED
-            assert topk_idx is not None and topk_weights is not None
+            assert topk_idx is not None
+            assert topk_weights is not None
             tokens = len(topk_idx)
             rows = sum(source(self.ep, tokens * top_k, False))
             even = round(tokens * self.ep * visits(num_experts, self.ep, top_k))

@@ -5,7 +5,7 @@ The tensors of a rehearsal have no values, so the host asks here for the sizes i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from threefold.engine.dispatch.splits import Source
 
@@ -47,4 +47,4 @@ def split(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers as near to the shares as can be, that add up to `total`."""
     whole = sum(shares)
     cuts = [round(total * end / whole) for end in accumulate(shares, initial=0.0)]
-    return [after - before for before, after in zip(cuts, cuts[1:], strict=False)]
+    return [after - before for before, after in pairwise(cuts)]

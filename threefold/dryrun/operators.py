@@ -52,9 +52,7 @@ def _rms_norm(x: Tensor, dims: int, weight: Tensor | None) -> tuple[Tensor, Tens
 
 
 @torch.library.register_fake("threefold::rms_norm_backward", lib=_LIBRARY)
-def _rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor | None]:
     made = torch.empty_like(x, memory_format=torch.contiguous_format)
     return made, None if weight is None else torch.empty_like(weight)
 

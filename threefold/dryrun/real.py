@@ -34,5 +34,5 @@ def real_rank(plan: Plan, rank: int, device: torch.device) -> Iterator[tuple[Par
         yield build(small, mesh, with_data=False, with_weights=True), small
 
 
-def real_step(parts: Parts, small: Plan, plan: Plan) -> None:
-    step(parts, small, Where(), plan.num_microbatches)
+def real_step(parts: Parts, small: Plan, plan: Plan, where: Where | None = None) -> None:
+    step(parts, small, where or Where(), plan.num_microbatches)

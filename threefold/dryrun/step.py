@@ -1,4 +1,4 @@
-"""One optimizer step without values: the engine's own parts in the order of `engine/step.py`, less what the host reads."""
+"""One optimizer step without values: the engine's parts in the order of `engine/step.py`, less what the host reads."""
 
 import torch
 

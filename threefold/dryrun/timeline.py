@@ -11,7 +11,7 @@ def timeline(tracker: Tracker, points: int = MAX_POINTS) -> list[dict[str, Any]]
     """`change`: how many allocations and releases had happened."""
     stretch = -(-len(tracker.changes) // points) or 1
     marks = iter([*tracker.marks, (len(tracker.changes) + 1, None)])
-    at, spot = next(marks)
+    _, spot = next(marks)
     until, coming = next(marks)
     found: list[dict[str, Any]] = []
     live = highest = 0
@@ -23,8 +23,6 @@ def timeline(tracker: Tracker, points: int = MAX_POINTS) -> list[dict[str, Any]]
             until, coming = next(marks)
         if number % stretch == stretch - 1 or number == len(tracker.changes) - 1:
             assert spot is not None
-            found.append(
-                {"change": number, "bytes": highest, "phase": spot.phase, "microbatch": spot.microbatch}
-            )
+            found.append({"change": number, "bytes": highest, "phase": spot.phase, "microbatch": spot.microbatch})
             highest = live
     return found

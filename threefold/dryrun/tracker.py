@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from threefold.dryrun.where import Spot, Where
 
-
 _DEVICE = torch.ops.prim.device.default
 
 

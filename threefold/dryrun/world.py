@@ -1,4 +1,4 @@
-"""A rank among ranks that do not exist: a process group whose collectives return at once, and tensors without memory."""
+"""A rank among ranks that do not exist: its collectives return at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,9 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
     """The default group is that of a job of `size` ranks, of which this process is one."""
     if dist.is_initialized():
         problem = "this process is a rank of a real job already"
-        finding = Finding(rule="rehearsal-is-alone", at="dry-run", problem=problem, advice="rehearse in another process")
+        finding = Finding(
+            rule="rehearsal-is-alone", at="dry-run", problem=problem, advice="rehearse in another process"
+        )
         raise FindingsError([finding])
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

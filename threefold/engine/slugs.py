@@ -69,4 +69,18 @@ EXPLAIN = {
     "|Report it with the plan; meanwhile use a layout that agrees.",
     "verify-fits-here": "The ranks of a verification run on this machine.|They are forked, and compute in fp64."
     "|Count the ranks of the plan.|Add --scale-down.",
+    "rehearsal-runs": "The engine gets through a step of the plan.|What fails in a rehearsal fails on the cluster."
+    "|The message says which rank, module and phase, and what stopped there; `threefold dry-run --ranks N` repeats it."
+    "|Change what the place names; where the engine itself is at fault, report it with the plan.",
+    "rehearsal-fits-memory": "The rehearsed peak of every stage fits the chip."
+    "|A rehearsal allocates what the run would, so that a peak over the memory ends the run in its first step."
+    "|`threefold dry-run` prints the peak by term and its largest tensors.|What the message says of the largest term.",
+    "rehearsal-is-whole": "A rehearsal covers the whole plan.|What the engine does not run yet is not in its peak."
+    "|Compare the names in the message with the plan.|Nothing, if the rest is what you asked about.",
+    "rehearsal-has-rank": "The ranks to rehearse are ranks of the plan.|Others hold nothing."
+    "|`threefold show` prints the grids.|Numbers below cluster.gpus, or `stages`.",
+    "rehearsal-is-alone": "A rehearsal runs in a process that is no rank of a real job."
+    "|It makes a process group of its own.|Look for torchrun's variables.|Rehearse in another process.",
+    "rehearsal-measures": "A measured rehearsal has a GPU, and memory enough on it."
+    "|Peaks are read from its allocator.|Count the GPUs torch shows.|Rehearse with --device cpu.",
 }

@@ -55,15 +55,14 @@ def _layout(plan: Plan) -> tuple[Layout, list[str]]:
     degrees = {axis: min(2, old.degree(axis)) for axis in ("tp", "cp", "pp", "dp", "etp")}
     etp = degrees["etp"]
     stage = degrees["tp"] * degrees["cp"] * degrees["dp"]
-    if old.ep > 1:
-        # EP as wide as the stage where it was, else half of it, so that EDP stays in use.
-        share = stage // etp if old.edp == 1 else max(2, stage // (2 * etp))
-        ep = share if old.ep > old.dp or old.edp == 1 else min(2, share)
-        if stage % (ep * etp):
-            stage = math.lcm(stage, ep * etp)
-    else:
-        ep = 1
-        stage = math.lcm(stage, etp)
+    if old.ep == 1:
+        ep, stage = 1, math.lcm(stage, etp)
+    elif old.edp == 1:  # EP as wide as the stage, as it was
+        stage = math.lcm(stage, 2 * etp)
+        ep = stage // etp
+    else:  # half as wide, so that EDP stays in use; wide enough to reach over DP where it did
+        stage = math.lcm(stage, 4 * etp)
+        ep = stage // (2 * etp) if old.ep > old.dp else 2
     vpp = min(2, old.vpp) if degrees["pp"] > 1 else 1
     new = Layout(
         tp=degrees["tp"],

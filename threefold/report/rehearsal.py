@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from threefold.dryrun.ledger import Entry
+from threefold.dryrun.measure import Measurement
 from threefold.dryrun.rank import RankRehearsal
 from threefold.dryrun.rehearse import Rehearsal
 from threefold.dryrun.verdict import device_bytes
@@ -19,6 +20,25 @@ def rehearsal_text(found: Rehearsal) -> str:
         parts.append("\n".join(["left out of the rehearsal:", *(f"  {text}" for text in found.left_out)]))
     parts += [str(finding) for finding in found.findings]
     return "\n\n".join(part for part in parts if part)
+
+
+def measured_text(found: Measurement) -> str:
+    """What one GPU showed; the step on the cluster is put together from it and the prediction."""
+    rank = found.rehearsed
+    off = rank.peak_bytes / found.peak_bytes - 1
+    rows = [[name, f"{1e3 * ahead:.2f}", f"{1e3 * back:.2f}"] for name, (ahead, back) in found.module_seconds.items()]
+    return "\n\n".join(
+        [
+            f"measured on one GPU, rank {rank.rank} of {found.plan.layout.gpus} with collectives that do nothing",
+            f"peak {format_bytes(found.peak_bytes)} of tensors, {format_bytes(found.reserved_bytes)} reserved; "
+            f"rehearsed {format_bytes(rank.peak_bytes)} ({off:+.1%}), {rank.at}",
+            "a microbatch, all layers\n" + table(["module", "forward, ms", "backward, ms"], rows),
+            f"a step on the cluster, estimated: {found.step_seconds:.4g} s = {found.compute_seconds:.4g} measured "
+            f"compute + {found.communication_seconds:.4g} predicted communication + {found.bubble_seconds:.4g} bubble",
+            _sent(rank.collectives),
+            *found.left_out,
+        ]
+    )
 
 
 def _head(found: Rehearsal) -> str:

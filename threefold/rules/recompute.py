@@ -167,6 +167,20 @@ def offload_of_what_is_kept(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.activation_offload", problem=problem, fix=fix)
 
 
+@rule(rows="OF-ACT", target="threefold")
+def activation_offload_without_ep_overlap(plan: Plan) -> Iterator[Finding]:
+    """Activation offload and EP overlap exclude each other.
+
+    Why: offload brings layers back in the order in which one microbatch needs them; the overlap runs two at a time.
+    Confirm: knobs.activation_offload, activation_offload_layers and knobs.ep_overlap.
+    Fix: no activation offload; recompute goes with the overlap.
+    """
+    knobs = plan.knobs
+    if knobs.ep_overlap and (knobs.activation_offload or knobs.activation_offload_layers):
+        fix = {"knobs.activation_offload": None, "knobs.activation_offload_layers": None}
+        yield Finding(at="knobs.activation_offload", problem="activation offload with EP overlap", fix=fix)
+
+
 @rule(severity="warning", rows="RC-ORDER OF-OPT")
 def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     """Offload comes after recompute and parallelism.

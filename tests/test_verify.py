@@ -1,0 +1,49 @@
+"""`threefold verify`, and the small plans it runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from threefold.cli.main import main  # noqa: E402
+from threefold.plan.file import read_plan  # noqa: E402
+from threefold.plan.scale import MAX_RANKS, scale_down  # noqa: E402
+from threefold.rules.all import check, errors  # noqa: E402
+from threefold.spec.stacks import STACKS  # noqa: E402
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_small_plan_keeps_the_pattern_of_axes(path: Path) -> None:
+    plan = read_plan(str(path)).plan
+    assert plan is not None
+    if plan.model.family not in STACKS["threefold"].families:
+        pytest.skip(f"the engine does not train {plan.model.family}")
+    small, replaced = scale_down(plan)
+    old, new = plan.layout, small.layout
+    assert new.gpus <= MAX_RANKS
+    for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp"):
+        assert (old.degree(axis) > 1) == (new.degree(axis) > 1), axis
+    assert (old.edp == 1) == (new.edp == 1) or old.ep == 1
+    assert small.knobs.cp_comm == plan.knobs.cp_comm
+    assert bool(small.model.moe) == bool(plan.model.moe)
+    assert replaced
+    assert errors(check(small, "threefold")) == []
+
+
+def test_verify_says_what_it_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "recipes/qwen3-30b-a3b-4k-16xh100-bf16-overlap.toml"
+    assert main(["verify", str(RECIPES[0].parent.parent / plan), "--scale-down", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["same"]
+    assert told["ranks"] == 2
+    assert "bf16 by fp64" in told["replaced"]
+    assert max(told["differences"].values()) < 1e-10
+
+
+def test_a_large_plan_is_not_run_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(RECIPES[0])]) == 1
+    assert "verify-fits-here" in capsys.readouterr().out
