@@ -179,7 +179,9 @@ def _time(parts: Parts, run: Callable[..., Any], batches: list[Any], device: tor
 
 def show(found: dict[str, Any]) -> None:
     times = found["microbatch_seconds"]
-    print(f"each exchange held for {found['hold_seconds'] * 1e3:.3f} ms; {found['share']:.1%} of the time without overlap")
+    print(
+        f"each exchange held for {found['hold_seconds'] * 1e3:.3f} ms; {found['share']:.1%} of the time without overlap"
+    )
     for name, seconds in times["held"].items():
         hidden = f"  hidden {found['hidden'][name]:.1%}" if name in found["hidden"] else ""
         print(f"{name:<26}{times['instant'][name] * 1e3:>9.3f} ms instant{seconds * 1e3:>9.3f} ms held{hidden}")

@@ -63,6 +63,8 @@ def _layout(plan: Plan) -> tuple[Layout, list[str]]:
     else:  # half as wide, so that EDP stays in use; wide enough to reach over DP where it did
         stage = math.lcm(stage, 4 * etp)
         ep = stage // (2 * etp) if old.ep > old.dp else 2
+    used = [axis for axis in ("dp", "cp", "tp") if old.degree(axis) > 1]
+    degrees[used[0] if used else "dp"] *= stage // (degrees["tp"] * degrees["cp"] * degrees["dp"])
     vpp = min(2, old.vpp) if degrees["pp"] > 1 else 1
     new = Layout(
         tp=degrees["tp"],
