@@ -2,12 +2,12 @@
 
 python benchmarks/overlap.py [--steps 6] [--warmup 2] [--json FILE]          two ranks on a slow network of this machine
 python benchmarks/overlap.py --device cuda [--json FILE]                     one GPU, exchanges held for a set time
-python benchmarks/overlap.py --held --tiny                                   the second on the CPU; its times mean nothing
+python benchmarks/overlap.py --held --tiny                           the second on the CPU; its times mean nothing
 
-The network: ranks in network namespaces, joined by links with a token bucket, as slow as makes exchanges 30 to 45 % of a
-step without overlap. It needs root, `ip` and `tc`. The held exchange: one rank of Qwen3-30B-A3B's width with the experts
-of one of eight ranks; each exchange stays on a side stream for a set time. Times are of forward and backward, a
-microbatch in the steady state: what four more microbatches cost, divided by four.
+The network: ranks in network namespaces, joined by links with a token bucket, as slow as makes exchanges 30 to 45 %
+of a step without overlap. It needs root, `ip` and `tc`. The held exchange: one rank of Qwen3-30B-A3B's width with the
+experts of one of eight ranks; each exchange stays on a side stream for a set time. Times are of forward and backward,
+a microbatch in the steady state: what four more microbatches cost, divided by four.
 """
 
 import argparse
@@ -33,9 +33,9 @@ def main() -> int:
     if args.device == "cuda" or args.held:
         from overlap_held import measure, show
     else:
-        from overlap_network import measure, show
+        from overlap_network import measure, show, why_not
 
-        reason = __import__("overlap_network").why_not()
+        reason = why_not()
         if reason:
             print(f"skipped: {reason}")
             return 0

@@ -4,7 +4,6 @@ Nothing travels: what is measured is whether the schedule finds compute to put b
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from threefold.engine.build import Parts, build
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllTicket
 from threefold.engine.dispatch.flight import Flight, Wait, begin
-from threefold.engine.mesh import Mesh
+from threefold.engine.mesh import ALONE, Mesh
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.oracle import batch_of
 from threefold.engine.runner import InTurn, Merged
@@ -118,16 +116,12 @@ def plan_of(tiny: bool) -> Plan:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29518"}
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
+    torch.set_num_threads(1)
     plan, transport = plan_of(args.tiny), Transport(device)
-    mesh = Mesh(plan.layout, device=device, keep_single=True)
-    parts = build(plan, mesh, with_data=False)
+    parts = build(plan, Mesh(plan.layout, device=device), with_data=False)
     for layer in parts.model.modules():
         if isinstance(layer, MoeLayer):
-            assert isinstance(layer.dispatcher, AllToAllDispatcher)
-            given = layer.dispatcher
-            layer.dispatcher = HeldDispatcher(given.num_experts, given.ep, given.etp, transport=transport)
+            layer.dispatcher = HeldDispatcher(len(layer.experts.down), ALONE, transport=transport)
     runners = {
         "no overlap": InTurn(parts.model),
         "overlap": Merged(parts.model, False),
@@ -150,7 +144,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     num_exchanges = 4 * plan.model.num_layers
     hold = instant["no overlap"] * args.share / (1 - args.share) / num_exchanges
     held = {name: steady(name, hold) for name in runners}
-    dist.destroy_process_group()
     total = held["no overlap"] - instant["no overlap"]
     hidden = {name: 1 - (held[name] - instant[name]) / total for name in list(runners)[1:]}
     cost = instant["overlap"] / instant["no overlap"] - 1

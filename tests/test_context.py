@@ -331,7 +331,7 @@ def delta_bytes(rank: int, cp: int, kind: str) -> Counter[str]:
 
 def test_delta_bytes_are_the_hand_count() -> None:
     """2 x 16 tokens of 8 bytes; 4 key heads of 6, 8 value heads of 5; half of it goes to the other rank."""
-    into, out = 2 * 24 + 2 * 40 + 2 * 8, 40
+    into, out = 2 * 24 + 40 + 2 * 8, 40
     assert run_ranks(2, delta_bytes, 2, "a2a") == [Counter({"all_to_all": 32 * 8 * (into + out) // 2})] * 2
     # Of two pieces: 3 tokens of 2 rows and 88 channels, and of 8 heads and 2 rows a 6 x (5 + 6).
     passed = 8 * 2 * (2 * 3 * 88 + 2 * 8 * 6 * 11)

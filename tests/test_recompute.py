@@ -71,8 +71,19 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize(("family", "names"), CASES, ids=["-".join((family, *names)) for family, names in CASES])
+def often(names: tuple[str, ...], dtype: torch.dtype) -> bool:
+    """Each alone in fp64, all at once in fp32; the others now and then."""
+    return (len(names) == 1) == (dtype == torch.float64)
+
+
+BITS = [
+    pytest.param(family, names, dtype, marks=() if often(names, dtype) else pytest.mark.slow)
+    for family, names in CASES
+    for dtype in (torch.float32, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("family", "names", "dtype"), BITS)
 def test_gradients_are_the_same_bits(family: str, names: tuple[str, ...], dtype: torch.dtype) -> None:
     assert_same(gradients(family, dtype, recompute=names), gradients(family, dtype))
 

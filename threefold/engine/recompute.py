@@ -78,9 +78,8 @@ class _Region:
         given = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs.saved_tensors]
         maker = _Maker(self)
         outputs: Any = ()
-        with torch.enable_grad(), taking(maker):
-            with suppress(_Enough):
-                outputs = self.function(*given)
+        with torch.enable_grad(), taking(maker), suppress(_Enough):
+            outputs = self.function(*given)
         assert maker.count == len(self.tickets), f"{maker.count} tensors made of {len(self.tickets)}"
         for ticket_ref, place, view in self.views:
             ticket = ticket_ref()

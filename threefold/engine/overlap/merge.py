@@ -24,27 +24,20 @@ def alternate(one: Stream, other: Stream) -> None:
 def in_pairs(open_passage: Callable[[int], Passage], count: int) -> None:
     """Forward and backward of `count` microbatches: each forward beside the backward of the one before.
 
-    Pairs do not wait for each other: when a backward comes to its last exchange, the forward after next may begin, so
-    that only the first forward and the last backward have nothing beside them.
+    Only the first forward and the last backward have nothing beside them.
     """
-    ready: dict[int, Passage] = {}
-
-    def forwards(numbers: range) -> Stream:
-        for number in numbers:
-            passage = open_passage(number)
-            yield from until_done(passage.forward(None))
-            ready[number] = passage
-
-    def backwards() -> Stream:
-        for number in range(count):
-            while number not in ready:
-                yield
-            yield from until_done(ready.pop(number).backward(None))
-
-    for _ in forwards(range(1)):
-        pass
-    alternate(backwards(), forwards(range(1, count)))
+    before: Passage | None = None
+    for number in range(count):
+        passage = open_passage(number)
+        alternate(_until_done(before.backward(None)) if before else _nothing(), _until_done(passage.forward(None)))
+        before = passage
+    if before is not None:
+        alternate(_until_done(before.backward(None)), _nothing())
 
 
-def until_done(steps: Steps[object]) -> Stream:
+def _until_done(steps: Steps[object]) -> Stream:
     yield from steps
+
+
+def _nothing() -> Stream:
+    yield from ()
