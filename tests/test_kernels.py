@@ -275,3 +275,27 @@ def poison() -> None:
     torch.cuda.empty_cache()
     junk = torch.full((1 << 26,), float("nan"), device="cuda")
     del junk
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_a_model_with_fused_experts_equals_one_without(family: str) -> None:
+    """knobs.expert_fusion, in fp64 on the CPU: the reference steps in place of the kernels, the same wiring."""
+    from dataclasses import replace
+
+    from tiny_models import spec_of
+
+    from threefold.engine.models.build import build_model
+    from threefold.engine.options import Options
+
+    tokens = torch.arange(26).view(2, 13) * 5 % 67
+    found = []
+    plain = Options(aux_loss=0.01, expert_backend="loop")
+    for options in (plain, replace(plain, expert_fusion=True)):
+        model = build_model(spec_of(family), dtype=torch.float64, options=options)
+        out = model(tokens, tokens.roll(-1, 1))
+        out.loss.backward()
+        found.append((out.loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (loss, grads), (same, others) = found
+    torch.testing.assert_close(same, loss, rtol=1e-12, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(others[name], grad, rtol=1e-10, atol=1e-14, msg=name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threefold.engine.mesh import Group
+from threefold.engine.mesh import Group, Mesh
 from threefold.engine.pipeline.schedule import Pipeline
 from threefold.engine.shard.collectives import Call
 
@@ -52,8 +52,14 @@ class Ledger:
     def __init__(self, domain: int, times: float = 1.0) -> None:
         self.domain, self.times = domain, times
         self.counting = False
+        self._experts: set[int] = set()
         self._counts: Counter[tuple[str, str, int, str]] = Counter()
         self._announced = 0
+
+    def begin(self, mesh: Mesh) -> None:
+        """From here on."""
+        self.counting = True
+        self._experts = set(mesh.group("edp").ranks) if mesh.layout.edp != mesh.layout.dp * mesh.layout.cp else set()
 
     def observe(self, call: Call) -> None:
         """An observer of the engine's collectives."""
@@ -76,7 +82,8 @@ class Ledger:
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
             size = x.numel() * x.element_size()
-            self._add("fsdp", operation, round(size * sent(len(ranks))), ranks, self.times)
+            axis = "edp" if self._experts.issuperset(ranks) else "dp x cp"
+            self._add(axis, operation, round(size * sent(len(ranks))), ranks, self.times)
 
     def add_pipeline(self, pipeline: Pipeline, group: Group) -> None:
         for size, count in pipeline.traffic():

@@ -45,6 +45,10 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -
 STAND_INS = {_GROUPED: _grouped_mm}
 
 
+def with_stand_ins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return STAND_INS.get(func, func)(*args, **kwargs)
+
+
 @torch.library.register_fake("threefold::rms_norm", lib=_LIBRARY)
 def _rms_norm(x: Tensor, dims: int, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     kept = (*x.shape[: x.dim() - dims], *([1] * dims))

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threefold.dryrun.faults import told
@@ -13,7 +14,8 @@ from threefold.dryrun.fewer import fewer_microbatches
 from threefold.dryrun.flex import flex_stand_ins
 from threefold.dryrun.ledger import Entry, Ledger
 from threefold.dryrun.loads import Loads
-from threefold.dryrun.operators import STAND_INS, WORKSPACES, as_on_a_gpu
+from threefold.dryrun.meta import META, MetaOperators, messages_one_by_one
+from threefold.dryrun.operators import STAND_INS, WORKSPACES, as_on_a_gpu, with_stand_ins
 from threefold.dryrun.step import step
 from threefold.dryrun.terms import by_term, expert_paths, label_gradients, label_states, term_of
 from threefold.dryrun.timeline import timeline
@@ -82,20 +84,21 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     stage = plan.layout.coordinate("pp", rank)
     small = fewer_microbatches(plan, stage)
     where = Where()
-    on_gpu = plan.chip.architecture != "cpu"
-    tracker = Tracker(where, GRANULE if on_gpu else 1, WORKSPACES if on_gpu else None, STAND_INS)
+    tracker = _tracker(plan, where)
     ledger = Ledger(plan.cluster.domain_ranks, plan.num_microbatches / small.num_microbatches)
     tracker.watchers.append(ledger.watch)
     with told(plan, rank, where), _stand_ins(small, rank, loads or Loads()), tracker, where.watching():
         with observed(ledger.observe):
-            parts = build(small, FakeMesh(small.layout, rank), with_data=False, with_weights=False)
+            mesh = FakeMesh(small.layout, rank, _device(small))
+            parts = build(small, mesh, with_data=False, with_weights=False)
             where.name(parts.chunks)
             label_states(tracker, parts)
-            ledger.counting = True
+            tracker.begin()
+            ledger.begin(mesh)
             step(parts, small, where, plan.num_microbatches)
         label_gradients(tracker, parts)
         if isinstance(parts.runner, Piped):
-            ledger.add_pipeline(parts.runner.pipeline, parts.mesh.group("pp"))
+            ledger.add_pipeline(parts.runner.pipeline, mesh.group("pp"))
         found = _summary(tracker, parts)
     return RankRehearsal(
         rank=rank,
@@ -110,28 +113,47 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     )
 
 
+def _sharded(plan: Plan) -> bool:
+    """torch's FSDP asks for a device that streams; fake tensors say they are on one."""
+    return plan.knobs.data_parallel != "zero1"
+
+
+def _device(plan: Plan) -> torch.device:
+    return torch.device("cpu") if _sharded(plan) else META
+
+
+def _tracker(plan: Plan, where: Where) -> Tracker:
+    on_gpu = plan.chip.architecture != "cpu"
+    granule, workspaces = (GRANULE, WORKSPACES) if on_gpu else (1, {})
+    if _sharded(plan):
+        return Tracker(where, granule, workspaces, with_stand_ins)
+    return Tracker(where, granule, workspaces, MetaOperators(STAND_INS), ignored="cpu")
+
+
 @contextmanager
 def _stand_ins(plan: Plan, rank: int, loads: Loads) -> Iterator[None]:
     """For the other ranks, the tensors' memory, the GPU, and what routing would say."""
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         stack.enter_context(fake_ranks(rank, plan.layout.gpus))
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(FakeTensorMode() if _sharded(plan) else messages_one_by_one())
         stack.enter_context(sizes_from(loads.source()))
         if plan.chip.architecture != "cpu":
             stack.enter_context(standing_for("cuda"))
             stack.enter_context(as_on_a_gpu())
             top_k = plan.model.moe.top_k if plan.model.moe else 1
             stack.enter_context(flex_stand_ins(loads.source(), top_k))
+        else:
+            stack.enter_context(standing_for("cpu"))
         yield
 
 
 def _summary(tracker: Tracker, parts: Parts) -> dict[str, Any]:
     blocks, experts = list(tracker.at_peak()), expert_paths(parts.chunks.values())
-    largest = sorted(blocks, key=lambda block: -block.num_bytes)[:TOP]
-    return {"terms": by_term(blocks, experts), "top": tuple(_live(block, experts) for block in largest)}
+    largest = sorted(blocks, key=lambda pair: -pair[1])[:TOP]
+    return {"terms": by_term(blocks, experts), "top": tuple(_live(*pair, experts) for pair in largest)}
 
 
-def _live(block: Block, experts: set[str]) -> Live:
+def _live(block: Block, size: int, experts: set[str]) -> Live:
     owner = block.name or str(block.spot)
-    return Live(block.num_bytes, term_of(block, experts), owner, block.shape, block.dtype, block.operation)
+    return Live(size, term_of(block, experts), owner, block.shape, block.dtype, block.operation)

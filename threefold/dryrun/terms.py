@@ -90,8 +90,8 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def by_term(blocks: Iterable[Block], with_experts: set[str]) -> dict[str, int]:
+def by_term(blocks: Iterable[tuple[Block, int]], with_experts: set[str]) -> dict[str, int]:
     sums = dict.fromkeys(MEMORY_TERMS, 0)
-    for block in blocks:
-        sums[term_of(block, with_experts)] += block.num_bytes
+    for block, size in blocks:
+        sums[term_of(block, with_experts)] += size
     return {term: size for term, size in sums.items() if size}

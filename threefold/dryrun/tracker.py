@@ -1,6 +1,6 @@
 """Live bytes, by storage: what is made, grows, shrinks and goes, in the order it happens.
 
-A dispatch mode above the fake tensors sees every result; a storage counts once, however many views it has, and goes
+A dispatch mode sees every result; a storage counts once, however many views it has, and goes
 when the last of them does. All changes are kept, so that afterwards the peak can be looked into.
 """
 
@@ -32,20 +32,27 @@ class Block:
 # Bytes that a kernel needs beside its results while it runs.
 Workspace = Callable[[tuple[Any, ...]], int]
 Watcher = Callable[[Any, tuple[Any, ...]], None]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 class Tracker(TorchDispatchMode):
-    """`granule`: sizes are rounded up to multiples, as an allocator does. `stand_ins` take the place of operators."""
+    """`granule`: sizes are rounded up to multiples, as an allocator does. `run` runs an operator. Tensors on a device of
+    the type `ignored` do not count."""
 
     def __init__(
         self,
         where: Where,
         granule: int = 1,
         workspaces: dict[Any, Workspace] | None = None,
-        stand_ins: dict[Any, Callable[..., Any]] | None = None,
+        run: Run = _as_it_is,
+        ignored: str = "meta",
     ) -> None:
         super().__init__()
-        self.stand_ins = stand_ins or {}
+        self.run, self.ignored = run, ignored
         self.where, self.granule, self.workspaces = where, granule, workspaces or {}
         self.live: dict[int, tuple[Block, Any]] = {}
         self.changes: list[tuple[Block, int]] = []
@@ -64,8 +71,14 @@ class Tracker(TorchDispatchMode):
         if block is not None:
             block.term, block.name = term, name
 
-    def at_peak(self) -> Iterable[Block]:
-        """What was live, with the size it had."""
+    def begin(self) -> None:
+        """Forget what was before, but for what is left of it."""
+        self.changes = [(block, block.num_bytes) for block, _ in self.live.values()]
+        self.peak, self.peak_at, self.peak_spot = self.now, len(self.changes), self.where()
+        self.marks = []
+
+    def at_peak(self) -> Iterable[tuple[Block, int]]:
+        """What was live, and the size it had."""
         sizes: dict[int, int] = {}
         blocks: dict[int, Block] = {}
         for block, change in self.changes[: self.peak_at]:
@@ -73,15 +86,14 @@ class Tracker(TorchDispatchMode):
             blocks[id(block)] = block
         for key, size in sizes.items():
             if size:
-                blocks[key].num_bytes = size
-                yield blocks[key]
+                yield blocks[key], size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # asked of fake tensors more often than all else together
             return _device(args[0])
-        out = self.stand_ins.get(func, func)(*args, **(kwargs or {}))
+        out = self.run(func, args, kwargs or {})
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(x, Tensor) and _device(x).type != "meta":
+            if isinstance(x, Tensor) and _device(x).type != self.ignored:
                 self._see(x, func)
         if func in self.workspaces:
             block = Block(0, self.where(), str(func), (), "")

@@ -83,6 +83,7 @@ def options_of(plan: Plan) -> Options:
         capacity_factor=job.capacity_factor if job.capacity_scope == "expert" else None,
         forced_balance=job.routing == "forced-balance",
         shared_overlap=plan.knobs.shared_expert_overlap,
+        expert_fusion=plan.knobs.expert_fusion,
         recompute=plan.knobs.recompute,
         recompute_method=plan.knobs.recompute_method,
         recompute_layers=plan.knobs.recompute_layers,

@@ -21,6 +21,7 @@ class Options:
     forced_balance: bool = False
     shared_overlap: bool = False  # shared experts beside the dispatch
     expert_backend: Literal["auto", "grouped", "loop"] = "auto"
+    expert_fusion: bool = False  # kernels of our own, where the device has them
     loss_chunk: int | None = None  # tokens of one chunk of the loss; None: by the size of the vocabulary
     recompute: tuple[str, ...] = ()
     recompute_method: str | None = None

@@ -1,6 +1,6 @@
 """Whose way the engine goes where devices differ: that of its tensors, or of the GPU that a rehearsal's stand for.
 
-A rehearsal keeps fake tensors on the CPU, because the backward of others needs a driver.
+A rehearsal's tensors have no memory, and are on no GPU, because the backward there needs a driver.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ def way(device: torch.device) -> str:
 
 
 def stood_for() -> bool:
-    """Whether the tensors stand for another device: no kernel can be tried out."""
-    return bool(_stand_for)
+    """Whether the tensors stand for those of a GPU: no kernel can be tried out, and no host lies apart."""
+    return _stand_for[-1:] == ["cuda"]
 
 
 @contextmanager

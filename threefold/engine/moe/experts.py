@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.dispatch.splits import host_sizes
+from threefold.engine.kernels.experts import fused_experts, grouped_experts
 from threefold.engine.offload import away
 from threefold.engine.recompute import remade
-from threefold.engine.ways import stood_for
+from threefold.engine.ways import stood_for, way
 
 Backend = Literal["auto", "grouped", "loop"]
 _ALIGN_BYTES = 16  # grouped_mm wants strides of whole 16 bytes
@@ -44,6 +45,7 @@ class Experts(nn.Module):
 
     adds_bias = True
     again: frozenset[str] = frozenset()
+    fusion = False  # one pass that keeps only its input and FC1's output
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.activation, self.backend = ACTIVATIONS[activation], backend
+        self.activation_name = activation
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * expert_dim, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
         self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * expert_dim)) if bias else None
@@ -63,6 +66,12 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
+        if self.fusion:
+            bias = self.down_bias if self.adds_bias else None
+            y_RD = grouped_experts(
+                x_RD, weight_R, count_E, self.gate_up, self.down, self.gate_up_bias, bias, self.activation_name
+            )
+            return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
         use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RD, self.down))
         apply = grouped_linear if use_grouped else looped_linear
         with away("expert_fc1"):
@@ -76,6 +85,11 @@ class Experts(nn.Module):
         if not self.adds_bias:
             return y_RD + self.down_bias[:0].sum()  # nothing, with a gradient of zeros: every copy has one to sum
         return y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
+
+    def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """Where all experts are here: tokens in, tokens out, rows gathered as they are read."""
+        parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name)
 
     def _activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
         return weigh(self.activation(gate_up_RX), weight_R)
@@ -145,8 +159,8 @@ def grouped_works(x_RD: Tensor, down_EDH: Tensor) -> bool:
     sizes = down_EDH.shape[1:]
     aligned = all(size * x_RD.element_size() % _ALIGN_BYTES == 0 for size in sizes)
     if stood_for():
-        return aligned and x_RD.dtype == torch.bfloat16  # torch knows the shapes of this one only
-    return aligned and _probe(x_RD.device.type, x_RD.dtype)
+        return aligned and x_RD.dtype != torch.float64
+    return aligned and _probe(way(x_RD.device), x_RD.dtype)
 
 
 @cache

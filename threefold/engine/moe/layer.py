@@ -30,12 +30,14 @@ class MoeLayer(nn.Module):
         self.experts = Experts(
             spec.num_experts, dim, spec.expert_dim, spec.bias, activation, backend=options.expert_backend
         )
-        self.experts.again = options.again
+        self.experts.again, self.experts.fusion = options.again, options.expert_fusion
         self.shared = Mlp(dim, spec.shared_width) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
         self.dispatcher = LocalDispatcher(spec.num_experts, options.capacity_factor)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Balance]:
+        if self.in_one:
+            return self.compute_in_one(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         routing, ticket = self.route(x_TD)
         x_PD, weight_P = self.dispatch(x_TD, routing, ticket)
@@ -46,6 +48,22 @@ class MoeLayer(nn.Module):
         if self.shared is not None:
             y_TD = y_TD + (self.compute_shared(x_TD) if shared_TD is None else shared_TD)
         return y_TD.view_as(x_BSD), self.balance(routing, ticket, len(x_BSD))
+
+    @property
+    def in_one(self) -> bool:
+        """Nothing travels, nothing is dropped, and kernels that gather are wanted."""
+        here = isinstance(self.dispatcher, LocalDispatcher) and self.dispatcher.capacity_factor is None
+        return here and self.options.expert_fusion
+
+    def compute_in_one(self, x_BSD: Tensor) -> tuple[Tensor, Balance]:
+        x_TD = x_BSD.flatten(0, 1)
+        routing = self.router(x_TD)
+        y_TD = self.experts.of_tokens(x_TD, routing.weight_TK, routing.expert_TK)
+        if self.shared is not None:
+            y_TD = y_TD + self.compute_shared(x_TD)
+        none = torch.zeros((), dtype=torch.long, device=x_TD.device)
+        balance = measure(routing, len(x_BSD), self.options.wanted, none, self.tokens)
+        return y_TD.view_as(x_BSD), balance
 
     def route(self, x_TD: Tensor) -> tuple[Routing, Ticket]:
         routing = self.router(x_TD)
