@@ -50,7 +50,7 @@ SIDES = ("threefold", "transformers")
 Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
 
 
-def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int) -> Plan:
+def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, fusion: bool = False) -> Plan:
     fields = {
         "model": "qwen3-30b-a3b",
         "model.num_layers": layers,
@@ -59,6 +59,7 @@ def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int) -> Plan:
         "job.global_batch": micro,
         "job.aux_loss": 0.0,
         "knobs.optimizer_dtype": "bf16",
+        "knobs.expert_fusion": fusion,
     }
     parsed = parse(fields, model=model)
     assert parsed.plan, parsed.findings
@@ -221,6 +222,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--fusion", action="store_true", help="knobs.expert_fusion: our own expert kernels")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, model = torch.device(args.device), TINY if args.tiny else QWEN3_30B
@@ -229,7 +231,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for layers in args.layers:
         for micro in args.micro:
-            plan = plan_of(model, layers, micro, seq_len)
+            plan = plan_of(model, layers, micro, seq_len, args.fusion)
             row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "ratio": None}
             for side in sides:
                 row[side] = measure(side, plan, device, args.steps, args.warmup)

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from threefold.dryrun.tracker import Workspace
 from threefold.engine.norm import wide
@@ -33,9 +34,9 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch knows the shapes of it in bf16 only."""
+    """Without memory torch knows it in bf16 only."""
     found: Tensor
-    if a.dtype == torch.bfloat16:
+    if a.dtype == torch.bfloat16 or not (a.is_meta or isinstance(a, FakeTensor)):
         found = _GROUPED(a, b, offs, *args, **kwargs)
     else:
         found = torch.ops.threefold.grouped_mm(a, b, offs)

@@ -36,6 +36,7 @@ class Where:
         self._paths: dict[nn.Module, str] = {}
         self._roots: set[nn.Module] = set()
         self._stack: list[str] = []
+        self._beside = ""  # the module around the one left last: some schedules call modules part by part
         self._microbatch: int | None = None
         self._began: list[int] = [0]
         self._was: list[tuple[str, int | None]] = [("", None)]
@@ -52,7 +53,7 @@ class Where:
         """Now."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return Spot(self.phase, self._stack[-1] if self._stack else "", self._microbatch)
+            return Spot(self.phase, self._stack[-1] if self._stack else self._beside, self._microbatch)
         if self._stack:
             return Spot("recompute", self._stack[-1], self._last[1])
         number = node._sequence_nr()
@@ -62,14 +63,14 @@ class Where:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        before, self.phase, self._microbatch = self.phase, phase, None
+        before, self.phase, self._microbatch, self._beside = self.phase, phase, None, ""
         try:
             yield
         except Exception:
             self.failed = self.failed or self()
             raise
         finally:
-            self.phase, self._microbatch = before, None
+            self.phase, self._microbatch, self._beside = before, None, ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -96,7 +97,9 @@ class Where:
         if output is None and self.failed is None:
             self.failed = self()
         if module in self._paths and self._stack:
-            self._stack.pop()
+            left = self._stack.pop()
+            around = left.rpartition(".")[0]
+            self._beside = "" if around in ("layers", "mtp") or left.endswith(".norm") else around
             self._note()
 
     def _note(self) -> None:
