@@ -151,9 +151,11 @@ def _stand_ins(plan: Plan, rank: int, loads: Loads) -> Iterator[None]:
 def _summary(tracker: Tracker, parts: Parts) -> dict[str, Any]:
     blocks, experts = list(tracker.at_peak()), expert_paths(parts.chunks.values())
     largest = sorted(blocks, key=lambda pair: -pair[1])[:TOP]
-    return {"terms": by_term(blocks, experts), "top": tuple(_live(*pair, experts) for pair in largest)}
+    loss = any(chunk.has_loss for chunk in parts.chunks.values())
+    terms = by_term(blocks, experts, loss)
+    return {"terms": terms, "top": tuple(_live(*pair, experts, loss) for pair in largest)}
 
 
-def _live(block: Block, size: int, experts: set[str]) -> Live:
+def _live(block: Block, size: int, experts: set[str], has_loss: bool) -> Live:
     owner = block.name or str(block.spot)
-    return Live(size, term_of(block, experts), owner, block.shape, block.dtype, block.operation)
+    return Live(size, term_of(block, experts, has_loss), owner, block.shape, block.dtype, block.operation)

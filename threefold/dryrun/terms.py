@@ -24,7 +24,7 @@ _MODULES = (
 )
 
 
-def term_of(block: Block, with_experts: set[str]) -> str:
+def term_of(block: Block, with_experts: set[str], has_loss: bool = True) -> str:
     """Beside what has a name, tensors of the forward are kept for the backward; those of the backward pass by."""
     if block.term is not None:
         return block.term
@@ -42,7 +42,9 @@ def term_of(block: Block, with_experts: set[str]) -> str:
             return "dispatch" if path[: path.index(part) + len(part)] in with_experts else "mlp"
     if ".layers." in path or path.endswith(".norm") or ".mtp." in path:
         return "norms"  # the residual stream
-    return "embedding" if spot.phase == "batch" else "logits"
+    if spot.phase == "batch":
+        return "embedding"
+    return "logits" if has_loss else "norms"  # what passes between stages is the residual stream too
 
 
 def expert_paths(chunks: Iterable[nn.Module]) -> set[str]:
@@ -90,8 +92,8 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def by_term(blocks: Iterable[tuple[Block, int]], with_experts: set[str]) -> dict[str, int]:
+def by_term(blocks: Iterable[tuple[Block, int]], with_experts: set[str], has_loss: bool = True) -> dict[str, int]:
     sums = dict.fromkeys(MEMORY_TERMS, 0)
     for block, size in blocks:
-        sums[term_of(block, with_experts)] += size
+        sums[term_of(block, with_experts, has_loss)] += size
     return {term: size for term, size in sums.items() if size}

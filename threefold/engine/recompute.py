@@ -50,8 +50,9 @@ class _Region:
 
     def __init__(self, function: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
         self.function, self.given = function, given
-        # Kept by autograd, not by us: an offload around it sees them, and they go when the graph goes.
-        self.inputs: Any = _Keep.apply(torch.empty(0, requires_grad=True), *given).grad_fn
+        # Kept by autograd, not by us: an offload around it sees them, and they go when the graph goes. Torch 2.11 lets
+        # a node's tensors go with its result, so that we hold on to that.
+        self.inputs: Any = _Keep.apply(torch.empty(0, requires_grad=True), *given)
         self.tickets: list[ref[Ticket]] = []
         self.shapes: list[torch.Size] = []
         self.views: list[tuple[ref[Ticket], int, View]] = []  # of outputs that were hidden
@@ -75,7 +76,7 @@ class _Region:
         return self.made[ticket]
 
     def _make(self) -> WeakKeyDictionary[Ticket, Tensor]:
-        given = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs.saved_tensors]
+        given = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs.grad_fn.saved_tensors]
         maker = _Maker(self)
         outputs: Any = ()
         with torch.enable_grad(), taking(maker), suppress(_Enough):
