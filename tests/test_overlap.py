@@ -82,14 +82,14 @@ def test_overlap_is_one_rank(one: Case) -> None:
 def test_streams_take_turns() -> None:
     said: list[str] = []
 
-    def stream(name: str, stops: int) -> Iterator[None]:
-        for n in range(stops):
+    def stream(name: str, stops: list[Any]) -> Iterator[Any]:
+        for n, stop in enumerate(stops):
             said.append(f"{name}{n}")
-            yield
+            yield stop
         said.append(f"{name} ends")
 
-    alternate(stream("b", 2), stream("f", 3))
-    assert said == ["b0", "f0", "b1", "f1", "b ends", "f2", "f ends"]
+    alternate(stream("b", ["rows"] * 2), stream("f", ["rows", "counts", "rows"]), lambda: said.append("filled"))  # type: ignore[arg-type]
+    assert said == ["b0", "f0", "b1", "f1", "filled", "f2", "b ends", "f ends"]
 
 
 class Noted:
@@ -98,17 +98,19 @@ class Noted:
     def __init__(self, number: int, said: list[str]) -> None:
         self.number, self.said = number, said
 
-    def forward(self, x: Any) -> Iterator[None]:
+    def forward(self, x: Any) -> Iterator[str]:
         for part in "ade":
             self.said.append(f"F{self.number}{part}")
             if part != "e":
-                yield
+                yield "rows"
 
-    def backward(self, grad: Any) -> Iterator[None]:
+    def backward(self, grad: Any) -> Iterator[str]:
         for part in "eda":
             self.said.append(f"B{self.number}{part}")
             if part != "a":
-                yield
+                yield "rows"
+
+    def fill(self) -> None: ...
 
 
 def test_pairs_follow_each_other_without_a_gap() -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from threefold.cost.kept import Share, layer_kept
+from threefold.cost.own import OWN, Held, own_activations, own_moment, own_states
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
 from threefold.layout.stages import Chunk, chunk_rank
@@ -57,17 +59,6 @@ class Memory:
         return self.worst.device_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a pipeline rank holds."""
-
-    chunks: tuple[Chunk, ...]
-    layers: tuple[Layer, ...]
-    embedding: bool
-    mtp: int
-    loss: bool
-
-
 def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """Every distinct stage. `skew` is the tokens of the busiest expert rank over the balanced number."""
     kinds = set(plan.model.layers) | set(plan.model.mtp_depth)
@@ -77,7 +68,10 @@ def memory(plan: Plan, skew: float = 1.0) -> Memory:
 
 def _layer_saved(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
     names = frozenset(plan.knobs.recompute)
-    kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], names, _input_bytes(plan))
+    if plan.target == OWN:
+        kept = layer_kept(Share(plan, skew), layer)
+    else:
+        kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], names, _input_bytes(plan))
     gone = _offloaded(plan)
     return {name: value * (1 - gone.get(name, 0.0)) for name, value in kept.items()}
 
@@ -103,14 +97,14 @@ def _offloaded(plan: Plan) -> dict[str, float]:
     return gone
 
 
-def _stages(plan: Plan) -> list[_Held]:
+def _stages(plan: Plan) -> list[Held]:
     layout, layers = plan.layout, plan.model.layers
     v_shaped = layout.pipeline_schedule == "dualpipev"
     ranks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
     for index, chunk in enumerate(plan.chunks):
         ranks[chunk_rank(index, layout.pp, v_shaped)].append(chunk)
     return [
-        _Held(
+        Held(
             chunks=tuple(chunks),
             layers=tuple(layers[i] for chunk in chunks for i in chunk.layers),
             embedding=any(chunk.embedding for chunk in chunks),
@@ -121,7 +115,7 @@ def _stages(plan: Plan) -> list[_Held]:
     ]
 
 
-def stage_params(plan: Plan, held: _Held) -> tuple[float, float]:
+def stage_params(plan: Plan, held: Held) -> tuple[float, float]:
     """Parameters of a rank outside and inside the routed experts."""
     model, layout = plan.model, plan.layout
     depths = min(held.mtp, 1) if model.mtp_shared else held.mtp
@@ -148,10 +142,15 @@ def stage_params(plan: Plan, held: _Held) -> tuple[float, float]:
     return dense, experts
 
 
-def _stage(plan: Plan, stage: int, held: _Held, saved: dict[Layer, dict[str, float]], skew: float) -> StageMemory:
+def _stage(plan: Plan, stage: int, held: Held, saved: dict[Layer, dict[str, float]], skew: float) -> StageMemory:
     terms = _states(plan, held)
-    _activations(plan, stage, held, saved, terms)
-    moment = _transients(plan, held, saved, terms, skew)
+    if plan.target == OWN:
+        own_activations(plan, stage, held, saved, terms, in_flight(plan, stage))
+        moment = own_moment(plan, held, saved, terms, skew)
+        _own_extras(plan, held, terms)
+    else:
+        _activations(plan, stage, held, saved, terms)
+        moment = _transients(plan, held, saved, terms, skew)
     captured = _captured(plan, held, terms)
     peak = sum(terms.values())
     groups = sum(plan.layout.degree(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep", "edp", "etp"))
@@ -163,7 +162,7 @@ def _stage(plan: Plan, stage: int, held: _Held, saved: dict[Layer, dict[str, flo
     return StageMemory(stage, peak, terms, moment, peak + sum(reserve.values()), reserve)
 
 
-def _states(plan: Plan, held: _Held) -> dict[str, float]:
+def _states(plan: Plan, held: Held) -> dict[str, float]:
     """Weights, gradients and optimizer states, sharded as the plan says."""
     layout, knobs = plan.layout, plan.knobs
     dense, experts = stage_params(plan, held)
@@ -189,7 +188,7 @@ def _states(plan: Plan, held: _Held) -> dict[str, float]:
         "gradients": STATE_BYTES[knobs.grad_dtype] * (dense + experts) * trained,
         "optimizer": per_param * states * trained,
         "quantised_weights": quantised,
-    }
+    } | (own_states(plan, *stage_params(plan, held)) if plan.target == OWN and not plan.low_precision else {})
 
 
 def in_flight(plan: Plan, stage: int) -> list[int]:
@@ -210,7 +209,7 @@ def in_flight(plan: Plan, stage: int) -> list[int]:
 
 
 def _activations(
-    plan: Plan, stage: int, held: _Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float]
+    plan: Plan, stage: int, held: Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float]
 ) -> None:
     layers = plan.model.layers
     keep = 1.0
@@ -236,8 +235,15 @@ def _activations(
         terms["vision"] = vision_saved(plan.model.vision, patches, "vision" in plan.job.freeze)
 
 
+def _own_extras(plan: Plan, held: Held, terms: dict[str, float]) -> None:
+    """Merged passes hold another microbatch's layer."""
+    if plan.knobs.ep_overlap and held.layers:
+        kept = sum(size for name, size in terms.items() if name not in ("weights", "gradients", "optimizer"))
+        terms["overlap"] = kept / max(1, len(held.layers)) * 0.5
+
+
 def _transients(
-    plan: Plan, held: _Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float], skew: float
+    plan: Plan, held: Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float], skew: float
 ) -> str:
     """What lives only for a moment: the layer being recomputed, gradients of a layer, overlap, graphs."""
     knobs = plan.knobs
@@ -259,7 +265,7 @@ def _transients(
     return moment
 
 
-def _gathered(plan: Plan, held: _Held) -> float:
+def _gathered(plan: Plan, held: Held) -> float:
     """FSDP holds the layer at work and the next one whole."""
     if plan.knobs.data_parallel == "zero1" or not held.layers:
         return 0.0
@@ -267,7 +273,7 @@ def _gathered(plan: Plan, held: _Held) -> float:
     return 2 * BF16 * (dense + experts) / len(held.layers)
 
 
-def _dispatch_workspace(plan: Plan, held: _Held) -> float:
+def _dispatch_workspace(plan: Plan, held: Held) -> float:
     """What one exchange holds while it runs: rows sent and received; flex dispatchers keep one buffer of tokens."""
     moe, layout = plan.model.moe, plan.layout
     if moe is None or layout.ep * layout.etp == 1 or not any(layer.ffn == "moe" for layer in held.layers):
@@ -278,7 +284,7 @@ def _dispatch_workspace(plan: Plan, held: _Held) -> float:
     return tokens * token * copies
 
 
-def _captured(plan: Plan, held: _Held, terms: dict[str, float]) -> float:
+def _captured(plan: Plan, held: Held, terms: dict[str, float]) -> float:
     """Bytes that a captured mixer keeps in the graph's own pool, where the allocator's peak does not see them."""
     scopes = {"mamba": "mamba", "attn": "attention"}
     caught = {mixer for scope, mixer in scopes.items() if scope in plan.knobs.graphs}

@@ -5,18 +5,22 @@ The order never depends on how long anything takes: every rank starts its collec
 
 from collections.abc import Callable, Generator
 
-from threefold.engine.pipeline.passage import Passage, Steps
+from threefold.engine.pipeline.passage import Passage, Stop, run_out
 
-Stream = Generator[None, None, None]
+Stream = Generator[Stop, None, object]
 
 
-def alternate(one: Stream, other: Stream) -> None:
-    """`one` to its first stop, then `other` to its, and so on; what is left of the longer runs alone."""
+def alternate(one: Stream, other: Stream, fill: Callable[[], object]) -> None:
+    """`one` to its first stop, then `other` to its, and so on; what is left of the longer runs alone.
+
+    Counts are few and needed at once: `fill`, not the other stream, runs beside them.
+    """
     streams = [one, other]
     while streams:
         for stream in list(streams):
             try:
-                next(stream)
+                while next(stream) == "counts":
+                    fill()
             except StopIteration:
                 streams.remove(stream)
 
@@ -26,18 +30,10 @@ def in_pairs(open_passage: Callable[[int], Passage], count: int) -> None:
 
     Only the first forward and the last backward have nothing beside them.
     """
-    before: Passage | None = None
-    for number in range(count):
+    before = open_passage(0)
+    run_out(before.forward(None))
+    for number in range(1, count):
         passage = open_passage(number)
-        alternate(_until_done(before.backward(None)) if before else _nothing(), _until_done(passage.forward(None)))
+        alternate(before.backward(None), passage.forward(None), before.fill)
         before = passage
-    if before is not None:
-        alternate(_until_done(before.backward(None)), _nothing())
-
-
-def _until_done(steps: Steps[object]) -> Stream:
-    yield from steps
-
-
-def _nothing() -> Stream:
-    yield from ()
+    run_out(before.backward(None))

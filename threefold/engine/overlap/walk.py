@@ -2,7 +2,7 @@
 
 A layer with experts is
 
-    attention   mixer, norm, router; the counts leave
+    attention   mixer, norm, router; the counts leave                             a short stop
     dispatch    rows leave                                                        stop
     shared      shared experts, beside the dispatch, and beside its gradients' way back
     experts     rows land, are computed
@@ -40,8 +40,8 @@ _NODES = 6  # at most, in a layer
 class Walk:
     """Forward, backward and weights of one microbatch through `model`. `tell` gets what the forward says and its share.
 
-    `weights` says when their gradients are computed: "now" with the others, "soon" behind the start of the next
-    exchange, "later" when `finish` is called.
+    `weights` says when their gradients are computed: "now" with the others, "soon" while the next exchange is under
+    way, "later" when `finish` is called.
     """
 
     def __init__(self, model: Decoder, inputs: Inputs, share: float, tell: Tell, weights: str = "now") -> None:
@@ -72,13 +72,18 @@ class Walk:
         while self.nodes:
             node = self.nodes.run_back()
             if node.lands:
-                if self.weights == "soon":
-                    self.nodes.run_weights()
-                yield
-        if self.weights == "soon":
-            self.nodes.run_weights()
+                if node.name == "experts":
+                    self.fill()
+                # Behind `sum` the weights are left for the counts of the forward beside it.
+                yield "rows"
+                self.fill()
+        self.fill()
         self.nodes.end()
         return None if self._input is None else self._input.grad
+
+    def fill(self) -> None:
+        if self.weights == "soon":
+            self.nodes.run_weights()
 
     def finish(self) -> None:
         self.nodes.run_weights()
@@ -155,16 +160,17 @@ class Walk:
         x, normed, weight, *losses = run("attention", attend, x, owner=block)
         ticket, balance = found
         self._note(block, balance, losses)
+        yield "counts"
         rows = run("dispatch", lambda n, w: dispatcher.send(n.flatten(0, 1), w, ticket), normed, weight)
         del weight
-        yield
+        yield "rows"
         shared: Values = ()
         if moe.shared is not None:
             shared = run("shared", lambda n: moe.compute_shared(n.flatten(0, 1)), normed, owner=block)
         del normed
         rows = run("experts", lambda r, w: moe.compute(r, w, ticket), *rows, lands=True)
         rows = run("combine", lambda y: dispatcher.send_back(y, ticket), *rows)
-        yield
+        yield "rows"
 
         def add(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
             y_TD = dispatcher.combine_postprocess(y_SD, ticket)

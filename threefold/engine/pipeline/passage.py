@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from threefold.engine.pipeline.delay import Delay
 
 Result = TypeVar("Result")
-Steps = Generator[None, None, Result]  # stops where an exchange has started
+# It stops where an exchange has started: of rows, for which others should compute, or of counts, which are needed next.
+Stop = Literal["rows", "counts"]
+Steps = Generator[Stop, None, Result]
 Chunk = Callable[[Tensor | None, int], Tensor]
 
 
@@ -22,8 +24,12 @@ class Passage(Protocol):
         """From the gradient of the result (None: it is the loss) to that of `x`."""
         ...
 
+    def fill(self) -> None:
+        """Work that waits for a gap, if there is any."""
+        ...
+
     def finish(self) -> None:
-        """Gradients of weights that wait."""
+        """Gradients of weights that wait for this call."""
         ...
 
 
@@ -58,6 +64,9 @@ class AtOnce:
                 torch.autograd.backward(self._edge, self._one if grad is None else grad)
         yield from ()
         return None if self._x is None else self._x.grad
+
+    def fill(self) -> None:
+        """There is none."""
 
     def finish(self) -> None:
         if self._delay is not None:

@@ -89,12 +89,13 @@ class Pipeline:
 
         def stream(of: Stage, microbatch: int) -> Stream:
             made.append((yield from of.forward(microbatch)))
+            return None
 
         of, back = stages[forward.stage_index], stages[backward.stage_index]
         number, number_back = forward.microbatch_index, backward.microbatch_index
         assert number is not None
         assert number_back is not None
-        alternate(back.backward(number_back), stream(of, number))
+        alternate(back.backward(number_back), stream(of, number), back.filler(number_back))
         # With a V shape two neighbours are on one rank.
         if of.stage_index + 1 in stages:
             stages[of.stage_index + 1].set_local_fwd_input(made[0], number)

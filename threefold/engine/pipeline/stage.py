@@ -4,6 +4,7 @@ torch's PipelineStage keeps room for every microbatch of the step, cannot evalua
 the backward by walking the graph twice; this one keeps what is in flight and runs each chunk's backward once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,6 +64,10 @@ class Stage:
         if self.y_out is not None and self.y_out.crosses:
             self._results[microbatch] = y.detach()
         return y
+
+    def filler(self, microbatch: int) -> Callable[[], object]:
+        """For the gaps of whatever runs beside the backward of a microbatch."""
+        return self._under_way[microbatch].fill if self.has_backward else lambda: None
 
     def backward(self, microbatch: int) -> Steps[None]:
         if not self.has_backward:

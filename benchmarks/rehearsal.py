@@ -1,0 +1,128 @@
+"""How far rehearsals are off, run by hand; prints a table and writes JSON.
+
+    python benchmarks/rehearsal.py estimate [--plans 50] [--seed 0]   estimate against rehearsal, random accepted plans
+    python benchmarks/rehearsal.py speed                              seconds and memory of two large rehearsals
+    python benchmarks/rehearsal.py cuda [NAME ...]                    rehearsal against the allocator of one GPU
+
+The last needs a CUDA device with 140 GB; each case runs in a process of its own.
+"""
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from threefold.cost.memory import memory
+from threefold.findings import FindingsError
+from threefold.plan.parse import parse
+from threefold.plan.plan import Plan
+from threefold.report.terminal import table
+from threefold.rules.all import blockers, check
+from threefold.rules.stacks import ENGINE_LIMITS
+from threefold.units import GIB
+
+RESULTS = Path(__file__).parent / "results"
+FAMILIES = ("qwen3-30b-a3b", "deepseek-v3", "qwen3-next-80b-a3b", "gpt-oss-20b", "mixtral-8x7b", "llama3-8b")
+
+
+def random_fields(draw: random.Random) -> dict[str, Any]:
+    """A plan with few layers, so that a rehearsal takes a second, and everything else of its real size."""
+    pp = draw.choice((1, 1, 2, 4))
+    vpp = draw.choice((1, 1, 2)) if pp > 1 else 1
+    tp, cp = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 1, 2))
+    gpus = draw.choice((8, 32, 128, 1024))
+    name = draw.choice(FAMILIES)
+    return {
+        "model": name,
+        "target": "threefold",
+        "cluster.chip": "h200",
+        "cluster.gpus": gpus,
+        "model.num_layers": draw.choice((4, 8)) * (2 if pp * vpp > 4 else 1),
+        "job.seq_len": draw.choice((4096, 8192, 16384)),
+        "job.micro_batch": draw.choice((1, 1, 2)),
+        "job.global_batch": gpus * draw.choice((1, 2, 4)),
+        "job.mtp": draw.choice((0, None)),
+        "layout.tp": tp,
+        "layout.cp": cp,
+        "layout.pp": pp,
+        "layout.vpp": vpp,
+        "layout.ep": draw.choice((1, 2, 4, 8, 16)),
+        "knobs.precision": "bf16",
+        "knobs.data_parallel": draw.choice(("zero1", "zero1", "zero1", "fsdp")),
+        "knobs.recompute": draw.choice(((), (), ("moe_act",), ("layernorm", "mlp"), ("moe",), ("full",))),
+        "knobs.recompute_method": None,
+    }
+
+
+def accepted(seed: int) -> Iterator[Plan]:
+    """Plans that no rule objects to, of which only the memory is not asked about."""
+    draw = random.Random(seed)
+    while True:
+        fields = {path: value for path, value in random_fields(draw).items() if value is not None}
+        if "full" in fields["knobs.recompute"]:
+            fields |= {"knobs.recompute_method": "uniform", "knobs.recompute_layers": 1}
+        try:
+            plan = parse(fields).plan
+        except FindingsError:
+            continue
+        if plan is None:
+            continue
+        found = check(plan)
+        memory_only = ("states-fit-memory", "peak-fits-memory")
+        if any(f.rule not in memory_only for f in blockers(found)) or any(f.rule in ENGINE_LIMITS for f in found):
+            continue
+        yield plan
+
+
+def describe(plan: Plan) -> str:
+    layout = plan.layout
+    axes = " ".join(f"{a}{layout.degree(a)}" for a in ("tp", "cp", "pp", "vpp", "ep") if layout.degree(a) > 1)
+    words = [plan.model_name, f"{layout.gpus}x", axes, f"{plan.job.micro_batch}x{plan.job.seq_len}"]
+    words += [plan.knobs.data_parallel if plan.knobs.data_parallel != "zero1" else "", "+".join(plan.knobs.recompute)]
+    return " ".join(word for word in words if word)
+
+
+def estimate_against_rehearsal(count: int, seed: int) -> int:
+    from threefold.dryrun.rank import rehearse_rank
+
+    rows, kept = [], []
+    for number, plan in enumerate(accepted(seed)):
+        if number == count:
+            break
+        guess = memory(plan).worst
+        seen = rehearse_rank(plan, guess.stage * plan.layout.stride("pp"))
+        off = guess.peak_bytes / seen.peak_bytes - 1
+        kept.append({"plan": dict(plan.written), "off": off, "terms": seen.terms, "estimated": guess.terms})
+        rows.append([describe(plan), f"{seen.peak_bytes / GIB:.2f}", f"{guess.peak_bytes / GIB:.2f}", f"{off:+.1%}", seen.at])
+        print(" | ".join(rows[-1]), flush=True)
+    print(table(["plan", "rehearsed", "estimated", "off", "peak at"], rows))
+    errors = sorted(abs(row["off"]) for row in kept)
+    inside = sum(error <= 0.03 for error in errors)
+    print(f"\n{inside} of {len(errors)} within 3 %; median {errors[len(errors) // 2]:.1%}, worst {errors[-1]:.1%}")
+    _write("rehearsal-estimate.json", kept)
+    return 0
+
+
+def _write(name: str, content: Any) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / name).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("estimate", "speed", "cuda"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--plans", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    return estimate_against_rehearsal(args.plans, args.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
