@@ -12,6 +12,7 @@ a microbatch in the steady state: what four more microbatches cost, divided by f
 
 import argparse
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -39,7 +40,11 @@ def main() -> int:
         if reason:
             print(f"skipped: {reason}")
             return 0
-    found: dict[str, Any] = {"torch": torch.__version__, "machine": _machine(args.device), **measure(args)}
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(f"warning: the machine is busy (load {load:.1f}): the gain comes out too small", file=sys.stderr)
+    found: dict[str, Any] = {"torch": torch.__version__, "machine": _machine(args.device), "load": load}
+    found |= measure(args)
     show(found)
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")

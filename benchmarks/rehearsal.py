@@ -99,7 +99,9 @@ def estimate_against_rehearsal(count: int, seed: int) -> int:
         seen = rehearse_rank(plan, guess.stage * plan.layout.stride("pp"))
         off = guess.peak_bytes / seen.peak_bytes - 1
         kept.append({"plan": dict(plan.written), "off": off, "terms": seen.terms, "estimated": guess.terms})
-        rows.append([describe(plan), f"{seen.peak_bytes / GIB:.2f}", f"{guess.peak_bytes / GIB:.2f}", f"{off:+.1%}", seen.at])
+        rows.append(
+            [describe(plan), f"{seen.peak_bytes / GIB:.2f}", f"{guess.peak_bytes / GIB:.2f}", f"{off:+.1%}", seen.at]
+        )
         print(" | ".join(rows[-1]), flush=True)
     print(table(["plan", "rehearsed", "estimated", "off", "peak at"], rows))
     errors = sorted(abs(row["off"]) for row in kept)

@@ -108,21 +108,24 @@ def _ffn_reads_norm(share: Share, layer: Layer) -> bool:
     return not share.gathers
 
 
-def _entered(share: Share) -> float:
-    """The sequence as a cut module gathers it."""
-    return share.width * share.model.dim * share.s if share.gathers and "layernorm" not in share.again else 0.0
+def _entered(share: Share, products: int) -> float:
+    """The sequence as a cut module gathers it; of several sequences each product that reads it keeps a copy of its own,
+    because they lie the other way round."""
+    if not share.gathers or "layernorm" in share.again:
+        return 0.0
+    return share.width * share.model.dim * share.s * (products if share.plan.job.micro_batch > 1 else 1)
 
 
 def _mixer(share: Share, layer: Layer) -> float:
     model = share.model
     if layer.mixer == "delta" and model.delta:
-        return _entered(share) + _delta(share, model.delta) * share.s
+        return _entered(share, 2) + _delta(share, model.delta) * share.s
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
     if isinstance(spec, MlaSpec):
         return _mla(share, spec)
-    return _entered(share) + _gqa(share, spec) * share.s
+    return _entered(share, 3) + _gqa(share, spec) * share.s
 
 
 def _gqa(share: Share, spec: GqaSpec) -> float:
@@ -170,6 +173,8 @@ def _delta(share: Share, spec: DeltaSpec) -> float:
     k, v = spec.k_dim, spec.v_dim
     channels = (2 * spec.keys + spec.values) / share.tp
     inside = 40 * k + 8 * (k + v) + 4 * v + 4 * k * v / CHUNK + 20 * CHUNK
+    if share.plan.layout.cp > 1 and share.plan.knobs.cp_comm != "a2a":
+        inside += 4 * (k + v) * (1 + k / CHUNK)  # what every chunk makes of any state that comes from other ranks
     behind = (2 * FP32 if share.narrow else 1) * v + 3 * b * v + FP32
     if "gdn_norm_out" in share.again:
         behind = b * v
@@ -179,7 +184,7 @@ def _delta(share: Share, spec: DeltaSpec) -> float:
 def mlp(share: Share, hidden: float, entered: bool) -> float:
     """Gate, up, the activation and the product of both."""
     kept = 4 * share.width * hidden / share.tp * share.s
-    return kept + (_entered(share) if entered else 0.0)
+    return kept + (_entered(share, 2) if entered else 0.0)
 
 
 def _router(share: Share) -> float:
@@ -215,8 +220,9 @@ def _experts(share: Share) -> float:
         times = 2.0
     else:
         times = 5.0 if model.activation == "silu" else 8.0
-    index = 2 * INDEX * share.r if moe.bias else 0.0
-    return times * share.width * hidden * share.r + index
+    # The last bias, a row each, is kept to be multiplied by the router's weight.
+    biases = (share.width * model.dim + 2 * INDEX) * share.r if moe.bias else 0.0
+    return times * share.width * hidden * share.r + biases
 
 
 def _shared(share: Share) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from threefold.cost.kept import INDEX, Share, layer_kept
-from threefold.cost.moments import backward_moment, forward_moment, loss_moment, reduce_moment
+from threefold.cost.moments import backward_moment, forward_moment, gather_moment, loss_moment, reduce_moment
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -37,6 +37,8 @@ def own_states(plan: Plan, dense: float, experts: float) -> Terms:
     terms = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for params, copies in ((dense, layout.dp * layout.cp), (experts, layout.edp)):
         shards = max(1, copies // layout.replicate)
+        if params is experts and shards > 1:
+            shards = min(shards, num_local(plan))  # parts are of whole experts: some ranks hold none
         if knobs.data_parallel != "zero1" and shards > 1:
             # Kept in parts and in fp32: their own master weights.
             terms["weights"] += 4 * params / shards
@@ -47,6 +49,11 @@ def own_states(plan: Plan, dense: float, experts: float) -> Terms:
             terms["gradients"] += grad * params
             terms["optimizer"] += (master + moments) * params / max(1, copies) * on_device
     return terms
+
+
+def num_local(plan: Plan) -> int:
+    """Routed experts of a rank."""
+    return max(1, plan.model.num_experts // plan.layout.ep)
 
 
 def own_activations(
@@ -121,7 +128,10 @@ def _add_gathered(plan: Plan, held: Held, share: Share, last: Layer, moments: di
         experts = model.moe.num_experts * expert_params(model) / layout.ep / layout.etp
     whole = mixer_params(model, last) + (dense_params(model) if last.ffn == "dense" else shared_params(model))
     dense = b * whole / layout.tp if table else 0.0
+    # Parts are of whole experts: with more ranks than experts the others' are padding.
+    padded = experts * max(1.0, layout.edp / layout.replicate / num_local(plan))
     for name, (term, size) in list(moments.items()):
         at_work = {"a forward": dense, "a backward": dense + b * experts}.get(name, 0.0)
         moments[name] = (term, size + ends + at_work)
-    moments["a reduction"] = ("workspace", reduce_moment(share, last, experts) + ends + dense)
+    moments["a reduction"] = ("workspace", reduce_moment(share, last, experts, padded) + ends + dense)
+    moments["a gathering"] = ("workspace", gather_moment(share, last, experts, padded) + ends + dense)

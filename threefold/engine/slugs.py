@@ -83,4 +83,6 @@ EXPLAIN = {
     "|It makes a process group of its own.|Look for torchrun's variables.|Rehearse in another process.",
     "rehearsal-measures": "A measured rehearsal has a GPU, and memory enough on it."
     "|Peaks are read from its allocator.|Count the GPUs torch shows.|Rehearse with --device cpu.",
+    "overlap-ab-runs-here": "The A/B of overlap runs on this machine's CPU.|It forks the ranks of the plan."
+    "|cluster.chip of the plan.|Set cluster.chip to cpu, or compare two runs on the cluster.",
 }
