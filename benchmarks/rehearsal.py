@@ -13,6 +13,7 @@ import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,13 +117,109 @@ def _write(name: str, content: Any) -> None:
     (RESULTS / name).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
 
 
+QWEN = {"model": "qwen3-30b-a3b", "cluster.gpus": 64, "layout.ep": 8}
+DEEPSEEK = {"model": "deepseek-v3", "model.num_layers": 4, "job.mtp": 0, "cluster.gpus": 256, "layout.ep": 32}
+NEXT = {"model": "qwen3-next-80b-a3b", "model.num_layers": 4, "job.mtp": 0, "cluster.gpus": 64, "layout.ep": 16}
+FULL = {"knobs.recompute": ("full",), "knobs.recompute_method": "uniform", "knobs.recompute_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3-30b ep8 4k": {**QWEN, "job.seq_len": 4096},
+    "qwen3-30b ep8 4k fsdp": {**QWEN, "job.seq_len": 4096, "knobs.data_parallel": "fsdp"},
+    "qwen3-30b ep8 8k selective": {**QWEN, "job.seq_len": 8192, "knobs.recompute": ("moe_act", "layernorm")},
+    "qwen3-30b ep8 64k full": {**QWEN, "job.seq_len": 65536, **FULL},
+    "qwen3-30b tp2 ep8 16k moe": {**QWEN, "layout.tp": 2, "job.seq_len": 16384, "knobs.recompute": ("moe",)},
+    "qwen3-30b ep8 pp4 4k": {**QWEN, "layout.pp": 4, "job.seq_len": 4096},
+    "deepseek-v3 ep32 4k": {**DEEPSEEK, "job.seq_len": 4096},
+    "deepseek-v3 ep32 16k full": {**DEEPSEEK, "job.seq_len": 16384, **FULL},
+    "deepseek-v3 ep32 4k fsdp": {**DEEPSEEK, "job.seq_len": 4096, "knobs.data_parallel": "fsdp"},
+    "qwen3-next ep16 4k": {**NEXT, "job.seq_len": 4096},
+    "qwen3-next ep16 16k full": {**NEXT, "job.seq_len": 16384, **FULL},
+}
+
+
+def case(name: str) -> Plan:
+    fields = {"target": "threefold", "cluster.chip": "h200", "knobs.precision": "bf16", **CASES[name]}
+    fields["job.global_batch"] = 4 * fields["cluster.gpus"]
+    plan = parse(fields).plan
+    assert plan is not None, name
+    return plan
+
+
+def one_on_cuda(name: str) -> int:
+    """In this process: one line of JSON."""
+    from threefold.dryrun.measure import measure
+
+    try:
+        found = measure(case(name), 0)
+    except FindingsError as error:
+        print(json.dumps({"name": name, "error": str(error)}))
+        return 0
+    print(json.dumps({"name": name, **found.to_json()}))
+    return 0
+
+
+def all_on_cuda(names: list[str]) -> int:
+    rows, kept = [], []
+    for name in names:
+        ran = subprocess.run([sys.executable, __file__, "cuda-one", name], capture_output=True, text=True, check=False)
+        lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+        said = json.loads(lines[-1]) if lines else {"name": name, "error": ran.stderr[-2000:]}
+        kept.append(said)
+        if "error" in said:
+            rows.append([name, "-", "-", "-", "-", said["error"].splitlines()[0][:80]])
+        else:
+            (rank,) = said["ranks"]
+            seen, real = rank["peak_bytes"], rank["measured_peak_bytes"]
+            guess = memory(case(name)).stages[rank["stage"]].peak_bytes
+            off = [f"{seen / real - 1:+.1%}", f"{guess / real - 1:+.1%}"]
+            rows.append([name, f"{real / GIB:.2f}", f"{seen / GIB:.2f}", *off, rank["at"]])
+        print(" | ".join(rows[-1]), flush=True)
+    header = ["case", "allocator, GiB", "rehearsed", "off", "estimate off", "peak at"]
+    print(table(header, rows))
+    _write("rehearsal-cuda.json", kept)
+    return 0
+
+
+def _qwen() -> Path:
+    path = Path(tempfile.mkdtemp()) / "qwen.toml"
+    cluster = 'model = "qwen3-30b-a3b"\ntarget = "threefold"\ncluster = { chip = "h100", gpus = 1024 }\n'
+    path.write_text(f"{cluster}[job]\nseq_len = 4096\nglobal_batch = 2048\n[layout]\nep = 8\n", encoding="utf-8")
+    return path
+
+
+def speed() -> int:
+    """A rank of 1,024, and all stages of the DeepSeek-V3 recipe, as the command line runs them."""
+    root = Path(__file__).parent.parent
+    jobs = {
+        "one qwen3-30b-a3b rank of 1,024": [str(_qwen()), "--ranks", "0"],
+        "all stages of deepseek-v3 on 1,024": [str(root / "recipes" / "deepseek-v3-4k-1024xh100-fp8.toml")],
+    }
+    rows, kept = [], []
+    for name, words in jobs.items():
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "threefold", "dry-run", *words, "--json"]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - began
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        kept.append({"name": name, "seconds": seconds, "largest_process_bytes": used})
+        rows.append([name, f"{seconds:.1f}", f"{used / GIB:.2f}"])
+    print(table(["rehearsal", "seconds", "GiB of the largest process"], rows))
+    _write("rehearsal-speed.json", kept)
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("estimate", "speed", "cuda"))
-    parser.add_argument("names", nargs="*")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("estimate", "speed", "cuda", "cuda-one"))
+    parser.add_argument("names", nargs="*", help=f"cases on CUDA: {', '.join(CASES)}")
     parser.add_argument("--plans", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.what == "speed":
+        return speed()
+    if args.what == "cuda-one":
+        return one_on_cuda(args.names[0])
+    if args.what == "cuda":
+        return all_on_cuda(args.names or list(CASES))
     return estimate_against_rehearsal(args.plans, args.seed)
 
 

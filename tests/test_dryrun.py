@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from threefold.cli.main import main
 from threefold.cli.rehearse import as_the_engine_runs
+from threefold.cost.memory import memory
 from threefold.dryrun.fewer import distinct_stages, fewer_microbatches
 from threefold.dryrun.flex import visits
 from threefold.dryrun.loads import Loads, split
@@ -77,7 +78,7 @@ REAL = {
     "fsdp": (tiny("tiny-qwen3-moe", 4, layout__ep=2, knobs__data_parallel="fsdp"), 1),
 }
 MORE = {
-    "delta": (tiny("tiny-qwen3-next", 4, layout__cp=2, layout__ep=4, **{"model__num_layers": 4}), 3),
+    "delta": (tiny("tiny-qwen3-next", 4, layout__cp=2, layout__ep=4, model__num_layers=4), 3),
     "sinks": (tiny("tiny-gpt-oss", 4, layout__tp=2, layout__ep=2), 2),
     "recompute": (tiny("tiny-qwen3-moe", 2, layout__ep=2, knobs__recompute=["moe_act", "layernorm"]), 0),
 }
@@ -193,11 +194,9 @@ def test_terms_add_up_to_the_peak(one_layer: Any) -> None:
 
 
 def test_ledger_counts_what_travels_to_experts(one_layer: Any) -> None:
-    """4,096 tokens to 8 of 128 experts in bf16, an eighth of which stays; there and back, both ways, two microbatches."""
+    """4,096 tokens to 8 of 128 experts in bf16, an eighth of which stays; there and back, both ways, twice."""
     rows = [e for e in one_layer.collectives if e.operation == "all_to_all" and e.num_bytes > 1e6]
-    assert [(e.axis, e.num_bytes, e.count, e.link) for e in rows] == [
-        ("ep", 4096 * 8 * 2048 * 2 * 7 // 8, 8, "domain")
-    ]
+    assert [(e.axis, e.num_bytes, e.count, e.link) for e in rows] == [("ep", 4096 * 8 * 2048 * 2 * 7 // 8, 8, "domain")]
 
 
 def calls_of(rank: int, plan: Plan) -> Counter[tuple[str, str, int]]:
@@ -242,11 +241,14 @@ def test_sixteen_thousand_ranks(sharding: str) -> None:
     assert rehearse_rank(plan, 16383).peak_bytes > 0
 
 
-def test_flex_dispatchers_keep_less_than_alltoall() -> None:
-    """A token travels once to a rank, and the chance that any of its 8 of 128 experts is on one of 8 ranks is 67 %."""
-    assert visits(128, 8, 8) == pytest.approx(1 - math.comb(112, 8) / math.comb(128, 8))
-    for name in ("deepep", "hybridep"):
-        assert rehearse_rank(build({**GPU, "knobs.dispatcher": name}), 0).peak_bytes > 0
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+def test_flex_dispatchers_send_a_token_once_to_a_rank(name: str) -> None:
+    """Of 8 of 128 experts a token has any on one of 8 ranks with 1 - C(112, 8) / C(128, 8) = 67 %."""
+    chance = 1 - math.comb(112, 8) / math.comb(128, 8)
+    assert visits(128, 8, 8) == pytest.approx(chance)
+    sent = [e for e in rehearse_rank(build({**GPU, "knobs.dispatcher": name}), 0).collectives if e.axis == "ep"]
+    assert {(e.operation, e.count) for e in sent} == {("dispatch", 4), ("combine", 4)}  # both ways, two microbatches
+    assert sent[0].num_bytes == pytest.approx(4096 * 8 * chance * 7 / 8 * 2048 * 2, rel=1e-3)
 
 
 def test_loads_split_by_share() -> None:
@@ -341,6 +343,32 @@ def test_plan_rehearses_its_first_candidates(capsys: pytest.CaptureFixture[str])
 
 
 def test_help_loads_no_torch() -> None:
-    program = "import sys; from threefold.cli.main import main\ntry: main(['dry-run', '--help'])\nexcept SystemExit: pass\n"
+    program = (
+        "import sys; from threefold.cli.main import main\ntry: main(['dry-run', '--help'])\nexcept SystemExit: pass\n"
+    )
     program += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+NEAR = {
+    "loss": {**GPU, "model.num_layers": 4},
+    "mla": {
+        "model": "deepseek-v3",
+        "layout.ep": 64,
+        "layout.tp": 2,
+        "layout.pp": 4,
+        "model.num_layers": 8,
+        "job.mtp": 0,
+    },
+    "recompute": {"layout.ep": 8, "layout.pp": 4, "model.num_layers": 8, "knobs.recompute": ["moe_act"]},
+    "bias": {"model": "gpt-oss-20b", "layout.ep": 4, "layout.tp": 4, "model.num_layers": 4},
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_estimate_is_near_the_rehearsal(name: str) -> None:
+    """3 %: the issue's bound; benchmarks/rehearsal.py has fifty plans."""
+    plan = build({**GPU, "job.global_batch": 4096, **NEAR[name]})
+    for stage in (0, plan.layout.pp - 1):
+        seen = rehearse_rank(plan, stage * plan.layout.stride("pp"))
+        assert memory(plan).stages[stage].peak_bytes == pytest.approx(seen.peak_bytes, rel=0.03)

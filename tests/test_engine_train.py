@@ -22,16 +22,16 @@ from tiny_runs import DEEPSEEK, run_alone, tiny_plan, tiny_shard  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from threefold.engine.build import build, parts_alone  # noqa: E402
-from threefold.engine.launch import join  # noqa: E402
-from threefold.engine.pieces import Piece  # noqa: E402
 from threefold.engine.checkpoint import Checkpoints, read_checkpoint, write_checkpoint  # noqa: E402
 from threefold.engine.data.corpus import embedded_corpus, unigram_entropy  # noqa: E402
 from threefold.engine.data.loader import Batch  # noqa: E402
+from threefold.engine.launch import join  # noqa: E402
 from threefold.engine.models.build import build_model  # noqa: E402
 from threefold.engine.optim.adamw import AdamW  # noqa: E402
 from threefold.engine.optim.muon import Muon, orthogonalise  # noqa: E402
 from threefold.engine.optim.schedule import learning_rate  # noqa: E402
 from threefold.engine.options import Options  # noqa: E402
+from threefold.engine.pieces import Piece  # noqa: E402
 from threefold.engine.run import CHECKPOINTS, METRICS  # noqa: E402
 from threefold.engine.step import train_step  # noqa: E402
 from threefold.engine.train import Trainer, evaluate, train  # noqa: E402

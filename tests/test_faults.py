@@ -29,7 +29,8 @@ LIMIT_SECONDS = 300.0
 
 def plan_of(ranks: int, steps: int, **run: float) -> Plan:
     layout = {"layout.ep": 2} if ranks == 2 else {"layout.ep": 2, "layout.pp": 2}
-    fields = {"cluster.gpus": ranks, "job.data": "synthetic", "job.steps": steps, "job.global_batch": 2 * ranks, **layout}
+    fields = {"cluster.gpus": ranks, "job.data": "synthetic", "job.steps": steps, "job.global_batch": 2 * ranks}
+    fields |= layout
     return tiny_plan({**fields, "run.save_every": 1, **{f"run.{name}": value for name, value in run.items()}})
 
 

@@ -33,7 +33,10 @@ CASES = {
 }
 
 
-def one_run(case: str, grouped: bool, device: str, dtype: Any) -> tuple[list[float], dict[str, Any], set[tuple[str, str]]]:
+Seen = set[tuple[str, str]]
+
+
+def one_run(case: str, grouped: bool, device: str, dtype: Any) -> tuple[list[float], dict[str, Any], Seen]:
     """Losses, weights after two steps, and which collectives ran."""
     family, fields = CASES[case]
     plan = replace(tiny_plan({"job.seq_len": 32, "job.global_batch": 2, "job.z_loss": 0.01, **fields}))

@@ -1,7 +1,7 @@
 """What our own engine keeps of a layer from forward to backward: bytes on one rank for one microbatch, by memory term.
 
 Counted from the code of `engine/`, tensor by tensor; the rehearsal, which runs that code, holds these numbers to it.
-`t` counts the tokens a rank holds between modules, `s` those inside a module cut by tensor parallel, `r` rows at experts.
+`t` counts the tokens a rank holds between modules, `s` those inside a module cut by tensor parallel, `r` experts' rows.
 """
 
 from dataclasses import dataclass

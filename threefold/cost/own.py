@@ -1,4 +1,4 @@
-"""A pipeline rank's memory in our own engine, beyond what its layers keep: states, ends of the model, the fullest moment."""
+"""A pipeline rank in our own engine, beyond what its layers keep: states, the ends of the model, the fullest moment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +81,7 @@ def own_activations(
 
 
 def _borders(plan: Plan, stage: int, held: Held) -> float:
-    """Hidden states that were sent and not yet asked about, at most one a pipeline rank and border, and one on its way."""
+    """Hidden states that were sent and not yet asked about, at most one a pipeline rank and border; one on its way."""
     layout = plan.layout
     last = stage == layout.pp - 1 and layout.vpp == 1
     first = stage == 0 and layout.vpp == 1
@@ -100,6 +100,8 @@ def own_moment(plan: Plan, held: Held, saved: dict[Layer, Terms], terms: Terms, 
     if held.loss or held.mtp:
         full, kept = loss_moment(share, held.loss + held.mtp)
         moments["the loss"] = ("logits", full)
+        head = share.width * plan.model.dim * (plan.model.vocab / share.tp + share.s)
+        moments["the loss's backward"] = ("logits", kept + head)
         term, size = moments["a backward"]
         moments["a backward"] = (term, size + kept)
     if plan.knobs.data_parallel != "zero1":
@@ -115,7 +117,7 @@ def _again(share: Share, saved: dict[Layer, Terms], layers: Sequence[Layer]) -> 
         return 0.0
     plan = share.plan
     plain = Share(replace(plan, knobs=replace(plan.knobs, recompute=())), share.skew)
-    return max(sum(layer_kept(plain, one).values()) - sum(saved[one].values()) for one in set(layers))
+    return max(sum(layer_kept(plain, one).values()) - sum(saved.get(one, {}).values()) for one in set(layers))
 
 
 def _add_gathered(plan: Plan, held: Held, share: Share, last: Layer, moments: dict[str, tuple[str, float]]) -> None:

@@ -85,6 +85,11 @@ class Ledger:
             axis = "edp" if self._experts.issuperset(ranks) else "dp x cp"
             self._add(axis, operation, round(size * sent(len(ranks))), ranks, self.times)
 
+    def travel(self, operation: str, num_bytes: int, ranks: Sequence[int]) -> None:
+        """What a flex package carries."""
+        if self.counting:
+            self._add("ep", operation, num_bytes, ranks, self.times)
+
     def add_pipeline(self, pipeline: Pipeline, group: Group) -> None:
         for size, count in pipeline.traffic():
             self._add("pp", "send", size, group.ranks, count * self.times)

@@ -1,7 +1,7 @@
 """Operators on tensors without memory (`meta`), quickly: results of a kind are worked out once.
 
-Most operators there are Python in torch, a hundred times slower than the engine's own code around them. Collectives have
-no version for such tensors: each returns at once.
+Most operators there are Python in torch, where a rehearsal would spend most of its time. Collectives have no version
+for such tensors: each returns at once.
 """
 
 from collections.abc import Callable, Iterator

@@ -87,7 +87,7 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     tracker = _tracker(plan, where)
     ledger = Ledger(plan.cluster.domain_ranks, plan.num_microbatches / small.num_microbatches)
     tracker.watchers.append(ledger.watch)
-    with told(plan, rank, where), _stand_ins(small, rank, loads or Loads()), tracker, where.watching():
+    with told(plan, rank, where), _stand_ins(small, rank, loads or Loads(), ledger), tracker, where.watching():
         with observed(ledger.observe):
             mesh = FakeMesh(small.layout, rank, _device(small))
             parts = build(small, mesh, with_data=False, with_weights=False)
@@ -131,7 +131,7 @@ def _tracker(plan: Plan, where: Where) -> Tracker:
 
 
 @contextmanager
-def _stand_ins(plan: Plan, rank: int, loads: Loads) -> Iterator[None]:
+def _stand_ins(plan: Plan, rank: int, loads: Loads, ledger: Ledger) -> Iterator[None]:
     """For the other ranks, the tensors' memory, the GPU, and what routing would say."""
     with ExitStack() as stack:
         stack.enter_context(one_thread())
@@ -142,7 +142,7 @@ def _stand_ins(plan: Plan, rank: int, loads: Loads) -> Iterator[None]:
             stack.enter_context(standing_for("cuda"))
             stack.enter_context(as_on_a_gpu())
             top_k = plan.model.moe.top_k if plan.model.moe else 1
-            stack.enter_context(flex_stand_ins(loads.source(), top_k))
+            stack.enter_context(flex_stand_ins(loads.source(), top_k, ledger.travel))
         else:
             stack.enter_context(standing_for("cpu"))
         yield

@@ -90,7 +90,7 @@ def rehearse(
 ) -> Rehearsal:
     """`jobs` processes at a time (None: as many as cores); one rank, or one job, runs in this process."""
     began = time.perf_counter()
-    tasks = [_task(plan, rank, stages, loads) for rank, stages in _wanted(plan, ranks)]
+    tasks = [_task(plan, rank, stages, loads) for rank, stages in _wanted(plan, ranks, loads)]
     jobs = min(len(tasks), jobs or len(os.sched_getaffinity(0)))
     found: dict[int, RankRehearsal] = {}
     for rehearsed in _one_by_one(tasks) if jobs == 1 else _side_by_side(tasks, jobs):
@@ -111,11 +111,12 @@ def _task(plan: Plan, rank: int, stages: Sequence[int], loads: Loads | None) -> 
     return plan, rank, loads, tuple(stages)
 
 
-def _wanted(plan: Plan, ranks: Sequence[int] | str) -> list[tuple[int, list[int]]]:
-    """Ranks and the stages each stands for."""
+def _wanted(plan: Plan, ranks: Sequence[int] | str, loads: Loads | None) -> list[tuple[int, list[int]]]:
+    """Ranks and the stages each stands for; of a stage the one with the busiest experts."""
     layout = plan.layout
     if isinstance(ranks, str):
-        return [(first * layout.stride("pp"), stages) for first, stages in distinct_stages(plan).items()]
+        busy = loads.busiest(layout.ep) * layout.stride("ep") if loads else 0
+        return [(first * layout.stride("pp") + busy, stages) for first, stages in distinct_stages(plan).items()]
     missing = [rank for rank in ranks if not 0 <= rank < layout.gpus]
     if missing:
         problem = f"rank {missing[0]} of {layout.gpus} ranks"

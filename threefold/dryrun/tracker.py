@@ -40,8 +40,8 @@ def _as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Tracker(TorchDispatchMode):
-    """`granule`: sizes are rounded up to multiples, as an allocator does. `run` runs an operator. Tensors on a device of
-    the type `ignored` do not count."""
+    """`granule`: sizes are rounded up to multiples, as an allocator does. `run` runs an operator. Tensors on a device
+    of the type `ignored` do not count."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Ranks forked on this machine, on gloo, with a time limit: a hang fails, and the first that fails takes the others along.
+"""Ranks forked on this machine, on gloo, with a time limit: a hang fails, and who fails takes the others along.
 
 For the oracle and for tests; training starts real processes (`agent.py`).
 """

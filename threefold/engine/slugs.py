@@ -58,11 +58,11 @@ EXPLAIN = {
     "script-options": "Options of a batch script are words its parser takes, and fit the plan."
     "|Slurm reads #SBATCH lines before any shell could quote them.|Compare with `man sbatch`."
     "|Correct the option the message names.",
-    "dispatcher-available": "The dispatcher of the plan can be used here.|A silent fallback would keep the speed of another"
-    " one.|Import deep_ep, and compare its classes and the chip with the message."
+    "dispatcher-available": "The dispatcher of the plan can be used here.|A silent fallback would keep the speed of"
+    " another one.|Import deep_ep, and compare its classes and the chip with the message."
     "|Install the package the message names, or set knobs.dispatcher to alltoall.",
-    "checkpoint-fits": "A checkpoint has every tensor this plan needs, in its shape.|Weights that are not found would stay"
-    " random.|Compare the names in the message with tensors in manifest.json."
+    "checkpoint-fits": "A checkpoint has every tensor this plan needs, in its shape.|Weights that are not found would"
+    " stay random.|Compare the names in the message with tensors in manifest.json."
     "|Go on with the plan the run was started with, or start a new run.",
     "layout-computes-the-same": "A layout computes what one rank computes.|Otherwise it trains another model."
     "|`threefold verify PLAN --scale-down` again, with a layout of fewer axes."

@@ -59,9 +59,7 @@ class Trainer:
         parts = self.parts
         parts.data.wait_gathered()
         placed = {owned.name: owned for owned in parts.data.owned}
-        state: Kept = {
-            f"model.{name}": Piece(o.placement, o.value.to(o.dtype), o.first) for name, o in placed.items()
-        }
+        state: Kept = {f"model.{name}": Piece(o.placement, o.value.to(o.dtype), o.first) for name, o in placed.items()}
         for name, value in parts.optimizer.state_dict().items():
             of = name.partition(".")[2]
             if of in placed:

@@ -1,7 +1,7 @@
 """Products whose sequence travels while they compute: `knobs.tp_overlap`.
 
-Gathering before a product and summing behind one are rings here: each piece of the sequence is multiplied while the next
-one is under way. The bytes are those of an all-gather and a reduce-scatter. Sums are taken in the order of the ring.
+Gathering before a product and summing behind one are rings here: a piece of the sequence is multiplied while the next
+is under way. The bytes are those of an all-gather and a reduce-scatter. Sums are taken in the order of the ring.
 
 Shapes: ... any dims, s this rank's piece of the sequence, S all pieces, I inner dim, O outer dim of a product.
 """
