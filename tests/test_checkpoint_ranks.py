@@ -224,3 +224,14 @@ def test_a_kill_during_a_save_leaves_the_one_before(victim: int, where: str, tmp
     assert Checkpoints(tmp_path, 9).steps() == [1]
     assert run_ranks(3, goes_on, tmp_path) == [[1, 2, 1, 2]] * 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_rank_lost_during_a_save_is_no_finding(tmp_path: Path) -> None:
+    """A finding would end the run for good; a lost rank makes all of them start again."""
+    kept = Checkpoints(tmp_path, 2)
+    kept._failure = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40879")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        kept.finish()
+    kept._failure = RuntimeError("No space left on device")
+    with pytest.raises(FindingsError, match="checkpoint-writable"):
+        kept.finish()

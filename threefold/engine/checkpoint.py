@@ -16,6 +16,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from threefold.engine.agree import Outcome, RankError, attempt, each, first
+from threefold.engine.launch import lost_a_peer
 from threefold.engine.manifest import MANIFEST, read_manifest, verify_files
 from threefold.engine.mesh import ALONE, Group
 from threefold.engine.pieces import Piece, State
@@ -56,12 +57,17 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save under way; raise what went wrong in it as a finding."""
+        """Wait for the save under way; raise what went wrong in it as a finding.
+
+        A rank that is gone is no matter of the disk: that error goes on as it is, and all ranks start again.
+        """
         if self._writer:
             self._writer.join()
             self._writer = None
         if self._failure:
             failure, self._failure = self._failure, None
+            if lost_a_peer(failure):
+                raise failure
             raise _refuse(
                 "checkpoint-writable",
                 self.folder,
