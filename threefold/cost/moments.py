@@ -56,22 +56,14 @@ def backward_moment(share: Share, layer: Layer) -> float:
     return max(2 * rows, first, act, rows - 3 * b * hidden * share.r + 2 * weights / 3)
 
 
-def gather_moment(share: Share, layer: Layer, experts: float, padded: float) -> float:
+def gather_moment(share: Share, experts: float, padded: float) -> float:
     """FSDP, before a layer's experts run: their weights as they arrive, and as they are used."""
-    if layer.ffn != "moe" or share.model.moe is None:
-        return 0.0
-    hidden, _ = _expert_sizes(share)
-    kept = 5 * share.width * hidden * share.r
-    return share.width * (experts + padded) + share.width * share.model.dim * share.r - kept
+    return share.width * (experts + padded) + share.width * share.model.dim * share.r
 
 
-def reduce_moment(share: Share, layer: Layer, experts: float, padded: float) -> float:
-    """FSDP, behind the backward of a layer's `experts` parameters: their gradients, once more for the reduction in
-    fp32, and those of the rows; what the layer's experts kept is gone."""
-    if layer.ffn != "moe" or share.model.moe is None:
-        return 0.0
-    hidden, _ = _expert_sizes(share)
-    return share.width * experts + FP32 * padded - 5 * share.width * hidden * share.r
+def reduce_moment(share: Share, experts: float, padded: float) -> float:
+    """FSDP, behind the backward of a layer's experts: their gradients, and once more for the reduction in fp32."""
+    return share.width * experts + FP32 * padded
 
 
 def _expert_sizes(share: Share) -> tuple[float, float]:

@@ -40,9 +40,9 @@ def own_states(plan: Plan, dense: float, experts: float) -> Terms:
         if params is experts and shards > 1:
             shards = min(shards, num_local(plan))  # parts are of whole experts: some ranks hold none
         if knobs.data_parallel != "zero1" and shards > 1:
-            # Kept in parts and in fp32: their own master weights.
+            # Kept in parts and in fp32: their own master weights. The only microbatch finds no gradients yet.
             terms["weights"] += 4 * params / shards
-            terms["gradients"] += 4 * params / shards
+            terms["gradients"] += 4 * params / shards if plan.num_microbatches > 1 else 0.0
             terms["optimizer"] += moments * params / shards * on_device
         else:
             terms["weights"] += width * params
@@ -105,7 +105,7 @@ def own_moment(plan: Plan, held: Held, saved: dict[Layer, Terms], terms: Terms, 
         term, size = moments["a backward"]
         moments["a backward"] = (term, size + kept)
     if plan.knobs.data_parallel != "zero1":
-        _add_gathered(plan, held, share, last, moments)
+        _add_gathered(plan, held, share, last, moments, again)
     name, (term, size) = max(moments.items(), key=lambda row: row[1][1])
     terms[term] = terms.get(term, 0.0) + size
     return f"{name}, with all microbatches in flight"
@@ -115,12 +115,18 @@ def _again(share: Share, saved: dict[Layer, Terms], layers: Sequence[Layer]) -> 
     """What the fullest layer makes again."""
     if not share.again:
         return 0.0
-    plan = share.plan
-    plain = Share(replace(plan, knobs=replace(plan.knobs, recompute=())), share.skew)
+    plain = _plain(share)
     return max(sum(layer_kept(plain, one).values()) - sum(saved.get(one, {}).values()) for one in set(layers))
 
 
-def _add_gathered(plan: Plan, held: Held, share: Share, last: Layer, moments: dict[str, tuple[str, float]]) -> None:
+def _plain(share: Share) -> Share:
+    """Without recompute."""
+    return Share(replace(share.plan, knobs=replace(share.plan.knobs, recompute=())), share.skew)
+
+
+def _add_gathered(
+    plan: Plan, held: Held, share: Share, last: Layer, moments: dict[str, tuple[str, float]], again: float
+) -> None:
     """FSDP: the weights of the unit at work, whole; a chunk's own stay so from its forward to its backward."""
     model, layout, b = plan.model, plan.layout, share.width
     table = b * model.vocab / layout.tp * model.dim if layout.dp * layout.cp // layout.replicate > 1 else 0.0
@@ -135,5 +141,8 @@ def _add_gathered(plan: Plan, held: Held, share: Share, last: Layer, moments: di
     for name, (term, size) in list(moments.items()):
         at_work = {"a forward": dense, "a backward": dense + b * experts}.get(name, 0.0)
         moments[name] = (term, size + ends + at_work)
-    moments["a reduction"] = ("workspace", reduce_moment(share, last, experts, padded) + ends + dense)
-    moments["a gathering"] = ("workspace", gather_moment(share, last, experts, padded) + ends + dense)
+    if experts:
+        # Of what the layer's experts keep nothing is there yet, or any more.
+        rest = ends + dense + again - layer_kept(_plain(share), last).get("experts", 0.0)
+        moments["a reduction"] = ("workspace", reduce_moment(share, experts, padded) + rest)
+        moments["a gathering"] = ("workspace", gather_moment(share, experts, padded) + rest)
