@@ -116,8 +116,7 @@ def test_mistakes_of_one_rank_are_told_by_all(tmp_path: Path) -> None:
     assert told[0] == told[1] == told[2]
     twice, lost, other, gone, facts = told[0]
     assert "optimizer.steps at torch.Size([]) is saved by ranks 1 and 2" in twice
-    # Torch 2.11 only says that its plan is not valid.
-    assert "model.weight" in lost or "validate global plan" in lost
+    assert "model.weight" in lost
     assert "model.weight has another shape or dtype on rank 2 than on rank 0" in other
     assert "could not be written: rank 1: " in gone
     assert "meta" in gone
@@ -219,7 +218,7 @@ def goes_on(rank: int, folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("victim", "where"), [(1, "data"), (0, "data"), (0, "rename")])
 def test_a_kill_during_a_save_leaves_the_one_before(victim: int, where: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"rank \d failed"):
+    with pytest.raises(AssertionError, match=f"rank {victim} failed"):
         run_ranks(2, killed_while_writing, tmp_path, victim, where)
     assert Checkpoints(tmp_path, 9).steps() == [1]
     assert run_ranks(3, goes_on, tmp_path) == [[1, 2, 1, 2]] * 3

@@ -191,6 +191,15 @@ def test_context_parallel_divides_activations(plan: Plan) -> None:
         assert of_stage(after, ACTIVATIONS) == pytest.approx(of_stage(before, ACTIVATIONS) / 2, rel=1e-6)
 
 
+@given(plan=plans())
+def test_context_parallel_shrinks_what_the_engine_keeps(plan: Plan) -> None:
+    """The peak never grows. Activations alone may: the peak can move to another moment of the step."""
+    plan = change(plan, {"target": "threefold"})
+    wider = change(plan, {"layout.cp": 2 * plan.layout.cp, "cluster.gpus": 2 * plan.cluster.gpus})
+    for before, after in zip(memory(plan).stages, memory(wider).stages, strict=True):
+        assert after.peak_bytes <= before.peak_bytes * (1 + 1e-9)
+
+
 @given(plan=plans(), skew=st.floats(1, 4))
 def test_skew_only_adds_at_the_experts(plan: Plan, skew: float) -> None:
     for even, busy in zip(memory(plan).stages, memory(plan, skew).stages, strict=True):

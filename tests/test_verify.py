@@ -47,3 +47,23 @@ def test_verify_says_what_it_replaced(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_large_plan_is_not_run_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(RECIPES[0])]) == 1
     assert "verify-fits-here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["deepseek-v3-4k-1024xh100-fp8.toml", "layout.ep=48"], "ep-divides-experts"),
+        (["qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d.toml"], "stack-runs-family"),
+    ],
+)
+def test_what_rules_refuse_is_not_verified(words: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the shrunk plan would run."""
+    name, *changes = words
+    assert main(["verify", str(RECIPES[0].parent / name), *changes, "--scale-down"]) == 1
+    assert f"error[{rule}]" in capsys.readouterr().out
+
+
+def test_a_rehearsal_of_what_the_engine_lacks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d.toml"
+    assert main(["dry-run", str(RECIPES[0].parent / recipe)]) == 1
+    assert "error[stack-runs-family]" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.report.terminal import table
-from threefold.rules.all import blockers, check
+from threefold.rules.all import blockers, check, promoted
 from threefold.rules.stacks import ENGINE_LIMITS
 from threefold.units import GIB
 
@@ -37,9 +37,7 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     if plan.job.dynamic_length:
         plan = change(plan, {"job.dynamic_length": None})
         said.append("job.dynamic_length: every microbatch has its full length")
-    found = check(plan)
-    wrong = [*(f for f in found if f.rule in ENGINE_LIMITS), *blockers(found)]
-    if wrong:
+    if wrong := blockers(promoted(check(plan))):
         raise FindingsError(in_order(wrong))
     return plan, said
 

@@ -14,7 +14,7 @@ from threefold.engine.mesh import Group
 from threefold.findings import Finding, FindingsError
 
 
-class RankError(Exception):
+class ElsewhereError(Exception):
     """Something went wrong on a rank, in words: exceptions themselves do not always travel."""
 
 
@@ -28,7 +28,7 @@ class Outcome:
         if self.findings:
             raise FindingsError(self.findings)
         if self.problem is not None:
-            raise RankError(self.problem)
+            raise ElsewhereError(self.problem)
         return self.value
 
 
@@ -38,7 +38,7 @@ def attempt(group: Group, act: Callable[[], Any]) -> Outcome:
         return Outcome(act())
     except FindingsError as error:
         return Outcome(findings=tuple(error.findings))
-    except RankError as error:
+    except ElsewhereError as error:
         return Outcome(problem=str(error))
     except Exception as error:
         cause = _cause(error)

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from threefold.engine.agree import Outcome, RankError, attempt, each, first
+from threefold.engine.agree import ElsewhereError, Outcome, attempt, each, first
 from threefold.engine.launch import lost_a_peer
 from threefold.engine.manifest import MANIFEST, read_manifest, verify_files
 from threefold.engine.mesh import ALONE, Group
@@ -142,7 +142,7 @@ class Checkpoints:
     def _fill(self, folder: Path, want: State) -> None:
         try:
             each(self.group, lambda: fill_from(folder, want))
-        except RankError as error:
+        except ElsewhereError as error:
             problem = f"{folder.name} cannot be loaded: {error}"
             raise _refuse("checkpoint-whole", folder, problem, "use an earlier checkpoint") from error
 

@@ -10,8 +10,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,27 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, limit: float = L
         end = time.monotonic() + limit
         try:
             while any(process.is_alive() for process in ranks):
-                failed = [n for n, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if failed:
-                    raise RankError(f"rank {failed[0]} failed:\n{_said(folder, failed[0])}")
+                if any(process.exitcode for process in ranks):
+                    break
                 if time.monotonic() > end:
                     hanging = [n for n, process in enumerate(ranks) if process.is_alive()]
                     raise RankError(f"ranks {hanging} of {world} still run after {limit:.0f} s")
                 time.sleep(0.01)
-            failed = [n for n, process in enumerate(ranks) if process.exitcode != 0]
-            if failed:
-                raise RankError(f"rank {failed[0]} failed:\n{_said(folder, failed[0])}")
+            if any(process.exitcode for process in ranks):
+                failed = _first_to_fail(ranks)
+                raise RankError(f"rank {failed} failed:\n{_said(folder, failed)}")
         finally:
             for process in ranks:
                 if process.is_alive() and process.pid:
                     os.kill(process.pid, signal.SIGKILL)
                 process.join()
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def _first_to_fail(ranks: Sequence[BaseProcess]) -> int:
+    """One that was killed before those that lost it: these may be seen to end first."""
+    time.sleep(0.1)
+    return min((n for n, process in enumerate(ranks) if process.exitcode), key=lambda n: (ranks[n].exitcode or 0) > 0)
 
 
 def _said(folder: str, rank: int) -> str:

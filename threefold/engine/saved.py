@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.agree import Outcome, RankError, each, first
+from threefold.engine.agree import ElsewhereError, Outcome, each, first
 from threefold.engine.manifest import checksum, read_manifest, sync, verify_files, write_manifest
 from threefold.engine.mesh import ALONE, Group
 from threefold.engine.pieces import State, Stored, Written, write_index, write_pieces
@@ -27,7 +27,7 @@ def write_checkpoint(folder: Path, tensors: State | Outcome, facts: dict[str, An
         first(group, lambda: _make(partial))
         written = each(group, lambda: _write_file(partial, taken.get(), group))
         first(group, lambda: _complete(partial, folder, written, facts))
-    except (RankError, FindingsError):  # known to all, so that all can wait until it is gone
+    except (ElsewhereError, FindingsError):  # known to all, so that all can wait until it is gone
         first(group, lambda: shutil.rmtree(partial, ignore_errors=True))
         raise
     except BaseException:
