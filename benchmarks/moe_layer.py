@@ -1,10 +1,12 @@
 """How fast a layer's experts are: ours against torch's grouped product, eager and compiled, in one process.
 
-python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--rounds 3] [--repeats 10] [--tune] [--out FILE]
+python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-block fp8-row] [--rounds 3] [--repeats 10]
+    [--tune] [--out FILE]
 
-Forward and backward in bf16, from tokens and their experts (or rows already sorted) to the layer's output, with the
+Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the
 gradients of input, router weights and expert weights. The sides take turns, so that all see the same clocks; a ratio is
-their time over ours. Saved: bytes a token that the forward leaves behind for the backward, the layer's input included,
+their time over ours in bf16. In FP8 weights are quantised beforehand, as once an optimizer step is enough; what that
+takes is said beside. Saved: bytes a token that the forward leaves behind for the backward, the layer's input included,
 its output not.
 
 Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim, X = 2 H.
@@ -18,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from threefold.engine.kernels.choose import Shape, choose
 from threefold.engine.kernels.experts import fused_experts, grouped_experts
+from threefold.engine.kernels.fp8.experts import fits, fp8_experts, fp8_experts_of_tokens, quantize_weights
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,10 @@ CASES = {
     "deepseek-v3-ep32": Case(32768, 0, 8, 7168, 2048),
     "deepseek-v3-ep32-tokens": Case(4096, 8, 8, 7168, 2048),
     "gpt-oss-shape": Case(16384, 4, 32, 2880, 2880),
-    "tiny": Case(64, 2, 4, 64, 32),
+    "tiny": Case(64, 2, 4, 64, 128),
 }
-SIDES = ("eager", "compiled", "compiled, gathered", "threefold")
+RECIPES = {"fp8-block": "blockwise", "fp8-row": "rowwise"}
+SIDES = ("eager", "compiled", "compiled, gathered", "threefold", *RECIPES)
 DEFAULT = [name for name in CASES if name != "tiny"]
 Layer = Callable[..., Tensor]
 
@@ -114,19 +119,37 @@ def inputs(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tensor]
     return [x, weight, chosen, gate_up, down], wanted, torch.randn_like(x)
 
 
-def sides(case: Case) -> dict[str, Layer]:
+def sides(case: Case, precisions: list[str]) -> dict[str, Layer]:
+    found = {} if "bf16" not in precisions else bf16_sides(case)
+    names = [name for name in precisions if name in RECIPES and fits(case.dim, case.expert_dim)]
+    return found | {"threefold": fused_experts if case.top_k else grouped_experts} | {n: in_fp8(case, n) for n in names}
+
+
+def in_fp8(case: Case, name: str) -> Layer:
+    recipe, kept = RECIPES[name], []
+    call: Any = fp8_experts_of_tokens if case.top_k else fp8_experts
+
+    def layer(x: Tensor, weight: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        if not kept:
+            kept.append(quantize_weights(gate_up, down, recipe))
+        return call(x, weight, chosen, gate_up, down, kept[0], recipe)
+
+    return layer
+
+
+def bf16_sides(case: Case) -> dict[str, Layer]:
     torch.compiler.reset()
-    theirs, ours = (grouped_layer, fused_experts) if case.top_k else (grouped_rows, grouped_experts)
-    found = {"eager": theirs, "compiled": torch.compile(theirs, dynamic=False), "threefold": ours}
+    theirs = grouped_layer if case.top_k else grouped_rows
+    found = {"eager": theirs, "compiled": torch.compile(theirs, dynamic=False)}
     if case.top_k:
         found["compiled, gathered"] = torch.compile(gathered_layer, dynamic=False)
     return found
 
 
-def measure(case: Case, device: torch.device, rounds: int, repeats: int) -> dict[str, Any]:
+def measure(case: Case, device: torch.device, rounds: int, repeats: int, precisions: list[str]) -> dict[str, Any]:
     arguments, wanted, slope = inputs(case, device)
     found: dict[str, Any] = {}
-    layers = sides(case)
+    layers = sides(case, precisions)
 
     def both(layer: Layer) -> None:
         torch.autograd.grad(layer(*arguments), wanted, slope)
@@ -140,6 +163,9 @@ def measure(case: Case, device: torch.device, rounds: int, repeats: int) -> dict
     for one in found.values():
         one["forward_ms"], one["ms"] = (statistics.median(one.pop(part)) for part in ("forward", "both"))
         one["tflops"] = case.flops / one["ms"] / 1e9
+    for name in (name for name in RECIPES if name in found):
+        work = partial(quantize_weights, *arguments[3:], RECIPES[name])
+        found[name]["quantize_weights_ms"] = statistics.median(times(work, device, repeats))
     found["ratio"] = {name: found[name]["ms"] / found["threefold"]["ms"] for name in layers if name != "threefold"}
     return found
 
@@ -187,6 +213,7 @@ def shape_of(case: Case) -> Shape:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=DEFAULT, choices=list(CASES))
+    parser.add_argument("--precision", nargs="+", default=["bf16"], choices=("bf16", *RECIPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -204,14 +231,16 @@ def main() -> int:
             from threefold.engine.kernels.tune import tune
 
             tune(shape_of(case), max(case.top_k, 1), device)
-        row = measure(case, device, args.rounds, args.repeats)
+        row = measure(case, device, args.rounds, args.repeats, args.precision)
         choice = choose(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))
         rows[name] = {"case": asdict(case), "choice": asdict(choice) if choice else None, **row}
         for side in (side for side in SIDES if side in row):
             one, ratio = row[side], row["ratio"].get(side)
             kept = "-" if one["saved_bytes_per_token"] is None else f"{one['saved_bytes_per_token']:,.0f}"
             said = f"{name:20} {side:18} {one['forward_ms']:8.3f} {one['ms']:8.3f} {one['tflops']:8.0f} {kept:>14}"
-            print(said + (f" {ratio:12.3f}x" if ratio else ""), flush=True)
+            said += f" {ratio:12.3f}x" if ratio else ""
+            weights = one.get("quantize_weights_ms")
+            print(said + (f"  (weights {weights:.3f} ms)" if weights else ""), flush=True)
         gc.collect()
         if args.out:  # as far as it got
             args.out.write_text(json.dumps({"machine": facts_of(device), "rows": rows}, indent=1), encoding="utf-8")

@@ -1,6 +1,6 @@
 """What recompute and offload give and cost: bytes that a forward leaves for its backward, and the time of both.
 
-python benchmarks/recompute.py [--shapes qwen3-30b-a3b deepseek-v3 qwen3-next] [--repeats 5] [--json FILE]
+python benchmarks/recompute.py [--shapes qwen3-30b-a3b deepseek-v3 qwen3-next] [--repeats 5] [--fusion] [--json FILE]
 python benchmarks/recompute.py --device cpu        small shapes; their times mean nothing
 
 Every row is the same model on the same tokens, on one device, without an optimizer: kept is what lives behind the
@@ -114,8 +114,8 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Bench:
-    def __init__(self, shape: Shape, device: torch.device, repeats: int) -> None:
-        self.shape, self.spec, self.device, self.repeats = shape, shape.spec, device, repeats
+    def __init__(self, shape: Shape, device: torch.device, repeats: int, fusion: bool) -> None:
+        self.shape, self.spec, self.device, self.repeats, self.fusion = shape, shape.spec, device, repeats, fusion
         draw = torch.Generator(device).manual_seed(0)
         size = (shape.micro_batch, shape.seq_len)
         self.tokens_BS = torch.randint(self.spec.vocab, size, generator=draw, device=device)
@@ -129,7 +129,9 @@ class Bench:
 
     def row(self, options: dict[str, Any]) -> dict[str, float]:
         """The model is made anew with the same weights in it: options are built in."""
-        model = build_model(self.spec, 0, next(self.model.parameters()).dtype, "meta", Options(**options))
+        model = build_model(
+            self.spec, 0, next(self.model.parameters()).dtype, "meta", Options(expert_fusion=self.fusion, **options)
+        )
         model.load_state_dict(self.model.state_dict(), assign=True)
         for p, old in zip(model.parameters(), self.model.parameters(), strict=True):
             p.requires_grad_()
@@ -201,36 +203,34 @@ class Bench:
             yield row
 
 
-def optimizer_rows(shape: Shape, device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+def optimizer_row(shape: Shape, part: float, device: torch.device, repeats: int) -> dict[str, Any]:
     """AdamW alone, fp32 masters and moments, gradients that stay as they are."""
-    for part in (0.0, 0.5, 1.0):
-        gc.collect()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(shape.spec, 0, dtype, device)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-3)
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    optimizer = AdamW(model.named_parameters(), 0.1, offload=part)
+    times = []
+    for _ in range(repeats + 1):
         if device.type == "cuda":
-            torch.cuda.empty_cache()
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_model(shape.spec, 0, dtype, device)
-        for p in model.parameters():
-            p.grad = torch.full_like(p, 1e-3)
-        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        optimizer = AdamW(model.named_parameters(), 0.1, offload=part)
-        times = []
-        for _ in range(repeats + 1):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            optimizer.step(1e-4)
-            optimizer.host.settle()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        after = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        params = sum(p.numel() for p in model.parameters())
-        yield {
-            "offload": part,
-            "ms": 1e3 * statistics.median(times[1:]),
-            "states_on_device_gib": (after - before) / GIB,
-            "parameters": params,
-        }
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        optimizer.step(1e-4)
+        optimizer.host.settle()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    after = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    return {
+        "offload": part,
+        "ms": 1e3 * statistics.median(times[1:]),
+        "states_on_device_gib": (after - before) / GIB,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
 
 
 def show(row: dict[str, Any], small: bool) -> str:
@@ -255,11 +255,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--shapes", nargs="+", default=["qwen3-30b-a3b", "deepseek-v3"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fusion", action="store_true", help="knobs.expert_fusion: experts that keep less themselves")
     parser.add_argument("--optimizer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, small = torch.device(args.device), args.device == "cpu"
-    result: dict[str, Any] = {"machine": facts_of(device), "shapes": {}, "optimizer": []}
+    result: dict[str, Any] = {"machine": facts_of(device), "fusion": args.fusion, "shapes": {}, "optimizer": []}
     print(result["machine"])
 
     def write() -> None:
@@ -272,14 +273,15 @@ def main() -> None:
         head = f"{'kept':>9} {'saved':>9}     {'bytes/token':>12} {'peak':>9} {'ms':>10} {'added':>8}"
         print(f"{'':24} {head}")
         rows = result["shapes"].setdefault(name, [])
-        for row in Bench(shape, device, args.repeats).table():
+        for row in Bench(shape, device, args.repeats, args.fusion).table():
             print(show(row, small), flush=True)
             rows.append(row)
             write()
     if args.optimizer:
         print(f"\n{'optimizer states on host':26} {'on device':>10} {'ms a step':>10}")
         shape = SHAPES[args.device]["qwen3-30b-a3b"]
-        for row in optimizer_rows(Shape(shape.model, 2, shape.experts, 1, 1), device, args.repeats):
+        for part in (0.0, 0.5, 1.0):
+            row = optimizer_row(Shape(shape.model, 2, shape.experts, 1, 1), part, device, args.repeats)
             result["optimizer"].append(row)
             print(f"{row['offload']:26.0%} {row['states_on_device_gib']:6.2f} GiB {row['ms']:10.2f}")
         write()

@@ -2,9 +2,9 @@
 
     python benchmarks/rehearsal.py estimate [--plans 50] [--seed 0]   estimate against rehearsal, random accepted plans
     python benchmarks/rehearsal.py speed                              seconds and memory of two large rehearsals
-    python benchmarks/rehearsal.py cuda [NAME ...]                    rehearsal against the allocator of one GPU
+    python benchmarks/rehearsal.py cuda [NAME ...] [--seconds 600]    rehearsal against the allocator of one GPU
 
-The last needs a CUDA device with 140 GB; each case runs in a process of its own.
+The last needs a CUDA device with 140 GB.
 """
 
 import argparse
@@ -117,68 +117,6 @@ def _write(name: str, content: Any) -> None:
     (RESULTS / name).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
 
 
-QWEN = {"model": "qwen3-30b-a3b", "cluster.gpus": 64, "layout.ep": 8}
-DEEPSEEK = {"model": "deepseek-v3", "model.num_layers": 4, "job.mtp": 0, "cluster.gpus": 256, "layout.ep": 32}
-NEXT = {"model": "qwen3-next-80b-a3b", "model.num_layers": 4, "job.mtp": 0, "cluster.gpus": 64, "layout.ep": 16}
-FULL = {"knobs.recompute": ("full",), "knobs.recompute_method": "uniform", "knobs.recompute_layers": 1}
-CASES: dict[str, dict[str, Any]] = {
-    "qwen3-30b ep8 4k": {**QWEN, "job.seq_len": 4096},
-    "qwen3-30b ep8 4k fsdp": {**QWEN, "job.seq_len": 4096, "knobs.data_parallel": "fsdp"},
-    "qwen3-30b ep8 8k selective": {**QWEN, "job.seq_len": 8192, "knobs.recompute": ("moe_act", "layernorm")},
-    "qwen3-30b ep8 64k full": {**QWEN, "job.seq_len": 65536, **FULL},
-    "qwen3-30b tp2 ep8 16k moe": {**QWEN, "layout.tp": 2, "job.seq_len": 16384, "knobs.recompute": ("moe",)},
-    "qwen3-30b ep8 pp4 4k": {**QWEN, "layout.pp": 4, "job.seq_len": 4096},
-    "deepseek-v3 ep32 4k": {**DEEPSEEK, "job.seq_len": 4096},
-    "deepseek-v3 ep32 16k full": {**DEEPSEEK, "job.seq_len": 16384, **FULL},
-    "deepseek-v3 ep32 4k fsdp": {**DEEPSEEK, "job.seq_len": 4096, "knobs.data_parallel": "fsdp"},
-    "qwen3-next ep16 4k": {**NEXT, "job.seq_len": 4096},
-    "qwen3-next ep16 16k full": {**NEXT, "job.seq_len": 16384, **FULL},
-}
-
-
-def case(name: str) -> Plan:
-    fields = {"target": "threefold", "cluster.chip": "h200", "knobs.precision": "bf16", **CASES[name]}
-    fields["job.global_batch"] = 4 * fields["cluster.gpus"]
-    plan = parse(fields).plan
-    assert plan is not None, name
-    return plan
-
-
-def one_on_cuda(name: str) -> int:
-    """In this process: one line of JSON."""
-    from threefold.dryrun.measure import measure
-
-    try:
-        found = measure(case(name), 0)
-    except FindingsError as error:
-        print(json.dumps({"name": name, "error": str(error)}))
-        return 0
-    print(json.dumps({"name": name, **found.to_json()}))
-    return 0
-
-
-def all_on_cuda(names: list[str]) -> int:
-    rows, kept = [], []
-    for name in names:
-        ran = subprocess.run([sys.executable, __file__, "cuda-one", name], capture_output=True, text=True, check=False)
-        lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-        said = json.loads(lines[-1]) if lines else {"name": name, "error": ran.stderr[-2000:]}
-        kept.append(said)
-        if "error" in said:
-            rows.append([name, "-", "-", "-", "-", said["error"].splitlines()[0][:80]])
-        else:
-            (rank,) = said["ranks"]
-            seen, real = rank["peak_bytes"], rank["measured_peak_bytes"]
-            guess = memory(case(name)).stages[rank["stage"]].peak_bytes
-            off = [f"{seen / real - 1:+.1%}", f"{guess / real - 1:+.1%}"]
-            rows.append([name, f"{real / GIB:.2f}", f"{seen / GIB:.2f}", *off, rank["at"]])
-        print(" | ".join(rows[-1]), flush=True)
-    header = ["case", "allocator, GiB", "rehearsed", "off", "estimate off", "peak at"]
-    print(table(header, rows))
-    _write("rehearsal-cuda.json", kept)
-    return 0
-
-
 def _qwen() -> Path:
     path = Path(tempfile.mkdtemp()) / "qwen.toml"
     cluster = 'model = "qwen3-30b-a3b"\ntarget = "threefold"\ncluster = { chip = "h100", gpus = 1024 }\n'
@@ -209,17 +147,19 @@ def speed() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("estimate", "speed", "cuda", "cuda-one"))
-    parser.add_argument("names", nargs="*", help=f"cases on CUDA: {', '.join(CASES)}")
+    parser.add_argument("what", choices=("estimate", "speed", "cuda"))
+    parser.add_argument("names", nargs="*", help="cases on CUDA (default: all)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no case on CUDA begins later")
+    parser.add_argument("--json", type=Path, help="where the cases on CUDA are written")
     parser.add_argument("--plans", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.what == "speed":
         return speed()
-    if args.what == "cuda-one":
-        return one_on_cuda(args.names[0])
     if args.what == "cuda":
-        return all_on_cuda(args.names or list(CASES))
+        from rehearsal_cuda import CASES, on_cuda
+
+        return on_cuda(args.names or list(CASES), args.seconds, args.json, RESULTS)
     return estimate_against_rehearsal(args.plans, args.seed)
 
 

@@ -1,10 +1,11 @@
 """How fast a training step is: ours against Hugging Face `transformers`, one after the other in one process.
 
-python benchmarks/step.py [--layers 4 8] [--micro 1 4] [--steps 8] [--warmup 3] [--no-peer] [--json FILE]
+python benchmarks/step.py [--layers 8] [--micro 1 4] [--sides ...] [--steps 8] [--set FIELD=VALUE] [--json FILE]
 python benchmarks/step.py --device cpu --tiny        the same code on a small shape; its times mean nothing
 
-Qwen3-30B-A3B cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. Both sides keep weights, gradients
-and moments in bf16 without fp32 masters, choose experts by their own routers, and compute no balancing loss.
+Qwen3-30B-A3B cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. All sides keep weights, gradients
+and moments in bf16 without fp32 masters, but for "threefold, fp32", which has both in fp32; all choose experts by their
+own routers, and compute no balancing loss. The ceiling is a bf16 product of 8192^3 in the same run.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,11 @@ TINY = replace(
     moe=MoeSpec(num_experts=8, top_k=2, expert_dim=32),
 )
 BETAS, LR, NUM_BATCHES = (0.9, 0.95), 1e-5, 4
-SIDES = ("threefold", "transformers")
+SIDES = ("threefold", "threefold, fp32", "transformers", "transformers, compiled")
 Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
 
 
-def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, fusion: bool = False) -> Plan:
+def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, more: dict[str, Any] | None = None) -> Plan:
     fields = {
         "model": "qwen3-30b-a3b",
         "model.num_layers": layers,
@@ -59,17 +61,19 @@ def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, fusion: boo
         "job.global_batch": micro,
         "job.aux_loss": 0.0,
         "knobs.optimizer_dtype": "bf16",
-        "knobs.expert_fusion": fusion,
+        "knobs.expert_fusion": True,
+        **(more or {}),
     }
     parsed = parse(fields, model=model)
     assert parsed.plan, parsed.findings
     return parsed.plan
 
 
-def ours(plan: Plan, device: torch.device) -> Step:
+def ours(plan: Plan, device: torch.device, wide: bool = False) -> Step:
+    """`wide`: master weights and moments in fp32."""
     model = build_model(plan.model, plan.mtp, torch.bfloat16, device, options_of(plan), seed=0)
-    named = model.named_parameters()
-    optimizer = AdamW(named, plan.job.weight_decay, plan.knobs.optimizer_dtype, BETAS, master=False)
+    named, dtype = model.named_parameters(), "fp32" if wide else plan.knobs.optimizer_dtype
+    optimizer = AdamW(named, plan.job.weight_decay, dtype, BETAS, master=wide)
     parts = parts_alone(model, optimizer)
 
     def step(tokens_BS: Tensor) -> float:
@@ -79,7 +83,7 @@ def ours(plan: Plan, device: torch.device) -> Step:
     return step
 
 
-def peer(plan: Plan, device: torch.device) -> Step:
+def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bool = False) -> Step:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     facts = hf_config_of(plan.model)
@@ -90,11 +94,17 @@ def peer(plan: Plan, device: torch.device) -> Step:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **kinds)
     used = (model.config._attn_implementation, model.config._experts_implementation)
     assert used == ("sdpa", "grouped_mm"), used
+    if recompute:
+        model.gradient_checkpointing_enable()
     model.train()
     parameters = list(model.parameters())
     assert all(p.dtype == torch.bfloat16 and p.device.type == device.type for p in parameters)
     decay = plan.job.weight_decay
     optimizer = torch.optim.AdamW(parameters, LR, BETAS, weight_decay=decay, fused=True)
+
+    if compiled:
+        torch.compiler.reset()
+        model.compile(dynamic=False)
 
     def step(tokens_BS: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -107,7 +117,9 @@ def peer(plan: Plan, device: torch.device) -> Step:
     return step
 
 
-MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(zip(SIDES, (ours, peer), strict=True))
+MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(
+    zip(SIDES, (ours, partial(ours, wide=True), peer, partial(peer, compiled=True)), strict=True)
+)
 
 
 def measure(side: str, plan: Plan, device: torch.device, steps: int, warmup: int) -> dict[str, Any]:
@@ -190,16 +202,32 @@ def peak_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
 
 
-def show(row: dict[str, Any]) -> str:
-    said = [f"{row['layers']:6} {row['micro']:5}"]
-    for side in SIDES:
-        one = row.get(side)
-        if one is None or "error" in one:
-            said.append(f"{(one or {'error': 'not run'})['error'][:28]:>28}")
-        else:
-            peak = "-" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
-            said.append(f"{one['ms']:10.2f} {one['tflops']:9.1f} {peak:>7}")
-    return "  ".join([*said, f"{row['ratio']:6.3f}" if row["ratio"] else f"{'-':>6}"])
+def ceiling(device: torch.device) -> float | None:
+    """TFLOP/s of a large bf16 product."""
+    if device.type != "cuda":
+        return None
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(10):
+        a @ b
+    clock = Clock(device)
+    for _ in range(30):
+        a @ b
+        clock.tick()
+    return 2 * 8192**3 / statistics.median(clock.read()[0]) / 1e9
+
+
+def show(row: dict[str, Any], top: float | None) -> Iterator[str]:
+    """A line a side; ratios are of TFLOP/s, ours over theirs."""
+    mine = row.get(SIDES[0], {})
+    for side in (side for side in SIDES if side in row):
+        one, head = row[side], f"{row['layers']:6} {row['micro']:5}  {side:24}"
+        if "error" in one:
+            yield f"{head} {one['error'][:60]}"
+            continue
+        peak = "-" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
+        share = f"{one['tflops'] / top:7.1%}" if top else f"{'-':>7}"
+        ratio = f"{mine['tflops'] / one['tflops']:6.3f}x" if "tflops" in mine and side != SIDES[0] else ""
+        yield f"{head} {one['ms']:10.2f} {one['tflops']:9.1f} {share} {peak:>7}  {ratio}"
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:
@@ -214,39 +242,38 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--layers", type=int, nargs="+", default=[8])
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seq", type=int, help="tokens of a sequence; absent: 4096, or 64 with --tiny")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--fusion", action="store_true", help="knobs.expert_fusion: our own expert kernels")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=SIDES)
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of the plan, for our sides")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, model = torch.device(args.device), TINY if args.tiny else QWEN3_30B
     seq_len = args.seq or (64 if args.tiny else 4096)
-    sides = SIDES if args.peer else SIDES[:1]
+    more = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)}
+    top = ceiling(device)
     rows: list[dict[str, Any]] = []
     for layers in args.layers:
         for micro in args.micro:
-            plan = plan_of(model, layers, micro, seq_len, args.fusion)
-            row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "ratio": None}
-            for side in sides:
+            plan = plan_of(model, layers, micro, seq_len, more)
+            row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "set": more}
+            for side in args.sides:
                 row[side] = measure(side, plan, device, args.steps, args.warmup)
                 print(f"{layers} layers, microbatch {micro}, {side}: {row[side]}", file=sys.stderr, flush=True)
-            if all("ms" in row.get(side, {}) for side in SIDES):
-                row["ratio"] = row[SIDES[0]]["tflops"] / row[SIDES[1]]["tflops"]
             rows.append(row)
             if args.json:  # as far as it got
-                args.json.write_text(json.dumps({"machine": facts_of(device), "rows": rows}, indent=2))
-    print(f"\n{facts_of(device)}\nsequence {seq_len}, median of {args.steps} steps; ratio: TFLOP/s, ours over theirs\n")
-    print(f"{'layers':>6} {'micro':>5}  " + "  ".join(f"{side:>28}" for side in SIDES) + "   ratio")
-    print(" " * 14 + "  ".join([f"{'ms/step':>10} {'TFLOP/s':>9} {'GiB':>7}"] * 2))
+                said = {"machine": facts_of(device), "ceiling_tflops": top, "rows": rows}
+                args.json.write_text(json.dumps(said, indent=2))
+    print(f"\n{facts_of(device)}\nsequence {seq_len}, median of {args.steps} steps; bf16 product {top} TFLOP/s\n")
+    print(f"{'layers':>6} {'micro':>5}  {'':24} {'ms/step':>10} {'TFLOP/s':>9} {'of top':>7} {'GiB':>7}  ours over it")
     for row in rows:
-        print(show(row))
-    return 1 if any("error" in row.get(side, {}) for row in rows for side in sides) else 0
+        print("\n".join(show(row, top)))
+    return 1 if any("error" in row.get(side, {}) for row in rows for side in args.sides) else 0
 
 
 if __name__ == "__main__":

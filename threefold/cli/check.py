@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, optional=True)
     parser.add_argument("--explain", metavar="SLUG", help="what a rule holds, why, how to confirm, how to fix")
     parser.add_argument("--rehearse", action="store_true", help="run every stage without the cluster: does it fit?")
+    parser.add_argument("--here", action="store_true", help="judge by this machine too: its GPUs, versions, packages")
     parser.add_argument("--fix", metavar="OUT", help="apply the fixes of all errors and write the plan to OUT")
 
 
@@ -38,6 +39,11 @@ def run(args: argparse.Namespace) -> int:
             found += error.findings
         except ModuleNotFoundError as error:
             return missing_package("check", error)
+    if args.here and not blockers(found):
+        from threefold.machine.facts import this_machine
+        from threefold.machine.judge import judge
+
+        found += judge(parsed.plan, this_machine())
     return print_findings(in_order(found), args.json)
 
 

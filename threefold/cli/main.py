@@ -28,6 +28,7 @@ VERBS = {
     "models": "list the known models, or show one",
     "chips": "list the known chips",
     "schema": "print the JSON Schema of plan files",
+    "env": "say what this machine has: GPU, software, kernels that run, packages and what missing ones would give",
 }
 
 

@@ -1,77 +1,23 @@
 """What our own engine keeps of a layer from forward to backward: bytes on one rank for one microbatch, by memory term.
 
 Counted from the code of `engine/`, tensor by tensor; the rehearsal, which runs that code, holds these numbers to it.
-`t` counts the tokens a rank holds between modules, `s` those inside a module cut by tensor parallel, `r` experts' rows.
 """
 
-from dataclasses import dataclass
+from threefold.cost.share import FP32, INDEX, Share
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec
 
-from threefold.plan.plan import Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec, ModelSpec
-
-FP32, INDEX = 4, 8
+BLOCK = 128  # rows of an expert that share scales
 CHUNK = 64  # tokens of the delta rule's chunks
 _ZERO_CENTRED = ("qwen3_next",)  # norms that store weight - 1, and are computed in fp32 piece by piece
-
-
-@dataclass(frozen=True)
-class Share:
-    """A rank's part of a microbatch."""
-
-    plan: Plan
-    skew: float = 1.0
-
-    @property
-    def model(self) -> ModelSpec:
-        return self.plan.model
-
-    @property
-    def width(self) -> int:
-        return 4 if self.plan.knobs.precision == "fp32" else 2
-
-    @property
-    def narrow(self) -> bool:
-        return self.width == 2
-
-    @property
-    def tp(self) -> int:
-        return self.plan.layout.tp
-
-    @property
-    def s(self) -> float:
-        return self.plan.job.micro_batch * self.plan.job.seq_len / self.plan.layout.cp
-
-    @property
-    def t(self) -> float:
-        return self.s / self.tp
-
-    @property
-    def sent(self) -> float:
-        """Rows that leave for the experts."""
-        return self.t * self.model.moe.top_k if self.model.moe else 0.0
-
-    @property
-    def r(self) -> float:
-        """Rows at the experts of a rank; every slice of an expert sees those of all slices."""
-        job = self.plan.job
-        padded = job.capacity_factor is not None and job.capacity_scope == "expert"
-        load = job.capacity_factor if padded and job.capacity_factor is not None else self.skew
-        return self.sent * load * self.plan.layout.etp
-
-    @property
-    def again(self) -> frozenset[str]:
-        return frozenset(self.plan.knobs.recompute)
-
-    @property
-    def gathers(self) -> bool:
-        return self.tp > 1
 
 
 def layer_kept(share: Share, layer: Layer) -> dict[str, float]:
     if "full" in share.again:
         return {"norms": share.width * share.model.dim * share.t}
-    kept = {"norms": _norm(share, layer.mixer != "none", _mixer_reads_norm(share, layer))}
-    kept["norms"] += _norm(share, layer.ffn != "none", _ffn_reads_norm(share, layer))
+    kept = {"norms": _norm(share, layer.mixer != "none", share.input * _mixer_reads_norm(share, layer))}
+    routed = layer.ffn == "moe" or _ffn_again(share, layer)  # reads the norm's output as it is
+    output = share.width if routed else share.input
+    kept["norms"] += _norm(share, layer.ffn != "none", output * _ffn_reads_norm(share, layer))
     kept["attention"] = _mixer(share, layer)
     if layer.ffn == "dense":
         kept["mlp"] = 0.0 if "mlp" in share.again else mlp(share, share.model.dense_dim, share.gathers)
@@ -81,13 +27,30 @@ def layer_kept(share: Share, layer: Layer) -> dict[str, float]:
     return kept
 
 
-def _norm(share: Share, there: bool, output: bool) -> float:
-    """Its input, one number a row, and its output where a product keeps it."""
+def layer_again(share: Share, layer: Layer, plain: Share) -> dict[str, float]:
+    """What a layer holds where it is made again, at most; `plain`: the same without recompute."""
+    made = layer_kept(plain, layer)
+    cut = dict.fromkeys(("dispatch", "experts", "shared_experts"), share.at_once) | {"mlp": share.mlp_at_once}
+    made = {name: size * cut.get(name, 1.0) for name, size in made.items()}
+    spec = share.model.attention
+    if layer.mixer == "attention" and isinstance(spec, MlaSpec):
+        made["attention"] -= _mla_up(plain, spec) * (1 - share.heads_at_once)
+    return made
+
+
+def _norm(share: Share, there: bool, output: float) -> float:
+    """Its input, in plain torch one number a row, and of an element of its output `output` bytes."""
     if not there:
         return 0.0
     dim = share.model.dim
-    inside = 2 * FP32 * dim if share.model.family in _ZERO_CENTRED and share.narrow else share.width * dim
-    return share.t * (inside + FP32 + (share.width * dim if output else 0))
+    return share.t * (_normed(share, dim) + output * dim)
+
+
+def _normed(share: Share, dim: float, groups: float = 1) -> float:
+    """Kept inside of norms of so many numbers a token, in `groups`."""
+    if share.fused:
+        return share.width * dim
+    return (2 * FP32 if _in_fp32(share) else share.width) * dim + FP32 * groups
 
 
 def _mixer_reads_norm(share: Share, layer: Layer) -> bool:
@@ -96,74 +59,84 @@ def _mixer_reads_norm(share: Share, layer: Layer) -> bool:
     return "layernorm" not in share.again and (is_mla or not share.gathers)
 
 
+def _ffn_again(share: Share, layer: Layer) -> bool:
+    return {"dense": "mlp", "moe": "moe"}.get(layer.ffn) in share.again
+
+
 def _ffn_reads_norm(share: Share, layer: Layer) -> bool:
-    whole = {"dense": "mlp", "moe": "moe"}[layer.ffn] in share.again if layer.ffn in ("dense", "moe") else False
-    if whole:
+    if _ffn_again(share, layer):
         return True  # the input of what is recomputed
     if "layernorm" in share.again:
         return False
     moe = share.model.moe
     if layer.ffn == "moe" and moe:
-        return not share.narrow or bool(moe.shared_gate) or (bool(moe.shared_width) and not share.gathers)
+        router = share.fused or not share.narrow
+        return router or bool(moe.shared_gate) or (bool(moe.shared_width) and not share.gathers)
     return not share.gathers
 
 
-def _entered(share: Share, products: int) -> float:
-    """The sequence as a cut module gathers it; of several sequences each product that reads it keeps a copy of its own,
-    because they lie the other way round."""
-    if not share.gathers or "layernorm" in share.again:
-        return 0.0
-    return share.width * share.model.dim * share.s * (products if share.plan.job.micro_batch > 1 else 1)
+def _entered(share: Share) -> float:
+    """The sequence as a cut module gathers it."""
+    again = not share.gathers or "layernorm" in share.again
+    return 0.0 if again else share.input * share.model.dim * share.s
 
 
 def _mixer(share: Share, layer: Layer) -> float:
     model = share.model
     if layer.mixer == "delta" and model.delta:
-        return _entered(share, 2) + _delta(share, model.delta) * share.s
+        return _entered(share) + _delta(share, model.delta) * share.s
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
     if isinstance(spec, MlaSpec):
         return _mla(share, spec)
-    return _entered(share, 3) + _gqa(share, spec) * share.s
+    return _entered(share) + _gqa(share, spec) * share.s
 
 
 def _gqa(share: Share, spec: GqaSpec) -> float:
-    """A token: queries and keys before their norm and behind rotation, values, the output twice (as the kernel and as
-    the product behind it want it), tables of the rotation."""
+    """A token: queries and keys before their norm and behind rotation, values, the output (in plain torch twice, as the
+    kernel and as the product behind it want it), tables of the rotation."""
     b, head = share.width, spec.head_dim
     q, kv = spec.q_dim / share.tp, max(1.0, spec.num_kv_heads / share.tp) * head
     heads = q / head
-    in_fp32 = share.model.family in _ZERO_CENTRED and share.narrow
     kept = b * (q + 2 * kv)  # ready to attend
     if spec.gated:
         kept += 2 * b * q + b * q  # query with gate, as projected; the gate's sigmoid
     if spec.qk_norm:
-        inside = 2 * FP32 * (q + kv) if in_fp32 else b * ((0 if spec.gated else q) + kv)
-        kept += inside + FP32 * (q + kv) / head
-    core = b * q + FP32 * heads
+        kept += _normed(share, q + kv, (q + kv) / head) - (b * q if spec.gated and not _in_fp32(share) else 0)
     if "core_attn" not in share.again:
-        kept += core + b * q
-    if share.narrow:
+        kept += b * q + FP32 * heads + (share.input * q if spec.gated or not share.fused else 0)
+    if share.narrow and not share.fused:
         kept += 4 * b * head * spec.rope_fraction / 2
     return kept + (INDEX if spec.sinks else 0)
+
+
+def _in_fp32(share: Share) -> bool:
+    """Norms that are computed piece by piece."""
+    return share.model.family in _ZERO_CENTRED and share.narrow and not share.fused
 
 
 def _mla(share: Share, spec: MlaSpec) -> float:
     b, t, s = share.width, share.t, share.s
     heads = spec.num_heads / share.tp
     q_rank = spec.q_rank or 0
-    low = b * t * (q_rank + spec.kv_rank + spec.rope_dim) + FP32 * t * ((1 if q_rank else 0) + 1)
+    low = b * t * (q_rank + spec.kv_rank + spec.rope_dim)
+    low += 0 if share.fused else FP32 * t * ((1 if q_rank else 0) + 1)
     joined = q_rank + spec.kv_rank + (spec.rope_dim if share.gathers else 0)
-    low += b * joined * (s if share.gathers else t)
+    low += share.input * joined * (s if share.gathers else t)
     if share.gathers and not q_rank:
         low += b * share.model.dim * s
-    # Queries and keys joined with their rotated parts; keys and values lie in one tensor, of which values are kept.
-    up = 0.0 if "mla_up_proj" in share.again else b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * s
-    if share.narrow and "mla_up_proj" not in share.again:
-        up += 4 * b * spec.rope_dim / 2 * s
-    core = 0.0 if "core_attn" in share.again else (2 * b * heads * spec.v_dim + FP32 * heads) * s
+    up = 0.0 if "mla_up_proj" in share.again else _mla_up(share, spec)
+    outputs = 1 if share.fused else 2  # the kernel's lies as the next product wants it
+    core = 0.0 if "core_attn" in share.again else heads * (outputs * b * spec.v_dim + FP32) * s
     return low + up + core
+
+
+def _mla_up(share: Share, spec: MlaSpec) -> float:
+    """Queries and keys joined with their rotated parts; keys and values lie in one tensor, of which values are kept."""
+    b, heads = share.width, spec.num_heads / share.tp
+    up = b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * share.s
+    return up + (4 * b * spec.rope_dim / 2 * share.s if share.narrow else 0)
 
 
 def _delta(share: Share, spec: DeltaSpec) -> float:
@@ -182,20 +155,21 @@ def _delta(share: Share, spec: DeltaSpec) -> float:
 
 
 def mlp(share: Share, hidden: float, entered: bool) -> float:
-    """Gate, up, the activation and the product of both."""
-    kept = 4 * share.width * hidden / share.tp * share.s
-    return kept + (_entered(share, 2) if entered else 0.0)
+    """Gate, up, the product of both, and in plain torch the activation."""
+    kept = ((2 if share.fused else 3) * share.width + share.input) * hidden / share.tp * share.s
+    return kept + (_entered(share) if entered else 0.0)
 
 
 def _router(share: Share) -> float:
-    """In fp32: the tokens, the weight, the scores, the sorted places of all experts, of which the first are used."""
+    """The logits, the choice, and the scores where a loss looks at them; in plain torch tokens and weight in fp32, and
+    the sorted places of all experts, of which the first are used."""
     moe, job = share.model.moe, share.plan.job
     assert moe is not None
     each = FP32 * moe.num_experts
-    if job.routing == "forced-balance":
-        each += INDEX * moe.top_k
-    else:
-        each += INDEX * moe.num_experts
+    if share.fused:
+        scores = FP32 * (moe.num_experts + 1) if job.aux_loss or job.seq_aux_loss else 0
+        return (each + INDEX * moe.top_k + scores) * share.t
+    each += INDEX * (moe.top_k if job.routing == "forced-balance" else moe.num_experts)
     if moe.score == "softmax" and moe.norm_topk:
         each += FP32 * moe.num_experts
     each += 2 * FP32 * moe.top_k
@@ -206,9 +180,11 @@ def _router(share: Share) -> float:
 def _dispatch(share: Share) -> float:
     """Rows by expert, which the first product keeps, and who they are."""
     layout = share.plan.layout
+    if share.in_one:
+        return 3 * FP32 * share.sent
     travels = layout.ep * layout.etp > 1
     known = INDEX * (2 * share.sent + (2 * share.r if travels else 0)) + FP32 * share.r
-    return share.width * share.model.dim * share.r + known
+    return (0 if share.low else share.width) * share.model.dim * share.r + known
 
 
 def _experts(share: Share) -> float:
@@ -216,12 +192,18 @@ def _experts(share: Share) -> float:
     moe, model = share.model.moe, share.model
     assert moe is not None
     hidden = moe.expert_dim / share.plan.layout.etp
-    if share.plan.knobs.expert_fusion or "moe_act" in share.again:
-        times = 2.0
-    else:
-        times = 5.0 if model.activation == "silu" else 8.0
     # The last bias, a row each, is kept to be multiplied by the router's weight.
     biases = (share.width * model.dim + 2 * INDEX) * share.r if moe.bias else 0.0
+    times = 5.0 if model.activation == "silu" else 8.0
+    if share.fused_experts:
+        padded = share.r + BLOCK * moe.num_experts / share.plan.layout.ep
+        return 2 * share.width * hidden * share.r + share.low * model.dim * (padded if share.low else 0)
+    if "moe_act" in share.again:
+        times, act = 2.0, 0.0
+    else:
+        act = share.low * hidden
+    if share.low:
+        return ((times - (1 if act else 0)) * share.width * hidden + act + share.low * model.dim) * share.r + biases
     return times * share.width * hidden * share.r + biases
 
 
@@ -231,4 +213,5 @@ def _shared(share: Share) -> float:
     if not moe.shared_width or "shared_experts" in share.again:
         return 0.0
     gate = share.width * (share.model.dim + 2) * share.t if moe.shared_gate else 0.0
-    return mlp(share, moe.shared_width, share.gathers) + gate
+    narrow = 0.0 if share.gathers else share.low * share.model.dim * share.t
+    return mlp(share, moe.shared_width, share.gathers) + gate + narrow

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from threefold.cost.kept import Share, layer_kept
-from threefold.cost.own import OWN, Held, own_activations, own_moment, own_states
+from threefold.cost.kept import layer_kept
+from threefold.cost.own import OWN, Held, own_activations, own_moment, own_narrow, own_states
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
+from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
 from threefold.layout.stages import Chunk, chunk_rank
 from threefold.plan.plan import Plan
@@ -143,10 +144,11 @@ def stage_params(plan: Plan, held: Held) -> tuple[float, float]:
 
 
 def _stage(plan: Plan, stage: int, held: Held, saved: dict[Layer, dict[str, float]], skew: float) -> StageMemory:
+    flights = in_flight(plan, stage)
     terms = _states(plan, held)
     if plan.target == OWN:
-        own_activations(plan, stage, held, saved, terms, in_flight(plan, stage))
-        moment = own_moment(plan, held, saved, terms, skew)
+        own_activations(plan, stage, held, saved, terms, flights)
+        moment = own_moment(plan, held, saved, terms, flights, skew)
         _own_extras(plan, held, terms)
     else:
         _activations(plan, stage, held, saved, terms)
@@ -188,7 +190,12 @@ def _states(plan: Plan, held: Held) -> dict[str, float]:
         "gradients": STATE_BYTES[knobs.grad_dtype] * (dense + experts) * trained,
         "optimizer": per_param * states * trained,
         "quantised_weights": quantised,
-    } | (own_states(plan, *stage_params(plan, held)) if plan.target == OWN and not plan.low_precision else {})
+    } | (_own_states(plan, held) if plan.target == OWN else {})
+
+
+def _own_states(plan: Plan, held: Held) -> dict[str, float]:
+    dense, experts = stage_params(plan, held)
+    return {**own_states(plan, dense, experts), "quantised_weights": own_narrow(plan, held, experts)}
 
 
 def in_flight(plan: Plan, stage: int) -> list[int]:

@@ -3,15 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from threefold.cost.kept import INDEX, Share, layer_kept
-from threefold.cost.moments import backward_moment, forward_moment, gather_moment, loss_moment, reduce_moment
+from threefold.cost.gathered import add_gathered, num_local, units
+from threefold.cost.kept import layer_again, layer_kept
+from threefold.cost.moments import backward_moment, forward_moment, loss_moment
+from threefold.cost.share import INDEX, Share
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
-from threefold.spec.params import dense_params, expert_params, mixer_params, shared_params
+from threefold.spec.params import dense_params, mixer_params, shared_params
+from threefold.units import MIB
 
 OWN = "threefold"
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+# Bytes of an element of a weight in a narrow format, scales included.
+_NARROW_WEIGHT = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+LIBRARIES = 2 * 32 * MIB  # of cuBLAS on Hopper, for the forward and for the backward
 Terms = dict[str, float]
 
 
@@ -31,18 +37,19 @@ def own_states(plan: Plan, dense: float, experts: float) -> Terms:
     layout, knobs = plan.layout, plan.knobs
     width = 4 if knobs.precision == "fp32" else 2
     master = 4 if width == 2 else 0
-    grad = max(width, _STATE_BYTES[knobs.grad_dtype]) if layout.gpus > 1 else width  # alone, gradients are autograd's
+    summed = layout.gpus > 1 or plan.num_microbatches > 1  # else gradients are autograd's
+    grad = max(width, _STATE_BYTES[knobs.grad_dtype]) if summed else width
     moments = 2 * _STATE_BYTES[knobs.optimizer_dtype]
     on_device = 1 - knobs.optimizer_offload
     terms = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for params, copies in ((dense, layout.dp * layout.cp), (experts, layout.edp)):
         shards = max(1, copies // layout.replicate)
-        if params is experts and shards > 1:
-            shards = min(shards, num_local(plan))  # parts are of whole experts: some ranks hold none
         if knobs.data_parallel != "zero1" and shards > 1:
-            # Kept in parts and in fp32: their own master weights. The only microbatch finds no gradients yet.
+            if params is experts:
+                shards = min(shards, num_local(plan))  # parts are of whole experts: some ranks hold none
+            # Kept in parts and in fp32: their own master weights.
             terms["weights"] += 4 * params / shards
-            terms["gradients"] += 4 * params / shards if plan.num_microbatches > 1 else 0.0
+            terms["gradients"] += 4 * params / shards
             terms["optimizer"] += moments * params / shards * on_device
         else:
             terms["weights"] += width * params
@@ -51,9 +58,14 @@ def own_states(plan: Plan, dense: float, experts: float) -> Terms:
     return terms
 
 
-def num_local(plan: Plan) -> int:
-    """Routed experts of a rank."""
-    return max(1, plan.model.num_experts // plan.layout.ep)
+def own_narrow(plan: Plan, held: Held, experts: float) -> float:
+    """Weights in a narrow format, once for each side of a product; none are kept of weights that are gathered."""
+    if not plan.low_precision or plan.knobs.data_parallel != "zero1":
+        return 0.0
+    model, params = plan.model, 0.0
+    for layer in [*held.layers, *plan.model.mtp_depth * min(1, held.mtp)]:
+        params += mixer_params(model, layer) + (dense_params(model) if layer.ffn == "dense" else shared_params(model))
+    return 2 * _NARROW_WEIGHT.get(plan.knobs.precision, 1.0) * (params / plan.layout.tp + experts)
 
 
 def own_activations(
@@ -89,7 +101,9 @@ def _borders(plan: Plan, stage: int, held: Held) -> float:
     return (0 if last else sent) * len(held.chunks) + (0 if first else 1)
 
 
-def own_moment(plan: Plan, held: Held, saved: dict[Layer, Terms], terms: Terms, skew: float) -> str:
+def own_moment(
+    plan: Plan, held: Held, saved: dict[Layer, Terms], terms: Terms, flights: Sequence[int], skew: float
+) -> str:
     """The fullest of the moments in which most is kept; its bytes are added to the terms."""
     share = Share(plan, skew)
     layers = [*held.layers, *plan.model.mtp_depth * min(1, held.mtp)] or [Layer("none", "none")]
@@ -97,18 +111,53 @@ def own_moment(plan: Plan, held: Held, saved: dict[Layer, Terms], terms: Terms, 
     moments = {"a forward": ("workspace", forward_moment(share, last))}
     again = _again(share, saved, layers)
     moments["a backward"] = ("recompute" if again else "workspace", backward_moment(share, last) + again)
+    if share.again & {"moe", "full"}:
+        moments["a second forward"] = (
+            "recompute",
+            forward_moment(share, last) + share.width * share.model.dim * share.t + again,
+        )
     if held.loss or held.mtp:
         full, kept = loss_moment(share, held.loss + held.mtp)
         moments["the loss"] = ("logits", full)
         head = share.width * plan.model.dim * (plan.model.vocab / share.tp + share.s)
         moments["the loss's backward"] = ("logits", kept + head)
-        term, size = moments["a backward"]
-        moments["a backward"] = (term, size + kept)
     if plan.knobs.data_parallel != "zero1":
-        _add_gathered(plan, held, share, last, moments, again)
+        tables = held.embedding + (held.loss and not plan.model.tied)
+        of, kept = units(plan, last, tables), layer_kept(_plain(share), last).get("experts", 0.0)
+        add_gathered(moments, share, of, held.loss, kept, again)
+    if plan.num_microbatches <= max(flights) and (plan.layout.gpus == 1 or plan.knobs.data_parallel != "zero1"):
+        _without_gradients(share, held, saved, terms, moments)
     name, (term, size) = max(moments.items(), key=lambda row: row[1][1])
     terms[term] = terms.get(term, 0.0) + size
+    if share.fused:
+        terms["workspace"] = terms.get("workspace", 0.0) + LIBRARIES
     return f"{name}, with all microbatches in flight"
+
+
+_LATE = ("a backward", "a second forward", "a gathering", "a reduction")
+
+
+def _without_gradients(
+    share: Share, held: Held, saved: dict[Layer, Terms], terms: Terms, moments: dict[str, tuple[str, float]]
+) -> None:
+    """Gradients come with the only backward: either all layers' tensors are there, or all gradients and one layer's."""
+    others: Terms = {}
+    for layer in held.layers[1:]:
+        for name, size in saved[layer].items():
+            others[name] = others.get(name, 0.0) + size
+    alone = share.plan.layout.gpus == 1
+    head = share.width * share.model.vocab * share.model.dim if alone and held.loss else 0.0
+    late = {name: moments[name] for name in _LATE if name in moments}
+    most = max(size for _, size in moments.values())
+    if share.plan.layout.pp > 1 or most + head > max(row[1] for row in late.values()) + terms["gradients"] - sum(
+        others.values()
+    ):
+        terms["gradients"] = head
+        return
+    moments.clear()
+    moments.update(late)
+    for name, size in others.items():
+        terms[name] -= size
 
 
 def _again(share: Share, saved: dict[Layer, Terms], layers: Sequence[Layer]) -> float:
@@ -116,33 +165,10 @@ def _again(share: Share, saved: dict[Layer, Terms], layers: Sequence[Layer]) -> 
     if not share.again:
         return 0.0
     plain = _plain(share)
-    return max(sum(layer_kept(plain, one).values()) - sum(saved.get(one, {}).values()) for one in set(layers))
+    made = {one: sum(layer_again(share, one, plain).values()) for one in set(layers)}
+    return max(made[one] - sum(saved.get(one, {}).values()) for one in made)
 
 
 def _plain(share: Share) -> Share:
     """Without recompute."""
     return Share(replace(share.plan, knobs=replace(share.plan.knobs, recompute=())), share.skew)
-
-
-def _add_gathered(
-    plan: Plan, held: Held, share: Share, last: Layer, moments: dict[str, tuple[str, float]], again: float
-) -> None:
-    """FSDP: the weights of the unit at work, whole; a chunk's own stay so from its forward to its backward."""
-    model, layout, b = plan.model, plan.layout, share.width
-    table = b * model.vocab / layout.tp * model.dim if layout.dp * layout.cp // layout.replicate > 1 else 0.0
-    ends = table * (held.embedding + (held.loss and not model.tied))
-    experts = 0.0
-    if model.moe and last.ffn == "moe" and layout.edp // layout.replicate > 1:
-        experts = model.moe.num_experts * expert_params(model) / layout.ep / layout.etp
-    whole = mixer_params(model, last) + (dense_params(model) if last.ffn == "dense" else shared_params(model))
-    dense = b * whole / layout.tp if table else 0.0
-    # Parts are of whole experts: with more ranks than experts the others' are padding.
-    padded = experts * max(1.0, layout.edp / layout.replicate / num_local(plan))
-    for name, (term, size) in list(moments.items()):
-        at_work = {"a forward": dense, "a backward": dense + b * experts}.get(name, 0.0)
-        moments[name] = (term, size + ends + at_work)
-    if experts:
-        # Of what the layer's experts keep nothing is there yet, or any more.
-        rest = ends + dense + again - layer_kept(_plain(share), last).get("experts", 0.0)
-        moments["a reduction"] = ("workspace", reduce_moment(share, experts, padded) + rest)
-        moments["a gathering"] = ("workspace", gather_moment(share, experts, padded) + rest)

@@ -34,11 +34,11 @@ class EmptySteps:
     def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
         return grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2])
 
-    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Any) -> Tensor:
-        return x_XD.new_empty(self.num_experts, grad_RX.shape[1], x_XD.shape[1])
+    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Any, sink: Tensor | None = None) -> Tensor | None:
+        return None if sink is not None else x_XD.new_empty(self.num_experts, grad_RX.shape[1], x_XD.shape[1])
 
-    def down_grad(self, grad_XD: Tensor, rows: Any, act_RH: Tensor) -> Tensor:
-        return grad_XD.new_empty(self.num_experts, grad_XD.shape[1], act_RH.shape[1])
+    def down_grad(self, grad_XD: Tensor, rows: Any, act_RH: Tensor, sink: Tensor | None = None) -> Tensor | None:
+        return None if sink is not None else grad_XD.new_empty(self.num_experts, grad_XD.shape[1], act_RH.shape[1])
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return y_RD.new_empty(len(row_TK), y_RD.shape[1])

@@ -15,8 +15,9 @@ from threefold.cost.rates import calibration
 from threefold.cost.time import step_time
 from threefold.dryrun.loads import Loads
 from threefold.dryrun.rank import RankRehearsal, rehearse_rank
-from threefold.dryrun.real import real_rank, real_step
+from threefold.dryrun.real import balanced, real_rank, real_step
 from threefold.dryrun.stopwatch import Phases, Stopwatch
+from threefold.dryrun.where import Where
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.units import format_bytes
@@ -85,12 +86,14 @@ def measure(
         raise FindingsError([_finding("--loads", problem, "rehearse loads with --device cpu")])
     tell = say or (lambda text: None)
     tell("rehearsing without memory first")
-    rehearsed = rehearse_rank(plan, rank)
+    rehearsed = rehearse_rank(balanced(plan), rank)
     device = torch.device("cuda", torch.cuda.current_device())
-    watch, phases = Stopwatch(device), Phases(device)
-    with _enough_memory(rehearsed, watch), real_rank(plan, rank, device) as (parts, small):
+    watch, phases, where = Stopwatch(device), Phases(device), Where()
+    with _enough_memory(rehearsed, where), real_rank(plan, rank, device) as (parts, small):
         tell("a step to warm up")
-        real_step(parts, small, plan)
+        where.name(parts.chunks)
+        with where.watching():
+            real_step(parts, small, plan, where)
         tell("a step for memory and time")
         torch.cuda.reset_peak_memory_stats(device)
         real_step(parts, small, plan, phases)
@@ -126,13 +129,13 @@ def _by_kind(watch: Stopwatch, num_microbatches: int) -> dict[str, tuple[float, 
 
 
 @contextmanager
-def _enough_memory(rehearsed: RankRehearsal, watch: Stopwatch) -> Iterator[None]:
+def _enough_memory(rehearsed: RankRehearsal, where: Where) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info()
         problem = (
-            f"out of memory on this GPU in {watch.last or 'the build'}: it has {format_bytes(total)}, "
+            f"out of memory on this GPU in {where.failed or where()}: it has {format_bytes(total)}, "
             f"{format_bytes(free)} free; the rehearsal says {format_bytes(rehearsed.peak_bytes)} of tensors"
         )
         advice = f"what is largest at the peak: {rehearsed.top[0].term} of {rehearsed.top[0].owner}; see --device cpu"

@@ -20,6 +20,7 @@ import threefold.engine.kernels.experts as fused
 from threefold.dryrun.expert_steps import steps_for
 from threefold.dryrun.tracker import Workspace
 from threefold.engine.norm import wide
+from threefold.units import MIB
 
 _LIBRARY = torch.library.Library("threefold", "FRAGMENT")
 _LIBRARY.define("rms_norm(Tensor x, int dims, Tensor? weight) -> (Tensor, Tensor)")
@@ -46,10 +47,6 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -
 
 
 STAND_INS = {_GROUPED: _grouped_mm}
-
-
-def with_stand_ins(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return STAND_INS.get(func, func)(*args, **kwargs)
 
 
 @torch.library.register_fake("threefold::rms_norm", lib=_LIBRARY)
@@ -94,20 +91,34 @@ def _attention(
     return out
 
 
-def _wide_queries(q_at: int) -> Workspace:
-    """The backward sums the gradient of the queries in fp32, with a number a query for its correction."""
+def _attention_backward(heads_at: int) -> Workspace:
+    """The gradient of the queries is summed in fp32, with a number a query for its correction; where several of them
+    share keys and values, each makes gradients of its own for these first. So measured on an H200."""
 
     def size(args: tuple[Any, ...]) -> int:
-        q = args[q_at]
-        return 4 * (q.numel() + q.numel() // q.shape[-1])
+        q, k, v = args[1:4]
+        num_queries = q.numel() // q.shape[-1]
+        shared = q.shape[heads_at] != k.shape[heads_at]
+        apart = num_queries * (k.shape[-1] + v.shape[-1]) * q.element_size() if shared else 0
+        return 4 * (q.numel() + num_queries) + apart
 
     return size
 
 
+def _embedding_backward(args: tuple[Any, ...]) -> int:
+    """Rows of the gradient in fp32, one a token and one more for ten of them, in which it adds them up."""
+    grad = args[0]
+    return 44 * grad.numel() // 10
+
+
 WORKSPACES: dict[Any, Workspace] = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _wide_queries(1),
-    torch.ops.aten._flash_attention_backward.default: _wide_queries(1),
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _attention_backward(1),
+    torch.ops.aten._flash_attention_backward.default: _attention_backward(-2),
+    torch.ops.aten.embedding_dense_backward.default: _embedding_backward,
 }
+# cuBLAS takes as much for the thread of the forward and for that of the backward, from torch's allocator, on Hopper
+# (torch: CUDABlas `getChosenWorkspaceSize`).
+LIBRARIES = 2 * 32 * MIB
 
 
 @contextmanager

@@ -6,24 +6,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from threefold.dryrun.faults import told
 from threefold.dryrun.fewer import fewer_microbatches
 from threefold.dryrun.flex import flex_stand_ins
 from threefold.dryrun.ledger import Entry, Ledger
 from threefold.dryrun.loads import Loads
 from threefold.dryrun.meta import META, MetaOperators, messages_one_by_one
-from threefold.dryrun.operators import STAND_INS, WORKSPACES, as_on_a_gpu, with_stand_ins
+from threefold.dryrun.operators import LIBRARIES, STAND_INS, WORKSPACES, as_on_a_gpu
 from threefold.dryrun.step import step
-from threefold.dryrun.terms import by_term, expert_paths, label_gradients, label_states, term_of
+from threefold.dryrun.terms import by_term, expert_paths, label_gradients, label_narrow, label_states, term_of
 from threefold.dryrun.timeline import timeline
 from threefold.dryrun.tracker import Block, Tracker
 from threefold.dryrun.where import Where
-from threefold.dryrun.world import FakeMesh, fake_ranks, one_thread
+from threefold.dryrun.world import fake_ranks, one_thread, sharding_without_memory
 from threefold.engine.build import Parts, build
 from threefold.engine.dispatch.splits import sizes_from
+from threefold.engine.mesh import Mesh
 from threefold.engine.runner import Piped
 from threefold.engine.shard.collectives import observed
 from threefold.engine.ways import standing_for
@@ -89,14 +87,17 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     tracker.watchers.append(ledger.watch)
     with told(plan, rank, where), _stand_ins(small, rank, loads or Loads(), ledger), tracker, where.watching():
         with observed(ledger.observe):
-            mesh = FakeMesh(small.layout, rank, _device(small))
+            mesh = Mesh(small.layout, rank, META)
             parts = build(small, mesh, with_data=False, with_weights=False)
             where.name(parts.chunks)
             label_states(tracker, parts)
+            if plan.chip.architecture != "cpu":
+                tracker.hold(LIBRARIES, "cuBLAS")
             tracker.begin()
             ledger.begin(mesh)
             step(parts, small, where, plan.num_microbatches)
         label_gradients(tracker, parts)
+        label_narrow(tracker, parts)
         if isinstance(parts.runner, Piped):
             ledger.add_pipeline(parts.runner.pipeline, mesh.group("pp"))
         found = _summary(tracker, parts)
@@ -113,20 +114,9 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     )
 
 
-def _sharded(plan: Plan) -> bool:
-    """torch's FSDP asks for a device that streams; fake tensors say they are on one."""
-    return plan.knobs.data_parallel != "zero1"
-
-
-def _device(plan: Plan) -> torch.device:
-    return torch.device("cpu") if _sharded(plan) else META
-
-
 def _tracker(plan: Plan, where: Where) -> Tracker:
     on_gpu = plan.chip.architecture != "cpu"
     granule, workspaces = (GRANULE, WORKSPACES) if on_gpu else (1, {})
-    if _sharded(plan):
-        return Tracker(where, granule, workspaces, with_stand_ins)
     return Tracker(where, granule, workspaces, MetaOperators(STAND_INS), ignored="cpu")
 
 
@@ -136,7 +126,8 @@ def _stand_ins(plan: Plan, rank: int, loads: Loads, ledger: Ledger) -> Iterator[
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         stack.enter_context(fake_ranks(rank, plan.layout.gpus))
-        stack.enter_context(FakeTensorMode() if _sharded(plan) else messages_one_by_one())
+        stack.enter_context(messages_one_by_one())
+        stack.enter_context(sharding_without_memory())
         stack.enter_context(sizes_from(loads.source()))
         if plan.chip.architecture != "cpu":
             stack.enter_context(standing_for("cuda"))

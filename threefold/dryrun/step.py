@@ -5,8 +5,7 @@ import torch
 from threefold.dryrun.where import Where
 from threefold.engine.build import Parts
 from threefold.engine.data.loader import Batch
-from threefold.engine.moe.balance import update_bias
-from threefold.engine.step import add_over_ranks
+from threefold.engine.step import add_over_ranks, clip, update
 from threefold.plan.plan import Plan
 
 
@@ -27,12 +26,6 @@ def step(parts: Parts, plan: Plan, where: Where, num_microbatches: int | None = 
     with where.during("reduce"):
         parts.data.finish()
         seen = add_over_ranks(parts, sums, parts.data.squares())
-        norm = seen.pop("squares").sqrt()
-        if plan.job.clip_norm > 0:
-            parts.data.scale(torch.clamp(plan.job.clip_norm / (norm + 1e-6), max=1.0))
+        factor = clip(parts, seen.pop("squares").sqrt(), plan.job)
     with where.during("optimizer"):
-        parts.optimizer.step(plan.job.lr)
-        parts.data.gather()
-        if "load_LE" in seen:
-            for model in parts.chunks.values():
-                update_bias(model.routers(), seen["load_LE"][model.rows], plan.job.bias_rate)
+        update(parts, seen, plan.job.lr, plan.job, factor if parts.optimizer.in_one_pass else None)

@@ -28,16 +28,14 @@ class Phases(Where):
         self.seconds[phase] = time.perf_counter() - began
 
 
-_TIMED = ("mixer", "mixer_norm", "ffn_norm", "ffn", "router", "experts", "shared", "embed", "head", "norm")
+# Those that take and give tensors: torch tells of no other's backward.
+_TIMED = ("mixer", "mixer_norm", "ffn_norm", "ffn", "experts", "shared", "norm")
 Marks = list[tuple[Any, Any]]
 
 
 class Stopwatch:
-    """`last` is the module entered last."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.last = ""
         self._forward: dict[str, Marks] = {}
         self._backward: dict[str, Marks] = {}
         self._open: dict[tuple[str, str], Any] = {}
@@ -58,7 +56,6 @@ class Stopwatch:
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         def begin(kind: str) -> Any:
             def hook(*_: Any) -> None:
-                self.last = path
                 self._open[kind, path] = self._now()
 
             return hook

@@ -1,12 +1,17 @@
 """Which of the memory terms a live block belongs to: by name where it has one, else by who made it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from threefold.dryrun.tracker import Block, Tracker
 from threefold.engine.build import Parts
+from threefold.engine.precision.experts import LowExperts
+from threefold.engine.precision.linear import Low
+from threefold.engine.precision.weights import Kept
 from threefold.engine.shard.data import Zero1
 from threefold.engine.shard.fsdp import Fsdp
 from threefold.plan.terms import MEMORY_TERMS
@@ -86,6 +91,32 @@ def label_gradients(tracker: Tracker, parts: Parts) -> None:
                 block = tracker.block(_local(parameter.grad))
                 if block is not None and block.term is None:
                     block.term, block.name = "gradients", name
+
+
+def label_narrow(tracker: Tracker, parts: Parts) -> None:
+    """Weights in a narrow format, which modules keep beside their parameters."""
+    for chunk in parts.chunks.values():
+        for path, module in chunk.named_modules():
+            for held in vars(module).values():
+                if isinstance(held, Low | LowExperts):
+                    for x in _tensors(held):
+                        tracker.label(x, "quantised_weights", path)
+
+
+def _tensors(held: Any) -> Iterator[Tensor]:
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, list | tuple):
+        for part in held:
+            yield from _tensors(part)
+    elif isinstance(held, dict):
+        yield from _tensors(list(held.values()))
+    elif isinstance(held, Kept):
+        yield from _tensors(held._made)
+    elif isinstance(held, LowExperts):
+        yield from _tensors(list(vars(held).values()))
+    elif is_dataclass(held):
+        yield from _tensors([getattr(held, part.name) for part in fields(held)])
 
 
 def _local(x: Tensor) -> Tensor:

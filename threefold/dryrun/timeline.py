@@ -9,19 +9,20 @@ MAX_POINTS = 1000
 
 def timeline(tracker: Tracker, points: int = MAX_POINTS) -> list[dict[str, Any]]:
     """`change`: how many allocations and releases had happened."""
-    stretch = -(-len(tracker.changes) // points) or 1
-    marks = iter([*tracker.marks, (len(tracker.changes) + 1, None)])
+    changes = list(tracker.changes)  # what a collection of garbage releases meanwhile adds to them
+    stretch = -(-len(changes) // points) or 1
+    marks = iter([*tracker.marks, (len(changes) + 1, None)])
     _, spot = next(marks)
     until, coming = next(marks)
     found: list[dict[str, Any]] = []
     live = highest = 0
-    for number, (_, change) in enumerate(tracker.changes):
+    for number, (_, change) in enumerate(changes):
         live += change
         highest = max(highest, live)
         while number >= until:
             spot = coming or spot
             until, coming = next(marks)
-        if number % stretch == stretch - 1 or number == len(tracker.changes) - 1:
+        if number % stretch == stretch - 1 or number == len(changes) - 1:
             assert spot is not None
             found.append({"change": number, "bytes": highest, "phase": spot.phase, "microbatch": spot.microbatch})
             highest = live

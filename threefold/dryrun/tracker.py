@@ -60,6 +60,7 @@ class Tracker(TorchDispatchMode):
         self.peak_at = 0  # changes up to and with the one that made the peak
         self.peak_spot = Spot("build")
         self.watchers: list[Watcher] = []
+        self._held: list[Block] = []
         self.marks: list[tuple[int, Spot]] = []  # from which change on a phase of a microbatch lasted
 
     def block(self, x: Tensor) -> Block | None:
@@ -71,9 +72,17 @@ class Tracker(TorchDispatchMode):
         if block is not None:
             block.term, block.name = term, name
 
+    def hold(self, size: int, name: str) -> None:
+        """Memory that no tensor has, from here on."""
+        block = Block(0, self.where(), name, (), "")
+        block.term, block.name = "workspace", name
+        self._held.append(block)
+        self._change(block, self._round(size))
+
     def begin(self) -> None:
         """Forget what was before, but for what is left of it."""
-        self.changes = [(block, block.num_bytes) for block, _ in self.live.values()]
+        left = [*self._held, *(block for block, _ in self.live.values())]
+        self.changes = [(block, block.num_bytes) for block in left]
         self.peak, self.peak_at, self.peak_spot = self.now, len(self.changes), self.where()
         self.marks = []
 

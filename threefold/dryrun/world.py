@@ -3,15 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from threefold.engine.mesh import Group, Mesh
 from threefold.findings import Finding, FindingsError
 
 
@@ -32,13 +31,6 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-
-
-class FakeMesh(Mesh):
-    def device_mesh(self, *groups: Group) -> DeviceMesh:
-        """torch reads the numbers of the ranks out of a tensor, which must have values."""
-        with _disable_current_modes():
-            return super().device_mesh(*groups)
 
 
 class _Chunks:
@@ -67,6 +59,34 @@ def _lazy_chunks() -> Iterator[None]:
         yield
     finally:
         setattr(fsdp_param, name, before)
+
+
+class _Stream(torch.cpu.Stream):
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
+
+
+class _Streams:
+    """The streams of the CPU, which do nothing, for a device that has none."""
+
+    Stream = _Stream
+
+    def current_device(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+
+@contextmanager
+def sharding_without_memory() -> Iterator[None]:
+    """torch's FSDP asks the module of a device for streams, and wants weights that have memory."""
+    with (
+        mock.patch.object(torch, "meta", _Streams(), create=True),
+        mock.patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream),
+        mock.patch.object(FSDPParamGroup, "_validate_no_meta_params", return_value=None),
+    ):
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from threefold.engine.data.loader import Loader
+from threefold.engine.kernels.choose import require
 from threefold.engine.mesh import Mesh
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
@@ -13,6 +14,7 @@ from threefold.engine.moe.experts import Experts
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
 from threefold.engine.options import Options
+from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.rng import seed_all
 from threefold.engine.runner import InTurn, Merged, Piped, Runner
 from threefold.engine.shard.data import Zero1
@@ -84,11 +86,16 @@ def options_of(plan: Plan) -> Options:
         forced_balance=job.routing == "forced-balance",
         shared_overlap=plan.knobs.shared_expert_overlap,
         expert_fusion=plan.knobs.expert_fusion,
+        expert_kernels=plan.knobs.expert_kernels,
+        recipe=RECIPES.get(plan.knobs.precision),
+        keep_low=plan.knobs.data_parallel == "zero1",
         recompute=plan.knobs.recompute,
         recompute_method=plan.knobs.recompute_method,
         recompute_layers=plan.knobs.recompute_layers,
         activation_offload=plan.knobs.activation_offload,
         activation_offload_layers=plan.knobs.activation_offload_layers,
+        graphs=plan.knobs.graphs,
+        compile=plan.knobs.compile,
     )
 
 
@@ -105,6 +112,7 @@ def build(
     Without weights they stay unset, for who only looks at sizes.
     """
     mesh = mesh or Mesh(plan.layout, device=device_of(plan))
+    require(plan.knobs.expert_kernels, mesh.device)
     seed_all(plan.job.seed)
     seed = plan.job.seed if with_weights else None
     chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan), seed)
@@ -123,17 +131,26 @@ def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
 def _model_and_data(
     plan: Plan, mesh: Mesh, dtype: torch.dtype, options: Options, seed: int | None
 ) -> tuple[dict[int, Decoder], Whole | Zero1 | Fsdp]:
-    if plan.layout.gpus == 1 and not mesh.keep_single:
+    settings = replace(settings_of(plan.knobs, mesh.device), fusion=_fuses(plan))
+    # One microbatch's gradients are the sum themselves; several are summed in the dtype that the plan says.
+    narrow = plan.num_microbatches > 1 and torch.promote_types(dtype, settings.grad_dtype) != dtype
+    if plan.layout.gpus == 1 and not mesh.keep_single and not narrow:
         model = build_model(plan.model, plan.mtp, dtype, mesh.device, options, seed)
         return {0: model}, Whole(model)
     sharded = shard(plan, mesh, options, dtype, seed)
-    models, settings = list(sharded.chunks.values()), settings_of(plan.knobs, mesh.device)
+    models = list(sharded.chunks.values())
     copies = partial(copies_group, mesh)
     if plan.knobs.data_parallel == "zero1":
         return sharded.chunks, Zero1(models, sharded.placements, copies, settings)
     return sharded.chunks, Fsdp(
         models, sharded.placements, partial(shards_of, mesh), copies, mesh.device_mesh, settings, _WRAPPING
     )
+
+
+def _fuses(plan: Plan) -> bool:
+    """Whether weight gradients are added as they are made: not where they wait, nor where a graph is replayed."""
+    knobs, waits = plan.knobs, plan.knobs.delay_wgrad or plan.layout.pp > 1
+    return knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and not waits and not knobs.graphs
 
 
 def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> None:

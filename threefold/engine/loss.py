@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.kernels.choose import works
 from threefold.engine.mesh import Group
 from threefold.engine.norm import wide
 from threefold.engine.shard.collectives import all_reduce
-from threefold.engine.ways import way
+from threefold.engine.sinks import add_product
+from threefold.engine.ways import stood_for, way
 
 IGNORE = -100
-# Of logits in fp32 at a time. Each chunk adds to the head's whole gradient: on a GPU that costs as much as the products
-# of 500 tokens, so that chunks of thousands are wanted there.
-_CHUNK_BYTES = {"cuda": 2 * 2**30, "cpu": 256 * 2**20}
+# Of logits at a time, counted in fp32. Each chunk adds to the head's whole gradient: on a GPU that costs as much as the
+# products of 500 tokens, so that chunks of thousands are wanted there.
+_CHUNK_BYTES = {"cuda": 5 * 2**30, "cpu": 256 * 2**20}
 _TILE = 128
 
 
@@ -72,21 +74,22 @@ class _Chunked(torch.autograd.Function):
         grad_VD = None
         for start in range(0, len(x_TD), chunk):
             x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
-            if vocab is None:
-                part, slope_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
-            else:
+            if vocab is not None:
                 part, slope_CV = _one_chunk_of_part(x_CD, weight_VD, labels_C, vocab)
+            elif _in_place(x_TD):
+                part, slope_CV = _one_chunk_in_place(x_CD, weight_VD, labels_C)
+            else:
+                part, slope_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
             loss += part
             # Ignored tokens are taken out of the narrow factors, not out of the wide one.
             ignored_C1 = (labels_C == IGNORE)[:, None]
             if grad_TD is not None:
                 torch.mm(slope_CV, weight_VD, out=grad_TD[start : start + chunk]).masked_fill_(ignored_C1, 0)
             if need_weight:
-                product_VD = slope_CV.T @ x_CD.masked_fill(ignored_C1, 0)
-                if grad_VD is None:
-                    grad_VD = product_VD if len(x_TD) <= chunk else product_VD.to(dtype)
-                else:
-                    grad_VD += product_VD
+                kept_CD = x_CD.masked_fill(ignored_C1, 0)
+                grad_VD = (
+                    slope_CV.T @ kept_CD if len(x_TD) <= chunk else add_product(grad_VD, slope_CV.T, kept_CD, dtype)
+                )
             del slope_CV  # before the next chunk makes its own
         if need_weight and grad_VD is None:
             grad_VD = torch.zeros_like(weight_VD)
@@ -103,6 +106,22 @@ class _Chunked(torch.autograd.Function):
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiplied in fp32 and rounded once: a factor without dims would be rounded to the dtype of x first."""
     return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x, dtype=dtype))
+
+
+def _in_place(x_TD: Tensor) -> bool:
+    if x_TD.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return stood_for() or works(x_TD.device)
+
+
+def _one_chunk_in_place(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_one_chunk`, with nothing beside the logits; rows of ignored tokens are zeros."""
+    logits_CV = F.linear(x_CD, weight_VD)
+    if stood_for():
+        return logits_CV.new_empty(len(x_CD), dtype=torch.float32).sum(), logits_CV
+    from threefold.engine.kernels.cross_entropy import slope_in_place
+
+    return slope_in_place(logits_CV, labels_C, IGNORE).sum(), logits_CV
 
 
 def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, need_slope: bool) -> tuple[Tensor, Tensor]:
@@ -122,20 +141,61 @@ def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, need_slope: bo
 
 def _one_chunk_of_part(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, vocab: VocabPart) -> tuple[Tensor, Tensor]:
     """The same where this rank's logits are some columns of the whole: two reductions of one number a token each."""
-    logits_CV = F.linear(x_CD, weight_VD).to(wide(x_CD.dtype))
-    largest_C = logits_CV.amax(dim=-1) if logits_CV.shape[1] else logits_CV.new_full((len(x_CD),), float("-inf"))
-    all_reduce(largest_C, vocab.group, "max").wait()
-    logits_CV -= largest_C[:, None]
+    logits_CV = F.linear(x_CD, weight_VD)
     at_C = labels_C - vocab.first
-    mine_C = (at_C >= 0) & (at_C < logits_CV.shape[1])
-    at_C1 = at_C.masked_fill(~mine_C, 0)[:, None]
-    picked_C = logits_CV.gather(1, at_C1)[:, 0] if logits_CV.shape[1] else torch.zeros_like(largest_C)
-    sums_2C = torch.stack([logits_CV.exp().sum(dim=-1), picked_C.masked_fill(~mine_C, 0)])
+    passes = _InPlace() if _in_place(x_CD) else _Plain()
+    own_top_C, own_sum_C, picked_C = passes.statistics(logits_CV, at_C)
+    top_C = own_top_C.clone()
+    all_reduce(top_C, vocab.group, "max").wait()
+    sums_2C = torch.stack([own_sum_C * (own_top_C - top_C).exp(), picked_C])
     all_reduce(sums_2C, vocab.group).wait()
-    log_sum_C, picked_C = sums_2C[0].log(), sums_2C[1]
-    loss = (log_sum_C - picked_C).masked_fill(labels_C == IGNORE, 0).sum()
-    slope_CV = (logits_CV - log_sum_C[:, None]).exp_().to(x_CD.dtype)
-    if logits_CV.shape[1]:
-        correct_C = (picked_C - log_sum_C).expm1().to(x_CD.dtype)
-        slope_CV.scatter_(1, at_C1, torch.where(mine_C[:, None], correct_C[:, None], slope_CV.gather(1, at_C1)))
-    return loss, slope_CV
+    log_sum_C = top_C + sums_2C[0].log()
+    loss = (log_sum_C - sums_2C[1]).masked_fill(labels_C == IGNORE, 0).sum()
+    return loss, passes.slope(logits_CV, at_C, log_sum_C)
+
+
+class _Plain:
+    """The passes over a part of the logits."""
+
+    def statistics(self, logits_CV: Tensor, at_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Largest, sum of exp(logit - largest), and the logit at `at_C`, 0 outside of the part."""
+        logits_CV = logits_CV.to(wide(logits_CV.dtype))
+        top_C = logits_CV.new_full((len(logits_CV),), float("-inf"))
+        if not logits_CV.shape[1]:
+            return top_C, torch.zeros_like(top_C), torch.zeros_like(top_C)
+        top_C = logits_CV.amax(dim=-1)
+        here_C, at_C1 = _inside(logits_CV, at_C)
+        picked_C = logits_CV.gather(1, at_C1)[:, 0].masked_fill(~here_C, 0)
+        return top_C, (logits_CV - top_C[:, None]).exp_().sum(dim=-1), picked_C
+
+    def slope(self, logits_CV: Tensor, at_C: Tensor, log_sum_C: Tensor) -> Tensor:
+        log_CV = logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]
+        if not logits_CV.shape[1]:
+            return logits_CV
+        here_C, at_C1 = _inside(logits_CV, at_C)
+        slope_CV = log_CV.exp().to(logits_CV.dtype)
+        correct_C1 = log_CV.gather(1, at_C1).expm1().to(logits_CV.dtype)
+        return slope_CV.scatter_(1, at_C1, torch.where(here_C[:, None], correct_C1, slope_CV.gather(1, at_C1)))
+
+
+class _InPlace:
+    def statistics(self, logits_CV: Tensor, at_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if stood_for():
+            numbers = logits_CV.new_empty(3, len(logits_CV), dtype=torch.float32)
+            return numbers[0], numbers[1], numbers[2]
+        from threefold.engine.kernels.cross_entropy import statistics
+
+        return statistics(logits_CV, at_C)
+
+    def slope(self, logits_CV: Tensor, at_C: Tensor, log_sum_C: Tensor) -> Tensor:
+        if not stood_for():
+            from threefold.engine.kernels.cross_entropy import slope_of_part
+
+            slope_of_part(logits_CV, at_C, log_sum_C)
+        return logits_CV
+
+
+def _inside(logits_CV: Tensor, at_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Which labels lie in this part, and an index that is safe for all."""
+    here_C = (at_C >= 0) & (at_C < logits_CV.shape[1])
+    return here_C, at_C.masked_fill(~here_C, 0)[:, None]

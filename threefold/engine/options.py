@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
+from threefold.engine.precision.recipes import Recipe
+
 Layer = TypeVar("Layer")
 _INSIDE_MOE = frozenset({"moe_act", "shared_experts"})
 
@@ -22,12 +24,18 @@ class Options:
     shared_overlap: bool = False  # shared experts beside the dispatch
     expert_backend: Literal["auto", "grouped", "loop"] = "auto"
     expert_fusion: bool = False  # kernels of our own, where the device has them
+    expert_kernels: str | None = None  # of the fused path, of one kind; None: the fastest that was measured
     loss_chunk: int | None = None  # tokens of one chunk of the loss; None: by the size of the vocabulary
+    ffn_chunk: int | None = None  # tokens of one chunk of a feed-forward part; None: by the size of its rows
+    recipe: Recipe | None = None  # of products below sixteen bits
+    keep_low: bool = True  # weights stay in its format for a step
     recompute: tuple[str, ...] = ()
     recompute_method: str | None = None
     recompute_layers: int | None = None
     activation_offload: tuple[str, ...] = ()
     activation_offload_layers: int = 0
+    graphs: tuple[str, ...] = ()  # scopes that are recorded and replayed, where the device can
+    compile: bool = False  # norms, routers and dense MLPs by torch.compile
 
     @property
     def weights(self) -> dict[str, float]:

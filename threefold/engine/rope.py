@@ -6,8 +6,11 @@ Shapes: B batch, S sequence, H heads, R rotated dims of a head, F = R / 2 freque
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from threefold.engine.kernels.around import fused
+from threefold.engine.kernels.rotary import Turn, turn
+from threefold.engine.norm import RMSNorm
 from threefold.spec.model import RopeScaling
 
 
@@ -67,12 +70,22 @@ def tables(positions_BS: Tensor, dim: int, theta: float, scaling: RopeScaling | 
     return angle_BSF.cos() * scale, angle_BSF.sin() * scale
 
 
+def place_heads(x_BSHd: Tensor, norm: nn.Module, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads as they were projected -> normed, turned, and (B, H, S, d) as attention takes them."""
+    if isinstance(norm, RMSNorm) and fused(x_BSHd):
+        how = Turn(eps=norm.eps, zero_centered=norm.zero_centered)
+        return turn(x_BSHd, norm.weight, table, how).transpose(1, 2)
+    return rotate(norm(x_BSHd).transpose(1, 2), table)
+
+
 def rotate(x_BHSR: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
     """Turn the first 2F dims of every head, leave the rest.
 
     With `pairs`, neighbours turn together and the result comes out as two halves: q and k are permuted
     alike, so that their products do not change.
     """
+    if fused(x_BHSR):
+        return turn(x_BHSR.transpose(1, 2), None, table, Turn(pairs=pairs)).transpose(1, 2)
     cos_BSF, sin_BSF = table
     turned = 2 * cos_BSF.shape[-1]
     cos, sin = cos_BSF[:, None].to(x_BHSR.dtype), sin_BSF[:, None].to(x_BHSR.dtype)

@@ -9,7 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.compiled import compile_parts
 from threefold.engine.data.loader import Batch
+from threefold.engine.graphs.model import Graphed, graphed_of
+from threefold.engine.graphs.tally import Tally
 from threefold.engine.inputs import Inputs, make_inputs
 from threefold.engine.mesh import Mesh
 from threefold.engine.models.chunk import states_behind
@@ -20,11 +23,13 @@ from threefold.engine.overlap.walk import Walk
 from threefold.engine.pipeline.schedule import Pipeline
 from threefold.plan.plan import Plan
 
+Share = float | Tensor  # a microbatch's part of the step's labels
+
 
 class Sums(dict[str, Tensor]):
     """What the microbatches said: losses by their share of the step's labels, counts as they are."""
 
-    def note(self, aux: dict[str, Tensor], share: float) -> None:
+    def note(self, aux: dict[str, Tensor], share: Share) -> None:
         for name, value in aux.items():
             if name != "num_labels":
                 part = value * share if value.dim() == 0 else value
@@ -32,7 +37,9 @@ class Sums(dict[str, Tensor]):
 
 
 class Runner(Protocol):
-    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+    tally: Tally | None  # of graphs, where there are
+
+    def run(self, batches: Sequence[Batch], shares: Sequence[Share], train: bool = True) -> Sums:
         """`shares` are of each microbatch's labels in the step's."""
         ...
 
@@ -40,29 +47,37 @@ class Runner(Protocol):
 class InTurn:
     """No pipeline: the whole model is here."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.model = model
+    def __init__(self, model: Decoder, graphed: Graphed | None = None) -> None:
+        compile_parts(model)
+        self.model, self.graphed = model, graphed or graphed_of(model)
+        self.tally = self.graphed.tally
 
-    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+    def run(self, batches: Sequence[Batch], shares: Sequence[Share], train: bool = True) -> Sums:
         sums = Sums()
+        self.graphed.reset()
         for batch, share in zip(batches, shares, strict=True):
             with torch.set_grad_enabled(train):
-                out = self.model(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS)
-            assert out.loss is not None
-            if train:
-                (out.loss * share).backward()
-            sums.note(out.aux, share)
+                aux = self.graphed.run(batch, share) or self._run(batch, share, train)
+            sums.note(aux, share)
         return sums
+
+    def _run(self, batch: Batch, share: Share, train: bool) -> dict[str, Tensor]:
+        with self.graphed.microbatch():
+            out = self.model(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS)
+        assert out.loss is not None
+        if train:
+            (out.loss * share).backward()
+        return out.aux
 
 
 class Merged:
     """No pipeline: each microbatch's forward beside the backward of the one before (`overlap/`)."""
 
     def __init__(self, model: Decoder, delay_weights: bool) -> None:
-        self.model, self.weights = model, "soon" if delay_weights else "now"
+        self.model, self.weights, self.tally = model, "soon" if delay_weights else "now", None
         self._in_turn = InTurn(model)
 
-    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+    def run(self, batches: Sequence[Batch], shares: Sequence[Share], train: bool = True) -> Sums:
         if not train:
             return self._in_turn.run(batches, shares, train)
         sums = Sums()
@@ -83,18 +98,19 @@ def inputs_of(model: Decoder, batch: Batch) -> Inputs:
 class ChunkRun(nn.Module):
     """A chunk as the pipeline calls it: hidden states in, hidden states or the loss out."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, graphed: Graphed | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.graphed = model, graphed or Graphed(model)
         self.batches: Sequence[Batch] = ()
-        self.shares: Sequence[float] = ()
+        self.shares: Sequence[Share] = ()
         self.sums = Sums()
 
     def forward(self, x_KBSD: Tensor | None, microbatch: int) -> Tensor:
         model, share = self.model, self.shares[microbatch]
         inputs = inputs_of(model, self.batches[microbatch])
         handed = [] if x_KBSD is None else list(x_KBSD.unbind(0))
-        states, balances = model.advance(handed, inputs)
+        with self.graphed.microbatch():
+            states, balances = model.advance(handed, inputs)
         if model.has_loss:
             out = model.conclude(states, balances, inputs)
             assert out.loss is not None
@@ -130,10 +146,16 @@ class Piped:
 
         # FSDP reduces a gradient when the backward leaves the module: none may come later.
         delay, overlap = plan.knobs.data_parallel == "zero1", plan.knobs.ep_overlap
+        for model in chunks.values():
+            compile_parts(model)
+        tally = Tally()
         self.chunks = {
-            number: WalkedChunk(model, delay and plan.knobs.delay_wgrad) if overlap else ChunkRun(model)
+            number: WalkedChunk(model, delay and plan.knobs.delay_wgrad)
+            if overlap
+            else ChunkRun(model, graphed_of(model, tally))
             for number, model in chunks.items()
         }
+        self.tally = tally if any(chunk.graphed.tally for chunk in self.chunks.values()) else None
         self.pipeline = Pipeline(
             self.chunks,
             num_chunks=len(plan.chunks),
@@ -147,9 +169,10 @@ class Piped:
             merged=overlap,
         )
 
-    def run(self, batches: Sequence[Batch], shares: Sequence[float], train: bool = True) -> Sums:
+    def run(self, batches: Sequence[Batch], shares: Sequence[Share], train: bool = True) -> Sums:
         for chunk in self.chunks.values():
             chunk.batches, chunk.shares, chunk.sums = batches, shares, Sums()
+            chunk.graphed.reset()
         self.pipeline.run(train)
         sums = Sums()
         for chunk in self.chunks.values():

@@ -2,7 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
+
+from threefold.engine.kernels.around import fused
+from threefold.engine.kernels.linears import linears as products
+from threefold.engine.precision.linear import LowLinear, low_linears
 
 Seam = Callable[[Tensor], Tensor]
 Into = Callable[[Tensor, Sequence[nn.Linear]], list[Tensor]]
@@ -13,5 +18,14 @@ def stay(x: Tensor) -> Tensor:
 
 
 def each(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-    """The first products of a module."""
-    return [linear(x) for linear in linears]
+    """The first products of a module. Those in a narrow format share what they keep of x."""
+    if all(type(linear) is nn.Linear for linear in linears) and _joined(x):
+        return products(x, [linear.weight for linear in linears], [linear.bias for linear in linears])
+    low = [linear for linear in linears if isinstance(linear, LowLinear)]
+    made = iter(low_linears(x, [(linear.weight, linear.low) for linear in low]) if low else ())
+    return [linear.biased(next(made)) if isinstance(linear, LowLinear) else linear(x) for linear in linears]
+
+
+def _joined(x: Tensor) -> bool:
+    """Not where a mode looks for single products: it leaves their weight gradients for later."""
+    return fused(x) and x.dim() > 1 and torch._C._len_torch_function_stack() == 0

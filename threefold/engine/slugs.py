@@ -85,4 +85,22 @@ EXPLAIN = {
     "|Peaks are read from its allocator.|Count the GPUs torch shows.|Rehearse with --device cpu.",
     "overlap-ab-runs-here": "The A/B of overlap runs on this machine's CPU.|It forks the ranks of the plan."
     "|cluster.chip of the plan.|Set cluster.chip to cpu, or compare two runs on the cluster.",
+    "kernels-are-installed": "Kernels that a plan asks for by name are there and run on this GPU."
+    "|Others would give another speed than the one that was measured.|`threefold env` tries each."
+    "|Install the package the message names, or delete knobs.expert_kernels.",
+    "here-has-torch": "The torch that is here is one the engine runs on, and the one the plan states."
+    "|Older ones lack kernels and fixes, newer ones were not tried.|`threefold env` prints the versions."
+    "|Install another, or state in the plan what is here.",
+    "here-has-chips": "The GPUs the plan is made for are here, as many and as large."
+    "|Fewer cannot hold its ranks, smaller ones its peak.|`threefold env` lists them."
+    "|Run it where they are, or plan for these.",
+    "here-has-packages": "Packages that the plan's knobs lean on are here and import."
+    "|A run that lacks one stops at its start.|`threefold env` lists them, with what each would give."
+    "|Install the one the message names, or turn the knob back.",
+    "here-at-length": "At 128K and beyond the kernels are here that such lengths were measured with."
+    "|Without them a step takes many times longer, or its scores do not fit.|`threefold env` tries each."
+    "|Install what the message names.",
+    "graph-records-backward": "Where a forward was recorded as a graph, its backward can be too."
+    "|The forward is gone when that turns out to be wrong, and the microbatch with it."
+    "|The message has what the device said.|Take the scope out of knobs.graphs.",
 }

@@ -5,6 +5,7 @@ Shapes: L layers with experts, E experts.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from threefold.engine.build import Parts
 from threefold.engine.data.loader import Batch
 from threefold.engine.loss import IGNORE
 from threefold.engine.moe.balance import health, update_bias
+from threefold.engine.precision.weights import weights_changed
 from threefold.engine.runner import Sums
 from threefold.engine.shard.collectives import all_reduce
 from threefold.plan.plan import Job
@@ -34,40 +36,84 @@ class StepResult:
 
 def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepResult:
     """Forward and backward over the microbatches, clip, update. The loss is the mean over all labels of the step."""
-    counts, labels = count_labels(parts, batches)
+    share_M, labels = count_labels(parts, batches)
     parts.data.begin(len(batches))
-    sums = parts.runner.run(batches, [count / labels for count in counts])
+    sums = parts.runner.run(batches, list(share_M))
     parts.data.finish()
     seen = add_over_ranks(parts, sums, parts.data.squares())
     norm = seen.pop("squares").sqrt()
-    if job.clip_norm > 0:
-        parts.data.scale(torch.clamp(job.clip_norm / (norm + 1e-6), max=1.0))
-    # The one place where the host waits for the device.
-    named = {name: value for name, value in seen.items() if value.dim() == 0}
-    *values, norm_value = torch.stack([*named.values(), norm]).tolist()
-    aux = dict(zip(named, values, strict=True))
-    loss = aux.pop("ce")
+    factor = clip(parts, norm, job)
+    reading = Reading({"labels": labels, "norm": norm, **numbers_of(parts, seen, len(batches))})
+    # The one place where the host waits for the device; where the update itself can tell, the device does not wait.
+    early = parts.optimizer.in_one_pass
+    if early:
+        update(parts, seen, lr, job, torch.where(norm.isfinite() & seen["ce"].isfinite(), factor, torch.nan))
+    aux = reading.values()
+    loss, norm_value, num_labels = (aux.pop(name) for name in ("ce", "norm", "labels"))
     applied = math.isfinite(loss) and math.isfinite(norm_value)
-    if applied:
-        parts.optimizer.step(lr)
-        parts.data.gather()
-        if "load_LE" in seen:
-            for model in parts.chunks.values():
-                update_bias(model.routers(), seen["load_LE"][model.rows], job.bias_rate)
+    if early and not applied:
+        parts.optimizer.steps -= 1
+    if applied and not early:
+        update(parts, seen, lr, job, None)
+    return StepResult(loss, norm_value, int(num_labels), applied, aux)
+
+
+def update(parts: Parts, seen: Sums, lr: float, job: Job, factor: Any) -> None:
+    """`factor` multiplies gradients in passing; where it is no number, nothing changes."""
+    parts.optimizer.step(lr, factor)
+    weights_changed()
+    parts.data.gather()
     if "load_LE" in seen:
-        entropy_L = seen["entropy_L"] / (len(batches) * parts.mesh.layout.dp)
-        routers = [router for model in parts.chunks.values() for router in model.routers()]
-        aux |= health(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
-    return StepResult(loss, norm_value, labels, applied, aux)
+        rate = job.bias_rate if factor is None else job.bias_rate * factor.isfinite()
+        for model in parts.chunks.values():
+            update_bias(model.routers(), seen["load_LE"][model.rows], rate)
 
 
-def count_labels(parts: Parts, batches: list[Batch]) -> tuple[list[int], int]:
-    """Of each microbatch here, and of the step on all data-parallel ranks."""
+def numbers_of(parts: Parts, seen: Sums, num_batches: int) -> dict[str, Tensor]:
+    """What the step says of itself: losses, and the health of the routers as it found them."""
+    named = {name: value for name, value in seen.items() if value.dim() == 0}
+    if "load_LE" not in seen:
+        return named
+    entropy_L = seen["entropy_L"] / (num_batches * parts.mesh.layout.dp)
+    routers = [router for model in parts.chunks.values() for router in model.routers()]
+    return named | health(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
+
+
+class Reading:
+    """Numbers on their way to the host, which need not wait for what the device does after them."""
+
+    def __init__(self, named: dict[str, Tensor]) -> None:
+        self.names = list(named)
+        values_N = torch.stack([value.to(torch.float64) for value in named.values()])
+        self.there: Any = None
+        if values_N.is_cuda:
+            pinned_N = torch.empty(values_N.shape, dtype=values_N.dtype, pin_memory=True)
+            values_N = pinned_N.copy_(values_N, non_blocking=True)
+            self.there = torch.cuda.Event()
+            self.there.record()
+        self.values_N = values_N
+
+    def values(self) -> dict[str, float]:
+        if self.there is not None:
+            self.there.synchronize()
+        return dict(zip(self.names, self.values_N.tolist(), strict=True))
+
+
+def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:
+    """What gradients are multiplied with: here, or by an optimizer that does it in passing."""
+    factor = torch.clamp(job.clip_norm / (norm + 1e-6), max=1.0) if job.clip_norm > 0 else torch.ones_like(norm)
+    if job.clip_norm > 0 and not parts.optimizer.in_one_pass:
+        parts.data.scale(factor)
+    return factor
+
+
+def count_labels(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """Each microbatch's share of the step's labels, and how many those are on all data-parallel ranks."""
     count_M = torch.stack([(batch.labels_BS != IGNORE).sum() for batch in batches])
     total = count_M.sum()
     all_reduce(total, parts.mesh.group("dp")).wait()
-    *counts, labels = torch.cat([count_M, total[None]]).tolist()
-    return counts, max(1, labels)
+    total = total.clamp(min=1)
+    return count_M.double() / total, total
 
 
 def add_over_ranks(parts: Parts, sums: Sums, squares: Tensor) -> Sums:

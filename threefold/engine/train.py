@@ -147,6 +147,8 @@ def train(
                     trainer.save(wait=True)
             if world.leads:
                 note_timing(folder, trainer.seconds, first_step)
+            if parts.runner.tally:
+                tell(parts.runner.tally.summary())
         finally:
             if metrics:
                 metrics.close()
@@ -275,11 +277,11 @@ def evaluate(trainer: Trainer) -> float:
     batches = [to_device(parts.held_out.batch(*number), parts.device) for number in numbers]
     for chunk in parts.chunks.values():
         chunk.eval()
-    counts, labels = count_labels(parts, batches)
+    share_M, _ = count_labels(parts, batches)
     total = torch.zeros((), dtype=torch.float64, device=parts.device)
     for start in range(0, len(batches), each):
         part = slice(start, start + each)
-        sums = parts.runner.run(batches[part], [count / labels for count in counts[part]], train=False)
+        sums = parts.runner.run(batches[part], list(share_M[part]), train=False)
         if "ce" in sums:
             total += sums["ce"] / plan.layout.tp
     all_reduce(total, parts.mesh.world).wait()
@@ -320,6 +322,7 @@ def _measured(trainer: Trainer, result: StepResult, lr: float, seconds: float, f
         "tflops": flops * tokens / seconds / 1e12,
         "memory_bytes": _memory(trainer.parts.device),
         "skipped_steps": trainer.bad_steps,
+        **(trainer.parts.runner.tally.metrics() if trainer.parts.runner.tally else {}),
         **result.aux,
     }
 

@@ -14,8 +14,9 @@ from threefold.plan.budget import budget_bytes
 from threefold.spec.chips import CHIPS, ChipSpec
 from threefold.spec.model import ModelSpec
 
-PRECISIONS = ("bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise", "mxfp8", "nvfp4")
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
 DISPATCHERS = ("local", "alltoall", "deepep", "hybridep")
+EXPERT_KERNELS = ("torch", "triton", "cute")
 RECOMPUTE_MODULES = (
     "layernorm",
     "core_attn",
@@ -129,6 +130,7 @@ class Knobs:
     param_gather_overlap: bool = item("gather parameters during forward", True)
     tp_overlap: bool = item("overlap tensor-parallel communication with GEMMs", False)
     graphs: tuple[str, ...] = item("CUDA graph scopes", (), choices=GRAPH_SCOPES)
+    compile: bool = item("torch.compile of norms, routers and dense MLPs", False)
     optimizer_offload: float = item("fraction of optimizer states kept on the host", 0.0, at_least=0, at_most=1)
     activation_offload: tuple[str, ...] = item(
         "modules whose saved tensors go to the host", (), choices=OFFLOAD_MODULES
@@ -142,12 +144,16 @@ class Knobs:
     grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)
     permute_fusion: bool = item("fused permutation kernels", True)
     expert_fusion: bool = item("one fused kernel for an expert's two GEMMs, activation and quantisation", False)
+    expert_kernels: str | None = item(
+        "kernels of fused experts, of one kind; absent: the fastest that was measured here", choices=EXPERT_KERNELS
+    )
     loss_fusion: bool = item("cross entropy fused with its gradient, in place", True)
     router_dtype: str = item("dtype of the router", "fp32", choices=("fp32", "bf16"))
     router_padding: bool = item("pad tokens per expert to what quantised GEMMs want", False)
     fp8_params: bool = item("keep weights in the GEMM format, not in bf16", False)
     fp8_attention: bool = item("FP8 inside the attention kernel", False)
     fp8_output: bool = item("the output layer in the GEMM format, not in bf16", False)
+    fp8_dispatch: bool = item("rows travel to their experts in FP8 with scales; results and gradients in bf16", False)
     cp_comm: str | tuple[str, ...] = item(
         "context-parallel communication, for all layers or one a layer", "p2p", choices=CP_COMM
     )

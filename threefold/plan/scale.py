@@ -185,11 +185,13 @@ def _knobs(plan: Plan, layers: int) -> tuple[Knobs, list[str]]:
         changes["cp_comm"] = tuple(old.cp_comm[i % len(old.cp_comm)] for i in range(layers))
     off = {
         "graphs": (),
+        "compile": False,
         "ep_overlap": False,
         "delay_wgrad": False,
         "fp8_params": False,
         "fp8_attention": False,
         "fp8_output": False,
+        "fp8_dispatch": False,
     }
     for name, value in off.items():
         if getattr(old, name) != value:

@@ -161,3 +161,21 @@ def fusions_stay_on(plan: Plan) -> Iterator[Finding]:
     if not plan.knobs.grad_accum_fusion:
         problem = "gradient accumulation is not fused"
         yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": None})
+
+
+@rule(severity="warning", rows="EX-GG", target="threefold")
+def expert_kernels_have_use(plan: Plan) -> Iterator[Finding]:
+    """Kernels of experts are chosen where experts are fused.
+
+    Why: without expert_fusion experts run on torch's grouped products, whatever kernels are named; cute ones are
+        written for Hopper.
+    Confirm: knobs.expert_fusion, knobs.expert_kernels and the chip.
+    Fix: turn fusion on; leave the kernels to what is measured.
+    """
+    kernels = plan.knobs.expert_kernels
+    if kernels and not plan.knobs.expert_fusion:
+        problem = f"expert_kernels {kernels} without expert_fusion has no effect"
+        yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_fusion": True})
+    elif kernels == "cute" and plan.chip.architecture != "hopper":
+        problem = f"the cute kernels run on Hopper, not on {plan.cluster.chip}"
+        yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_kernels": None})

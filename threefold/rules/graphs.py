@@ -15,10 +15,13 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
     """A graph over the experts, or over the whole iteration, needs a fixed number of tokens an expert.
 
     Why: dropless routing gives each expert another number of tokens every time; a graph replays one size.
+        Where the threefold engine holds all experts on one rank, only their sum matters, and that is fixed.
     Confirm: job.capacity_factor is absent (dropless).
     Fix: the dropless scopes attn, moe_router, moe_preprocess; or a capacity factor.
     """
     wide = [scope for scope in plan.knobs.graphs if scope in ("moe", "full_iteration")]
+    if plan.target == "threefold" and plan.layout.ep * plan.layout.etp == 1:
+        return  # every copy of a token stays: their number is fixed, and kernels read on the device which are whose
     if wide and plan.model.is_moe and plan.job.capacity_factor is None:
         yield Finding(
             at="knobs.graphs",
@@ -207,6 +210,80 @@ def graph_excludes_offload(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": []})
 
 
+@rule()
+def compile_excludes_graphs(plan: Plan) -> Iterator[Finding]:
+    """Parts are compiled by torch, or recorded as graphs.
+
+    Why: compiled code looks at its inputs and may compile anew in the middle of a recording.
+    Confirm: knobs.compile and knobs.graphs.
+    Fix: graphs without compile; kernels of our own do what it would fuse.
+    """
+    if plan.knobs.compile and plan.knobs.graphs:
+        problem = f"torch.compile with graphs ({', '.join(plan.knobs.graphs)})"
+        yield Finding(at="knobs.compile", problem=problem, fix={"knobs.compile": False})
+
+
+@rule(severity="warning", target="threefold")
+def compile_finds_parts(plan: Plan) -> Iterator[Finding]:
+    """torch.compile is asked for where it has something to fuse.
+
+    Why: kernels of our own do norms, rotary embedding, router and activation on Hopper and later; what is left is the
+        gated norm behind the delta rule.
+    Confirm: knobs.compile, and `threefold env` for the kernels that run here.
+    Fix: without compile.
+    """
+    ours = plan.chip.architecture in ("hopper", "blackwell")
+    if plan.knobs.compile and ours and plan.model.delta is None:
+        problem = f"torch.compile finds nothing to fuse in {plan.model.name} on {plan.cluster.chip}"
+        yield Finding(at="knobs.compile", problem=problem, fix={"knobs.compile": False})
+
+
+@rule(severity="warning", rows="CG-ATTN CG-ROUTER CG-PREP CG-FULL", target="threefold")
+def engine_has_graphs(plan: Plan) -> Iterator[Finding]:
+    """The threefold engine records what one rank does by itself, with weights that stay where they are.
+
+    Why: it records no collectives; FSDP gathers weights to new addresses, and weights kept below sixteen bits are
+        made anew each step; a backward whose parts a schedule places apart is not one graph.
+    Confirm: the names in the message.
+    Fix: other scopes, or none.
+    """
+    if not plan.knobs.graphs:
+        return
+    beside = list(_beside_graphs(plan))
+    for problem in beside:
+        yield Finding(at="knobs.graphs", problem=f"the engine has no graphs with {problem}", fix={"knobs.graphs": []})
+    absent = {} if beside else {scope: why for scope, why in _no_graph_of(plan) if scope in plan.knobs.graphs}
+    for scope, why in absent.items():
+        fix = {"knobs.graphs": without(plan.knobs.graphs, *absent)}
+        yield Finding(at="knobs.graphs", problem=f"the engine has no graph of {scope} {why}", fix=fix)
+
+
+def _no_graph_of(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Scopes, and why."""
+    layout, dispatcher = plan.layout, plan.knobs.dispatcher
+    yield "mamba", "at all"
+    if plan.low_precision:
+        yield from ((scope, f"in {plan.knobs.precision}") for scope in ("attn", "mlp", "moe", "full_iteration"))
+    if layout.gpus > 1:
+        yield "full_iteration", f"on {layout.gpus} ranks"
+    if layout.ep * layout.etp > 1:
+        yield "moe", f"with EP {layout.ep} x ETP {layout.etp}"
+    if dispatcher in ("deepep", "hybridep") and layout.ep > 1:
+        yield "moe_preprocess", f"with {dispatcher}, which sorts by itself"
+
+
+def _beside_graphs(plan: Plan) -> Iterator[str]:
+    knobs, layout = plan.knobs, plan.layout
+    if layout.tp * layout.cp > 1:
+        yield f"TP {layout.tp} x CP {layout.cp}"
+    if knobs.data_parallel != "zero1":
+        yield knobs.data_parallel
+    if knobs.ep_overlap:
+        yield "EP overlap"
+    if knobs.delay_wgrad or layout.pipeline_schedule in ("zero-bubble", "dualpipev"):
+        yield "weight gradients that wait"
+
+
 @rule(severity="warning", rows="PW-HOSTSIG CG-MEM")
 def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
     """On Blackwell, small microbatches run with graphs.
@@ -219,6 +296,7 @@ def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
     knobs, layout = plan.knobs, plan.layout
     tokens = plan.job.micro_batch * plan.job.seq_len / (layout.cp * layout.tp)
     blocked = knobs.activation_offload or knobs.activation_offload_layers or plan.full_recompute
+    blocked = blocked or (plan.target == "threefold" and any(_beside_graphs(plan)))
     dynamic = plan.job.dynamic_length or plan.job.packing
     if plan.chip.architecture != "blackwell" or knobs.graphs or blocked or dynamic or tokens > 4096:
         return

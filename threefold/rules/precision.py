@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule
+from threefold.rules.base import divisors, rule
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import PRECISION
+from threefold.spec.model import GqaSpec, MlaSpec
+from threefold.spec.stacks import PRECISION, SCALE_BLOCKS
 
 
 def _native(plan: Plan) -> bool:
@@ -35,7 +36,9 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
     Confirm: `threefold chips` lists the peak rates by format.
     Fix: the platform's starting point when speed matters.
     """
-    if not _native(plan):
+    # Ours multiplies in blocks of 128 on Hopper only: Blackwell has MXFP8 for that.
+    foreign = plan.knobs.precision in ("fp8-blockwise", "fp8-rowwise") and plan.chip.architecture != "hopper"
+    if foreign or not _native(plan):
         default = PRECISION[plan.chip.architecture]
         problem = f"{plan.knobs.precision} is emulated on {plan.cluster.chip}"
         yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": default.value})
@@ -82,7 +85,109 @@ def fp8_knobs_need_fp8(plan: Plan) -> Iterator[Finding]:
     """
     if plan.low_precision:
         return
-    for name in ("fp8_params", "fp8_attention", "fp8_output", "router_padding"):
+    for name in ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch", "router_padding"):
         if getattr(plan.knobs, name):
             problem = f"{name} with precision {plan.knobs.precision}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
+
+
+@rule(rows="FP-BLOCK FP-MX FP-NV4", target="threefold")
+def cuts_hold_whole_blocks(plan: Plan) -> Iterator[Finding]:
+    """Where ranks cut a width, each holds whole blocks of numbers that share a scale.
+
+    Why: a block that two ranks share would be rounded otherwise than on one rank, and FP8 kernels take whole blocks.
+    Confirm: the width in the message over the degree, against the block (fp8-blockwise 128, mxfp8 32, nvfp4 16).
+    Fix: a smaller degree, or fp8-rowwise, which has no blocks along a width.
+    """
+    block = SCALE_BLOCKS.get(plan.knobs.precision)
+    if block is None:
+        return
+    for axis, widths in (("tp", dict(_tensor_widths(plan))), ("etp", dict(_expert_widths(plan)))):
+        degree = plan.layout.degree(axis)
+        broken = [name for name, width in widths.items() if _splits(width, degree, block)]
+        if degree > 1 and broken:
+            fitting = [d for d in divisors(degree) if not any(_splits(width, d, block) for width in widths.values())]
+            yield Finding(
+                at=f"layout.{axis}",
+                problem=f"{', '.join(f'{name} {widths[name]}' for name in broken)} over {degree} ranks: "
+                f"no whole blocks of {block}",
+                fix={f"layout.{axis}": max(fitting)} if fitting else {"knobs.precision": "fp8-rowwise"},
+            )
+
+
+def _splits(width: int, degree: int, block: int) -> bool:
+    return degree > 1 and width % (degree * block) != 0
+
+
+def _tensor_widths(plan: Plan) -> Iterator[tuple[str, int]]:
+    model, spec, moe = plan.model, plan.model.attention, plan.model.moe
+    if isinstance(spec, GqaSpec):
+        yield "query width", spec.q_dim
+        # Past the number of key/value heads, ranks hold one each.
+        yield "key width", spec.kv_dim * max(1, plan.layout.tp // spec.num_kv_heads)
+    elif isinstance(spec, MlaSpec):
+        yield "query width", spec.num_heads * spec.qk_dim
+        yield "key and value width", spec.num_heads * (spec.nope_dim + spec.v_dim)
+        yield "value width", spec.num_heads * spec.v_dim
+    if model.delta is not None:
+        yield "delta width", 2 * model.delta.keys + 2 * model.delta.values
+        yield "delta values", model.delta.values
+    if any(layer.ffn == "dense" for layer in model.layers):
+        yield "feed-forward width", model.dense_dim
+    if moe is not None and moe.num_shared:
+        yield "shared expert width", moe.shared_width
+
+
+def _expert_widths(plan: Plan) -> Iterator[tuple[str, int]]:
+    if plan.model.moe is not None:
+        yield "expert width", plan.model.moe.expert_dim
+
+
+@rule(rows="FP-BLOCK", target="threefold")
+def tp_overlap_in_sixteen_bits(plan: Plan) -> Iterator[Finding]:
+    """The rings of `tp_overlap` multiply in sixteen bits.
+
+    Why: a ring multiplies a piece of the sequence while the next one travels; its products are written for whole
+        weights in the model's own dtype.
+    Confirm: knobs.tp_overlap and knobs.precision.
+    Fix: the overlap off.
+    """
+    if plan.knobs.tp_overlap and plan.low_precision:
+        problem = f"tp_overlap with {plan.knobs.precision}"
+        yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})
+
+
+@rule(rows="FP-BLOCK DI-A2A", target="threefold")
+def fp8_dispatch_by_alltoall(plan: Plan) -> Iterator[Finding]:
+    """FP8 rows travel by all-to-all, in whole blocks of 128.
+
+    Why: the flex dispatchers are written for bf16 rows here; and a row is rounded in blocks of 128 numbers.
+    Confirm: knobs.dispatcher and the model's width.
+    Fix: alltoall, or rows in bf16.
+    """
+    if not plan.knobs.fp8_dispatch:
+        return
+    if plan.knobs.dispatcher in ("deepep", "hybridep"):
+        problem = f"fp8_dispatch with {plan.knobs.dispatcher}"
+        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+    if plan.model.dim % 128:
+        problem = f"rows of {plan.model.dim} numbers are no whole blocks of 128"
+        yield Finding(at="knobs.fp8_dispatch", problem=problem, fix={"knobs.fp8_dispatch": None})
+
+
+@rule(
+    rows="FP-MAP", target="megatron-bridge", follows="Megatron-LM --fp8-recipe: delayed, tensorwise, blockwise, mxfp8"
+)
+def megatron_has_precision(plan: Plan) -> Iterator[Finding]:
+    """Row-wise FP8 and FP8 rows in the dispatch are our engine's.
+
+    Why: Transformer Engine has no recipe with a scale a row, and Megatron's dispatchers send bf16.
+    Confirm: knobs.precision and knobs.fp8_dispatch.
+    Fix: blockwise FP8, and rows in bf16.
+    """
+    if plan.knobs.precision == "fp8-rowwise":
+        problem = "Megatron has no row-wise FP8"
+        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "fp8-blockwise"})
+    if plan.knobs.fp8_dispatch:
+        problem = "Megatron sends rows in bf16"
+        yield Finding(at="knobs.fp8_dispatch", problem=problem, fix={"knobs.fp8_dispatch": None})

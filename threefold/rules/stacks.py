@@ -27,7 +27,9 @@ def stack_runs_family(plan: Plan) -> Iterator[Finding]:
 
 
 _NOT_YET = {
-    "graphs": (),
+    "fp8_params": False,
+    "fp8_attention": False,
+    "fp8_output": False,
 }
 
 
@@ -35,13 +37,13 @@ _NOT_YET = {
 def engine_has_knob(plan: Plan) -> Iterator[Finding]:
     """The threefold engine has the knobs the plan turns.
 
-    Why: precision below sixteen bits and graphs are planned and priced, not built.
+    Why: some forms of FP8 are planned and priced, not built.
     Confirm: the names in the message.
     Fix: put them back to their defaults.
     """
-    if plan.low_precision:
-        problem = f"the engine does not multiply in {plan.knobs.precision} yet"
-        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "bf16"})
+    if plan.knobs.precision == "fp8-tensor":
+        problem = "the engine has no delayed scaling (fp8-tensor)"
+        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "fp8-cs"})
     for name, off in _NOT_YET.items():
         if getattr(plan.knobs, name) != off:
             problem = f"the engine has no {name} yet"
@@ -68,7 +70,7 @@ def engine_has_capacity(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.dynamic_length", problem=problem, fix={"job.dynamic_length": None})
 
 
-ENGINE_LIMITS = ("stack-runs-family", "engine-has-knob", "engine-has-capacity")
+ENGINE_LIMITS = ("stack-runs-family", "engine-has-knob", "engine-has-capacity", "engine-has-graphs")
 
 
 def promoted(findings: list[Finding]) -> list[Finding]:

@@ -174,7 +174,7 @@ CHIPS: dict[str, ChipSpec] = {chip.name: chip for chip in (A100, H100, H200, B20
 # Which low precision a chip multiplies natively, from the GEMM formats of its generation.
 NATIVE_FORMATS: dict[str, frozenset[str]] = {
     "ampere": frozenset({"bf16", "fp16", "fp32"}),
-    "hopper": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise"}),
+    "hopper": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise", "fp8-blockwise"}),
     "blackwell": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise", "mxfp8", "nvfp4"}),
     "cpu": frozenset({"bf16", "fp32"}),
 }

@@ -70,6 +70,8 @@ PRECISION: dict[str, Default] = {
     "blackwell": Default("mxfp8", "2026-08", f"{_MOE_GUIDE}; NVFP4 only after BF16 or FP8 is stable"),
     "cpu": Default("fp32", "2026-11", "bf16 GEMMs are emulated on most CPUs"),
 }
+# Numbers along a product's sum that share a scale.
+SCALE_BLOCKS = {"fp8-blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 GRAPH_SCOPES = Default(
     "attn moe_router moe_preprocess", "2026-08", f"{_MOE_GUIDE}; lost on one published alltoall run: measure"
 )

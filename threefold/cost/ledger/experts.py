@@ -35,8 +35,10 @@ def _exchange(plan: Plan, moe: MoeSpec, sizes: Sizes, own: int, came: int, skew:
     yield from all_to_all("ep", ep, moe.num_experts * LONG)
     row = plan.model.dim * sizes.width
     there, back = sizes.tokens * moe.top_k - own, round((came - own) * skew)
+    # One byte a number, and one for the scale of each 128.
+    sent = plan.model.dim + plan.model.dim // 128 if plan.knobs.fp8_dispatch else row
     # Rows and weights there, their gradients back; results back, their gradients there.
-    for rows, width in ((there, row), (there, sizes.wide), (back, row), (back, sizes.wide), (back, row), (there, row)):
+    for rows, width in ((there, sent), (there, sizes.wide), (back, row), (back, sizes.wide), (back, row), (there, row)):
         yield "ep", "all_to_all", rows * width
 
 

@@ -8,7 +8,7 @@ from threefold.spec.model import Layer, MlaSpec
 
 # Of logits in fp32 that the loss holds at a time, in whole tiles of tokens.
 _LOGITS_BYTES = {"cpu": 256 * 2**20}
-_GPU_LOGITS_BYTES = 2 * 2**30
+_GPU_LOGITS_BYTES = 5 * 2**30
 _TILE, _FEWEST_TOKENS = 128, 64
 
 

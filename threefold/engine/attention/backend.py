@@ -17,15 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from threefold.engine.attention.fa4 import flash4, flash4_works
+from threefold.engine.attention.grouped import attend_by_groups, heads_at_a_time
+from threefold.engine.attention.speeds import fastest_first
 from threefold.engine.places import Bounds, bounds_of
 from threefold.engine.recompute import is_hidden, remade
-from threefold.engine.ways import way
+from threefold.engine.ways import stood_for, way
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _CUDA = torch.ops.aten._flash_attention_forward
 _CUDA_BACKWARD = torch.ops.aten._flash_attention_backward
-_SDPA_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _MAX_DIM, _DIM_STEP = 256, 8  # head dims that the CUDA kernels take
 
 
@@ -46,6 +49,8 @@ def attend(
     """
     if window is not None and window >= q_BHSD.shape[2]:
         window = None
+    if bounds is not None and len(bounds.starts) == len(q_BHSD) + 1:
+        documents_BS = bounds = None  # one document a row: nothing to keep apart, and the faster kernels take it
     asked = _Asked(window, sinks, documents_BS, bounds)
     return _choose(q_BHSD, asked)(q_BHSD, k_BGSD, v_BGSD, scale, asked)
 
@@ -126,11 +131,36 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tens
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tensor:
-    value = _widen(q.shape[-1], v) if v.shape[-1] % _DIM_STEP else v
+    """By the kernel that is fastest at this size, or the next one that takes it."""
+    names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2])
+    if names[0] == "fa4" and flash4_works(q.device):
+        return flash4(q, k, v, scale=scale)
+    order = [*(_SDPA[name] for name in names if name in _SDPA), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
-    with sdpa_kernel(_SDPA_ORDER, set_priority=True):
+    size = heads_at_a_time(q, k.shape[1])
+    if size < k.shape[1] and names[0] == "cudnn" and _cudnn_takes(q, k, v, grouped):
+        return attend_by_groups(q, k, v, scale, size)
+    width = v.shape[-1] if _takes_narrow(q, k, v, grouped) else q.shape[-1]
+    with (
+        remade(partial(_widen, width), v, on=width > v.shape[-1] and is_hidden(v)) as value,
+        sdpa_kernel(order, set_priority=True),
+    ):
         out = F.scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=grouped)
     return out[..., : v.shape[-1]]
+
+
+def _takes_narrow(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
+    """Whether cuDNN here is new enough for values that are narrower than keys; flash never takes them."""
+    if v.shape[-1] % _DIM_STEP:
+        return False
+    return v.shape[-1] == q.shape[-1] or _cudnn_takes(q, k, v, grouped)
+
+
+def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
+    if stood_for():
+        return True
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+    return torch.backends.cuda.can_use_cudnn_attention(asked)
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tensor:

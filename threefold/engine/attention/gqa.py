@@ -13,7 +13,7 @@ from threefold.engine.attention.backend import Attend, attend
 from threefold.engine.offload import away
 from threefold.engine.places import Places
 from threefold.engine.recompute import remade
-from threefold.engine.rope import rotate
+from threefold.engine.rope import place_heads
 from threefold.engine.seams import Into, each
 from threefold.spec.model import GqaSpec
 
@@ -73,6 +73,6 @@ class GqaAttention(nn.Module):
         else:
             q_BSHd = q_BSX.view(heads)
         table = places.rope(self.rope_dim, self.spec.rope_theta, self.spec.rope_scaling)
-        q_BHSd = rotate(self.q_norm(q_BSHd).transpose(1, 2), table)
-        k_BGSd = rotate(self.k_norm(k_BSX.view(heads)).transpose(1, 2), table)
+        q_BHSd = place_heads(q_BSHd, self.q_norm, table)
+        k_BGSd = place_heads(k_BSX.view(heads), self.k_norm, table)
         return q_BHSd, k_BGSd, v_BSX.view(heads).transpose(1, 2), gate_BSHd

@@ -11,6 +11,7 @@ from torch import Tensor
 from threefold.engine.dispatch.arrival import Arrival
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.flight import Flight, begin, end, swap
+from threefold.engine.dispatch.narrow import swap_narrow
 from threefold.engine.dispatch.protocol import Dispatcher
 from threefold.engine.dispatch.rows import Rows, sort_by_expert, sort_kept
 from threefold.engine.dispatch.splits import Counts
@@ -35,20 +36,25 @@ class AllToAllDispatcher(Dispatcher[AllToAllTicket]):
     ep: Group
     etp: Group = ALONE
     capacity: Capacity | None = None
+    narrow: bool = False  # rows travel in FP8
 
     def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AllToAllTicket:
+        return self.ticket(*self.sort(expert_TK, weight_TK))
+
+    def sort(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Rows, Tensor]:
         if self.capacity is None:
-            rows, count_E = sort_by_expert(expert_TK, self.num_experts)
-        else:
-            rows, count_E = sort_kept(self.capacity.drop(expert_TK, weight_TK), self.num_experts)
-        counts = Counts(count_E, expert_TK.numel(), self.ep, self.etp)
+            return sort_by_expert(expert_TK, self.num_experts)
+        return sort_kept(self.capacity.drop(expert_TK, weight_TK), self.num_experts)
+
+    def ticket(self, rows: Rows, count_E: Tensor) -> AllToAllTicket:
+        counts = Counts(count_E, rows.row_TK.numel(), self.ep, self.etp)
         return AllToAllTicket(rows, counts, dropped=rows.dropped)
 
     def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor]:
         splits = ticket.counts.read()
         if ticket.rows.padded:
             ticket.rows = ticket.rows.first(sum(splits.to))
-        ticket.there = swap(self.ep, splits.to, splits.came)
+        ticket.there = (swap_narrow if self.narrow else swap)(self.ep, splits.to, splits.came)
         x_PD, weight_P = begin(ticket.there, ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK))
         return x_PD, weight_P
 

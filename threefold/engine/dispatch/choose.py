@@ -23,8 +23,12 @@ def make_dispatcher(
     order: Order | None = None,
     chip: str = "cpu",
     num_sms: int | None = None,
+    narrow: bool = False,
 ) -> AnyDispatcher:
-    """`tokens`, `order`: who shares a microbatch, and in which order (`Capacity`). With all experts here, `local`."""
+    """`tokens`, `order`: who shares a microbatch, and in which order (`Capacity`). With all experts here, `local`.
+
+    `narrow`: rows travel in FP8, by all-to-all.
+    """
     spread = capacity_factor is not None and not tokens.alone
     if ep.alone and etp.alone and not spread:
         return LocalDispatcher(num_experts, capacity_factor)
@@ -35,4 +39,4 @@ def make_dispatcher(
         problem = f"local dispatch with EP {ep.size} x ETP {etp.size}"
         fix = {"knobs.dispatcher": "alltoall"}
         raise FindingsError([Finding(rule="dispatcher-available", at="knobs.dispatcher", problem=problem, fix=fix)])
-    return AllToAllDispatcher(num_experts, ep, etp, capacity)
+    return AllToAllDispatcher(num_experts, ep, etp, capacity, narrow)

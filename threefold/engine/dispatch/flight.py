@@ -86,15 +86,15 @@ def swap(group: Group, sizes: Sequence[int], out_sizes: Sequence[int]) -> Flight
         return None
 
     def there(*tensors: Tensor) -> tuple[Sequence[Tensor], Wait]:
-        return _start_all(tensors, group, out_sizes, sizes)
+        return start_all(tensors, group, out_sizes, sizes)
 
     def home(*grads: Tensor) -> tuple[Sequence[Tensor], Wait]:
-        return _start_all(grads, group, sizes, out_sizes)
+        return start_all(grads, group, sizes, out_sizes)
 
     return Flight(there, home)
 
 
-def _start_all(
+def start_all(
     tensors: Sequence[Tensor], group: Group, out_sizes: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Sequence[Tensor], Wait]:
     out = [x.new_empty(sum(out_sizes), *x.shape[1:]) for x in tensors]

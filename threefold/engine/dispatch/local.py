@@ -28,9 +28,15 @@ class LocalDispatcher(Dispatcher[LocalTicket]):
     capacity_factor: float | None = None  # None: dropless
 
     def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> LocalTicket:
+        return self.ticket(*self.sort(expert_TK, weight_TK))
+
+    def sort(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Rows, Tensor]:
         if self.capacity_factor is None:
-            return LocalTicket(*sort_by_expert(expert_TK, self.num_experts))
-        return LocalTicket(*Capacity(self.capacity_factor, self.num_experts).fill(expert_TK, weight_TK))
+            return sort_by_expert(expert_TK, self.num_experts)
+        return Capacity(self.capacity_factor, self.num_experts).fill(expert_TK, weight_TK)
+
+    def ticket(self, rows: Rows, count_E: Tensor) -> LocalTicket:
+        return LocalTicket(rows, count_E)
 
     def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: LocalTicket) -> tuple[Tensor, Tensor]:
         return ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK)

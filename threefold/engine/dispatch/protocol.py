@@ -19,6 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from threefold.engine.dispatch.rows import Rows
+
 
 class Ticket(Protocol):
     """The way there and back of one microbatch."""
@@ -36,6 +38,14 @@ class Dispatcher(ABC, Generic[AnyTicket]):
     @abstractmethod
     def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AnyTicket:
         """Of the weights only the values matter: which copies are dropped."""
+
+    def sort(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Rows, Tensor] | None:
+        """The part of `preprocess` that needs no other rank and no host: rows and counts; None where there is none."""
+        return None
+
+    def ticket(self, rows: Rows, count_E: Tensor) -> AnyTicket:
+        """The rest of it."""
+        raise NotImplementedError
 
     @abstractmethod
     def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AnyTicket) -> tuple[Tensor, Tensor]: ...

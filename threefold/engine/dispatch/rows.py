@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.engine.kernels.around import fused, fused_on
+from threefold.engine.kernels.permute import spread_rows, sum_by_token
+from threefold.engine.ways import stood_for
+
+_LEAST_WIDTH = 64  # of a row that is worth a pass of ours
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -43,19 +49,29 @@ class Rows:
 
 
 def sort_by_expert(expert_TK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
-    flat = expert_TK.flatten()
-    # Stable: equal experts keep token order, so dispatch and recompute agree bit for bit.
-    slot_R = flat.argsort(stable=True)
-    return Rows(slot_R, inverse(slot_R).view_as(expert_TK), padded=False), count(flat, num_experts)
+    slot_R, row_TK, count_E = _sorted(expert_TK, num_experts)
+    return Rows(slot_R, row_TK, padded=False), count_E
 
 
 def sort_kept(expert_TK: Tensor, num_experts: int) -> tuple[Rows, Tensor]:
     """The same where -1 is no expert. The rows of those copies come last; how many is known to the counts only."""
+    dropped_TK = expert_TK < 0
+    slot_R, row_TK, count_E = _sorted(expert_TK.masked_fill(dropped_TK, num_experts), num_experts + 1)
+    return Rows(slot_R, row_TK.masked_fill(dropped_TK, -1), padded=True), count_E[:-1]
+
+
+def _sorted(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (slot_R, row_TK, count_E). Stable: equal experts keep token order, so dispatch and recompute agree bit for
+    bit."""
+    if expert_TK.numel() and not stood_for() and fused_on(expert_TK.device):
+        from threefold.engine.kernels.counting import counting_sort
+
+        rows = counting_sort(expert_TK, num_experts)
+        count_E = torch.diff(rows.ends_E, prepend=rows.ends_E.new_zeros(1))
+        return rows.slot_R.long(), rows.row_TK.long(), count_E.long()
     flat = expert_TK.flatten()
-    key = flat.masked_fill(flat < 0, num_experts)
-    slot_R = key.argsort(stable=True)
-    row = inverse(slot_R).masked_fill(flat < 0, -1)
-    return Rows(slot_R, row.view_as(expert_TK), padded=True), count(key, num_experts + 1)[:-1]
+    slot_R = flat.argsort(stable=True)
+    return slot_R, inverse(slot_R).view_as(expert_TK), count(flat, num_experts)
 
 
 def count(expert_R: Tensor, num_experts: int) -> Tensor:
@@ -79,8 +95,19 @@ def _take(x: Tensor, index: Tensor, padded: bool) -> Tensor:
         return x[index]
     if not len(x):
         return x.new_zeros(*index.shape, *x.shape[1:])
-    rows = x[index.clamp(min=0)]
-    return rows.masked_fill((index < 0).unsqueeze(-1), 0)
+    return x[index.clamp(min=0)].masked_fill_((index < 0).unsqueeze(-1), 0)
+
+
+def _spread(x_TD: Tensor, token_R: Tensor, row_TK: Tensor, padded: bool) -> Tensor:
+    if x_TD.dim() == 2 and x_TD.shape[1] >= _LEAST_WIDTH and len(token_R) and fused(x_TD):
+        return spread_rows(x_TD, token_R, row_TK, padded)
+    return _take(x_TD, token_R, padded)
+
+
+def _sum(y_RD: Tensor, row_TK: Tensor, padded: bool) -> Tensor:
+    if y_RD.dim() == 2 and y_RD.shape[1] >= _LEAST_WIDTH and row_TK.numel() and fused(y_RD):
+        return sum_by_token(y_RD, row_TK, padded)
+    return _take(y_RD, row_TK, padded).sum(dim=1)
 
 
 class _Spread(torch.autograd.Function):
@@ -90,12 +117,12 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, padded: bool) -> Tensor:
         ctx.save_for_backward(row_TK)
         ctx.padded = padded
-        return _take(x_TD, token_R, padded)
+        return _spread(x_TD, token_R, row_TK, padded)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
         (row_TK,) = ctx.saved_tensors
-        return _take(grad_RD, row_TK, ctx.padded).sum(dim=1), None, None, None
+        return _sum(grad_RD, row_TK, ctx.padded), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -103,14 +130,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, padded: bool) -> Tensor:
-        ctx.save_for_backward(token_R)
+        ctx.save_for_backward(token_R, row_TK)
         ctx.padded = padded
-        return _take(y_RD, row_TK, padded).sum(dim=1)
+        return _sum(y_RD, row_TK, padded)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        (token_R,) = ctx.saved_tensors
-        return _take(grad_TD, token_R, ctx.padded), None, None, None
+        token_R, row_TK = ctx.saved_tensors
+        return _spread(grad_TD, token_R, row_TK, ctx.padded), None, None, None
 
 
 class _Reorder(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 from threefold.engine.kernels.choose import Choice, Shape, choose, works
 from threefold.engine.kernels.reference import Reference
 from threefold.engine.kernels.sort import Rows, sort_rows
+from threefold.engine.sinks import sink_of
 
 ACTIVATIONS = {"silu": False, "clamped swiglu": True}  # name -> whether it is clamped
 
@@ -27,11 +28,11 @@ def fused_experts(
     gate_up_bias_EX: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
-    choice: Choice | None = None,
+    choice: Choice | str | None = None,
 ) -> Tensor:
     """Tokens in, tokens out: sorted by expert, computed, weighted and summed, with no wait for the device."""
     num_experts = len(gate_up_EXD)
-    rows = _sorted(expert_TK, num_experts)
+    rows = sorted_rows(expert_TK, num_experts)
     parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
     y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice)
     if down_bias_ED is None:
@@ -48,7 +49,7 @@ def grouped_experts(
     gate_up_bias_EX: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
-    choice: Choice | None = None,
+    choice: Choice | str | None = None,
 ) -> Tensor:
     """Rows in, rows out: `count_E` of them belong to each expert in turn, and make up all; each comes back weighted."""
     ends_E = count_E.cumsum(0).to(torch.int32)
@@ -81,12 +82,14 @@ class _Experts(torch.autograd.Function):
         ends_E: Tensor,
         rows: Rows | None,
         clamped: bool,
-        choice: Choice | None,
+        choice: Choice | str | None,
     ) -> Tensor:
         ctx.rows, ctx.clamped = rows, clamped
+        ctx.sinks = sink_of(gate_up_EXD), sink_of(down_EDH)
         num_experts, dim, half = down_EDH.shape
-        shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None)
-        ctx.choice = choice or choose(shape, x_XD)
+        plain = bias_EX is None and not clamped
+        shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None, plain=plain)
+        ctx.choice = choice if isinstance(choice, Choice) else choose(shape, x_XD, choice or "auto")
         x_XD = x_XD.contiguous()
         steps = _steps(ctx, ends_E, weight.numel())
         weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
@@ -104,9 +107,10 @@ class _Experts(torch.autograd.Function):
         weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
         grad_XD = grad_XD.contiguous()
         grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
-        down_grad = steps.down_grad(grad_XD, rows, act_RH) if wants_down else None
+        up_sink, down_sink = ctx.sinks
+        down_grad = steps.down_grad(grad_XD, rows, act_RH, down_sink) if wants_down else None
         del act_RH
-        up_grad = steps.up_grad(grad_RX, x_XD, rows) if wants_up else None
+        up_grad = steps.up_grad(grad_RX, x_XD, rows, up_sink) if wants_up else None
         bias_grad = _sum_by_expert(grad_RX, ends_E) if wants_bias else None
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:
@@ -126,7 +130,7 @@ def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
     return Steps(ends_E, num_rows, ctx.clamped, ctx.choice)
 
 
-def _sorted(expert_TK: Tensor, num_experts: int) -> Rows:
+def sorted_rows(expert_TK: Tensor, num_experts: int) -> Rows:
     if not works(expert_TK.device) or not expert_TK.numel():
         return sort_rows(expert_TK, num_experts)
     from threefold.engine.kernels.counting import counting_sort

@@ -20,6 +20,16 @@ class Config:
     strip: int = 64  # columns that act_grad finishes at a time
 
 
+@dataclass(frozen=True)
+class CuteConfig:
+    """Tiles of quack's kernels: `pingpong` lets two groups of warps take turns, `cluster` tiles of rows share loads."""
+
+    m: int = 128
+    n: int = 256
+    pingpong: bool = False
+    cluster: int = 2
+
+
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

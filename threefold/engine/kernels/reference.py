@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.kernels.sort import Rows
+from threefold.engine.sinks import add_product
 
 CLAMP, ALPHA = 7.0, 1.702  # GPT-OSS: transformers GptOssConfig swiglu_limit, swiglu_alpha
 
@@ -56,13 +57,21 @@ class Reference:
     def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
         return self._each(grad_RX, gate_up_EXD)
 
-    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Rows | None) -> Tensor:
-        x_RD = _rows(x_XD, rows)
-        return torch.stack([grad_RX[part].mT @ x_RD[part] for part in self.parts])
+    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Rows | None, sink: Tensor | None = None) -> Tensor | None:
+        """With a sink it is added there, and nothing comes back."""
+        return self._weight_grad(grad_RX, _rows(x_XD, rows), sink)
 
-    def down_grad(self, grad_XD: Tensor, rows: Rows | None, act_RH: Tensor) -> Tensor:
-        grad_RD = _rows(grad_XD, rows)
-        return torch.stack([grad_RD[part].mT @ act_RH[part] for part in self.parts])
+    def down_grad(
+        self, grad_XD: Tensor, rows: Rows | None, act_RH: Tensor, sink: Tensor | None = None
+    ) -> Tensor | None:
+        return self._weight_grad(_rows(grad_XD, rows), act_RH, sink)
+
+    def _weight_grad(self, left_RM: Tensor, right_RN: Tensor, sink: Tensor | None) -> Tensor | None:
+        if sink is None:
+            return torch.stack([left_RM[part].mT @ right_RN[part] for part in self.parts])
+        for total, part in zip(sink, self.parts, strict=True):
+            add_product(total, left_RM[part].mT, right_RN[part], sink.dtype)
+        return None
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return y_RD[row_TK].sum(dim=1)

@@ -1,5 +1,5 @@
-"""The steps of the experts on a GPU: each by a kernel of ours, or by torch's grouped product with the rest in passes of
-ours beside it. `reference.Reference` has the same steps in plain torch.
+"""The steps of the experts on a GPU: each by a kernel of ours, by one of quack's (`cute`), or by torch's grouped
+product with the rest in passes of ours beside it. `reference.Reference` has the same steps in plain torch.
 
 Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
 token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.kernels import act_grad, elementwise, product, up, weight_grad
+from threefold.engine.kernels import act_grad, cute, elementwise, product, up, weight_grad
 from threefold.engine.kernels.choose import Choice
+from threefold.engine.kernels.launch import Config, CuteConfig
 from threefold.engine.kernels.sort import Rows
 from threefold.engine.kernels.tiles import Tiles, tiles_of
 
@@ -21,11 +22,14 @@ class Steps:
         self._tiles: dict[int, Tiles] = {}
         self._num_rows = num_rows
         self._gathered: tuple[Tensor, Tensor] | None = None
+        self._starts: Tensor | None = None
 
     def up(
         self, x_XD: Tensor, rows: Rows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         config = self.choice.up
+        if isinstance(config, CuteConfig):
+            return cute.up(x_XD, _tokens(rows), weight_R, gate_up_EXD, self._edges, config)
         if config is not None:
             tiles = self.tiles(config.m)
             return up.up(x_XD, _tokens(rows), weight_R, gate_up_EXD, bias_EX, tiles, self.clamped, config)
@@ -36,6 +40,8 @@ class Steps:
 
     def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
         config = self.choice.down
+        if isinstance(config, CuteConfig):
+            return cute.product(act_RH, down_EDH, self._edges, config)
         if config is not None:
             return product.product(act_RH, down_EDH, self.tiles(config.m), True, config)
         return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
@@ -44,6 +50,8 @@ class Steps:
         self, grad_XD: Tensor, rows: Rows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.choice.act_grad
+        if isinstance(config, CuteConfig):
+            return cute.act_grad(grad_XD, _tokens(rows), weight_R, down_EDH, gate_up_RX, self._edges, config)
         if config is not None:
             tiles = self.tiles(config.m)
             return act_grad.act_grad(
@@ -54,21 +62,37 @@ class Steps:
 
     def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
         config = self.choice.input_grad
+        if isinstance(config, CuteConfig):
+            return cute.product(grad_RX, gate_up_EXD.mT, self._edges, config, self.choice.interleaved)
         if config is not None:
             return product.product(grad_RX, gate_up_EXD, self.tiles(config.m), False, config)
         return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
 
-    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Rows | None) -> Tensor:
+    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Rows | None, sink: Tensor | None = None) -> Tensor | None:
+        """With a sink it is added there, and nothing comes back."""
         config = self.choice.up_grad
-        if config is not None:
-            return weight_grad.weight_grad(grad_RX, x_XD, _tokens(rows), "right", self.ends_E, config)
-        return F.grouped_mm(grad_RX.mT, self._rows(x_XD, rows), offs=self.ends_E)
+        if isinstance(config, Config):
+            return weight_grad.weight_grad(grad_RX, x_XD, _tokens(rows), "right", self.ends_E, config, sink)
+        if isinstance(config, CuteConfig):
+            up_grad = x_XD.new_empty(len(self.ends_E), grad_RX.shape[1], x_XD.shape[1])
+            edges = self._edges, config, self.choice.interleaved
+            cute.weight_grad(x_XD, _tokens(rows), grad_RX, up_grad.mT, *edges)
+        else:
+            up_grad = F.grouped_mm(grad_RX.mT, self._rows(x_XD, rows), offs=self.ends_E)
+        return _put(up_grad, sink)
 
-    def down_grad(self, grad_XD: Tensor, rows: Rows | None, act_RH: Tensor) -> Tensor:
+    def down_grad(
+        self, grad_XD: Tensor, rows: Rows | None, act_RH: Tensor, sink: Tensor | None = None
+    ) -> Tensor | None:
         config = self.choice.down_grad
-        if config is not None:
-            return weight_grad.weight_grad(grad_XD, act_RH, _tokens(rows), "left", self.ends_E, config)
-        return F.grouped_mm(self._rows(grad_XD, rows).mT, act_RH, offs=self.ends_E)
+        if isinstance(config, Config):
+            return weight_grad.weight_grad(grad_XD, act_RH, _tokens(rows), "left", self.ends_E, config, sink)
+        if isinstance(config, CuteConfig):
+            down_grad = act_RH.new_empty(len(self.ends_E), grad_XD.shape[1], act_RH.shape[1])
+            cute.weight_grad(grad_XD, _tokens(rows), act_RH, down_grad, self._edges, config)
+        else:
+            down_grad = F.grouped_mm(self._rows(grad_XD, rows).mT, act_RH, offs=self.ends_E)
+        return _put(down_grad, sink)
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return elementwise.sum_rows(y_RD, row_TK)
@@ -87,10 +111,23 @@ class Steps:
         return self._gathered[1]
 
     @property
+    def _edges(self) -> Tensor:
+        if self._starts is None:
+            self._starts = F.pad(self.ends_E, (1, 0))
+        return self._starts
+
+    @property
     def _experts(self) -> Tensor:
         """Of each row."""
         row_R = torch.arange(self._num_rows, dtype=torch.int32, device=self.ends_E.device)
         return torch.searchsorted(self.ends_E, row_R, right=True)
+
+
+def _put(grad: Tensor, sink: Tensor | None) -> Tensor | None:
+    if sink is None:
+        return grad
+    sink.add_(grad)
+    return None
 
 
 def _tokens(rows: Rows | None) -> Tensor | None:

@@ -15,28 +15,35 @@ from threefold.engine.kernels.store import halves
 
 
 def weight_grad(
-    left_XM: Tensor, right_XN: Tensor, token_R: Tensor | None, gathered: str, ends_E: Tensor, config: Config
-) -> Tensor:
+    left_XM: Tensor,
+    right_XN: Tensor,
+    token_R: Tensor | None,
+    gathered: str,
+    ends_E: Tensor,
+    config: Config,
+    sink_EMN: Tensor | None = None,
+) -> Tensor | None:
     """left.T @ right over each expert's rows, (E, M, N). `gathered` is "left" or "right": that one is read at
-    token_R[row] (without tokens at its own row), the other at the row itself."""
+    token_R[row] (without tokens at its own row), the other at the row itself. With a sink it is added there, in the
+    sink's dtype, and nothing comes back."""
     num_m, num_n, num_experts = left_XM.shape[1], right_XN.shape[1], len(ends_E)
-    out_EMN = left_XM.new_empty(num_experts, num_m, num_n)
+    out_EMN = left_XM.new_empty(num_experts, num_m, num_n) if sink_EMN is None else sink_EMN
     by_row, width = (right_XN, config.n) if gathered == "left" else (left_XM, config.m)
     by_token = left_XM if gathered == "left" else right_XN
     out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n // 2])
     _weight_grad[(num_programs(left_XM.device, config),)](
         by_token, TensorDescriptor.from_tensor(by_row, [config.k, width]), token_R, ends_E, out, num_experts,
         num_m, num_n, config.m, config.n, config.k, config.group, gathered == "left", token_R is not None,
-        num_warps=config.warps, num_stages=config.stages,
+        sink_EMN is not None, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    return out_EMN
+    return out_EMN if sink_EMN is None else None
 
 
 @triton.jit
 def _weight_grad(
     token_side_ptr, row_side, token_ptr, ends_ptr, out, num_experts, M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
-    GATHER: tl.constexpr,
+    GATHER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     num_m: tl.constexpr = (M + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
@@ -69,5 +76,9 @@ def _weight_grad(
                 acc = tl.dot(row_side.load([begin, tile_m * BM]).T, by_token, acc)
         half: tl.constexpr = BN // 2
         left, right = halves(acc.to(out.dtype), BM, BN)
+        if ADD:
+            left += out.load([expert, tile_m * BM, tile_n * BN]).reshape(BM, half)
         out.store([expert, tile_m * BM, tile_n * BN], left.reshape(1, BM, half))
+        if ADD:
+            right += out.load([expert, tile_m * BM, tile_n * BN + half]).reshape(BM, half)
         out.store([expert, tile_m * BM, tile_n * BN + half], right.reshape(1, BM, half))

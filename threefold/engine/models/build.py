@@ -15,6 +15,7 @@ from threefold.engine.models.qwen3_moe import Qwen3Moe
 from threefold.engine.models.qwen3_next import Qwen3Next
 from threefold.engine.moe.experts import ACTIVATIONS
 from threefold.engine.options import Options
+from threefold.engine.precision.lower import lower
 from threefold.findings import Finding, FindingsError
 from threefold.spec.model import MlaSpec, ModelSpec
 
@@ -53,7 +54,10 @@ def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Op
     if problems:
         raise FindingsError(problems)
     with _default_dtype(dtype), torch.device("meta"):
-        return FAMILIES[spec.family](spec, spec.mtp_layers if mtp is None else mtp, options)
+        model = FAMILIES[spec.family](spec, spec.mtp_layers if mtp is None else mtp, options)
+        if options.recipe is not None:
+            lower(model, options.recipe, options.keep_low)
+        return model
 
 
 def _unsupported(spec: ModelSpec) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.chunks import in_chunks
 from threefold.engine.inputs import Cut, Inputs, Target, make_inputs
+from threefold.engine.kept import inside_closed
 from threefold.engine.loss import VocabPart, cross_entropy_sum
 from threefold.engine.mlp import Mlp
 from threefold.engine.moe.balance import Balance
@@ -50,14 +52,27 @@ class Block(nn.Module):
 
     row: int = -1  # of its router among all of the model's, in the statistics
     again: frozenset[str] = frozenset()  # modules that are recomputed
+    ffn_chunk: int | None = None  # as in the options
 
     def __init__(self, mixer_norm: nn.Module, mixer: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
         self.mixer_norm, self.mixer, self.ffn_norm, self.ffn = mixer_norm, mixer, ffn_norm, ffn
 
-    def forward(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, Balance | None]:
-        x_BSD = self.mix(x_BSD, places)
-        with self.normed(x_BSD) as y_BSD:
+    def forward(self, x_BSD: Tensor, places: Places, repeated: bool = False) -> tuple[Tensor, Balance | None]:
+        """`repeated`: only x is kept. The feed-forward part is then made again chunk by chunk, not with the mixer."""
+        if not repeated:
+            return self.further(*self.mix(x_BSD, places))
+        with remade(partial(self._to_feed, places), x_BSD) as (x_BSD, y_BSD):
+            y_BSD, balance = self.feed(y_BSD, repeated=True)
+        return x_BSD + y_BSD, balance
+
+    def _to_feed(self, places: Places, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        with self.join(*self.mix(x_BSD, places)) as both:
+            return both
+
+    def further(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Balance | None]:
+        """All behind the mixer. `graphs/` takes the place of this and of `mix`."""
+        with self.join(x_BSD, *added_BSD) as (x_BSD, y_BSD):
             y_BSD, balance = self.feed(y_BSD)
         return x_BSD + y_BSD, balance
 
@@ -65,21 +80,45 @@ class Block(nn.Module):
         """`work` that uses parameters of this module without calling it: FSDP gathers them around this method."""
         return work(*given)
 
-    def mix(self, x_BSD: Tensor, places: Places) -> Tensor:
+    def mix(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, ...]:
+        """-> (the residual stream, what is still to be added to it: the next norm does that as it reads)."""
         with away("attn_norm"):
-            normed = remade(self.mixer_norm, x_BSD, on="layernorm" in self.again)
-        with normed as y_BSD:
-            return x_BSD + self.mixer(y_BSD, places)
+            normed = self._normed(self.mixer_norm, x_BSD)
+        with normed as (x_BSD, y_BSD):
+            return x_BSD, self.mixer(y_BSD, places)
 
-    def normed(self, x_BSD: Tensor) -> AbstractContextManager[Tensor]:
-        """What `feed` takes; where norms are recomputed, nothing that is kept of it inside takes memory."""
+    def join(self, x_BSD: Tensor, *added_BSD: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        """Their sum, and what `feed` takes; where norms are recomputed, what is kept of that inside takes no memory."""
         with away("mlp_norm"):
-            return remade(self.ffn_norm, x_BSD, on="layernorm" in self.again)
+            return self._normed(self.ffn_norm, x_BSD, *added_BSD)
 
-    def feed(self, x_BSD: Tensor) -> tuple[Tensor, Balance | None]:
+    def _normed(self, norm: nn.Module, x: Tensor, *added: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
+        if "layernorm" not in self.again:
+            return nullcontext(norm(x, *added, stream=True))
+        for each in added:  # not in the norm, which would keep both
+            x = x + each
+        return remade(partial(norm, stream=True), x)
+
+    def feed(self, x_BSD: Tensor, repeated: bool = False) -> tuple[Tensor, Balance | None]:
+        name, cut = "moe" if isinstance(self.ffn, MoeLayer) else "mlp", self.is_cut(x_BSD)
+        if not cut:
+            made = again(self.ffn, x_BSD, on=repeated or name in self.again)
+        elif isinstance(self.ffn, MoeLayer):
+            made = self.ffn(x_BSD, repeated)
+        elif repeated or name in self.again or inside_closed():
+            assert isinstance(self.ffn, Mlp)
+            size = self.ffn.chunk(x_BSD, self.ffn_chunk)
+            made = in_chunks(self.ffn, size, x_BSD.flatten(0, 1), repeated=True).view_as(x_BSD)
+        else:
+            made = self.ffn(x_BSD)
+        return made if isinstance(self.ffn, MoeLayer) else (made, None)
+
+    def is_cut(self, x_BSD: Tensor) -> bool:
+        """Whether so many tokens go through the feed-forward part in chunks."""
         if isinstance(self.ffn, MoeLayer):
-            return again(self.ffn, x_BSD, on="moe" in self.again)
-        return again(self.ffn, x_BSD, on="mlp" in self.again), None
+            return self.ffn.is_cut(x_BSD)
+        assert isinstance(self.ffn, Mlp)
+        return self.ffn.chunk(x_BSD, self.ffn_chunk) < x_BSD.shape[:-1].numel()
 
 
 class MtpDepth(nn.Module):
@@ -143,6 +182,7 @@ class Decoder(nn.Module):
         dim = self.spec.dim
         block = Block(self.make_norm(dim), self.make_mixer(layer), self.make_norm(dim), self.make_ffn(layer))
         block.again = block.mixer.again = self.options.again  # type: ignore[assignment]
+        block.ffn_chunk = self.options.ffn_chunk
         return block
 
     def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
@@ -262,17 +302,18 @@ def run(layers: Iterable[nn.Module], x_BSD: Tensor, places: Places, options: Opt
     balances: Balances = []
     loads = Loads(options.activation_offload, options.activation_offload_layers)
     for unit, repeated in options.units(list(layers)):
+        apart = repeated and len(unit) == 1 and isinstance(unit[0], Block) and unit[0].is_cut(x_BSD)
         with loads.layer(unit):
-            x_BSD, more = again(partial(_through, unit, places), x_BSD, on=repeated)
+            x_BSD, more = again(partial(_through, unit, places, apart), x_BSD, on=repeated and not apart)
         balances += more
     return x_BSD, balances
 
 
-def _through(layers: Iterable[nn.Module], places: Places, x_BSD: Tensor) -> tuple[Tensor, Balances]:
+def _through(layers: Iterable[nn.Module], places: Places, repeated: bool, x_BSD: Tensor) -> tuple[Tensor, Balances]:
     balances: Balances = []
     for layer in layers:
         assert isinstance(layer, Block)
-        x_BSD, balance = layer(x_BSD, places)
+        x_BSD, balance = layer(x_BSD, places, repeated) if repeated else layer(x_BSD, places)
         if balance is not None:
             balances.append((layer.row, balance))
     return x_BSD, balances

@@ -34,12 +34,14 @@ def measure(
 ) -> Balance:
     """`wanted` names the losses to compute, so that an unused one costs nothing."""
     losses = {name: LOSSES[name](routing, num_sequences, tokens) for name in wanted}
-    num_experts = routing.scores_TE.shape[1]
+    num_experts = routing.logits_TE.shape[1]
     with torch.no_grad():
-        load_E = count(routing.expert_TK.flatten(), num_experts)
-        share_TE = _shares(routing)
-        entropy = _part(torch.special.entr(share_TE).sum(dim=-1).mean(), tokens)
-    return Balance(losses, load_E, dropped, entropy)
+        load_E, entropy = routing.load_E, routing.entropy
+        if load_E is None:
+            load_E = count(routing.expert_TK.flatten(), num_experts)
+        if entropy is None:
+            entropy = torch.special.entr(_shares(routing)).sum(dim=-1).mean()
+    return Balance(losses, load_E, dropped, _part(entropy, tokens))
 
 
 def aux_loss(routing: Routing, num_sequences: int = 1, tokens: Group = ALONE) -> Tensor:
@@ -71,7 +73,7 @@ def _part(mean: Tensor, tokens: Group) -> Tensor:
 
 
 def _by_sequence(routing: Routing, num_sequences: int, tokens: Group) -> Tensor:
-    num_experts = routing.scores_TE.shape[1]
+    num_experts = routing.logits_TE.shape[1]
     chosen_BX = routing.expert_TK.reshape(num_sequences, -1)
     ones = torch.ones_like(chosen_BX, dtype=routing.scores_TE.dtype)
     copies_BE = ones.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, ones)
@@ -82,7 +84,7 @@ def _by_sequence(routing: Routing, num_sequences: int, tokens: Group) -> Tensor:
 
 
 @torch.no_grad()
-def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float) -> None:
+def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float | Tensor) -> None:
     """Once an optimizer step, with the loads of all its tokens: busy experts become less attractive, by a fixed step.
 
     Outside autograd, and outside the forward, so that recompute cannot count a token twice.
@@ -93,7 +95,7 @@ def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float) -> None
             router.balance_bias += rate * (load_E.mean() - load_E).sign()
 
 
-def health(load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Iterable[Router]) -> dict[str, float]:
+def health(load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Iterable[Router]) -> dict[str, Tensor]:
     """A few numbers that show a router going wrong, for the metrics file."""
     load_LE = load_LE.to(torch.float32)
     fair_L = load_LE.mean(dim=1).clamp(min=1e-9)
@@ -107,9 +109,7 @@ def health(load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Itera
     }
     if biases:
         metrics["router/bias_max"] = torch.stack([bias.abs().max() for bias in biases]).max()
-    # Stacked, so that the device is waited for once.
-    values = torch.stack([value.to(torch.float32) for value in metrics.values()]).tolist()
-    return dict(zip(metrics, values, strict=True))
+    return metrics
 
 
 class _Attach(torch.autograd.Function):

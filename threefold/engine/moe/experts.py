@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from threefold.engine.dispatch.splits import host_sizes
 from threefold.engine.kernels.experts import fused_experts, grouped_experts
 from threefold.engine.offload import away
+from threefold.engine.precision.experts import LowExperts
 from threefold.engine.recompute import remade
 from threefold.engine.ways import stood_for, way
 
@@ -46,6 +47,8 @@ class Experts(nn.Module):
     adds_bias = True
     again: frozenset[str] = frozenset()
     fusion = False  # one pass that keeps only its input and FC1's output
+    kernels: str | None = None  # of that pass, of one kind; None: the fastest that was measured
+    low: LowExperts | None = None  # products below sixteen bits
 
     def __init__(
         self,
@@ -66,20 +69,23 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
-        if self.fusion:
+        if self.low is not None and self.gathers:
+            clamped = self.activation is clamped_swiglu
+            return self.low.rows(x_RD, weight_R, count_E, self.gate_up, self.down, clamped)
+        if self.fusion and self.low is None:
             bias = self.down_bias if self.adds_bias else None
-            y_RD = grouped_experts(
-                x_RD, weight_R, count_E, self.gate_up, self.down, self.gate_up_bias, bias, self.activation_name
-            )
+            parameters = self.gate_up, self.down, self.gate_up_bias, bias
+            y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
             return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
         use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RD, self.down))
         apply = grouped_linear if use_grouped else looped_linear
+        up, down = (apply, apply) if self.low is None else (self.low.up, self.low.down)
         with away("expert_fc1"):
-            gate_up_RX = apply(x_RD, self.gate_up, self.gate_up_bias, count_E)
+            gate_up_RX = up(x_RD, self.gate_up, self.gate_up_bias, count_E)
         with away("moe_act"):
             act = remade(self._activate, gate_up_RX, weight_R, on="moe_act" in self.again)
         with act as act_RH:
-            y_RD = apply(act_RH, self.down, None, count_E)
+            y_RD = down(act_RH, self.down, None, count_E)
         if self.down_bias is None:
             return y_RD
         if not self.adds_bias:
@@ -88,8 +94,16 @@ class Experts(nn.Module):
 
     def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """Where all experts are here: tokens in, tokens out, rows gathered as they are read."""
+        if self.low is not None:
+            clamped = self.activation is clamped_swiglu
+            return self.low.tokens(x_TD, weight_TK, expert_TK, self.gate_up, self.down, clamped)
         parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name)
+        return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `of_tokens` can run."""
+        return self.low is None or self.low.fuses(self.down, biased=self.down_bias is not None)
 
     def _activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
         return weigh(self.activation(gate_up_RX), weight_R)

@@ -5,24 +5,44 @@ Shapes: T tokens, D model dim, E experts, K experts of a token, G groups.
 Ties: of equal scores the lower expert number wins, on every device.
 """
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.kernels.around import fused
+from threefold.engine.kernels.routing import Choosing, choose, logits_of
 from threefold.engine.norm import wide
 from threefold.spec.model import MoeSpec
 
 
-@dataclass(frozen=True)
 class Routing:
     """The choice, and the scores of all experts that the balancing losses look at."""
 
-    weight_TK: Tensor
-    expert_TK: Tensor
-    logits_TE: Tensor
-    scores_TE: Tensor
+    def __init__(
+        self,
+        weight_TK: Tensor,
+        expert_TK: Tensor,
+        logits_TE: Tensor,
+        scores_TE: Tensor | None = None,
+        *,
+        score: str = "softmax",
+        load_E: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ) -> None:
+        self.weight_TK, self.expert_TK, self.logits_TE = weight_TK, expert_TK, logits_TE
+        self._scores_TE, self._score = scores_TE, score
+        # Where the choice was made by a kernel that counted: as in `Balance`.
+        self.load_E, self.entropy = load_E, entropy
+
+    @cached_property
+    def scores_TE(self) -> Tensor:  # noqa: N802 - a tensor and its shape
+        return scores_of(self.logits_TE, self._score) if self._scores_TE is None else self._scores_TE
+
+
+def scores_of(logits_TE: Tensor, score: str) -> Tensor:
+    return logits_TE.softmax(dim=-1) if score == "softmax" else logits_TE.sigmoid()
 
 
 class Router(nn.Module):
@@ -39,12 +59,34 @@ class Router(nn.Module):
         self.register_buffer("balance_bias", bias_E)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        dtype = wide(x_TD.dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype), bias)
-        scores_TE = logits_TE.softmax(dim=-1) if self.spec.score == "softmax" else logits_TE.sigmoid()
+        logits_TE, how = self.logits(x_TD), self._choosing(len(x_TD))
+        if fused(logits_TE) and how.fits(self.spec.num_experts):
+            made = choose(logits_TE, self.balance_bias, how)
+            counted = {"load_E": made.load_E, "entropy": made.entropy}
+            return Routing(made.weight_TK, made.expert_TK, logits_TE, score=self.spec.score, **counted)
+        scores_TE = scores_of(logits_TE, self.spec.score)
         expert_TK = self._balanced(x_TD) if self.forced_balance else self.choose(logits_TE, scores_TE)
         return Routing(self.weigh(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        dtype = wide(x_TD.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if fused(x_TD) and x_TD.dtype == self.weight.dtype == torch.bfloat16:
+            logits_TE = logits_of(x_TD, self.weight)
+            return logits_TE if bias is None else logits_TE + bias
+        return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias)
+
+    def _choosing(self, num_tokens: int) -> Choosing:
+        spec = self.spec
+        return Choosing(
+            spec.top_k,
+            spec.score == "softmax",
+            spec.norm_topk,
+            spec.scale,
+            spec.num_groups,
+            spec.top_groups,
+            self.turn * num_tokens * spec.top_k if self.forced_balance else None,
+        )
 
     @torch.no_grad()
     def choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.engine.kernels.choose import works
 from threefold.engine.optim.hosted import PIECE, Host, chosen
 from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master, needs_master
+from threefold.engine.ways import stood_for
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -16,8 +18,9 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 class AdamW:
     """Decoupled weight decay on matrices, none on vectors.
 
-    Where weights, gradients and moments have one dtype, torch's fused kernel takes them all at once. Otherwise each
-    parameter is widened to fp32, updated and rounded on its own, so that only one of them is held twice.
+    A GPU with triton updates each parameter in one pass over its memory, whatever the dtypes. Elsewhere torch's fused
+    kernel takes all at once whose weights, gradients and moments have one dtype; any other parameter is widened to
+    fp32, updated and rounded on its own, so that only one of them is held twice.
     """
 
     def __init__(
@@ -38,9 +41,11 @@ class AdamW:
         places = chosen([item.value.numel() for item in self.items], offload)
         self.hosted = {item.name for n, item in enumerate(self.items) if n in places}
         self.host = Host(self.items[0].value.device if self.items else torch.device("cpu"))
+        self.in_one_pass = stood_for() or works(self.host.device)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.dtype = STATE_DTYPES[state_dtype]
         self.steps = 0
+        self._factor: Tensor | None = None
         self.master = {item.name: self._master(item) for item in self.items if master and needs_master(item)}
         self.first = {item.name: self._zeros(item) for item in self.items}
         self.second = {item.name: self._zeros(item) for item in self.items}
@@ -58,23 +63,30 @@ class AdamW:
         return self.host.take(made) if made is not item.value and item.name in self.hosted else made
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update; what has no gradient keeps its value and state."""
+    def step(self, lr: float, factor: Tensor | None = None) -> None:
+        """One update; what has no gradient keeps its value and state.
+
+        `factor` multiplies every gradient, in passing: only where `in_one_pass` holds.
+        """
         self.steps += 1
+        self._factor = factor
+        # The largest first: what a launch costs the host is hidden behind them.
+        items = sorted(self.items, key=lambda item: -item.value.numel()) if self.in_one_pass else self.items
         for matrix, decay in ((True, self.weight_decay), (False, 0.0)):
             alike: dict[torch.dtype, list[Item]] = defaultdict(list)
             apart: list[Item] = []
             hosted = []
-            for item in self.items:
+            for item in items:
                 if item.matrix != matrix or item.grad is None:
                     continue
                 if item.name in self.hosted:
                     hosted += self._pieces(item)
                 else:
                     dtypes = {item.grad.dtype, *(x.dtype for x in self._kept(item))}
-                    (alike[dtypes.pop()] if len(dtypes) == 1 else apart).append(item)
-            for items in alike.values():
-                self._together(items, lr, decay)
+                    together = len(dtypes) == 1 and not self.in_one_pass
+                    (alike[dtypes.pop()] if together else apart).append(item)
+            for group in alike.values():
+                self._together(group, lr, decay)
             for item in apart:
                 assert item.grad is not None
                 self._one(item.value, item.grad, self._kept(item), lr, decay)
@@ -103,6 +115,9 @@ class AdamW:
 
     def _one(self, value: Tensor, grad: Tensor, kept: Sequence[Tensor], lr: float, decay: float) -> None:
         """`kept` are the weight that is updated, which may be the value, and the moments."""
+        if self.in_one_pass:
+            self._pass(value, grad, *kept, lr=lr, decay=decay)
+            return
         alike = len({x.dtype for x in (grad, *kept)}) == 1
         dtype = torch.promote_types(value.dtype, torch.float32)
         weight, first, second = wide = [x if alike else x.to(dtype) for x in kept]
@@ -112,6 +127,17 @@ class AdamW:
                 old.copy_(new)
         if kept[0] is not value:
             value.copy_(weight)
+
+    def _pass(
+        self, value: Tensor, grad: Tensor, weight: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float
+    ) -> None:
+        if stood_for():
+            return
+        from threefold.engine.kernels.adamw import adamw
+
+        factor = value.new_ones((), dtype=torch.float32) if self._factor is None else self._factor
+        settings = {"betas": self.betas, "eps": self.eps, "steps": self.steps}
+        adamw(value, grad.contiguous(), weight, first, second, factor, lr=lr, decay=decay, **settings)  # type: ignore
 
     def _fused(
         self,

@@ -55,6 +55,8 @@ class Muon:
     The update is scaled to AdamW's usual size (0.2 x sqrt of the longer side), so that rates carry over.
     """
 
+    in_one_pass = False
+
     def __init__(
         self,
         named: Iterable[tuple[str, Tensor] | Item],
@@ -87,7 +89,7 @@ class Muon:
         self.rest.steps = steps
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, factor: Tensor | None = None) -> None:
         for item, whole in self.wholes.each(self.items, self._update):
             size = max(whole.size(-2), whole.size(-1))
             master = self.master.get(item.name, item.value)

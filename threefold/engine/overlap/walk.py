@@ -32,7 +32,7 @@ from threefold.engine.offload import Loads
 from threefold.engine.overlap.nodes import Border, Nodes, Value, Work, first
 from threefold.engine.pipeline.passage import Steps
 
-Tell = Callable[[dict[str, Tensor], float], None]
+Tell = Callable[[dict[str, Tensor], float | Tensor], None]
 Values = tuple[Value, ...]
 _NODES = 6  # at most, in a layer
 
@@ -44,7 +44,7 @@ class Walk:
     way, "later" when `finish` is called.
     """
 
-    def __init__(self, model: Decoder, inputs: Inputs, share: float, tell: Tell, weights: str = "now") -> None:
+    def __init__(self, model: Decoder, inputs: Inputs, share: float | Tensor, tell: Tell, weights: str = "now") -> None:
         self.model, self.inputs, self.share, self.tell, self.weights = model, inputs, share, tell, weights
         self.nodes = Nodes(weights != "now", model)
         self._rows: list[int] = []
@@ -150,8 +150,7 @@ class Walk:
                 return self.nodes.run(node, name, work, *given, owner=owner, lands=lands)
 
         def attend(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD = block.mix(x_BSD, self.inputs.places)
-            with block.normed(x_BSD) as normed_BSD:
+            with block.join(*block.mix(x_BSD, self.inputs.places)) as (x_BSD, normed_BSD):
                 routing, ticket = moe.route(normed_BSD.flatten(0, 1))
             balance = moe.balance(routing, ticket, len(x_BSD))
             found.extend((ticket, balance))

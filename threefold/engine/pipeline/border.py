@@ -45,8 +45,9 @@ class Border:
 
     def send(self, x: Tensor) -> None:
         self.check(x)
-        if len(self._sent) >= self.group.size:
-            self._settle()  # a finished one keeps its tensor as long as nobody asks
+        # A finished one keeps its tensor as long as nobody asks.
+        while self._sent and (len(self._sent) >= self.group.size or self._sent[0][0].is_completed()):
+            self._settle()
         x = x.contiguous()
         self._sent.append((dist.isend(x, group=self.group.handle, group_dst=self.peer), x))
 

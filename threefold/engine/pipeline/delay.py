@@ -51,6 +51,12 @@ class Delay(TorchFunctionMode):
             torch.autograd.backward(weights, grads)
 
 
+def left_of(x: Tensor, weight: Tensor) -> list[Left] | None:
+    """Where a product of their own should leave its weight gradient; None: nowhere, it is computed at once."""
+    mode = torch.overrides._get_current_function_mode()
+    return mode.left if isinstance(mode, Delay) and _waits(x, weight) else None
+
+
 def _waits(x: Tensor, weight: Tensor) -> bool:
     """A parameter or a view of one; what lies deeper (a cast, a gathered weight) has a backward of its own to run."""
     base = weight._base if weight._is_view() else weight

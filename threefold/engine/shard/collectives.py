@@ -222,7 +222,7 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty(group.size * front.shape[0], *front.shape[1:])
     all_gather(out, front, group).wait()
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()  # once here, or every product that reads it keeps a copy of its own
 
 
 def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:

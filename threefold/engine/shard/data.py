@@ -14,6 +14,7 @@ from threefold.engine.shard.buckets import Bucket, Slot, fill_buckets
 from threefold.engine.shard.first_use import when_used
 from threefold.engine.shard.owned import Owned, Settings, own, sum_of_squares, zero_of
 from threefold.engine.shard.placement import Placement
+from threefold.engine.sinks import fuse_linears, give_sink
 
 
 class Zero1:
@@ -41,10 +42,16 @@ class Zero1:
         self._on_the_way: set[Bucket] = set()
         self.owned: list[Owned] = [*(one for bucket in self.buckets for one in bucket.owned), *self.alone.values()]
         self.updated = self.owned
+        self._nodes: list[object] = []  # of autograd, whose hooks live as long as they do
         for bucket in self.buckets:
-            if settings.reduce_overlap or bucket.grads.dtype != bucket.dtype:
-                for slot in bucket.slots:
+            for slot in bucket.slots:
+                if settings.fusion and bucket.grads.dtype != bucket.dtype:
+                    arrived = self._on_gradient(bucket, slot)
+                    self._nodes.append(give_sink(slot.parameter, bucket.views[slot.name], arrived))
+                elif settings.reduce_overlap or bucket.grads.dtype != bucket.dtype:
                     slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, slot))
+        for chunk in chunks:
+            fuse_linears(chunk)
         if settings.gather_overlap:
             homes = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
             for chunk in chunks:

@@ -47,6 +47,7 @@ def _dispatcher(layer: MoeLayer, mesh: Mesh, plan: Plan) -> AnyDispatcher:
         order=order,
         chip=plan.cluster.chip,
         num_sms=plan.knobs.dispatch_sms,
+        narrow=plan.knobs.fp8_dispatch,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from threefold.engine.kernels.choose import works
 from threefold.engine.optim.items import is_matrix
 from threefold.engine.shard.placement import Placement
 from threefold.plan.plan import Knobs
@@ -34,12 +35,15 @@ class Settings:
     grad_dtype: torch.dtype = torch.float32
     reduce_overlap: bool = True  # gradients, with the backward
     gather_overlap: bool = True  # parameters, with the forward
+    fusion: bool = False  # products of weight gradients add where they are summed (`sinks.py`)
     device: torch.device = _CPU
     bucket_elements: int = 40_000_000  # as Megatron-LM's buckets: long enough to fill a link, short enough to overlap
 
 
 def settings_of(knobs: Knobs, device: torch.device) -> Settings:
-    return Settings(_GRAD_DTYPES[knobs.grad_dtype], knobs.grad_reduce_overlap, knobs.param_gather_overlap, device)
+    return Settings(
+        _GRAD_DTYPES[knobs.grad_dtype], knobs.grad_reduce_overlap, knobs.param_gather_overlap, device=device
+    )
 
 
 def own(
@@ -53,6 +57,10 @@ def sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:
     """In the dtype of `like`, which ranks that own nothing return too."""
     if not grads:
         return torch.zeros_like(like)
+    if like.dtype == torch.float32 and works(like.device):
+        from threefold.engine.kernels.squares import sum_of_squares as in_one_pass
+
+        return in_one_pass(grads)
     return torch.stack(torch._foreach_norm(grads, 2, dtype=like.dtype)).square().sum()
 
 

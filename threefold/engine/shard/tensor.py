@@ -20,6 +20,7 @@ from threefold.engine.loss import VocabPart
 from threefold.engine.mesh import Group, Mesh
 from threefold.engine.mlp import Mlp
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.precision.linear import LowLinear, low_linears
 from threefold.engine.recompute import is_hidden, remade
 from threefold.engine.seams import each
 from threefold.engine.shard.collectives import gather, scatter
@@ -37,13 +38,17 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight, self.group, self.overlap = inner.weight, group, overlap
         self.bias: nn.Parameter | None = inner.bias
+        self.low = inner.low if isinstance(inner, LowLinear) else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.overlap:
             y = scattered_linear(x, self.weight, self.group)
         else:
-            y = scatter(F.linear(x, self.weight), self.group, dim=-2)
+            y = scatter(self._product(x), self.group, dim=-2)
         return y if self.bias is None else y + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.low is None else low_linears(x, [(self.weight, self.low)])[0]
 
 
 class VocabEmbedding(nn.Module):

@@ -1,0 +1,153 @@
+"""What CUDA graphs and torch.compile do to a training step: each scope against eager, in one process.
+
+python benchmarks/graphs.py [--layers 8] [--micro 1] [--seq 4096] [--accumulate 1] [--compile] [--json FILE]
+python benchmarks/graphs.py --device cpu --tiny      the same code on a small shape, all eager
+
+The step of `step.py`: Qwen3-30B-A3B cut to a few layers, bf16, AdamW. One model and one optimizer serve all variants;
+eager is measured first and last, and each variant's loss is held against it.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from step import BETAS, LR, TINY, facts_of, free, plan_of, timed
+from torch import Tensor
+
+from threefold.engine.build import options_of, parts_alone
+from threefold.engine.data.loader import Batch
+from threefold.engine.kernels.around import in_plain_torch
+from threefold.engine.loss import IGNORE
+from threefold.engine.models.build import build_model
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.optim.adamw import AdamW
+from threefold.engine.step import train_step
+from threefold.plan.plan import Plan
+from threefold.spec.models import QWEN3_30B
+from threefold.units import GIB
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`plain`: torch's own operators where ours are fused, but for the experts."""
+
+    scopes: tuple[str, ...] = ()
+    compiled: bool = False
+    plain: bool = False
+
+    @property
+    def name(self) -> str:
+        how = "+".join(self.scopes) or ("compiled" if self.compiled else "eager")
+        return f"{how}, plain torch" if self.plain else how
+
+
+GRAPHS = [
+    Variant(),
+    Variant(("attn",)),
+    Variant(("attn", "moe_router", "moe_preprocess")),
+    Variant(("attn", "moe")),
+    Variant(("full_iteration",)),
+    Variant(),
+]
+COMPILED = [Variant(plain=True), Variant(compiled=True, plain=True)]  # our kernels leave it nothing in this model
+
+
+def eager_again(model: Decoder) -> None:
+    """Whatever a variant put in place of the layers' own methods goes."""
+    for block in model.blocks():
+        for name in ("mix", "further"):
+            block.__dict__.pop(name, None)
+    for module in model.modules():
+        module._compiled_call_impl = None
+
+
+class Bench:
+    """`rows`: sequences of a microbatch; the plan's are those of a step."""
+
+    def __init__(self, plan: Plan, device: torch.device, rows: int) -> None:
+        self.plan, self.device, self.rows = plan, device, rows
+        self.model = build_model(plan.model, plan.mtp, torch.bfloat16, device, options_of(plan), seed=0)
+        named, decay = self.model.named_parameters(), plan.job.weight_decay
+        self.optimizer = AdamW(named, decay, plan.knobs.optimizer_dtype, BETAS, master=False)
+
+    def measure(self, variant: Variant, steps: int, warmup: int) -> dict[str, Any]:
+        with in_plain_torch() if variant.plain else nullcontext():
+            return self._measure(variant, steps, warmup)
+
+    def _measure(self, variant: Variant, steps: int, warmup: int) -> dict[str, Any]:
+        eager_again(self.model)
+        self.model.zero_grad(set_to_none=True)
+        free(self.device)
+        self.model.options = replace(self.model.options, graphs=variant.scopes, compile=variant.compiled)
+        parts = parts_alone(self.model, self.optimizer)
+
+        def step(tokens_BS: Tensor) -> float:
+            labels_BS = torch.nn.functional.pad(tokens_BS[:, 1:], (0, 1), value=IGNORE)
+            parts_BS = zip(tokens_BS.split(self.rows), labels_BS.split(self.rows), strict=True)
+            return train_step(parts, [Batch(*part) for part in parts_BS], LR, self.plan.job).loss
+
+        row: dict[str, Any] = {"name": variant.name}
+        try:
+            row |= timed(step, self.plan, self.device, steps, warmup)
+        except Exception as error:  # one variant must not lose the others
+            traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        tally = parts.runner.tally
+        if tally is not None:
+            row |= {"graph_gib": tally.num_bytes / GIB, "replays": tally.replays, "said": tally.summary()}
+        return row
+
+
+def show(row: dict[str, Any], base: dict[str, Any]) -> str:
+    name = f"{row['name']:36}"
+    if "error" in row:
+        return f"{name} {row['error']}"
+    peak = f"{row['peak_gib']:.2f}" if row["peak_gib"] is not None else "-"
+    gained = 100 * (base["ms"] / row["ms"] - 1)
+    low, high = row["spread_ms"]
+    return (
+        f"{name} {row['ms']:8.2f} ({low:.2f} to {high:.2f}) {gained:+6.1f} % {row['tflops']:7.1f} {peak:>8} "
+        f"{row.get('graph_gib', 0):6.2f} {row.get('replays', 0):7} {row['losses'][-1]:.4f}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--micro", type=int, default=1, help="sequences of a microbatch")
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too; it takes a while")
+    parser.add_argument("--seq", type=int)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--fusion", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device, model = torch.device(args.device), TINY if args.tiny else QWEN3_30B
+    seq_len = args.seq or (64 if args.tiny else 4096)
+    each = args.micro * args.accumulate
+    plan = plan_of(model, args.layers, each, seq_len, {"knobs.expert_fusion": args.fusion})
+    bench, rows = Bench(plan, device, args.micro), []
+    facts = {name: getattr(args, name) for name in ("layers", "micro", "accumulate", "fusion")} | {"seq_len": seq_len}
+    for variant in [*GRAPHS, *(COMPILED if args.compile else [])]:
+        rows.append(bench.measure(variant, args.steps, args.warmup))
+        print(f"{variant.name}: {rows[-1]}", file=sys.stderr, flush=True)
+        if args.json:  # as far as it got
+            args.json.write_text(json.dumps({"machine": facts_of(device), **facts, "rows": rows}, indent=2))
+    print(f"\n{facts_of(device)}\n{facts}\n")
+    print(f"{'scopes':36} {'ms/step':>8} {'(spread)':>18} {'faster':>8} TFLOP/s {'peak GiB':>8} graphs replays loss")
+    for row in rows:
+        print(show(row, rows[0]))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""How long a sequence trains on one GPU, and how fast: ours against Hugging Face with its gradient checkpointing.
+
+python benchmarks/long_context.py [--lengths 16384 65536 131072 262144] [--peer-lengths 32768 49152 65536] [--json FILE]
+python benchmarks/long_context.py --device cpu --tiny --lengths 64 128 --peer-lengths 64       its times mean nothing
+
+Four layers of Qwen3-30B-A3B (or two of DeepSeek-V3: a dense one and one with 16 experts), microbatch 1, synthetic
+tokens: forward, backward, clip, AdamW; weights, gradients and moments in bf16 on both sides (`benchmarks/step.py`).
+TFLOP/s by `threefold.spec.flops`: three forwards a step, causal attention counted as half the square, 2 S (heads x dim)
+FLOPs a token, layer and forward; nothing that is made again counts. Each length says what is recomputed, and what waits
+on the host.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from step import TINY, Step, facts_of, free, ours, peak_gib, peer, timed
+
+from threefold.plan.parse import parse
+from threefold.plan.plan import Plan
+from threefold.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a length is trained with."""
+
+    up_to: int
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        words = [f"recompute {'+'.join(self.recompute)}"] if self.recompute else []
+        words += [f"offload {'+'.join(self.offload)}"] if self.offload else []
+        return ", ".join(words) or "keep all"
+
+
+# The least that fits, by `threefold dry-run` (139 GiB, weights and states in bf16 without masters).
+SETTINGS = {
+    "qwen3-30b-a3b": (
+        Settings(262144),
+        Settings(524288, ("layernorm", "moe")),
+        Settings(2**30, ("full",)),
+    ),
+    "deepseek-v3": (Settings(2**30, ("layernorm", "moe", "mlp", "mla_up_proj")),),
+}
+CUTS: dict[str, dict[str, int]] = {
+    "qwen3-30b-a3b": {"model.num_layers": 4},
+    "deepseek-v3": {"model.num_layers": 2, "model.num_dense_layers": 1, "model.num_experts": 16, "job.mtp": 0},
+}
+PEER = "gradient checkpointing"
+
+
+def settings_for(shape: str, length: int) -> Settings:
+    return next(one for one in SETTINGS[shape] if length <= one.up_to)
+
+
+def plan_of(shape: str, model: ModelSpec | None, length: int, settings: Settings) -> Plan:
+    fields = {
+        "model": shape,
+        **CUTS[shape],
+        "job.seq_len": length,
+        "job.micro_batch": 1,
+        "job.global_batch": 1,
+        "job.aux_loss": 0.0,
+        "knobs.optimizer_dtype": "bf16",
+        "knobs.expert_fusion": True,
+        "knobs.recompute": settings.recompute,
+        "knobs.activation_offload": settings.offload,
+    }
+    parsed = parse(fields, model=model)
+    assert parsed.plan, parsed.findings
+    return parsed.plan
+
+
+def measure(make: Callable[[], Step], plan: Plan, device: torch.device, steps: int, warmup: int) -> dict[str, Any]:
+    """Whatever goes wrong is the result."""
+    free(device)
+    try:
+        found = timed(make(), plan, device, steps, warmup)
+    except torch.OutOfMemoryError:
+        found = {"error": "out of memory", "peak_gib": peak_gib(device)}
+    except Exception as error:  # one length must not lose the others
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    free(device)
+    return found
+
+
+def show(row: dict[str, Any]) -> str:
+    head = f"{row['length']:8,}  {row['side']:12} {row['settings']:28}"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+    return f"{head} {row['ms'] / 1e3:9.2f} {row['tflops']:8.1f} {peak:>7}"
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """The two numbers that count."""
+    done = [row for row in rows if "error" not in row]
+    longest = {side: max((row["length"] for row in done if row["side"] == side), default=0) for side in SIDES}
+    said = []
+    if all(longest.values()):
+        mine, theirs = longest[SIDES[0]], longest[SIDES[1]]
+        said.append(f"longest: {mine:,} against {theirs:,}: {mine / theirs:.2f}x")
+    speed = {row["length"]: row["tflops"] for row in done if row["side"] == SIDES[0]}
+    if 16384 in speed:
+        said += [f"{n:,} over 16,384: {value / speed[16384]:.3f}" for n, value in speed.items() if n != 16384]
+    return said
+
+
+SIDES = ("threefold", "transformers")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(CUTS), default="qwen3-30b-a3b")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16384, 32768, 65536, 131072, 196608, 262144])
+    parser.add_argument("--peer-lengths", type=int, nargs="*", default=[32768, 49152, 65536])
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device, model = torch.device(args.device), TINY if args.tiny else None
+    rows: list[dict[str, Any]] = []
+    for side, lengths in zip(SIDES, (args.lengths, args.peer_lengths), strict=True):
+        for length in lengths:
+            settings = settings_for(args.shape, length) if side == SIDES[0] else Settings(length)
+            plan = plan_of(args.shape, model, length, settings)
+            make = (lambda p=plan: ours(p, device)) if side == SIDES[0] else (lambda p=plan: peer(p, device, True))
+            said = settings.said if side == SIDES[0] else PEER
+            # A step of minutes needs no warm-up of its own: kernels were built by the shorter ones.
+            steps, warmup = (args.steps, args.warmup) if length < 196608 else (1, 0)
+            found = measure(make, plan, device, steps, warmup)
+            rows.append({"shape": args.shape, "length": length, "side": side, "settings": said, **found})
+            print(show(rows[-1]), file=sys.stderr, flush=True)
+            if args.json:  # as far as it got
+                facts = {"machine": facts_of(device), "rows": rows, "summary": summary(rows)}
+                args.json.write_text(json.dumps(facts, indent=1))
+    print(f"\n{facts_of(device)}\n{'tokens':>8}  {'side':12} {'settings':28} {'s/step':>9} {'TFLOP/s':>8} {'GiB':>7}")
+    print("\n".join([*map(show, rows), *summary(rows)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

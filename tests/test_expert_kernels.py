@@ -1,0 +1,97 @@
+"""Which kernels experts run on: choices that fit together, kept and read again; quack's own where a GPU has them.
+
+Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim.
+"""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_kernels import LOADS, by_rows, experts_of, far, fused, gradients, module, plain  # noqa: E402
+
+from threefold.engine.kernels import choose as chosen  # noqa: E402
+from threefold.engine.kernels.choose import HALVED, STEPS, Choice, Shape, choose, default, require  # noqa: E402
+from threefold.engine.kernels.launch import Config, CuteConfig  # noqa: E402
+from threefold.findings import FindingsError  # noqa: E402
+
+HAS_CUTE = torch.cuda.is_available() and chosen.cute_works(torch.device("cuda"))
+CUTE = Choice(**dict.fromkeys(STEPS, CuteConfig()))
+# Products of quack beside steps of ours: FC1's output then lies as ours.
+BESIDE = Choice(up=Config(n=64), **dict.fromkeys(("down", "input_grad", "up_grad", "down_grad"), CuteConfig()))
+QWEN = Shape(131072, 128, 2048, 768, gathered=True)
+
+
+@pytest.mark.parametrize("step", HALVED)
+def test_fc1_lies_one_way_for_all_its_steps(step: str) -> None:
+    """Interleaved for one step and by halves for the next would mix gate with up."""
+    with pytest.raises(ValueError, match="interleaved"):
+        replace(CUTE, **{step: None})
+
+
+@pytest.mark.parametrize("choice", [Choice(), CUTE, BESIDE, default(QWEN), default(QWEN, "torch")])
+def test_a_choice_is_read_as_it_was_kept(choice: Choice) -> None:
+    assert chosen._choice(json.loads(json.dumps(asdict(choice)))) == choice
+
+
+def test_what_is_measured_depends_on_more_than_sizes() -> None:
+    shapes = [QWEN, replace(QWEN, gathered=False), replace(QWEN, plain=False), replace(QWEN, num_rows=4096)]
+    assert len({shape.key for shape in shapes}) == 4
+    assert replace(QWEN, num_rows=131000).key == QWEN.key
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton", "cute", "auto"])
+def test_experts_with_biases_or_clamps_never_run_on_quack(kernels: str) -> None:
+    assert not default(replace(QWEN, plain=False), kernels).cute
+
+
+def test_kernels_asked_for_by_name_are_refused_where_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "quack_version", lambda: None)
+    chosen.cute_works.cache_clear()
+    with pytest.raises(FindingsError, match="not installed") as caught:
+        require("cute", torch.device("cuda"))
+    [finding] = caught.value.findings
+    assert finding.rule == "kernels-are-installed"
+    assert "threefold[cute]" in finding.fix_text
+    require("auto", torch.device("cuda"))
+    chosen.cute_works.cache_clear()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton", "cute", "auto"])
+def test_a_cpu_runs_plain_torch_whatever_is_asked(kernels: str) -> None:
+    assert choose(QWEN, torch.empty(0, dtype=torch.float64), kernels) is None
+
+
+@pytest.mark.skipif(not HAS_CUTE, reason="quack-kernels on a Hopper GPU")
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("choice", [CUTE, BESIDE], ids=["all", "beside ours"])
+@pytest.mark.parametrize("path", [fused, by_rows])
+@pytest.mark.parametrize(("num_tokens", "dim", "expert_dim"), [(333, 256, 128), (1000, 512, 192)])
+def test_quack_agrees_with_fp64(
+    path: Any, choice: Choice, load: str, num_tokens: int, dim: int, expert_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Poisoned: memory that no kernel wrote holds NaN. bf16 rounds each result by 2e-3, the activation before it too."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        experts = module(8, dim, expert_dim, "silu", False).cuda()
+        expert_TK = experts_of(num_tokens, 3, 8, load).cuda()
+        x_TD, slope = torch.randn(num_tokens, dim, device="cuda"), torch.randn(num_tokens, dim, device="cuda")
+        weight_TK = torch.rand(expert_TK.shape, device="cuda")
+
+        def inputs(dtype: Any) -> Any:
+            kept = torch.float64 if dtype == torch.float64 else torch.float32
+            x = x_TD.bfloat16().to(dtype).requires_grad_()
+            return experts.bfloat16().to(dtype), x, weight_TK.to(kept).requires_grad_(), slope.bfloat16().to(dtype)
+
+        exact, x, weight, grad = inputs(torch.float64)
+        expected = gradients(plain(exact, x, weight, expert_TK), exact, x, weight, grad)
+        rounded, x, weight, grad = inputs(torch.bfloat16)
+        found = gradients(path(rounded, x, weight, expert_TK, "silu", choice), rounded, x, weight, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(found, expected, strict=True):
+        assert far(one, other) < 1e-2

@@ -1,0 +1,500 @@
+"""The FP8 experts: quantised values against all that the format has, the plain steps against exact arithmetic and fp64,
+the kernels against the plain steps bit for bit where sums are exact, and closely where they are not.
+
+On a machine without a GPU the kernels run where triton's interpreter is installed, on whole numbers: it rounds to FP8
+otherwise than a GPU does.
+
+Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim, X = 2 H.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from threefold.engine.kernels.experts import fused_experts, grouped_experts  # noqa: E402
+from threefold.engine.kernels.fp8 import reference  # noqa: E402
+from threefold.engine.kernels.fp8.experts import (  # noqa: E402
+    fits,
+    fp8_experts,
+    fp8_experts_of_tokens,
+    quantize_weights,
+)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_HOPPER = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_HOPPER else "cpu"
+RECIPES = ["blockwise", "rowwise"]
+LOADS = {
+    "spread": [130, 61, 128],
+    "empty experts": [0, 140, 0, 33, 0],
+    "one takes all": [0, 0, 300],
+    "few": [9, 1, 35],
+}
+# A value in e4m3 is off by up to 1/16 of itself, 2.6 % in the mean; two of them multiplied by 3.7 %, and two products
+# with an activation between them by about 7 %.
+NEAR = 0.1
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def far(found: Any, expected: Any) -> float:
+    """Distance over length, nan where a value is."""
+    found, expected = found.detach().double(), expected.detach().double()
+    length = expected.norm()
+    return float((found - expected).norm() / length if length else found.norm())
+
+
+def made(counts: list[int], dim: int, half: int, device: str = "cpu") -> list[Any]:
+    """-> x_RD, weight_R, gate_up_EXD, down_EDH, slope_RD."""
+
+    def of(*sizes: int) -> Any:
+        return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
+
+    rows = sum(counts)
+    # Rows of different sizes, as tokens have.
+    x_RD = (of(rows, dim) * torch.rand(rows, 1, device=device).exp()).to(torch.bfloat16)
+    up, down = of(len(counts), 2 * half, dim) * dim**-0.5, of(len(counts), dim, half) * half**-0.5
+    inputs = [x_RD, torch.rand(rows, device=device), up, down]
+    return [tensor.detach().requires_grad_() for tensor in inputs] + [of(rows, dim)]
+
+
+def gradients(y: Any, inputs: list[Any], slope: Any) -> list[Any]:
+    return [y, *torch.autograd.grad(y, inputs, slope)]
+
+
+def near(found: list[Any], expected: list[Any]) -> None:
+    for at, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.shape == other.shape
+        # The gradient of a router weight is one sum with terms of both signs: its error is larger beside it.
+        assert far(one, other) < (2 * NEAR if at == 2 else NEAR)
+
+
+def exact(counts: list[int], inputs: list[Any], slope: Any, clamped: bool = False) -> list[Any]:
+    """The engine's own experts in fp64."""
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    kind = "clamped swiglu" if clamped else "silu"
+    y_RD = grouped_experts(wide[0], wide[1], torch.tensor(counts, device=slope.device), *wide[2:], activation=kind)
+    return gradients(y_RD, wide, slope.double())
+
+
+def all_e4m3() -> Any:
+    """Every finite number of the format, from its definition: 4 bits of exponent (bias 7), 3 of fraction, one NaN."""
+    found = []
+    for code in range(127):
+        exponent, fraction = code >> 3, code & 7
+        found.append((1 + fraction / 8) * 2.0 ** (exponent - 7) if exponent else fraction / 8 * 2.0**-6)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def nearest_e4m3(x: Any) -> Any:
+    """Of two as near, the one whose code is even."""
+    known = all_e4m3()
+    off = (x.abs().double()[..., None] - known).abs()
+    best = off.min(dim=-1, keepdim=True).values
+    code = torch.arange(127)
+    choice = torch.where(off == best, code + 1000 * (code % 2), 10**6).min(dim=-1).indices
+    return known[choice] * x.double().sign()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 3e4, 2.0**-140])
+def test_rows_have_the_smallest_power_of_two_that_fits_and_the_nearest_values(scale: float) -> None:
+    x_RK = (torch.randn(7, 300) * torch.rand(7, 300).exp2() * scale).float()
+    rows8 = reference.quantize_rows(x_RK)
+    assert rows8.scale_CR.shape == (3, 7)
+    for row, x in enumerate(x_RK):
+        for block, part in enumerate(x.split(128)):
+            by = float(rows8.scale_CR[block, row])
+            assert torch.frexp(torch.tensor(by)).mantissa == 0.5  # a power of two
+            top = float(part.abs().max()) / by
+            assert top <= 448
+            assert top > 224 or by == 2.0**-126  # the smallest that is normal
+            stored = rows8.value_RK[row, block * 128 : (block + 1) * 128].double()
+            assert torch.equal(stored, nearest_e4m3(part / by))
+
+
+def test_blocks_of_zeros_stay_zeros_and_infinities_show() -> None:
+    x_RK = torch.zeros(3, 256)
+    x_RK[1, 130], x_RK[2, 5] = torch.inf, torch.nan
+    rows8 = reference.quantize_rows(x_RK)
+    wide = reference.widened_rows(rows8)
+    assert (rows8.scale_CR[:, 0] == 1).all()
+    assert (wide[0] == 0).all()
+    assert not wide[1, 130].isfinite()
+    assert wide[2, 5].isnan()
+    assert (wide[2, 128:] == 0).all()
+
+
+def test_weights_in_squares_are_the_same_numbers_both_ways() -> None:
+    weight = torch.randn(2, 200, 300) * torch.rand(2, 200, 300).exp2()
+    weight8 = reference.quantize_weight(weight)
+    assert weight8.scale.shape == (2, 2, 3)
+    assert torch.equal(weight8.turned_EIO, weight8.value_EOI.mT)
+    for e, o, i in [(0, 0, 0), (1, 1, 2), (1, 0, 1)]:
+        part = weight[e, o * 128 : (o + 1) * 128, i * 128 : (i + 1) * 128]
+        by = float(weight8.scale[e, o, i])
+        assert 224 < float(part.abs().max()) / by <= 448
+        stored = weight8.value_EOI[e, o * 128 : (o + 1) * 128, i * 128 : (i + 1) * 128].double()
+        assert torch.equal(stored, nearest_e4m3(part / by))
+    turned = reference.widened_weight(weight8.turned_EIO, weight8.turned_scale)
+    assert torch.equal(turned, reference.widened_weight(weight8.value_EOI, weight8.scale).mT)
+
+
+def test_the_precision_recipes_say_the_same() -> None:
+    """engine/precision emulates FP8 for every device on its own; both must mean one format."""
+    recipes = pytest.importorskip("threefold.engine.precision.recipes")
+    quantize = pytest.importorskip("threefold.engine.precision.quantize").quantize
+    x_RK = torch.randn(200, 256) * torch.rand(200, 1).exp2()
+    for name, mine in [("fp8-blockwise", reference.quantize_rows), ("fp8-rowwise", reference.quantize_whole_rows)]:
+        theirs = quantize(x_RK, recipes.RECIPES[name].input).wide()
+        assert torch.equal(reference.widened_rows(mine(x_RK)), theirs)
+    weight8 = reference.quantize_weight(x_RK[None])
+    theirs = quantize(x_RK, recipes.RECIPES["fp8-blockwise"].weight).wide()
+    assert torch.equal(reference.widened_weight(weight8.value_EOI, weight8.scale)[0], theirs)
+
+
+def test_columns_stay_within_an_expert_and_are_filled_up_by_zeros() -> None:
+    counts = [130, 0, 60]
+    x_RK = torch.randn(190, 24) + 3
+    steps = reference.Reference8(torch.tensor(counts).cumsum(0), 190, False)
+    columns8 = steps.quantize_columns(x_RK)
+    assert columns8.value_KP.shape == (24, 4 * 128)  # 190 // 128 + 3 blocks hold any shares
+    wide_PK = reference.widened_columns(columns8)
+    assert far(wide_PK[:130], x_RK[:130]) < 0.04  # one rounding
+    assert far(wide_PK[256:316], x_RK[130:]) < 0.04
+    assert (wide_PK[130:256] == 0).all()
+    assert (wide_PK[316:384] == 0).all()
+    by = columns8.scale_BK[2]
+    assert torch.equal(by, reference.scales(x_RK[130:].abs().amax(dim=0))[0])
+
+
+def whole(*sizes: int) -> Any:
+    """Whole numbers that FP8 holds exactly under any of their scales."""
+    return torch.randint(-7, 8, sizes).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [reference.Reference8, reference.RowReference8])
+@pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
+def test_plain_products_of_whole_numbers_are_exact(counts: list[int], kind: Any) -> None:
+    """Where nothing is rounded, all that is left are scales and places, and int64 says what must come out."""
+    rows, ends_E = sum(counts), torch.tensor(counts).cumsum(0)
+    x_RK, y_RN, weight = whole(rows, 144), whole(rows, 160), whole(len(counts), 160, 144)
+    if kind is reference.RowReference8:  # its scales are any numbers: rows of one magnitude make them 1
+        x_RK, weight = x_RK.sign() * 448, weight.sign() * 448
+    steps = kind(ends_E, rows, False)
+    quantize = reference.quantize_weight if kind is reference.Reference8 else reference.quantize_weight_rows
+    weight8 = quantize(weight)
+    rows8, columns8 = steps.quantize(x_RK, None, True, True)
+    found = steps.product(rows8, weight8.value_EOI, weight8.scale)
+    owner_R = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    expected = torch.einsum("rk,rnk->rn", x_RK.long(), weight.long()[owner_R])
+    assert torch.equal(found, expected.to(torch.bfloat16))
+    grad = steps.weight_grad(steps.quantize_columns(y_RN), columns8, torch.float32)
+    for e, part in enumerate(steps.parts):
+        assert torch.equal(grad[e].long(), y_RN[part].long().T @ x_RK[part].long())
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plain_experts_are_near_fp64(recipe: Any, counts: list[int], clamped: bool) -> None:
+    *inputs, slope = made(counts, 144, 128)
+    y_RD = fp8_experts(inputs[0], inputs[1], torch.tensor(counts), *inputs[2:], None, recipe, clamped)
+    found, expected = gradients(y_RD, inputs, slope), exact(counts, inputs, slope, clamped)
+    near(found, expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_are_rows_sorted(recipe: Any) -> None:
+    *inputs, slope = made([60, 0, 0], 144, 128)
+    expert_TK = torch.rand(60, 3).topk(2, dim=1).indices
+    x_TD, weight_TK = inputs[0], torch.rand(60, 2, requires_grad=True)
+    y_TD = fp8_experts_of_tokens(x_TD, weight_TK, expert_TK, *inputs[2:], None, recipe)
+    found = gradients(y_TD, [x_TD, weight_TK, *inputs[2:]], slope)
+    order_R = expert_TK.flatten().argsort(stable=True)
+    count_E = torch.bincount(expert_TK.flatten(), minlength=3)
+    y_RD = fp8_experts(x_TD[order_R // 2], weight_TK.flatten()[order_R], count_E, *inputs[2:], None, recipe)
+    again = gradients(y_RD[order_R.argsort()].unflatten(0, (60, 2)).sum(1), [x_TD, weight_TK, *inputs[2:]], slope)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x_TD, weight_TK, *inputs[2:])]
+    exactly = gradients(fused_experts(wide[0], wide[1], expert_TK, *wide[2:]), wide, slope.double())
+    near(found, exactly)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_quantised_before_give_the_same(recipe: Any) -> None:
+    counts = LOADS["spread"]
+    *inputs, slope = made(counts, 144, 128)
+    arguments = inputs[0], inputs[1], torch.tensor(counts), *inputs[2:]
+    kept = quantize_weights(*inputs[2:], recipe)
+    found = gradients(fp8_experts(*arguments, kept, recipe), inputs, slope)
+    again = gradients(fp8_experts(*arguments, None, recipe), inputs, slope)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+def kept_bytes(work: Any) -> int:
+    kept: dict[int, int] = {}
+
+    def note(tensor: Any) -> Any:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        work()
+    return sum(kept.values())
+
+
+def test_the_input_is_kept_in_one_byte() -> None:
+    """By hand: 256 rows are 2 blocks, and one more may be open; each has 128 rows of 144 bytes and 144 scales. FC1's
+    output is 2 * 128 numbers of two bytes a row, the router's weight one of four."""
+    *inputs, _ = made([256], 144, 128)
+    count_E, weights8 = torch.tensor([256]), quantize_weights(*inputs[2:])
+    found = kept_bytes(lambda: fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], weights8))
+    assert found == 3 * (128 * 144 + 144 * 4) + 256 * (2 * 128 * 2 + 4)
+    inputs[2].requires_grad_(False)  # then nobody asks for the input again
+    found = kept_bytes(lambda: fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], weights8))
+    assert found == 256 * (2 * 128 * 2 + 4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_at_all(recipe: Any) -> None:
+    *inputs, slope = made([0, 0], 144, 128)
+    y_RD = fp8_experts(inputs[0], inputs[1], torch.tensor([0, 0]), *inputs[2:], None, recipe)
+    found = gradients(y_RD, inputs, slope)
+    assert found[0].shape == (0, 144)
+    assert all((grad == 0).all() for grad in found[3:])
+
+
+def test_frozen_experts_get_no_gradient() -> None:
+    *inputs, slope = made(LOADS["spread"], 144, 128)
+    inputs[2].requires_grad_(False)
+    y_RD = fp8_experts(inputs[0], inputs[1], torch.tensor(LOADS["spread"]), *inputs[2:])
+    y_RD.backward(slope)
+    assert inputs[2].grad is None
+    assert inputs[3].grad is not None
+
+
+def test_which_sizes_fit() -> None:
+    assert fits(7168, 2048)  # DeepSeek-V3
+    assert fits(2048, 768)  # Qwen3-30B-A3B
+    assert not fits(2880, 2880)  # GPT-OSS: a block of FC1 would hold gate and up
+    assert not fits(2056, 768)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_rehearsal_keeps_the_same_bytes(recipe: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from threefold.engine.ways import standing_for
+
+    *inputs, _ = made([190], 144, 128)
+    real = kept_sizes(lambda: fp8_experts(inputs[0], inputs[1], torch.tensor([190]), *inputs[2:], None, recipe))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, standing_for("cuda"):
+        fake = [mode.from_tensor(tensor) for tensor in inputs]
+        count_E = mode.from_tensor(torch.tensor([190]))
+        rehearsed = kept_sizes(lambda: fp8_experts(fake[0], fake[1], count_E, *fake[2:], None, recipe))
+        fp8_experts(fake[0], fake[1], count_E, *fake[2:], None, recipe).sum().backward()
+    assert real == rehearsed
+
+
+def kept_sizes(work: Any) -> list[Any]:
+    kept: list[Any] = []
+
+    def note(tensor: Any) -> Any:
+        kept.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        work()
+    return kept
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def places_of(steps: Any, device: str) -> Any:
+    """The rows among P that are in use."""
+    return torch.cat([torch.arange(place.start, place.stop, device=device) for place in steps.places])
+
+
+def check_kernels(counts: list[int], dim: int, half: int, of: Any, device: str) -> None:
+    """Every kernel against the plain step, fed with the plain step's results; `of` makes tensors."""
+    from threefold.engine.kernels.fp8 import quantize
+    from threefold.engine.kernels.fp8.steps import Steps8
+
+    rows, ends_E = sum(counts), torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+    x, grad, slope = of(rows, dim), of(rows, half), of(rows, dim)
+    up, down = of(len(counts), 2 * half, dim), of(len(counts), dim, half)
+    weight_R = torch.ones(rows, device=device) if INTERPRETED else torch.rand(rows, device=device)
+    fast, plain = Steps8(ends_E, rows, False), reference.Reference8(ends_E, rows, False)
+    live = places_of(plain, device)
+    for tensor in (x, slope):
+        (rows8, columns8), (rows8_, columns8_) = (s.quantize(tensor, None, True, True) for s in (fast, plain))
+        assert same_bits(rows8.value_RK, rows8_.value_RK)
+        assert same_bits(rows8.scale_CR, rows8_.scale_CR)
+        assert same_bits(columns8.value_KP[:, live], columns8_.value_KP[:, live])
+        assert same_bits(columns8.scale_BK[live[::128] // 128], columns8_.scale_BK[live[::128] // 128])
+    for weight in (up, down):
+        found, expected = quantize.quantize_weight(weight), reference.quantize_weight(weight)
+        assert same_bits(found.value_EOI, expected.value_EOI)
+        assert same_bits(found.turned_EIO, expected.turned_EIO)
+        assert same_bits(found.scale, expected.scale)
+    up8, down8 = reference.quantize_weight(up), reference.quantize_weight(down)
+    x8, x_turned8 = plain.quantize(x, None, True, True)
+    slope8, slope_turned8 = plain.quantize(slope, None, True, True)
+    gate_up_RX = plain.product(x8, up8.value_EOI, up8.scale)
+    close(fast.product(x8, up8.value_EOI, up8.scale), gate_up_RX)
+    close(
+        fast.product(slope8, down8.turned_EIO, down8.turned_scale),
+        plain.product(slope8, down8.turned_EIO, down8.turned_scale),
+    )
+    close(
+        fast.weight_grad(slope_turned8, x_turned8, torch.bfloat16),
+        plain.weight_grad(slope_turned8, x_turned8, torch.bfloat16),
+    )
+    # Through the activation, where another order of operations may move a value to its neighbour in FP8.
+    gate_up_RX = (gate_up_RX / 64).to(torch.bfloat16)
+    loose = 0.2 if INTERPRETED else 0.01
+    assert far(*(reference.widened_rows(s.activated(gate_up_RX, weight_R)) for s in (fast, plain))) < loose
+    found, expected = (s.activated_grad(grad, gate_up_RX, weight_R, True, True) for s in (fast, plain))
+    assert far(*(reference.widened_rows(one[0]) for one in (found, expected))) < loose
+    for at in (1, 2):
+        assert far(*(reference.widened_columns(one[at])[live] for one in (found, expected))) < loose
+    assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+
+
+def close(found: Any, expected: Any) -> None:
+    """In bf16 of the same sums in fp32: where they fall beside a tie, neighbours 2**-8 apart. The interpreter cuts."""
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert far(found, expected) < (6e-3 if INTERPRETED else 1e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter")
+@pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
+def test_interpreted(counts: list[int]) -> None:
+    check_kernels(counts, 144, 128, whole, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(HAS_HOPPER or not HAS_TRITON, reason="needs triton and no GPU")
+def test_kernels_in_the_interpreter() -> None:
+    """In a process of its own: triton reads the variable as it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_interpreted"]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=500)
+
+
+SIZES = [([130, 0, 60], 256, 128), ([0, 0, 700], 512, 256), ([1, 2, 3, 500], 144, 128), ([300] * 8, 1024, 512)]
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize(("counts", "dim", "half"), SIZES)
+def test_every_kernel_on_a_gpu(counts: list[int], dim: int, half: int) -> None:
+    def of(*sizes: int) -> Any:
+        poison()
+        return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16) * torch.rand(sizes[-1], device="cuda").exp2()
+
+    check_kernels(counts, dim, half, lambda *sizes: of(*sizes).to(torch.bfloat16), "cuda")
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+def test_rows_of_one_scale_on_a_gpu() -> None:
+    from threefold.engine.kernels.fp8 import rowwise
+    from threefold.engine.kernels.fp8.steps import RowSteps8
+
+    counts = [130, 0, 60]
+    *inputs, _ = made(counts, 384, 128, "cuda")
+    ends_E = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    poison()
+    fast, plain = RowSteps8(ends_E, 190, False), reference.RowReference8(ends_E, 190, False)
+    rows8, rows8_ = (s.quantize(inputs[0].detach(), None, True, False)[0] for s in (fast, plain))
+    assert same_bits(rows8.value_RK, rows8_.value_RK)
+    assert same_bits(rows8.scale_CR, rows8_.scale_CR)
+    weight8, weight8_ = (one(inputs[2].detach()) for one in (rowwise.quantize_weight, reference.quantize_weight_rows))
+    for name in ("value_EOI", "turned_EIO", "scale", "turned_scale"):
+        assert same_bits(getattr(weight8, name), getattr(weight8_, name))
+    gate_up_RX = plain.product(rows8, weight8.value_EOI, weight8.scale)
+    grad_RH = gate_up_RX[:, :128].contiguous()
+    close(fast.product(rows8, weight8.value_EOI, weight8.scale), gate_up_RX)
+    found, expected = (s.activated_grad(grad_RH, gate_up_RX, inputs[1], True, True) for s in (fast, plain))
+    assert (
+        far(*(reference.widened_rows(one[0]) for one in (found, expected))) < 0.01
+    )  # neighbours in FP8 here and there
+    assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("clamped", [False, True])
+@pytest.mark.parametrize(("counts", "dim", "half"), SIZES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_on_a_gpu_are_near_fp64(recipe: Any, counts: list[int], dim: int, half: int, clamped: bool) -> None:
+    *inputs, slope = made(counts, dim, half, "cuda")
+    poison()
+    count_E = torch.tensor(counts, device="cuda")
+    y_RD = fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], None, recipe, clamped)
+    found, expected = gradients(y_RD, inputs, slope), exact(counts, inputs, slope, clamped)
+    near(found, expected)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_long_sums_keep_their_precision(recipe: Any) -> None:
+    """Numbers of one sign, so that nothing cancels and every lost bit shows: 8,192 wide, 32,768 rows. The same
+    quantised values are multiplied in fp64; what is left is rounding to bf16, at most 2**-9 of each."""
+    from threefold.engine.kernels.fp8.steps import RowSteps8, Steps8
+
+    rows, dim, half = 32768, 8192, 256
+    ends_E = torch.tensor([rows], device="cuda", dtype=torch.int32)
+    fast = {"blockwise": Steps8, "rowwise": RowSteps8}[recipe](ends_E, rows, False)
+    x = torch.rand(rows, dim, device="cuda").to(torch.bfloat16)
+    weight8 = quantize_weights(*(torch.rand(1, half, dim, device="cuda") for _ in range(2)), recipe).down
+    x8, x_turned8 = fast.quantize(x, None, True, True)
+    y_turned8 = fast.quantize(x[:, :half].contiguous(), None, False, True)[1]
+    y = fast.product(x8, weight8.value_EOI, weight8.scale)
+    wide = reference.widened_weight(weight8.value_EOI, weight8.scale)[0].double()
+    expected = reference.widened_rows(x8)[:1024].double() @ wide.T
+    assert far(y[:1024], expected) < 2e-3
+    assert abs(float((y[:1024].double() / expected).mean()) - 1) < 1e-3
+    grad = fast.weight_grad(y_turned8, x_turned8, torch.float32)[0]
+    left, right = (reference.widened_columns(one)[:rows].double() for one in (y_turned8, x_turned8))
+    assert far(grad, left.T @ right) < 1e-3
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_never_waits_for_the_gpu_and_repeats_itself(recipe: Any) -> None:
+    *inputs, slope = made([300, 0, 212], 256, 128, "cuda")
+    weight_TK = torch.rand(512, 2, device="cuda", requires_grad=True)
+    expert_TK = torch.rand(512, 3, device="cuda").topk(2, dim=1).indices
+    count_E = torch.tensor([300, 0, 212], device="cuda")
+    found = []
+    for _ in range(3):  # the first compiles, and may wait
+        y_RD = fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], None, recipe)
+        y_TD = fp8_experts_of_tokens(inputs[0], weight_TK, expert_TK, *inputs[2:], None, recipe)
+        by_token = gradients(y_TD, [inputs[0], weight_TK, *inputs[2:]], slope)
+        found.append([*gradients(y_RD, inputs, slope), *by_token])
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, other) for one, other in zip(found[1], found[2], strict=True))
+
+
+def poison() -> None:
+    """What is allocated next begins as nan, so that a value nobody wrote shows."""
+    torch.cuda.empty_cache()
+    junk = torch.full((1 << 26,), float("nan"), device="cuda")
+    del junk

@@ -1,0 +1,441 @@
+"""The kernels around the experts against plain mathematics in fp64: norms, rotary embedding, router, activation, rows.
+
+On a machine without a GPU they run where triton's interpreter is installed, on tiny sizes in fp32; elsewhere what has a
+plain form of its own is compared in that.
+
+Shapes: B batch, S sequence, T tokens, D model dim, H heads, d head dim, E experts, K experts of a token, R rows.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from threefold.engine import norm as norms  # noqa: E402
+from threefold.engine import rope  # noqa: E402
+from threefold.engine.dispatch import rows as permuted  # noqa: E402
+from threefold.engine.kernels.around import fused, in_plain_torch  # noqa: E402
+from threefold.engine.moe import balance  # noqa: E402
+from threefold.engine.moe.router import Router  # noqa: E402
+from threefold.spec.model import MoeSpec  # noqa: E402
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+DEVICE = "cuda" if HAS_GPU else "cpu"
+NARROW = torch.bfloat16 if HAS_GPU else torch.float32  # the interpreter's bf16 is none
+# Root-mean-square rounding of bf16 is 1 / 600; fp32 sums of some thousand numbers stay within 1e-5.
+FAR = 4e-3 if HAS_GPU else 1e-5
+runs = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="needs a Hopper GPU, or the interpreter: see below")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def leaf(*shape: int, dtype: Any = None) -> Any:
+    made = torch.randn(*shape, dtype=torch.float64).to(dtype or NARROW)
+    return made.to(DEVICE).requires_grad_()
+
+
+def poison() -> None:
+    """What is allocated next begins as nan, so that a value nobody wrote shows."""
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+        junk = torch.full((1 << 24,), float("nan"), device="cuda")
+        del junk
+
+
+def far(found: Any, expected: Any) -> float:
+    """Distance over length, nan where a value is."""
+    found, expected = found.detach().double(), expected.detach().double()
+    length = expected.norm()
+    return float((found - expected).norm() / length if length else found.norm())
+
+
+def compare(ours: Callable[..., Any], exact: Callable[..., Any], given: list[Any], limit: float = FAR) -> None:
+    """Results, and gradients along random slopes, against those of `exact` on fp64 copies."""
+    poison()
+    found = _each(ours(*given))
+    doubles = [x.detach().double().requires_grad_() for x in given]
+    expected = _each(exact(*doubles))
+    slopes = [torch.randn_like(x) for x in found]
+    made = torch.autograd.grad(found, given, slopes)
+    right = torch.autograd.grad(expected, doubles, [slope.double() for slope in slopes])
+    for one, best in zip([*found, *made], [*expected, *right], strict=True):
+        assert one.shape == best.shape
+        assert far(one, best) < limit
+
+
+def _each(made: Any) -> list[Any]:
+    return [made] if isinstance(made, torch.Tensor) else list(made)
+
+
+def rms(x: Any, weight: Any, eps: float, centered: bool) -> Any:
+    scale = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    return x * scale * (weight + 1 if centered else weight)
+
+
+def norm_of(dim: int, centered: bool) -> Any:
+    module = norms.RMSNorm(dim, 1e-5, zero_centered=centered).to(DEVICE, NARROW)
+    torch.nn.init.normal_(module.weight, 0.0 if centered else 1.0, 0.3)
+    return module
+
+
+SIZES = [(7, 48), (1, 16)] if not HAS_GPU else [(1031, 2048), (300, 2880), (64, 7168), (1, 512), (777, 100)]
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("kind", ["norm", "through", "add"])
+def test_norm(kind: str, centered: bool) -> None:
+    for num_rows, dim in SIZES:
+        module = norm_of(dim, centered)
+        x, y = leaf(1, num_rows, dim), leaf(1, num_rows, dim)
+
+        def ours(x: Any, y: Any, weight: Any, module: Any = module) -> Any:
+            assert fused(x) == (HAS_GPU or INTERPRETED)
+            if kind == "norm":
+                return module(x) + 0 * y
+            return module(x, y, stream=True) if kind == "add" else (*module(x, stream=True), 2 * y)
+
+        def exact(x: Any, y: Any, weight: Any) -> Any:
+            if kind == "norm":
+                return rms(x, weight, 1e-5, centered) + 0 * y
+            if kind == "through":
+                return x, rms(x, weight, 1e-5, centered), 2 * y
+            # The sum is stored, and normed as it was stored.
+            total = x + y
+            return total, rms(total + (total.to(NARROW).double() - total).detach(), weight, 1e-5, centered)
+
+        compare(ours, exact, [x, y, module.weight])
+
+
+def test_norm_of_a_slice_and_with_one_gradient_only() -> None:
+    wide, module = leaf(5, 40), norm_of(24, False)
+    compare(lambda x, w: module(x[:, :24]), lambda x, w: rms(x[:, :24], w, 1e-5, False), [wide, module.weight])
+    x, y = leaf(5, 24), leaf(5, 24)
+    total, normed = module(x, y, stream=True)
+    assert torch.equal(torch.autograd.grad(total, x, torch.ones_like(total))[0], torch.ones_like(x))
+    total, normed = module(x, y, stream=True)
+    grads = torch.autograd.grad(normed, (x, y), torch.ones_like(normed))
+    assert torch.equal(*grads)
+
+
+def turned(x_BSHd: Any, weight: Any, angle_BSF: Any, first: int, pairs: bool, centered: bool) -> Any:
+    """As complex numbers."""
+    if weight is not None:
+        x_BSHd = rms(x_BSHd, weight, 1e-5, centered)
+    freqs = angle_BSF.shape[-1]
+    part = x_BSHd[..., first : first + 2 * freqs]
+    one, two = (part[..., 0::2], part[..., 1::2]) if pairs else part.chunk(2, dim=-1)
+    spun = torch.complex(one, two) * torch.polar(torch.ones_like(angle_BSF), angle_BSF)[:, :, None]
+    return torch.cat([x_BSHd[..., :first], spun.real, spun.imag, x_BSHd[..., first + 2 * freqs :]], dim=-1)
+
+
+HEADS = [(2, 3, 4, 16, 8, 0), (1, 5, 1, 24, 3, 0), (2, 2, 3, 24, 4, 16)]
+if HAS_GPU:
+    HEADS = [(2, 300, 32, 128, 64, 0), (3, 33, 4, 128, 64, 0), (2, 65, 16, 256, 32, 0), (1, 77, 5, 96, 20, 0)]
+    HEADS += [(2, 50, 16, 192, 32, 128), (1, 1, 1, 64, 32, 0)]
+
+
+@runs
+@pytest.mark.parametrize("normed", [None, False, True])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_turn(pairs: bool, normed: bool | None) -> None:
+    from threefold.engine.kernels.rotary import Turn, turn
+
+    for batch, length, heads, dim, freqs, first in HEADS:
+        angle = torch.rand(batch, length, freqs, device=DEVICE, dtype=torch.float64) * 100
+        table = angle.cos().float(), angle.sin().float()
+        how = Turn(first, pairs, 1e-5, bool(normed))
+        # Every second head is a gate, which is left alone.
+        x = leaf(batch, length, heads, 2 * dim)
+        given = [x] if normed is None else [x, norm_of(dim, normed).weight]
+
+        def ours(x: Any, weight: Any = None, dim: int = dim, table: Any = table, how: Any = how) -> Any:
+            return turn(x[..., :dim], weight, table, how)
+
+        def exact(x: Any, weight: Any = None, dim: int = dim, angle: Any = angle, first: int = first) -> Any:
+            return turned(x[..., :dim], weight, angle, first, pairs, bool(normed))
+
+        compare(ours, exact, given)
+
+
+@runs
+def test_heads_are_placed_as_the_plain_form_places_them() -> None:
+    x, norm = leaf(2, 5, 3, 16), norm_of(16, False)
+    table = rope.tables(torch.arange(5, device=DEVICE).expand(2, 5), 8, 1e4, None)
+    found = rope.place_heads(x, norm, table)
+    with in_plain_torch():
+        plain = rope.place_heads(x, norm, table)
+    assert found.shape == plain.shape == (2, 3, 5, 16)
+    assert found.transpose(1, 2).is_contiguous()
+    assert far(found, plain) < 2 * FAR  # the plain form rounds more often
+    heads = leaf(2, 5, 3, 20).transpose(1, 2)[..., 7:15]
+    found = rope.rotate(heads, table, pairs=True)
+    with in_plain_torch():
+        plain = rope.rotate(heads, table, pairs=True)
+    assert far(found, plain) < 2 * FAR
+
+
+@runs
+def test_silu_times() -> None:
+    for shape in [(3, 5)] if not HAS_GPU else [(1000, 2048), (7, 333)]:
+        from threefold.engine.kernels.gated import silu_times
+
+        compare(silu_times, lambda gate, up: gate * gate.sigmoid() * up, [leaf(*shape), leaf(*shape)])
+
+
+KINDS = {
+    "softmax": MoeSpec(12, 3, 8),
+    "softmax, unnormed": MoeSpec(12, 3, 8, norm_topk=False, scale=2.0),
+    "softmax, one": MoeSpec(5, 1, 8, norm_topk=False),
+    "sigmoid": MoeSpec(16, 4, 8, score="sigmoid", scale=2.5),
+    "sigmoid, unnormed": MoeSpec(6, 6, 8, score="sigmoid", norm_topk=False),
+    "groups": MoeSpec(16, 3, 8, score="sigmoid", num_groups=4, top_groups=2, balance_bias=True),
+    "softmax, groups and bias": MoeSpec(8, 2, 8, num_groups=4, top_groups=2, balance_bias=True),
+}
+LARGE = {
+    "Qwen3": MoeSpec(128, 8, 8),
+    "DeepSeek-V3": MoeSpec(256, 8, 8, score="sigmoid", num_groups=8, top_groups=4, balance_bias=True, scale=2.5),
+    "GPT-OSS": MoeSpec(32, 4, 8, bias=True),
+    "sixty": MoeSpec(60, 4, 8, norm_topk=False),
+    "Qwen3-Next": MoeSpec(512, 10, 8),
+}
+ALL_KINDS = KINDS | (LARGE if HAS_GPU else {})
+
+
+def router_of(spec: MoeSpec, dim: int, forced: bool = False) -> Any:
+    router = Router(spec, dim, forced).to(DEVICE)
+    torch.nn.init.normal_(router.weight, std=dim**-0.5)
+    if router.balance_bias is not None:
+        router.balance_bias.copy_(0.1 * torch.randn(spec.num_experts))
+    return router.to(NARROW)
+
+
+def chosen_by_hand(row: list[float], spec: MoeSpec) -> list[int]:
+    """The best first, of equals the lower number; groups by the sum of their two best."""
+    size = spec.num_experts // spec.num_groups
+    groups = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
+    value = {g: sum(sorted((row[e] for e in groups[g]), reverse=True)[:2]) for g in range(spec.num_groups)}
+    best = sorted(value, key=lambda g: (-value[g], g))[: spec.top_groups]
+    allowed = [e for g in sorted(best) for e in groups[g]] if spec.num_groups > 1 else range(spec.num_experts)
+    return sorted(allowed, key=lambda e: (-row[e], e))[: spec.top_k]
+
+
+def scores(logits: Any, spec: MoeSpec) -> Any:
+    return logits.softmax(dim=-1) if spec.score == "softmax" else logits.sigmoid()
+
+
+@runs
+@pytest.mark.parametrize("name", ALL_KINDS)
+def test_choice_and_weights(name: str) -> None:
+    spec = ALL_KINDS[name]
+    for num_tokens in (37,) if not HAS_GPU else (1, 1037):
+        from threefold.engine.kernels.routing import choose
+
+        router = router_of(spec, 8)
+        logits = torch.randn(num_tokens, spec.num_experts, device=DEVICE).requires_grad_()
+        if spec.score == "softmax" and not spec.balance_bias:
+            # Compared as they are: few values, zeros of both signs among them, so that most rows have ties.
+            logits = (torch.randint(-9, 9, logits.shape, device=DEVICE) / 4 * logits.detach().sign()).requires_grad_()
+        poison()
+        made = choose(logits, router.balance_bias, router._choosing(num_tokens))
+        score = scores(logits.detach().float(), spec)
+        compared = logits.detach() if spec.score == "softmax" else score
+        if router.balance_bias is not None:
+            compared = score + router.balance_bias
+        by_hand = [chosen_by_hand(row, spec) for row in compared.tolist()]
+        assert made.expert_TK.tolist() == by_hand
+        assert made.load_E.tolist() == numpy.bincount(numpy.ravel(by_hand), minlength=spec.num_experts).tolist()
+        wide = logits.detach().double().requires_grad_()
+        weight = scores(wide, spec).gather(1, made.expert_TK)
+        weight = (weight / weight.sum(dim=1, keepdim=True) if spec.norm_topk else weight) * spec.scale
+        slope = torch.randn_like(made.weight_TK)
+        assert far(made.weight_TK, weight) < 1e-5  # fp32 either way
+        (found,) = torch.autograd.grad(made.weight_TK, logits, slope)
+        (best,) = torch.autograd.grad(weight, wide, slope.double())
+        assert far(found, best) < 1e-5 if best.abs().max() > 1e-12 else found.abs().max() < 1e-6
+        share = scores(wide.detach(), spec)
+        share = share / share.sum(dim=1, keepdim=True)
+        assert float(made.entropy) == pytest.approx(float(-(share * share.log()).sum(dim=1).mean()), rel=1e-4)
+
+
+@runs
+@pytest.mark.parametrize("name", ALL_KINDS)
+def test_of_equal_experts_the_first_are_chosen(name: str) -> None:
+    from threefold.engine.kernels.routing import choose
+
+    spec = ALL_KINDS[name]
+    logits = torch.full((3, spec.num_experts), -0.7, device=DEVICE)
+    bias = torch.zeros(spec.num_experts, device=DEVICE) if spec.balance_bias else None
+    made = choose(logits, bias, router_of(spec, 8)._choosing(3))
+    assert made.expert_TK.tolist() == [list(range(spec.top_k))] * 3
+
+
+@pytest.mark.parametrize("name", ALL_KINDS)
+def test_router(name: str) -> None:
+    """The whole of it, with its losses, against the plain form in fp64 with the same choice."""
+    spec, dim = ALL_KINDS[name], 24 if not HAS_GPU else 2048
+    router, x = router_of(spec, dim), leaf(40 if not HAS_GPU else 4 * 1000, dim)
+    exact = router_of(spec, dim).double()
+    exact.load_state_dict({key: value.double() for key, value in router.state_dict().items()})
+
+    def through(router: Any, x: Any, expert_TK: Any = None) -> Any:
+        if expert_TK is not None:
+            router.choose = lambda logits, scores: expert_TK
+        routing = router(x)
+        measured = balance.measure(routing, 4, ("aux", "seq_aux", "z"), torch.zeros(()))
+        return routing, [routing.weight_TK, *measured.losses.values()], measured
+
+    poison()
+    routing, found, measured = through(router, x)
+    wide = x.detach().double().requires_grad_()
+    _, expected, best = through(exact, wide, routing.expert_TK)
+    slopes = [torch.randn_like(one) for one in found]
+    made = torch.autograd.grad(found, [x, *router.parameters()], slopes)
+    right = torch.autograd.grad(expected, [wide, *exact.parameters()], [s.double() for s in slopes])
+    assert far(routing.logits_TE, exact.logits(wide)) < 1e-5  # fp32 sums of exact products
+    for one, other in zip(found, expected, strict=True):
+        assert far(one, other) < 1e-4
+    for one, other in zip(made, right, strict=True):
+        assert far(one, other) < FAR if other.abs().max() > 1e-12 else one.abs().max() < 1e-5
+    assert torch.equal(measured.load_E, best.load_E)
+    assert float(measured.entropy) == pytest.approx(float(best.entropy), rel=1e-4)
+
+
+def test_forced_balance_and_values_that_are_no_numbers() -> None:
+    spec = KINDS["softmax"]
+    router, x = router_of(spec, 16, forced=True), leaf(20, 16)
+    router.turn = 3
+    found = router(x)
+    with in_plain_torch():
+        plain = router(x)
+    assert torch.equal(found.expert_TK, plain.expert_TK)
+    assert far(found.weight_TK, plain.weight_TK) < FAR
+    router.forced_balance = False
+    routing = router(torch.full_like(x, float("nan")))
+    assert 0 <= int(routing.expert_TK.min()) <= int(routing.expert_TK.max()) < spec.num_experts
+    assert bool(routing.weight_TK.isnan().all())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_one_input(bias: bool) -> None:
+    """And through a module that uses only two of them."""
+    from threefold.engine.kernels.linears import linears
+
+    widths, dim = ((6, 3, 5), 8) if not HAS_GPU else ((256, 64, 72), 512)
+    made = [torch.nn.Linear(dim, width, bias=bias).to(DEVICE, NARROW) for width in widths]
+    parameters = [p for linear in made for p in linear.parameters()]
+
+    def products(x: Any, *given: Any) -> Any:
+        return linears(x, [linear.weight for linear in made], [linear.bias for linear in made])
+
+    def exact(x: Any, *given: Any) -> Any:
+        step = 2 if bias else 1
+        return [x @ given[n * step].T + (given[n * step + 1] if bias else 0) for n in range(3)]
+
+    compare(products, exact, [leaf(2, 7, dim), *parameters])
+    made[0].weight._sink = torch.ones(made[0].weight.shape, device=DEVICE)
+    x = leaf(4, dim)
+    slope = torch.randn(4, widths[0], device=DEVICE, dtype=NARROW)
+    assert torch.autograd.grad(products(x)[0], made[0].weight, slope, allow_unused=True) == (None,)
+    assert far(made[0].weight._sink, 1 + slope.double().T @ x.double()) < FAR
+    first, _, last = products(x)
+    (found,) = torch.autograd.grad([first, last], x, [torch.ones_like(first), torch.ones_like(last)])
+    assert far(found, made[0].weight.double().sum(0).expand(4, -1) + made[2].weight.double().sum(0)) < FAR
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows(drops: bool) -> None:
+    """Sorted by expert, spread and summed, against loops on the host."""
+    num_tokens, top_k, num_experts, dim = (11, 3, 5, 70) if not HAS_GPU else (1001, 8, 60, 2880)
+    chosen = torch.rand(num_tokens, num_experts).topk(top_k, dim=1).indices
+    if drops:
+        chosen[torch.rand(chosen.shape) < 0.3] = -1
+        chosen[num_tokens // 2] = -1
+    sort = permuted.sort_kept if drops else permuted.sort_by_expert
+    rows, count_E = sort(chosen.to(DEVICE), num_experts)
+    copies = sorted((e, t * top_k + k) for t, row in enumerate(chosen.tolist()) for k, e in enumerate(row) if e >= 0)
+    assert count_E.tolist() == [sum(e == expert for e, _ in copies) for expert in range(num_experts)]
+    assert rows.slot_R[: len(copies)].tolist() == [slot for _, slot in copies]
+    rows = rows.first(len(copies))
+    x, y = leaf(num_tokens, dim), leaf(len(copies), dim)
+    token_R = torch.tensor([slot // top_k for _, slot in copies], device=DEVICE)
+    compare(lambda x: rows.of_tokens(x), lambda x: x[token_R], [x])
+    compare(lambda y: rows.sum_by_token(y), lambda y: y.new_zeros(num_tokens, dim).index_add(0, token_R, y), [y])
+
+
+def test_padding_rows_are_zeros() -> None:
+    slot_R, row_TK = torch.tensor([2, -1, 0, -1], device=DEVICE), torch.tensor([[2], [-1], [0]], device=DEVICE)
+    rows, x, y = permuted.Rows(slot_R, row_TK, padded=True), leaf(3, 80), leaf(4, 80)
+    kept = torch.tensor([1.0, 0, 1], device=DEVICE, dtype=NARROW)[:, None]
+    poison()
+    assert torch.equal(rows.of_tokens(x), torch.stack([x[2], 0 * x[0], x[0], 0 * x[0]]))
+    assert torch.equal(rows.sum_by_token(y), y[[2, 0, 0]] * kept)
+
+
+def interpreter_works() -> bool:
+    """Triton 3.6 turns arrays of one number into numbers, which numpy refuses since 2.4."""
+    try:
+        return HAS_TRITON and int(numpy.ones(1)) == 1
+    except TypeError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(HAS_GPU or not interpreter_works(), reason="needs triton, an older numpy and no GPU")
+def test_in_the_interpreter() -> None:
+    """In a process of its own: triton reads the variable as it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "not test_in_the_interpreter"]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=800)
+
+
+def test_without_a_gpu_plain_torch_runs() -> None:
+    assert not fused(torch.zeros(1, dtype=torch.float64))
+    assert not fused(torch.zeros(0))
+    with in_plain_torch():
+        assert not fused(torch.zeros(1))
+
+
+@runs
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("recompute", [(), ("layernorm", "moe"), ("full",)], ids=["none", "some", "full"])
+def test_a_model_is_the_same_with_them(family: str, recompute: tuple[str, ...]) -> None:
+    """Loss and gradients in fp32, where attention has a plain form on every device."""
+    from tiny_models import spec_of
+
+    from threefold.engine.models.build import build_model
+    from threefold.engine.options import Options
+
+    tokens = (torch.arange(26).view(2, 13) * 5 % 67).to(DEVICE)
+    options = Options(aux_loss=0.01, z_loss=0.001, expert_backend="loop", recompute=recompute)
+    found = []
+    for off in (False, True):
+        model = build_model(spec_of(family), dtype=torch.float32, device=DEVICE, options=options)
+        with in_plain_torch() if off else nullcontext():
+            out = model(tokens, tokens.roll(-1, 1))
+            out.loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        found.append((out.loss.detach(), out.aux["entropy_L"], out.aux["load_LE"], grads))
+    (loss, entropy, load, grads), (same, others_entropy, others_load, others) = found
+    torch.testing.assert_close(loss, same, rtol=1e-6, atol=0)  # fp32 sums in another order
+    torch.testing.assert_close(entropy, others_entropy, rtol=1e-5, atol=0)
+    assert torch.equal(load, others_load)
+    for name, grad in grads.items():
+        # Gradients below 1e-6 are what is left of far larger numbers.
+        assert (grad - others[name]).norm() < 1e-4 * others[name].norm() + 1e-8, name

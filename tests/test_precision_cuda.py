@@ -1,0 +1,164 @@
+"""Low precision on the device's own kernels: bit for bit what emulation rounds, and its products but for rounding.
+
+Without a GPU the kernels that round run where triton's interpreter is installed, on whole numbers: it rounds to FP8
+otherwise than a GPU does.
+
+Shapes: M rows, K columns, T tokens, I and O dims in and out.
+"""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from threefold.engine.dispatch.narrow import pack, unpack  # noqa: E402
+from threefold.engine.moe.experts import Experts  # noqa: E402
+from threefold.engine.precision import linear  # noqa: E402
+from threefold.engine.precision.choose import EMULATED, products_for  # noqa: E402
+from threefold.engine.precision.experts import LowExperts  # noqa: E402
+from threefold.engine.precision.linear import low_linear  # noqa: E402
+from threefold.engine.precision.quantize import Quantized, quantize  # noqa: E402
+from threefold.engine.precision.recipes import RECIPES  # noqa: E402
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_HOPPER = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BLOCKWISE = RECIPES["fp8-blockwise"]
+NATIVE = ["fp8-blockwise", "fp8-rowwise", "fp8-cs"]
+ROUNDED = 2e-3  # of a norm: both sides round their result to bf16, half of 2 ** -8 at most each
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def same(found: Quantized, wanted: Quantized) -> bool:
+    rows, columns = wanted.scales.shape
+    return torch.equal(found.scales[:rows, :columns], wanted.scales) and torch.equal(found.wide(), wanted.wide())
+
+
+def in_blocks(x_MK: Any) -> None:
+    """All forms of one matrix. Outputs were filled with something else before."""
+    from threefold.engine.precision.native import InBlocks
+
+    kernels = InBlocks()
+    rows, turned = kernels.both(x_MK, BLOCKWISE.input, BLOCKWISE.input_t)
+    assert same(rows, quantize(x_MK, BLOCKWISE.input))
+    assert same(turned, quantize(x_MK.T, BLOCKWISE.input))
+    assert same(kernels.along_rows(x_MK, BLOCKWISE.input), rows)
+    assert same(kernels.turned(x_MK, BLOCKWISE.input), turned)
+    for made, wanted in zip(kernels.weights(x_MK, BLOCKWISE.weight), (x_MK, x_MK.T), strict=True):
+        assert same(made, quantize(wanted, BLOCKWISE.weight))
+    # What lies behind the last column or row is zeros: products run over it.
+    for made in (rows, turned):
+        assert not made.values[:, made.shape[1] :].to(torch.float32).any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter")
+@pytest.mark.parametrize("shape", [(130, 140), (128, 256), (7, 300)])
+def test_interpreted(shape: tuple[int, int]) -> None:
+    """Numbers that e4m3 has, in every block."""
+    x_MK = torch.randint(-8, 9, shape).float() * torch.tensor([0.5, 1.0, 16.0])[torch.randint(3, shape)]
+    x_MK[3] = 0.0
+    in_blocks(x_MK)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs triton's interpreter")
+def test_kernels_in_the_interpreter() -> None:
+    """In a process of its own: triton reads the variable as it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_interpreted"]
+    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("shape", [(512, 384), (128, 128), (1000, 576), (16, 16), (1, 2048), (333, 72)])
+def test_blocks_are_rounded_as_emulated(shape: tuple[int, int]) -> None:
+    x_MK = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    x_MK *= torch.randint(-40, 12, (shape[0], 1), device="cuda").to(torch.float32).exp2().to(torch.bfloat16)
+    x_MK[:, :4] *= 100
+    x_MK[0] = 0.0
+    x_MK[-1, -1] = 448.0
+    in_blocks(x_MK)
+    in_blocks(x_MK[:, : shape[1] // 2])  # rows that do not lie one behind the other
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("sizes", [(512, 384, 576), (4096, 2048, 768), (16, 16, 16), (144, 7168, 128)])
+def test_products_are_the_emulated_ones(
+    name: str, sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, I, O = sizes  # noqa: E741
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(T, I, **new).mul_(torch.rand(T, 1, **new).mul_(8).exp2_()).requires_grad_()
+    weight, grad = torch.randn(O, I, **new).requires_grad_(), torch.randn(T, O, **new)
+    found = []
+    for products in (products_for(RECIPES[name], x, [weight]), EMULATED):
+        monkeypatch.setattr(linear, "products_for", lambda *given, products=products: products)
+        y = low_linear(x, weight, RECIPES[name])
+        found.append((y, *torch.autograd.grad(y, (x, weight), grad)))
+    assert products_for(RECIPES[name], x, [weight]) is not EMULATED
+    for native, emulated in zip(*found, strict=True):
+        assert float((native - emulated).float().norm() / emulated.float().norm()) < ROUNDED
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", NATIVE)
+def test_long_sums_hold(name: str) -> None:
+    """32,768 numbers of one sign: what a sum of 14 bits would lose is a hundred times as much."""
+    x = torch.rand(128, 32_768, device="cuda", dtype=torch.bfloat16)
+    weight = torch.rand(128, 32_768, device="cuda", dtype=torch.bfloat16)
+    recipe = RECIPES[name]
+    exact = quantize(x, recipe.input).wide().double() @ quantize(weight, recipe.weight).wide().double().T
+    found = low_linear(x, weight, recipe).double()
+    assert float(((found - exact) / exact).mean().abs()) < 1e-3
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_shows(name: str, bad: float) -> None:
+    x, weight = (torch.randn(size, 256, device="cuda", dtype=torch.bfloat16) for size in (64, 128))
+    x[3, 5] = bad
+    y = low_linear(x, weight, RECIPES[name])
+    assert not bool(y[3].isfinite().any())
+    assert name == "fp8-cs" or bool(y[:3].isfinite().all())
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("name", ["fp8-blockwise", "fp8-rowwise"])
+def test_fused_experts_are_those_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts(8, 256, 128).to("cuda", torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.06)
+    experts.low = LowExperts(RECIPES[name])
+    count_E = torch.tensor([100, 0, 128, 1, 300, 17, 400, 54], device="cuda")
+    x_RD = torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_R = torch.rand(1000, device="cuda", requires_grad=True)
+    grad = torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> tuple[Any, ...]:
+        y_RD = experts(x_RD, weight_R, count_E)
+        return (y_RD, *torch.autograd.grad(y_RD, (x_RD, weight_R, experts.gate_up, experts.down), grad))
+
+    assert experts.gathers
+    fused = run()
+    monkeypatch.setattr(LowExperts, "fuses", lambda *given, **named: False)
+    # One by one the activation is rounded to bf16 on its way, which moves a few of its numbers by a step of e4m3.
+    for found, wanted in zip(fused, run(), strict=True):
+        assert float((found - wanted).float().norm() / wanted.float().norm()) < 0.02
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+def test_rows_travel_as_emulated() -> None:
+    x_SD = torch.randn(77, 512, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(pack(x_SD).cpu(), pack(x_SD.cpu()))
+    assert torch.equal(unpack(pack(x_SD), torch.bfloat16), quantize(x_SD, BLOCKWISE.input).wide(torch.bfloat16))

@@ -1,0 +1,40 @@
+"""Causal attention by FlashAttention-4 (CuTe), an optional package: Hopper and Blackwell, bf16 and fp16.
+
+Shapes: B batch, H query heads, G key/value heads, S sequence, D head dim.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def flash4_works(device: torch.device) -> bool:
+    """Whether the package is there and imports: it is built on others, and a wrong release of one breaks it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return False
+    try:
+        from flash_attn.cute import flash_attn_func  # type: ignore # noqa: F401
+    except Exception:
+        return False
+    return True
+
+
+def flash4(
+    q_BHSD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `backend.attend`, whole sequences only. Its layout is (B, S, H, D): views here, no copies."""
+    from flash_attn.cute import flash_attn_func
+
+    turned = (x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD))
+    # Its window counts the tokens left of the query, ours the query too.
+    sides = (None, None) if window is None else (window - 1, 0)
+    out = flash_attn_func(*turned, softmax_scale=scale, causal=True, window_size=sides, learnable_sink=sinks)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)

@@ -1,0 +1,42 @@
+"""Which kernel attends fastest, by head dims and length: causal training attention in bf16 on an H200.
+
+Measured by `benchmarks/attention.py` (torch 2.11, cuDNN 9.19; `benchmarks/results/attention-h200.json`). Values
+narrower than keys are latent attention's: only cuDNN takes them as they are, flash wants them padded.
+"""
+
+from dataclasses import dataclass
+from math import log
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """TFLOP/s of forward and backward together."""
+
+    dim: int
+    value_dim: int
+    length: int
+    kernels: dict[str, int]
+
+
+MEASURED = (
+    Speed(64, 64, 4096, {"cudnn": 332, "flash": 232}),
+    Speed(64, 64, 32768, {"cudnn": 430, "flash": 290}),
+    Speed(128, 128, 4096, {"cudnn": 346, "flash": 233}),
+    Speed(128, 128, 32768, {"cudnn": 596, "flash": 326}),
+    Speed(128, 128, 131072, {"cudnn": 538, "flash": 325}),
+    Speed(192, 128, 4096, {"cudnn": 452, "flash": 203}),
+    Speed(192, 128, 16384, {"cudnn": 491, "flash": 235}),
+    Speed(192, 128, 65536, {"cudnn": 504, "flash": 240}),
+    Speed(256, 256, 4096, {"cudnn": 288, "flash": 205}),
+    Speed(256, 256, 32768, {"cudnn": 438, "flash": 275}),
+)
+
+
+def fastest_first(dim: int, value_dim: int, length: int) -> list[str]:
+    """As measured nearest: in head dims first, then in length."""
+    best = min(MEASURED, key=lambda one: (_far(one, dim, value_dim), abs(log(one.length / max(length, 1)))))
+    return sorted(best.kernels, key=lambda name: -best.kernels[name])
+
+
+def _far(one: Speed, dim: int, value_dim: int) -> int:
+    return abs(one.dim - dim) + abs(one.value_dim - value_dim)

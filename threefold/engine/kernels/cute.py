@@ -1,0 +1,146 @@
+"""The steps of the experts by the CuTe kernels of quack-kernels, an optional package.
+
+Its kernels hold gate and up of one column side by side. So FC1's output and its gradient are kept that way between the
+steps here (`interleaved`), while the weights stay as they are: the kernels read and write them by halves.
+
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H; x_XD and
+grad_XD have a row for each token where `token_R` is given, else for each row. starts_F: E + 1 edges of experts' rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.engine.kernels.launch import CuteConfig
+
+_MOST_PLANS = 4096
+
+
+def up(
+    x_XD: Tensor, token_R: Tensor | None, weight_R: Tensor, gate_up_EXD: Tensor, starts_F: Tensor, config: CuteConfig
+) -> tuple[Tensor, Tensor]:
+    """-> (FC1's output, interleaved; the activation times the router weight)."""
+    num_rows, wide = len(weight_R), gate_up_EXD.shape[1]
+    gate_up_RX, act_RH = x_XD.new_empty(num_rows, wide), x_XD.new_empty(num_rows, wide // 2)
+    _bounded(_weighted(), "_plan_cache", "_call_cache")
+    _weighted()(
+        x_XD, gate_up_EXD.mT, out={"D": gate_up_RX, "act": act_RH}, weight=weight_R.float(),
+        config=_theirs(config), tuned=False, cu_seqlens_m=starts_F, A_idx=_aligned(token_R), concat_layout=("B",),
+    )  # fmt: skip
+    return gate_up_RX, act_RH
+
+
+def act_grad(
+    grad_XD: Tensor,
+    token_R: Tensor | None,
+    weight_R: Tensor,
+    down_EDH: Tensor,
+    gate_up_RX: Tensor,
+    starts_F: Tensor,
+    config: CuteConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (gradient of gate_up_RX, interleaved like it; weighted activation; gradient of weight_R)."""
+    grad_RX, act_RH = torch.empty_like(gate_up_RX), gate_up_RX.new_empty(len(weight_R), down_EDH.shape[2])
+    _bounded(_weighted_grad(), "_plan_cache", "_call_cache")
+    done = _weighted_grad()(
+        grad_XD, down_EDH, gate_up_RX, out={"D": grad_RX, "act": act_RH}, weight=weight_R.float(),
+        config=_theirs(config), tuned=False, cu_seqlens_m=starts_F, A_idx=_aligned(token_R),
+    )  # fmt: skip
+    return grad_RX, act_RH, done["weight_grad"].to(weight_R.dtype)
+
+
+def product(
+    a_RI: Tensor, weight_EOI: Tensor, starts_F: Tensor, config: CuteConfig, interleaved: bool = False
+) -> Tensor:
+    """Each expert's rows times its weights; `interleaved`: the columns of `a` are, and the weights' are halves."""
+    y_RO = a_RI.new_empty(len(a_RI), weight_EOI.shape[1])
+    _gemm(a_RI, weight_EOI, y_RO, config, cu_seqlens_m=starts_F, concat_layout=("B",) if interleaved else None)
+    return y_RO
+
+
+def weight_grad(
+    gathered_XM: Tensor,
+    token_R: Tensor | None,
+    other_RN: Tensor,
+    out_EMN: Tensor,
+    starts_F: Tensor,
+    config: CuteConfig,
+    interleaved: bool = False,
+) -> Tensor:
+    """Sums over an expert's rows into `out_EMN`; `interleaved`: columns of `other` are, and N of the sum is halves."""
+    edges = {"cu_seqlens_k": starts_F, "A_idx": _aligned(token_R), "concat_layout": ("out",) if interleaved else None}
+    _gemm(gathered_XM.mT, other_RN.mT, out_EMN, config, **edges)
+    return out_EMN
+
+
+def _gemm(a: Tensor, b: Tensor, out: Tensor, config: CuteConfig, **edges: Any) -> None:
+    from quack import gemm as home  # type: ignore
+
+    _bounded(home, "_gemm_plan_cache")
+    home.gemm(a, b, out, None, None, config.m, config.n, config.cluster, 1, pingpong=config.pingpong, **edges)
+
+
+def _aligned(token_R: Tensor | None) -> Tensor | None:
+    """Their kernels read it in pieces of 16 bytes; ours come as a part of something larger."""
+    return token_R if token_R is None or token_R.data_ptr() % 16 == 0 else token_R.clone()
+
+
+def _bounded(owner: Any, *names: str) -> None:
+    """Their launch plans are kept by number of rows, which differs in every microbatch where rows come from others."""
+    for name in names:
+        kept = getattr(owner, name, {})
+        if len(kept) > _MOST_PLANS:
+            kept.clear()
+
+
+@cache
+def _theirs(config: CuteConfig) -> Any:
+    """One object for each: their cache knows configurations by identity."""
+    from quack.gemm_config import GemmConfig  # type: ignore
+
+    return GemmConfig(
+        tile_m=config.m, tile_n=config.n, pingpong=config.pingpong, cluster_m=config.cluster, cluster_n=1,
+        is_dynamic_persistent=False, device_capacity=9,
+    )  # fmt: skip
+
+
+@cache
+def _weighted() -> Any:
+    from quack.activation import gate_fn_map  # type: ignore
+    from quack.epilogue.frontend import gemm_epilogue  # type: ignore
+    from quack.epilogue.math import pack, unpack  # type: ignore
+    from quack.epilogue.ops import ColVecLoad  # type: ignore
+
+    swiglu = gate_fn_map["swiglu"]
+
+    def weighted_swiglu(acc, weight):
+        gate, up = unpack(acc)
+        return {"D": pack(gate, up), "act": swiglu(gate, up) * weight}
+
+    return gemm_epilogue(outputs=("act",), ops={"weight": ColVecLoad("weight")}, mode="acc_pair")(weighted_swiglu)
+
+
+@cache
+def _weighted_grad() -> Any:
+    from quack.activation import dgate_fn_map
+    from quack.epilogue.frontend import gemm_epilogue
+    from quack.epilogue.math import pack, unpack
+    from quack.epilogue.ops import ColVecLoad, ColVecReduce
+
+    dswiglu = dgate_fn_map["swiglu"]
+
+    def weighted_swiglu_grad(acc, c, weight):
+        gate, up = unpack(c)
+        gate_grad, up_grad, act = dswiglu(gate, up, acc * weight)
+        return {"D": pack(gate_grad, up_grad), "act": act * weight, "weight_grad": (act, acc)}
+
+    return gemm_epilogue(
+        outputs=("act",),
+        ops={"weight": ColVecLoad("weight")},
+        reduces={"weight_grad": ColVecReduce("weight_grad", scaled=True)},
+        mode="packed_cd_b16x2",
+    )(weighted_swiglu_grad)

@@ -1,0 +1,1 @@
+"""Products of matrices below sixteen bits: formats, recipes, and where they are used."""

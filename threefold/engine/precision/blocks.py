@@ -1,0 +1,101 @@
+"""FP8 in blocks of 128, in one pass over memory: along rows, turned for a sum over rows, or a weight in squares.
+
+Laid out as cuBLAS wants it: what is summed over lies together and is whole blocks, scales of neighbours too. Bit for
+bit what `quantize` says.
+
+Shapes: M rows, K columns; m, k blocks of 128 of them.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+
+BLOCK = 128
+_FP8 = torch.float8_e4m3fn
+_WEIGHT_STEP = 4  # scales of a weight: along what is summed over, in fours
+
+
+def quantize_blocks(x_MK: Tensor, rows: bool, columns: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Values and scales along the rows, (M, K') and (M, k); then those of the transpose, (K, M') and (K, m)."""
+    (M, K), (m, k) = x_MK.shape, (triton.cdiv(size, BLOCK) for size in x_MK.shape)
+    new = x_MK.new_empty
+    value, scale = new(M if rows else 0, k * BLOCK, dtype=_FP8), new(k, M if rows else 0, dtype=torch.float32)
+    turned, turned_scale = (
+        new(K if columns else 0, m * BLOCK, dtype=_FP8),
+        new(m, K if columns else 0, dtype=torch.float32),
+    )
+    _vectors[(m, k)](
+        x_MK, value, scale, turned, turned_scale, M, K, x_MK.stride(0), m * BLOCK, k * BLOCK, rows, columns, BLOCK,
+        num_warps=4,
+    )  # fmt: skip
+    return (value, scale.T), (turned, turned_scale.T)
+
+
+def quantize_squares(x_MK: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Values, both sides whole blocks, and scales (m, k) in rows of whole fours; then the same of the transpose."""
+    m, k = (triton.cdiv(size, BLOCK) for size in x_MK.shape)
+    new = x_MK.new_empty
+    value, turned = new(m * BLOCK, k * BLOCK, dtype=_FP8), new(k * BLOCK, m * BLOCK, dtype=_FP8)
+    scale = x_MK.new_zeros(m, -(-k // _WEIGHT_STEP) * _WEIGHT_STEP, dtype=torch.float32)
+    turned_scale = x_MK.new_zeros(k, -(-m // _WEIGHT_STEP) * _WEIGHT_STEP, dtype=torch.float32)
+    _squares[(m, k)](
+        x_MK, value, scale, turned, turned_scale, *x_MK.shape, x_MK.stride(0), m * BLOCK, k * BLOCK, scale.shape[1],
+        turned_scale.shape[1], BLOCK, num_warps=4,
+    )  # fmt: skip
+    return (value, scale), (turned, turned_scale)
+
+
+@triton.jit
+def _power(largest):
+    """The smallest power of two by which the block fits below 448 = 1.75 * 2 ** 8, and its inverse; bits, so exact."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.where(bits == 0, 127, tl.maximum(exponent, 1))
+    # A block that is not finite gets a scale that is not: products with it must not look sound.
+    scale = tl.where(bits >= 0x7F800000, 0x7F800000, exponent << 23).to(tl.float32, bitcast=True)
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load(x_ptr, m, k, M, K, stride):
+    kept = (m < M)[:, None] & (k < K)[None, :]
+    return tl.load(x_ptr + m.to(tl.int64)[:, None] * stride + k[None, :], mask=kept, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _vectors(
+    x_ptr, value_ptr, scale_ptr, turned_ptr, turned_scale_ptr, M, K, stride, wide_m, wide_k, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = _load(x_ptr, m, k, M, K, stride)
+    if ROWS:
+        scale, inverse = _power(tl.max(tl.abs(x), 1))
+        at = m.to(tl.int64)[:, None] * wide_k + k[None, :]
+        tl.store(value_ptr + at, (x * inverse[:, None]).to(tl.float8e4nv), mask=(m < M)[:, None])
+        tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * M + m, scale, mask=m < M)
+    if COLUMNS:
+        scale, inverse = _power(tl.max(tl.abs(x), 0))
+        at = k.to(tl.int64)[:, None] * wide_m + m[None, :]
+        tl.store(turned_ptr + at, (x * inverse[None, :]).to(tl.float8e4nv).T, mask=(k < K)[:, None])
+        tl.store(turned_scale_ptr + tl.program_id(0).to(tl.int64) * K + k, scale, mask=k < K)
+
+
+@triton.jit
+def _squares(
+    x_ptr, value_ptr, scale_ptr, turned_ptr, turned_scale_ptr, M, K, stride, wide_m, wide_k, scales_k, scales_m,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = _load(x_ptr, m, k, M, K, stride)
+    scale, inverse = _power(tl.max(tl.max(tl.abs(x), 1), 0))
+    narrow = (x * inverse).to(tl.float8e4nv)
+    tl.store(value_ptr + m.to(tl.int64)[:, None] * wide_k + k[None, :], narrow)
+    tl.store(turned_ptr + k.to(tl.int64)[:, None] * wide_m + m[None, :], narrow.T)
+    tl.store(scale_ptr + tl.program_id(0) * scales_k + tl.program_id(1), scale)
+    tl.store(turned_scale_ptr + tl.program_id(1) * scales_m + tl.program_id(0), scale)
