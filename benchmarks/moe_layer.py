@@ -6,8 +6,8 @@ python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-blo
 Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the
 gradients of input, router weights and expert weights. The sides take turns, so that all see the same clocks; a ratio is
 their time over ours in bf16. In FP8 weights are quantised beforehand, as once an optimizer step is enough; what that
-takes is said beside. Saved: bytes a token that the forward leaves behind for the backward, the layer's input included,
-its output not.
+takes is said beside. Saved: bytes a token that the forward leaves behind for the backward, the layer's input included
+(in FP8 a copy in one byte is kept in its place), its output not.
 
 Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim, X = 2 H.
 """
@@ -155,7 +155,8 @@ def measure(case: Case, device: torch.device, rounds: int, repeats: int, precisi
         torch.autograd.grad(layer(*arguments), wanted, slope)
 
     for name, layer in layers.items():
-        found[name] = {"saved_bytes_per_token": saved(layer, arguments, case), "forward": [], "both": []}
+        kept = saved(layer, arguments, case, name not in RECIPES)
+        found[name] = {"saved_bytes_per_token": kept, "forward": [], "both": []}
     for _ in range(rounds):
         for name, layer in layers.items():
             found[name]["forward"] += times(lambda layer=layer: layer(*arguments), device, repeats)
@@ -170,15 +171,15 @@ def measure(case: Case, device: torch.device, rounds: int, repeats: int, precisi
     return found
 
 
-def saved(layer: Layer, arguments: list[Tensor], case: Case) -> float | None:
+def saved(layer: Layer, arguments: list[Tensor], case: Case, keeps_input: bool) -> float | None:
     for _ in range(2):  # what is made once, compiled code among it, must not count
         layer(*arguments)
     if arguments[0].device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated()
     y = layer(*arguments)
-    kept = torch.cuda.memory_allocated() - before - y.nbytes + arguments[0].nbytes
-    return kept / case.num_tokens
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    return (kept + (arguments[0].nbytes if keeps_input else 0)) / case.num_tokens
 
 
 def times(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:

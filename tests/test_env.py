@@ -181,6 +181,15 @@ def test_env_needs_no_torch(tmp_path: Path) -> None:
     assert {one["name"]: one["version"] for one in told["packages"]}["torch"] is None
 
 
+def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["env", "--tune", str(ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")]) == 1
+    assert "no GPU" in capsys.readouterr().err
+
+
 def test_check_here_refuses_a_plan_for_gpus_on_a_machine_without(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ torch = pytest.importorskip("torch")
 from test_kernels import LOADS, by_rows, experts_of, far, fused, gradients, module, plain  # noqa: E402
 
 from threefold.engine.kernels import choose as chosen  # noqa: E402
+from threefold.engine.kernels import cute  # noqa: E402
 from threefold.engine.kernels.choose import HALVED, STEPS, Choice, Shape, choose, default, require  # noqa: E402
 from threefold.engine.kernels.launch import Config, CuteConfig  # noqa: E402
 from threefold.findings import FindingsError  # noqa: E402
+from threefold.plan.file import read_plan  # noqa: E402
+from threefold.plan.parse import change  # noqa: E402
 
 HAS_CUTE = torch.cuda.is_available() and chosen.cute_works(torch.device("cuda"))
 CUTE = Choice(**dict.fromkeys(STEPS, CuteConfig()))
@@ -65,6 +69,27 @@ def test_a_cpu_runs_plain_torch_whatever_is_asked(kernels: str) -> None:
     assert choose(QWEN, torch.empty(0, dtype=torch.float64), kernels) is None
 
 
+def test_indices_are_aligned_for_quack() -> None:
+    token_R = torch.arange(2 * 333, dtype=torch.int32).view(2, 333)[1]
+    assert token_R.data_ptr() % 16
+    aligned = cute._aligned(token_R)
+    assert aligned.data_ptr() % 16 == 0
+    assert aligned.tolist() == token_R.tolist()
+    assert cute._aligned(aligned) is aligned
+    assert cute._aligned(None) is None
+
+
+def test_a_plan_knows_the_shape_of_its_experts() -> None:
+    """By hand: 4096 tokens of 8 experts each, 128 experts over 16 ranks."""
+    tune = pytest.importorskip("threefold.engine.kernels.tune", exc_type=ImportError)
+    recipe = Path(__file__).parent.parent / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml"
+    plan = read_plan(str(recipe), []).plan
+    assert plan is not None
+    assert tune.shape_of(plan) == Shape(4096 * 8 * plan.job.micro_batch, 8, 2048, 768, gathered=False)
+    alone = change(plan, {"cluster.gpus": 1, "layout.ep": 1, "job.micro_batch": 2, "job.global_batch": 2})
+    assert tune.shape_of(alone) == Shape(2 * 4096 * 8, 128, 2048, 768, gathered=True)
+
+
 @pytest.mark.skipif(not HAS_CUTE, reason="quack-kernels on a Hopper GPU")
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("choice", [CUTE, BESIDE], ids=["all", "beside ours"])
@@ -73,7 +98,7 @@ def test_a_cpu_runs_plain_torch_whatever_is_asked(kernels: str) -> None:
 def test_quack_agrees_with_fp64(
     path: Any, choice: Choice, load: str, num_tokens: int, dim: int, expert_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Poisoned: memory that no kernel wrote holds NaN. bf16 rounds each result by 2e-3, the activation before it too."""
+    """Poisoned: memory that no kernel wrote holds NaN. bf16 rounds results by 2e-3, and the activation before them."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -398,6 +398,53 @@ def test_kernels_in_the_interpreter() -> None:
     subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=500)
 
 
+def gluon_known() -> bool:
+    """Whether the products on Hopper are written for the release of triton that is here."""
+    if not HAS_TRITON or INTERPRETED:
+        return False
+    import triton
+
+    from threefold.engine.kernels.fp8.steps import _GLUON
+
+    return _GLUON[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < _GLUON[1]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_products_on_hopper_compile_without_one(turned: bool, whole: bool) -> None:
+    """They cannot be interpreted. 227 KiB are the shared memory of a program there."""
+    if not gluon_known() or (turned and whole):
+        pytest.skip("needs a known release of triton")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from threefold.engine.kernels.fp8.hopper import multiply
+    from threefold.engine.kernels.fp8.steps import _HOPPER, _HOPPER_TURNED
+
+    config = _HOPPER_TURNED if turned else _HOPPER
+    narrow, wide = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16))
+    kinds = {
+        "a": f"tensordesc<fp8e4nv[64, 128],{narrow!r}>",
+        "a_scale_ptr": "*fp32",
+        "w": f"tensordesc<fp8e4nv[{config.n}, 128],{narrow!r}>",
+        "w_scale_ptr": "*fp32",
+        "out": f"tensordesc<bf16[64, 128],{wide!r}>",
+        "out_ptr": "*bf16",
+        "table_ptr": "*i32",
+        "total_ptr": "*i32",
+        "most": "i32",
+        "num_rows": "i32",
+    }
+    sizes = {"M": 512, "N": 768, "K": 1024, "SE": 48, "SN": 8, "SK": 1, "BM": config.m, "BN": config.n}
+    sizes |= {"STAGES": config.stages, "GROUP": config.group, "TURNED": turned, "WHOLE": whole}
+    source = GluonASTSource(multiply, kinds | dict.fromkeys(sizes, "constexpr"), sizes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "wgmma.mma_async" in made.asm["ptx"]
+    assert made.metadata.shared <= 227 * 1024
+
+
 SIZES = [([130, 0, 60], 256, 128), ([0, 0, 700], 512, 256), ([1, 2, 3, 500], 144, 128), ([300] * 8, 1024, 512)]
 
 
@@ -452,7 +499,7 @@ def test_experts_on_a_gpu_are_near_fp64(recipe: Any, counts: list[int], dim: int
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_long_sums_keep_their_precision(recipe: Any) -> None:
+def test_long_sums_under_one_scale_or_many_keep_their_precision(recipe: Any) -> None:
     """Numbers of one sign, so that nothing cancels and every lost bit shows: 8,192 wide, 32,768 rows. The same
     quantised values are multiplied in fp64; what is left is rounding to bf16, at most 2**-9 of each."""
     from threefold.engine.kernels.fp8.steps import RowSteps8, Steps8

@@ -239,3 +239,41 @@ def test_the_chip_decides_what_fits() -> None:
     assert estimate(plan).fits
     small = replace(plan.chip, memory_bytes=40 * GIB)
     assert not estimate(plan.on_chip(small)).fits
+
+
+OWN = {**QWEN, "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 64, "layout.ep": 8, "model.num_layers": 4}
+
+
+def test_own_engine_keeps_narrow_weights_for_both_sides_of_a_product() -> None:
+    """A byte each; scales of 128 x 128 weights are four bytes."""
+    attention = 2048 * 128 * (32 + 4 + 4 + 32)
+    experts = 16 * 3 * 2048 * 768
+    terms = memory(build({**OWN, "knobs.precision": "fp8-blockwise"})).worst.terms
+    assert terms["quantised_weights"] == pytest.approx(2 * 4 * (attention + experts), rel=1e-3)
+
+
+def test_tensor_parallel_leaves_the_way_down_of_mla_whole() -> None:
+    """Width 7168 to latents of 1536 and of 512 with 64 rotated dims, on every one of four ranks."""
+    plan = {**OWN, "model": "deepseek-v3", "job.mtp": 0, "layout.tp": 4, "layout.ep": 16, "model.num_layers": 3}
+    down = 3 * 7168 * (1536 + 512 + 64)
+    cut = 3 * (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168 + 3 * 7168 * 18432)
+    tables, norms = 2 * 129280 * 7168, 3 * (2 * 7168 + 1536 + 512) + 7168
+    terms = memory(build(plan)).worst.terms
+    assert terms["weights"] == pytest.approx(2 * (down + (cut + tables) / 4 + norms), rel=1e-4)
+
+
+def test_the_only_microbatch_of_one_gpu_meets_no_gradients_but_the_heads() -> None:
+    """They come with its backward; with several microbatches a sum in fp32 is there from the start."""
+    alone = {**OWN, "cluster.gpus": 1, "layout.ep": 1, "job.seq_len": 131072}
+    once = memory(build({**alone, "job.global_batch": 1})).worst.terms
+    twice = memory(build({**alone, "job.global_batch": 2})).worst.terms
+    assert once["gradients"] == 2 * 151936 * 2048
+    assert twice["gradients"] == pytest.approx(2 * twice["weights"], rel=1e-3)
+
+
+def test_long_sequences_hold_one_chunk_of_rows_at_a_time() -> None:
+    """Where experts are all here and recomputed, twice the tokens need no more for them."""
+    alone = {**OWN, "cluster.gpus": 1, "layout.ep": 1, "job.global_batch": 1, "knobs.recompute": ["moe"]}
+    made = [memory(build({**alone, "job.seq_len": length})).worst for length in (131072, 262144)]
+    rows = 131072 * 8 * 2048 * 2  # bytes that the gathered rows of the shorter one would take
+    assert made[1].terms["recompute"] - made[0].terms["recompute"] < rows / 2

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from threefold.cost.share import FP32, Share
 from threefold.plan.plan import Plan
-from threefold.spec.flops import padded_vocab
 from threefold.spec.model import Layer
 from threefold.spec.params import dense_params, expert_params, mixer_params, norm_params, router_params, shared_params
 
@@ -36,7 +35,7 @@ def units(plan: Plan, layer: Layer, tables: int) -> Units:
     model, layout = plan.model, plan.layout
     root = first = rest = experts = padded = 0.0
     if layout.dp * layout.cp // layout.replicate > 1:
-        table = padded_vocab(model, layout.tp) / layout.tp * model.dim
+        table = model.vocab / layout.tp * model.dim
         root, first = tables * table, min(tables, 1) * table if _by_use(plan) else tables * table
         cut = mixer_params(model, layer) + (dense_params(model) if layer.ffn == "dense" else 0)
         whole = norm_params(model, layer)
@@ -62,7 +61,8 @@ def add_gathered(moments: Moments, share: Share, of: Units, has_loss: bool, expe
     always = b * (of.root + of.layer)
     # A reduction's input is there until the next one begins; that of the root comes first.
     reduced = FP32 * of.first if has_loss else 0.0
-    beside = {"a forward": always + b * of.padded, "a backward": always + b * of.padded + reduced}
+    narrow = 2 * of.experts if share.low and share.fused_experts else 0.0  # made for use, both sides of the products
+    beside = {"a forward": always + b * of.padded, "a backward": always + b * of.padded + reduced + narrow}
     beside["a second forward"] = beside["a backward"]
     for name, (term, size) in list(moments.items()):
         moments[name] = (term, size + beside.get(name, b * of.root))
@@ -72,7 +72,14 @@ def add_gathered(moments: Moments, share: Share, of: Units, has_loss: bool, expe
     if of.experts:
         rows = b * share.model.dim * share.r
         repeated = bool(share.again & {"moe", "full"})
-        moving = 2 * rows + reduced + again if repeated else rows + max(rows, reduced)
-        moments["a gathering"] = ("workspace", always + 2 * b * of.padded + moving)
+        biased = rows if share.model.moe and share.model.moe.bias else 0.0
+        moving = 2 * rows + biased + reduced + again if repeated else rows + max(rows, reduced)
+        moments["a gathering"] = ("workspace", always + 2 * b * of.padded + narrow + moving)
         copied = max(b * of.experts, FP32 * of.padded / of.shards + b * of.experts / 3)
         moments["a reduction"] = ("workspace", always + FP32 * of.padded + copied + again - experts_kept)
+
+
+def table_reduction(share: Share, of: Units) -> float:
+    """Behind a microbatch's backward, at the first stage: the table's gradient, and once more in fp32 with its part."""
+    layout = share.plan.layout
+    return of.root * (share.width + FP32 + FP32 / max(1, layout.dp * layout.cp // layout.replicate))

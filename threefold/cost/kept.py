@@ -106,6 +106,7 @@ def _gqa(share: Share, spec: GqaSpec) -> float:
         kept += _normed(share, q + kv, (q + kv) / head) - (b * q if spec.gated and not _in_fp32(share) else 0)
     if "core_attn" not in share.again:
         kept += b * q + FP32 * heads + (share.input * q if spec.gated or not share.fused else 0)
+        kept += b * q if share.fused and share.plan.layout.cp > 1 else 0  # a ring's lies head by head
     if share.narrow and not share.fused:
         kept += 4 * b * head * spec.rope_fraction / 2
     return kept + (INDEX if spec.sinks else 0)
@@ -127,7 +128,8 @@ def _mla(share: Share, spec: MlaSpec) -> float:
     if share.gathers and not q_rank:
         low += b * share.model.dim * s
     up = 0.0 if "mla_up_proj" in share.again else _mla_up(share, spec)
-    outputs = 1 if share.fused else 2  # the kernel's lies as the next product wants it
+    apart = share.plan.layout.cp > 1 and share.plan.knobs.cp_comm == "all_gather"
+    outputs = 1 if share.fused and not apart else 2  # the kernel's lies as the next product wants it
     core = 0.0 if "core_attn" in share.again else heads * (outputs * b * spec.v_dim + FP32) * s
     return low + up + core
 

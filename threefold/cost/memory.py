@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from threefold.cost.kept import layer_kept
-from threefold.cost.own import OWN, Held, own_activations, own_moment, own_narrow, own_states
+from threefold.cost.own import OWN, Held, own_activations, own_dense, own_moment, own_narrow, own_states
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
 from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
@@ -195,6 +195,7 @@ def _states(plan: Plan, held: Held) -> dict[str, float]:
 
 def _own_states(plan: Plan, held: Held) -> dict[str, float]:
     dense, experts = stage_params(plan, held)
+    dense = own_dense(plan, held, dense)
     return {**own_states(plan, dense, experts), "quantised_weights": own_narrow(plan, held, experts)}
 
 

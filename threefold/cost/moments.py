@@ -58,6 +58,7 @@ def backward_moment(share: Share, layer: Layer) -> float:
     r = share.r * share.at_once
     rows = b * dim * r
     act = (share.width + 2 * FP32 if share.narrow else 2 * FP32) * hidden * r
+    act += rows if model.moe.bias else 0.0  # the bias asks for the same gradient, later
     # Chunks add to the gradients of those before them.
     summed = (0.0 if share.at_once == 1 else weights) + (b * dim * share.t if share.in_one else 0.0)
     if share.fused_experts:

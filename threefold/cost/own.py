@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from threefold.cost.gathered import add_gathered, num_local, units
+from threefold.cost.gathered import add_gathered, num_local, table_reduction, units
 from threefold.cost.kept import layer_again, layer_kept
 from threefold.cost.moments import backward_moment, forward_moment, loss_moment
-from threefold.cost.share import INDEX, Share
+from threefold.cost.share import FP32, INDEX, Share
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
-from threefold.spec.model import Layer
+from threefold.spec.flops import padded_vocab
+from threefold.spec.model import Layer, MlaSpec
 from threefold.spec.params import dense_params, mixer_params, shared_params
 from threefold.units import MIB
 
@@ -56,6 +57,20 @@ def own_states(plan: Plan, dense: float, experts: float) -> Terms:
             terms["gradients"] += grad * params
             terms["optimizer"] += (master + moments) * params / max(1, copies) * on_device
     return terms
+
+
+def own_dense(plan: Plan, held: Held, dense: float) -> float:
+    """Parameters outside the experts, of `dense` as Megatron has them: vocabularies are not padded here, and tensor
+    parallel leaves more whole (MLA's way down, what joins MTP's)."""
+    model, layout, spec = plan.model, plan.layout, plan.model.attention
+    depths = min(held.mtp, 1) if model.mtp_shared else held.mtp
+    tables = (held.embedding or held.mtp > 0) + (not model.tied and (held.loss or held.mtp > 0))
+    padding = tables * (padded_vocab(model, layout.tp) - model.vocab) / layout.tp * model.dim
+    whole = depths * 2.0 * model.dim**2
+    if isinstance(spec, MlaSpec):
+        num = sum(layer.mixer == "attention" for layer in [*held.layers, *model.mtp_depth * depths])
+        whole += num * model.dim * ((spec.q_rank or 0) + spec.kv_rank + spec.rope_dim)
+    return dense - padding + whole * (1 - 1 / layout.tp)
 
 
 def own_narrow(plan: Plan, held: Held, experts: float) -> float:
@@ -121,12 +136,17 @@ def own_moment(
         moments["the loss"] = ("logits", full)
         head = share.width * plan.model.dim * (plan.model.vocab / share.tp + share.s)
         moments["the loss's backward"] = ("logits", kept + head)
+    first = 0.0
     if plan.knobs.data_parallel != "zero1":
         tables = held.embedding + (held.loss and not plan.model.tied)
         of, kept = units(plan, last, tables), layer_kept(_plain(share), last).get("experts", 0.0)
         add_gathered(moments, share, of, held.loss, kept, again)
+        first = FP32 * of.first if held.loss else 0.0
+        if held.embedding and plan.layout.pp > 1:
+            done = sum(sum(saved[plan.model.layers[i]].values()) for i in held.chunks[0].layers)
+            moments["the embedding's reduction"] = ("workspace", table_reduction(share, of) - done)
     if plan.num_microbatches <= max(flights) and (plan.layout.gpus == 1 or plan.knobs.data_parallel != "zero1"):
-        _without_gradients(share, held, saved, terms, moments)
+        _without_gradients(share, held, saved, terms, moments, first)
     name, (term, size) = max(moments.items(), key=lambda row: row[1][1])
     terms[term] = terms.get(term, 0.0) + size
     if share.fused:
@@ -138,24 +158,29 @@ _LATE = ("a backward", "a second forward", "a gathering", "a reduction")
 
 
 def _without_gradients(
-    share: Share, held: Held, saved: dict[Layer, Terms], terms: Terms, moments: dict[str, tuple[str, float]]
+    share: Share,
+    held: Held,
+    saved: dict[Layer, Terms],
+    terms: Terms,
+    moments: dict[str, tuple[str, float]],
+    first: float,
 ) -> None:
-    """Gradients come with the only backward: either all layers' tensors are there, or all gradients and one layer's."""
+    """Gradients come with the only backward: either all layers' tensors are there, or all gradients but one layer's,
+    and its tensors. `first`: what is reduced at the first layer of the backward, and gone at the last."""
     others: Terms = {}
     for layer in held.layers[1:]:
         for name, size in saved[layer].items():
             others[name] = others.get(name, 0.0) + size
-    alone = share.plan.layout.gpus == 1
-    head = share.width * share.model.vocab * share.model.dim if alone and held.loss else 0.0
-    late = {name: moments[name] for name in _LATE if name in moments}
-    most = max(size for _, size in moments.values())
-    if share.plan.layout.pp > 1 or most + head > max(row[1] for row in late.values()) + terms["gradients"] - sum(
-        others.values()
-    ):
+    grads = terms["gradients"] * (1 - 1 / max(1, len(held.layers)))
+    late = {name: (term, size - first) for name, (term, size) in moments.items() if name in _LATE}
+    head = share.width * share.model.vocab * share.model.dim if share.plan.layout.gpus == 1 and held.loss else 0.0
+    early = max(size for _, size in moments.values()) + head
+    if share.plan.layout.pp > 1 or early > max(size for _, size in late.values()) + grads - sum(others.values()):
         terms["gradients"] = head
         return
     moments.clear()
     moments.update(late)
+    terms["gradients"] = grads
     for name, size in others.items():
         terms[name] -= size
 

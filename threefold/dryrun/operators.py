@@ -100,7 +100,9 @@ def _attention_backward(heads_at: int) -> Workspace:
         num_queries = q.numel() // q.shape[-1]
         shared = q.shape[heads_at] != k.shape[heads_at]
         apart = num_queries * (k.shape[-1] + v.shape[-1]) * q.element_size() if shared else 0
-        return 4 * (q.numel() + num_queries) + apart
+        # Laid out as the queries are: for some heads among others it spans them all.
+        span = 1 + sum((length - 1) * stride for length, stride in zip(q.shape, q.stride(), strict=True))
+        return 4 * (span + num_queries) + apart
 
     return size
 

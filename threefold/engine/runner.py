@@ -74,7 +74,8 @@ class Merged:
     """No pipeline: each microbatch's forward beside the backward of the one before (`overlap/`)."""
 
     def __init__(self, model: Decoder, delay_weights: bool) -> None:
-        self.model, self.weights, self.tally = model, "soon" if delay_weights else "now", None
+        self.model, self.weights = model, "soon" if delay_weights else "now"
+        self.tally: Tally | None = None
         self._in_turn = InTurn(model)
 
     def run(self, batches: Sequence[Batch], shares: Sequence[Share], train: bool = True) -> Sums:

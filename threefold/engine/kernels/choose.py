@@ -137,7 +137,8 @@ def default(shape: Shape, kernels: str = "auto") -> Choice:
     fused = Choice(up=Config(n=128, stages=4), act_grad=Config(stages=4) if shape.gathered else None)
     if not shape.gathered or shape.expert_dim > 1024:
         return fused  # torch's products are the better ones where tiles have much to sum
-    return replace(fused, down=Config(group=4), input_grad=Config(), down_grad=Config(stages=5))
+    up_grad = Config(m=256, n=128, stages=5, group=2)
+    return replace(fused, down=Config(group=4), input_grad=Config(), up_grad=up_grad, down_grad=Config(stages=5))
 
 
 def candidates(step: str) -> list[Config]:

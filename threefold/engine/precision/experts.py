@@ -4,10 +4,6 @@ Shapes: T tokens, K experts of a token, R rows (token copies sorted by expert), 
 X = 2 H, I and O dims in and out of a product.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,18 +19,6 @@ from threefold.engine.ways import stood_for
 
 _FUSED: dict[str, fused.Recipe] = {"fp8-blockwise": "blockwise", "fp8-rowwise": "rowwise"}
 _HOPPER = 9
-
-
-class _Passing:
-    """`QuantizedWeights` that do not stay between the forward and the backward, which makes them again."""
-
-    def __init__(self, make: Callable[[], QuantizedWeights]) -> None:
-        self.make = make
-        self.made: QuantizedWeights | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        self.made = self.made or self.make()
-        return getattr(self.made, name)
 
 
 class LowExperts:
@@ -55,28 +39,23 @@ class LowExperts:
     ) -> Tensor:
         """As `Experts.forward`, in one."""
         given = x_RD, weight_R, count_E, up_EXD, down_EDH
-        with self._weights(up_EXD, down_EDH) as made:
-            return fused.fp8_experts(*given, made, _FUSED[self.recipe.name], clamped)
+        return fused.fp8_experts(*given, self._weights(up_EXD, down_EDH), _FUSED[self.recipe.name], clamped)
 
     def tokens(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EXD: Tensor, down_EDH: Tensor, clamped: bool
     ) -> Tensor:
         """As `Experts.of_tokens`."""
         given = x_TD, weight_TK, expert_TK, up_EXD, down_EDH
-        with self._weights(up_EXD, down_EDH) as made:
-            return fused.fp8_experts_of_tokens(*given, made, _FUSED[self.recipe.name], clamped)
+        made = self._weights(up_EXD, down_EDH)
+        return fused.fp8_experts_of_tokens(*given, made, _FUSED[self.recipe.name], clamped)
 
-    @contextmanager
-    def _weights(self, up_EXD: Tensor, down_EDH: Tensor) -> Iterator[Any]:
+    def _weights(self, up_EXD: Tensor, down_EDH: Tensor) -> QuantizedWeights | None:
+        """None: made by whoever uses them, and again for the backward."""
+
         def make() -> QuantizedWeights:
             return fused.quantize_weights(up_EXD, down_EDH, _FUSED[self.recipe.name])
 
-        if self.keep:
-            yield self._both.of(make, "fused", up_EXD, down_EDH)
-        else:
-            passing = _Passing(make)
-            yield passing
-            passing.made = None
+        return self._both.of(make, "fused", up_EXD, down_EDH) if self.keep else None
 
     def up(self, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
         return self._each("up", x_RI, weight_EOI, bias_EO, count_E)

@@ -178,7 +178,7 @@ def _consume(
         if WHOLE:
             left = left * gl.load(by_a)[:, None] * _of_columns(by_w, N - col, N, layout)[None, :]
             if BN == 2 * WIDTH:
-                right = right * gl.load(by_a)[:, None] * _of_columns(by_w + WIDTH, N - col - WIDTH, N, layout)[None, :]
+                right = right * gl.load(by_a)[:, None] * _of_columns(by_w + beside, N - col - WIDTH, N, layout)[None, :]
         shift = expert * M if TURNED else 0
         _put(left, out, out_ptr, buffer, row, end, shift, col, N, layout)
         if BN == 2 * WIDTH:

@@ -77,8 +77,17 @@ def _scale(largest):
 
 
 @triton.jit
+def _divided(value, scale, inverse):
+    """value / scale, rounded as a division is, with three operations in place of ten: Markstein's correction."""
+    near = value * inverse
+    return tl.fma(tl.fma(-near, scale, value), inverse, near)
+
+
+@triton.jit
 def _put(value, scale, ptr, n, kept):
-    tl.store(ptr + n, tl.div_rn(value, scale + tl.zeros_like(value)).to(tl.float8e4nv), mask=kept)
+    scale = scale + tl.zeros_like(value)
+    inverse = tl.div_rn(tl.zeros_like(value) + 1.0, scale)
+    tl.store(ptr + n, _divided(value, scale, inverse).to(tl.float8e4nv), mask=kept)
 
 
 @triton.jit
@@ -103,10 +112,11 @@ def _quantize_turned(
         weight = _strip(weight_ptr + expert * outer * inner, begin, i, known, outer, inner, STRIP)
         most = tl.maximum(most, tl.max(tl.abs(weight), 0))
     scale = _scale(most)
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     tl.store(scale_ptr + expert * inner + i, scale, mask=known)
     for begin in tl.range(0, outer, STRIP):
         weight = _strip(weight_ptr + expert * outer * inner, begin, i, known, outer, inner, STRIP)
-        narrow = tl.div_rn(weight, scale[None, :] + tl.zeros_like(weight)).to(tl.float8e4nv)
+        narrow = _divided(weight, scale[None, :] + tl.zeros_like(weight), inverse[None, :]).to(tl.float8e4nv)
         o = begin + tl.arange(0, STRIP)
         at = (expert * inner + i)[:, None] * outer + o[None, :]
         tl.store(value_ptr + at, narrow.T, mask=known[:, None] & (o < outer)[None, :])
