@@ -1,6 +1,7 @@
 """A model cut over ranks: every axis in one visible order, each a no-op where its degree is 1."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -15,6 +16,7 @@ from threefold.engine.shard.expert import shard_experts
 from threefold.engine.shard.fsdp import Shards
 from threefold.engine.shard.placement import Placement
 from threefold.engine.shard.tensor import shard_tensors
+from threefold.layout.degrees import Layout
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
 
@@ -88,9 +90,14 @@ def shards_of(mesh: Mesh, placement: Placement) -> Shards:
     shards = mesh.of_ranks(" x ".join(axes), group.ranks[first : first + size])
     copies = mesh.of_ranks(f"{' x '.join(axes)} copies", group.ranks[group.rank % size :: size])
     alike = copies_group(mesh, placement)
-    here = [mesh.layout.coordinate(axis, mesh.rank) for axis in axes]
-    rest = [rank for rank in alike.ranks if [mesh.layout.coordinate(axis, rank) for axis in axes] == here]
-    return Shards(shards, copies, mesh.of_ranks(alike.name, rest))
+    return Shards(shards, copies, mesh.of_ranks(alike.name, _beside(mesh.layout, axes, alike.ranks, mesh.rank)))
+
+
+@cache
+def _beside(layout: Layout, axes: tuple[str, ...], ranks: tuple[int, ...], rank: int) -> list[int]:
+    """Those of the ranks that are where `rank` is along `axes`."""
+    here = [layout.coordinate(axis, rank) for axis in axes]
+    return [other for other in ranks if [layout.coordinate(axis, other) for axis in axes] == here]
 
 
 def _homes(plan: Plan, whole: Decoder) -> dict[str, set[int]]:
