@@ -1,7 +1,9 @@
 """Weight gradients added where they are summed: the same sums as autograd's, and nothing of them on the way."""
 
+import gc
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -16,6 +18,7 @@ from threefold.engine.mesh import Mesh  # noqa: E402
 from threefold.engine.oracle import batch_of  # noqa: E402
 from threefold.engine.shard.data import Zero1  # noqa: E402
 from threefold.engine.sinks import sink_of  # noqa: E402
+from threefold.engine.step import train_step  # noqa: E402
 from threefold.engine.train import to_device  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -61,6 +64,22 @@ def test_sums_are_autograd_s(family: str, more: dict[str, Any], device: str) -> 
     went = [name for name in found if name not in seen]
     assert any(name.endswith("mixer.out.weight") for name in went)
     assert any("experts.gate_up" in name for name in went if "bias" not in name) == bool(more)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_and_buffers_go_with_their_run(fused: bool) -> None:
+    def run() -> list[Any]:
+        plan = replace(tiny_plan({"job.global_batch": 2, "job.micro_batch": 1}), model=spec_of("qwen3_moe"))
+        plan = replace(plan, knobs=replace(plan.knobs, grad_accum_fusion=fused))
+        options = replace(options_of(plan), expert_backend="loop")
+        parts = build(plan, dtype=torch.bfloat16, options=options, with_data=False)
+        train_step(parts, [batch_of(plan, 0, m, 0) for m in range(2)], 1e-3, plan.job)
+        assert isinstance(parts.data, Zero1)
+        return [ref(x) for x in (*parts.chunks[0].parameters(), *parts.data.buckets)]
+
+    left = run()
+    gc.collect()
+    assert not any(one() is not None for one in left)
 
 
 def test_reductions_wait_for_every_microbatch() -> None:

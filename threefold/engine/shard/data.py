@@ -5,6 +5,7 @@ a parameter got none sends zeros.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -78,14 +79,20 @@ class Zero1:
             owned.grad = owned.piece.grad = None
 
     def _on_gradient(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
+        # Weak: the parameter holds its hook, and Python's collector does not see that ring.
+        owner, weak_bucket, weak_slot = ref(self), ref(bucket), ref(slot)
+
         def arrived(parameter: Tensor) -> None:
+            zero1, bucket, slot = owner(), weak_bucket(), weak_slot()
+            if zero1 is None or bucket is None or slot is None:
+                return
             bucket.expect_more(slot)
             bucket.take(slot)
             slot.passes_left -= 1
             if slot.passes_left == 0:
                 bucket.passes_left -= 1
-                if self.settings.reduce_overlap and bucket.passes_left == 0:
-                    self._start_ready()
+                if zero1.settings.reduce_overlap and bucket.passes_left == 0:
+                    zero1._start_ready()
 
         return arrived
 
