@@ -170,7 +170,7 @@ SHAPES = [
     case("m and L in chunks of their own", "deepseek_v3", 4, pp=4, vpp=2, stages="E|t|tt|t|t|m|m|L",
          spec={**FIVE, **MTP2}),
     case("embedding alone", "qwen3_moe", 4, pp=4, stages="E|tt|tt|L", spec={**FOUR, **TIED}, job={"mtp": 0}),
-    case("an empty chunk", "mixtral", 3, pp=3, stages="Et||tL"),
+    case("an empty chunk", "mixtral", 3, often=True, pp=3, stages="Et||tL"),
     case("zero-bubble", "qwen3_moe", 3, often=True, pp=3, schedule="zero-bubble", spec=SIX),
     case("zero-bubble of chunks", "gpt_oss", 2, pp=2, vpp=2, schedule="zero-bubble", spec=FOUR, job=MUON),
     case("zero-bubble, fsdp", "qwen3_moe", 4, pp=2, schedule="zero-bubble", knobs=FSDP),

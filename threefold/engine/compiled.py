@@ -17,8 +17,8 @@ _HAVE_KERNELS = (RMSNorm, Router, Mlp)
 
 def compile_parts(model: Decoder, backend: str = "inductor") -> None:
     """In place, where the options ask for it. Another shape than that of the first microbatch compiles anew."""
-    first = next(model.parameters())
-    if not model.options.compile or isinstance(first, FakeTensor):
+    first = next(model.parameters(), None)  # a chunk of a pipeline may be empty
+    if not model.options.compile or first is None or isinstance(first, FakeTensor):
         return
     parts = (GatedRMSNorm, *(() if fused_on(first.device) else _HAVE_KERNELS))
     for module in model.modules():

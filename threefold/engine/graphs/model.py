@@ -35,6 +35,7 @@ class Graphed:
 
 def graphed_of(model: Decoder, tally: Tally | None = None) -> Graphed:
     """On a GPU only: elsewhere nothing is launched."""
-    device = next(model.parameters()).device
-    wanted = model.options.graphs and device.type == "cuda"
-    return Graphed(model, cuda_graphs(device, tally) if wanted else None)
+    first = next(model.parameters(), None)  # a chunk of a pipeline may be empty
+    if first is None or not first.is_cuda or not model.options.graphs:
+        return Graphed(model)
+    return Graphed(model, cuda_graphs(first.device, tally))
