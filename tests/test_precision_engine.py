@@ -73,7 +73,8 @@ def test_which_products_are_low(family: str) -> None:
     "name", ["fp8-blockwise", "fp8-rowwise", *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES)]
 )
 def test_a_model_trains_near_the_wide_one(family: str, name: str) -> None:
-    """Two steps: the loss within a thousandth, and not the same."""
+    """Two steps: the loss within two thousandths, and not the same. One bit of mantissa rounds four times as coarsely
+    as the three of e4m3."""
     losses = {}
     for precision in ("fp32", name):
         plan = replace(build({**BASE, "knobs.precision": precision}), model=spec_of(family))
@@ -81,7 +82,7 @@ def test_a_model_trains_near_the_wide_one(family: str, name: str) -> None:
         batches = [batch_of(plan, 0, 0, 0)]
         losses[precision] = [train_step(parts, batches, 1e-3, plan.job).loss for _ in range(2)]
     gaps = [abs(a / b - 1) for a, b in zip(*losses.values(), strict=True)]
-    assert 0 < max(gaps) < 2e-3
+    assert 0 < max(gaps) < (8e-3 if name == "nvfp4" else 2e-3)
 
 
 def small(recipe: Recipe, block: int = 4, turned: bool = True) -> Recipe:
