@@ -368,6 +368,12 @@ def test_plan_rehearses_its_first_candidates(capsys: pytest.CaptureFixture[str])
     assert 0 < said["rehearsed"][0]["device_bytes"] < 80 * GIB
 
 
+def test_fused_experts_are_rehearsed_for_a_cpu_too(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = Path(__file__).parent.parent / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
+    assert main(["dry-run", str(recipe), "knobs.expert_fusion=true", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"][0]["peak_bytes"] > 0
+
+
 def test_help_loads_no_torch() -> None:
     program = (
         "import sys; from threefold.cli.main import main\ntry: main(['dry-run', '--help'])\nexcept SystemExit: pass\n"

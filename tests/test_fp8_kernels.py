@@ -9,8 +9,6 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 
 import importlib.util
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -42,13 +40,7 @@ LOADS = {
 NEAR = 0.1
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def far(found: Any, expected: Any) -> float:
@@ -383,19 +375,10 @@ def close(found: Any, expected: Any) -> None:
     assert far(found, expected) < (6e-3 if INTERPRETED else 1e-3)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter")
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
 def test_interpreted(counts: list[int]) -> None:
     check_kernels(counts, 144, 128, whole, "cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(HAS_HOPPER or not HAS_TRITON, reason="needs triton and no GPU")
-def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: triton reads the variable as it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_interpreted"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=500)
 
 
 def gluon_known() -> bool:
@@ -409,12 +392,10 @@ def gluon_known() -> bool:
     return _GLUON[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < _GLUON[1]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that they are written for")
+@pytest.mark.parametrize(("turned", "whole"), [(False, False), (False, True), (True, False)])
 def test_products_on_hopper_compile_without_one(turned: bool, whole: bool) -> None:
     """They cannot be interpreted. 227 KiB are the shared memory of a program there."""
-    if not gluon_known() or (turned and whole):
-        pytest.skip("needs a known release of triton")
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl

@@ -28,13 +28,7 @@ KINDS = [("silu", False), ("clamped swiglu", True)]
 LOADS = ["spread", "empty experts", "one takes all", "one each"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def experts_of(num_tokens: int, top_k: int, num_experts: int, load: str) -> Any:

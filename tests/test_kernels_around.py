@@ -8,8 +8,6 @@ Shapes: B batch, S sequence, T tokens, D model dim, H heads, d head dim, E exper
 
 import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -34,16 +32,12 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 NARROW = torch.bfloat16 if HAS_GPU else torch.float32  # the interpreter's bf16 is none
 # Root-mean-square rounding of bf16 is 1 / 600; fp32 sums of some thousand numbers stay within 1e-5.
 FAR = 4e-3 if HAS_GPU else 1e-5
-runs = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="needs a Hopper GPU, or the interpreter: see below")
+runs = pytest.mark.skipif(
+    not (HAS_GPU or INTERPRETED), reason="needs a Hopper GPU or test_interpreter.py"
+)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def leaf(*shape: int, dtype: Any = None) -> Any:
@@ -386,23 +380,6 @@ def test_padding_rows_are_zeros() -> None:
     poison()
     assert torch.equal(rows.of_tokens(x), torch.stack([x[2], 0 * x[0], x[0], 0 * x[0]]))
     assert torch.equal(rows.sum_by_token(y), y[[2, 0, 0]] * kept)
-
-
-def interpreter_works() -> bool:
-    """Triton 3.6 turns arrays of one number into numbers, which numpy refuses since 2.4."""
-    try:
-        return HAS_TRITON and int(numpy.ones(1)) == 1
-    except TypeError:
-        return False
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(HAS_GPU or not interpreter_works(), reason="needs triton, an older numpy and no GPU")
-def test_in_the_interpreter() -> None:
-    """In a process of its own: triton reads the variable as it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "not test_in_the_interpreter"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=800)
 
 
 def test_without_a_gpu_plain_torch_runs() -> None:

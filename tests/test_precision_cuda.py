@@ -9,8 +9,6 @@ Shapes: M rows, K columns, T tokens, I and O dims in and out.
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -61,21 +59,13 @@ def in_blocks(x_MK: Any) -> None:
         assert not made.values[:, made.shape[1] :].to(torch.float32).any()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_kernels_in_the_interpreter")
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("shape", [(130, 140), (128, 256), (7, 300)])
 def test_interpreted(shape: tuple[int, int]) -> None:
     """Numbers that e4m3 has, in every block."""
     x_MK = torch.randint(-8, 9, shape).float() * torch.tensor([0.5, 1.0, 16.0])[torch.randint(3, shape)]
     x_MK[3] = 0.0
     in_blocks(x_MK)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs triton's interpreter")
-def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: triton reads the variable as it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_interpreted"]
-    subprocess.run(command, check=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

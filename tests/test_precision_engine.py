@@ -73,16 +73,22 @@ def test_which_products_are_low(family: str) -> None:
     "name", ["fp8-blockwise", "fp8-rowwise", *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES)]
 )
 def test_a_model_trains_near_the_wide_one(family: str, name: str) -> None:
-    """Two steps: the loss within two thousandths, and not the same. One bit of mantissa rounds four times as coarsely
-    as the three of e4m3."""
+    """Two steps: the loss within two thousandths, and not the same. Where numbers are rounded by chance, the mean of
+    four starts is: one of them is one draw."""
+    starts = [_gaps(family, name, seed) for seed in range(4 if name == "nvfp4" else 1)]
+    assert all(max(map(abs, gaps)) > 0 for gaps in starts)
+    assert max(abs(sum(step) / len(step)) for step in zip(*starts, strict=True)) < 2e-3
+
+
+def _gaps(family: str, name: str, seed: int) -> list[float]:
     losses = {}
     for precision in ("fp32", name):
-        plan = replace(build({**BASE, "knobs.precision": precision}), model=spec_of(family))
+        fields = {**BASE, "knobs.precision": precision, "job.seed": seed}
+        plan = replace(build(fields), model=spec_of(family))
         parts = build_parts(plan, dtype=torch.float32, with_data=False)
         batches = [batch_of(plan, 0, 0, 0)]
         losses[precision] = [train_step(parts, batches, 1e-3, plan.job).loss for _ in range(2)]
-    gaps = [abs(a / b - 1) for a, b in zip(*losses.values(), strict=True)]
-    assert 0 < max(gaps) < (8e-3 if name == "nvfp4" else 2e-3)
+    return [low / wide - 1 for wide, low in zip(*losses.values(), strict=True)]
 
 
 def small(recipe: Recipe, block: int = 4, turned: bool = True) -> Recipe:

@@ -12,6 +12,7 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.activation import activate, activate_grad
+from threefold.engine.kernels.permute_passes import launch_from_tokens, launch_sum
 
 _BLOCK = 1024
 
@@ -40,19 +41,15 @@ def activated_grad(
 
 def sum_rows(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """The rows of each token, summed in fp32 and in one order."""
-    (num_tokens, top_k), dim = row_TK.shape, y_RD.shape[1]
-    y_TD = y_RD.new_empty(num_tokens, dim)
-    block = min(2 * _BLOCK, triton.next_power_of_2(dim))
-    _sum_rows[(num_tokens, triton.cdiv(dim, block))](y_RD, row_TK, y_TD, dim, top_k, block)
+    y_TD = y_RD.new_empty(len(row_TK), y_RD.shape[1])
+    launch_sum(y_RD, row_TK, y_TD, padded=False)
     return y_TD
 
 
 def take_rows(x_TD: Tensor, row_TK: Tensor) -> Tensor:
     """Each token's values in each of its rows; every value is read once."""
-    (num_tokens, top_k), dim = row_TK.shape, x_TD.shape[1]
-    x_RD = x_TD.new_empty(num_tokens * top_k, dim)
-    block = min(2 * _BLOCK, triton.next_power_of_2(dim))
-    _take_rows[(num_tokens, triton.cdiv(dim, block))](x_TD, row_TK, x_RD, dim, top_k, block)
+    x_RD = x_TD.new_empty(row_TK.numel(), x_TD.shape[1])
+    launch_from_tokens(x_TD, row_TK, x_RD)
     return x_RD
 
 
@@ -90,26 +87,3 @@ def _activated_grad(
         tl.store(act_ptr + row * H + n, (act * weight).to(narrow), mask=kept)
         part += tl.where(kept, act * grad, 0.0)
     tl.store(weight_grad_ptr + row, tl.sum(part, 0))
-
-
-@triton.jit
-def _sum_rows(y_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = n < D
-    total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(row_ptr + token * K + k).to(tl.int64)
-        total += tl.load(y_ptr + row * D + n, mask=kept, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * D + n, total.to(out_ptr.dtype.element_ty), mask=kept)
-
-
-@triton.jit
-def _take_rows(x_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = n < D
-    value = tl.load(x_ptr + token * D + n, mask=kept)
-    for k in tl.static_range(K):
-        row = tl.load(row_ptr + token * K + k).to(tl.int64)
-        tl.store(out_ptr + row * D + n, value, mask=kept)

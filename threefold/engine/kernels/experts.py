@@ -124,7 +124,7 @@ class _Experts(torch.autograd.Function):
 def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
     # The copy engine's descriptors cannot tell of a tensor without rows.
     if ctx.choice is None or not num_rows:
-        return Reference(ends_E, ctx.clamped)
+        return Reference(ends_E, num_rows, ctx.clamped)
     from threefold.engine.kernels.steps import Steps
 
     return Steps(ends_E, num_rows, ctx.clamped, ctx.choice)

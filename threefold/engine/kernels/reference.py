@@ -4,11 +4,12 @@ Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts
 token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from threefold.engine.dispatch.splits import host_sizes
 from threefold.engine.kernels.sort import Rows
 from threefold.engine.sinks import add_product
 
@@ -25,10 +26,10 @@ def activation(gate_RH: Tensor, up_RH: Tensor, clamped: bool) -> Tensor:
 class Reference:
     """`ends_E`: the end of each expert's rows."""
 
-    def __init__(self, ends_E: Tensor, clamped: bool) -> None:
+    def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool) -> None:
         self.clamped = clamped
-        ends = [0, *ends_E.tolist()]
-        self.parts = [slice(a, b) for a, b in pairwise(ends)]
+        sizes = host_sizes(ends_E.diff(prepend=ends_E.new_zeros(1)), num_rows)
+        self.parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
     def up(
         self, x_XD: Tensor, rows: Rows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
