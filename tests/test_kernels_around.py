@@ -32,9 +32,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 NARROW = torch.bfloat16 if HAS_GPU else torch.float32  # the interpreter's bf16 is none
 # Root-mean-square rounding of bf16 is 1 / 600; fp32 sums of some thousand numbers stay within 1e-5.
 FAR = 4e-3 if HAS_GPU else 1e-5
-runs = pytest.mark.skipif(
-    not (HAS_GPU or INTERPRETED), reason="needs a Hopper GPU or test_interpreter.py"
-)
+runs = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="needs a Hopper GPU or test_interpreter.py")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
