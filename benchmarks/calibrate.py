@@ -51,6 +51,7 @@ AT_MOST = {
     "hidden": 0.95,
     "dp_hidden": 1.0,
 }
+OURS_HIDDEN = 0.95  # of an exchange, where compute outlasts it: benchmarks/results/overlap-h200.json
 PRIOR_SPREAD, DRIFT_SPREAD, ROW_SPREAD = 0.5, 0.06, 0.08
 
 
@@ -163,12 +164,14 @@ def write(fit: Fit, rates: Rates, error: np.ndarray, held_out: np.ndarray) -> No
         "rates": rates_to(rates),
     }
     ours = {
-        "provenance": "no run of the threefold engine yet: rates of megatron-bridge, without its releases",
+        "provenance": (
+            "rates of megatron-bridge, without its releases; what overlap hides from the engine's own benchmark"
+        ),
         "rows": 0,
         "band": round(1.5 * megatron["band"], 3),
         "memory_band": 0.10,
         "seen": [],
-        "rates": rates_to(replace(rates, drift={})),
+        "rates": rates_to(replace(rates, drift={}, hidden=OURS_HIDDEN)),
     }
     OUT.write_text(json.dumps({"megatron-bridge": megatron, "threefold": ours}, indent=2) + "\n")
     print(f"wrote {OUT.relative_to(ROOT)}")

@@ -1,17 +1,16 @@
-"""How fast the kinds of expert kernels are on this GPU, each measured by `tune` first, beside compiled grouped_mm and
-SonicMoE where that is installed; and attention by cuDNN beside FlashAttention-4 where that is.
+"""How fast the kinds of expert kernels are on this GPU, each measured by `tune` first, beside compiled grouped_mm; and
+attention by cuDNN beside FlashAttention-4 where that is installed. `moe_layer.py --peers` has the layers of others.
 
-python benchmarks/expert_kernels.py [--cases qwen3-16k deepseek-v3-ep32] [--rounds 3] [--repeats 20] [--out FILE]
+python benchmarks/expert_kernels.py [--cases qwen3-16k deepseek-v3-ep32] [--repeats 40] [--out FILE]
 
-Forward and backward in bf16, the sides taking turns, so that all see the same clocks: a GPU at the limit of its power
-slows down whoever runs on it. Ratios are times over that of `auto`.
+Forward and backward in bf16, the sides taking turns at every run, so that all see the same clocks: a GPU at the limit
+of its power slows down whoever runs on it. Ratios are times over that of `auto`.
 
 Shapes: B batch, T tokens, K experts of a token, E experts, D model dim, H expert dim, S sequence.
 """
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from moe_layer import CASES, Case, facts_of, gathered_layer, grouped_rows, inputs, shape_of, times
+from moe_layer import CASES, Case, facts_of, inputs, shape_of, turns
+from moe_torch import gathered_layer, grouped_rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -38,39 +38,18 @@ def sides(case: Case, arguments: list[Tensor], wanted: list[Tensor], slope: Tens
     layers: dict[str, Callable[[], Tensor]] = {"compiled grouped_mm": partial(theirs, *arguments)}
     for kernels in ("torch", "triton", "auto", *(["cute"] if cute_works(DEVICE) else [])):
         layers[kernels] = partial(ours, *arguments, choice=kernels)
-    found: dict[str, Callable[[], object]] = {
-        name: partial(both, layer, wanted, slope) for name, layer in layers.items()
-    }
-    if case.top_k:
-        found |= sonic(case, arguments, slope)
-    return found
+    return {name: partial(both, layer, wanted, slope) for name, layer in layers.items()}
 
 
 def both(layer: Callable[[], Tensor], wanted: list[Tensor], slope: Tensor) -> object:
     return torch.autograd.grad(layer(), wanted, slope)
 
 
-def sonic(case: Case, arguments: list[Tensor], slope: Tensor) -> dict[str, Callable[[], object]]:
-    """SonicMoE with its router; it holds experts last, which is a view."""
-    try:
-        from sonicmoe.functional import moe_TC_softmax_topk_layer
-    except ImportError:
-        return {}
-    x_TD, _, _, gate_up, down = arguments
-    router_ED = torch.randn(case.num_experts, case.dim, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-
-    def layer() -> Tensor:
-        weights = gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None
-        return moe_TC_softmax_topk_layer(x_TD, router_ED, *weights, case.top_k, 0, "swiglu", concat_layout=True)[0]
-
-    return {"sonicmoe, with its router": partial(both, layer, [x_TD, router_ED, gate_up, down], slope)}
-
-
-def experts(name: str, rounds: int, repeats: int) -> dict[str, Any]:
+def experts(name: str, repeats: int) -> dict[str, Any]:
     case = CASES[name]
     best = tune(shape_of(case), max(case.top_k, 1), DEVICE)
     arguments, wanted, slope = inputs(case, DEVICE)
-    found = measured(sides(case, arguments, wanted, slope), case.flops, rounds, repeats)
+    found = measured(sides(case, arguments, wanted, slope), case.flops, repeats)
     kinds = {
         kind: str(choose(shape_of(case), arguments[0], kind)) for kind in ("triton", "cute", "auto") if kind in found
     }
@@ -78,7 +57,7 @@ def experts(name: str, rounds: int, repeats: int) -> dict[str, Any]:
     return {"auto": str(best), "choices": kinds, "sides": found}
 
 
-def attention(length: int, rounds: int, repeats: int) -> dict[str, Any]:
+def attention(length: int, repeats: int) -> dict[str, Any]:
     batch = max(16384 // length, 1)
     q, k, v, slope = (
         torch.randn(batch, heads, length, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -93,26 +72,23 @@ def attention(length: int, rounds: int, repeats: int) -> dict[str, Any]:
     if flash4_works(DEVICE):
         layers["fa4"] = partial(flash4, q, k, v, scale=HEAD_DIM**-0.5)
     flops = 2.0 * batch * length**2 * HEADS * HEAD_DIM  # two products of half a square
-    forward = measured(layers, flops, rounds, repeats)
+    forward = measured(layers, flops, repeats)
     calls = {name: partial(both, layer, [q, k, v], slope.detach()) for name, layer in layers.items()}
-    whole = measured(calls, 3.5 * flops, rounds, repeats)
+    whole = measured(calls, 3.5 * flops, repeats)
     shown(f"attention {length}", forward, "cudnn")
     shown(f"attention {length} both", whole, "cudnn")
     return {"forward": forward, "both": whole}
 
 
-def measured(
-    calls: dict[str, Callable[[], object]], flops: float, rounds: int, repeats: int
-) -> dict[str, dict[str, float]]:
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name in list(taken):
-            try:
-                taken[name] += times(calls[name], DEVICE, repeats)
-            except Exception as error:
-                print(f"{name} does not run: {str(error)[:300]}", flush=True)
-                del taken[name]
-    ms = {name: statistics.median(found) for name, found in taken.items()}
+def measured(calls: dict[str, Callable[[], object]], flops: float, repeats: int) -> dict[str, dict[str, float]]:
+    running = dict(calls)
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            print(f"{name} does not run: {str(error)[:300]}", flush=True)
+            del running[name]
+    ms = turns(running, DEVICE, repeats)
     return {name: {"ms": one, "tflops": flops / one / 1e9} for name, one in ms.items()}
 
 
@@ -126,17 +102,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=["qwen3-16k", "deepseek-v3-ep32"], choices=list(CASES))
     parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 32768, 131072])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"machine": {**facts_of(DEVICE), "quack": quack_version()}, "experts": {}, "attention": {}}
     for name in args.cases:
-        found["experts"][name] = experts(name, args.rounds, args.repeats)
+        found["experts"][name] = experts(name, args.repeats)
         torch.cuda.empty_cache()
         _write(args.out, found)
     for length in args.lengths:
-        found["attention"][length] = attention(length, args.rounds, max(args.repeats // 4, 2))
+        found["attention"][length] = attention(length, max(args.repeats // 4, 2))
         torch.cuda.empty_cache()
         _write(args.out, found)
     return 0

@@ -1,13 +1,16 @@
-"""How fast a layer's experts are: ours against torch's grouped product, eager and compiled, in one process.
+"""How fast a layer's experts are: ours against torch's grouped product, eager and compiled, and against the layers of
+other libraries that are installed (`moe_peers.py`), in one process.
 
-python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-block fp8-row] [--rounds 3] [--repeats 10]
-    [--tune] [--out FILE]
+python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-block fp8-row] [--repeats 40]
+    [--tune] [--peers [search]] [--out FILE]
 
 Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the
-gradients of input, router weights and expert weights. The sides take turns, so that all see the same clocks; a ratio is
-their time over ours in bf16. In FP8 weights are quantised beforehand, as once an optimizer step is enough; what that
-takes is said beside. Saved: bytes a token that the forward leaves behind for the backward, the layer's input included
-(in FP8 a copy in one byte is kept in its place), its output not.
+gradients of input, router weights and expert weights: sorting is in, the router is not, on all sides. They take turns
+at every run, so that all see the same clocks: a GPU at the limit of its power is as slow as the last second has made
+it, whoever ran then. A ratio is their time over ours in bf16. In FP8 weights are quantised beforehand, as once an
+optimizer step is enough; what that takes is said beside. Saved: bytes a token that the forward leaves for the backward,
+the layer's input included (in FP8 a copy in one byte is kept in its place), its output not. As dense products: the
+layer's six products with one weight for all rows, and nothing before, between or behind them.
 
 Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim, X = 2 H.
 """
@@ -19,14 +22,16 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from moe_peers import Side, peers
+from moe_torch import gathered_layer, grouped_layer, grouped_rows
 from torch import Tensor
 
 from threefold.engine.kernels.choose import Shape, choose
@@ -61,44 +66,10 @@ CASES = {
     "gpt-oss-shape": Case(16384, 4, 32, 2880, 2880),
     "tiny": Case(64, 2, 4, 64, 128),
 }
+WARMUP = 20  # turns
 RECIPES = {"fp8-block": "blockwise", "fp8-row": "rowwise"}
-SIDES = ("eager", "compiled", "compiled, gathered", "threefold", *RECIPES)
 DEFAULT = [name for name in CASES if name != "tiny"]
 Layer = Callable[..., Tensor]
-
-
-def grouped_layer(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """As it is commonly written."""
-    token_R, rows = prepared(x_TD, weight_TK, expert_TK, len(down))
-    return torch.zeros_like(x_TD).index_add(0, token_R[0], grouped_rows(*rows, gate_up, down))
-
-
-def gathered_layer(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Of several ways to write it, the one that compiles to the fastest code."""
-    (_, order_R), rows = prepared(x_TD, weight_TK, expert_TK, len(down))
-    place_R = torch.arange(len(order_R), device=order_R.device)
-    row_TK = torch.empty_like(order_R).scatter_(0, order_R, place_R).view_as(expert_TK)
-    return grouped_rows(*rows, gate_up, down)[row_TK].sum(dim=1)
-
-
-def prepared(
-    x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, num_experts: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """-> ((token of each row, slot of each row), arguments of `grouped_rows`)."""
-    flat = expert_TK.flatten()
-    order_R = flat.argsort(stable=True)
-    count_E = torch.zeros(num_experts, dtype=torch.long, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
-    token_R = order_R // expert_TK.shape[1]
-    return (token_R, order_R), (x_TD[token_R], weight_TK.flatten()[order_R], count_E)
-
-
-def grouped_rows(x_RD: Tensor, weight_R: Tensor, count_E: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    ends_E = count_E.cumsum(0).to(torch.int32)
-    gate_RH, up_RH = F.grouped_mm(x_RD, gate_up.mT, offs=ends_E).chunk(2, dim=-1)
-    y_RD = F.grouped_mm(F.silu(gate_RH) * up_RH, down.mT, offs=ends_E)
-    return (y_RD * weight_R[:, None]).to(x_RD.dtype)
 
 
 def inputs(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -146,56 +117,88 @@ def bf16_sides(case: Case) -> dict[str, Layer]:
     return found
 
 
-def measure(case: Case, device: torch.device, rounds: int, repeats: int, precisions: list[str]) -> dict[str, Any]:
+def measure(
+    case: Case, device: torch.device, repeats: int, precisions: list[str], others: str | None
+) -> dict[str, Any]:
     arguments, wanted, slope = inputs(case, device)
+    layers = {name: Side(layer, arguments, wanted) for name, layer in sides(case, precisions).items()}
+    missing: dict[str, str] = {}
+    if others and case.top_k:
+        clock = partial(turns, device=device, repeats=max(repeats // 4, 1))
+        for name, side in peers(layers["threefold"], slope, clock, others == "search"):
+            if isinstance(side, Side):
+                layers[name] = side
+            else:
+                missing[name] = side
     found: dict[str, Any] = {}
-    layers = sides(case, precisions)
-
-    def both(layer: Layer) -> None:
-        torch.autograd.grad(layer(*arguments), wanted, slope)
-
-    for name, layer in layers.items():
-        kept = saved(layer, arguments, case, name not in RECIPES)
-        found[name] = {"saved_bytes_per_token": kept, "forward": [], "both": []}
-    for _ in range(rounds):
-        for name, layer in layers.items():
-            found[name]["forward"] += times(lambda layer=layer: layer(*arguments), device, repeats)
-            found[name]["both"] += times(lambda layer=layer: both(layer), device, repeats)
-    for one in found.values():
-        one["forward_ms"], one["ms"] = (statistics.median(one.pop(part)) for part in ("forward", "both"))
+    for name, side in layers.items():
+        kept = saved(side, case, name not in RECIPES)
+        found[name] = {"saved_bytes_per_token": kept}
+    forward = turns({name: side.forward for name, side in layers.items()}, device, repeats // 2)
+    six = {"dense": dense(case, device)}
+    whole = turns({name: partial(side.both, slope) for name, side in layers.items()} | six, device, repeats)
+    for name, one in found.items():
+        one["forward_ms"], one["ms"] = forward[name], whole[name]
         one["tflops"] = case.flops / one["ms"] / 1e9
     for name in (name for name in RECIPES if name in found):
         work = partial(quantize_weights, *arguments[3:], RECIPES[name])
-        found[name]["quantize_weights_ms"] = statistics.median(times(work, device, repeats))
-    found["ratio"] = {name: found[name]["ms"] / found["threefold"]["ms"] for name in layers if name != "threefold"}
-    return found
+        found[name]["quantize_weights_ms"] = turns({name: work}, device, repeats)[name]
+    ratio = {name: found[name]["ms"] / found["threefold"]["ms"] for name in layers if name != "threefold"}
+    return found | {
+        "ratio": ratio,
+        "missing": missing,
+        "dense": {"ms": whole["dense"], "tflops": case.flops / whole["dense"] / 1e9},
+    }
 
 
-def saved(layer: Layer, arguments: list[Tensor], case: Case, keeps_input: bool) -> float | None:
+def saved(side: Side, case: Case, keeps_input: bool) -> float | None:
     for _ in range(2):  # what is made once, compiled code among it, must not count
-        layer(*arguments)
-    if arguments[0].device.type != "cuda":
+        side.forward()
+    x = side.arguments[0]
+    if x.device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated()
-    y = layer(*arguments)
+    y = side.forward()
     kept = torch.cuda.memory_allocated() - before - y.nbytes
-    return (kept + (arguments[0].nbytes if keeps_input else 0)) / case.num_tokens
+    return float(kept + (x.nbytes if keeps_input else 0)) / case.num_tokens
 
 
-def times(work: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Milliseconds of each; nothing but the order of things where there is no CUDA device."""
+def dense(case: Case, device: torch.device) -> Callable[[], object]:
+    num_rows, dim, half = case.num_rows, case.dim, case.expert_dim
+    sizes = (num_rows, dim), (2 * half, dim), (dim, half), (num_rows, 2 * half), (num_rows, half)
+    x_RD, gate_up_XD, down_DH, gate_up_RX, act_RH = (
+        torch.randn(size, device=device, dtype=torch.bfloat16) for size in sizes
+    )
+
+    def six() -> None:
+        for left, right in (
+            (x_RD, gate_up_XD.t()),
+            (act_RH, down_DH.t()),
+            (x_RD, down_DH),
+            (gate_up_RX, gate_up_XD),
+            (gate_up_RX.t(), x_RD),
+            (x_RD.t(), act_RH),
+        ):
+            left @ right
+
+    return six
+
+
+def turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats: int) -> dict[str, float]:
+    """Median milliseconds of each; nothing but the order of things where there is no CUDA device."""
     if device.type != "cuda":
-        work()
-        return [float("nan")]
-    for _ in range(3):
-        work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
+        return {name: float("nan") for name, call in calls.items() if call() is not calls}
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for turn in range(WARMUP + repeats):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            if turn >= WARMUP:
+                marks[name].append((begin, end))
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return {name: statistics.median(a.elapsed_time(b) for a, b in taken) for name, taken in marks.items()}
 
 
 def facts_of(device: torch.device) -> dict[str, Any]:
@@ -204,6 +207,9 @@ def facts_of(device: torch.device) -> dict[str, Any]:
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     if "triton" in sys.modules:
         facts["triton"] = sys.modules["triton"].__version__
+    for name in ("quack-kernels", "nvidia-cutlass-dsl", "sonic-moe", "torchtitan"):
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
     return facts
 
 
@@ -215,33 +221,43 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=DEFAULT, choices=list(CASES))
     parser.add_argument("--precision", nargs="+", default=["bf16"], choices=("bf16", *RECIPES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument(
         "--tune", action="store_true", help="measure the kernels of each shape first, and keep the best"
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="some",
+        choices=("some", "search"),
+        help="beside the layers of other libraries that are installed; search: SonicMoE by its own search, too",
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
     rows: dict[str, Any] = {}
-    print(f"{'case':20} {'side':18} {'fwd ms':>8} {'ms':>8} {'TFLOP/s':>8} {'saved B/token':>14} {'over ours':>13}")
+    print(f"{'case':20} {'side':20} {'fwd ms':>8} {'ms':>8} {'TFLOP/s':>8} {'saved B/token':>14} {'over ours':>13}")
     for name in args.cases:
         case = CASES[name]
         if args.tune:
             from threefold.engine.kernels.tune import tune
 
             tune(shape_of(case), max(case.top_k, 1), device)
-        row = measure(case, device, args.rounds, args.repeats, args.precision)
+        row = measure(case, device, args.repeats, args.precision, args.peers)
         choice = choose(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))
         rows[name] = {"case": asdict(case), "choice": asdict(choice) if choice else None, **row}
-        for side in (side for side in SIDES if side in row):
+        for side in (side for side in row if side not in ("ratio", "missing", "dense")):
             one, ratio = row[side], row["ratio"].get(side)
             kept = "-" if one["saved_bytes_per_token"] is None else f"{one['saved_bytes_per_token']:,.0f}"
-            said = f"{name:20} {side:18} {one['forward_ms']:8.3f} {one['ms']:8.3f} {one['tflops']:8.0f} {kept:>14}"
+            said = f"{name:20} {side:20} {one['forward_ms']:8.3f} {one['ms']:8.3f} {one['tflops']:8.0f} {kept:>14}"
             said += f" {ratio:12.3f}x" if ratio else ""
             weights = one.get("quantize_weights_ms")
             print(said + (f"  (weights {weights:.3f} ms)" if weights else ""), flush=True)
+        for side, reason in row["missing"].items():
+            print(f"{name:20} {side:20} not measured: {reason}", flush=True)
+        ms, tflops = row["dense"]["ms"], row["dense"]["tflops"]
+        print(f"{name:20} {'as dense products':20} {'':8} {ms:8.3f} {tflops:8.0f}", flush=True)
         gc.collect()
         if args.out:  # as far as it got
             args.out.write_text(json.dumps({"machine": facts_of(device), "rows": rows}, indent=1), encoding="utf-8")

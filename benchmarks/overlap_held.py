@@ -6,20 +6,21 @@ Nothing travels: what is measured is whether the schedule finds compute to put b
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from held_exchanges import HeldDispatcher, Transport
 
-from threefold.engine.build import Parts, build
-from threefold.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllTicket
-from threefold.engine.dispatch.flight import Flight, Wait, begin
+from threefold.engine.build import build
+from threefold.engine.data.loader import Batch
 from threefold.engine.mesh import ALONE, Mesh
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.oracle import batch_of
-from threefold.engine.runner import InTurn, Merged
+from threefold.engine.overlap.intervals import common, length, union
+from threefold.engine.runner import InTurn, Merged, Runner
 from threefold.engine.train import to_device
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
@@ -27,69 +28,12 @@ from threefold.spec.model import GqaSpec, MoeSpec
 from threefold.spec.models import QWEN3_30B
 
 WANTED = {"hidden": 0.90, "cost": 0.02}
-FEW, MORE = 4, 8  # microbatches
-
-
-class Transport:
-    """Copies rows to where they are, and has them arrive `seconds` later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
-            self.cycles_a_second = _cycles_a_second()
-
-    def start(self, *tensors: Tensor) -> tuple[Sequence[Tensor], Wait]:
-        if self.device.type != "cuda":
-            until = time.perf_counter() + self.seconds
-            return [tensor.clone() for tensor in tensors], lambda: time.sleep(max(0.0, until - time.perf_counter()))
-        now = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream):
-            out = [tensor.clone() for tensor in tensors]
-            if self.seconds:
-                torch.cuda._sleep(int(self.seconds * self.cycles_a_second))
-        arrived = self.stream.record_event()
-
-        for tensor in tensors:
-            tensor.record_stream(self.stream)
-
-        def arrive() -> None:
-            torch.cuda.current_stream(self.device).wait_event(arrived)
-            for tensor in out:
-                tensor.record_stream(torch.cuda.current_stream(self.device))
-
-        return out, arrive
-
-
-def _cycles_a_second() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10_000_000)
-    start.record()
-    torch.cuda._sleep(100_000_000)
-    end.record()
-    end.synchronize()
-    return 1e8 / (start.elapsed_time(end) / 1e3)
-
-
-@dataclass(frozen=True)
-class HeldDispatcher(AllToAllDispatcher):
-    transport: Transport | None = None
-
-    def _flight(self) -> Flight:
-        assert self.transport is not None
-        return Flight(self.transport.start, self.transport.start)
-
-    def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor]:
-        ticket.counts.read()
-        ticket.there = self._flight()
-        x_PD, weight_P = begin(ticket.there, ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK))
-        return x_PD, weight_P
-
-    def send_back(self, y_PD: Tensor, ticket: AllToAllTicket) -> Tensor:
-        ticket.back = self._flight()
-        (y_SD,) = begin(ticket.back, y_PD)
-        return y_SD
+NONE = "no overlap"
+FEW, MORE = 2, 5  # microbatches
+FEW_TOKENS = 64  # in a sequence: so few that a GPU waits for the host, whose time is then measured
+RANKS = 8  # of expert parallelism, of which this is one
+# Bytes a second each way of one H200: what all-to-all gets of NVLink's 450 GB/s, and of a 400 Gbit/s card.
+LINKS = {"NVLink": 300e9, "InfiniBand": 45e9}
 
 
 def plan_of(tiny: bool) -> Plan:
@@ -104,78 +48,183 @@ def plan_of(tiny: bool) -> Plan:
         "cluster.chip": "cpu" if tiny else "h200",
         "cluster.gpus": 1,
         "job.seq_len": 64 if tiny else 4096,
-        "job.global_batch": MORE,
+        "job.micro_batch": 1 if tiny else 4,
+        "job.global_batch": MORE if tiny else 4 * MORE,
         "job.routing": "forced-balance",
         "job.data": "synthetic",
         "knobs.precision": "fp32" if tiny else "bf16",
+        "knobs.expert_fusion": True,
     }
     parsed = parse(fields, model=model)
     assert parsed.plan, parsed.findings
     return parsed.plan
 
 
+@dataclass
+class Steady:
+    """Runs of few and of more microbatches, and of the latter the seconds of exchanges."""
+
+    few: list[float]
+    more: list[float]
+    under_way: list[float]
+    exposed: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch more."""
+        return (statistics.median(self.more) - statistics.median(self.few)) / (MORE - FEW)
+
+    @property
+    def hidden(self) -> float:
+        return 1 - sum(self.exposed) / sum(self.under_way)
+
+
+class Bench:
+    """A model whose exchanges are held, and the three ways to run it."""
+
+    def __init__(self, plan: Plan, device: torch.device, spin: bool) -> None:
+        self.plan, self.device, self.transport = plan, device, Transport(device, spin)
+        self.parts = build(plan, Mesh(plan.layout, device=device), with_data=False)
+        for layer in self.parts.model.modules():
+            if isinstance(layer, MoeLayer):
+                layer.dispatcher = HeldDispatcher(len(layer.experts.down), ALONE, transport=self.transport)
+        model = self.parts.model
+        self.runners: dict[str, Runner] = {
+            NONE: InTurn(model),
+            "overlap": Merged(model, False),
+            "overlap, delayed weights": Merged(model, True),
+        }
+
+    def steady(self, holds: Sequence[float], warmup: int, turns: int, seq_len: int) -> list[dict[str, Steady]]:
+        """For each hold and runner. All by turns: a slow drift of the clock cancels."""
+        plan = replace(self.plan, job=replace(self.plan.job, seq_len=seq_len))
+        batches = [to_device(batch_of(plan, 0, number, 0), self.device) for number in range(MORE)]
+        found = {(hold, name): Steady([], [], [], []) for hold, name in product(holds, self.runners)}
+        for turn in range(warmup + turns):
+            for (hold, name), one in found.items():
+                self.transport.seconds = hold
+                few, more = (self._time(self.runners[name], batches[:count]) for count in (FEW, MORE))
+                if turn >= warmup:
+                    one.few.append(few)
+                    one.more.append(more)
+                    under_way, exposed = self._exposed()
+                    one.under_way.append(under_way)
+                    one.exposed.append(exposed)
+        return [{name: found[hold, name] for name in self.runners} for hold in holds]
+
+    def holds(self, instant: dict[str, Steady], shares: Sequence[float]) -> list[float]:
+        """So long that exchanges take these shares of the time without overlap."""
+        num_exchanges = 4 * self.plan.model.num_layers
+        return [instant[NONE].seconds * share / (1 - share) / num_exchanges for share in shares]
+
+    def _time(self, runner: Runner, batches: list[Batch]) -> float:
+        self.parts.data.begin(len(batches))
+        self.transport.seen.clear()
+        self._wait()
+        start = time.perf_counter()
+        runner.run(batches, [1 / len(batches)] * len(batches))
+        self._wait()
+        taken = time.perf_counter() - start
+        self.parts.data.finish()
+        return taken
+
+    def _exposed(self) -> tuple[float, float]:
+        """Seconds in which exchanges of the last run were under way, and in which compute stood still for them.
+
+        The first forward and the last backward, which have nothing beside them, are left out.
+        """
+        ends = 2 * self.plan.model.num_layers
+        exchanges = self.transport.seen[ends:-ends]
+        under_way = union(exchange.under_way for exchange in exchanges)
+        return length(under_way), length(common(under_way, [exchange.waited for exchange in exchanges]))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device(args.device)
     torch.set_num_threads(1)
-    plan, transport = plan_of(args.tiny), Transport(device)
-    parts = build(plan, Mesh(plan.layout, device=device), with_data=False)
-    for layer in parts.model.modules():
-        if isinstance(layer, MoeLayer):
-            layer.dispatcher = HeldDispatcher(len(layer.experts.down), ALONE, transport=transport)
-    runners = {
-        "no overlap": InTurn(parts.model),
-        "overlap": Merged(parts.model, False),
-        "overlap, delayed weights": Merged(parts.model, True),
+    bench = Bench(plan_of(args.tiny), torch.device(args.device), args.spin)
+    seq_len = bench.plan.job.seq_len
+    [host] = bench.steady([0.0], args.warmup, args.steps, seq_len=FEW_TOKENS)
+    [once] = bench.steady([0.0], args.warmup, 1, seq_len)
+    holds = bench.holds(once, args.shares)
+    return {"held_by": "a kernel" if args.spin else "the host"} | sum_up(
+        bench.plan, host, holds, bench.steady([0.0, *holds], 1, args.steps, seq_len)
+    )
+
+
+def sum_up(
+    plan: Plan, host: dict[str, Steady], holds: Sequence[float], found: Sequence[dict[str, Steady]]
+) -> dict[str, Any]:
+    """`found` begins with instant exchanges."""
+    instant = _seconds(found[0])
+    rows = [_row(hold, held) for hold, held in zip(holds, found[1:], strict=True)]
+    main = rows[len(rows) // 2]
+    costs = {name: seconds / instant[NONE] - 1 for name, seconds in instant.items() if name != NONE}
+    return {
+        "tokens": plan.job.micro_batch * plan.job.seq_len,
+        "num_layers": plan.model.num_layers,
+        "num_exchanges": 4 * plan.model.num_layers,
+        "exchange_bytes": _bytes_that_leave(plan),
+        "hold_seconds": main["hold_seconds"],
+        "microbatch_seconds": {"instant": instant, "held": main["held"]},
+        "share": main["share"],
+        "hidden": main["hidden"],
+        "cost_with_instant_exchanges": costs["overlap"],
+        "costs": costs,
+        "host_seconds": _seconds(host),
+        "sweep": rows,
+        "reached": max(main["hidden"].values()) >= WANTED["hidden"] and costs["overlap"] <= WANTED["cost"],
     }
-    batches = [to_device(batch_of(plan, 0, number, 0), device) for number in range(MORE)]
 
-    def steady(name: str, seconds: float) -> float:
-        """Of one microbatch more; the two counts by turns, so that a slow drift of the clock cancels out."""
-        transport.seconds = seconds
-        times: dict[int, list[float]] = {FEW: [], MORE: []}
-        for turn in range(args.warmup + args.steps):
-            for count, row in times.items():
-                seconds_taken = _time(parts, runners[name].run, batches[:count], device)
-                if turn >= args.warmup:
-                    row.append(seconds_taken)
-        return (statistics.median(times[MORE]) - statistics.median(times[FEW])) / (MORE - FEW)
 
-    instant = {name: steady(name, 0.0) for name in runners}
-    num_exchanges = 4 * plan.model.num_layers
-    hold = instant["no overlap"] * args.share / (1 - args.share) / num_exchanges
-    held = {name: steady(name, hold) for name in runners}
-    total = held["no overlap"] - instant["no overlap"]
-    hidden = {name: 1 - (held[name] - instant[name]) / total for name in list(runners)[1:]}
-    cost = instant["overlap"] / instant["no overlap"] - 1
+def _seconds(found: dict[str, Steady]) -> dict[str, float]:
+    return {name: one.seconds for name, one in found.items()}
+
+
+def _row(hold: float, found: dict[str, Steady]) -> dict[str, Any]:
+    held = _seconds(found)
+    alone = found[NONE]
     return {
         "hold_seconds": hold,
-        "microbatch_seconds": {"instant": instant, "held": held},
-        "share": total / held["no overlap"],
-        "hidden": hidden,
-        "cost_with_instant_exchanges": cost,
-        "reached": max(hidden.values()) >= WANTED["hidden"] and cost <= WANTED["cost"],
+        "share": statistics.median(alone.exposed) / (MORE - 1) / held[NONE],
+        "held": held,
+        "hidden": {name: one.hidden for name, one in found.items() if name != NONE},
+        "gain": {name: held[NONE] / seconds for name, seconds in held.items() if name != NONE},
     }
 
 
-def _time(parts: Parts, run: Callable[..., Any], batches: list[Any], device: torch.device) -> float:
-    parts.data.begin(len(batches))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(batches, [1 / len(batches)] * len(batches))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    taken = time.perf_counter() - start
-    parts.data.finish()
-    return taken
+def _bytes_that_leave(plan: Plan) -> int:
+    """Of one exchange of rows, on one of eight ranks that hold equal parts of the experts; bf16."""
+    assert plan.model.moe
+    rows = plan.job.micro_batch * plan.job.seq_len * plan.model.moe.top_k
+    return rows * plan.model.dim * 2 * (RANKS - 1) // RANKS
 
 
 def show(found: dict[str, Any]) -> None:
-    times = found["microbatch_seconds"]
-    print(
-        f"each exchange held for {found['hold_seconds'] * 1e3:.3f} ms; {found['share']:.1%} of the time without overlap"
-    )
-    for name, seconds in times["held"].items():
-        hidden = f"  hidden {found['hidden'][name]:.1%}" if name in found["hidden"] else ""
-        print(f"{name:<26}{times['instant'][name] * 1e3:>9.3f} ms instant{seconds * 1e3:>9.3f} ms held{hidden}")
-    print(f"with instant exchanges the merged schedule costs {found['cost_with_instant_exchanges']:+.1%}")
+    times, bytes_ = found["microbatch_seconds"], found["exchange_bytes"]
+    print(f"milliseconds of a microbatch of {found['tokens']:,} tokens in {found['num_layers']} layers")
+    print(_line("", "host", "instant", [f"held {_ms(row['hold_seconds'])}" for row in found["sweep"]]))
+    for name, instant in times["instant"].items():
+        cells = [f"{_ms(row['held'][name])}{_told(row, name):>22}" for row in found["sweep"]]
+        print(_line(name, _ms(found["host_seconds"][name]), _ms(instant), cells))
+    shares = ", ".join(f"{row['share']:.0%}" for row in found["sweep"])
+    print(f"exchanges take {shares} of the time without overlap")
+    links = ", ".join(f"{_ms(bytes_ / rate)} at {rate / 1e9:.0f} GB/s ({link})" for link, rate in LINKS.items())
+    print(f"an exchange of {bytes_ / 1e6:.0f} MB, what leaves one of {RANKS} ranks, would take {links}")
+    costs = ", ".join(f"{name} {cost:+.1%}" for name, cost in found["costs"].items())
+    print(f"with instant exchanges the merged schedule costs: {costs}")
+
+
+def _line(name: str, host: str, instant: str, cells: Sequence[str]) -> str:
+    return f"{name:<26}{host:>8}{instant:>9}" + "".join(f"{cell:>30}" for cell in cells)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def _told(row: dict[str, Any], name: str) -> str:
+    return f"{row['gain'][name]:.2f}x, hidden {row['hidden'][name]:.1%}" if name in row["gain"] else ""

@@ -89,6 +89,8 @@ def network(bits_per_second: float | None) -> Iterator[list[str]]:
                 # A small bucket: what one saves up while the link idles goes at once, which favours no overlap.
                 rate = ("rate", f"{int(bits_per_second)}bit", "burst", "32kb", "limit", "8mb")
                 _do(*inside, "tc", "qdisc", "add", "dev", "tf0", "root", "tbf", *rate)
+                # A connection may not fill the queue of the link: others share it, as they do in a paced network.
+                _do(*inside, "sysctl", "-w", "net.ipv4.tcp_limit_output_bytes=32768")
         yield names
     finally:
         for name in names:

@@ -30,6 +30,7 @@ DEEPSEEK = {"model": "deepseek-v3", "model.num_layers": 4, "job.mtp": 0, "cluste
 NEXT = {"model": "qwen3-next-80b-a3b", "model.num_layers": 4, "job.mtp": 0, "cluster.gpus": 64, "layout.ep": 16}
 FULL = {"knobs.recompute": ("full",), "knobs.recompute_method": "uniform", "knobs.recompute_layers": 1}
 FSDP = {"knobs.data_parallel": "fsdp"}
+OVERLAP = {"knobs.ep_overlap": True, "knobs.delay_wgrad": True}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3-30b ep8 4k": {**QWEN, "job.seq_len": 4096},
     "deepseek-v3 ep32 4k, 4 layers": {**DEEPSEEK, "job.seq_len": 4096},
@@ -50,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "qwen3-30b-a3b", "model.num_layers": 8, "cluster.gpus": 1, "job.seq_len": 4096, "job.micro_batch": 4,
     },
     "qwen3-30b ep8 64k full, 8 layers": {**QWEN, "model.num_layers": 8, "job.seq_len": 65536, **FULL},
+    "qwen3-30b ep8 4k overlap, 8 layers": {**QWEN, "model.num_layers": 8, "job.seq_len": 4096, **OVERLAP},
+    "deepseek-v3 ep32 4k overlap, 4 layers": {**DEEPSEEK, "job.seq_len": 4096, **OVERLAP},
     "qwen3-30b ep8 pp4 4k": {**QWEN, "layout.pp": 4, "job.seq_len": 4096},
 }  # fmt: skip
 
@@ -73,6 +76,7 @@ def on_cuda(names: list[str], seconds: float, path: Path | None, results: Path) 
     began = time.monotonic()
     jobs = max(1, (os.cpu_count() or 2) - 2)
     rows, kept = [], []
+    results.mkdir(exist_ok=True)
     # Forked before this process has a GPU.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         coming = {name: pool.submit(_rehearsed, name) for name in names}
@@ -83,18 +87,21 @@ def on_cuda(names: list[str], seconds: float, path: Path | None, results: Path) 
             one = _one(name, coming[name])
             kept.append(one)
             rows.append(_row(one))
+            (path or results / f"rehearsal-{_device()}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
             print(f"[{time.monotonic() - began:.0f} s] " + " | ".join(rows[-1]), flush=True)
             _explain(one)
     header = ["case", "allocator, GiB", "rehearsed", "off", "estimate off", "peak at"]
     print(table(header, rows))
-    device = torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-")
-    results.mkdir(exist_ok=True)
-    (path or results / f"rehearsal-{device}.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
     return 0
 
 
+def _device() -> str:
+    return torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-")
+
+
 def _one(name: str, coming: "Future[dict[str, Any]]") -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, "plan": {key: str(value) for key, value in CASES[name].items()}}
+    plan = {key: str(value) for key, value in CASES[name].items()}
+    found: dict[str, Any] = {"name": name, "plan": plan, "torch": torch.__version__}
     began = time.monotonic()
     try:
         found["measured"] = look(case(name), 0, torch.device("cuda", 0)).to_json()

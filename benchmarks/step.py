@@ -4,8 +4,10 @@ python benchmarks/step.py [--layers 8] [--micro 1 4] [--sides ...] [--steps 8] [
 python benchmarks/step.py --device cpu --tiny        the same code on a small shape; its times mean nothing
 
 Qwen3-30B-A3B cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. All sides keep weights, gradients
-and moments in bf16 without fp32 masters, but for "threefold, fp32", which has both in fp32; all choose experts by their
-own routers, and compute no balancing loss. The ceiling is a bf16 product of 8192^3 in the same run.
+and moments in bf16 without fp32 masters, but for "threefold, fp32", which has both in fp32; "one graph" replays forward
+and backward as one CUDA graph. All choose experts by their own routers, and compute no balancing loss. Experts run on
+what `threefold env --tune` found here, else on the default kernels. The ceiling is a bf16 product of 8192^3 in the same
+run.
 """
 
 import argparse
@@ -27,6 +29,8 @@ from torch import Tensor
 
 from threefold.engine.build import options_of, parts_alone
 from threefold.engine.data.loader import Batch
+from threefold.engine.kernels.choose import choose
+from threefold.engine.kernels.tune import shape_of
 from threefold.engine.loss import IGNORE
 from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
@@ -48,7 +52,7 @@ TINY = replace(
     moe=MoeSpec(num_experts=8, top_k=2, expert_dim=32),
 )
 BETAS, LR, NUM_BATCHES = (0.9, 0.95), 1e-5, 4
-SIDES = ("threefold", "threefold, fp32", "transformers", "transformers, compiled")
+SIDES = ("threefold", "threefold, one graph", "threefold, fp32", "transformers", "transformers, compiled")
 Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
 
 
@@ -81,6 +85,10 @@ def ours(plan: Plan, device: torch.device, wide: bool = False) -> Step:
         return train_step(parts, [Batch(tokens_BS, labels_BS)], LR, plan.job).loss
 
     return step
+
+
+def in_one_graph(plan: Plan, device: torch.device) -> Step:
+    return ours(replace(plan, knobs=replace(plan.knobs, graphs=("full_iteration",))), device)
 
 
 def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bool = False) -> Step:
@@ -118,7 +126,7 @@ def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bo
 
 
 MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(
-    zip(SIDES, (ours, partial(ours, wide=True), peer, partial(peer, compiled=True)), strict=True)
+    zip(SIDES, (ours, in_one_graph, partial(ours, wide=True), peer, partial(peer, compiled=True)), strict=True)
 )
 
 
@@ -261,7 +269,9 @@ def main() -> int:
     for layers in args.layers:
         for micro in args.micro:
             plan = plan_of(model, layers, micro, seq_len, more)
+            choice = choose(shape_of(plan), torch.empty(0, dtype=torch.bfloat16, device=device))
             row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "set": more}
+            row["experts"] = str(choice)
             for side in args.sides:
                 row[side] = measure(side, plan, device, args.steps, args.warmup)
                 print(f"{layers} layers, microbatch {micro}, {side}: {row[side]}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 To look further: pytest --hypothesis-profile=explore --timeout=0
 """
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,21 @@ from hypothesis import settings
 settings.register_profile("repeat", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("repeat")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU, a process that has run a backward can fork no ranks that will: tests that fork go first."""
+    try:
+        import torch
+    except ImportError:
+        return
+    if torch.cuda.is_available():
+        items.sort(key=lambda item: not _forks(item))
+
+
+def _forks(item: pytest.Item) -> bool:
+    source = inspect.getsource(item.function) if isinstance(item, pytest.Function) else ""
+    return "run_ranks(" in source or "compare(plan" in source
 
 
 @pytest.fixture

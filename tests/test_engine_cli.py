@@ -29,6 +29,8 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     assert contract["benchmark_only"] is True
     assert contract["torch"] == torch.__version__
     assert [stretch["steady_steps"] for stretch in contract["timing"]] == [[1, 1], [3, 3]]  # half is warm-up here
+    loads = json.loads((run / "loads.json").read_text())
+    assert [sum(layer) for layer in loads] == [8 * 32 * 4] * 4  # sequences, tokens, experts of a token; four layers
     capsys.readouterr()
     assert main(["sample", str(run), "--prompt", "def ", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")

@@ -90,6 +90,42 @@ def test_a_plan_knows_the_shape_of_its_experts() -> None:
     assert tune.shape_of(alone) == Shape(2 * 4096 * 8, 128, 2048, 768, gathered=True)
 
 
+class Mark:
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def elapsed_time(self, other: "Mark") -> float:
+        return other.ms - self.ms
+
+
+def test_the_fastest_kernels_that_fit_together_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds by hand: torch 3, ours 2 but for one FC2 that does not run, quack 1 but 9 for FC1's activation."""
+    home = pytest.importorskip("threefold.engine.kernels.tune", exc_type=ImportError)
+    kept: dict[str, Choice] = {}
+
+    def cost(step: str, config: Any) -> float:
+        if step == "down" and isinstance(config, Config) and config.flat:
+            raise RuntimeError("out of resource: shared memory")
+        return 3 if config is None else 2 if isinstance(config, Config) else 9 if step == "up" else 1
+
+    def run(choice: Choice, timed: tuple[str, str]) -> tuple[Mark, Mark]:
+        steps = STEPS if timed[0] != timed[1] else timed[:1]
+        return Mark(0), Mark(sum(cost(step, getattr(choice, step)) for step in steps))
+
+    monkeypatch.setattr(home, "_work", lambda *given: run)
+    monkeypatch.setattr(home, "cute_works", lambda device: True)
+    monkeypatch.setattr(home, "save", lambda device, shape, choice, kind="auto": kept.update({kind: choice}))
+    monkeypatch.setattr(home.torch.cuda, "synchronize", lambda: None)
+    best = home.tune(QWEN, 8, torch.device("cuda"))
+    assert kept.keys() == {"torch", "triton", "cute", "auto"}
+    assert best == kept["auto"]
+    # FC1 and the gradient of its activation by ours, 2 + 2, the products by quack's, 4: less than 9 + 5 by quack alone.
+    assert {step for step in STEPS if isinstance(getattr(best, step), Config)} == {"up", "act_grad"}
+    assert not kept["triton"].cute
+    assert kept["triton"].down == Config()
+    assert kept["torch"] == Choice()
+
+
 @pytest.mark.skipif(not HAS_CUTE, reason="quack-kernels on a Hopper GPU")
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("choice", [CUTE, BESIDE], ids=["all", "beside ours"])

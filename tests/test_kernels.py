@@ -7,6 +7,7 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,19 +169,38 @@ def test_without_a_gpu_plain_torch_is_chosen() -> None:
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
 @pytest.mark.parametrize("path", [fused, by_rows])
 def test_interpreted(path: Any, activation: str, bias: bool, load: str) -> None:
+    agree_interpreted(path, activation, bias, load, SMALL)
+
+
+def agree_interpreted(path: Any, activation: str, bias: bool, load: str, config: Config) -> None:
     experts = module(6, 24, 40, activation, bias)
     expert_TK = experts_of(19, 3, 6, load)
     x_TD, weight_TK = torch.randn(19, 24, requires_grad=True), torch.rand(expert_TK.shape, requires_grad=True)
-    slope, choice = torch.randn(19, 24), Choice(*[SMALL] * 6)
+    slope, choice = torch.randn(19, 24), Choice(*[config] * 6)
     found = gradients(path(experts, x_TD, weight_TK, expert_TK, activation, choice), experts, x_TD, weight_TK, slope)
     expected = gradients(plain(experts, x_TD, weight_TK, expert_TK), experts, x_TD, weight_TK, slope)
     assert max(far(one, other) for one, other in zip(found, expected, strict=True)) < 1e-5  # fp32 sums of 40
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
+@pytest.mark.parametrize("path", [fused, by_rows])
+def test_interpreted_in_one_loop(path: Any) -> None:
+    agree_interpreted(path, "clamped swiglu", True, "empty experts", replace(SMALL, flat=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
+@pytest.mark.parametrize("counts", [[3], [0, 5, 2, 5, 0], [7, 1, 4] * 25])
+def test_interpreted_experts_go_by_their_rows(counts: list[int]) -> None:
+    from threefold.engine.kernels.tiles import order_of
+
+    ends_E = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
+    assert order_of(ends_E).tolist() == sorted(range(len(counts)), key=lambda expert: -counts[expert])
+
+
 OURS = Choice(
     up=Config(n=128, stages=4),
-    down=Config(),
-    act_grad=Config(stages=4),
+    down=Config(flat=True),
+    act_grad=Config(stages=4, strip=32),
     input_grad=Config(stages=4),
     up_grad=Config(m=256, n=128, stages=4),
     down_grad=Config(stages=4),
@@ -254,8 +274,6 @@ def poison() -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_a_model_with_fused_experts_equals_one_without(family: str) -> None:
     """knobs.expert_fusion, in fp64 on the CPU: the reference steps in place of the kernels, the same wiring."""
-    from dataclasses import replace
-
     from tiny_models import spec_of
 
     from threefold.engine.models.build import build_model

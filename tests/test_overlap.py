@@ -19,9 +19,10 @@ from threefold.cli.main import main  # noqa: E402
 from threefold.engine.build import build, options_of  # noqa: E402
 from threefold.engine.mesh import Mesh  # noqa: E402
 from threefold.engine.oracle import batch_of, compare  # noqa: E402
+from threefold.engine.overlap.borders import Value  # noqa: E402
 from threefold.engine.overlap.intervals import common, length, union  # noqa: E402
 from threefold.engine.overlap.merge import alternate, in_pairs  # noqa: E402
-from threefold.engine.overlap.nodes import Nodes, Value, watched  # noqa: E402
+from threefold.engine.overlap.nodes import Late, Nodes, watched  # noqa: E402
 from threefold.engine.pipeline.order import order  # noqa: E402
 from threefold.engine.shard.collectives import Call, Watch, observed  # noqa: E402
 from threefold.engine.step import train_step  # noqa: E402
@@ -131,7 +132,7 @@ class Log(list[tuple[Any, ...]]):
         yield
 
     def see(self, call: Call) -> Watch | None:
-        if call.group.name != "ep" or self[-1][2:3] == ("attention",):  # counts, read at once
+        if call.group.name != "ep" or self[-1][1:3] == ("forward", "attention"):  # counts
             return None
         number, log = sum(entry[0] == "start" for entry in self), self
         self.append(("start", number))
@@ -254,6 +255,22 @@ def test_borders_hold_no_memory() -> None:
         nodes.run_back()
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0] * 4
+
+
+def test_what_is_late_belongs_to_the_node_that_takes_it() -> None:
+    """One run of autograd for both, and the values are let go when it begins, whoever still has it in hand."""
+    x = torch.tensor([2.0], requires_grad=True)
+    nodes = Nodes(False, torch.nn.Module())
+    (one,) = nodes.run("one", "a", lambda: x * x)
+    late, alive = Late("sum", "a", lambda y: y + 1, (one,)), ref(one.tensor)
+    del one
+    (end,) = nodes.run("two", "b", lambda y: y * y, late)
+    assert alive() is None
+    end.border.add(torch.ones(1))  # type: ignore[union-attr]
+    ran = [nodes.run_back(), nodes.run_back()]
+    assert [(node.name, node.lands) for node in ran] == [("two", "a"), ("one", None)]
+    assert x.grad.tolist() == [4 * 2 * (2 * 2 + 1.0)]  # type: ignore[union-attr]  # d (x^2 + 1)^2 = 4 x (x^2 + 1)
+    assert not nodes
 
 
 def test_gradients_of_several_uses_meet_at_the_border() -> None:

@@ -24,6 +24,7 @@ from threefold.engine.pipeline.border import Border  # noqa: E402
 from threefold.engine.pipeline.delay import Delay  # noqa: E402
 from threefold.engine.pipeline.order import order  # noqa: E402
 from threefold.engine.pipeline.schedule import Pipeline  # noqa: E402
+from threefold.engine.products import grouped, linear, own_linears  # noqa: E402
 from threefold.engine.shard import collectives  # noqa: E402
 from threefold.findings import FindingsError  # noqa: E402
 from threefold.layout.degrees import Layout  # noqa: E402
@@ -86,7 +87,7 @@ class Layer(nn.Module):
         self.gate = _parameter(seed + 4, 1, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = attach(x, 0.01 * F.linear(x, self.gate).square().mean())
+        x = attach(x, 0.01 * linear(x, self.gate).square().mean())
         x = x + _Row.apply(F.silu(_Column.apply(x, self.up, self.group)), self.down, self.group)
         return x + self.whole(x)
 
@@ -100,6 +101,7 @@ class ToyChunk(nn.Module):
         self.embedding = _parameter(1, VOCAB, DIM) if "E" in text else None
         self.layers = nn.ModuleList(Layer(10 * (first + n + 1), group) for n in range(text.count("t")))
         self.head = _parameter(2, VOCAB, DIM) if "L" in text else None
+        own_linears(self)
 
     def forward(self, x: Tensor | None, microbatch: int) -> Tensor:
         if self.embedding is not None:
@@ -109,7 +111,7 @@ class ToyChunk(nn.Module):
             x = layer(x)
         if self.head is None:
             return x
-        logits = F.linear(x, self.head).flatten(0, 1)
+        logits = linear(x, self.head).flatten(0, 1)
         loss = F.cross_entropy(logits, self.tokens[microbatch].flatten()) / len(self.tokens)
         self.losses[microbatch] = loss.item()
         return loss
@@ -391,26 +393,26 @@ class TestDelay:
 
     def test_linear(self) -> None:
         w, bias = nn.Parameter(torch.randn(5, 4)), torch.randn(5, requires_grad=True)
-        self.check(lambda x: F.linear(x.view(2, 3, 4), w, bias), w)
+        self.check(lambda x: linear(x.view(2, 3, 4), w, bias), w)
 
     def test_weight_used_twice(self) -> None:
         w = nn.Parameter(torch.randn(4, 4))
-        self.check(lambda x: F.linear(F.linear(x, w).relu(), w), w)
+        self.check(lambda x: linear(linear(x, w).relu(), w), w)
 
     def test_views(self) -> None:
         w = nn.Parameter(torch.randn(2, 4, 4))
-        self.check(lambda x: torch.cat([F.linear(part, one) for part, one in zip(x.split([2, 4]), w, strict=True)]), w)
+        self.check(lambda x: torch.cat([linear(part, one) for part, one in zip(x.split([2, 4]), w, strict=True)]), w)
 
     def test_grouped(self) -> None:
         w, ends = nn.Parameter(torch.randn(3, 8, 4)), torch.tensor([2, 2, 6], dtype=torch.int32)
-        self.check(lambda x: F.grouped_mm(x, w.transpose(-2, -1), offs=ends), w)
+        self.check(lambda x: grouped(x, w.transpose(-2, -1), ends), w)
 
     def test_recompute_runs_once(self) -> None:
         w, runs = nn.Parameter(torch.randn(4, 4)), []
 
         def layer(x: Tensor) -> Tensor:
             runs.append(1)
-            return F.linear(x, w).sigmoid()
+            return linear(x, w).sigmoid()
 
         self.check(lambda x: checkpoint(layer, x, use_reentrant=False), w)
         assert len(runs) == 4  # forward and recompute, without and with delay
@@ -419,7 +421,7 @@ class TestDelay:
         """A gathered or cast weight has a backward of its own, perhaps with a collective."""
         w, delay = nn.Parameter(torch.randn(4, 4)), Delay()
         with delay:
-            F.linear(torch.randn(2, 4, requires_grad=True), w * 1.0).sum().backward()
+            linear(torch.randn(2, 4, requires_grad=True), w * 1.0).sum().backward()
         assert w.grad is not None
         assert not delay.left
 

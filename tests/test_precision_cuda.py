@@ -47,23 +47,28 @@ def in_blocks(x_MK: Any) -> None:
     from threefold.engine.precision.native import InBlocks
 
     kernels = InBlocks()
-    rows, turned = kernels.both(x_MK, BLOCKWISE.input, BLOCKWISE.input_t)
+    rows, squares = kernels.both(x_MK, BLOCKWISE.input, BLOCKWISE.input_t)
+    again, turned = kernels.both(x_MK, BLOCKWISE.grad, BLOCKWISE.grad_t)
     assert same(rows, quantize(x_MK, BLOCKWISE.input))
-    assert same(turned, quantize(x_MK.T, BLOCKWISE.input))
+    assert same(squares, quantize(x_MK.T, BLOCKWISE.input_t))
+    assert same(again, rows)
+    assert same(turned, quantize(x_MK.T, BLOCKWISE.grad_t))
     assert same(kernels.along_rows(x_MK, BLOCKWISE.input), rows)
-    assert same(kernels.turned(x_MK, BLOCKWISE.input), turned)
+    assert same(kernels.turned(x_MK, BLOCKWISE.input_t), squares)
+    assert same(kernels.turned(x_MK, BLOCKWISE.grad_t), turned)
     for made, wanted in zip(kernels.weights(x_MK, BLOCKWISE.weight), (x_MK, x_MK.T), strict=True):
         assert same(made, quantize(wanted, BLOCKWISE.weight))
     # What lies behind the last column or row is zeros: products run over it.
-    for made in (rows, turned):
+    for made in (rows, turned, squares):
         assert not made.values[:, made.shape[1] :].to(torch.float32).any()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("shape", [(130, 140), (128, 256), (7, 300)])
 def test_interpreted(shape: tuple[int, int]) -> None:
-    """Numbers that e4m3 has, in every block."""
-    x_MK = torch.randint(-8, 9, shape).float() * torch.tensor([0.5, 1.0, 16.0])[torch.randint(3, shape)]
+    """Numbers that e4m3 has, in every block, under any of their scales: 112 is a quarter of its largest."""
+    x_MK = torch.randint(-7, 8, shape).float() * torch.tensor([0.5, 1.0, 16.0])[torch.randint(3, shape)]
+    x_MK[:, ::12] = 112.0
     x_MK[3] = 0.0
     in_blocks(x_MK)
 

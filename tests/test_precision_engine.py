@@ -187,8 +187,8 @@ def test_experts_get_the_bits_they_would_have_made() -> None:
     found = compare(plan, steps=1, options=replace(options_of(plan), recipe=recipe, expert_backend="loop"))
     assert (found.problems, found.near_ties) == ((), 0)
     assert max(found.loss, found.norm) <= EXACT
-    # Weight gradients of experts read the rows as they came.
-    assert found.gradient <= 0.05, found.worst
+    # Weight gradients of experts read the rows as they came, each number off by up to 1/16 of itself.
+    assert found.gradient <= 1 / 16, found.worst
     assert found.worst.endswith("experts.gate_up")
 
 

@@ -86,12 +86,13 @@ def test_reductions_wait_for_every_microbatch() -> None:
     """A bucket is told once a backward, also where no gradient came by autograd."""
     told = []
     weight = nn.Parameter(torch.ones(2, 2))
-    from threefold.engine.sinks import fuse_linears, give_sink
+    from threefold.engine.products import own_linears
+    from threefold.engine.sinks import give_sink
 
     total, linear = torch.zeros(2, 2), nn.Linear(2, 2, bias=False)
     linear.weight = weight
     kept = give_sink(weight, total, lambda _: told.append(total.clone()))
-    fuse_linears(nn.Sequential(linear))
+    own_linears(nn.Sequential(linear))
     x = torch.ones(1, 2, requires_grad=True)
     (linear(x) + linear(2 * x)).sum().backward()
     assert kept is not None

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from threefold.engine.kernels import adamw as kernel  # noqa: E402
-from threefold.engine.kernels.cross_entropy import slope_in_place, slope_of_part, statistics  # noqa: E402
+from threefold.engine.kernels.cross_entropy import scaled, slope_in_place, slope_of_part, statistics  # noqa: E402
 from threefold.engine.kernels.squares import sum_of_squares  # noqa: E402
 from threefold.engine.loss import IGNORE, cross_entropy_sum, reference  # noqa: E402
 
@@ -62,6 +62,17 @@ def test_interpreted_slope_of_a_sure_token() -> None:
     sure = torch.softmax(logits_CV.double(), -1)[0, 3]
     slope_in_place(logits_CV, torch.tensor([3], device=DEVICE), IGNORE)
     assert logits_CV[0, 3].item() == pytest.approx(sure.item() - 1, rel=4e-3)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_interpreted_scaled_gradient(dtype: Any) -> None:
+    """Rounded once: the factor is not cut to the dtype of the result first."""
+    x_VD, factor = torch.randn(91, 333, device=DEVICE), torch.tensor(1 / 3, device=DEVICE)
+    out_VD = scaled(x_VD, factor, dtype)
+    assert out_VD.dtype == dtype
+    assert torch.allclose(out_VD.double(), x_VD.double() * factor.double(), atol=1e-7, rtol=STORED[dtype])
+    assert scaled(x_VD[:0], factor, dtype).shape == (0, 333)
 
 
 @runs

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
     )
     parser.add_argument(
-        "--loads", metavar="FILE", help="tokens of each expert (JSON list, or one a layer): made up, or of a run"
+        "--loads", metavar="FILE", help="tokens of each expert: a JSON list, one a layer, or the folder of a run"
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="ranks rehearsed at a time (default: one a core)")
     parser.add_argument("--timeline", metavar="FILE", help="write live bytes over the step (JSON)")

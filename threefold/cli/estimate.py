@@ -4,9 +4,9 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.rehearse import shares_from
 from threefold.cost.chipfile import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.rates import calibration
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
     )
     parser.add_argument(
-        "--loads", metavar="FILE", help="the skew from a distribution: a JSON list, tokens of each expert in a step"
+        "--loads",
+        metavar="FILE",
+        help="the skew, from tokens of each expert: a JSON list, one a layer, or the folder of a run",
     )
 
 
@@ -67,10 +69,7 @@ def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float, str]:
     """The busiest expert rank over the mean: as given, or from how tokens fell on the experts."""
     if not args.loads:
         return args.skew, ""
-    try:
-        loads = json.loads(Path(args.loads).read_text(encoding="utf-8"))
-        if not isinstance(loads, list) or len(loads) != plan.model.num_experts:
-            return 1.0, f"--loads {args.loads} is no list of {plan.model.num_experts} loads, one an expert"
-        return busiest([float(load) for load in loads], plan.layout.ep), ""
-    except (OSError, ValueError, TypeError) as error:
-        return 1.0, f"--loads {args.loads}: {error}"
+    if args.skew != 1:
+        return 1.0, "--skew and --loads both say how tokens fall on the experts: give one"
+    shares, problem = shares_from(args.loads, plan.model.num_experts)
+    return (1.0, problem) if problem else (busiest(list(shares), plan.layout.ep), "")

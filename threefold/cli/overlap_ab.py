@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,21 @@ SHOWN = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the steady window (2)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps of the steady window (5)")
+    parser.add_argument(
+        "--warmup", type=_at_least(0), default=2, metavar="N", help="steps before the steady window (2)"
+    )
+    parser.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="steps of the steady window (5)")
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return value
+
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,9 +45,11 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(findings), args.json)
     plan = replace(parsed.plan, target="threefold")
     trial = replace(plan, knobs=replace(plan.knobs, ep_overlap=True, delay_wgrad=True, shared_expert_overlap=False))
-    blocking = [*errors(check(trial, "threefold")), *_elsewhere(trial)]
+    found = check(trial, "threefold")
+    blocking = [*errors(found), *_elsewhere(trial)]
     if blocking:
         return print_findings(in_order(blocking), args.json)
+    useless = [finding for finding in found if finding.rule == "ep-overlap-needs-microbatches"]
     try:
         from threefold.engine.overlap.trial import loss_difference, on_rank, rows_of
         from threefold.engine.ranks import RankError, run_ranks
@@ -48,11 +63,32 @@ def run(args: argparse.Namespace) -> int:
         return 1
     difference, rows = loss_difference(ranks), rows_of(ranks)
     same = difference <= TOLERANCE.get(plan.knobs.precision, 1e-2)
+    told = [*(finding.problem for finding in useless), *doubts(rows, args.steps)]
     if args.json:
-        print(json.dumps({"rows": [_facts(row) for row in rows], "loss_difference": difference, "same": same}))
+        facts = [_facts(row) for row in rows]
+        print(json.dumps({"rows": facts, "loss_difference": difference, "same": same, "warnings": told}))
     else:
         _print(rows, difference, same)
+        for doubt in told:
+            print(f"warning: {doubt}")
     return 0 if same else 1
+
+
+def doubts(rows: Sequence[Any], num_steps: int) -> list[str]:
+    """Why the gain of the variants behind the first may mean nothing."""
+    first, *others = rows
+    told = []
+    light = first.exchange_seconds / first.seconds
+    if light < LIGHT:
+        told.append(f"communication-light: exchanges are {light:.1%} of a step, so that a gain is noise")
+    gain = first.seconds - min(row.seconds for row in others)
+    if num_steps < 2:
+        told.append("one step has no spread to compare a gain with")
+    elif 0 < gain < 2 * max(row.spread for row in rows):
+        told.append("the gain is within the spread of the steps")
+    elif gain <= 0:
+        told.append("no gain: overlap costs here what it hides, or more")
+    return told
 
 
 def _elsewhere(plan: Plan) -> list[Finding]:
@@ -87,9 +123,3 @@ def _print(rows: list[Any], difference: float, same: bool) -> None:
             print(f"exposed, {row.variant}:")
         for (layer, phase), seconds in rest:
             print(f"  {'layer ' + layer if layer else 'elsewhere':<16}{phase:<20}{seconds * 1e3:>8.2f} ms")
-    light = first.exchange_seconds / first.seconds
-    if light < LIGHT:
-        print(f"warning: communication-light: exchanges are {light:.1%} of a step, so that a gain is noise")
-    gain = first.seconds - min(row.seconds for row in rows[1:])
-    if 0 < gain < 2 * max(row.spread for row in rows):
-        print("warning: the gain is within the spread of the steps")

@@ -38,6 +38,14 @@ def layer_again(share: Share, layer: Layer, plain: Share) -> dict[str, float]:
     return made
 
 
+def made_late(share: Share, layer: Layer, plain: Share) -> float:
+    """Of that, what waits for the mixer's backward: MLA's heads, where only some are made at a time."""
+    spec = share.model.attention
+    if layer.mixer != "attention" or not isinstance(spec, MlaSpec) or share.heads_at_once == 1:
+        return 0.0
+    return _mla_up(plain, spec) * share.heads_at_once
+
+
 def _norm(share: Share, there: bool, output: float) -> float:
     """Its input, in plain torch one number a row, and of an element of its output `output` bytes."""
     if not there:
@@ -64,10 +72,10 @@ def _ffn_again(share: Share, layer: Layer) -> bool:
 
 
 def _ffn_reads_norm(share: Share, layer: Layer) -> bool:
-    if _ffn_again(share, layer):
-        return True  # the input of what is recomputed
     if "layernorm" in share.again:
         return False
+    if _ffn_again(share, layer):
+        return True  # the input of what is recomputed
     moe = share.model.moe
     if layer.ffn == "moe" and moe:
         router = share.fused or not share.narrow
@@ -84,7 +92,7 @@ def _entered(share: Share) -> float:
 def _mixer(share: Share, layer: Layer) -> float:
     model = share.model
     if layer.mixer == "delta" and model.delta:
-        return _entered(share) + _delta(share, model.delta) * share.s
+        return _entered(share) + _delta(share, model.delta) * share.s + _passed(share, model.delta)
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
@@ -137,8 +145,7 @@ def _mla(share: Share, spec: MlaSpec) -> float:
 def _mla_up(share: Share, spec: MlaSpec) -> float:
     """Queries and keys joined with their rotated parts; keys and values lie in one tensor, of which values are kept."""
     b, heads = share.width, spec.num_heads / share.tp
-    up = b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * share.s
-    return up + (4 * b * spec.rope_dim / 2 * share.s if share.narrow else 0)
+    return b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * share.s
 
 
 def _delta(share: Share, spec: DeltaSpec) -> float:
@@ -148,12 +155,23 @@ def _delta(share: Share, spec: DeltaSpec) -> float:
     k, v = spec.k_dim, spec.v_dim
     channels = (2 * spec.keys + spec.values) / share.tp
     inside = 40 * k + 8 * (k + v) + 4 * v + 4 * k * v / CHUNK + 20 * CHUNK
-    if share.plan.layout.cp > 1 and share.plan.knobs.cp_comm != "a2a":
+    if _ring(share):
         inside += 4 * (k + v) * (1 + k / CHUNK)  # what every chunk makes of any state that comes from other ranks
     behind = (2 * FP32 if share.narrow else 1) * v + 3 * b * v + FP32
     if "gdn_norm_out" in share.again:
         behind = b * v
-    return heads * (inside + behind) + 2 * b * channels + 8 * FP32 * heads
+    mixed = 3 if _ring(share) and share.plan.job.micro_batch > 1 else 2  # spans of several sequences are copied out
+    return heads * (inside + behind) + mixed * b * channels + 8 * FP32 * heads
+
+
+def _ring(share: Share) -> bool:
+    return share.plan.layout.cp > 1 and share.plan.knobs.cp_comm != "a2a"
+
+
+def _passed(share: Share, spec: DeltaSpec) -> float:
+    """The delta rule's states and their decays of both spans of every rank, and the one that came."""
+    each = FP32 * spec.num_v_heads / share.tp * spec.k_dim * (spec.k_dim + spec.v_dim)
+    return share.plan.job.micro_batch * each * (2 * share.plan.layout.cp + 1) if _ring(share) else 0.0
 
 
 def mlp(share: Share, hidden: float, entered: bool) -> float:

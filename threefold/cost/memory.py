@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 
 from threefold.cost.kept import layer_kept
-from threefold.cost.own import OWN, Held, own_activations, own_dense, own_moment, own_narrow, own_states
+from threefold.cost.merged import fullest
+from threefold.cost.own import OWN, own_activations, own_dense, own_narrow, own_states, shared_table
+from threefold.cost.pairs import pairs_of
+from threefold.cost.peak import LIBRARIES, Peaks
+from threefold.cost.place import Held
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
 from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
@@ -64,7 +68,8 @@ def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """Every distinct stage. `skew` is the tokens of the busiest expert rank over the balanced number."""
     kinds = set(plan.model.layers) | set(plan.model.mtp_depth)
     saved = {layer: _layer_saved(plan, layer, skew) for layer in kinds}
-    return Memory(tuple(_stage(plan, stage, held, saved, skew) for stage, held in enumerate(_stages(plan))))
+    peaks = Peaks(plan, saved, skew) if plan.target == OWN else None
+    return Memory(tuple(_stage(plan, stage, held, saved, skew, peaks) for stage, held in enumerate(_stages(plan))))
 
 
 def _layer_saved(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
@@ -143,13 +148,20 @@ def stage_params(plan: Plan, held: Held) -> tuple[float, float]:
     return dense, experts
 
 
-def _stage(plan: Plan, stage: int, held: Held, saved: dict[Layer, dict[str, float]], skew: float) -> StageMemory:
+def _stage(
+    plan: Plan, stage: int, held: Held, saved: dict[Layer, dict[str, float]], skew: float, peaks: Peaks | None
+) -> StageMemory:
     flights = in_flight(plan, stage)
     terms = _states(plan, held)
-    if plan.target == OWN:
-        own_activations(plan, stage, held, saved, terms, flights)
-        moment = own_moment(plan, held, saved, terms, flights, skew)
-        _own_extras(plan, held, terms)
+    if peaks and plan.knobs.ep_overlap and pairs_of(plan, stage):
+        pair, size, moment = fullest(plan, stage, held.chunks, saved, skew)
+        own_activations(plan, stage, held, saved, terms, pair.held)
+        terms["logits" if moment.startswith("the loss") else "overlap"] = size
+        terms["workspace"] = LIBRARIES if plan.chip.architecture != "cpu" else 0.0
+    elif peaks:
+        found = peaks.of(stage, held, terms["gradients"], flights)
+        own_activations(plan, stage, held, saved, terms, found.turn.held, found.turn.back)
+        moment = found.add_to(terms)
     else:
         _activations(plan, stage, held, saved, terms)
         moment = _transients(plan, held, saved, terms, skew)
@@ -196,7 +208,8 @@ def _states(plan: Plan, held: Held) -> dict[str, float]:
 def _own_states(plan: Plan, held: Held) -> dict[str, float]:
     dense, experts = stage_params(plan, held)
     dense = own_dense(plan, held, dense)
-    return {**own_states(plan, dense, experts), "quantised_weights": own_narrow(plan, held, experts)}
+    states = own_states(plan, dense, experts, shared_table(plan, held))
+    return {**states, "quantised_weights": own_narrow(plan, held, experts)}
 
 
 def in_flight(plan: Plan, stage: int) -> list[int]:
@@ -241,13 +254,6 @@ def _activations(
         images = 1.0 if plan.job.images is None else plan.job.images
         patches = images * plan.job.micro_batch * IMAGE_PATCHES
         terms["vision"] = vision_saved(plan.model.vision, patches, "vision" in plan.job.freeze)
-
-
-def _own_extras(plan: Plan, held: Held, terms: dict[str, float]) -> None:
-    """Merged passes hold another microbatch's layer."""
-    if plan.knobs.ep_overlap and held.layers:
-        kept = sum(size for name, size in terms.items() if name not in ("weights", "gradients", "optimizer"))
-        terms["overlap"] = kept / max(1, len(held.layers)) * 0.5
 
 
 def _transients(

@@ -1,6 +1,8 @@
 """What our own engine holds for a moment, beside what it keeps: in the loss, at the end of a forward, in a backward."""
 
-from threefold.cost.share import FP32, Share
+import math
+
+from threefold.cost.share import FP32, WIDEST, Share
 from threefold.spec.model import Layer, MlaSpec
 from threefold.units import GIB
 
@@ -28,6 +30,14 @@ def loss_moment(share: Share, heads: int) -> tuple[float, float]:
     return logits + between + entered + b * dim * share.s + (heads - 1) * kept, heads * kept
 
 
+def embedding_moment(share: Share, twice: bool) -> float:
+    """The table's gradient; on a GPU rows of it are added up in fp32, one a token and one more for ten of them. Of a
+    table that is used `twice` both uses' and their sum."""
+    b, dim = share.width, share.model.dim
+    tables = (3 if twice else 1) * share.model.vocab / share.tp
+    return b * dim * (tables + share.t) + (1.1 * FP32 * dim * share.s if share.fused and not twice else 0.0)
+
+
 def forward_moment(share: Share, layer: Layer) -> float:
     """At the end of a layer's forward."""
     b, dim = share.width, share.model.dim
@@ -39,9 +49,11 @@ def forward_moment(share: Share, layer: Layer) -> float:
         return rows * (share.r + (0 if share.fused else share.r)) * share.at_once + rows * share.t
     own = share.r / layout.etp
     if knobs.dispatcher == "alltoall":
-        # Rows as they came, results as they go back, as they arrive, and as they are summed.
+        # Rows as they came, results as they go back, as they arrive, and as they are summed. With a bias earlier: rows
+        # as they came, results, the bias with the router's weight, and their sum.
         summed = share.t if share.fused else share.sent
-        return rows * (2 * own + share.sent + summed + (share.r if layout.etp > 1 else 0))
+        biased = rows * 4 * share.r if share.model.moe.bias and not share.fused_experts else 0.0
+        return max(rows * (2 * own + share.sent + summed + (share.r if layout.etp > 1 else 0)), biased)
     return rows * (2 * share.r + 2 * share.t)
 
 
@@ -51,21 +63,35 @@ def backward_moment(share: Share, layer: Layer) -> float:
     if layer.ffn == "dense":
         hidden = model.dense_dim / share.tp
         tokens = share.s * (share.mlp_at_once if share.again & {"mlp", "full"} else 1)
-        return b * (hidden * dim + dim * share.s + hidden * tokens)
+        weight = b * hidden * dim
+        waits = weight if share.plan.knobs.data_parallel != "zero1" else 0.0  # for all of its unit
+        # The activation's gradient with the last weight's; then its own two, when what it was made of has gone.
+        own = b * hidden * tokens
+        return b * dim * share.s + max(weight + own, waits + (2 if share.fused else 1) * own)
     if layer.ffn != "moe" or model.moe is None:
-        return _mixer_backward(share)
+        return mixer_moment(share, layer)
     hidden, weights = _expert_sizes(share)
     r = share.r * share.at_once
     rows = b * dim * r
     act = (share.width + 2 * FP32 if share.narrow else 2 * FP32) * hidden * r
-    act += rows if model.moe.bias else 0.0  # the bias asks for the same gradient, later
+    biased = 0.0
+    if model.moe.bias:  # comes first, for its rows and the router's weights in fp32; then its rows are gone
+        made = 6 * b * hidden * r if "moe_act" in share.again else 0.0
+        biased, act = (2 * b + 2 * FP32) * dim * r - made, act - rows
+    waits = weights / 3 if _waits(share) else 0.0  # FC2's, for FC1's
     # Chunks add to the gradients of those before them.
     summed = (0.0 if share.at_once == 1 else weights) + (b * dim * share.t if share.in_one else 0.0)
     if share.fused_experts:
         return _fused_backward(share, rows, hidden * r, weights) + summed
     # Rows on their way back; FC2's two products; the activation, in fp32 for the router's weights; FC1's products.
     first = rows + b * hidden * r + weights / 3
-    return max(2 * rows, first, act, rows - 3 * b * hidden * r + 2 * weights / 3) + summed
+    return max(2 * rows, first, act + waits, biased, rows - 3 * b * hidden * r + 2 * weights / 3 + waits) + summed
+
+
+def _waits(share: Share) -> bool:
+    """Whether gradients of experts are kept until all of them are there."""
+    layout = share.plan.layout
+    return share.plan.knobs.data_parallel != "zero1" and layout.edp > layout.replicate
 
 
 def _fused_backward(share: Share, rows: float, inner: float, weights: float) -> float:
@@ -85,9 +111,33 @@ def _expert_sizes(share: Share) -> tuple[float, float]:
     return hidden, share.width * 3 * hidden * share.model.dim * moe.num_experts / layout.ep
 
 
-def _mixer_backward(share: Share) -> float:
-    spec = share.model.attention
+def mixer_moment(share: Share, layer: Layer) -> float:
+    """In the backward of attention: gradients of its output, of queries, keys and values; those of queries once more in
+    fp32, in which they are summed."""
+    spec = share.model.attention if layer.mixer == "attention" else share.model.local_attention
     if spec is None:
         return 0.0
-    q = spec.num_heads * (spec.qk_dim if isinstance(spec, MlaSpec) else spec.head_dim) / share.tp
-    return (3 * share.width + FP32) * q * share.s
+    b, tp, heads = share.width, share.tp, spec.num_heads / share.tp
+    if isinstance(spec, MlaSpec):
+        wide, values = spec.qk_dim, heads * spec.v_dim
+        q = k = heads * wide
+        out, shared = values, False
+    else:
+        wide = spec.head_dim
+        q, k = spec.q_dim / tp, max(1.0, spec.num_kv_heads / tp) * wide
+        out, values, shared = q, k, spec.num_kv_heads != spec.num_heads
+    # Where queries share keys and values, each makes gradients of its own for these first. Some heads at a time.
+    summed = FP32 * (q + heads) + (2 * b * q if shared else 0)
+    stream = b * share.model.dim * share.t
+    if share.plan.layout.cp > 1 and share.plan.knobs.cp_comm == "p2p":
+        # In fp32 and, of keys and values, also those that go on; keys and values that came; two tiles of half a ring's
+        # share at a time, values as wide as keys.
+        padded = b * (2 * heads * wide + k) / 2 if isinstance(spec, MlaSpec) else 0.0
+        sums = FP32 * (q + 2 * k + 2 * values) + b * (k + values) + b * (q + 2 * k) + padded + summed / 2
+        return (sums + b * out) * share.s + stream
+    if isinstance(spec, MlaSpec):
+        return (b * (out + q + k + values) + summed) * share.heads_at_once * share.s + stream
+    groups = min(max(1.0, spec.num_kv_heads / tp), math.ceil(FP32 * q * share.s / WIDEST))
+    if groups > 1:  # each has results of its own, but in fp32 queries are laid out among those of all heads
+        summed = FP32 * q + (summed - FP32 * q + b * (q + k + values)) / groups
+    return (b * (out + q + k + values) + summed) * share.s + stream

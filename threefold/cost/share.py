@@ -12,8 +12,9 @@ from threefold.units import GIB
 
 FP32, INDEX = 4, 8
 # Bytes of an element of a product's input, as it is kept in a narrow format, scales included.
-_NARROW = {"fp8-blockwise": 1 + FP32 / 128, "fp8-rowwise": 1 + FP32 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-_WIDEST = 2 * GIB  # of the widest tensor of a chunk, where work is done in chunks
+_SQUARES = 1 + FP32 / 128**2
+_NARROW = {"fp8-blockwise": _SQUARES, "fp8-rowwise": _SQUARES, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+WIDEST = 2 * GIB  # of the widest tensor of a chunk, where work is done in chunks
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Share:
         return self._chunk(self.s * spec.num_heads / self.tp * spec.qk_dim)
 
     def _chunk(self, elements: float) -> float:
-        return 1 / max(1, math.ceil(elements * self.width / _WIDEST))
+        return 1 / max(1, math.ceil(elements * self.width / WIDEST))
 
     @property
     def again(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from threefold.cost.beside import Part, Parts, hidden_seconds
 from threefold.cost.exchange import (
     collective_seconds,
     context_seconds,
@@ -84,9 +85,10 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     attention = _attention_seconds(plan, work, rates)
     plain = plan.model.moe is None or not plan.model.moe.bias  # no fused kernel takes biased experts
     fused = rates.fusion if knobs.expert_fusion and plain else 1.0
-    moved = work.moved_bytes + work.expert_moved_bytes * fused
+    sent = 0.0
     if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
-        moved += 2 * work.dispatch_tokens * (plan.model.moe.top_k if plan.model.moe else 0) * BF16 * plan.model.dim
+        sent = 2 * work.dispatch_tokens * (plan.model.moe.top_k if plan.model.moe else 0) * BF16 * plan.model.dim
+    moved = work.moved_bytes + work.expert_moved_bytes * fused + sent
     elementwise = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
     quantise = 0.0
     if low:
@@ -100,16 +102,16 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     cp = max(0.1 * 3 * ring.hidden, 3 * ring.hidden - attention) + 2.5 * ring.exposed
     forward = Forward(gemm / 3, fwd_experts, attention / 3.5, elementwise / 3, quantise / 3, sequence)
     recompute = _recompute_seconds(plan, layer, forward, work, rates)
-    exchange = 4 * (dispatch_seconds(plan, work, rates) + expert_tensor_seconds(plan, work, rates))
-    if "moe" in knobs.recompute or plan.full_recompute:
-        exchange *= 1.5
+    exchange = dispatch_seconds(plan, work, rates) + expert_tensor_seconds(plan, work, rates)
+    ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
     busy = gemm + experts + attention + elementwise + quantise + recompute
-    ep = exchange
     if knobs.ep_overlap and exchange:
-        count = max(1, plan.num_microbatches)
-        hideable = min(exchange * rates.hidden, busy) * (1 - 1 / count)
+        inner = (sent + work.permuted_bytes + work.expert_moved_bytes * fused) * rates.passes / bandwidth
+        inner += work.expert_quant_elements * fused * 4 * rates.quant_passes / bandwidth if low else 0.0
+        parts = _parts(plan, layer, forward, inner, experts - fwd_experts, busy + tp + cp)
+        hidden = hidden_seconds(plan, exchange, parts, rates.hidden)
         slower = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
-        ep = exchange - hideable + slower * hideable
+        ep += (slower - 1) * hidden
     host = _host_seconds(plan, layer, rates)
     gpu = busy + tp + cp + ep
     # Launches run ahead of the GPU: only what exceeds its time shows, softly where the two are close.
@@ -143,6 +145,17 @@ class Forward:
     elementwise: float
     quantise: float
     tp: float
+
+
+def _parts(plan: Plan, layer: Layer, once: Forward, inner: float, experts_back: float, total: float) -> Parts:
+    """A layer that takes `total` seconds, less its exchanges, as EP overlap sees it. `inner`: what experts take beside
+    their products, forward."""
+    flops = layer_flops(plan.model, layer, plan.job.seq_len)
+    shared = once.gemm * flops.shared / max(1.0, flops.shared + flops.projections)
+    experts = Part(once.experts + inner, experts_back + 2 * inner, experts_back / 2)
+    mixer = once.gemm - shared + once.attention + once.elementwise + once.quantise + once.tp - inner
+    back = total - mixer - 3 * shared - experts.forward - experts.backward
+    return Parts(Part(mixer, back, once.gemm - shared), experts, Part(shared, 2 * shared))
 
 
 def _recompute_seconds(plan: Plan, layer: Layer, once: Forward, work: Work, rates: Rates) -> float:

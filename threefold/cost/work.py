@@ -42,7 +42,8 @@ class Work:
     score_bytes: float  # attention scores, where a kernel writes them out
     scan_bytes: float  # linear mixers: bytes of their recurrent kernels
     moved_bytes: float  # elementwise and permutation passes
-    expert_moved_bytes: float  # of these, what an expert fusion saves
+    permuted_bytes: float  # of these, what orders rows by expert and sums them up again
+    expert_moved_bytes: float  # of experts, beside these: what an expert fusion saves
     quant_elements: float
     expert_quant_elements: float
     dispatch_tokens: float  # tokens a rank sends to its expert group
@@ -81,7 +82,7 @@ def layer_work(case: Case) -> Work:
     h, share = model.dim, t / tp
     moved = _norm_bytes(model, layer) * share + _mixer_bytes(model, layer) * share
     quant = _mixer_elements(model, layer) * share
-    grouped = rows = weights = expert_moved = expert_quant = 0.0
+    grouped = rows = weights = permuted = expert_moved = expert_quant = 0.0
     per_expert = 0.0
     dense = flops.projections + flops.shared + (flops.ffn if layer.ffn == "dense" else 0.0)
     moe = model.moe
@@ -96,7 +97,8 @@ def layer_work(case: Case) -> Work:
         per_expert = rows * case.ep / moe.num_experts * case.etp
         weights = BF16 * (wide + 1) * width * moe.expert_dim * moe.num_experts / case.ep / case.etp
         moved += share * (BF16 * h + 24 * moe.num_experts)  # router: fp32 scores, top-k, maps
-        moved += rows * BF16 * 3 * width + share * BF16 * width  # permute and weighted sum
+        permuted = rows * BF16 * 3 * width + share * BF16 * width
+        moved += permuted
         # A biased expert adds the bias to both outputs and sums their gradients: as many passes again.
         expert_moved = rows * BF16 * (wide + 1) * moe.expert_dim * (2 if moe.bias else 1)
         moved += rows * BF16 * width if moe.bias else 0.0
@@ -113,6 +115,7 @@ def layer_work(case: Case) -> Work:
         score_bytes=_score_bytes(model, layer, case.seq_len) * share,
         scan_bytes=_scan_bytes(model, layer) * share,
         moved_bytes=moved,
+        permuted_bytes=permuted,
         expert_moved_bytes=expert_moved,
         quant_elements=quant,
         expert_quant_elements=expert_quant,

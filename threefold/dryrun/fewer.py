@@ -29,12 +29,13 @@ def _needed(plan: Plan, stage: int) -> int:
     same_dtype = knobs.precision == "fp32" or (knobs.grad_dtype == "bf16" and knobs.precision != "fp16")
     buffered = layout.gpus > 1 and knobs.data_parallel == "zero1" and not same_dtype
     if layout.pp == 1:
-        return min(count, 1 if buffered else 2)
+        return min(count, (1 if buffered else 2) + knobs.ep_overlap)  # merged passes are of two
     fullest = _fullest(plan, stage, count, buffered)
     for tried in range(1 if layout.vpp == 1 else layout.pp, count, 1 if layout.vpp == 1 else layout.pp):
         try:
             if _fullest(plan, stage, tried, buffered) == fullest:
-                return tried
+                # Merged, one round more: what is beside each other differs from turn to turn.
+                return min(count, tried + layout.pp * knobs.ep_overlap)
         except FindingsError:  # a schedule that cannot order so few
             continue
     return count

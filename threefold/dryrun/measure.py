@@ -17,6 +17,7 @@ from threefold.dryrun.loads import Loads
 from threefold.dryrun.rank import RankRehearsal, rehearse_rank
 from threefold.dryrun.real import balanced, real_rank, real_step
 from threefold.dryrun.stopwatch import Phases, Stopwatch
+from threefold.dryrun.verdict import what_to_change
 from threefold.dryrun.where import Where
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
@@ -89,7 +90,7 @@ def measure(
     rehearsed = rehearse_rank(balanced(plan), rank)
     device = torch.device("cuda", torch.cuda.current_device())
     watch, phases, where = Stopwatch(device), Phases(device), Where()
-    with _enough_memory(rehearsed, where), real_rank(plan, rank, device) as (parts, small):
+    with _enough_memory(plan, rehearsed, where), real_rank(plan, rank, device) as (parts, small):
         tell("a step to warm up")
         where.name(parts.chunks)
         with where.watching():
@@ -129,17 +130,19 @@ def _by_kind(watch: Stopwatch, num_microbatches: int) -> dict[str, tuple[float, 
 
 
 @contextmanager
-def _enough_memory(rehearsed: RankRehearsal, where: Where) -> Iterator[None]:
+def _enough_memory(plan: Plan, rehearsed: RankRehearsal, where: Where) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info()
+        largest, cure = what_to_change(plan, rehearsed)
         problem = (
             f"out of memory on this GPU in {where.failed or where()}: it has {format_bytes(total)}, "
-            f"{format_bytes(free)} free; the rehearsal says {format_bytes(rehearsed.peak_bytes)} of tensors"
+            f"{format_bytes(free)} free; the rehearsal says {format_bytes(rehearsed.peak_bytes)} of tensors, "
+            f"{format_bytes(rehearsed.terms[largest])} of it {largest}"
         )
-        advice = f"what is largest at the peak: {rehearsed.top[0].term} of {rehearsed.top[0].owner}; see --device cpu"
-        raise FindingsError([_finding(f"rank {rehearsed.rank}", problem, advice)]) from None
+        place = f"rank {rehearsed.rank}, stage {rehearsed.stage}"
+        raise FindingsError([_finding(place, problem, f"{cure}; --device cpu shows all terms")]) from None
 
 
 def _finding(at: str, problem: str, advice: str) -> Finding:

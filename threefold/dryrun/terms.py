@@ -79,7 +79,7 @@ def label_states(tracker: Tracker, parts: Parts) -> None:
     for item in parts.optimizer.state_dict().items():
         tracker.label(item[1], "optimizer", item[0])
     # Where a weight is its own master weight the optimizer has no other.
-    for owned in parts.data.owned:
+    for owned in parts.data.updated:
         tracker.label(owned.value, "weights", owned.name)
 
 

@@ -57,6 +57,7 @@ class Tracker(TorchDispatchMode):
         self.live: dict[int, tuple[Block, Any]] = {}
         self.changes: list[tuple[Block, int]] = []
         self.now = self.peak = 0
+        self.begun = 0  # changes that only say what was there before
         self.peak_at = 0  # changes up to and with the one that made the peak
         self.peak_spot = Spot("build")
         self.watchers: list[Watcher] = []
@@ -83,6 +84,7 @@ class Tracker(TorchDispatchMode):
         """Forget what was before, but for what is left of it."""
         left = [*self._held, *(block for block, _ in self.live.values())]
         self.changes = [(block, block.num_bytes) for block in left]
+        self.begun = len(self.changes)
         self.peak, self.peak_at, self.peak_spot = self.now, len(self.changes), self.where()
         self.marks = []
 

@@ -22,6 +22,10 @@ _CURES = {
     "experts": 'knobs.recompute ["moe_act"] or ["moe"], or a smaller job.micro_batch',
     "shared_experts": 'knobs.recompute ["shared_experts"]',
     "logits": "more TP, which cuts the vocabulary",
+    "embedding": "more TP or CP",
+    "recompute": "a smaller job.micro_batch, or more CP",
+    "overlap": "a smaller job.micro_batch, or knobs.ep_overlap false",
+    "quantised_weights": "more EP or PP, so that a rank holds less of the model",
     "workspace": "a smaller job.micro_batch, or more CP",
 }
 
@@ -36,9 +40,7 @@ def misfits(plan: Plan, rank: RankRehearsal) -> Iterator[Finding]:
     short = device_bytes(plan, rank) - plan.chip.memory_bytes
     if short <= 0:
         return
-    states = sum(rank.terms.get(name, 0) for name in _STATES)
-    pool = _STATES if states > plan.chip.memory_bytes / 2 else [name for name in rank.terms if name not in _STATES]
-    largest = max(pool, key=lambda name: rank.terms.get(name, 0))
+    largest, cure = what_to_change(plan, rank)
     need = format_bytes(device_bytes(plan, rank))
     yield Finding(
         rule="rehearsal-fits-memory",
@@ -47,5 +49,13 @@ def misfits(plan: Plan, rank: RankRehearsal) -> Iterator[Finding]:
             f"{format_bytes(short)} short: {need} of {format_bytes(plan.chip.memory_bytes)}, "
             f"{format_bytes(rank.peak_bytes)} of it tensors, {format_bytes(rank.terms.get(largest, 0))} {largest}"
         ),
-        advice=_CURES.get(largest, "spread the model over more ranks"),
+        advice=cure,
     )
+
+
+def what_to_change(plan: Plan, rank: RankRehearsal) -> tuple[str, str]:
+    """The largest term, of states where these fill half of the chip, and what makes it smaller."""
+    states = sum(rank.terms.get(name, 0) for name in _STATES)
+    pool = _STATES if states > plan.chip.memory_bytes / 2 else [name for name in rank.terms if name not in _STATES]
+    largest = max(pool, key=lambda name: rank.terms.get(name, 0))
+    return largest, _CURES.get(largest, "spread the model over more ranks")

@@ -148,9 +148,9 @@ def _model_and_data(
 
 
 def _fuses(plan: Plan) -> bool:
-    """Whether weight gradients are added as they are made: not where they wait, nor where a graph is replayed."""
-    knobs, waits = plan.knobs, plan.knobs.delay_wgrad or plan.layout.pp > 1
-    return knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and not waits and not knobs.graphs
+    """Whether weight gradients are added as they are made: not in a pipeline, nor where a graph is replayed."""
+    knobs = plan.knobs
+    return knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and plan.layout.pp == 1 and not knobs.graphs
 
 
 def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> None:

@@ -5,7 +5,7 @@ in different groups. Groups of the same ranks are one group: a communicator cost
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
@@ -83,6 +83,14 @@ class Mesh:
         made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made
+
+    def beside(self, group: Group) -> Group:
+        """The same ranks with a communicator of its own: what goes through it does not queue behind the other's."""
+        if group.alone:
+            return group
+        handle = dist.new_group(list(group.ranks), timeout=self.timeout, use_local_synchronization=True)
+        assert isinstance(handle, dist.ProcessGroup)
+        return replace(group, handle=handle)
 
     @property
     def world(self) -> Group:

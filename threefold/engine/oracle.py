@@ -42,23 +42,21 @@ def compare(
 ) -> Comparison:
     """Run the plan on forked ranks and on one, and compare."""
     options = options or replace(options_of(plan), expert_backend="loop")
-    # Forked too: with a GPU in the machine, a process that has run a backward can fork no ranks that will.
-    (alone,) = run_ranks(1, _one_rank, plan, steps, dtype, options, limit=limit)
+    alone = one_rank(plan, steps, dtype, options, limit)
     ranks = run_ranks(plan.layout.gpus, on_rank, plan, steps, dtype, options, limit=limit)
     return judge(plan, alone, ranks)
 
 
-def _one_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:
-    return one_rank(plan, steps, dtype, options)
-
-
-def one_rank(plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:
+def one_rank(plan: Plan, steps: int, dtype: torch.dtype, options: Options, limit: float = 120.0) -> Observed:
     """The same microbatches, one after the other, on a model that is whole, with no knob turned that need not be."""
     job = replace(plan.job, dynamic_length=False)
     knobs = Knobs(precision=plan.knobs.precision, optimizer_dtype=plan.knobs.optimizer_dtype, dispatcher="local")
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
     plain = replace(plain, activation_offload=(), activation_offload_layers=0)
-    return on_rank(0, replace(plan, layout=Layout(), job=job, knobs=knobs), steps, dtype, plain)
+    whole = replace(plan, layout=Layout(), job=job, knobs=knobs)
+    # Forked too: with a GPU in the machine, a process that has run a backward can fork no ranks that will.
+    (alone,) = run_ranks(1, on_rank, whole, steps, dtype, plain, limit=limit)
+    return alone
 
 
 def on_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> Observed:

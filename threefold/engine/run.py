@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import threefold
 from threefold.findings import Finding, FindingsError
@@ -17,6 +18,7 @@ from threefold.plan.plan import Plan
 # Of knobs, those that decide what a checkpoint holds.
 _KEPT = ("knobs.precision", "knobs.optimizer_dtype")
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
+LOADS = "loads.json"
 
 
 def open_run(folder: Path, plan: Plan) -> None:
@@ -85,6 +87,12 @@ def _replace(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".partial")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
+
+
+def note_loads(folder: Path, load_LE: Tensor | None) -> None:
+    """Tokens of each expert in the last step, a list a layer: what `dry-run --loads` and `estimate --loads` read."""
+    if load_LE is not None:
+        _replace(folder / LOADS, json.dumps(load_LE.round().long().tolist()))
 
 
 def note_timing(folder: Path, seconds: list[float], first_step: int, skipped: int = 5) -> None:

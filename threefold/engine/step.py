@@ -32,6 +32,7 @@ class StepResult:
     num_tokens: int
     applied: bool
     aux: dict[str, float]
+    load_LE: Tensor | None = None  # tokens of each expert, on the device
 
 
 def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepResult:
@@ -55,7 +56,7 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
         parts.optimizer.steps -= 1
     if applied and not early:
         update(parts, seen, lr, job, None)
-    return StepResult(loss, norm_value, int(num_labels), applied, aux)
+    return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"))
 
 
 def update(parts: Parts, seen: Sums, lr: float, job: Job, factor: Any) -> None:

@@ -27,7 +27,7 @@ from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim.schedule import learning_rate
 from threefold.engine.pieces import Piece
 from threefold.engine.rng import random_state, restore_random_state
-from threefold.engine.run import CHECKPOINTS, Metrics, note_timing, open_run, plan_of_run, write_contract
+from threefold.engine.run import CHECKPOINTS, Metrics, note_loads, note_timing, open_run, plan_of_run, write_contract
 from threefold.engine.shard.collectives import all_reduce
 from threefold.engine.step import StepResult, count_labels, train_step
 from threefold.engine.watch import Watch
@@ -53,6 +53,7 @@ class Trainer:
     stopping: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)  # of each step of this stretch
+    load_LE: Tensor | None = None  # tokens of each expert in the last step
 
     def tensors(self) -> Kept:
         """Everything that must survive, by name; over all ranks every element once."""
@@ -147,6 +148,7 @@ def train(
                     trainer.save(wait=True)
             if world.leads:
                 note_timing(folder, trainer.seconds, first_step)
+                note_loads(folder, trainer.load_LE)
             if parts.runner.tally:
                 tell(parts.runner.tally.summary())
         finally:
@@ -234,7 +236,7 @@ def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Pro
                 metrics.write(values)
             board.write(trainer.step, values)
             progress.show(trainer.step, values)
-        trainer.last = values
+        trainer.last, trainer.load_LE = values, result.load_LE
         trainer.seconds.append(values["seconds"])
         trainer.step += 1
         if trainer.bad_steps > plan.run.bad_steps and not result.applied:

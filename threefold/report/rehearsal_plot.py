@@ -13,8 +13,10 @@ def plot_rehearsal(found: Rehearsal, path: str) -> None:
     for rank in found.ranks:
         x = [point["change"] / max(1, rank.timeline[-1]["change"]) for point in rank.timeline]
         axes.plot(x, [point["bytes"] / GIB for point in rank.timeline], linewidth=0.9, label=f"stage {rank.stage}")
-    axes.axhline(found.plan.chip.memory_bytes / GIB, color="#b03030", linewidth=0.8, label=found.plan.cluster.chip)
-    axes.set_xlabel("build and one step, by allocations")
+    have = found.plan.chip.memory_bytes / GIB
+    axes.axhline(have, color="black", linestyle="--", linewidth=0.8, label=f"memory of {found.plan.cluster.chip}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("one step, by allocations and releases")
     axes.set_ylabel("live tensors, GiB")
     axes.set_title(f"{found.plan.model_name} on {found.plan.layout.gpus} x {found.plan.cluster.chip}: rehearsed")
     axes.legend(fontsize=7, ncols=2)

@@ -6,6 +6,7 @@ Upstream has two validators. Where they disagree the rule says which one its mes
 
 from collections.abc import Iterator
 
+from threefold.cost.beside import unpaired
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
@@ -183,15 +184,19 @@ def ep_overlap_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="EO-NOPP")
 def ep_overlap_needs_microbatches(plan: Plan) -> Iterator[Finding]:
-    """EP overlap needs at least two microbatches.
+    """EP overlap needs at least two microbatches; with a pipeline, more than it has stages.
 
-    Why: it runs the forward of one beside the backward of another; with one there is no other.
+    Why: it runs the forward of one beside the backward of another; with one there is no other, and a pipeline
+        that is only filled and drained has no forwards left when its backwards begin.
     Confirm: `threefold show` prints the number of microbatches.
     Fix: a larger global batch.
     """
-    if plan.knobs.ep_overlap and plan.layout.ep > 1 and plan.num_microbatches == 1:
-        fix = {"job.global_batch": 2 * plan.job.global_batch}
-        yield Finding(at="job.global_batch", problem="EP overlap with one microbatch hides nothing", fix=fix)
+    count, pp = plan.num_microbatches, plan.layout.pp
+    if plan.knobs.ep_overlap and plan.layout.ep > 1 and count and unpaired(plan) >= 1:
+        fix = {"job.global_batch": -(-2 * pp // count) * plan.job.global_batch}
+        where = f" on PP {pp}" if pp > 1 else ""
+        problem = f"EP overlap with {'one microbatch' if count == 1 else f'{count} microbatches'}{where} hides nothing"
+        yield Finding(at="job.global_batch", problem=problem, fix=fix)
 
 
 @rule(severity="warning", rows="EO-MAXCONN", follows="Megatron Bridge sets 1 on Hopper with TP or CP")

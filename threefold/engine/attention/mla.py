@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.attention.backend import Attend, attend
@@ -16,6 +15,7 @@ from threefold.engine.chunks import WIDEST_BYTES
 from threefold.engine.kept import inside_closed
 from threefold.engine.offload import away
 from threefold.engine.places import Places
+from threefold.engine.products import linear
 from threefold.engine.recompute import again, remade
 from threefold.engine.rope import logit_scale, rotate
 from threefold.engine.seams import Seam, each, stay
@@ -103,7 +103,7 @@ class MlaAttention(nn.Module):
         q_BSX, kv_BSX = (
             (up(q_BSX), self.kv_up(latent_BSX))
             if weights is None
-            else (F.linear(q_BSX, weights[0]), F.linear(latent_BSX, weights[1]))
+            else (linear(q_BSX, weights[0]), linear(latent_BSX, weights[1]))
         )
         q_BHSd = q_BSX.unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
         q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)

@@ -37,6 +37,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllTicket]):
     etp: Group = ALONE
     capacity: Capacity | None = None
     narrow: bool = False  # rows travel in FP8
+    news: Group | None = None  # `ep` once more for the counts, where rows of another microbatch may be under way
 
     def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AllToAllTicket:
         return self.ticket(*self.sort(expert_TK, weight_TK))
@@ -47,15 +48,17 @@ class AllToAllDispatcher(Dispatcher[AllToAllTicket]):
         return sort_kept(self.capacity.drop(expert_TK, weight_TK), self.num_experts)
 
     def ticket(self, rows: Rows, count_E: Tensor) -> AllToAllTicket:
-        counts = Counts(count_E, rows.row_TK.numel(), self.ep, self.etp)
+        counts = Counts(count_E, rows.row_TK.numel(), self.news or self.ep, self.etp)
         return AllToAllTicket(rows, counts, dropped=rows.dropped)
 
     def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor]:
-        splits = ticket.counts.read()
         if ticket.rows.padded:
-            ticket.rows = ticket.rows.first(sum(splits.to))
+            ticket.rows = ticket.rows.first(sum(ticket.counts.read().to))
+        # Before the host waits for the counts: the device has something to do meanwhile.
+        rows = ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK)
+        splits = ticket.counts.read()
         ticket.there = (swap_narrow if self.narrow else swap)(self.ep, splits.to, splits.came)
-        x_PD, weight_P = begin(ticket.there, ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK))
+        x_PD, weight_P = begin(ticket.there, *rows)
         return x_PD, weight_P
 
     def postprocess(self, x_PD: Tensor, weight_P: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,10 +24,11 @@ def make_dispatcher(
     chip: str = "cpu",
     num_sms: int | None = None,
     narrow: bool = False,
+    news: Group | None = None,
 ) -> AnyDispatcher:
     """`tokens`, `order`: who shares a microbatch, and in which order (`Capacity`). With all experts here, `local`.
 
-    `narrow`: rows travel in FP8, by all-to-all.
+    `narrow`: rows travel in FP8, by all-to-all. `news`: `ep` once more, for the counts.
     """
     spread = capacity_factor is not None and not tokens.alone
     if ep.alone and etp.alone and not spread:
@@ -39,4 +40,4 @@ def make_dispatcher(
         problem = f"local dispatch with EP {ep.size} x ETP {etp.size}"
         fix = {"knobs.dispatcher": "alltoall"}
         raise FindingsError([Finding(rule="dispatcher-available", at="knobs.dispatcher", problem=problem, fix=fix)])
-    return AllToAllDispatcher(num_experts, ep, etp, capacity, narrow)
+    return AllToAllDispatcher(num_experts, ep, etp, capacity, narrow, news)

@@ -134,21 +134,25 @@ def default(shape: Shape, kernels: str = "auto") -> Choice:
         return Choice()
     if kernels == "cute" and shape.plain:
         return Choice(**{step: cute_candidates(step, shape.gathered)[0] for step in STEPS})
-    fused = Choice(up=Config(n=128, stages=4), act_grad=Config(stages=4) if shape.gathered else None)
+    fused = Choice(up=Config(n=128, stages=4), act_grad=Config(stages=4, strip=32) if shape.gathered else None)
     if not shape.gathered or shape.expert_dim > 1024:
         return fused  # torch's products are the better ones where tiles have much to sum
-    up_grad = Config(m=256, n=128, stages=5, group=2)
-    return replace(fused, down=Config(group=4), input_grad=Config(), up_grad=up_grad, down_grad=Config(stages=5))
+    flat, up_grad = Config(flat=True, group=4), Config(m=256, n=128, stages=5, group=2)
+    return replace(fused, down=flat, input_grad=flat, up_grad=up_grad, down_grad=Config(stages=5))
 
 
 def candidates(step: str) -> list[Config]:
     """Of ours: what came first or second somewhere on an H200."""
     found = {
         "up": [Config(n=128, stages=4), Config(n=128)],
-        "down": [Config(group=4), Config(), Config(stages=4)],
-        "act_grad": [Config(stages=4), Config(stages=4, strip=32), Config(k=32, stages=6, strip=32)],
-        "input_grad": [Config(), Config(group=4), Config(stages=4)],
-        "up_grad": [Config(m=256, n=128, stages=5, group=2), Config(m=256, n=128, stages=5), Config(stages=4)],
+        "down": [Config(flat=True, group=4), Config(flat=True), Config()],
+        "act_grad": [Config(stages=4, strip=32), Config(stages=4, strip=32, group=4), Config(stages=4)],
+        "input_grad": [Config(flat=True, group=4), Config(flat=True), Config(stages=4)],
+        "up_grad": [
+            Config(m=256, n=128, stages=5, group=2),
+            Config(m=256, n=128, k=32, stages=7, group=2),
+            Config(stages=4),
+        ],
         "down_grad": [Config(stages=5), Config(stages=5, group=2), Config(stages=4)],
     }
     return found[step]
@@ -158,9 +162,9 @@ def cute_candidates(step: str, gathered: bool) -> list[CuteConfig]:
     """Of quack's: what came first or second somewhere on an H200."""
     wide, turns, alone = CuteConfig(), CuteConfig(n=192, pingpong=True), CuteConfig(cluster=1)
     found = {
-        "up": [wide, alone, turns],
+        "up": [turns, wide, alone],
         "down": [turns, alone, wide],
-        "act_grad": [alone, CuteConfig(n=128, pingpong=True, cluster=1), CuteConfig(m=192, n=128, pingpong=True)]
+        "act_grad": [CuteConfig(n=128, pingpong=True, cluster=1), alone]
         if gathered
         else [turns, CuteConfig(n=128, pingpong=True)],
         "input_grad": [wide, turns],

@@ -6,6 +6,8 @@ X = 2 H.
 A row's router weight goes in before FC2, so that neither its output nor the rows as they were gathered must be kept.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from threefold.engine.kernels.choose import Choice, Shape, choose, works
 from threefold.engine.kernels.reference import Reference
 from threefold.engine.kernels.sort import Rows, sort_rows
+from threefold.engine.pipeline.delay import Left, left_of
 from threefold.engine.sinks import sink_of
 
 ACTIVATIONS = {"silu": False, "clamped swiglu": True}  # name -> whether it is clamped
@@ -33,8 +36,9 @@ def fused_experts(
     """Tokens in, tokens out: sorted by expert, computed, weighted and summed, with no wait for the device."""
     num_experts = len(gate_up_EXD)
     rows = sorted_rows(expert_TK, num_experts)
-    parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
-    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, rows.ends_E, rows, ACTIVATIONS[activation], choice)
+    parameters, owners = _given(x_TD, gate_up_EXD, down_EDH)
+    clamped = ACTIVATIONS[activation]
+    y_TD = _Experts.apply(x_TD, weight_TK, *parameters, gate_up_bias_EX, rows.ends_E, rows, clamped, choice, owners)
     if down_bias_ED is None:
         return y_TD
     return y_TD + _spread(weight_TK, expert_TK, num_experts).to(y_TD.dtype) @ down_bias_ED
@@ -53,14 +57,24 @@ def grouped_experts(
 ) -> Tensor:
     """Rows in, rows out: `count_E` of them belong to each expert in turn, and make up all; each comes back weighted."""
     ends_E = count_E.cumsum(0).to(torch.int32)
-    parameters = gate_up_EXD, down_EDH, gate_up_bias_EX
-    y_RD = _Experts.apply(x_RD, weight_R, *parameters, ends_E, None, ACTIVATIONS[activation], choice)
+    parameters, owners = _given(x_RD, gate_up_EXD, down_EDH)
+    clamped = ACTIVATIONS[activation]
+    y_RD = _Experts.apply(x_RD, weight_R, *parameters, gate_up_bias_EX, ends_E, None, clamped, choice, owners)
     if down_bias_ED is None:
         return y_RD
     row_R = torch.arange(len(x_RD), dtype=torch.int32, device=x_RD.device)
     expert_R = torch.searchsorted(ends_E, row_R, right=True)
     spread_RE = _spread(weight_R[:, None], expert_R[:, None], len(count_E))
     return y_RD + spread_RE.to(y_RD.dtype) @ down_bias_ED
+
+
+Owner = tuple[list[Left] | None, Tensor, Tensor | None]  # where its gradient waits, a weight, and its sink
+
+
+def _given(x: Tensor, *weights: Tensor) -> tuple[list[Tensor], list[Owner]]:
+    """The weights as autograd is to see them: not those whose gradients wait."""
+    owners = [(left_of(x, weight), weight, sink_of(weight)) for weight in weights]
+    return [weight if left is None else weight.detach() for left, weight, _ in owners], owners
 
 
 def _spread(weight_TK: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
@@ -83,9 +97,9 @@ class _Experts(torch.autograd.Function):
         rows: Rows | None,
         clamped: bool,
         choice: Choice | str | None,
+        owners: list[Owner],
     ) -> Tensor:
-        ctx.rows, ctx.clamped = rows, clamped
-        ctx.sinks = sink_of(gate_up_EXD), sink_of(down_EDH)
+        ctx.rows, ctx.clamped, ctx.owners = rows, clamped, owners
         num_experts, dim, half = down_EDH.shape
         plain = bias_EX is None and not clamped
         shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None, plain=plain)
@@ -102,15 +116,15 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
         x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX = ctx.saved_tensors
         rows: Rows | None = ctx.rows
-        wants_x, wants_weight, wants_up, wants_down, wants_bias = ctx.needs_input_grad[:5]
+        wants_x, wants_weight, *wants, wants_bias = ctx.needs_input_grad[:5]
         steps = _steps(ctx, ends_E, weight.numel())
         weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
         grad_XD = grad_XD.contiguous()
         grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
-        up_sink, down_sink = ctx.sinks
-        down_grad = steps.down_grad(grad_XD, rows, act_RH, down_sink) if wants_down else None
+        up, down = ctx.owners
+        down_grad = _made(down, wants[1], partial(steps.down_grad, grad_XD, rows, act_RH))
         del act_RH
-        up_grad = steps.up_grad(grad_RX, x_XD, rows, up_sink) if wants_up else None
+        up_grad = _made(up, wants[0], partial(steps.up_grad, grad_RX, x_XD, rows))
         bias_grad = _sum_by_expert(grad_RX, ends_E) if wants_bias else None
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:
@@ -118,7 +132,16 @@ class _Experts(torch.autograd.Function):
         weight_grad = weight_grad_R if wants_weight else None
         if rows is not None and weight_grad is not None:
             weight_grad = weight_grad.index_select(0, rows.row_TK.flatten()).view_as(weight)
-        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None
+        return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None, None
+
+
+def _made(owner: Owner, wanted: bool, compute: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
+    """The gradient of a weight, unless it waits."""
+    left, weight, sink = owner
+    if left is None:
+        return compute(sink) if wanted else None
+    left.append((weight, partial(compute, sink)))
+    return None
 
 
 def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:

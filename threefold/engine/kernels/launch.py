@@ -18,6 +18,7 @@ class Config:
     group: int = 8
     per_sm: int = 1
     strip: int = 64  # columns that act_grad finishes at a time
+    flat: bool = False  # one loop for all tiles: the next one's loads begin while one is stored
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
     _product[(num_programs(a_RK.device, config),)](
         a, TensorDescriptor.from_tensor(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
         inner, outer, tiles.size, config.n, config.k, config.group, transposed,
-        outer % config.n == 0, num_warps=config.warps, num_stages=config.stages,
+        outer % config.n == 0, config.flat, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_RN
 
@@ -35,11 +35,11 @@ def product(a_RK: Tensor, weight: Tensor, tiles: Tiles, transposed: bool, config
 def _product(
     a, w, out, out_ptr, table_ptr, total_ptr, most, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN_N: tl.constexpr,
+    EVEN_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (N + BN - 1) // BN
     total = tl.load(total_ptr)
-    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), total * num_n, tl.num_programs(0), flatten=FLAT):
         tile_m, tile_n = place(tile, total, num_n, GROUP)
         expert = tl.load(table_ptr + tile_m)
         first = tl.load(table_ptr + most + tile_m)
@@ -53,5 +53,6 @@ def _product(
                 acc = tl.dot(rows, w.load([expert, begin, tile_n * BN]).reshape(BK, BN), acc)
         acc = acc.to(out_ptr.dtype.element_ty)
         left, right = halves(acc, BM, BN)
-        store(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, EVEN_N)
-        store(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, EVEN_N)
+        # One loop for all tiles cannot be told to store now this way, now that: it stores all by threads.
+        store(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, EVEN_N, not FLAT)
+        store(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, EVEN_N, not FLAT)

@@ -13,7 +13,7 @@ from threefold.engine.kernels import act_grad, cute, elementwise, product, up, w
 from threefold.engine.kernels.choose import Choice
 from threefold.engine.kernels.launch import Config, CuteConfig
 from threefold.engine.kernels.sort import Rows
-from threefold.engine.kernels.tiles import Tiles, tiles_of
+from threefold.engine.kernels.tiles import Tiles, order_of, tiles_of
 
 
 class Steps:
@@ -23,6 +23,7 @@ class Steps:
         self._num_rows = num_rows
         self._gathered: tuple[Tensor, Tensor] | None = None
         self._starts: Tensor | None = None
+        self._by_rows: Tensor | None = None
 
     def up(
         self, x_XD: Tensor, rows: Rows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
@@ -72,7 +73,9 @@ class Steps:
         """With a sink it is added there, and nothing comes back."""
         config = self.choice.up_grad
         if isinstance(config, Config):
-            return weight_grad.weight_grad(grad_RX, x_XD, _tokens(rows), "right", self.ends_E, config, sink)
+            return weight_grad.weight_grad(
+                grad_RX, x_XD, _tokens(rows), "right", self.ends_E, self._order, config, sink
+            )
         if isinstance(config, CuteConfig):
             up_grad = x_XD.new_empty(len(self.ends_E), grad_RX.shape[1], x_XD.shape[1])
             edges = self._edges, config, self.choice.interleaved
@@ -86,7 +89,9 @@ class Steps:
     ) -> Tensor | None:
         config = self.choice.down_grad
         if isinstance(config, Config):
-            return weight_grad.weight_grad(grad_XD, act_RH, _tokens(rows), "left", self.ends_E, config, sink)
+            return weight_grad.weight_grad(
+                grad_XD, act_RH, _tokens(rows), "left", self.ends_E, self._order, config, sink
+            )
         if isinstance(config, CuteConfig):
             down_grad = act_RH.new_empty(len(self.ends_E), grad_XD.shape[1], act_RH.shape[1])
             cute.weight_grad(grad_XD, _tokens(rows), act_RH, down_grad, self._edges, config)
@@ -115,6 +120,12 @@ class Steps:
         if self._starts is None:
             self._starts = F.pad(self.ends_E, (1, 0))
         return self._starts
+
+    @property
+    def _order(self) -> Tensor:
+        if self._by_rows is None:
+            self._by_rows = order_of(self.ends_E)
+        return self._by_rows
 
     @property
     def _experts(self) -> Tensor:

@@ -15,10 +15,10 @@ def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def store(
     value, desc, ptr, first, end, col, shift, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, EVEN: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, COPY: tl.constexpr = True,
 ):  # fmt: skip
     """Rows from `first` up to `end`, columns from `col` up to WIDTH, all `shift` further right."""
-    if EVEN and first + BM <= end:
+    if EVEN and COPY and first + BM <= end:
         desc.store([first, shift + col], value)
     else:
         # The copy engine cannot be told to spare the next expert's rows, or the next half's columns.

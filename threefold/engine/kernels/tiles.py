@@ -51,6 +51,30 @@ def _fill(ends_ptr, table_ptr, total_ptr, num_experts, most, size: tl.constexpr,
     tl.store(total_ptr, tl.sum(num, 0))
 
 
+def order_of(ends_E: Tensor) -> Tensor:
+    """Experts by their number of rows, the fullest first: tiles that sum over rows side by side then take as long."""
+    num_experts, block = len(ends_E), 32
+    order_E = torch.empty_like(ends_E)
+    _rank[(triton.cdiv(num_experts, block),)](ends_E, order_E, num_experts, triton.next_power_of_2(num_experts), block)
+    return order_E
+
+
+@triton.jit
+def _counts(ends_ptr, expert, known):
+    end = tl.load(ends_ptr + expert, mask=known, other=0)
+    return tl.where(known, end - tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0), -1)
+
+
+@triton.jit
+def _rank(ends_ptr, order_ptr, num_experts, E: tl.constexpr, BLOCK: tl.constexpr):
+    expert, other = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
+    known = expert < num_experts
+    count = _counts(ends_ptr, expert, known)[:, None]
+    others = _counts(ends_ptr, other, other < num_experts)[None, :]
+    before = (others > count) | ((others == count) & (other[None, :] < expert[:, None]))
+    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), expert, mask=known)
+
+
 @triton.jit
 def place(tile, total, num_n, GROUP: tl.constexpr):
     """Tile number -> (tile of rows, tile of columns). Neighbours share rows and weights, which then stay in L2."""

@@ -1,16 +1,15 @@
 """Measure the kernels of one shape on this device and keep the fastest of each kind. Takes some seconds, a minute where
 the optional package compiles its own for the first time; asked for, never done in passing.
 
-Each step is measured by itself, which leaves a few choices; these are then measured whole, taking turns.
+Each step is timed amid the others, and kernels take turns at every run: a GPU at the limit of its power is as slow as
+what ran in the last second has made it. The fastest of each step make a few choices, which are then timed whole.
 
 Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,32 +28,31 @@ from threefold.engine.kernels.choose import (
     works,
 )
 from threefold.engine.kernels.counting import counting_sort
-from threefold.engine.kernels.launch import CuteConfig
+from threefold.engine.kernels.launch import Config, CuteConfig
 from threefold.engine.kernels.steps import Steps
 from threefold.plan.plan import Plan
 
-_WARMUP, _REPEATS, _ROUNDS = 3, 9, 3
-_WHOLE = 5, 15  # longer: a GPU that is hot and at the limit of its power runs other kernels best
-Run = Callable[[str, Choice], object]
+_WARMUP, _REPEATS, _WHOLE_REPEATS = 3, 9, 25
+Run = Callable[[Choice, tuple[str, str]], tuple[Any, Any]]  # -> events before the one step and behind the other
+Times = dict[str, dict[Tiling, float]]  # milliseconds of each step by each kernel
 
 
 def tune(shape: Shape, top_k: int, device: torch.device) -> Choice:
     """The choices are kept on disk for `choose` to find. Loads of experts are drawn as a balanced router's."""
     work = _work(shape, top_k, device)
-    kinds: dict[str, list[Choice]] = {"torch": [Choice()], "triton": [_best(work, Choice(), candidates)]}
-    if cute_works(device):
-        all_cute = [default(shape, "cute")] if shape.plain else []
-        theirs = partial(cute_candidates, gathered=shape.gathered)
-        kinds["cute"] = [_best(work, start, theirs) for start in (Choice(), *all_cute)]
-        # Their products beside our fused steps, and ours beside theirs.
-        kinds["auto"] = [
-            _best(work, start, lambda step: [*candidates(step), *theirs(step)]) for start in (Choice(), *all_cute)
-        ]
-    times = _whole(work, {choice for choices in kinds.values() for choice in choices})
+    theirs = cute_works(device)
+    starts = [default(shape), *([default(shape, "cute")] if theirs and shape.plain else [])]
+    times = {start: _step_times(work, start, shape.gathered, theirs) for start in starts}
+    kinds = {"torch": [Choice()], "triton": [default(shape), _best(times[starts[0]], (Config,))]}
+    if theirs:
+        kinds["cute"] = [_best(times[start], (CuteConfig,)) for start in starts]
+        kinds["auto"] = [_best(times[start], (Config, CuteConfig)) for start in starts]
+    tried = {choice: None for choices in kinds.values() for choice in choices}
+    whole = _turns(work, tried, (STEPS[0], STEPS[-1]), _WHOLE_REPEATS)
     for kind, choices in kinds.items():
         if kind != "auto":
-            save(device, shape, min(choices, key=times.__getitem__), kind)
-    best = min(times, key=times.__getitem__)
+            save(device, shape, min(choices, key=whole.__getitem__), kind)
+    best = min(whole, key=whole.__getitem__)
     save(device, shape, best)
     return best
 
@@ -79,18 +77,15 @@ def shape_of(plan: Plan) -> Shape:
     return Shape(tokens * moe.top_k * layout.etp, *sizes, gathered=here, plain=not bent)
 
 
-def _best(work: Run, start: Choice, wanted: Callable[[str], list[Any]]) -> Choice:
-    """The fastest of each step, where FC1's output is laid out as `start` has it."""
-    best: dict[str, Tiling] = {}
+def _step_times(work: Run, start: Choice, gathered: bool, theirs: bool) -> Times:
+    """Of each kernel of a step amid the others of `start`, where FC1's output is laid out as that has it."""
+    found: Times = {}
     for step in STEPS:
-        tried: dict[Tiling, float] = {}
-        for config in _allowed(step, start, wanted(step)):
-            try:
-                tried[config] = _milliseconds(partial(work, step, replace(start, **{step: config})))
-            except Exception:  # too large for this device's shared memory, or refused by this release of triton
-                continue
-        best[step] = min(tried, key=tried.__getitem__, default=getattr(start, step))
-    return Choice(**best)
+        configs = [*candidates(step), *(cute_candidates(step, gathered) if theirs else [])]
+        choices = [replace(start, **{step: config}) for config in _allowed(step, start, configs)]
+        taken = _turns(work, choices, (step, step))
+        found[step] = {getattr(choice, step): taken[choice] for choice in choices}
+    return found
 
 
 def _allowed(step: str, start: Choice, configs: list[Any]) -> Iterator[Tiling]:
@@ -102,17 +97,38 @@ def _allowed(step: str, start: Choice, configs: list[Any]) -> Iterator[Tiling]:
     yield from (config for config in configs if not (apart and isinstance(config, CuteConfig)))
 
 
-def _whole(work: Run, choices: set[Choice]) -> dict[Choice, float]:
-    """Milliseconds of all steps together, a median over rounds in which the choices take turns."""
-    found: dict[Choice, list[float]] = {choice: [] for choice in choices}
-    for _ in range(_ROUNDS):
-        for choice, times in found.items():
-            times.append(_milliseconds(partial(work, "all", choice), *_WHOLE))
-    return {choice: statistics.median(times) for choice, times in found.items()}
+def _best(times: Times, kinds: tuple[type, ...]) -> Choice:
+    best: dict[str, Tiling] = {}
+    for step, taken in times.items():
+        kept = {config: ms for config, ms in taken.items() if config is None or isinstance(config, kinds)}
+        best[step] = min(kept, key=kept.__getitem__)
+    return Choice(**best)
+
+
+def _turns(
+    work: Run, choices: Iterable[Choice], timed: tuple[str, str], repeats: int = _REPEATS
+) -> dict[Choice, float]:
+    """Median milliseconds of each."""
+    marks: dict[Choice, list[Any]] = {choice: [] for choice in choices}
+    failed: set[Choice] = set()
+    for turn in range(_WARMUP + repeats):
+        for choice in [choice for choice in marks if choice not in failed]:
+            try:
+                mark = work(choice, timed)
+            except Exception:  # too large for this device's shared memory, or refused by this release of triton
+                failed.add(choice)
+                continue
+            if turn >= _WARMUP:
+                marks[choice].append(mark)
+    torch.cuda.synchronize()
+    return {
+        choice: float("inf") if choice in failed else statistics.median(begin.elapsed_time(end) for begin, end in taken)
+        for choice, taken in marks.items()
+    }
 
 
 def _work(shape: Shape, top_k: int, device: torch.device) -> Run:
-    """-> a function that runs one step by one choice, or `all`, on inputs made once."""
+    """-> a function that runs all steps by one choice, on inputs made once."""
 
     def made(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
@@ -127,7 +143,7 @@ def _work(shape: Shape, top_k: int, device: torch.device) -> Run:
     gate_up, down = made(num_experts, 2 * half, dim) * dim**-0.5, made(num_experts, dim, half) * half**-0.5
     gate_up_RX, act_RH = Steps(rows.ends_E, num_rows, False, Choice()).up(x, given, weight_R, gate_up, None)
 
-    def run(step: str, choice: Choice) -> None:
+    def run(choice: Choice, timed: tuple[str, str]) -> tuple[Any, Any]:
         forward, backward = (Steps(rows.ends_E, num_rows, False, choice) for _ in range(2))
         calls: dict[str, Callable[[], object]] = {
             "up": lambda: forward.up(x, given, weight_R, gate_up, None),
@@ -137,19 +153,13 @@ def _work(shape: Shape, top_k: int, device: torch.device) -> Run:
             "up_grad": lambda: backward.up_grad(gate_up_RX, x, given),
             "down_grad": lambda: backward.down_grad(grad, given, act_RH),
         }
-        for name in STEPS if step == "all" else (step,):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for name in STEPS:
+            if name == timed[0]:
+                begin.record()
             calls[name]()
+            if name == timed[1]:
+                end.record()
+        return begin, end
 
     return run
-
-
-def _milliseconds(work: Callable[[], object], warmup: int = _WARMUP, repeats: int = _REPEATS) -> float:
-    for _ in range(warmup):
-        work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))

@@ -20,6 +20,7 @@ def weight_grad(
     token_R: Tensor | None,
     gathered: str,
     ends_E: Tensor,
+    order_E: Tensor,
     config: Config,
     sink_EMN: Tensor | None = None,
 ) -> Tensor | None:
@@ -32,7 +33,7 @@ def weight_grad(
     by_token = left_XM if gathered == "left" else right_XN
     out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n // 2])
     _weight_grad[(num_programs(left_XM.device, config),)](
-        by_token, TensorDescriptor.from_tensor(by_row, [config.k, width]), token_R, ends_E, out, num_experts,
+        by_token, TensorDescriptor.from_tensor(by_row, [config.k, width]), token_R, ends_E, order_E, out, num_experts,
         num_m, num_n, config.m, config.n, config.k, config.group, gathered == "left", token_R is not None,
         sink_EMN is not None, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
@@ -41,7 +42,7 @@ def weight_grad(
 
 @triton.jit
 def _weight_grad(
-    token_side_ptr, row_side, token_ptr, ends_ptr, out, num_experts, M: tl.constexpr, N: tl.constexpr,
+    token_side_ptr, row_side, token_ptr, ends_ptr, order_ptr, out, num_experts, M: tl.constexpr, N: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr,
     GATHER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +51,7 @@ def _weight_grad(
     per_expert: tl.constexpr = num_m * num_n
     width: tl.constexpr = M if LEFT else N
     for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
-        expert = tile // per_expert
+        expert = tl.load(order_ptr + tile // per_expert)
         inside = tile % per_expert
         band = (inside // (GROUP * num_n)) * GROUP
         height = tl.minimum(num_m - band, GROUP)

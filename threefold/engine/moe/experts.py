@@ -18,6 +18,7 @@ from threefold.engine.dispatch.splits import host_sizes
 from threefold.engine.kernels.experts import fused_experts, grouped_experts
 from threefold.engine.offload import away
 from threefold.engine.precision.experts import LowExperts
+from threefold.engine.products import grouped, linear
 from threefold.engine.recompute import remade
 from threefold.engine.ways import stood_for, way
 
@@ -155,9 +156,9 @@ class _RowsOf(torch.autograd.Function):
 
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
     if not len(x_RI):  # no kernel for that everywhere; a product of nothing gives the weights zeros
-        return F.linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
+        return linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
     ends_E = count_E.cumsum(0).to(torch.int32)
-    y_RO = F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=ends_E)
+    y_RO = grouped(x_RI, weight_EOI.transpose(-2, -1), ends_E)
     return y_RO if bias_EO is None else y_RO + rows_of(bias_EO, count_E, len(x_RI))
 
 
@@ -165,7 +166,7 @@ def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, coun
     """The reference: any dtype and size, one product an expert; needs the counts on the host."""
     parts = x_RI.split(host_sizes(count_E, len(x_RI)))
     biases = [None] * len(parts) if bias_EO is None else list(bias_EO)
-    return torch.cat([F.linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
+    return torch.cat([linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
 
 
 def grouped_works(x_RD: Tensor, down_EDH: Tensor) -> bool:

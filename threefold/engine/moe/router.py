@@ -8,12 +8,12 @@ Ties: of equal scores the lower expert number wins, on every device.
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.kernels.around import fused
 from threefold.engine.kernels.routing import Choosing, choose, logits_of
 from threefold.engine.norm import wide
+from threefold.engine.products import linear
 from threefold.spec.model import MoeSpec
 
 
@@ -74,7 +74,7 @@ class Router(nn.Module):
         if fused(x_TD) and x_TD.dtype == self.weight.dtype == torch.bfloat16:
             logits_TE = logits_of(x_TD, self.weight)
             return logits_TE if bias is None else logits_TE + bias
-        return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias)
+        return linear(x_TD.to(dtype), self.weight.to(dtype), bias)
 
     def _choosing(self, num_tokens: int) -> Choosing:
         spec = self.spec

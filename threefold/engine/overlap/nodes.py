@@ -1,19 +1,20 @@
 """A microbatch's way through a model as nodes with borders between: each node's backward can be run on its own.
 
 A node has three parts: its forward, the gradients of its inputs, and those of its weights, which may wait. Values that
-cross a border are cut from the graph; what comes back for them is kept at the border until the node before runs.
-Of a value only its border stays: a cut costs no memory that an uncut graph would not hold.
+cross a border are cut from the graph; what comes back for them is kept at the border until the node before runs. Each
+node costs the host a run of autograd: there are as few as the exchanges allow.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from threefold.engine.overlap.borders import Border, Value, enter, leave
 from threefold.engine.overlap.whole_pass import WholePass
 from threefold.engine.pipeline.delay import Delay
 
@@ -21,23 +22,21 @@ Work = Callable[..., Any]  # tensors -> a tensor or a tuple of them
 
 
 @dataclass(eq=False)
-class Border:
-    """Where a value came from, and the gradient that later nodes sent back."""
+class Late:
+    """A value that the node which takes it makes first, and so with no border between. It is taken once."""
 
-    edge: GradientEdge | None
-    grad: Tensor | None = None
+    name: str
+    layer: str
+    work: Work
+    given: tuple[Value, ...]
 
-    def add(self, grad: Tensor) -> None:
-        # Never in place: what is there may be on its way to other ranks.
-        self.grad = grad if self.grad is None else self.grad + grad
+    def take(self) -> tuple[Value, ...]:
+        # Whoever handed this on may keep it for as long as the node runs: not the rows.
+        taken, self.given = self.given, ()
+        return taken
 
 
-@dataclass(frozen=True, eq=False)
-class Value:
-    """A tensor that crosses a border; without one it needs no gradient."""
-
-    tensor: Tensor
-    border: Border | None = None
+Given = Value | Late
 
 
 class Owner(Protocol):
@@ -46,14 +45,15 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Node:
-    name: str  # attention, dispatch, shared, experts, combine, sum; or what else a chunk has
+    name: str  # attention, shared, experts; or what else a chunk has
     layer: str
-    lands: bool  # the forward begins with the end of an exchange: the backward ends by starting one
     owner: Owner | None
-    borders: list[Border]
+    lands: str | None  # the layer whose exchange ends where the forward begins: the backward ends by starting one
+    made: tuple[Tensor, ...] = ()  # while it is open
+    borders: list[Border] = field(default_factory=list)
 
 
-# (part, node) -> what to do around it; parts are "forward", "backward" and "weights".
+# (part, name, layer) -> what to do around it; parts are "forward", "backward" and "weights".
 Watcher = Callable[[str, str, str], AbstractContextManager[None]]
 _watchers: list[Watcher] = []
 
@@ -81,18 +81,44 @@ class Nodes:
         self._delay = Delay() if delay else None
         self._waiting: Node | None = None
 
-    def run(
-        self, name: str, layer: str, work: Work, *given: Value, owner: Owner | None = None, lands: bool = False
-    ) -> tuple[Value, ...]:
+    def run(self, name: str, layer: str, work: Work, *given: Given, owner: Owner | None = None) -> tuple[Value, ...]:
         """Forward. `owner` is a module whose own parameters the work uses."""
-        with _around("forward", name, layer), self._delay or nullcontext():
-            tensors = [enter(value) for value in given]
-            made = work(*tensors) if owner is None else owner.hold(work, *tensors)
-        values = tuple(_leave(tensor) for tensor in (made if isinstance(made, tuple) else (made,)))
-        borders = [value.border for value in values if value.border is not None]
-        if borders:
-            self._nodes.append(Node(name, layer, lands, owner, borders))
+        return self.close(self.open(name, layer, work, *given, owner=owner))
+
+    def open(
+        self, name: str, layer: str, work: Work, *given: Given, owner: Owner | None = None, lands: bool = False
+    ) -> Node:
+        """The first part of a forward: what it makes is not cut, and `go_on` takes it."""
+        late = [each.layer for each in given if isinstance(each, Late)]
+        node = Node(name, layer, owner, late[0] if late else layer if lands else None)
+        tensors = self._enter(given)
+        with self._delay or nullcontext(), _around("forward", name, layer):
+            node.made = _each(work(*tensors) if owner is None else owner.hold(work, *tensors))
+        return node
+
+    def go_on(self, node: Node, name: str, work: Work) -> None:
+        with self._delay or nullcontext(), _around("forward", name, node.layer):
+            node.made = _each(work(*node.made))
+
+    def close(self, node: Node) -> tuple[Value, ...]:
+        values = tuple(map(leave, node.made))
+        node.made, node.borders = (), [value.border for value in values if value.border is not None]
+        if node.borders:
+            self._nodes.append(node)
         return values
+
+    def _enter(self, given: Sequence[Given]) -> list[Tensor]:
+        """Inside of the next node, where what is late is made."""
+        values = [each.take() if isinstance(each, Late) else (each,) for each in given]
+        entered = iter(enter([value for row in values for value in row]))
+        tensors = []
+        for each, row in zip(given, values, strict=True):
+            own = list(islice(entered, len(row)))
+            if isinstance(each, Late):
+                with self._delay or nullcontext(), _around("forward", each.name, each.layer):
+                    own = [each.work(*own)]
+            tensors += own
+        return tensors
 
     def __bool__(self) -> bool:
         return bool(self._nodes)
@@ -103,8 +129,8 @@ class Nodes:
         got = [border for border in node.borders if border.grad is not None]
         if got:
             self._whole.before(node.owner, any(other.owner is node.owner for other in self._nodes))
-            with _around("backward", node.name, node.layer), self._delay or nullcontext():
-                # The Delay mode is set aside where a backward begins at a tensor: begin at its place in the graph.
+            # What it starts belongs to the layer that lands in it.
+            with _around("backward", node.name, node.lands or node.layer), self._delay or nullcontext():
                 edges = [border.edge for border in got]
                 torch.autograd.backward(edges, [border.grad for border in got])  # type: ignore[arg-type]
             self._whole.behind()
@@ -123,32 +149,8 @@ class Nodes:
                 self._delay.finish()
 
 
-def enter(value: Value) -> Tensor:
-    if value.border is None or not torch.is_grad_enabled():
-        return value.tensor
-    anchor = value.tensor.new_empty(0).requires_grad_() if value.tensor.is_floating_point() else None
-    entered: Tensor = _Enter.apply(value.border, anchor, value.tensor)
-    return entered
-
-
-def _leave(tensor: Tensor) -> Value:
-    if not tensor.requires_grad:
-        return Value(tensor)
-    return Value(tensor.detach(), Border(get_gradient_edge(tensor)))
-
-
-class _Enter(torch.autograd.Function):
-    """No leaf, which would hold the tensor and add to its gradient in place: the anchor only makes it need one."""
-
-    @staticmethod
-    def forward(ctx: Any, border: Border, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.border = border
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.border.add(grad)
-        return None, None, None
+def _each(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
 
 
 def first(values: Sequence[Value]) -> Value:

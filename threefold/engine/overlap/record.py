@@ -21,9 +21,10 @@ _PHASES = {
     ("forward", "attention"): "counts",
     ("forward", "dispatch"): "dispatch",
     ("forward", "combine"): "combine",
-    ("backward", "sum"): "combine gradient",
     ("backward", "experts"): "dispatch gradient",
 }
+# Behind whatever node the rows of a layer landed in.
+_BACKWARD = "combine gradient"
 
 
 class HostClock:
@@ -131,7 +132,8 @@ class Recorder:
         if call.operation != "all_to_all" or call.group.name != "ep":
             return None
         part, name, layer = self._at
-        exchange = Exchange(_PHASES.get((part, name), "all"), layer, call.num_bytes, self.clock, self.clock.now())
+        phase = _PHASES.get((part, name), _BACKWARD if part == "backward" else "all")
+        exchange = Exchange(phase, layer, call.num_bytes, self.clock, self.clock.now())
         self.exchanges.append(exchange)
         return exchange
 

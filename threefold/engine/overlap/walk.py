@@ -9,8 +9,9 @@ A layer with experts is
     combine     rows leave for home                                               stop
     sum         rows land, are summed and added
 
-and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. Any other
-layer is one node.
+and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. What has no
+stop between in the backward is one node: attention and dispatch, with the sum of the layer before; experts and combine.
+Any other layer is one node.
 
 Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, S rows as sent.
 """
@@ -29,7 +30,8 @@ from threefold.engine.models.decoder import Block, Decoder, MtpDepth
 from threefold.engine.moe.balance import Balance, attach
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.offload import Loads
-from threefold.engine.overlap.nodes import Border, Nodes, Value, Work, first
+from threefold.engine.overlap.borders import Border, Value
+from threefold.engine.overlap.nodes import Given, Late, Nodes, first
 from threefold.engine.pipeline.passage import Steps
 
 Tell = Callable[[dict[str, Tensor], float | Tensor], None]
@@ -55,7 +57,7 @@ class Walk:
 
     def forward(self, x_KBSD: Tensor | None) -> Steps[Tensor]:
         """Hidden states in, hidden states or the loss out."""
-        states: list[Value] = []
+        states: list[Given] = []
         if x_KBSD is not None:
             self.model.hold(lambda: None)  # FSDP takes whatever it sees first for the root
             self._input = Border(None)
@@ -71,10 +73,10 @@ class Walk:
             self._result.add(torch.ones((), dtype=self._dtype, device=self._device) if grad is None else grad)
         while self.nodes:
             node = self.nodes.run_back()
-            if node.lands:
+            if node.lands is not None:
                 if node.name == "experts":
                     self.fill()
-                # Behind `sum` the weights are left for the counts of the forward beside it.
+                # Behind a sum the weights are left for the counts of the forward beside it.
                 yield "rows"
                 self.fill()
         self.fill()
@@ -88,7 +90,7 @@ class Walk:
     def finish(self) -> None:
         self.nodes.run_weights()
 
-    def _advance(self, states: list[Value]) -> Steps[list[Value]]:
+    def _advance(self, states: list[Given]) -> Steps[list[Given]]:
         model, inputs, run = self.model, self.inputs, self.nodes.run
         depths = model.depths if inputs.targets else range(0)
         embedded: Values = ()
@@ -109,13 +111,13 @@ class Walk:
             states.append(hidden)
         return states
 
-    def _depth(self, name: str, module: nn.Module, hidden: Value, embedded: Value) -> Steps[Value]:
+    def _depth(self, name: str, module: nn.Module, hidden: Given, embedded: Value) -> Steps[Value]:
         assert isinstance(module, MtpDepth)
-        x = first(self.nodes.run("join", name, module.enter, hidden, embedded, owner=self.model))
+        x: Given = first(self.nodes.run("join", name, module.enter, hidden, embedded, owner=self.model))
         x = yield from self._layers(((f"{name}.{key}", block) for key, block in module.layers.named_children()), x)
         return first(self.nodes.run("norm", name, module.norm, x, owner=self.model))
 
-    def _layers(self, layers: Iterable[tuple[str, nn.Module]], x: Value) -> Steps[Value]:
+    def _layers(self, layers: Iterable[tuple[str, nn.Module]], x: Given) -> Steps[Given]:
         options = self.model.options
         for number, (name, block) in enumerate(layers):
             assert isinstance(block, Block)
@@ -127,7 +129,7 @@ class Walk:
                 x = self._whole(name, block, x)
         return x
 
-    def _whole(self, name: str, block: Block, x: Value) -> Value:
+    def _whole(self, name: str, block: Block, x: Given) -> Value:
         """A layer without an exchange."""
         found: list[Balance | None] = []
 
@@ -137,17 +139,13 @@ class Walk:
             return x_BSD, *(balance.losses.values() if balance else ())
 
         with self._away():
-            x, *losses = self.nodes.run("layer", name, work, x)
+            value, *losses = self.nodes.run("layer", name, work, x)
         self._note(block, found[0], losses)
-        return x
+        return value
 
-    def _moe(self, name: str, block: Block, moe: MoeLayer, x: Value) -> Steps[Value]:
-        dispatcher, away = moe.dispatcher, self._away
+    def _moe(self, name: str, block: Block, moe: MoeLayer, x: Given) -> Steps[Late]:
+        dispatcher, away, nodes = moe.dispatcher, self._away, self.nodes
         found: list[Any] = []
-
-        def run(node: str, work: Work, *given: Value, owner: Block | None = None, lands: bool = False) -> Values:
-            with away():
-                return self.nodes.run(node, name, work, *given, owner=owner, lands=lands)
 
         def attend(x_BSD: Tensor) -> tuple[Tensor, ...]:
             with block.join(*block.mix(x_BSD, self.inputs.places)) as (x_BSD, normed_BSD):
@@ -156,19 +154,34 @@ class Walk:
             found.extend((ticket, balance))
             return x_BSD, normed_BSD, routing.weight_TK, *balance.losses.values()
 
-        x, normed, weight, *losses = run("attention", attend, x, owner=block)
+        def send(x_BSD: Tensor, normed_BSD: Tensor, weight_TK: Tensor, *losses: Tensor) -> tuple[Tensor, ...]:
+            rows = dispatcher.send(normed_BSD.flatten(0, 1), weight_TK, found[0])
+            return x_BSD, *rows, *losses, *(() if moe.shared is None else (normed_BSD,))
+
+        with away():
+            node = nodes.open("attention", name, attend, x, owner=block)
+        del x
         ticket, balance = found
-        self._note(block, balance, losses)
         yield "counts"
-        rows = run("dispatch", lambda n, w: dispatcher.send(n.flatten(0, 1), w, ticket), normed, weight)
-        del weight
+        with away():
+            nodes.go_on(node, "dispatch", send)
+        beside, x_PD, weight_P, *rest = nodes.close(node)
+        num_losses = len(balance.losses)
+        self._note(block, balance, rest[:num_losses])
+        normed = rest[num_losses:]
+        del rest
         yield "rows"
         shared: Values = ()
-        if moe.shared is not None:
-            shared = run("shared", lambda n: moe.compute_shared(n.flatten(0, 1)), normed, owner=block)
+        if normed:
+            with away():
+                shared = nodes.run("shared", name, lambda n: moe.compute_shared(n.flatten(0, 1)), *normed, owner=block)
         del normed
-        rows = run("experts", lambda r, w: moe.compute(r, w, ticket), *rows, lands=True)
-        rows = run("combine", lambda y: dispatcher.send_back(y, ticket), *rows)
+        with away():
+            node = nodes.open("experts", name, lambda r, w: moe.compute(r, w, ticket), x_PD, weight_P, lands=True)
+        del x_PD, weight_P
+        with away():
+            nodes.go_on(node, "combine", lambda y: dispatcher.send_back(y, ticket))
+        rows = nodes.close(node)
         yield "rows"
 
         def add(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
@@ -177,7 +190,7 @@ class Walk:
                 y_TD = y_TD + each_TD
             return x_BSD + y_TD.view_as(x_BSD)
 
-        return first(run("sum", add, *rows, x, *shared, lands=True))
+        return Late("sum", name, add, (*rows, beside, *shared))
 
     def _note(self, block: Block, balance: Balance | None, losses: list[Value]) -> None:
         if balance is not None:

@@ -27,8 +27,10 @@ class WholePass:
             return
         self.state._state_ctx.post_backward_final_callback_queued = True
         self._keep_root(True)
+        _keep_dtype(self.root)
         if isinstance(owner, FSDPModule) and owner is not self.root:
             owner.set_requires_gradient_sync(not more, recurse=False)
+            _keep_dtype(owner)
 
     def behind(self) -> None:
         """A unit that is in its backward would not be gathered for a forward."""
@@ -49,6 +51,13 @@ class WholePass:
         assert self.root is not None
         self.root.set_requires_gradient_sync(not keep, recurse=False)
         self.root.set_reshard_after_backward(not keep, recurse=False)
+
+
+def _keep_dtype(unit: FSDPModule) -> None:
+    """Gradients that wait for others of their unit would be widened, and then not reduced with those that came last."""
+    for group in _groups(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            parameter.reduce_dtype = None
 
 
 def _groups(state: Any) -> Iterator[Any]:

@@ -28,19 +28,19 @@ class InBlocks(Emulated):
     def along_rows(self, x_MK: Tensor, cast: Cast) -> Quantized:
         from threefold.engine.precision.blocks import quantize_blocks
 
-        (value, scale), _ = quantize_blocks(_rows(x_MK), rows=True, columns=False)
+        (value, scale), _ = quantize_blocks(_rows(x_MK), rows=True, columns=False, square=False)
         return Quantized(value, scale, None, _shape(x_MK), cast)
 
     def turned(self, x_MK: Tensor, cast: Cast) -> Quantized:
         from threefold.engine.precision.blocks import quantize_blocks
 
-        _, (value, scale) = quantize_blocks(_rows(x_MK), rows=False, columns=True)
+        _, (value, scale) = quantize_blocks(_rows(x_MK), rows=False, columns=True, square=_square(cast))
         return Quantized(value, scale, None, _shape(x_MK.T), cast)
 
     def both(self, x_MK: Tensor, cast: Cast, cast_t: Cast) -> tuple[Quantized, Quantized]:
         from threefold.engine.precision.blocks import quantize_blocks
 
-        rows, columns = quantize_blocks(_rows(x_MK), rows=True, columns=True)
+        rows, columns = quantize_blocks(_rows(x_MK), rows=True, columns=True, square=_square(cast_t))
         return Quantized(*rows, None, _shape(x_MK), cast), Quantized(*columns, None, _shape(x_MK.T), cast_t)
 
     def weights(self, weight_MK: Tensor, cast: Cast) -> tuple[Quantized, Quantized]:
@@ -50,7 +50,7 @@ class InBlocks(Emulated):
         return Quantized(*there, None, _shape(weight_MK), cast), Quantized(*back, None, _shape(weight_MK.T), cast)
 
     def multiply(self, a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype) -> Tensor:
-        square = b_NK.cast.block[0] != 1
+        square = _square(b_NK.cast)
         kind = F.ScalingType.BlockWise128x128 if square else F.ScalingType.BlockWise1x128
         scales_b = b_NK.scales.T if square else b_NK.scales
         out = F.scaled_mm(
@@ -98,6 +98,10 @@ class ByRows(InBlocks):
 
 def _in_blocks(cast: Cast) -> bool:
     return cast.block[1] is not None
+
+
+def _square(cast: Cast) -> bool:
+    return cast.block[0] != 1
 
 
 class Micro(Emulated):

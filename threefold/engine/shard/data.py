@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.mesh import Group
+from threefold.engine.products import own_linears
 from threefold.engine.shard.buckets import Bucket, Slot, fill_buckets
 from threefold.engine.shard.first_use import when_used
 from threefold.engine.shard.owned import Owned, Settings, own, sum_of_squares, zero_of
 from threefold.engine.shard.placement import Placement
-from threefold.engine.sinks import fuse_linears, give_sink
+from threefold.engine.sinks import give_sink
 
 
 class Zero1:
@@ -52,7 +53,7 @@ class Zero1:
                 elif settings.reduce_overlap or bucket.grads.dtype != bucket.dtype:
                     slot.parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, slot))
         for chunk in chunks:
-            fuse_linears(chunk)
+            own_linears(chunk)
         if settings.gather_overlap:
             homes = {slot.parameter: bucket for bucket in self.buckets for slot in bucket.slots}
             for chunk in chunks:

@@ -48,6 +48,7 @@ def _dispatcher(layer: MoeLayer, mesh: Mesh, plan: Plan) -> AnyDispatcher:
         chip=plan.cluster.chip,
         num_sms=plan.knobs.dispatch_sms,
         narrow=plan.knobs.fp8_dispatch,
+        news=mesh.beside(mesh.group("ep")) if plan.knobs.ep_overlap else None,
     )
 
 

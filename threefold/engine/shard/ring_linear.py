@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.mesh import Group
+from threefold.engine.products import linear
 from threefold.engine.shard.collectives import pass_on
 
 
@@ -28,7 +29,7 @@ def gathered_linears(x_sI: Tensor, linears: Sequence[nn.Linear], group: Group) -
 
 def scattered_linear(x_SI: Tensor, weight_OI: Tensor, group: Group) -> Tensor:
     """This rank's piece of the sum over ranks."""
-    return F.linear(x_SI, weight_OI) if group.alone else _ScatteredLinear.apply(x_SI, weight_OI, group)
+    return linear(x_SI, weight_OI) if group.alone else _ScatteredLinear.apply(x_SI, weight_OI, group)
 
 
 def visits(piece: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:

@@ -21,6 +21,7 @@ from threefold.engine.mesh import Group, Mesh
 from threefold.engine.mlp import Mlp
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.precision.linear import LowLinear, low_linears
+from threefold.engine.products import linear
 from threefold.engine.recompute import is_hidden, remade
 from threefold.engine.seams import each
 from threefold.engine.shard.collectives import gather, scatter
@@ -48,7 +49,7 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) if self.low is None else low_linears(x, [(self.weight, self.low)])[0]
+        return linear(x, self.weight) if self.low is None else low_linears(x, [(self.weight, self.low)])[0]
 
 
 class VocabEmbedding(nn.Module):

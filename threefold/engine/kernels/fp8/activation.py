@@ -15,10 +15,12 @@ from threefold.engine.kernels.fp8.format import BLOCK, Blocks, Columns8, Rows8, 
 from threefold.engine.kernels.fp8.quantize import (
     empty_columns,
     empty_rows,
+    largest_of,
     pack,
     parts_of,
     put_column_scales,
     put_rows,
+    put_square_scale,
 )
 
 _ROWS, _COLUMNS = 32, 32  # that one program of the backward makes, by rows and by columns
@@ -34,29 +36,41 @@ def activated(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Rows8:
     return rows8
 
 
-def activated_grad(grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> tuple[Rows8, Tensor]:
-    """`grad_RH` of the weighted activation -> (gradient of gate_up_RX by rows, gradient of weight_R)."""
+def activated_grad(
+    grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, clamped: bool
+) -> tuple[Rows8, Tensor, Tensor]:
+    """`grad_RH` of the weighted activation -> (gradient of gate_up_RX by rows, the weighted activation's largest
+    magnitude in each block of a row, gradient of weight_R)."""
     num_rows, half = grad_RH.shape
     rows8 = empty_rows(num_rows, 2 * half, grad_RH.device)
     part_CR = torch.empty(num_blocks(half), num_rows, device=grad_RH.device)
+    largest_CR = torch.empty_like(part_CR)
     _grad_rows[(num_blocks(half), triton.cdiv(num_rows, _ROWS))](
-        grad_RH, gate_up_RX, weight_R, *parts_of(rows8), part_CR, num_rows, half, clamped, BLOCK, _ROWS, num_warps=8
-    )
-    return rows8, part_CR.sum(dim=0).to(weight_R.dtype)
+        grad_RH, gate_up_RX, weight_R, *parts_of(rows8), part_CR, largest_CR, num_rows, half, clamped, BLOCK, _ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    return rows8, largest_CR, part_CR.sum(dim=0).to(weight_R.dtype)
 
 
 def activated_columns(
-    grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, blocks: Blocks, clamped: bool, up: bool, act: bool
+    grad_RH: Tensor,
+    gate_up_RX: Tensor,
+    weight_R: Tensor,
+    largest_CR: Tensor,
+    blocks: Blocks,
+    clamped: bool,
+    up: bool,
+    act: bool,
 ) -> tuple[Columns8 | None, Columns8 | None]:
-    """-> (gradient of gate_up_RX by columns if `up`, the weighted activation by columns if `act`). A pass of its own
-    beside that by rows: registers do not hold whole blocks of both."""
-    half = grad_RH.shape[1]
-    grad8 = empty_columns(blocks.num, 2 * half, grad_RH.device) if up else None
-    act8 = empty_columns(blocks.num, half, grad_RH.device) if act else None
+    """-> (gradient of gate_up_RX by columns if `up`, the weighted activation by columns, in squares, if `act`). A pass
+    of its own beside that by rows: registers do not hold whole blocks of both."""
+    num_rows, half = grad_RH.shape
+    grad8 = empty_columns(blocks.num, 2 * half, False, grad_RH.device) if up else None
+    act8 = empty_columns(blocks.num, half, True, grad_RH.device) if act else None
     if up or act:
         _grad_columns[(half // _COLUMNS, blocks.num)](
-            grad_RH, gate_up_RX, weight_R, blocks.table, blocks.total, blocks.num, *parts_of(grad8), *parts_of(act8),
-            half, up, act, clamped, BLOCK, _COLUMNS, num_warps=8,
+            grad_RH, gate_up_RX, weight_R, largest_CR, blocks.table, blocks.total, blocks.num, *parts_of(grad8),
+            *parts_of(act8), num_rows, half, up, act, clamped, BLOCK, _COLUMNS, num_warps=4,
         )  # fmt: skip
     return grad8, act8
 
@@ -77,15 +91,16 @@ def _activated(
 
 @triton.jit
 def _grad_rows(
-    grad_ptr, gate_up_ptr, weight_ptr, value_ptr, scale_ptr, part_ptr, num_rows, half, CLAMPED: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    grad_ptr, gate_up_ptr, weight_ptr, value_ptr, scale_ptr, part_ptr, largest_ptr, num_rows, half,
+    CLAMPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     block, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live, shift = row < num_rows, block * BLOCK
-    _, gate_grad, up_grad, part = _grads(
+    act, gate_grad, up_grad, part = _grads(
         grad_ptr, gate_up_ptr, weight_ptr, row, live, shift + tl.arange(0, BLOCK), half, CLAMPED
     )
     tl.store(part_ptr + block * num_rows + row, part, mask=live)
+    tl.store(largest_ptr + block * num_rows + row, tl.max(tl.abs(act), 1), mask=live)
     put_rows(gate_grad, value_ptr, scale_ptr, row, live, block, shift, num_rows, 2 * half, BLOCK)
     then = block + half // BLOCK
     put_rows(up_grad, value_ptr, scale_ptr, row, live, then, half + shift, num_rows, 2 * half, BLOCK)
@@ -93,9 +108,9 @@ def _grad_rows(
 
 @triton.jit
 def _grad_columns(
-    grad_ptr, gate_up_ptr, weight_ptr, table_ptr, total_ptr, num, grad_value_ptr, grad_scale_ptr, act_value_ptr,
-    act_scale_ptr, half, UP: tl.constexpr, ACT: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad_ptr, gate_up_ptr, weight_ptr, largest_ptr, table_ptr, total_ptr, num, grad_value_ptr, grad_scale_ptr,
+    act_value_ptr, act_scale_ptr, num_rows, half, UP: tl.constexpr, ACT: tl.constexpr, CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block, col = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if block < tl.load(total_ptr):
@@ -110,14 +125,19 @@ def _grad_columns(
         place = block * (BLOCK // 4) + quad
         stride = num * (BLOCK // 4)
         if ACT:
-            inverse = put_column_scales(act0, act1, act2, act3, act_scale_ptr, block, col, half)
+            c = tl.program_id(0) * COLUMNS // BLOCK
+            each = tl.load(table_ptr + num + block) + tl.arange(0, BLOCK)
+            largest = tl.max(tl.load(largest_ptr + c * num_rows + each, mask=each < end, other=0.0), 0)
+            # The programs of one square make the same scale.
+            largest += tl.zeros((COLUMNS,), tl.float32)
+            inverse = put_square_scale(largest, act_scale_ptr + block * (half // BLOCK) + c)
             at = act_value_ptr + col.to(tl.int64)[:, None] * stride + place[None, :]
             tl.store(at, pack(act0, act1, act2, act3, inverse).T)
         if UP:
-            inverse = put_column_scales(gate0, gate1, gate2, gate3, grad_scale_ptr, block, col, 2 * half)
+            inverse = put_column_scales(largest_of(gate0, gate1, gate2, gate3), grad_scale_ptr, block, col, 2 * half)
             at = grad_value_ptr + col.to(tl.int64)[:, None] * stride + place[None, :]
             tl.store(at, pack(gate0, gate1, gate2, gate3, inverse).T)
-            inverse = put_column_scales(up0, up1, up2, up3, grad_scale_ptr, block, half + col, 2 * half)
+            inverse = put_column_scales(largest_of(up0, up1, up2, up3), grad_scale_ptr, block, half + col, 2 * half)
             at = grad_value_ptr + (half + col).to(tl.int64)[:, None] * stride + place[None, :]
             tl.store(at, pack(up0, up1, up2, up3, inverse).T)
 

@@ -5,7 +5,7 @@ Shapes: T tokens, K experts of a token, R rows (token copies sorted by expert), 
 X = 2 H.
 
 Recipes: "blockwise" has 1x128 scales on rows and 128x128 on weights; "rowwise" one on each row of either. Gradients of
-weights sum over blocks of 128 rows in both.
+weights sum over blocks of 128 rows in both: 128x1 of gradients, 128x128 of inputs.
 """
 
 from typing import Any, Literal
@@ -101,12 +101,12 @@ class _Experts8(torch.autograd.Function):
         ctx.dtypes = gate_up_EXD.dtype, down_EDH.dtype
         ctx.steps = steps = _steps(recipe, ends_E, weight.numel(), clamped)
         weight_R = _of_rows(weight, rows)
-        x8, turned8 = steps.quantize(x_XD.contiguous(), rows, True, ctx.needs_input_grad[2])
+        x8, turned8 = steps.quantize(x_XD.contiguous(), rows, ctx.needs_input_grad[2], square=True)
         gate_up_RX = steps.product(x8, weights8.gate_up.value_EOI, weights8.gate_up.scale)
         del x8
         act8 = steps.activated(gate_up_RX, weight_R)
         y_RD = steps.product(act8, weights8.down.value_EOI, weights8.down.scale)
-        kept = (turned8.value_KP, turned8.scale_BK) if turned8 else (None, None)
+        kept = (turned8.value_KP, turned8.scale) if turned8 else (None, None)
         ctx.save_for_backward(weight, gate_up_RX, *kept, *made)
         return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
 
@@ -119,7 +119,7 @@ class _Experts8(torch.autograd.Function):
         gate_up8, down8 = weights8.gate_up, weights8.down
         wants_x, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:4]
         weight_R = _of_rows(weight, rows)
-        grad8, grad_turned8 = steps.quantize(grad_XD.contiguous(), rows, True, wants_down)
+        grad8, grad_turned8 = steps.quantize(grad_XD.contiguous(), rows, wants_down, square=False)
         grad_RH = steps.product(grad8, down8.turned_EIO, down8.turned_scale)
         del grad8
         grad8, up_turned8, act_turned8, weight_grad = steps.activated_grad(

@@ -1,8 +1,9 @@
 """What the FP8 kernels hand each other: e4m3 values with their scales, laid out as the products read them.
 
-A value is `fp8 * scale`, and a scale the smallest power of two by which its block fits under 448 (1 for zeros). Blocks
-are BLOCK long along what the product sums over: the columns of a row (1x128), the rows of one expert (128x1), or both
-for weights (128x128).
+A value is `fp8 * scale`. A scale is the smallest power of two by which its block fits under 448; that of a weight or of
+a whole row any number, by which the largest becomes 448 (1 for zeros). Blocks are BLOCK long along what the product
+sums over: the columns of a row (1x128), the rows of one expert (128x1), or both (128x128) for what a product has on its
+right: weights, and inputs in the gradient of a weight.
 
 Shapes: R rows sorted by expert, K columns, C blocks of columns, B blocks of rows (an upper bound), P = B * BLOCK rows
 with each expert's filled up by zeros to whole blocks, E experts, O rows of a weight, I its columns.
@@ -31,7 +32,7 @@ class Columns8:
     """For a product that sums over rows, turned because Hopper sums 8-bit values only along what lies together."""
 
     value_KP: Tensor
-    scale_BK: Tensor
+    scale: Tensor  # (B, K); of squares (B, C)
 
 
 @dataclass(frozen=True)

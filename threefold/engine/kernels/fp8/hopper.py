@@ -1,5 +1,5 @@
-"""Grouped products in FP8 on Hopper: one warp fetches, two or three groups of warps multiply and scale in turns, so
-that the tensor cores work on one group's block while another adds up.
+"""Grouped products in FP8 on Hopper: one warp fetches, two groups of warps multiply and scale in turns, so that the
+tensor cores work on one group's block while the other adds up.
 
 Each block of 128 of the sum is scaled and added in fp32: Hopper keeps only about 14 bits while it sums 8-bit products.
 Where experts share out the rows of `a`, the table says which tile of rows is which. `TURNED`, they share out what is
@@ -22,63 +22,43 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore
 
 BK: gl.constexpr = gl.constexpr(128)  # a block of the sum
 PART: gl.constexpr = gl.constexpr(64)  # rows of a tile for each group of warps
+BM: gl.constexpr = gl.constexpr(2 * 64)
 WIDTH: gl.constexpr = gl.constexpr(128)  # columns multiplied at a time
+BN: gl.constexpr = gl.constexpr(2 * 128)
 
 
 @gluon.jit
 def multiply(
     a, a_scale_ptr, w, w_scale_ptr, out, out_ptr, table_ptr, total_ptr, most, num_rows, M: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr, SK: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr, SK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    three: gl.constexpr = BM == 3 * PART
     a0 = gl.allocate_shared_memory(a.dtype, [STAGES, PART, BK], a.layout)
     a1 = gl.allocate_shared_memory(a.dtype, [STAGES, PART, BK], a.layout)
-    a2 = gl.allocate_shared_memory(a.dtype, [STAGES, PART, BK], a.layout) if three else a1
     b = gl.allocate_shared_memory(w.dtype, [STAGES, BN, BK], w.layout)
     out0 = gl.allocate_shared_memory(out.dtype, [PART, WIDTH], out.layout)
     out1 = gl.allocate_shared_memory(out.dtype, [PART, WIDTH], out.layout)
-    out2 = gl.allocate_shared_memory(out.dtype, [PART, WIDTH], out.layout) if three else out1
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=BM // PART)
+        mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    if three:
-        gl.warp_specialize(
-            [
-                (_consume, (0, a0, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out0, full, empty, table_ptr, total_ptr,
-                            most, num_rows, M, N, K, SE, SN, SK, BM, BN, STAGES, GROUP, TURNED, WHOLE)),
-                (_consume, (1, a1, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out1, full, empty, table_ptr, total_ptr,
-                            most, num_rows, M, N, K, SE, SN, SK, BM, BN, STAGES, GROUP, TURNED, WHOLE)),
-                (_consume, (2, a2, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out2, full, empty, table_ptr, total_ptr,
-                            most, num_rows, M, N, K, SE, SN, SK, BM, BN, STAGES, GROUP, TURNED, WHOLE)),
-                (_produce, (a, w, a0, a1, a2, b, full, empty, table_ptr, total_ptr, most, M, N, K, BM, BN, STAGES,
-                            GROUP, TURNED)),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, a0, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out0, full, empty, table_ptr, total_ptr,
-                            most, num_rows, M, N, K, SE, SN, SK, BM, BN, STAGES, GROUP, TURNED, WHOLE)),
-                (_consume, (1, a1, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out1, full, empty, table_ptr, total_ptr,
-                            most, num_rows, M, N, K, SE, SN, SK, BM, BN, STAGES, GROUP, TURNED, WHOLE)),
-                (_produce, (a, w, a0, a1, a2, b, full, empty, table_ptr, total_ptr, most, M, N, K, BM, BN, STAGES,
-                            GROUP, TURNED)),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, a0, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out0, full, empty, table_ptr, total_ptr, most,
+                        num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, TURNED, WHOLE)),
+            (_consume, (1, a1, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out1, full, empty, table_ptr, total_ptr, most,
+                        num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, TURNED, WHOLE)),
+            (_produce, (a, w, a0, a1, b, full, empty, table_ptr, total_ptr, most, M, N, K, STAGES, GROUP, TURNED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
-def _num_tiles(
-    total_ptr, most, M: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, TURNED: gl.constexpr
-):
+def _num_tiles(total_ptr, most, M: gl.constexpr, N: gl.constexpr, TURNED: gl.constexpr):
     num_n: gl.constexpr = (N + BN - 1) // BN
     num_m = most * ((M + BM - 1) // BM) if TURNED else gl.load(total_ptr)
     return num_m * num_n
@@ -96,8 +76,8 @@ def _place(tile, num_m, num_n, GROUP: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    tile, table_ptr, total_ptr, most, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, GROUP: gl.constexpr, TURNED: gl.constexpr,
+    tile, table_ptr, total_ptr, most, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
+    TURNED: gl.constexpr,
 ):  # fmt: skip
     """-> (expert, first row of a, end of its rows, first column, first block of the sum, end of its blocks)."""
     num_n: gl.constexpr = (N + BN - 1) // BN
@@ -116,12 +96,12 @@ def _tile(
 
 @gluon.jit
 def _produce(
-    a, w, a0, a1, a2, b, full, empty, table_ptr, total_ptr, most, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNED: gl.constexpr,
+    a, w, a0, a1, b, full, empty, table_ptr, total_ptr, most, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     count = 0
-    for tile in range(gl.program_id(0), _num_tiles(total_ptr, most, M, N, BM, BN, TURNED), gl.num_programs(0)):
-        expert, row, _, col, start, stop = _tile(tile, table_ptr, total_ptr, most, M, N, K, BM, BN, GROUP, TURNED)
+    for tile in range(gl.program_id(0), _num_tiles(total_ptr, most, M, N, TURNED), gl.num_programs(0)):
+        expert, row, _, col, start, stop = _tile(tile, table_ptr, total_ptr, most, M, N, K, GROUP, TURNED)
         w_row = col if TURNED else expert * N + col
         for k in range(start, stop):
             at = count % STAGES
@@ -131,58 +111,58 @@ def _produce(
             tma.async_copy_global_to_shared(a, [row, k * BK], ready, a0.index(at))
             tma.async_copy_global_to_shared(w, [w_row, k * BK], ready, b.index(at))
             tma.async_copy_global_to_shared(a, [row + PART, k * BK], ready, a1.index(at))
-            if BM == 3 * PART:
-                tma.async_copy_global_to_shared(a, [row + 2 * PART, k * BK], ready, a2.index(at))
             count += 1
 
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, a_half, b, a_scale_ptr, w_scale_ptr, out, out_ptr, buffer, full, empty, table_ptr, total_ptr,
+    WHICH: gl.constexpr, a_part, b, a_scale_ptr, w_scale_ptr, out, out_ptr, buffer, full, empty, table_ptr, total_ptr,
     most, num_rows, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr,
-    SK: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TURNED: gl.constexpr, WHOLE: gl.constexpr,
+    SK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TURNED: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     count = 0
-    for tile in range(gl.program_id(0), _num_tiles(total_ptr, most, M, N, BM, BN, TURNED), gl.num_programs(0)):
-        expert, row, end, col, start, stop = _tile(tile, table_ptr, total_ptr, most, M, N, K, BM, BN, GROUP, TURNED)
+    for tile in range(gl.program_id(0), _num_tiles(total_ptr, most, M, N, TURNED), gl.num_programs(0)):
+        expert, row, end, col, start, stop = _tile(tile, table_ptr, total_ptr, most, M, N, K, GROUP, TURNED)
         row += WHICH * PART
         num_scales = M if TURNED else num_rows
-        by_a = a_scale_ptr + gl.minimum(row + gl.arange(0, PART, gl.SliceLayout(1, layout)), num_scales - 1)
-        by_w = w_scale_ptr + (col if TURNED else expert * SE + (col // WIDTH) * SN)
+        m = gl.minimum(row + gl.arange(0, PART, gl.SliceLayout(1, layout)), num_scales - 1)
+        by_a = a_scale_ptr + start * num_scales + m
+        by_w = w_scale_ptr + expert * SE + (col // WIDTH) * SN + start * SK
         beside = gl.where(col + WIDTH < N, SN, 0)  # no scale behind the last is read
         part = gl.zeros((PART, WIDTH), gl.float32, layout)
         left = part
         right = part
+        then_row = 1.0 if WHOLE else gl.load(by_a)
+        then_left = 1.0 if WHOLE else gl.load(by_w)
+        then_right = 1.0 if WHOLE else gl.load(by_w + beside)
         for k in range(start, stop):
             at = count % STAGES
             mbarrier.wait(full.index(at), (count // STAGES) & 1)
             # One set of registers for all parts: a second would not fit beside the sums.
-            part = warpgroup_mma(a_half.index(at), _turned(b, at, 0), part, use_acc=False, is_async=True)
-            if not WHOLE:
-                scale = gl.load(by_a + k * num_scales)
-                other = _of_columns(by_w + k * SK, N - col, N, layout) if TURNED else gl.load(by_w + k * SK)
+            part = warpgroup_mma(a_part.index(at), _turned(b, at, 0), part, use_acc=False, is_async=True)
+            by_row, by_column, beside_it = then_row, then_left, then_right
+            if not WHOLE:  # asked for a block ahead, so that the wait is short
+                then = gl.minimum(k + 1, stop - 1) - start
+                then_row = gl.load(by_a + then * num_scales)
+                then_left = gl.load(by_w + then * SK)
+                then_right = gl.load(by_w + then * SK + beside)
             part = warpgroup_mma_wait(0, [part])
-            if BN == WIDTH:
-                mbarrier.arrive(empty.index(at), count=1)
-            left = _add(left, part, 1.0 if WHOLE else scale, 1.0 if WHOLE else other, TURNED, WHOLE)
-            if BN == 2 * WIDTH:
-                part = warpgroup_mma(a_half.index(at), _turned(b, at, WIDTH), part, use_acc=False, is_async=True)
-                if not WHOLE:
-                    other = gl.load(by_w + k * SK + beside)
-                part = warpgroup_mma_wait(0, [part])
-                mbarrier.arrive(empty.index(at), count=1)
-                right = _add(right, part, 1.0 if WHOLE else scale, 1.0 if WHOLE else other, TURNED, WHOLE)
+            left = _add(left, part, by_row, by_column, WHOLE)
+            # Added up first: the compiler would multiply into other registers meanwhile, and spill.
+            left = warpgroup_mma_wait(0, [left])
+            part = warpgroup_mma(a_part.index(at), _turned(b, at, WIDTH), part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, [part])
+            mbarrier.arrive(empty.index(at), count=1)
+            right = _add(right, part, by_row, beside_it, WHOLE)
             count += 1
         if WHOLE:
-            left = left * gl.load(by_a)[:, None] * _of_columns(by_w, N - col, N, layout)[None, :]
-            if BN == 2 * WIDTH:
-                right = right * gl.load(by_a)[:, None] * _of_columns(by_w + beside, N - col - WIDTH, N, layout)[None, :]
+            by_row = gl.load(by_a)
+            left = left * by_row[:, None] * _of_columns(by_w, N - col, N, layout)[None, :]
+            right = right * by_row[:, None] * _of_columns(by_w + beside, N - col - WIDTH, N, layout)[None, :]
         shift = expert * M if TURNED else 0
         _put(left, out, out_ptr, buffer, row, end, shift, col, N, layout)
-        if BN == 2 * WIDTH:
-            _put(right, out, out_ptr, buffer, row, end, shift, col + WIDTH, N, layout)
+        _put(right, out, out_ptr, buffer, row, end, shift, col + WIDTH, N, layout)
     tma.store_wait(0)
 
 
@@ -199,13 +179,11 @@ def _of_columns(ptr, num, N: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _add(acc, part, by_row, by_column, TURNED: gl.constexpr, WHOLE: gl.constexpr):
-    """The scale of a column is one for all but if `TURNED`."""
+def _add(acc, part, by_row, by_column, WHOLE: gl.constexpr):
+    """`by_column` is one for all."""
     if WHOLE:
         return acc + part
-    elif TURNED:  # noqa: RET505 - what follows a return under a constant condition is still compiled
-        return acc + part * by_row[:, None] * by_column[None, :]
-    else:
+    else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
         return acc + part * (by_row * by_column)[:, None]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from threefold.engine.kernels.fp8.format import (
     BLOCK,
     E4M3,
+    LARGEST,
     Blocks,
     Columns8,
     Rows8,
@@ -21,15 +22,17 @@ from threefold.engine.kernels.fp8.format import (
     num_blocks,
 )
 
+_LARGEST: tl.constexpr = tl.constexpr(LARGEST)
+
 
 def empty_rows(num_rows: int, width: int, device: torch.device) -> Rows8:
     value_RK = torch.empty(num_rows, width, dtype=E4M3, device=device)
     return Rows8(value_RK, torch.empty(num_blocks(width), num_rows, device=device))
 
 
-def empty_columns(num: int, width: int, device: torch.device) -> Columns8:
+def empty_columns(num: int, width: int, square: bool, device: torch.device) -> Columns8:
     value_KP = torch.empty(width, num * BLOCK, dtype=E4M3, device=device)
-    return Columns8(value_KP, torch.empty(num, width, device=device))
+    return Columns8(value_KP, torch.empty(num, num_blocks(width) if square else width, device=device))
 
 
 def block_ends(ends_E: Tensor) -> Tensor:
@@ -40,15 +43,15 @@ def block_ends(ends_E: Tensor) -> Tensor:
 
 
 def quantize(
-    x_XK: Tensor, token_R: Tensor | None, blocks: Blocks, rows: bool, columns: bool
+    x_XK: Tensor, token_R: Tensor | None, blocks: Blocks, rows: bool, columns: bool, square: bool
 ) -> tuple[Rows8 | None, Columns8 | None]:
-    """A row reads token_R[row] of x, or without tokens its own row."""
+    """A row reads token_R[row] of x, or without tokens its own row. `square`: what the columns share scales in."""
     num_rows, width = len(x_XK) if token_R is None else len(token_R), x_XK.shape[1]
     rows8 = empty_rows(num_rows, width, x_XK.device) if rows else None
-    columns8 = empty_columns(blocks.num, width, x_XK.device) if columns else None
+    columns8 = empty_columns(blocks.num, width, square, x_XK.device) if columns else None
     _quantize[(num_blocks(width), blocks.num)](
         x_XK, token_R, blocks.table, blocks.total, blocks.num, *parts_of(rows8), *parts_of(columns8), num_rows, width,
-        token_R is not None, rows, columns, BLOCK, num_warps=8,
+        token_R is not None, rows, columns, square, BLOCK, num_warps=4,
     )  # fmt: skip
     return rows8, columns8
 
@@ -71,7 +74,7 @@ def parts_of(made: Rows8 | Columns8 | None) -> tuple[Tensor | None, ...]:
         return None, None
     if isinstance(made, Rows8):
         return made.value_RK, made.scale_CR
-    return made.value_KP.view(torch.int32), made.scale_BK
+    return made.value_KP.view(torch.int32), made.scale
 
 
 @triton.jit
@@ -96,6 +99,26 @@ def scales(largest):
 
 
 @triton.jit
+def any_scale(largest):
+    """Of blocks with these magnitudes, no power of two."""
+    return tl.where(largest == 0.0, 1.0, tl.div_rn(largest, _LARGEST + tl.zeros_like(largest)))
+
+
+@triton.jit
+def divided(value, scale, inverse):
+    """value / scale, rounded as a division is, with three operations in place of ten: Markstein's correction."""
+    near = value * inverse
+    return tl.fma(tl.fma(-near, scale, value), inverse, near)
+
+
+@triton.jit
+def by_one(value, scale):
+    """Divided by one number."""
+    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return divided(value, scale + tl.zeros_like(value), inverse + tl.zeros_like(value))
+
+
+@triton.jit
 def put_rows(value, value_ptr, scale_ptr, row, live, block, shift, num_rows, width, BLOCK: tl.constexpr):
     """A block of each of some rows; `shift` says where its columns begin."""
     col = tl.arange(0, BLOCK)
@@ -107,12 +130,25 @@ def put_rows(value, value_ptr, scale_ptr, row, live, block, shift, num_rows, wid
 
 
 @triton.jit
-def put_column_scales(x0, x1, x2, x3, scale_ptr, block, col, width):
-    """Of every fourth row, four times -> by what to multiply the columns to quantise them."""
-    largest = tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3)))
-    scale, inverse = scales(tl.max(largest, 0))
+def largest_of(x0, x1, x2, x3):
+    """Of every fourth row, four times: the largest magnitude of each column."""
+    return tl.max(tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))), 0)
+
+
+@triton.jit
+def put_column_scales(largest, scale_ptr, block, col, width):
+    """-> by what to multiply the columns to quantise them."""
+    scale, inverse = scales(largest)
     tl.store(scale_ptr + block * width + col, scale, mask=col < width)
     return inverse
+
+
+@triton.jit
+def put_square_scale(largest, scale_ptr):
+    """One for all that `largest` tells of -> by what to multiply, for each of the columns."""
+    scale, inverse = scales(tl.max(largest, 0))
+    tl.store(scale_ptr, scale)
+    return inverse + tl.zeros_like(largest)
 
 
 @triton.jit
@@ -129,7 +165,8 @@ def _byte(x, inverse):
 @triton.jit
 def _quantize(
     x_ptr, token_ptr, table_ptr, total_ptr, num, row_value_ptr, row_scale_ptr, column_value_ptr, column_scale_ptr,
-    num_rows, width, GATHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, width, GATHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     c, block = tl.program_id(0), tl.program_id(1)
     shift = c * BLOCK
@@ -149,7 +186,11 @@ def _quantize(
             put_rows(x3, row_value_ptr, row_scale_ptr, row + 3, row + 3 < end, c, shift, num_rows, width, BLOCK)
         if COLUMNS:
             col = shift + tl.arange(0, BLOCK)
-            inverse = put_column_scales(x0, x1, x2, x3, column_scale_ptr, block, col, width)
+            largest = largest_of(x0, x1, x2, x3)
+            if SQUARE:
+                inverse = put_square_scale(largest, column_scale_ptr + block * tl.num_programs(0) + c)
+            else:
+                inverse = put_column_scales(largest, column_scale_ptr, block, col, width)
             place = block * (BLOCK // 4) + quad
             at = column_value_ptr + col.to(tl.int64)[:, None] * (num * (BLOCK // 4)) + place[None, :]
             tl.store(at, pack(x0, x1, x2, x3, inverse).T, mask=(col < width)[:, None])
@@ -173,8 +214,8 @@ def _quantize_weight(weight_ptr, value_ptr, turned_ptr, scale_ptr, outer, inner,
     kept = (o < outer)[:, None] & (i < inner)[None, :]
     at = whole + o[:, None] * inner + i[None, :]
     weight = tl.load(weight_ptr + at, mask=kept, other=0.0).to(tl.float32)
-    scale, inverse = scales(tl.max(tl.max(tl.abs(weight), 1), 0))
-    narrow = (weight * inverse).to(tl.float8e4nv)
+    scale = any_scale(tl.max(tl.max(tl.abs(weight), 1), 0))
+    narrow = by_one(weight, scale).to(tl.float8e4nv)
     tl.store(value_ptr + at, narrow, mask=kept)
     turned = whole + i[:, None] * outer + o[None, :]
     tl.store(turned_ptr + turned, narrow.T, mask=(i < inner)[:, None] & (o < outer)[None, :])

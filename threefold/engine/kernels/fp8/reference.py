@@ -43,18 +43,18 @@ def quantize_rows(x_RK: Tensor) -> Rows8:
 
 def quantize_whole_rows(x_RK: Tensor) -> Rows8:
     """One scale, any number, for each row."""
-    scale_R = _row_scales(x_RK.float().abs().amax(dim=1))
+    scale_R = any_scale(x_RK.float().abs().amax(dim=1))
     return Rows8((x_RK.float() / scale_R[:, None]).to(E4M3), scale_R[None])
 
 
 def quantize_weight_rows(weight_EOI: Tensor) -> Weight8:
     wide = weight_EOI.float()
-    scale_EO, scale_EI = _row_scales(wide.abs().amax(dim=2)), _row_scales(wide.abs().amax(dim=1))
+    scale_EO, scale_EI = any_scale(wide.abs().amax(dim=2)), any_scale(wide.abs().amax(dim=1))
     turned = (wide / scale_EI[:, None, :]).to(E4M3).mT.contiguous()
     return Weight8((wide / scale_EO[..., None]).to(E4M3), turned, scale_EO, scale_EI)
 
 
-def _row_scales(largest: Tensor) -> Tensor:
+def any_scale(largest: Tensor) -> Tensor:
     scale = largest / torch.full_like(largest, LARGEST)  # by a number CUDA would multiply with its inverse
     return scale.where(scale != 0, 1.0)
 
@@ -62,8 +62,8 @@ def _row_scales(largest: Tensor) -> Tensor:
 def quantize_weight(weight_EOI: Tensor) -> Weight8:
     outer, inner = weight_EOI.shape[1:]
     blocks = _filled(_filled(weight_EOI.float(), 1), 2).unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-    scale, inverse = scales(blocks.abs().amax(dim=(2, 4)))
-    value = (blocks * inverse[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :outer, :inner].to(E4M3).contiguous()
+    scale = any_scale(blocks.abs().amax(dim=(2, 4)))
+    value = (blocks / scale[:, :, None, :, None]).flatten(3).flatten(1, 2)[:, :outer, :inner].to(E4M3).contiguous()
     return Weight8(value, value.mT.contiguous(), scale, scale.mT)
 
 
@@ -84,7 +84,10 @@ def widened_weight(value_EOI: Tensor, scale: Tensor) -> Tensor:
 
 def widened_columns(columns8: Columns8) -> Tensor:
     """(P, K): blocks not in use hold anything."""
-    return columns8.value_KP.T.float() * columns8.scale_BK.repeat_interleave(BLOCK, 0)
+    value_PK, scale = columns8.value_KP.T, columns8.scale
+    if scale.shape[1] != value_PK.shape[1]:
+        scale = scale.repeat_interleave(BLOCK, 1)[:, : value_PK.shape[1]]
+    return value_PK.float() * scale.repeat_interleave(BLOCK, 0)
 
 
 class Reference8:
@@ -100,22 +103,25 @@ class Reference8:
             starts.append(starts[-1] + num_blocks(part.stop - part.start) * BLOCK)
         self.places = [slice(a, b) for a, b in pairwise(starts)]  # of each expert's rows among P
 
-    def quantize(
-        self, x_XK: Tensor, rows: Rows | None, by_row: bool, by_column: bool
-    ) -> tuple[Rows8 | None, Columns8 | None]:
-        """A row reads its token of x, or without `rows` its own row."""
+    def quantize(self, x_XK: Tensor, rows: Rows | None, by_column: bool, square: bool) -> tuple[Rows8, Columns8 | None]:
+        """A row reads its token of x, or without `rows` its own row. `square`: what the columns share scales in."""
         x_RK = x_XK if rows is None else x_XK[rows.token_R]
-        return self.rows8(x_RK) if by_row else None, self.quantize_columns(x_RK) if by_column else None
+        return self.rows8(x_RK), self.quantize_columns(x_RK, square) if by_column else None
 
-    def quantize_columns(self, x_RK: Tensor) -> Columns8:
+    def quantize_columns(self, x_RK: Tensor, square: bool) -> Columns8:
         width = x_RK.shape[1]
         x_PK = x_RK.new_zeros(self.num * BLOCK, width, dtype=torch.float32)
         for part, place in zip(self.parts, self.places, strict=True):
             x_PK[place.start : place.start + part.stop - part.start] = x_RK[part].float()
         x_BNK = x_PK.unflatten(0, (-1, BLOCK))
-        scale_BK, inverse_BK = scales(x_BNK.abs().amax(dim=1))
-        value_PK = (x_BNK * inverse_BK[:, None]).flatten(0, 1).to(E4M3)
-        return Columns8(value_PK.T.contiguous(), scale_BK)
+        largest = x_BNK.abs().amax(dim=1)
+        if square:
+            largest = _filled(largest, 1).unflatten(1, (-1, BLOCK)).amax(dim=2)
+        scale, inverse = scales(largest)
+        if square:
+            inverse = inverse.repeat_interleave(BLOCK, 1)[:, :width]
+        value_PK = (x_BNK * inverse[:, None]).flatten(0, 1).to(E4M3)
+        return Columns8(value_PK.T.contiguous(), scale)
 
     def product(self, a8: Rows8, value_ENK: Tensor, scale: Tensor) -> Tensor:
         a_RK, weight_ENK = widened_rows(a8), widened_weight(value_ENK, scale)
@@ -134,14 +140,14 @@ class Reference8:
         self, grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, up: bool, act: bool
     ) -> tuple[Rows8, Columns8 | None, Columns8 | None, Tensor]:
         """`grad_RH` of the weighted activation -> (gradient of gate_up_RX by rows, and by columns if `up`; the weighted
-        activation by columns if `act`; gradient of weight_R)."""
+        activation by columns, in squares, if `act`; gradient of weight_R)."""
         with torch.enable_grad():
             wide_RX, weight_R = gate_up_RX.float().requires_grad_(), weight_R.detach().requires_grad_()
             gate_RH, up_RH = wide_RX.chunk(2, dim=-1)
             act_RH = activation(gate_RH, up_RH, self.clamped) * weight_R[:, None]
             grad_RX, weight_grad_R = torch.autograd.grad(act_RH, (wide_RX, weight_R), grad_RH.to(act_RH.dtype))
-        grad8 = self.quantize_columns(grad_RX) if up else None
-        act8 = self.quantize_columns(act_RH.detach()) if act else None
+        grad8 = self.quantize_columns(grad_RX, square=False) if up else None
+        act8 = self.quantize_columns(act_RH.detach(), square=True) if act else None
         return self.rows8(grad_RX), grad8, act8, weight_grad_R
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:

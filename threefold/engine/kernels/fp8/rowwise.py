@@ -1,4 +1,4 @@
-"""FP8 with one scale a row: the passes that make it. Torch has the product.
+"""FP8 with one scale a row: the passes that make it.
 
 Shapes: R rows sorted by expert, K columns, H expert dim, X = 2 H.
 """
@@ -11,10 +11,8 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.activation import activate, activate_grad
-from threefold.engine.kernels.fp8.format import E4M3, LARGEST, Rows8, Weight8, num_blocks
-
-_LARGEST: tl.constexpr = tl.constexpr(LARGEST)
-_COLUMNS, _STRIP = 128, 64  # that one program turns, and how many rows at a time
+from threefold.engine.kernels.fp8.format import BLOCK, E4M3, Rows8, Weight8, num_blocks
+from threefold.engine.kernels.fp8.quantize import any_scale, by_one, divided
 
 
 def quantize_rows(x_XK: Tensor, token_R: Tensor | None) -> Rows8:
@@ -29,15 +27,19 @@ def quantize_rows(x_XK: Tensor, token_R: Tensor | None) -> Rows8:
 
 
 def quantize_weight(weight_EOI: Tensor) -> Weight8:
-    """Its rows, and the rows of its transpose."""
+    """Its rows, and the rows of its transpose; read twice, first for their largest magnitudes."""
     num, outer, inner = weight_EOI.shape
-    rows8 = quantize_rows(weight_EOI.contiguous().flatten(0, 1), None)
-    turned = torch.empty(num, inner, outer, dtype=E4M3, device=weight_EOI.device)
-    turned_scale = torch.empty(num, inner, device=weight_EOI.device)
-    _quantize_turned[(num_blocks(inner), num)](
-        weight_EOI.contiguous(), turned, turned_scale, outer, inner, _COLUMNS, _STRIP, num_warps=8
+    weight_EOI, device = weight_EOI.contiguous(), weight_EOI.device
+    value = torch.empty(num, outer, inner, dtype=E4M3, device=device)
+    turned = torch.empty(num, inner, outer, dtype=E4M3, device=device)
+    largest_EO, largest_EI = (torch.zeros(num, size, dtype=torch.int32, device=device) for size in (outer, inner))
+    scale_EO, scale_EI = (torch.empty(num, size, device=device) for size in (outer, inner))
+    grid = num_blocks(inner), num_blocks(outer), num
+    _largest[grid](weight_EOI, largest_EO, largest_EI, outer, inner, BLOCK, num_warps=8)
+    _quantize_weight[grid](
+        weight_EOI, largest_EO, largest_EI, value, turned, scale_EO, scale_EI, outer, inner, BLOCK, num_warps=8
     )
-    return Weight8(rows8.value_RK.view_as(weight_EOI), turned, rows8.scale_CR.view(num, outer), turned_scale)
+    return Weight8(value, turned, scale_EO, scale_EI)
 
 
 def activated(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Rows8:
@@ -50,20 +52,23 @@ def activated(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Rows8:
     return rows8
 
 
-def activated_grad(grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> tuple[Rows8, Tensor]:
-    """`grad_RH` of the weighted activation -> (gradient of gate_up_RX, gradient of weight_R)."""
+def activated_grad(
+    grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, clamped: bool
+) -> tuple[Rows8, Tensor, Tensor]:
+    """As `activation.activated_grad`."""
     num_rows, half = grad_RH.shape
     rows8, weight_grad_R = _empty(num_rows, 2 * half, grad_RH.device), torch.empty_like(weight_R)
+    largest_CR = torch.empty(num_blocks(half), num_rows, device=grad_RH.device)
     _activated_grad[(num_rows,)](
-        grad_RH, gate_up_RX, weight_R, rows8.value_RK, rows8.scale_CR, weight_grad_R, half, clamped,
-        triton.next_power_of_2(half), num_warps=_warps(half),
+        grad_RH, gate_up_RX, weight_R, rows8.value_RK, rows8.scale_CR, weight_grad_R, largest_CR, num_rows, half,
+        clamped, triton.next_power_of_2(half), BLOCK, num_warps=_warps(half),
     )  # fmt: skip
-    return rows8, weight_grad_R
+    return rows8, largest_CR, weight_grad_R
 
 
 def _warps(width: int) -> int:
-    """So that a thread has eight numbers or more."""
-    return min(max(triton.next_power_of_2(width) // 256, 1), 8)
+    """So that a thread has sixteen numbers or more."""
+    return min(max(triton.next_power_of_2(width) // 512, 1), 8)
 
 
 def _empty(num_rows: int, width: int, device: torch.device) -> Rows8:
@@ -72,22 +77,8 @@ def _empty(num_rows: int, width: int, device: torch.device) -> Rows8:
 
 
 @triton.jit
-def _scale(largest):
-    return tl.where(largest == 0.0, 1.0, tl.div_rn(largest, _LARGEST + tl.zeros_like(largest)))
-
-
-@triton.jit
-def _divided(value, scale, inverse):
-    """value / scale, rounded as a division is, with three operations in place of ten: Markstein's correction."""
-    near = value * inverse
-    return tl.fma(tl.fma(-near, scale, value), inverse, near)
-
-
-@triton.jit
 def _put(value, scale, ptr, n, kept):
-    scale = scale + tl.zeros_like(value)
-    inverse = tl.div_rn(tl.zeros_like(value) + 1.0, scale)
-    tl.store(ptr + n, _divided(value, scale, inverse).to(tl.float8e4nv), mask=kept)
+    tl.store(ptr + n, by_one(value, scale).to(tl.float8e4nv), mask=kept)
 
 
 @triton.jit
@@ -96,37 +87,51 @@ def _quantize_rows(x_ptr, token_ptr, value_ptr, scale_ptr, width, GATHER: tl.con
     kept = n < width
     source = tl.load(token_ptr + row).to(tl.int64) if GATHER else row
     x = tl.load(x_ptr + source * width + n, mask=kept, other=0.0).to(tl.float32)
-    scale = _scale(tl.max(tl.abs(x), 0))
+    scale = any_scale(tl.max(tl.abs(x), 0))
     _put(x, scale, value_ptr + row * width, n, kept)
     tl.store(scale_ptr + row, scale)
 
 
 @triton.jit
-def _quantize_turned(
-    weight_ptr, value_ptr, scale_ptr, outer, inner, COLUMNS: tl.constexpr, STRIP: tl.constexpr
-):  # fmt: skip
-    expert, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    known = i < inner
-    most = tl.zeros((COLUMNS,), tl.float32)
-    for begin in tl.range(0, outer, STRIP):
-        weight = _strip(weight_ptr + expert * outer * inner, begin, i, known, outer, inner, STRIP)
-        most = tl.maximum(most, tl.max(tl.abs(weight), 0))
-    scale = _scale(most)
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
-    tl.store(scale_ptr + expert * inner + i, scale, mask=known)
-    for begin in tl.range(0, outer, STRIP):
-        weight = _strip(weight_ptr + expert * outer * inner, begin, i, known, outer, inner, STRIP)
-        narrow = _divided(weight, scale[None, :] + tl.zeros_like(weight), inverse[None, :]).to(tl.float8e4nv)
-        o = begin + tl.arange(0, STRIP)
-        at = (expert * inner + i)[:, None] * outer + o[None, :]
-        tl.store(value_ptr + at, narrow.T, mask=known[:, None] & (o < outer)[None, :])
+def _largest(weight_ptr, row_ptr, column_ptr, outer, inner, BLOCK: tl.constexpr):
+    """Magnitudes as their bits: those of whole numbers are in the same order."""
+    weight, o, i = _square(weight_ptr, outer, inner, BLOCK)
+    expert, weight = tl.program_id(2), tl.abs(weight)
+    tl.atomic_max(row_ptr + expert * outer + o, tl.max(weight, 1).to(tl.int32, bitcast=True), mask=o < outer)
+    tl.atomic_max(column_ptr + expert * inner + i, tl.max(weight, 0).to(tl.int32, bitcast=True), mask=i < inner)
 
 
 @triton.jit
-def _strip(weight_ptr, begin, i, known, outer, inner, STRIP: tl.constexpr):
-    o = begin + tl.arange(0, STRIP)
-    kept = (o < outer)[:, None] & known[None, :]
-    return tl.load(weight_ptr + o[:, None] * inner + i[None, :], mask=kept, other=0.0).to(tl.float32)
+def _quantize_weight(
+    weight_ptr, row_ptr, column_ptr, value_ptr, turned_ptr, row_scale_ptr, column_scale_ptr, outer, inner,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    weight, o, i = _square(weight_ptr, outer, inner, BLOCK)
+    expert = tl.program_id(2).to(tl.int64)
+    kept = (o < outer)[:, None] & (i < inner)[None, :]
+    by_row = _scales_of(row_ptr + expert * outer + o, row_scale_ptr + expert * outer + o, o < outer)
+    inverse = tl.div_rn(tl.zeros_like(by_row) + 1.0, by_row)
+    narrow = divided(weight, by_row[:, None] + tl.zeros_like(weight), inverse[:, None]).to(tl.float8e4nv)
+    tl.store(value_ptr + (expert * outer + o)[:, None] * inner + i[None, :], narrow, mask=kept)
+    by_column = _scales_of(column_ptr + expert * inner + i, column_scale_ptr + expert * inner + i, i < inner)
+    inverse = tl.div_rn(tl.zeros_like(by_column) + 1.0, by_column)
+    narrow = divided(weight, by_column[None, :] + tl.zeros_like(weight), inverse[None, :]).to(tl.float8e4nv)
+    tl.store(turned_ptr + (expert * inner + i)[:, None] * outer + o[None, :], narrow.T, mask=kept.T)
+
+
+@triton.jit
+def _square(weight_ptr, outer, inner, BLOCK: tl.constexpr):
+    o, i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = (tl.program_id(2).to(tl.int64) * outer + o)[:, None] * inner + i[None, :]
+    return tl.load(weight_ptr + at, mask=(o < outer)[:, None] & (i < inner)[None, :], other=0.0).to(tl.float32), o, i
+
+
+@triton.jit
+def _scales_of(largest_ptr, scale_ptr, kept):
+    """Stored by all programs of a row or column alike."""
+    scale = any_scale(tl.load(largest_ptr, mask=kept, other=0).to(tl.float32, bitcast=True))
+    tl.store(scale_ptr, scale, mask=kept)
+    return scale
 
 
 @triton.jit
@@ -136,24 +141,28 @@ def _activated(gate_up_ptr, weight_ptr, value_ptr, scale_ptr, half, CLAMPED: tl.
     gate = tl.load(gate_up_ptr + row * 2 * half + n, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + (row * 2 + 1) * half + n, mask=kept, other=0.0).to(tl.float32)
     act = activate(gate, up, CLAMPED) * tl.load(weight_ptr + row)
-    scale = _scale(tl.max(tl.abs(tl.where(kept, act, 0.0)), 0))
+    scale = any_scale(tl.max(tl.abs(tl.where(kept, act, 0.0)), 0))
     _put(act, scale, value_ptr + row * half, n, kept)
     tl.store(scale_ptr + row, scale)
 
 
 @triton.jit
 def _activated_grad(
-    grad_ptr, gate_up_ptr, weight_ptr, value_ptr, scale_ptr, weight_grad_ptr, half, CLAMPED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    grad_ptr, gate_up_ptr, weight_ptr, value_ptr, scale_ptr, weight_grad_ptr, largest_ptr, num_rows, half,
+    CLAMPED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, n = tl.program_id(0).to(tl.int64), tl.arange(0, WHOLE)
     kept = n < half
     gate = tl.load(gate_up_ptr + row * 2 * half + n, mask=kept, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + (row * 2 + 1) * half + n, mask=kept, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * half + n, mask=kept, other=0.0).to(tl.float32)
-    act, gate_grad, up_grad = activate_grad(grad * tl.load(weight_ptr + row), gate, up, CLAMPED)
+    weight = tl.load(weight_ptr + row)
+    act, gate_grad, up_grad = activate_grad(grad * weight, gate, up, CLAMPED)
     tl.store(weight_grad_ptr + row, tl.sum(act * grad, 0))
-    scale = _scale(tl.max(tl.maximum(tl.abs(gate_grad), tl.abs(up_grad)), 0))
+    c = tl.arange(0, WHOLE // BLOCK)
+    largest = tl.max(tl.abs(act * weight).reshape(WHOLE // BLOCK, BLOCK), 1)
+    tl.store(largest_ptr + c * num_rows + row, largest, mask=c < half // BLOCK)
+    scale = any_scale(tl.max(tl.maximum(tl.abs(gate_grad), tl.abs(up_grad)), 0))
     _put(gate_grad, scale, value_ptr + row * 2 * half, n, kept)
     _put(up_grad, scale, value_ptr + (row * 2 + 1) * half, n, kept)
     tl.store(scale_ptr + row, scale)

@@ -19,8 +19,8 @@ from threefold.engine.kernels.tiles import tiles_of
 
 _PLAIN = Config(m=128, n=128, k=128, stages=4)
 _HOPPER = Config(m=128, n=256, k=128, stages=4)
-_HOPPER_TURNED = Config(m=192, n=128, k=128, stages=4)
-_HOPPER_WIDE = Config(m=192, n=128, k=128, stages=3)  # a result in fp32 takes more room
+_HOPPER_TURNED = Config(m=128, n=256, k=128, stages=4, group=4)
+_HOPPER_WIDE = Config(m=128, n=256, k=128, stages=3, group=4)  # a result in fp32 takes more room
 _GLUON = (3, 6), (3, 8)  # from which release of triton, and up to which, `hopper.py` compiles
 
 
@@ -39,10 +39,10 @@ class Steps8:
         self.tiles = tiles_of(ends_E, num_rows, BLOCK)
         self.blocks = Blocks(self.tiles.table, self.tiles.total, quantize.block_ends(ends_E))
 
-    def quantize(
-        self, x_XK: Tensor, rows: Rows | None, by_row: bool, by_column: bool
-    ) -> tuple[Rows8 | None, Columns8 | None]:
-        return quantize.quantize(x_XK, _tokens(rows), self.blocks, by_row, by_column)
+    def quantize(self, x_XK: Tensor, rows: Rows | None, by_column: bool, square: bool) -> tuple[Rows8, Columns8 | None]:
+        rows8, columns8 = quantize.quantize(x_XK, _tokens(rows), self.blocks, True, by_column, square)
+        assert rows8 is not None
+        return rows8, columns8
 
     def product(self, a8: Rows8, value_ENK: Tensor, scale: Tensor) -> Tensor:
         if self.on_hopper:
@@ -65,13 +65,12 @@ class Steps8:
     def activated_grad(
         self, grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, up: bool, act: bool
     ) -> tuple[Rows8, Columns8 | None, Columns8 | None, Tensor]:
-        rows8, weight_grad_R = activation.activated_grad(grad_RH, gate_up_RX, weight_R, self.clamped)
-        return rows8, *self._columns(grad_RH, gate_up_RX, weight_R, up, act), weight_grad_R
+        given = grad_RH, gate_up_RX, weight_R
+        rows8, largest_CR, weight_grad_R = self._grad_rows(*given, self.clamped)
+        columns = activation.activated_columns(*given, largest_CR, self.blocks, self.clamped, up, act)
+        return rows8, *columns, weight_grad_R
 
-    def _columns(
-        self, grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, up: bool, act: bool
-    ) -> tuple[Columns8 | None, Columns8 | None]:
-        return activation.activated_columns(grad_RH, gate_up_RX, weight_R, self.blocks, self.clamped, up, act)
+    _grad_rows = staticmethod(activation.activated_grad)
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return elementwise.sum_rows(y_RD, row_TK)
@@ -80,11 +79,13 @@ class Steps8:
 class RowSteps8(Steps8):
     """One scale a row. Gradients of weights sum over blocks of rows all the same."""
 
-    def quantize(
-        self, x_XK: Tensor, rows: Rows | None, by_row: bool, by_column: bool
-    ) -> tuple[Rows8 | None, Columns8 | None]:
-        rows8 = rowwise.quantize_rows(x_XK, _tokens(rows)) if by_row else None
-        return rows8, super().quantize(x_XK, rows, False, True)[1] if by_column else None
+    _grad_rows = staticmethod(rowwise.activated_grad)
+
+    def quantize(self, x_XK: Tensor, rows: Rows | None, by_column: bool, square: bool) -> tuple[Rows8, Columns8 | None]:
+        rows8 = rowwise.quantize_rows(x_XK, _tokens(rows))
+        if not by_column:
+            return rows8, None
+        return rows8, quantize.quantize(x_XK, _tokens(rows), self.blocks, False, True, square)[1]
 
     def product(self, a8: Rows8, value_ENK: Tensor, scale: Tensor) -> Tensor:
         if self.on_hopper:
@@ -97,12 +98,6 @@ class RowSteps8(Steps8):
 
     def activated(self, gate_up_RX: Tensor, weight_R: Tensor) -> Rows8:
         return rowwise.activated(gate_up_RX, weight_R, self.clamped)
-
-    def activated_grad(
-        self, grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, up: bool, act: bool
-    ) -> tuple[Rows8, Columns8 | None, Columns8 | None, Tensor]:
-        rows8, weight_grad_R = rowwise.activated_grad(grad_RH, gate_up_RX, weight_R, self.clamped)
-        return rows8, *self._columns(grad_RH, gate_up_RX, weight_R, up, act), weight_grad_R
 
 
 def _tokens(rows: Rows | None) -> Tensor | None:

@@ -25,11 +25,9 @@ class Unmade8:
         self.num_rows, self.num_experts = num_rows, len(ends_E)
         self.num = most_blocks(num_rows, len(ends_E))
 
-    def quantize(
-        self, x_XK: Tensor, rows: Rows | None, by_row: bool, by_column: bool
-    ) -> tuple[Rows8 | None, Columns8 | None]:
+    def quantize(self, x_XK: Tensor, rows: Rows | None, by_column: bool, square: bool) -> tuple[Rows8, Columns8 | None]:
         width = x_XK.shape[1]
-        return self._rows(x_XK, width) if by_row else None, self._columns(x_XK, width) if by_column else None
+        return self._rows(x_XK, width), self._columns(x_XK, width, square) if by_column else None
 
     def product(self, a8: Rows8, value_ENK: Tensor, scale: Tensor) -> Tensor:
         return value_ENK.new_empty(self.num_rows, value_ENK.shape[1], dtype=torch.bfloat16)
@@ -45,8 +43,8 @@ class Unmade8:
         self, grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, up: bool, act: bool
     ) -> tuple[Rows8, Columns8 | None, Columns8 | None, Tensor]:
         half = grad_RH.shape[1]
-        up8 = self._columns(grad_RH, 2 * half) if up else None
-        act8 = self._columns(grad_RH, half) if act else None
+        up8 = self._columns(grad_RH, 2 * half, square=False) if up else None
+        act8 = self._columns(grad_RH, half, square=True) if act else None
         return self._rows(grad_RH, 2 * half), up8, act8, torch.empty_like(weight_R)
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
@@ -57,9 +55,10 @@ class Unmade8:
         value_RK = like.new_empty(self.num_rows, width, dtype=E4M3)
         return Rows8(value_RK, like.new_empty(num, self.num_rows, dtype=torch.float32))
 
-    def _columns(self, like: Tensor, width: int) -> Columns8:
+    def _columns(self, like: Tensor, width: int, square: bool) -> Columns8:
         value_KP = like.new_empty(width, self.num * BLOCK, dtype=E4M3)
-        return Columns8(value_KP, like.new_empty(self.num, width, dtype=torch.float32))
+        num = num_blocks(width) if square else width
+        return Columns8(value_KP, like.new_empty(self.num, num, dtype=torch.float32))
 
 
 class RowUnmade8(Unmade8):

@@ -19,14 +19,14 @@ from threefold.engine.kernels.launch import Config, num_programs
 
 
 def weight_grad(left8: Columns8, right8: Columns8, block_ends_E: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
-    """left.T @ right over each expert's rows, (E, M, N)."""
+    """left.T @ right over each expert's rows, (E, M, N); the scales of the right are those of squares."""
     num_m, num_n, num_experts = len(left8.value_KP), len(right8.value_KP), len(block_ends_E)
     out_EMN = torch.empty(num_experts, num_m, num_n, dtype=dtype, device=block_ends_E.device)
     left = TensorDescriptor.from_tensor(left8.value_KP, [config.m, BLOCK])
     right = TensorDescriptor.from_tensor(right8.value_KP, [config.n, BLOCK])
     out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n])
     _weight_grad[(num_programs(out_EMN.device, config),)](
-        left, left8.scale_BK, right, right8.scale_BK, block_ends_E, out, num_experts, num_m, num_n, config.m, config.n,
+        left, left8.scale, right, right8.scale, block_ends_E, out, num_experts, num_m, num_n, config.m, config.n,
         BLOCK, config.group, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_EMN
@@ -40,6 +40,7 @@ def _weight_grad(
     num_m: tl.constexpr = (M + BM - 1) // BM
     num_n: tl.constexpr = (N + BN - 1) // BN
     per_expert: tl.constexpr = num_m * num_n
+    squares: tl.constexpr = (N + BLOCK - 1) // BLOCK
     for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = tile // per_expert
         inside = tile % per_expert
@@ -50,14 +51,14 @@ def _weight_grad(
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends_ptr + expert)
         left_scale = left_scale_ptr + tl.minimum(tile_m * BM + tl.arange(0, BM), M - 1)
-        right_scale = right_scale_ptr + tl.minimum(tile_n * BN + tl.arange(0, BN), N - 1)
+        right_scale = right_scale_ptr + tile_n * BN // BLOCK
         acc = tl.zeros((BM, BN), tl.float32)
         if start < end:
-            by_row, by_col = tl.load(left_scale + start * M), tl.load(right_scale + start * N)
+            by_row, by_col = tl.load(left_scale + start * M), tl.load(right_scale + start * squares)
             for block in range(start, end):
                 part = tl.dot(left.load([tile_m * BM, block * BLOCK]), right.load([tile_n * BN, block * BLOCK]).T)
                 then = tl.minimum(block + 1, end - 1)
-                row_then, col_then = tl.load(left_scale + then * M), tl.load(right_scale + then * N)
-                acc += part * by_row[:, None] * by_col[None, :]
+                row_then, col_then = tl.load(left_scale + then * M), tl.load(right_scale + then * squares)
+                acc += part * (by_row * by_col)[:, None]
                 by_row, by_col = row_then, col_then
         out.store([expert, tile_m * BM, tile_n * BN], acc.to(out.dtype).reshape(1, BM, BN))

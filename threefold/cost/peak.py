@@ -1,0 +1,212 @@
+"""The fullest moment of a pipeline rank in our own engine: what it holds beside what its microbatches keep."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from threefold.cost.gathered import around_experts, around_root, beside, units
+from threefold.cost.kept import layer_again, layer_kept, made_late
+from threefold.cost.moments import backward_moment, embedding_moment, forward_moment, loss_moment, mixer_moment
+from threefold.cost.own import borders, head_gradient, late_gradients
+from threefold.cost.place import NOTHING, Held, Moment, Place, Terms, added, chunk_layers, places
+from threefold.cost.share import Share
+from threefold.cost.turns import Turn, turns
+from threefold.layout.stages import Chunk
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+from threefold.units import MIB
+
+LIBRARIES = 2 * 32 * MIB  # of cuBLAS on Hopper, for the forward and for the backward
+_FEED = ("mlp", "router", "dispatch", "experts", "shared_experts")
+Saved = dict[Layer, Terms]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """`missing`: gradients that are still to come."""
+
+    turn: Turn
+    moment: Moment
+    missing: float
+    libraries: float
+
+    def add_to(self, terms: Terms) -> str:
+        """Its bytes, to terms with all that is kept; returns what it is."""
+        terms["gradients"] -= self.missing
+        for name, size in self.moment.gone.items():
+            terms[name] = terms.get(name, 0.0) - size
+        for name, size in self.moment.size.items():
+            terms[name] = terms.get(name, 0.0) + size
+        terms["workspace"] = terms.get("workspace", 0.0) + self.libraries
+        return f"{self.moment.name}, with all microbatches in flight"
+
+
+class Peaks:
+    """Of all stages of a plan, many of which hold alike chunks. `saved`: what each kind of layer keeps."""
+
+    def __init__(self, plan: Plan, saved: Saved, skew: float) -> None:
+        self.plan, self.saved, self.share = plan, saved, Share(plan, skew)
+        self.layers = {layer: _sizes(self.share, layer, saved.get(layer, {})) for layer in (*saved, NOTHING)}
+        self._known: dict[object, list[tuple[float, Moment]]] = {}
+
+    def of(self, stage: int, held: Held, gradients: float, flights: Sequence[int]) -> Peak:
+        layers = [chunk_layers(self.plan, chunk) for chunk in held.chunks]
+        kept = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
+        head = head_gradient(self.share, held)
+        body = max(0.0, late_gradients(self.share, held, gradients) - head)
+        parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
+        late, row = bool(body or head), self.share.width * self.share.model.dim * self.share.t
+        met: dict[tuple[int, str], list[tuple[float, Moment]]] = {}
+        fullest: tuple[float, Turn, Moment, float] | None = None
+        for turn in turns(self.plan, stage, flights):
+            base = row * borders(self.plan, stage, held, turn.held, turn.back)
+            for count, size in zip(turn.held, kept, strict=False):
+                base += count * size
+            # Gradients come with the first backward of a chunk, where no buffer waits for them.
+            to_come = [0.0 if back else part for part, back in zip(parts, turn.back, strict=False)] if late else parts
+            of_head = head if late and not turn.back[-1] else 0.0
+            missing = sum(to_come) + of_head
+            for number, way in turn.met:
+                if (number, way) not in met:
+                    met[number, way] = self._at(held, number, way, late)
+                for above, moment in met[number, way]:
+                    there = to_come[number] * moment.done + of_head * moment.after_head
+                    if fullest is None or base - missing + above + there > fullest[0]:
+                        fullest = base - missing + above + there, turn, moment, missing - there
+        assert fullest is not None
+        return Peak(*fullest[1:], LIBRARIES if self.share.fused else 0.0)
+
+    def _at(self, held: Held, number: int, way: str, late: bool) -> list[tuple[float, Moment]]:
+        """Of a chunk, with how much they are above what is kept; where no gradients come late, only the fullest."""
+        chunk = held.chunks[number]
+        layers = chunk_layers(self.plan, chunk)
+        key = layers, chunk.embedding, chunk.mtp, chunk.loss, held.embedding, late
+        if (key, way) not in self._known:
+            rows = [(moment.above, moment) for moment in self._moments(held, number)]
+            for each in ("forward", "backward"):
+                these = [row for row in rows if row[1].way == each]
+                self._known[key, each] = these if late else [max(these, key=lambda row: row[0])]
+        return self._known[key, way]
+
+    def _moments(self, held: Held, number: int) -> list[Moment]:
+        share, chunk = self.share, held.chunks[number]
+        # Another chunk's part of the model's end is in parts here: its backward comes right behind its forward.
+        held = replace(held, mtp=chunk.mtp, loss=chunk.loss)
+        found = _at_loss(share, held) if chunk.loss or chunk.mtp else []
+        at = places(self.plan, chunk)
+        for place in at:
+            found += _at_layer(share, held, chunk, place, self.saved, self.layers[place.layer])
+        whole = added(self.saved[layer] for layer in chunk_layers(self.plan, chunk))
+        if self.plan.knobs.data_parallel != "zero1":
+            found += around_root(share, units(self.plan, held, at[0]), chunk, whole)
+        elif chunk.embedding:
+            size = {"workspace": embedding_moment(share, chunk.mtp > 0)}
+            found.append(Moment("the embedding's backward", "backward", size, whole, 1.0, after_head=True))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a kind of layer: at the end of a forward and of a second one, in backwards, and what these make again."""
+
+    forward: float
+    second: float
+    backward: float
+    mixer: float
+    feed_again: float
+    mixer_again: float
+    experts: float  # kept of them without recompute
+
+
+def _sizes(share: Share, layer: Layer, kept: Terms) -> Sizes:
+    feed, mixer = _again(share, layer, kept)
+    plain = layer_kept(_plain(share) if share.again else share, layer)
+    forward = forward_moment(share, layer)
+    # Shared experts come last.
+    last = 0.0 if share.plan.knobs.shared_expert_overlap else plain.get("shared_experts", 0.0)
+    return Sizes(
+        forward=forward,
+        second=forward + feed - last,
+        backward=backward_moment(share, layer),
+        mixer=mixer_moment(share, layer),
+        feed_again=feed,
+        mixer_again=mixer,
+        experts=plain.get("experts", 0.0),
+    )
+
+
+def _at_loss(share: Share, held: Held) -> list[Moment]:
+    full, kept = loss_moment(share, held.loss + held.mtp)
+    head = share.width * share.model.dim * (share.model.vocab / share.tp + share.s)
+    root = 0.0
+    if share.plan.knobs.data_parallel != "zero1":
+        root = share.width * units(share.plan, held, Place(NOTHING, (), None, True, False, 0.0)).root
+    return [
+        Moment("the loss", "forward", {"logits": full, "workspace": root}),
+        Moment("the loss's backward", "backward", {"logits": kept, "workspace": head + root}, after_head=True),
+    ]
+
+
+def _at_layer(share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved, of: Sizes) -> list[Moment]:
+    layer, gone = place.layer, added([place.gone(saved), _ends(share, chunk, place)])
+    row = share.width * share.model.dim * share.t
+    sizes: dict[str, Terms] = {
+        "a forward": {"dispatch" if layer.ffn == "moe" else "mlp": of.forward},
+        "a backward": {"workspace": of.backward, "recompute": of.feed_again},
+    }
+    if layer.ffn == "moe" and share.again & {"moe", "full"}:
+        sizes["a second forward"] = {"workspace": row, "recompute": of.second}
+    if layer.mixer in ("attention", "window"):
+        sizes["a mixer's backward"] = {"workspace": of.mixer, "recompute": of.mixer_again}
+    found = []
+    if share.plan.knobs.data_parallel != "zero1":
+        whole = units(share.plan, held, place)
+        more = beside(share, whole)
+        found = around_experts(share, whole, place, of.experts, of.feed_again, gone)
+    else:
+        # Multi-token prediction's part of the table's gradient waits for the rest.
+        table = share.width * share.model.vocab / share.tp * share.model.dim
+        more = dict.fromkeys(sizes, table if place.mtp and chunk.embedding else 0.0) | {"a forward": 0.0}
+    left = added([gone, _fed(share, saved.get(layer, {}))])
+    for name, size in sizes.items():
+        size["workspace"] = size.get("workspace", 0.0) + more[name]
+        if name == "a forward":
+            found.append(Moment(name, "forward", size, gone))
+        else:
+            over = left if name == "a mixer's backward" else gone
+            found.append(Moment(name, "backward", size, over, place.done, after_head=True))
+    return found
+
+
+def _ends(share: Share, chunk: Chunk, place: Place) -> Terms:
+    """What the last norm and multi-token prediction keep beside layers, for a microbatch that is at a layer of the
+    model."""
+    if place.closes and chunk.mtp:
+        return {}
+    row = share.width * share.model.dim * share.t
+    return {"norms": row * (chunk.loss + 4 * chunk.mtp), "embedding": row * chunk.mtp}
+
+
+def _fed(share: Share, kept: Terms) -> Terms:
+    """What is kept behind the mixer."""
+    fed = {name: size for name, size in kept.items() if name in _FEED}
+    return fed if "full" in share.again else fed | {"norms": kept.get("norms", 0.0) / 2}
+
+
+def _again(share: Share, layer: Layer, kept: Terms) -> tuple[float, float]:
+    """What a layer makes again for the backward of its feed-forward part, and of its mixer."""
+    if not share.again:
+        return 0.0, 0.0
+    made = layer_again(share, layer, _plain(share))
+    feed = sum(made.get(name, 0.0) - kept.get(name, 0.0) for name in _FEED)
+    mixer = made.get("attention", 0.0) - kept.get("attention", 0.0)
+    row = share.width * share.model.dim * share.t
+    if "full" in share.again:
+        norms = made["norms"] - kept.get("norms", 0.0)
+        return feed + mixer + norms - made_late(share, layer, _plain(share)), mixer + row
+    normed = row if "layernorm" in share.again else 0.0
+    return feed + normed, mixer + normed
+
+
+def _plain(share: Share) -> Share:
+    """Without recompute."""
+    return Share(replace(share.plan, knobs=replace(share.plan.knobs, recompute=())), share.skew)
