@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.375, help="of a step, that exchanges are to take")
+    parser.add_argument("--share", type=float, default=0.39, help="of a step, that exchanges are to take")
     parser.add_argument("--shares", type=float, nargs="+", default=(0.15, 0.25, 0.35), help="the same, held exchanges")
     parser.add_argument("--spin", action="store_true", help="a kernel holds exchanges on the GPU, not a sleep")
     parser.add_argument("--json", type=Path)

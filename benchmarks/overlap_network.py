@@ -25,18 +25,21 @@ from threefold.spec.models import QWEN3_30B
 
 RANKS, PORT = 2, 29517
 WANTED = {"share": (0.30, 0.45), "hidden": 0.80, "speedup": 1.3}
-MICROBATCHES = 10
+NEAR = 0.03  # how far the share may be from the one asked for
+MICROBATCHES = 16
 
 
 def plan_of(tiny: bool) -> Plan:
-    dim, width, length = (64, 64, 64) if tiny else (256, 256, 256)
+    """Attention takes about as long as the experts, as in Qwen3-30B-A3B at 4,096 tokens. Experts are wide for what they
+    are sent: with two cores for two ranks, bytes cost compute too."""
+    dim, width, heads, head_dim = (64, 64, 4, 16) if tiny else (128, 768, 16, 64)
     model = replace(
         QWEN3_30B,
         dim=dim,
         dense_dim=dim,
         vocab=512,
         num_layers=2 if tiny else 3,
-        attention=GqaSpec(num_heads=4, num_kv_heads=2, head_dim=dim // 4, qk_norm=True, rope_theta=1e6),
+        attention=GqaSpec(num_heads=heads, num_kv_heads=heads // 4, head_dim=head_dim, qk_norm=True, rope_theta=1e6),
         moe=MoeSpec(num_experts=8, top_k=2, expert_dim=width),
     )
     fields = {
@@ -45,7 +48,7 @@ def plan_of(tiny: bool) -> Plan:
         "cluster.chip": "cpu",
         "cluster.gpus": RANKS,
         "layout.ep": RANKS,
-        "job.seq_len": length,
+        "job.seq_len": 64 if tiny else 256,
         "job.global_batch": RANKS * MICROBATCHES,
         "job.routing": "forced-balance",
         "job.data": "synthetic",
@@ -89,8 +92,6 @@ def network(bits_per_second: float | None) -> Iterator[list[str]]:
                 # A small bucket: what one saves up while the link idles goes at once, which favours no overlap.
                 rate = ("rate", f"{int(bits_per_second)}bit", "burst", "32kb", "limit", "8mb")
                 _do(*inside, "tc", "qdisc", "add", "dev", "tf0", "root", "tbf", *rate)
-                # A connection may not fill the queue of the link: others share it, as they do in a paced network.
-                _do(*inside, "sysctl", "-w", "net.ipv4.tcp_limit_output_bytes=32768")
         yield names
     finally:
         for name in names:
@@ -119,9 +120,11 @@ def run(rate: float | None, args: argparse.Namespace, variants: list[str], steps
 def one_rank(work: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = work["rank"]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a rank that takes another's core makes it late
     store = dist.TCPStore("10.77.0.1", PORT, RANKS, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=600))
-    trials = on_rank(rank, work["plan"], work["warmup"], work["steps"], work["variants"])
+    trials = on_rank(rank, work["plan"], work["warmup"], work["steps"], work["variants"], by_turns=True)
     Path(work["out"]).write_bytes(pickle.dumps(trials))
     dist.barrier()
     dist.destroy_process_group()
@@ -138,15 +141,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         [row] = rows_of(run(rate, args, first, 3))
         share = row.exposed_seconds / row.seconds
         print(f"{rate / 1e6:.0f} Mbit/s: exchanges take {share:.1%} of {row.seconds:.2f} s", file=sys.stderr)
-        if WANTED["share"][0] + 0.02 <= share <= WANTED["share"][1] - 0.02:
+        if abs(share - args.share) <= NEAR:
             break
     ranks = run(rate, args, list(VARIANTS), args.steps)
     rows = rows_of(ranks)
-    best = min(rows[1:], key=lambda row: row.seconds)
     share = rows[0].exposed_seconds / rows[0].seconds
-    low, high = WANTED["share"]
-    found = {"share": share, "hidden": best.hidden, "speedup": rows[0].seconds / best.seconds}
-    reached = low <= share <= high and all(found[name] >= WANTED[name] for name in ("hidden", "speedup"))
+    gains = {row.variant: {"hidden": row.hidden, "speedup": rows[0].seconds / row.seconds} for row in rows[1:]}
+    enough = [name for name, gain in gains.items() if all(gain[what] >= WANTED[what] for what in gain)]
+    best = max(enough or gains, key=lambda name: gains[name]["speedup"])
+    reached = bool(enough) and WANTED["share"][0] <= share <= WANTED["share"][1]
     rows_json = [{**asdict(row), "hidden": row.hidden, "exposed": _named(row.exposed)} for row in rows]
     return {
         "bits_per_second": rate,
@@ -154,7 +157,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "bytes_sent_a_step": num_bytes,
         "rows": rows_json,
         "loss_difference": loss_difference(ranks),
-        **found,
+        "share": share,
+        "best": best,
+        **gains[best],
         "reached": reached,
     }
 
@@ -168,8 +173,8 @@ def show(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         print(f"{row['variant']:<26}{row['seconds']:>8.3f} s  exchange {row['exchange_seconds']:.3f} s"
               f"  hidden {row['hidden']:.1%}")  # fmt: skip
-    print(f"exchanges were {found['share']:.1%} of a step; {found['hidden']:.1%} hidden, {found['speedup']:.3f}x;"
-          f" losses differ by {found['loss_difference']:.0e}")  # fmt: skip
+    print(f"exchanges were {found['share']:.1%} of a step; {found['best']}: {found['hidden']:.1%} hidden,"
+          f" {found['speedup']:.3f}x; losses differ by {found['loss_difference']:.0e}")  # fmt: skip
 
 
 if __name__ == "__main__":

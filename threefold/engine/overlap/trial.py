@@ -1,6 +1,6 @@
 """The A/B of overlap: the same steps without it, with it, and with delayed weight gradients too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
 
@@ -54,13 +54,28 @@ class Trial:
 
 
 def on_rank(
-    rank: int, plan: Plan, warmup: int, steps: int, variants: Sequence[str] = tuple(VARIANTS), device: str = "cpu"
+    rank: int,
+    plan: Plan,
+    warmup: int,
+    steps: int,
+    variants: Sequence[str] = tuple(VARIANTS),
+    device: str = "cpu",
+    by_turns: bool = False,
 ) -> list[Trial]:
-    """Matched conditions: each variant starts from the same weights and sees the same tokens."""
-    return [_run(rank, plan, name, warmup, steps, torch.device(device)) for name in variants]
+    """Matched conditions: each variant starts from the same weights and sees the same tokens. One after the other, or
+    by turns: all are in memory then, and what a machine does meanwhile befalls all alike."""
+    trials: list[Trial] = []
+    for names in [variants] if by_turns else [[name] for name in variants]:
+        running = [_steps(rank, plan, name, warmup, steps, torch.device(device)) for name in names]
+        found: list[Trial | None] = [None]
+        while None in found:
+            found = [next(one) for one in running]
+        trials += [trial for trial in found if trial]
+    return trials
 
 
-def _run(rank: int, plan: Plan, name: str, warmup: int, steps: int, device: torch.device) -> Trial:
+def _steps(rank: int, plan: Plan, name: str, warmup: int, steps: int, device: torch.device) -> Iterator[Trial | None]:
+    """Nothing after each step but the last, and then what was seen."""
     overlap, delay = VARIANTS[name]
     beside = plan.knobs.shared_expert_overlap and not overlap  # else the overlap places the shared experts itself
     knobs = replace(plan.knobs, ep_overlap=overlap, delay_wgrad=delay, shared_expert_overlap=beside)
@@ -75,7 +90,9 @@ def _run(rank: int, plan: Plan, name: str, warmup: int, steps: int, device: torc
         trial.losses.append(result.loss)
         if step >= warmup:
             trial.steps.extend(seen)
-    return trial
+        if step + 1 < warmup + steps:
+            yield None
+    yield trial
 
 
 @dataclass(frozen=True)
