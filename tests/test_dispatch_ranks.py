@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher  # noqa: E402
 from threefold.engine.dispatch.choose import make_dispatcher  # noqa: E402
 from threefold.engine.dispatch.local import LocalDispatcher  # noqa: E402
-from threefold.engine.dispatch.splits import even, sizes_from  # noqa: E402
+from threefold.engine.dispatch.splits import Counts, even, sizes_from  # noqa: E402
 from threefold.engine.mesh import Group, Mesh, alone  # noqa: E402
 from threefold.engine.models.init import materialize  # noqa: E402
 from threefold.engine.moe.experts import Experts  # noqa: E402
@@ -445,3 +445,26 @@ def test_real_groups_of_one_rank_run_every_exchange() -> None:
     wanted = run_layer(layer, layer, x[0], coefficients[0])["grads"]
     for parameter, grad in wanted.items():
         torch.testing.assert_close(found[parameter], grad, **EXACT)
+
+
+def counts_beside(rank: int) -> list[bool]:
+    mesh = Mesh(Layout(ep=2, gpus=2), rank)
+    ep = mesh.group("ep")
+    news = mesh.beside(ep)
+    counts = Counts(torch.arange(4) + rank, 6 + 4 * rank, news, mesh.group("etp"))
+    splits = counts.read()
+    other = 1 - rank
+    came = [2 * at + 4 * rank + 1 for at in range(2)]  # two experts here, and who sends adds its number
+    return [
+        news.handle is not ep.handle,
+        mesh.beside(ep).handle is news.handle,  # one for all layers: a communicator costs memory
+        news.ranks == ep.ranks,
+        mesh.beside(mesh.group("tp")).alone,
+        splits.came == came,
+        splits.to[other] == sum(range(2 * other, 2 * other + 2)) + 2 * rank,
+    ]
+
+
+def test_counts_have_a_way_of_their_own() -> None:
+    for found in run_ranks(2, counts_beside):
+        assert all(found), found

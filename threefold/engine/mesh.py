@@ -54,6 +54,7 @@ class Mesh:
     keep_single: bool = False
     timeout: timedelta | None = None
     _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _beside: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for axes in _GROUPS:
@@ -80,6 +81,9 @@ class Mesh:
         if len(ranks) == self.layout.gpus:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
+        return self._new(ranks)
+
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made
@@ -88,9 +92,9 @@ class Mesh:
         """The same ranks with a communicator of its own: what goes through it does not queue behind the other's."""
         if group.alone:
             return group
-        handle = dist.new_group(list(group.ranks), timeout=self.timeout, use_local_synchronization=True)
-        assert isinstance(handle, dist.ProcessGroup)
-        return replace(group, handle=handle)
+        if group.ranks not in self._beside:
+            self._beside[group.ranks] = self._new(group.ranks)
+        return replace(group, handle=self._beside[group.ranks])
 
     @property
     def world(self) -> Group:
