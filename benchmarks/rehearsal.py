@@ -2,6 +2,7 @@
 
     python benchmarks/rehearsal.py estimate [--plans 50] [--seed 0]   estimate against rehearsal, random accepted plans
     python benchmarks/rehearsal.py speed                              seconds and memory of two large rehearsals
+    python benchmarks/rehearsal.py cpu                                rehearsal against a CPU's allocations, tiny models
     python benchmarks/rehearsal.py cuda [NAME ...] [--seconds 600]    rehearsal against the allocator of one GPU
 
 The last needs a CUDA device with 140 GB.
@@ -160,7 +161,7 @@ def speed() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("estimate", "speed", "cuda"))
+    parser.add_argument("what", choices=("estimate", "speed", "cpu", "cuda"))
     parser.add_argument("names", nargs="*", help="cases on CUDA (default: all)")
     parser.add_argument("--seconds", type=float, default=600.0, help="no case on CUDA begins later")
     parser.add_argument("--json", type=Path, help="where the cases on CUDA are written")
@@ -169,6 +170,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "speed":
         return speed()
+    if args.what == "cpu":
+        from rehearsal_cpu import on_cpu
+
+        code, kept = on_cpu()
+        _write("rehearsal-cpu.json", kept)
+        return code
     if args.what == "cuda":
         from rehearsal_cuda import CASES, on_cuda
 

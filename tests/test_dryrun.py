@@ -1,6 +1,5 @@
 """Rehearsals against what they stand for: real tensors, real ranks, hand counts."""
 
-import gc
 import json
 import math
 import subprocess
@@ -15,7 +14,6 @@ from plans import build
 from ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
 from threefold.cli.main import main
 from threefold.cli.rehearse import as_the_engine_runs, shares_from
@@ -27,7 +25,6 @@ from threefold.dryrun.look import look
 from threefold.dryrun.meta import MetaOperators
 from threefold.dryrun.operators import WORKSPACES, as_on_a_gpu
 from threefold.dryrun.rank import rehearse_rank
-from threefold.dryrun.real import real_rank, real_step
 from threefold.dryrun.rehearse import rehearse
 from threefold.dryrun.step import step
 from threefold.dryrun.tracker import Tracker
@@ -39,6 +36,9 @@ from threefold.engine.shard.collectives import Call, observed
 from threefold.findings import FindingsError
 from threefold.plan.plan import Plan
 from threefold.units import GIB
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import rehearsal_cpu
 
 torch.set_num_threads(1)
 
@@ -59,59 +59,27 @@ def tiny(model: str, gpus: int, **changes: Any) -> Plan:
     return build({**fields, **{name.replace("__", "."): value for name, value in changes.items()}})
 
 
-def allocated(plan: Plan, rank: int) -> int:
-    """The CPU allocator's peak, as torch's profiler tells it."""
-    gc.collect()  # what earlier tests left would be released in between, and count against this
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
-        real_rank(plan, rank, torch.device("cpu")) as (parts, small),
-    ):
-        real_step(parts, small, plan)
-    now = peak = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
+SLOW = {"delta", "sinks", "recompute"}
 
 
-REAL = {
-    "one rank": (tiny("tiny-qwen3-moe", 1), 0),
-    "folded": (tiny("tiny-deepseek-v3", 8, layout__tp=2, layout__ep=4, layout__pp=2, job__global_batch=8), 4),
-    "fsdp": (tiny("tiny-qwen3-moe", 4, layout__ep=2, knobs__data_parallel="fsdp"), 1),
-}
-MORE = {
-    "delta": (tiny("tiny-qwen3-next", 4, layout__cp=2, layout__ep=4, model__num_layers=4), 3),
-    "sinks": (tiny("tiny-gpt-oss", 4, layout__tp=2, layout__ep=2), 2),
-    "recompute": (tiny("tiny-qwen3-moe", 2, layout__ep=2, knobs__recompute=["moe_act", "layernorm"]), 0),
-}
-
-
-def agrees(plan: Plan, rank: int) -> None:
-    """1 %: the issue's bound. They differ by what torch's C++ allocates for a moment, a few kilobytes here."""
-    assert rehearse_rank(plan, rank).peak_bytes == pytest.approx(allocated(plan, rank), rel=0.01)
-
-
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in rehearsal_cpu.CASES]
+)
 def test_fake_tensors_take_what_real_ones_take(name: str) -> None:
-    agrees(*REAL[name])
+    """They differ by what torch's C++ allocates for a moment, a few kilobytes here."""
+    rehearsed, real = rehearsal_cpu.both_peaks(name)
+    assert rehearsed == pytest.approx(real, rel=rehearsal_cpu.WANTED)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
 def test_a_gpu_takes_what_was_rehearsed(sharding: str) -> None:
-    """3 %: the issue's bound; benchmarks/rehearsal.py has larger cases."""
+    """3 %: the bound of docs/rehearsal.md; benchmarks/rehearsal.py has larger cases."""
     fields = {**GPU, "cluster.chip": "h200", "cluster.gpus": 64, "job.global_batch": 128, "model.num_layers": 2}
     plan = build({**fields, "knobs.data_parallel": sharding, "job.routing": "forced-balance"})
     seen = look(plan, 0, torch.device("cuda", 0))
     assert rehearse_rank(plan, 0).peak_bytes == pytest.approx(seen.peak_bytes, rel=0.03)
     assert sum(seen.terms.values()) + seen.working_bytes + seen.other_bytes == seen.watched_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_fake_tensors_take_what_real_ones_take_elsewhere(name: str) -> None:
-    agrees(*MORE[name])
 
 
 def test_tracker_counts_storages_once() -> None:
@@ -473,7 +441,7 @@ def test_estimate_is_near_the_rehearsal_elsewhere(name: str) -> None:
 
 
 def is_near(fields: dict[str, Any]) -> None:
-    """3 %: the issue's bound; benchmarks/rehearsal.py has fifty plans."""
+    """3 %: the bound of docs/rehearsal.md; benchmarks/rehearsal.py has fifty plans."""
     plan = build(fields)
     for stage in {0, plan.layout.pp - 1}:
         seen = rehearse_rank(plan, stage * plan.layout.stride("pp"))
