@@ -92,7 +92,7 @@ def on_cuda(names: list[str], seconds: float, path: Path | None, results: Path) 
             _explain(one)
     header = ["case", "allocator, GiB", "rehearsed", "off", "estimate off", "peak at"]
     print(table(header, rows))
-    return 0
+    return 1 if any("error" in one for one in kept) else 0
 
 
 def _device() -> str:
@@ -105,7 +105,7 @@ def _one(name: str, coming: "Future[dict[str, Any]]") -> dict[str, Any]:
     began = time.monotonic()
     try:
         found["measured"] = look(case(name), 0, torch.device("cuda", 0)).to_json()
-    except Exception:  # the other cases have answers still
+    except Exception:  # kept, shown and the exit code: the other cases have answers still
         found["error"] = traceback.format_exc()
     found["measured_seconds"] = time.monotonic() - began
     gc.collect()
@@ -116,7 +116,7 @@ def _one(name: str, coming: "Future[dict[str, Any]]") -> dict[str, Any]:
         found["rehearsed"] = coming.result()
         stage = memory(case(name)).stages[0]
         found["estimated"] = {"peak_bytes": stage.peak_bytes, "terms": stage.terms, "at": stage.moment}
-    except Exception:
+    except Exception:  # as above
         found["error"] = found.get("error", "") + traceback.format_exc()
     return found
 

@@ -44,19 +44,7 @@ torch.set_num_threads(1)
 
 
 def tiny(model: str, gpus: int, **changes: Any) -> Plan:
-    """On CPU ranks, experts in turn, two microbatches a rank."""
-    fields = {
-        "model": model,
-        "target": "threefold",
-        "cluster.chip": "cpu",
-        "cluster.gpus": gpus,
-        "knobs.precision": "fp32",
-        "job.seq_len": 64,
-        "job.global_batch": 2 * gpus,
-        "job.routing": "forced-balance",
-        "model.num_layers": 2,
-    }
-    return build({**fields, **{name.replace("__", "."): value for name, value in changes.items()}})
+    return rehearsal_cpu.plan_of(model, gpus, {name.replace("__", "."): value for name, value in changes.items()})
 
 
 SLOW = {"delta", "sinks", "recompute"}

@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, H heads, T tokens, D model dim, V vocabulary, E exp
 """
 
 import math
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -27,13 +26,7 @@ from threefold.spec.model import MoeSpec  # noqa: E402
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 7, [0] * 13])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def leaf(*shape: int, dtype: Any = torch.float64) -> Any:

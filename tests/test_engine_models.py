@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, V vocabulary, D model dim.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,10 @@ from threefold.spec.models import MODELS  # noqa: E402
 
 # Hugging Face's plainest code; its grouped product refuses odd sizes.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-LOGITS, GRADIENTS = 1e-5, 1e-4  # relative, fp32: the issue's; sums in another order differ by about 1e-6
+LOGITS, GRADIENTS = 1e-5, 1e-4  # relative, fp32: what parity means here; sums in another order differ by about 1e-6
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def peer(family: str, odd: bool = False) -> Any:

@@ -73,17 +73,18 @@ def test_which_products_are_low(family: str) -> None:
     "name", ["fp8-blockwise", "fp8-rowwise", *(pytest.param(n, marks=pytest.mark.slow) for n in RECIPES)]
 )
 def test_a_model_trains_near_the_wide_one(family: str, name: str) -> None:
-    """Two steps: the loss within two thousandths, and not the same. Where numbers are rounded by chance, the mean of
-    four starts is: one of them is one draw."""
-    starts = [_gaps(family, name, seed) for seed in range(4 if name == "nvfp4" else 1)]
-    assert all(max(map(abs, gaps)) > 0 for gaps in starts)
-    assert max(abs(sum(step) / len(step)) for step in zip(*starts, strict=True)) < 2e-3
+    """Two steps: the loss within two thousandths, and not the same. Where numbers are rounded by chance: over four
+    sequences, so that it is not one's luck, and from each of four starts."""
+    many = 4 if name == "nvfp4" else 1
+    for seed in range(many):
+        assert 0 < max(map(abs, _gaps(family, name, seed, many))) < 2e-3
 
 
-def _gaps(family: str, name: str, seed: int) -> list[float]:
+def _gaps(family: str, name: str, seed: int, num_sequences: int) -> list[float]:
     losses = {}
     for precision in ("fp32", name):
         fields = {**BASE, "knobs.precision": precision, "job.seed": seed}
+        fields |= {"job.micro_batch": num_sequences, "job.global_batch": num_sequences}
         plan = replace(build(fields), model=spec_of(family))
         parts = build_parts(plan, dtype=torch.float32, with_data=False)
         batches = [batch_of(plan, 0, 0, 0)]
@@ -183,13 +184,12 @@ def test_experts_get_the_bits_they_would_have_made() -> None:
     """Rounded for the way in the blocks that experts round in: the layout's forward and gradients are one rank's."""
     case = Case("fp8 rows", "qwen3_moe", {"gpus": 2, "ep": 2}, spec={"hidden_size": 128})
     plan = replace(case, knobs={"precision": "fp8-blockwise", "fp8_dispatch": True}).plan
-    recipe = replace(RECIPES["fp8-blockwise"], input_t=None, grad_t=None)
+    recipe = RECIPES["fp8-blockwise"]
+    # The products of weight gradients read rows in the same blocks, so that rounding them twice is rounding them once.
+    recipe = replace(recipe, input_t=recipe.input, grad_t=recipe.grad)
     found = compare(plan, steps=1, options=replace(options_of(plan), recipe=recipe, expert_backend="loop"))
     assert (found.problems, found.near_ties) == ((), 0)
-    assert max(found.loss, found.norm) <= EXACT
-    # Weight gradients of experts read the rows as they came, each number off by up to 1/16 of itself.
-    assert found.gradient <= 1 / 16, found.worst
-    assert found.worst.endswith("experts.gate_up")
+    assert max(found.loss, found.norm, found.gradient) <= EXACT, found.worst
 
 
 @pytest.mark.parametrize("name", ["fp8-blockwise", "fp8-rowwise"])

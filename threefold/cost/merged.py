@@ -5,14 +5,14 @@ up, a stop at a time, what the forward takes, and the fullest moment of a pair i
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from threefold.cost.gathered import units
 from threefold.cost.kept import layer_again
 from threefold.cost.moments import backward_moment, forward_moment, loss_moment, mixer_moment
 from threefold.cost.pairs import Pair, pairs_of
-from threefold.cost.place import Held, Place, chunk_layers
+from threefold.cost.place import NOTHING, Held, Place, chunk_layers
 from threefold.cost.share import FP32, INDEX, Share
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
@@ -20,7 +20,7 @@ from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.spec.params import expert_params
 
 Saved = dict[Layer, dict[str, float]]
-NAME, NOTHING = "a merged pass", Layer("none", "none")
+NAME = "a merged pass"
 _BEHIND = ("dispatch", "experts", "shared_experts")  # terms of a layer that come behind its first stop
 
 
@@ -157,8 +157,7 @@ def _again(share: Share, layer: Layer, saved: dict[str, float]) -> tuple[float, 
     """What recompute makes of a layer, before its first stop and behind."""
     if not share.again:
         return 0.0, 0.0
-    plan = replace(share.plan, knobs=replace(share.plan.knobs, recompute=()))
-    first, second = _halves(layer_again(share, layer, Share(plan, share.skew)))
+    first, second = _halves(layer_again(share, layer, share.plain))
     kept, more = _halves(saved)
     return max(0.0, first - kept), max(0.0, second - more)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from threefold.cost.turns import chunk_order
 from threefold.plan.plan import Plan
 
 
@@ -26,8 +27,7 @@ def pairs(schedule: str, pp: int, vpp: int, stage: int, count: int) -> tuple[Pai
         back, one_more = Pair((min(count, ahead + 1), behind - 1), 1, 0), Pair((min(count, ahead + 1), behind), None, 1)
         # At the tip of the V the first two passes come one after the other.
         return (Pair((ahead, behind), 0, 1), back, *((one_more,) if stage == pp - 1 else ()))
-    turn = count // max(1, count // pp)  # microbatches that a chunk takes before the next one's turn
-    chunks = [number % (turn * vpp) // turn for number in range(count * vpp)]
+    turn, chunks = chunk_order(pp, vpp, count)
     warm = min(len(chunks), 2 * (pp - stage - 1) + (vpp - 1) * turn + 1)
     held = [chunks[:warm].count(chunk) for chunk in range(vpp)]
     found: dict[Pair, None] = {}

@@ -119,7 +119,7 @@ class Sizes:
 
 def _sizes(share: Share, layer: Layer, kept: Terms) -> Sizes:
     feed, mixer = _again(share, layer, kept)
-    plain = layer_kept(_plain(share) if share.again else share, layer)
+    plain = layer_kept(share.plain, layer)
     forward = forward_moment(share, layer)
     # Shared experts come last.
     last = 0.0 if share.plan.knobs.shared_expert_overlap else plain.get("shared_experts", 0.0)
@@ -196,17 +196,12 @@ def _again(share: Share, layer: Layer, kept: Terms) -> tuple[float, float]:
     """What a layer makes again for the backward of its feed-forward part, and of its mixer."""
     if not share.again:
         return 0.0, 0.0
-    made = layer_again(share, layer, _plain(share))
+    made = layer_again(share, layer, share.plain)
     feed = sum(made.get(name, 0.0) - kept.get(name, 0.0) for name in _FEED)
     mixer = made.get("attention", 0.0) - kept.get("attention", 0.0)
     row = share.width * share.model.dim * share.t
     if "full" in share.again:
         norms = made["norms"] - kept.get("norms", 0.0)
-        return feed + mixer + norms - made_late(share, layer, _plain(share)), mixer + row
+        return feed + mixer + norms - made_late(share, layer, share.plain), mixer + row
     normed = row if "layernorm" in share.again else 0.0
     return feed + normed, mixer + normed
-
-
-def _plain(share: Share) -> Share:
-    """Without recompute."""
-    return Share(replace(share.plan, knobs=replace(share.plan.knobs, recompute=())), share.skew)

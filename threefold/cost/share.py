@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from threefold.plan.plan import Plan
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -27,6 +27,13 @@ class Share:
     @property
     def model(self) -> ModelSpec:
         return self.plan.model
+
+    @property
+    def plain(self) -> "Share":
+        """Without recompute."""
+        if not self.again:
+            return self
+        return replace(self, plan=replace(self.plan, knobs=replace(self.plan.knobs, recompute=())))
 
     @property
     def width(self) -> int:

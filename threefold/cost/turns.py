@@ -33,11 +33,16 @@ def turns(plan: Plan, stage: int, flights: Sequence[int]) -> tuple[Turn, ...]:
     return (Turn(tuple(flights), None, None, (max(0, count - max(flights)),) * len(flights)),)
 
 
+def chunk_order(pp: int, vpp: int, count: int) -> tuple[int, list[int]]:
+    """Microbatches that a chunk takes before the next one's turn, and whose turn it is, forward after forward."""
+    size = count // max(1, count // pp)
+    return size, [number % (size * vpp) // size for number in range(count * vpp)]
+
+
 @lru_cache(maxsize=4096)
 def _in_turn(pp: int, vpp: int, stage: int, count: int) -> tuple[Turn, ...]:
     """From the last forward before any backward, until every chunk has had some."""
-    size = count // max(1, count // pp)  # microbatches that a chunk takes before the next one's turn
-    ahead = [number % (size * vpp) // size for number in range(count * vpp)]
+    size, ahead = chunk_order(pp, vpp, count)
     warm = 2 * (pp - stage - 1) + (vpp - 1) * size + 1 if vpp > 1 else pp - stage
     warm = min(len(ahead), warm)
     held, back = [ahead[:warm].count(chunk) for chunk in range(vpp)], [0] * vpp
