@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 from tiny_runs import DEEPSEEK, run_alone, tiny_plan, tiny_shard  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from threefold.engine import train as train_module  # noqa: E402
 from threefold.engine.build import build, parts_alone  # noqa: E402
 from threefold.engine.checkpoint import Checkpoints, read_checkpoint, write_checkpoint  # noqa: E402
 from threefold.engine.data.corpus import embedded_corpus, unigram_entropy  # noqa: E402
@@ -468,6 +469,25 @@ def test_sigterm_saves_and_ends_well(start: Callable[..., BaseProcess], data: di
         if reached:
             assert f"resuming behind step {reached} of {LONG}" in lines_of(said)
         reached = last
+
+
+def test_a_signal_between_asking_and_agreeing_is_not_lost(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks compare what they were asked when the signal comes: the run stops one step later, not never."""
+    compare, calls = train_module.all_reduce, []
+
+    def interrupted(asked: Tensor, group: Any, how: str) -> Any:
+        calls.append(int(asked))
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return compare(asked, group, how)
+
+    monkeypatch.setattr(train_module, "all_reduce", interrupted)
+    trainer = train(tiny_plan({**data, "job.steps": 8}), tmp_path / "run", quiet)
+    assert calls == [0, 0, 0, 1]
+    assert trainer.stopping and trainer.step == 3
+    assert newest(tmp_path / "run")[1]["step"] == 3
 
 
 class Killings:

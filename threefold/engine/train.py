@@ -50,7 +50,8 @@ class Trainer:
     watch: Watch | None = None
     step: int = 0
     bad_steps: int = 0
-    stopping: bool = False
+    asked_to_stop: bool = False  # this rank; nothing but its signal handler sets it, so that no moment loses a signal
+    stopping: bool = False  # all ranks, agreed between two steps
     last: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)  # of each step of this stretch
     load_LE: Tensor | None = None  # tokens of each expert in the last step
@@ -220,7 +221,7 @@ def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Pro
     plan, parts = trainer.plan, trainer.parts
     assert parts.loader is not None
     flops = flops_per_token(plan.model, plan.job.seq_len, plan.mtp)
-    while trainer.step < plan.job.steps and not _asked_to_stop(trainer):
+    while trainer.step < plan.job.steps and not _agree_to_stop(trainer):
         began = time.perf_counter()
         if trainer.watch:
             trainer.watch.beat(f"step {trainer.step + 1}", plan.run.hang_seconds)
@@ -245,9 +246,9 @@ def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Pro
             _at_intervals(trainer, metrics, progress)
 
 
-def _asked_to_stop(trainer: Trainer) -> bool:
-    """Whether any rank was: all stop behind the same step."""
-    asked = torch.tensor(int(trainer.stopping), device=trainer.parts.device)
+def _agree_to_stop(trainer: Trainer) -> bool:
+    """Whether any rank was asked to: all stop behind the same step."""
+    asked = torch.tensor(int(trainer.asked_to_stop), device=trainer.parts.device)
     all_reduce(asked, trainer.parts.mesh.world, "max").wait()
     trainer.stopping = bool(asked)
     return trainer.stopping
@@ -351,7 +352,7 @@ def _stop_on_signal(trainer: Trainer) -> Iterator[None]:
     """SIGTERM ends the run after the step under way, with a checkpoint."""
 
     def stop(number: int, frame: Any) -> None:
-        trainer.stopping = True  # and no more: a handler that prints can fall into the middle of a print
+        trainer.asked_to_stop = True  # and no more: a handler that prints can fall into the middle of a print
 
     try:
         before = signal.signal(signal.SIGTERM, stop)
