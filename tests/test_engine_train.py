@@ -486,7 +486,7 @@ def test_a_signal_between_asking_and_agreeing_is_not_lost(
     monkeypatch.setattr(train_module, "all_reduce", interrupted)
     trainer = train(tiny_plan({**data, "job.steps": 8}), tmp_path / "run", quiet)
     assert calls == [0, 0, 0, 1]
-    assert trainer.stopping and trainer.step == 3
+    assert (trainer.stopping, trainer.step) == (True, 3)
     assert newest(tmp_path / "run")[1]["step"] == 3
 
 
