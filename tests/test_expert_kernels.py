@@ -47,6 +47,14 @@ def test_what_is_measured_depends_on_more_than_sizes() -> None:
     assert replace(QWEN, num_rows=131000).key == QWEN.key
 
 
+def test_microbatches_around_a_fair_share_find_its_choice() -> None:
+    """An exchange brings a little more than a fair share as often as a little less."""
+    fair = Shape(32_768, 16, 2048, 768, gathered=False)
+    assert {replace(fair, num_rows=rows).key for rows in (24_000, 32_767, 32_768, 32_769, 45_000)} == {fair.key}
+    assert replace(fair, num_rows=47_000).key == replace(fair, num_rows=65_536).key != fair.key
+    assert replace(fair, num_rows=0).key == replace(fair, num_rows=1).key
+
+
 @pytest.mark.parametrize("kernels", ["torch", "triton", "cute", "auto"])
 def test_experts_with_biases_or_clamps_never_run_on_quack(kernels: str) -> None:
     assert not default(replace(QWEN, plain=False), kernels).cute
@@ -88,6 +96,11 @@ def test_a_plan_knows_the_shape_of_its_experts() -> None:
     assert tune.shape_of(plan) == Shape(4096 * 8 * plan.job.micro_batch, 8, 2048, 768, gathered=False)
     alone = change(plan, {"cluster.gpus": 1, "layout.ep": 1, "job.micro_batch": 2, "job.global_batch": 2})
     assert tune.shape_of(alone) == Shape(2 * 4096 * 8, 128, 2048, 768, gathered=True)
+    # 2 GiB of rows hold 65,536 tokens: 2,048 wide, in two bytes, to eight experts.
+    long = change(alone, {"job.micro_batch": 1, "job.seq_len": 131_072})
+    assert tune.shape_of(long).num_rows == 65_536 * 8
+    spread = change(plan, {"job.seq_len": 131_072})
+    assert tune.shape_of(spread).num_rows == 131_072 * 8
 
 
 class Mark:

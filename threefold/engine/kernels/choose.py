@@ -5,6 +5,7 @@ the optional package quack-kernels beside them. No triton and no CUDA device: pl
 """
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -61,9 +62,10 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Row counts within a power of two share a choice: they change with every microbatch."""
+        """Row counts nearest to one power of two share a choice: they change with every microbatch, around a fair share
+        that often is a power of two itself."""
         kind = "tokens" if self.gathered else "rows"
-        rows = 1 << max(self.num_rows - 1, 1).bit_length()
+        rows = 1 << round(math.log2(max(self.num_rows, 1)))
         bent = "" if self.plain else " bent"
         return f"{kind} {rows} experts {self.num_experts} dim {self.dim} expert_dim {self.expert_dim}{bent}"
 

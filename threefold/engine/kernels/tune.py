@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from threefold.engine.chunks import chunk_tokens
 from threefold.engine.kernels.choose import (
     HALVED,
     STEPS,
@@ -32,6 +33,7 @@ from threefold.engine.kernels.launch import Config, CuteConfig
 from threefold.engine.kernels.steps import Steps
 from threefold.plan.plan import Plan
 
+_ROW_ITEM_BYTES = 2  # these kernels take no wider rows
 _WARMUP, _REPEATS, _WHOLE_REPEATS = 3, 9, 25
 Run = Callable[[Choice, tuple[str, str]], tuple[Any, Any]]  # -> events before the one step and behind the other
 Times = dict[str, dict[Tiling, float]]  # milliseconds of each step by each kernel
@@ -67,11 +69,13 @@ def tuned(plan: Plan) -> dict[str, Choice]:
 
 
 def shape_of(plan: Plan) -> Shape:
-    """The experts of one rank, with the rows of one microbatch shared out evenly."""
+    """The experts of one rank, with the rows of one microbatch shared out evenly, or of one chunk of it."""
     layout, moe = plan.layout, plan.model.moe
     assert moe is not None
     tokens = plan.job.micro_batch * plan.job.seq_len // (layout.tp * layout.cp)
     here = layout.ep * layout.etp == 1 and plan.job.capacity_factor is None
+    if here:
+        tokens = chunk_tokens(tokens, moe.top_k * plan.model.dim * _ROW_ITEM_BYTES)
     sizes = moe.num_experts // layout.ep, plan.model.dim, moe.expert_dim // layout.etp
     bent = moe.bias or plan.model.activation != "silu"
     return Shape(tokens * moe.top_k * layout.etp, *sizes, gathered=here, plain=not bent)
