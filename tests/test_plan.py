@@ -1,6 +1,7 @@
 """Plan files: what is read back, what is refused, and that nothing but findings ever comes of it."""
 
 import datetime
+import json
 import random
 import re
 import string
@@ -197,14 +198,38 @@ def test_a_dense_model_has_no_experts_to_cut() -> None:
     assert rules_of(parse({"model": "llama3-8b", "model.num_experts": 8})) == [("unknown-field", "model.num_experts")]
 
 
+def write_config(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIGS["llama"]}))
+
+
 def test_a_relative_configuration_is_found_beside_the_plan(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    config = str({"model_type": "llama", **CONFIGS["llama"]}).replace("'", '"').replace("False", "false")
-    (tmp_path / "mine" / "config.json").write_text(config)
+    write_config(tmp_path / "mine")
     parsed = read(tmp_path / "plan.toml", 'model = "hf:mine"')
     assert parsed.plan
     assert parsed.plan.model.dim == 4096
     assert change(parsed.plan, {"layout.tp": 2}).model == parsed.plan.model
+
+
+@pytest.mark.parametrize("name", ["mine", "mine/config.json", "../plans/mine", "./mine/../mine/config.json"])
+def test_a_plan_is_the_same_from_every_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, away = tmp_path / "plans", tmp_path / "away"
+    plans.mkdir()
+    away.mkdir()
+    write_config(plans / "mine")
+    (plans / "plan.toml").write_text(f'model = "hf:{name}"')
+    found = []
+    for folder, path in ((tmp_path, "plans/plan.toml"), (plans, "plan.toml"), (away, "../plans/plan.toml")):
+        monkeypatch.chdir(folder)
+        plan = read_plan(path).plan
+        assert plan
+        found.append((plan.hash, dump_plan(plan)))
+    assert len(set(found)) == 1
+    file = plans / "mine" / "config.json" if name.endswith("json") else plans / "mine"
+    assert tomllib.loads(found[0][1])["model"] == f"hf:{file}"
+    (away / "written.toml").write_text(found[0][1])
+    assert (again := read_plan("written.toml").plan)
+    assert again.hash == found[0][0]
 
 
 def test_a_draft_keeps_its_questions() -> None:

@@ -202,6 +202,7 @@ def _find_model(name: str, folder: Path | None, findings: list[Finding]) -> tupl
         path = path.expanduser()
         if folder and not path.is_absolute() and (folder / path).exists():
             path = folder / path
+        path = _absolute(path)
         return f"hf:{path}", model_from_config(path)
     except FindingsError as error:
         findings.extend(error.findings)
@@ -209,6 +210,13 @@ def _find_model(name: str, folder: Path | None, findings: list[Finding]) -> tupl
         problem = f"cannot read {_show(str(path))}: {error}"
         findings.append(Finding(rule="model-config", at="model", problem=problem, advice="give a folder or file"))
     return name, None
+
+
+def _absolute(path: Path) -> Path:
+    """One name whatever folder one stands in; a link to the file itself stays, for caches name files by hashes."""
+    if path.is_absolute():
+        return path
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def _build(fields: Fields, model: ModelSpec) -> Plan:
