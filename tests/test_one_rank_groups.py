@@ -16,6 +16,7 @@ from ranks import run_ranks  # noqa: E402
 from tiny_models import spec_of  # noqa: E402
 from tiny_runs import tiny_plan  # noqa: E402
 
+from threefold.engine import launch  # noqa: E402
 from threefold.engine.build import build, options_of  # noqa: E402
 from threefold.engine.mesh import Mesh  # noqa: E402
 from threefold.engine.oracle import batch_of  # noqa: E402
@@ -87,10 +88,27 @@ def test_groups_of_one_change_nothing(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_nccl_groups_of_one_change_nothing(case: str, tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    device = torch.device("cuda", 0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)  # as `join` does
     try:
         seen = compare_runs(0, case, "cuda")
     finally:
         dist.destroy_process_group()
     assert ("tp", "all_gather") in seen
+
+
+def test_ranks_join_bound_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound to one, torch splits each group off the default one with a call that waits for every rank of the world:
+    ranks that make groups by their members alone, as a mesh does, would wait for ever on NCCL."""
+    given: dict[str, Any] = {}
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(launch, "_store", lambda *place: dist.HashStore())
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend))
+    seat = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    plan = tiny_plan({"cluster.chip": "h100", "cluster.gpus": 2, "job.global_batch": 2})
+    world = launch.join(plan, environ={**seat, "LOCAL_WORLD_SIZE": "2"})
+    assert (given["backend"], given["rank"], chosen) == ("cpu:gloo,cuda:nccl", 1, [world.device])
+    assert given.get("device_id") is None

@@ -38,7 +38,9 @@ class World:
 def join(plan: Plan, limit_seconds: float | None = None, environ: Mapping[str, str] = os.environ) -> World:
     """The default process group of the plan's ranks; none where the plan has one rank and the environment no more.
 
-    `limit_seconds` bounds every collective, behind whatever watches them.
+    `limit_seconds` bounds every collective, behind whatever watches them. The group is bound to no device: torch would
+    then split every further group off this one, for which NCCL waits until all ranks have called. A mesh makes groups
+    by their members alone, some of them on one pipeline stage only.
     """
     place = seat(environ)
     size = place.size if place else 1
@@ -61,7 +63,6 @@ def join(plan: Plan, limit_seconds: float | None = None, environ: Mapping[str, s
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=limit_seconds) if limit_seconds else None,
-        device_id=device if device.type == "cuda" else None,
     )
     return World(place.rank, place.size, place.local_rank, device, place.attempt, store)
 
