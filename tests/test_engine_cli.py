@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from threefold.cli.main import main  # noqa: E402
+from threefold.plan.file import read_plan  # noqa: E402
 
 RECIPE = str(Path(__file__).parent.parent / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
 SHORT = ["job.seq_len=32", "run.tensorboard=false", "job.data=synthetic", "--threads", "1"]
@@ -73,6 +74,43 @@ def test_what_cannot_run_is_a_finding(
     out, err = capsys.readouterr()
     assert rule in out
     assert "Traceback" not in out + err
+
+
+OTHER_STACK = ["target=megatron-bridge", "job.steps=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["job.capacity_factor=1.0", "job.capacity_scope=rank"], "engine-has-capacity"),
+        (["knobs.precision=fp8-cs", "knobs.fp8_params=true"], "engine-has-knob"),
+    ],
+)
+def test_a_plan_for_another_stack_meets_the_limits_of_this_engine(
+    words: list[str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", *OTHER_STACK, *words) == 1
+    assert rule in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_kept_another_stack_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before in the folder that the plan's own hash names."""
+    monkeypatch.chdir(tmp_path)
+    words = ["train", RECIPE, *SHORT]
+    assert main([*words, *OTHER_STACK]) == 0
+    assert "target: megatron-bridge; it is this engine that trains" in capsys.readouterr().err
+    [run] = (tmp_path / "runs").iterdir()
+    given = read_plan(RECIPE, [*SHORT[:3], *OTHER_STACK]).plan
+    assert given is not None
+    assert run.name == f"{Path(RECIPE).stem}-{given.hash}"
+    kept = run / "plan.toml"
+    assert 'target = "threefold"' in kept.read_text()
+    kept.write_text(kept.read_text().replace('target = "threefold"', 'target = "megatron-bridge"'))
+    assert main([*words, *OTHER_STACK, "job.steps=2", "--run", str(run)]) == 0
+    assert "finished at step 2 of 2" in capsys.readouterr().out
 
 
 def test_missing_runs_and_folders_are_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -371,6 +371,10 @@ def test_launch_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*words, "--slurm", "--out", str(tmp_path / "job.sh")]) == 0
     assert (tmp_path / "job.sh").read_text() == printed
     assert main([*words, "--torchrun"]) == 0
+    capsys.readouterr()
+    for kind in ("--slurm", "--torchrun"):
+        assert main([*words, "target=megatron-bridge", "--target", "threefold", kind]) == 0
+        assert "target=megatron-bridge --target threefold" in capsys.readouterr().out  # as it was judged
     assert main([*words, "--slurm", "--time", "soon"]) == 1
     assert main([*words, "--slurm", "--out", str(tmp_path / "no" / "job.sh")]) == 1
     assert main([*words, "--slurm", "--notice", "0"]) == 2

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     blocking = [*errors(promoted(check(plan))), *faults(plan, options)]
     if blocking:
         return print_findings(in_order(blocking), args.json)
-    words = [args.plan, *args.overrides]
+    words = [args.plan, *args.overrides, *(["--target", args.target] if args.target else [])]
     text = batch_script(plan, words, options) if args.slurm else torchrun_commands(plan, words, options)
     if args.out is None:
         print(text, end="")

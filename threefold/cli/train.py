@@ -9,9 +9,12 @@ from pathlib import Path
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.engine.exits import FAULT, LONELY, REFUSED
 from threefold.findings import Finding, FindingsError, in_order
+from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import Seat, on_ranks, seat
 from threefold.rules.all import check, errors, promoted
+
+TARGET = "threefold"  # whatever stack the plan is for: it is judged by the limits of the engine that runs it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,18 +73,26 @@ def _run(args: argparse.Namespace, place: Seat | None) -> int:
     if given is None:
         return print_findings(findings, args.json)
     ranks = place.size if place else args.nproc or given.cluster.gpus
-    plan = on_ranks(given, ranks, lambda candidate: errors(check(candidate)))
-    if plan is not given and (place is None or place.rank == 0):
-        print(f"on {ranks} ranks, where the plan says {given.cluster.gpus}", file=sys.stderr)
+    plan = given if given.target == TARGET else change(given, {"target": TARGET})
+    plan = on_ranks(plan, ranks, lambda candidate: errors(check(candidate)))
+    if place is None or place.rank == 0:
+        _say_changes(given, plan)
     blocking = errors(promoted(check(plan)))
     if blocking:
         return print_findings(in_order(blocking), args.json)
-    # The plan's own hash, whatever the ranks of today: a run goes on in its folder.
+    # The plan's own hash, whatever the ranks of today and its stack: a run goes on in its folder.
     folder = args.run or Path("runs") / f"{Path(args.plan).stem}-{given.hash}"
     try:
         return _train(args, plan, folder) if place or ranks == 1 else _start_ranks(args, plan, folder)
     except ModuleNotFoundError as error:
         return missing_package("train", error)
+
+
+def _say_changes(given: Plan, plan: Plan) -> None:
+    if plan.target != given.target:
+        print(f"target: {given.target}; it is this engine that trains", file=sys.stderr)
+    if plan.cluster.gpus != given.cluster.gpus:
+        print(f"on {plan.cluster.gpus} ranks, where the plan says {given.cluster.gpus}", file=sys.stderr)
 
 
 def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
