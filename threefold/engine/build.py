@@ -34,6 +34,7 @@ _WRAPPING = Wrapping(
     is_experts=lambda module: isinstance(module, Experts),
     methods=("advance", "conclude", "hold"),
     block_methods=("hold",),
+    experts_methods=("of_tokens",),
 )
 
 

@@ -52,7 +52,7 @@ def one_rank(plan: Plan, steps: int, dtype: torch.dtype, options: Options, limit
     job = replace(plan.job, dynamic_length=False)
     knobs = Knobs(precision=plan.knobs.precision, optimizer_dtype=plan.knobs.optimizer_dtype, dispatcher="local")
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
-    plain = replace(plain, activation_offload=(), activation_offload_layers=0)
+    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
     whole = replace(plan, layout=Layout(), job=job, knobs=knobs)
     # Forked too: with a GPU in the machine, a process that has run a backward can fork no ranks that will.
     (alone,) = run_ranks(1, on_rank, whole, steps, dtype, plain, limit=limit)

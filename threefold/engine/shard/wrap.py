@@ -27,13 +27,15 @@ class Shards:
 class Wrapping:
     """What is gathered together: each of `blocks`, the experts inside on their own, then all else of a chunk.
 
-    `methods` of a chunk, and `block_methods` of a block, that are called instead of its forward need the same care.
+    `methods` of a chunk, `block_methods` of a block and `experts_methods` of its experts, which are called instead of
+    the forward, need the same care.
     """
 
     is_block: Callable[[nn.Module], bool]
     is_experts: Callable[[nn.Module], bool]
     methods: tuple[str, ...] = ()
     block_methods: tuple[str, ...] = ()
+    experts_methods: tuple[str, ...] = ()
 
 
 class Wrapper:
@@ -58,13 +60,13 @@ class Wrapper:
                 if mine:
                     yield self._unit(module, mine, reshard=True)
                     left.difference_update(mine)
-            for method in self.wrapping.block_methods:
-                register_fsdp_forward_method(block, method)
+            for experts in filter(self.wrapping.is_experts, block.modules()):
+                _gather_for(experts, self.wrapping.experts_methods)
+            _gather_for(block, self.wrapping.block_methods)
         # The root, even where nothing is left for it, holds the others together. It is used first and last in a
         # forward and first in the backward, so it stays gathered between them.
         yield self._unit(chunk, [p for p in chunk.parameters() if p in left], reshard=False)
-        for method in self.wrapping.methods:
-            register_fsdp_forward_method(chunk, method)
+        _gather_for(chunk, self.wrapping.methods)
 
     def _unit(self, module: nn.Module, mine: Sequence[nn.Parameter], reshard: bool) -> FSDPModule:
         groups = self.chosen[mine[0]] if mine else next(iter(self.chosen.values()))
@@ -99,3 +101,9 @@ class Wrapper:
         return MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, reduce), cast_forward_inputs=False
         )
+
+
+def _gather_for(unit: nn.Module, methods: Sequence[str]) -> None:
+    """Parameters of the unit are whole inside these methods, as they are inside its forward."""
+    for method in methods:
+        register_fsdp_forward_method(unit, method)
