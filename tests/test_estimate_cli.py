@@ -288,11 +288,36 @@ def test_a_sweep_point_is_the_estimate_of_its_plan(capsys: pytest.CaptureFixture
         ("knobs.dispatcher=alltoall,deepp", "known-value"),
         ("model=qwen3-30b-a3b,qwen4", "known-model"),
         ("layout.ep=auto", "no-free-field"),
+        ("sequence_parallel=true,false", "known-value"),
+        ("bf16=true,false", "known-value"),
+        ("moe_token_dispatcher_type=flex", "flex-needs-backend"),
     ],
 )
 def test_a_bad_value_to_sweep_is_a_finding(over: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = answer("sweep", QWEN, "--over", over, capsys=capsys, code=1)
     assert rule in {finding["rule"] for finding in said["findings"]}
+
+
+def test_a_sweep_meets_a_budget_at_every_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `estimate` chooses for the same plan; a budget that nothing meets refuses its value alone."""
+    plan = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml")
+    budgets = ["auto:45GiB", "auto:55GiB", "auto:1GiB"]
+    points = answer("sweep", plan, "--over", f"knobs.recompute={','.join(budgets)}", capsys=capsys)["points"]
+    for point, budget in zip(points[:2], budgets[:2], strict=True):
+        alone = answer("estimate", plan, f"knobs.recompute={budget}", capsys=capsys)
+        assert point["estimate"]["memory"] == alone["memory"]
+        assert point["estimate"]["time"] == alone["time"]
+        assert point["moved"]["knobs.recompute"]
+    assert points[0]["moved"] != points[1]["moved"]
+    assert points[2]["verdict"] == "refused: recompute-chosen"
+    # A budget of the plan itself: more is recomputed where microbatches are larger.
+    over = ("--over", "job.micro_batch=1,2", "knobs.recompute=auto:55GiB")
+    one, two = answer("sweep", plan, *over, capsys=capsys)["points"]
+    assert one["estimate"]["memory"]["peak_bytes"] <= 55 * 2**30
+    assert two["estimate"]["memory"]["peak_bytes"] <= 55 * 2**30
+    assert one["moved"]["knobs.recompute"] != two["moved"]["knobs.recompute"]
+    _, out, _ = run("sweep", plan, *over, capsys=capsys)
+    assert "at 2: auto:55GiB recomputes" in out
 
 
 def test_a_sweep_in_which_nothing_runs_is_1(capsys: pytest.CaptureFixture[str]) -> None:

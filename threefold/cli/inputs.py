@@ -20,12 +20,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser, optional: bool = False) 
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
-def plan_from(args: argparse.Namespace) -> tuple[Parsed, list[Finding]]:
-    """The parsed plan, a memory budget resolved, and what was found on the way; a draft's free fields are findings."""
+def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:
+    """The parsed plan and what was found on the way; a draft's free fields are findings.
+
+    A memory budget becomes names, but for a verb that still changes the plan, and with it what meets the budget.
+    """
     extra = [f'target="{args.target}"'] if args.target else []
     parsed = read_plan(args.plan, [*args.overrides, *extra])
     findings = [*parsed.findings, *free_findings(parsed.free)]
-    if parsed.plan is not None:
+    if parsed.plan is not None and not keep_budget:
         try:
             plan, more = resolve_recompute(parsed.plan)
         except FindingsError as error:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"threefold sweep: --over {args.over!r} is not path=v1,v2,...", file=sys.stderr)
         return 2
     settings, wrong = _settings(path.strip(), values)
-    parsed, findings = plan_from(args)
+    parsed, findings = plan_from(args, keep_budget=True)
     findings = in_order([*findings, *wrong])
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
@@ -68,8 +68,19 @@ def _settings(path: str, values: list[str]) -> tuple[list[dict[str, Any]], list[
         raw, wrong = parse_overrides([f"{path}={value}"])
         fields, more = normalise(raw)
         settings.append(fields)
+        if not (fields or wrong or more):
+            more = [_sets_nothing(path, value)]
         findings += [finding for finding in [*wrong, *more] if finding not in findings]
     return settings, findings
+
+
+def _sets_nothing(path: str, value: str) -> Finding:
+    return Finding(
+        rule="known-value",
+        at=path,
+        problem=f"{value} sets no field of a plan, so there is nothing to vary",
+        advice="vary a field that `threefold schema` lists",
+    )
 
 
 def _plot(found: Sweep, path: str) -> int:

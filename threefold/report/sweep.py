@@ -11,6 +11,8 @@ from threefold.units import GIB, format_tokens
 def sweep_text(found: Sweep) -> str:
     first = found.points[0]
     parts = [_head(first.plan, found), _rows(found)]
+    if chosen := _chosen(found):
+        parts.append("\n".join(chosen))
     if found.outgrown:
         parts.append(_outgrown_text(found))
     gone = _gone(found)
@@ -54,6 +56,17 @@ def _row(path: str, point: Point) -> list[str]:
         f"+-{spread:.0%}" + ("" if guess.calibrated else "*"),
         guess.wall,
         point.verdict,
+    ]
+
+
+def _chosen(found: Sweep) -> list[str]:
+    """What a memory budget came to at each value, or why nothing meets it."""
+    swept = found.path == "knobs.recompute"  # then the problem names the value by itself
+    return [
+        finding.problem if swept else f"at {value_text(found.path, point.value)}: {finding.problem}"
+        for point in found.points
+        for finding in point.findings
+        if finding.rule == "recompute-chosen"
     ]
 
 

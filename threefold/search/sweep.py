@@ -6,12 +6,13 @@ from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate
 from threefold.fields import MAX_RANKS
-from threefold.findings import Finding
+from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import blockers, check, errors
 from threefold.rules.batch import batch_step
 from threefold.rules.context import SHARD_TOKENS, target_cp
+from threefold.search.recompute import resolve_recompute
 
 Fields = dict[str, Any]
 
@@ -116,7 +117,7 @@ def _point(plan: Plan, fields: Fields) -> Point:
 
 
 def _settled(plan: Plan, value: Any, fields: Fields, along: Fields) -> Point:
-    """The plan at a value, with whatever must follow: stage layout, GPU count, global batch."""
+    """The plan at a value, with whatever must follow: stage layout, GPU count, global batch, what meets a budget."""
     here = change(plan, {**fields, **along})
     moved = {path: new for path, new in along.items() if new != dict(plan.written).get(path, 1)}
 
@@ -133,7 +134,13 @@ def _settled(plan: Plan, value: Any, fields: Fields, along: Fields) -> Point:
         here = move(here, {"cluster.gpus": ranks})
     if "job.global_batch" not in fields and (batch := _batch(plan, here)) != here.job.global_batch:
         here = move(here, {"job.global_batch": batch})
-    found = tuple(check(here))
+    try:
+        here, chosen = resolve_recompute(here)
+    except FindingsError as error:
+        return Point(value, here, moved, tuple(error.findings), None, more_gpus)
+    if chosen:
+        moved["knobs.recompute"] = here.knobs.recompute
+    found = (*chosen, *check(here))
     guess = None if blockers(found) else estimate(here)
     return Point(value, here, moved, found, guess, more_gpus)
 
@@ -158,10 +165,11 @@ def _batch(before: Plan, now: Plan) -> int:
 def _outgrown(points: Sequence[Point], settings: Sequence[Mapping[str, Any]]) -> Iterator[Outgrown]:
     """Findings about the first point's plan at a later value, or about that value's own plan, each once."""
     first = points[0]
-    seen = {(finding.rule, finding.at) for finding in first.findings}
+    seen = {(finding.rule, finding.at) for finding in first.findings} | {("recompute-chosen", "knobs.recompute")}
     for point, fields in zip(points[1:], settings[1:], strict=True):
         own = {(finding.rule, finding.at) for finding in point.findings}
-        for finding in [*check(change(first.plan, fields)), *point.findings]:
+        named = {path: point.moved.get(path, value) for path, value in fields.items()}  # in place of a budget
+        for finding in [*check(change(first.plan, named)), *point.findings]:
             key = (finding.rule, finding.at)
             if key not in seen:
                 seen.add(key)
