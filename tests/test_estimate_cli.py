@@ -125,6 +125,8 @@ def test_garbage_gives_findings(verb: list[str], name: str, tmp_path: Path, caps
         ["estimate", QWEN, "--skew", "0.5"],
         ["estimate", QWEN, "--skew", "nan"],
         ["estimate", QWEN, "--skew", "much"],
+        ["estimate", QWEN, "--skew", "16.5"],  # EP 16: all rows on one rank are 16 times the mean
+        ["estimate", QWEN, "--skew", "1e300"],
         ["sweep", QWEN],
         ["sweep", QWEN, "--over", "layout.ep"],
         ["sweep", QWEN, "--over", "layout.ep=,"],
@@ -369,6 +371,35 @@ def test_loads_of_experts_give_the_skew(tmp_path: Path, capsys: pytest.CaptureFi
     given = json.loads(capsys.readouterr().out)
     assert skewed["memory"]["peak_bytes"] == given["memory"]["peak_bytes"]
     assert skewed["time"]["step_seconds"] == pytest.approx(given["time"]["step_seconds"])
-    loads.write_text("[1, 2]")
-    assert main(["estimate", plan, "--loads", str(loads)]) == 2
     assert main(["estimate", plan, "--loads", str(tmp_path / "none.json")]) == 2
+
+
+NO_LOADS = {
+    "few": "[1, 2]",
+    "nan": json.dumps([float("nan")] + [1] * 127),
+    "infinite": json.dumps([float("inf")] + [1] * 127),
+    "huge": json.dumps([10**400] + [1] * 127),
+    "negative": json.dumps([-1] + [1] * 127),
+    "none": json.dumps([0] * 128),
+    "words": json.dumps([True] + ["1"] * 127),
+    "object": '{"a": 1}',
+    "ragged": json.dumps([[1] * 128, [1] * 127]),
+    "mixed": json.dumps([[1] * 128, 1]),
+    "number": "5",
+    "null": "null",
+    "text": '"abc"',
+    "nested": "[" * 100_000,
+    "cut off": "[1, ",
+}
+
+
+@pytest.mark.parametrize("name", NO_LOADS)
+def test_loads_that_are_none_are_a_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loads = tmp_path / "loads.json"
+    loads.write_text(NO_LOADS[name])
+    code, out, err = run("estimate", QWEN, "--loads", str(loads), capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"threefold estimate: --loads {loads}")
+    assert len(err.splitlines()) == 1
+    if name not in ("nested", "cut off"):  # those are no JSON
+        assert "no 128 loads, one an expert" in err

@@ -6,7 +6,7 @@ import math
 import sys
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.cli.rehearse import shares_from
+from threefold.cli.rehearse import shares_from, skew_problem
 from threefold.cost.chipfile import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.rates import calibration
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float, str]:
     """The busiest expert rank over the mean: as given, or from how tokens fell on the experts."""
     if not args.loads:
-        return args.skew, ""
+        return args.skew, skew_problem(args.skew, plan.layout.ep)
     if args.skew != 1:
         return 1.0, "--skew and --loads both say how tokens fall on the experts: give one"
     shares, problem = shares_from(args.loads, plan.model.num_experts)

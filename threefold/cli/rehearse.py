@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TARGET = "threefold"
 LOADS = "loads.json"  # in the folder of a run
+MOST_TOKENS = 1e18  # of an expert; sums stay far from where a float gives out
 
 
 def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
@@ -51,9 +52,9 @@ def loads_from(path: str | None, skew: float, plan: Plan) -> "tuple[Loads | None
     num_experts, ep = plan.model.num_experts, plan.layout.ep
     if skew != 1 and path is not None:
         return None, "--skew and --loads both say how tokens fall on the experts: give one"
+    if problem := skew_problem(skew, ep):
+        return None, problem
     if skew != 1:
-        if not 1 <= skew <= ep:
-            return None, f"--skew {skew:g} is not between 1 and EP {ep}"
         each = num_experts // ep
         return Loads((skew,) * each + ((ep - skew) / max(1, ep - 1),) * (num_experts - each)), ""
     if path is None:
@@ -67,16 +68,25 @@ def shares_from(path: str, num_experts: int) -> tuple[tuple[float, ...], str]:
     file = Path(path) / LOADS if Path(path).is_dir() else Path(path)
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
-        if rows and isinstance(rows[0], list):  # of every layer
-            rows = [sum(column) for column in zip(*rows, strict=True)]
-        shares = tuple(float(load) for load in rows)
     except OSError as error:
         return (), f"--loads {file}: {error.strerror}"
-    except (ValueError, TypeError, IndexError, KeyError) as error:
+    except (ValueError, RecursionError) as error:
         return (), f"--loads {file}: {error}"
-    if len(shares) != num_experts or min(shares, default=0) < 0 or not sum(shares):
-        return (), f"--loads {file} has no {num_experts} loads, one an expert"
+    by_layer = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
+    right = all(isinstance(row, list) and len(row) == num_experts and all(map(_is_load, row)) for row in by_layer)
+    shares = tuple(float(sum(column)) for column in zip(*by_layer, strict=True)) if right else ()
+    if not any(shares):
+        return (), f"--loads {file} has no {num_experts} loads, one an expert: numbers from 0 to {MOST_TOKENS:g}"
     return shares, ""
+
+
+def _is_load(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MOST_TOKENS  # false of NaN
+
+
+def skew_problem(skew: float, ep: int) -> str:
+    """What is wrong with a skew: the busiest rank has at least the mean, and at most what all have together."""
+    return "" if 1 <= skew <= ep else f"--skew {skew:g} is not between 1 and EP {ep}"
 
 
 def progress() -> Callable[[str], None] | None:
