@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from tiny_runs import unread  # noqa: E402
+
 from threefold.cli.main import main  # noqa: E402
 from threefold.plan.file import read_plan  # noqa: E402
 
@@ -35,6 +37,17 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
     assert main(["sample", str(run), "--prompt", "def ", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+
+
+def test_a_run_that_nobody_reads_any_more_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    with unread() as out, unread() as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        assert train(run, "job.steps=2", "target=megatron-bridge") == 0
+        err.write("later words, of others too, go nowhere\n")
+        err.flush()
+    assert (run / "checkpoints" / "step-00000002").exists()
 
 
 def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

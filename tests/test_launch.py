@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from threefold.cli import train as train_verb
 from threefold.cli.main import main
 from threefold.findings import FindingsError
 from threefold.interop.slurm import Options, Shape, batch_script, faults, shape, time_limit, torchrun_commands
@@ -23,8 +25,10 @@ from threefold.rules.all import check, errors
 
 torch = pytest.importorskip("torch")
 
-from threefold.engine.agent import launch_here  # noqa: E402
-from threefold.engine.exits import REFUSED  # noqa: E402
+from tiny_runs import unread  # noqa: E402
+
+from threefold.engine.agent import Agent, launch_here  # noqa: E402
+from threefold.engine.exits import FAULT, REFUSED  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
@@ -112,6 +116,29 @@ def test_a_finding_of_a_rank_is_not_tried_again(tmp_path: Path, toy: Any) -> Non
     assert launch_here(toy("refuses", FOREVER), 2, 3, tmp_path) == 1
     assert (tmp_path / "step-1").read_text() == "1"
     assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_an_agent_that_nobody_reads_goes_on(tmp_path: Path, toy: Any) -> None:
+    with unread() as out:
+        assert Agent(toy("dies", "9"), 3, 2, tmp_path, out).run() == 0
+    assert (tmp_path / "step-2").read_text() == "9"
+
+
+def test_a_rank_that_nobody_reads_still_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its exit code: the agent would take 0 for a good end."""
+
+    def fail(*given: Any) -> int:
+        print("what stays in the buffer until the end")
+        raise OSError("a fault of the run itself")
+
+    codes: list[int] = []
+    monkeypatch.setattr(train_verb, "_run", fail)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with unread() as out, unread() as err:
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        train_verb._run_as_rank(Namespace(json=False), Seat(1, 2, 1, 2))
+    assert codes == [FAULT]
 
 
 def start_agent(tmp_path: Path, toy: Any) -> Any:

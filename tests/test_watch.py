@@ -14,12 +14,16 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 from ranks import run_ranks  # noqa: E402
+from tiny_runs import unread  # noqa: E402
 
+from threefold.engine import watch as watch_module  # noqa: E402
 from threefold.engine.arrival import Report, Waiting, behind, judge, spell  # noqa: E402
+from threefold.engine.exits import HUNG  # noqa: E402
 from threefold.engine.launch import lost_a_peer  # noqa: E402
 from threefold.engine.mesh import Group  # noqa: E402
 from threefold.engine.shard.collectives import all_gather, all_reduce  # noqa: E402
 from threefold.engine.watch import Watch  # noqa: E402
+from threefold.findings import Finding  # noqa: E402
 
 LIMIT = 1.5  # seconds; ranks pulse five times in it
 
@@ -134,6 +138,15 @@ def test_ranks_that_run_another_program_are_named(capfd: pytest.CaptureFixture[s
     first = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error"))
     assert "is in all_" in first
     assert "instead" in first
+
+
+def test_an_alarm_that_nobody_reads_still_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with unread() as err:
+        monkeypatch.setattr("sys.stderr", err)
+        watch_module._end(Finding(at="step 1", problem="no progress"))
+    assert codes == [HUNG]
 
 
 def waiting(line: str, ranks: tuple[int, ...], number: int = 5) -> Waiting:

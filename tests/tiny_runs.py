@@ -1,8 +1,9 @@
 """Runs small enough for a test: a model of one layer on a shard of a few thousand tokens."""
 
+import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -39,6 +40,13 @@ def tiny_shard(path: Path) -> str:
             start, step = draw.randrange(512), draw.randrange(1, 5)
             writer.add([(start + step * n) % 512 for n in range(draw.randrange(5, 150))])
     return str(path)
+
+
+def unread() -> TextIO:
+    """A pipe whose reader has gone, as behind `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
 
 
 def run_alone(fields: dict[str, Any], folder: Path, said: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.engine.exits import FAULT, LONELY, REFUSED
+from threefold.engine.log import write_to
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -52,8 +53,8 @@ def _run_as_rank(args: argparse.Namespace, place: Seat) -> int:
         code = _say_fault(place, error)
     if code == 0:
         return 0
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for out in (sys.stdout, sys.stderr):
+        write_to(out, "")
     os._exit(REFUSED if code == 1 else code)
 
 
@@ -61,9 +62,9 @@ def _say_fault(place: Seat, error: Exception) -> int:
     from threefold.engine.launch import lost_a_peer
 
     if lost_a_peer(error):
-        print(f"rank {place.rank} lost a rank it was talking to: {str(error).splitlines()[0]}", file=sys.stderr)
+        write_to(sys.stderr, f"rank {place.rank} lost a rank it was talking to: {str(error).splitlines()[0]}\n")
         return LONELY
-    traceback.print_exc()
+    write_to(sys.stderr, traceback.format_exc())
     return FAULT
 
 
@@ -90,9 +91,9 @@ def _run(args: argparse.Namespace, place: Seat | None) -> int:
 
 def _say_changes(given: Plan, plan: Plan) -> None:
     if plan.target != given.target:
-        print(f"target: {given.target}; it is this engine that trains", file=sys.stderr)
+        write_to(sys.stderr, f"target: {given.target}; it is this engine that trains\n")
     if plan.cluster.gpus != given.cluster.gpus:
-        print(f"on {plan.cluster.gpus} ranks, where the plan says {given.cluster.gpus}", file=sys.stderr)
+        write_to(sys.stderr, f"on {plan.cluster.gpus} ranks, where the plan says {given.cluster.gpus}\n")
 
 
 def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
@@ -104,7 +105,8 @@ def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     leave()
     done = trainer.step >= plan.job.steps
     if world.leads:
-        print(f"{'finished' if done else 'stopped'} at step {trainer.step} of {plan.job.steps}: {folder}")
+        how = "finished" if done else "stopped"
+        write_to(sys.stdout, f"{how} at step {trainer.step} of {plan.job.steps}: {folder}\n")
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from threefold.engine.exits import HUNG, LONELY, REFUSED
+from threefold.engine.log import write_to
 from threefold.engine.process import Rank, start_rank
 from threefold.findings import Finding, FindingsError
 
@@ -32,7 +33,7 @@ class Agent:
     nproc: int
     max_restarts: int
     folder: Path
-    out: TextIO = field(default_factory=lambda: sys.stderr)
+    out: TextIO | None = field(default_factory=lambda: sys.stderr)
     ranks: list[Rank] = field(default_factory=list)
     asked: int | None = None  # the signal that ends the run
 
@@ -96,8 +97,7 @@ class Agent:
         raise FindingsError([_kept_dying(failed, attempt, bool(self.asked))])
 
     def _say(self, *lines: str) -> None:
-        self.out.write("".join(f"{line}\n" for line in lines))
-        self.out.flush()
+        write_to(self.out, "".join(f"{line}\n" for line in lines))
 
     def _end(self) -> None:
         for rank in self.ranks:

@@ -1,7 +1,10 @@
 """What a person sees while a run goes on: one live line on a terminal, plain lines elsewhere, TensorBoard beside."""
 
+import errno
+import os
 import sys
 import time
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,13 +20,36 @@ class _Nowhere(StringIO):
 
 
 NOWHERE = _Nowhere()
+_GONE = (errno.EPIPE, errno.EIO)  # of a pipe that its reader closed, of a terminal
+
+
+def write_to(out: TextIO | None, text: str) -> None:
+    """Write it now, if it can be written: that nobody reads a run any more is no reason to lose it.
+
+    Where the reader is gone, all that is written there later goes nowhere, also by others and when Python ends.
+    """
+    if out is None:  # started without one
+        return
+    try:
+        out.write(text)
+        out.flush()
+    except OSError as error:
+        if error.errno in _GONE:
+            _send_nowhere(out)
+
+
+def _send_nowhere(out: TextIO) -> None:
+    with suppress(OSError):  # it has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, out.fileno())
+        os.close(nowhere)
 
 
 class Progress:
     """Loss, speed, memory and the time left, rewritten in place on a terminal."""
 
     def __init__(self, steps: int, out: TextIO | None = None) -> None:
-        self.steps, self.out = steps, out or sys.stderr
+        self.steps, self.out = steps, out or sys.stderr or NOWHERE
         self.live = self.out.isatty()
         self.began = time.monotonic()
         self.first: int | None = None
@@ -36,16 +62,14 @@ class Progress:
             f"step {step + 1}/{self.steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
             f"{values['tflops']:.2f} TFLOP/s  {format_bytes(values['memory_bytes'])}  {_clock(left)} left"
         )
-        self.out.write(f"\r\033[K{line}" if self.live else f"{line}\n")
-        self.out.flush()
+        write_to(self.out, f"\r\033[K{line}" if self.live else f"{line}\n")
 
     def say(self, text: str) -> None:
-        self.out.write(f"\r\033[K{text}\n" if self.live else f"{text}\n")
-        self.out.flush()
+        write_to(self.out, f"\r\033[K{text}\n" if self.live else f"{text}\n")
 
     def close(self) -> None:
         if self.live:
-            self.out.write("\n")
+            write_to(self.out, "\n")
 
 
 def _clock(seconds: float) -> str:

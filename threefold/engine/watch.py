@@ -20,6 +20,7 @@ from typing import Any
 
 from threefold.engine.arrival import Report, Waiting, behind, judge, seconds, spell
 from threefold.engine.exits import HUNG
+from threefold.engine.log import write_to
 from threefold.engine.posts import Posts
 from threefold.engine.shard.collectives import Call, observed
 from threefold.findings import Finding
@@ -54,7 +55,7 @@ class _Open:
 
 
 def _end(finding: Finding) -> None:
-    print(finding, file=sys.stderr, flush=True)
+    write_to(sys.stderr, f"{finding}\n")
     os._exit(HUNG)  # the main thread may be stuck for good: nothing to unwind
 
 
@@ -210,7 +211,7 @@ class Watch:
         gone = {rank for rank, report in reports.items() if report is None or report.left or rank in silent}
         if gone - {self.rank}:
             verdict = judge(waiting, "went away", reports, silent, self.rank)
-            print(self._finding(str(waiting), verdict.problem), file=sys.stderr, flush=True)
+            write_to(sys.stderr, f"{self._finding(str(waiting), verdict.problem)}\n")
 
     def _finding(self, at: str, problem: str) -> Finding:
         if self._posts.lost:
