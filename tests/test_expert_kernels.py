@@ -12,15 +12,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from plans import build  # noqa: E402
 from test_kernels import LOADS, by_rows, experts_of, far, fused, gradients, module, plain  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from threefold.engine.kernels import choose as chosen  # noqa: E402
 from threefold.engine.kernels import cute  # noqa: E402
 from threefold.engine.kernels.choose import HALVED, STEPS, Choice, Shape, choose, default, require  # noqa: E402
 from threefold.engine.kernels.launch import Config, CuteConfig  # noqa: E402
+from threefold.engine.moe.layer import MoeLayer  # noqa: E402
+from threefold.engine.options import Options  # noqa: E402
 from threefold.findings import FindingsError  # noqa: E402
 from threefold.plan.file import read_plan  # noqa: E402
 from threefold.plan.parse import change  # noqa: E402
+from threefold.rules.dispatch import expert_kernels_have_use  # noqa: E402
+from threefold.search.neighbours import _remedies  # noqa: E402
+from threefold.spec.model import MoeSpec  # noqa: E402
 
 HAS_CUTE = torch.cuda.is_available() and chosen.cute_works(torch.device("cuda"))
 CUTE = Choice(**dict.fromkeys(STEPS, CuteConfig()))
@@ -75,6 +82,46 @@ def test_kernels_asked_for_by_name_are_refused_where_they_are_not(monkeypatch: p
 @pytest.mark.parametrize("kernels", ["torch", "triton", "cute", "auto"])
 def test_a_cpu_runs_plain_torch_whatever_is_asked(kernels: str) -> None:
     assert choose(QWEN, torch.empty(0, dtype=torch.float64), kernels) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "has_kernels", "fused"),
+    [
+        ("cuda", torch.bfloat16, True, True),
+        ("cuda", torch.bfloat16, False, False),
+        ("cuda", torch.float32, True, False),
+        ("cpu", torch.float32, False, True),
+    ],
+)
+def test_a_gpu_without_kernels_runs_grouped_products(
+    device: str, dtype: Any, has_kernels: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far from one expert after another, with a wait for their counts; that is for devices without either."""
+    monkeypatch.setattr(chosen, "works", lambda device: has_kernels)
+    layer = MoeLayer(MoeSpec(num_experts=4, top_k=2, expert_dim=32), 64, "silu", Options(expert_fusion=True))
+    with FakeTensorMode():
+        x_BSD = torch.empty(1, 8, 64, device=device, dtype=dtype)
+    assert layer.experts.fuses(x_BSD) == fused
+    assert layer.in_one(x_BSD) == fused
+
+
+def test_fusion_is_proposed_only_where_it_runs() -> None:
+    """And its fix leaves nothing to be found."""
+    fields = {"model": "qwen3-30b-a3b", "target": "threefold", "layout.ep": 8, "cluster.gpus": 8, "job.seq_len": 4096}
+    named = {"knobs.expert_fusion": True, "knobs.expert_kernels": "triton"}
+    for chip, more, fix in [
+        ("a100", {"knobs.expert_fusion": True}, {"knobs.expert_fusion": None}),
+        ("a100", named, dict.fromkeys(named)),
+        ("a100", {"knobs.expert_kernels": "triton"}, {"knobs.expert_kernels": None}),
+        ("h100", {"knobs.expert_kernels": "triton"}, {"knobs.expert_fusion": True}),
+    ]:
+        plan = build(fields | {"cluster.chip": chip} | more)
+        [finding] = expert_kernels_have_use(plan)
+        assert finding.fix == fix
+        assert not list(expert_kernels_have_use(change(plan, fix)))
+    for chip, proposed in (("a100", False), ("h100", True), ("b200", True)):
+        plan = build(fields | {"cluster.chip": chip})
+        assert ({"knobs.expert_fusion": True} in _remedies(plan, "compute")) == proposed
 
 
 def test_indices_are_aligned_for_quack() -> None:

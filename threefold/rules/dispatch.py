@@ -163,19 +163,29 @@ def fusions_stay_on(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": None})
 
 
+def fuses_experts(plan: Plan) -> bool:
+    """Whether our engine has fused experts on the chip; a CPU runs them one after another, for tests."""
+    return plan.target != "threefold" or plan.chip.architecture in ("hopper", "blackwell", "cpu")
+
+
 @rule(severity="warning", rows="EX-GG", target="threefold")
 def expert_kernels_have_use(plan: Plan) -> Iterator[Finding]:
-    """Kernels of experts are chosen where experts are fused.
+    """Experts are fused, and kernels for that chosen, where there are any.
 
-    Why: without expert_fusion experts run on torch's grouped products, whatever kernels are named; cute ones are
-        written for Hopper.
+    Why: without expert_fusion experts run on torch's grouped products, whatever kernels are named, and so they do with
+        it on Ampere: the kernels lean on what Hopper and Blackwell have. Cute ones are written for Hopper alone.
     Confirm: knobs.expert_fusion, knobs.expert_kernels and the chip.
-    Fix: turn fusion on; leave the kernels to what is measured.
+    Fix: turn fusion on where it runs and off where it does not; leave the kernels to what is measured.
     """
-    kernels = plan.knobs.expert_kernels
-    if kernels and not plan.knobs.expert_fusion:
+    kernels, runs = plan.knobs.expert_kernels, fuses_experts(plan)
+    unnamed = {"knobs.expert_kernels": None} if kernels else {}
+    if plan.model.is_moe and plan.knobs.expert_fusion and not runs:
+        problem = f"no fused kernels of experts run on {plan.cluster.chip}: torch's grouped products do"
+        yield Finding(at="knobs.expert_fusion", problem=problem, fix={"knobs.expert_fusion": None} | unnamed)
+    elif kernels and not plan.knobs.expert_fusion:
         problem = f"expert_kernels {kernels} without expert_fusion has no effect"
-        yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_fusion": True})
+        fix = {"knobs.expert_fusion": True} if runs else unnamed
+        yield Finding(at="knobs.expert_kernels", problem=problem, fix=fix)
     elif kernels == "cute" and plan.chip.architecture != "hopper":
         problem = f"the cute kernels run on Hopper, not on {plan.cluster.chip}"
         yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_kernels": None})

@@ -8,6 +8,7 @@ from threefold.cost.estimate import Estimate, estimate
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.rules.dispatch import fuses_experts
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.spec.chips import CHIPS, NATIVE_FORMATS
@@ -105,7 +106,7 @@ def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
     if wall == "compute":
         native = NATIVE_FORMATS[plan.chip.architecture]
         yield from ({"knobs.precision": name} for name in ("fp8-cs", "mxfp8") if name in native - {knobs.precision})
-        if plan.model.is_moe:
+        if plan.model.is_moe and fuses_experts(plan):
             yield {"knobs.expert_fusion": True}
 
 

@@ -107,7 +107,7 @@ class Routed:
         moe = self.moe
         with self.join(*given_BSD) as (x_BSD, y_BSD):
             routing = moe.router(y_BSD.flatten(0, 1))
-        sorts = self.sorts and not moe.in_one and not moe.is_cut(x_BSD)
+        sorts = self.sorts and not moe.in_one(x_BSD) and not moe.is_cut(x_BSD)
         order = moe.dispatcher.sort(routing.expert_TK, routing.weight_TK) if sorts else None
         none = torch.zeros((), dtype=torch.long, device=x_BSD.device)
         balance = measure(routing, len(x_BSD), moe.options.wanted, none, moe.tokens)

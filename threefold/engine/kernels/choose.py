@@ -72,14 +72,19 @@ class Shape:
 
 def choose(shape: Shape, x: Tensor, kernels: str = "auto") -> Choice | None:
     """None: plain torch."""
-    aligned = all(size * x.element_size() % 16 == 0 for size in (shape.dim, shape.expert_dim))  # the copy engine's
-    if not works(x.device) or not aligned or x.dtype not in (torch.bfloat16, torch.float16):
+    if not takes(x, shape.dim, shape.expert_dim):
         return None
     require(kernels, x.device)
     measured = _measured(x.device).get(f"{shape.key} {kernels}")
     if measured and (not measured.cute or cute_works(x.device)):
         return measured
     return default(shape, kernels)
+
+
+def takes(x: Tensor, dim: int, expert_dim: int) -> bool:
+    """Whether this device has kernels for such rows and experts of these sizes."""
+    aligned = all(size * x.element_size() % 16 == 0 for size in (dim, expert_dim))  # the copy engine's
+    return works(x.device) and aligned and x.dtype in (torch.bfloat16, torch.float16)
 
 
 @cache

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.dispatch.splits import host_sizes
+from threefold.engine.kernels.choose import takes
 from threefold.engine.kernels.experts import fused_experts, grouped_experts
 from threefold.engine.offload import away
 from threefold.engine.precision.experts import LowExperts
@@ -70,10 +71,11 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
-        if self.low is not None and self.gathers:
+        fuses = self.fuses(x_RD)
+        if self.low is not None and fuses:
             clamped = self.activation is clamped_swiglu
             return self.low.rows(x_RD, weight_R, count_E, self.gate_up, self.down, clamped)
-        if self.fusion and self.low is None:
+        if fuses:
             bias = self.down_bias if self.adds_bias else None
             parameters = self.gate_up, self.down, self.gate_up_bias, bias
             y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
@@ -101,10 +103,12 @@ class Experts(nn.Module):
         parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels)
 
-    @property
-    def gathers(self) -> bool:
-        """Whether `of_tokens` can run."""
-        return self.low is None or self.low.fuses(self.down, biased=self.down_bias is not None)
+    def fuses(self, x: Tensor) -> bool:
+        """Whether all of it runs in one: not on a GPU that has no kernels for it, where torch's grouped products are far
+        faster than one expert after another."""
+        if self.low is not None:
+            return self.low.fuses(self.down, biased=self.down_bias is not None)
+        return self.fusion and (not x.is_cuda or takes(x, *self.down.shape[1:]))
 
     def _activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
         return weigh(self.activation(gate_up_RX), weight_R)

@@ -45,7 +45,7 @@ class MoeLayer(nn.Module):
         """`repeated`: chunks are recomputed, whatever the options say."""
         if self.is_cut(x_BSD):
             return self.compute_in_chunks(x_BSD, repeated or "moe" in self.options.again)
-        if self.in_one:
+        if self.in_one(x_BSD):
             return self.compute_in_one(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         routing, ticket = self.route(x_TD)
@@ -61,7 +61,7 @@ class MoeLayer(nn.Module):
             chunk = self._chunk(x_BSD)
             y_TD = in_chunks(self._of_tokens, chunk, x_TD, weight_TK, expert_TK, repeated=inside_closed())
             return y_TD.view_as(x_BSD), None
-        if self.in_one:
+        if self.in_one(x_BSD):
             return self._of_tokens(x_TD, weight_TK, expert_TK).view_as(x_BSD), None
         dispatcher = self.dispatcher
         ticket = dispatcher.ticket(*order) if order else dispatcher.preprocess(expert_TK, weight_TK)
@@ -78,10 +78,9 @@ class MoeLayer(nn.Module):
             y_TD = y_TD + (self.compute_shared(x_TD) if shared_TD is None else shared_TD)
         return y_TD
 
-    @property
-    def in_one(self) -> bool:
-        """Nothing travels, nothing is dropped, and kernels that gather are wanted."""
-        return self._all_here and self.options.expert_fusion and self.experts.gathers
+    def in_one(self, x: Tensor) -> bool:
+        """Nothing travels, nothing is dropped, and kernels that gather are wanted and there."""
+        return self._all_here and self.options.expert_fusion and self.experts.fuses(x)
 
     @property
     def _all_here(self) -> bool:
@@ -111,7 +110,7 @@ class MoeLayer(nn.Module):
         return routing, measure(routing, num_sequences, self.options.wanted, none, self.tokens)
 
     def _of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        if self.in_one:
+        if self.in_one(x_TD):
             y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK)
         else:
             ticket = self.dispatcher.preprocess(expert_TK, weight_TK)
