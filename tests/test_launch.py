@@ -149,7 +149,12 @@ def start_agent(tmp_path: Path, toy: Any) -> Any:
 
     agent = multiprocessing.get_context("fork").Process(target=work)
     agent.start()
-    until(lambda: len(list(tmp_path.glob("step-?"))) == 3)
+    try:
+        until(lambda: len(list(tmp_path.glob("step-?"))) == 3)
+    except BaseException:
+        agent.kill()  # its ranks end with it
+        agent.join()
+        raise
     return agent
 
 
@@ -416,12 +421,13 @@ STUBS = {
 }
 FAILS_TWICE = "echo x >> tries; [ $(wc -l < tries) -gt 2 ] || exit 9"
 REFUSES = "exit 78"
-WAITS = "echo $$ > rank.new; mv rank.new rank; trap 'exit 0' TERM; while :; do sleep 0.05; done"
+WAITS = "trap 'exit 0' TERM; echo $$ > rank.new; mv rank.new rank; while :; do sleep 0.05; done"
+SLOW_SCANCEL = STUBS["scancel"] + "; while kill -0 $(cat rank); do sleep 0.02; done"
 
 
-def batch_job(folder: Path, rank: str) -> subprocess.Popen[bytes]:
+def batch_job(folder: Path, rank: str, **stubs: str) -> subprocess.Popen[bytes]:
     """The script under bash, with Slurm's commands replaced by ones that note their words."""
-    for name, text in {**STUBS, "rank.sh": rank}.items():
+    for name, text in {**STUBS, **stubs, "rank.sh": rank}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     script = batch_script(plan_of(**H100), ["plan.toml"], Options())
@@ -447,3 +453,10 @@ def test_the_script_saves_before_its_time_is_over(tmp_path: Path, sign: signal.S
     job.send_signal(sign)
     assert job.wait(60) == 0
     assert (tmp_path / "calls").read_text().splitlines()[1:] == ["scancel --signal=TERM 41", *more]
+
+
+def test_the_script_has_the_code_of_ranks_that_end_while_it_tells_them(tmp_path: Path) -> None:
+    job = batch_job(tmp_path, WAITS, scancel=SLOW_SCANCEL)
+    until((tmp_path / "rank").exists)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 0  # not 143, of the `wait` that the signal ended

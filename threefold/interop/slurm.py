@@ -179,6 +179,7 @@ stopping=0
 again=0
 stop() {{
     stopping=1
+    told=1
     scancel --signal=TERM "$SLURM_JOB_ID"  # goes to the tasks, not to this shell
 }}
 trap 'again=1; stop' USR1
@@ -190,9 +191,9 @@ for attempt in $(seq 0 {restarts}); do
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID + attempt) % 20000))
     {command} &
     task=$!
-    wait "$task"
-    code=$?
-    while kill -0 "$task" 2>/dev/null; do  # a signal ends `wait` early
+    told=1
+    while [ "$told" = 1 ]; do  # a signal ends `wait` early; the shell keeps the code of a task that ended meanwhile
+        told=0
         wait "$task"
         code=$?
     done
