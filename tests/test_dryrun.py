@@ -189,6 +189,39 @@ def test_ledger_is_that_of_real_ranks() -> None:
     assert seen == dict(real)
 
 
+def states_and_calls_of(rank: int, plan: Plan) -> tuple[int, Counter[tuple[str, str, int]]]:
+    parts = build_parts(plan, Mesh(plan.layout, rank), with_data=False)
+    states = [x for x in parts.optimizer.state_dict().values() if x.dim()]  # less the number of steps
+    return sum(x.nbytes for x in states), calls_of(rank, plan)
+
+
+MUON = {"job__optimizer": "muon", "job__seq_len": 16, "job__global_batch": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("tiny-deepseek-v3", {"layout__tp": 2, "layout__ep": 2, "layout__etp": 2}),
+        ("tiny-qwen3-moe", {"layout__tp": 4, "layout__ep": 2}),  # two key heads: neighbours hold the same one
+        pytest.param(
+            "tiny-qwen3-moe",
+            {"layout__tp": 2, "layout__etp": 2, "knobs__data_parallel": "fsdp"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_muon_brings_together_what_it_does_on_real_ranks(model: str, more: dict[str, Any]) -> None:
+    plan = tiny(model, 4, **MUON, **more)
+    theirs = ("dp x cp", "edp") if plan.knobs.data_parallel == "fsdp" else ()  # what torch sends, unseen on real ranks
+    real = run_ranks(4, states_and_calls_of, plan)
+    for rank in (0, 3):
+        seen = rehearse_rank(plan, rank)
+        states, calls = real[rank]
+        assert seen.terms["optimizer"] == states
+        counted = {(e.axis, e.operation, e.num_bytes): e.count for e in seen.collectives}
+        assert {kind: n for kind, n in counted.items() if kind in calls or kind[0] not in theirs} == dict(calls)
+
+
 def test_fewer_microbatches_reach_the_same_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tiny("tiny-qwen3-moe", 2, layout__pp=2, job__global_batch=6, job__seq_len=32)
     small = fewer_microbatches(plan, 0)

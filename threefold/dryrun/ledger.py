@@ -5,7 +5,7 @@ FSDP starts by itself are only seen as operators, and known by their process gro
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +47,10 @@ class Entry:
 
 
 class Ledger:
-    """`times`: how often the microbatches that are run stand for those of a step."""
+    """`times`: how often the microbatches that are run stand for those of a step; `behind_them`: they are over."""
 
-    def __init__(self, domain: int, times: float = 1.0) -> None:
-        self.domain, self.times = domain, times
+    def __init__(self, domain: int, times: float = 1.0, behind_them: Callable[[], bool] = lambda: False) -> None:
+        self.domain, self.times, self.behind_them = domain, times, behind_them
         self.counting = False
         self._experts: set[int] = set()
         self._counts: Counter[tuple[str, str, int, str]] = Counter()
@@ -66,8 +66,7 @@ class Ledger:
         if call.operation in _ALSO_OURS:
             self._announced += 1
         if self.counting:
-            # What copies of a weight reduce and gather happens once a step, all else in every microbatch.
-            once = "dp" in call.group.name.replace("edp", "dp").split(" x ") or call.group.name == "world"
+            once = self.behind_them() or _of_copies(call.group.name)
             self._add(call.group.name, call.operation, call.num_bytes, call.group.ranks, 1 if once else self.times)
 
     def watch(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -102,3 +101,8 @@ class Ledger:
         """The most bytes first."""
         found = [Entry(a, op, size, round(count), link) for (a, op, size, link), count in self._counts.items()]
         return sorted(found, key=lambda entry: (-entry.num_bytes * entry.count, entry.axis, entry.operation))
+
+
+def _of_copies(axes: str) -> bool:
+    """What copies of a weight reduce and gather happens once a step, also where it begins among the microbatches."""
+    return axes == "world" or not {"dp", "edp"}.isdisjoint(axes.split(" x "))

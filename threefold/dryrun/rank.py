@@ -83,7 +83,8 @@ def rehearse_rank(plan: Plan, rank: int = 0, loads: Loads | None = None, stages:
     small = fewer_microbatches(plan, stage)
     where = Where()
     tracker = _tracker(plan, where)
-    ledger = Ledger(plan.cluster.domain_ranks, plan.num_microbatches / small.num_microbatches)
+    times = plan.num_microbatches / small.num_microbatches
+    ledger = Ledger(plan.cluster.domain_ranks, times, lambda: where.phase in ("reduce", "optimizer"))
     tracker.watchers.append(ledger.watch)
     with told(plan, rank, where), _stand_ins(small, rank, loads or Loads(), ledger), tracker, where.watching():
         with observed(ledger.observe):

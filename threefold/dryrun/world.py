@@ -11,6 +11,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from threefold.dryrun.cuts import placements_by_arithmetic
 from threefold.findings import Finding, FindingsError
 
 
@@ -27,7 +28,7 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with _lazy_chunks():
+        with _lazy_chunks(), placements_by_arithmetic():
             yield
     finally:
         dist.destroy_process_group()

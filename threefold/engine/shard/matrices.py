@@ -18,6 +18,7 @@ from threefold.engine.shard.owned import Owned
 from threefold.engine.shard.placement import Placement, Range
 
 Ranges = tuple[tuple[Range, ...], ...]
+Told = tuple[Ranges, bool]  # where a rank's piece of a matrix lies, and whether it owns any of it
 _WORDS = 64  # of one placement in the exchange
 
 
@@ -83,7 +84,7 @@ class Matrices:
             shared.setdefault(group.ranks, (group, {}))[1][name] = place
         self.cuts: dict[str, Cut] = {}
         for group, places in shared.values():
-            self.cuts |= exchange_cuts(group, places, self.owned.keys(), chosen[0][2])
+            self.cuts |= _cuts(group, places, exchange(group, places, self.owned.keys(), chosen[0][2]))
 
     def each(self, items: list[Item], update_of: Callable[[Item], Tensor]) -> Iterator[tuple[Item, Tensor]]:
         for name, piece in self.data.pieces(list(self.cuts), update_of):
@@ -96,19 +97,23 @@ class Matrices:
         return self.cuts[item.name].take(whole).flatten()[owned.first : owned.after]
 
 
-def exchange_cuts(
+def _cuts(group: Group, places: dict[str, Placement], told: Sequence[Sequence[Told]]) -> dict[str, Cut]:
+    """`told` by every rank of the group of every matrix."""
+    return {
+        name: Cut(group, place.shape, [ranges for ranges, _ in each], any(owns for _, owns in each))
+        for (name, place), each in zip(places.items(), zip(*told, strict=True), strict=True)
+    }
+
+
+def exchange(
     group: Group, places: dict[str, Placement], owned: Container[str], device: torch.device
-) -> dict[str, Cut]:
+) -> list[list[Told]]:
     """Tell the others of the group where this rank's pieces lie and whether it owns any of each."""
     rows = [_encode(place.ranges, name in owned) for name, place in places.items()]
     mine = torch.tensor(rows, device=device)
     every = mine.new_empty(group.size * len(rows), _WORDS)
     all_gather(every, mine, group).wait()
-    told = [list(map(_decode, rank)) for rank in every.view(group.size, len(rows), _WORDS).tolist()]
-    return {
-        name: Cut(group, place.shape, [ranges for ranges, _ in each], any(owns for _, owns in each))
-        for (name, place), each in zip(places.items(), zip(*told, strict=True), strict=True)
-    }
+    return [list(map(_decode, rank)) for rank in every.view(group.size, len(rows), _WORDS).tolist()]
 
 
 def _encode(ranges: Ranges, owns: bool) -> list[int]:
@@ -119,7 +124,7 @@ def _encode(ranges: Ranges, owns: bool) -> list[int]:
     return words + [0] * (_WORDS - len(words))
 
 
-def _decode(words: list[int]) -> tuple[Ranges, bool]:
+def _decode(words: list[int]) -> Told:
     rest = iter(words)
     owns, dims = bool(next(rest)), next(rest)
     return tuple(tuple((next(rest), next(rest)) for _ in range(next(rest))) for _ in range(dims)), owns
