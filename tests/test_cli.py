@@ -1,6 +1,8 @@
 """The command line as a user meets it: exit codes, JSON, garbage, speed of the door."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from threefold.cli.main import VERBS, main
 
 ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "threefold"]
 RECIPE = str(ROOT / "recipes" / "deepseek-v3-128k-256xh100-fp8.toml")
 
 
@@ -175,6 +178,52 @@ def test_a_closed_pipe_is_no_error() -> None:
         f"{sys.executable} -m threefold rules | head -1", shell=True, cwd=ROOT, capture_output=True, timeout=60
     )
     assert b"Traceback" not in done.stderr
+
+
+WRONG = ["check", RECIPE, "layout.ep=48"]
+
+
+@pytest.mark.parametrize("words", [["rules"], WRONG, [*WRONG, "--json"], ["check", RECIPE], ["rules", "--help"]])
+def test_without_a_reader_the_exit_code_stays(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        for err in (subprocess.PIPE, writer):
+            done = subprocess.run(COMMAND + words, cwd=ROOT, timeout=60, stdout=writer, stderr=err)
+            assert done.returncode == (1 if "layout.ep=48" in words else 0)
+            assert not done.stderr
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize("words", [["rules"], WRONG, ["check", RECIPE, "--json"]])
+def test_a_full_disk_is_said(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(COMMAND + words, cwd=ROOT, timeout=60, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b"threefold: cannot write the answer: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", [["rules", "--json"], WRONG, [*WRONG, "--json"]])
+def test_without_output_the_exit_code_stays(words: list[str]) -> None:
+    command = shlex.join(COMMAND + words)
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], cwd=ROOT, timeout=60, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1 if words[0] == "check" else 0, b"")
+    done = subprocess.run(["sh", "-c", f"{command} 2>&-"], cwd=ROOT, timeout=60, stdout=subprocess.PIPE)
+    assert done.returncode == (1 if words[0] == "check" else 0)
+    assert done.stdout
+
+
+def test_bytes_that_are_no_text_are_a_finding(tmp_path: Path) -> None:
+    out = tmp_path / "fixed.toml"
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    for word in (b"run.wandb=a\xff", b"job.data=a\xff", b"model=hf:a\xff", b"layout.a\xff=1"):
+        words = [*COMMAND, "check", RECIPE, word, "--fix", str(out)]
+        done = subprocess.run(words, cwd=ROOT, timeout=60, capture_output=True, env=strict)
+        assert done.returncode == 1
+        assert b"1 error" in done.stdout
+        assert not done.stderr
+        assert not out.exists()
 
 
 def test_the_door_loads_little() -> None:

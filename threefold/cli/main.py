@@ -2,12 +2,12 @@
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 import threefold
+from threefold.cli.out import Out, standard_streams
 
 VERBS = {
     "plan": "choose layout and knobs for a model on a cluster, ranked, with reasons",
@@ -33,17 +33,26 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser(sys.argv[1:] if argv is None else list(argv))
-    verb = _module(args.verb)
+    words = sys.argv[1:] if argv is None else list(argv)
+    with standard_streams() as out:
+        try:
+            return _run(words, out)
+        except OSError as error:
+            if error is not out.error:
+                raise
+            print(f"threefold: cannot write the answer: {error.strerror}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+
+def _run(words: list[str], out: Out) -> int:
     try:
-        code: int = verb.run(args)
-        sys.stdout.flush()
+        args = _parser(words)
+        code: int = _module(args.verb).run(args)
         return code
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    finally:
+        out.flush()
 
 
 def _module(verb: str) -> ModuleType:

@@ -276,16 +276,25 @@ def _as_type(field: Field, value: Any) -> tuple[Any, type | None]:
     if float in field.types and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
         return float(value), float
     if str in field.types and isinstance(value, str):
-        return value, str
+        return value, str if _is_unicode(value) else None
     if list in field.types:
         return _as_words(field, value)
     return value, None
 
 
+def _is_unicode(text: str) -> bool:
+    """Not so of other bytes on a command line: they cannot be written into a plan file."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _as_words(field: Field, value: Any) -> tuple[Any, type | None]:
     if isinstance(value, str):
         value = [word.strip() for word in value.split(",") if word.strip()]
-    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) and _is_unicode(word) for word in value):
         return value, None
     words = [aliases.MODULES.get(word, word) if field.path == "knobs.recompute" else word for word in value]
     return tuple(words if field.path == "knobs.cp_comm" else dict.fromkeys(words)), list

@@ -1,0 +1,56 @@
+"""Standard output and error as a shell may hand them over: closed, on a full disk, or with a reader that leaves."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+_GONE = (errno.EPIPE, errno.EIO)  # the reader closed its pipe, as `| head` does; the terminal is no more
+
+
+class Out:
+    """A stream that goes on as nothing where nobody reads it, so that a verb ends with its own exit code."""
+
+    def __init__(self, stream: TextIO, must_arrive: bool) -> None:
+        self.stream, self.must_arrive = stream, must_arrive
+        self.error: OSError | None = None
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, act: Callable[..., Any], *given: str) -> None:
+        try:
+            act(*given)
+        except OSError as error:
+            # What waits in buffers goes there too: Python writes it when it ends, and would fail again.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+            if self.must_arrive and error.errno not in _GONE:
+                self.error = error
+                raise
+
+
+@contextmanager
+def standard_streams() -> Iterator[Out]:
+    """Our own in place of Python's; gives the one of output."""
+    out, err = Out(sys.stdout or _nowhere(), must_arrive=True), Out(sys.stderr or _nowhere(), must_arrive=False)
+    with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
+        yield out
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
