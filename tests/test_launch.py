@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,15 @@ def test_a_rank_that_nobody_reads_still_says_how_it_ended(monkeypatch: pytest.Mo
     assert codes == [FAULT]
 
 
-def start_agent(tmp_path: Path, toy: Any) -> Any:
+def start_agent(tmp_path: Path, toy: Any, ignored: Sequence[signal.Signals] = ()) -> Any:
     """An agent of three ranks that count for ever, in a process of its own; they are under way on return."""
 
     def work() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # whatever the tests were started under
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
         os._exit(launch_here(toy("counts", FOREVER), 3, 3, tmp_path))
 
-    agent = multiprocessing.get_context("fork").Process(target=work)
+    agent = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     agent.start()
     try:
         until(lambda: len(list(tmp_path.glob("step-?"))) == 3)
@@ -168,6 +170,25 @@ def exit_code(agent: Any) -> int:
 
 def test_sigterm_lets_ranks_save(tmp_path: Path, toy: Any) -> None:
     agent = start_agent(tmp_path, toy)
+    os.kill(agent.pid, signal.SIGTERM)
+    assert exit_code(agent) == 0
+    assert len(list(tmp_path.glob("stopped-*"))) == 3
+
+
+def test_a_lost_terminal_lets_ranks_save(tmp_path: Path, toy: Any) -> None:
+    agent = start_agent(tmp_path, toy)
+    os.kill(agent.pid, signal.SIGHUP)
+    assert exit_code(agent) == 0
+    assert len(list(tmp_path.glob("stopped-*"))) == 3
+
+
+def test_under_nohup_a_lost_terminal_is_nothing(tmp_path: Path, toy: Any) -> None:
+    agent = start_agent(tmp_path, toy, ignored=[signal.SIGHUP])
+    os.kill(agent.pid, signal.SIGHUP)
+    before = int((tmp_path / "step-0").read_text())
+    until(lambda: int((tmp_path / "step-0").read_text()) > before + 50 or not agent.is_alive())
+    assert agent.is_alive()
+    assert not list(tmp_path.glob("stopped-*"))
     os.kill(agent.pid, signal.SIGTERM)
     assert exit_code(agent) == 0
     assert len(list(tmp_path.glob("stopped-*"))) == 3

@@ -122,7 +122,8 @@ class Agent:
         before: dict[signal.Signals, Any] = {}
         with suppress(ValueError):  # not in the main thread: whoever runs us stops us
             for number, handler in asks.items():
-                before[number] = signal.signal(number, handler)
+                if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup: whoever started us means it
+                    before[number] = signal.signal(number, handler)
         try:
             yield
         finally:
