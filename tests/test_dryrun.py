@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from threefold.cli.main import main
 from threefold.cli.rehearse import as_the_engine_runs, shares_from
 from threefold.cost.memory import memory
 from threefold.dryrun.fewer import distinct_stages, fewer_microbatches
-from threefold.dryrun.flex import visits
+from threefold.dryrun.flex import flex_stand_ins, visits
 from threefold.dryrun.loads import Loads, split
 from threefold.dryrun.look import look
 from threefold.dryrun.meta import MetaOperators
@@ -30,6 +31,7 @@ from threefold.dryrun.step import step
 from threefold.dryrun.tracker import Tracker
 from threefold.dryrun.where import Where
 from threefold.engine.build import build as build_parts
+from threefold.engine.dispatch.packages import PACKAGE
 from threefold.engine.mesh import Mesh
 from threefold.engine.models.decoder import Block
 from threefold.engine.shard.collectives import Call, observed
@@ -266,6 +268,29 @@ def test_flex_dispatchers_send_a_token_once_to_a_rank(name: str) -> None:
     sent = [e for e in rehearse_rank(build({**GPU, "knobs.dispatcher": name}), 0).collectives if e.axis == "ep"]
     assert {(e.operation, e.count) for e in sent} == {("dispatch", 4), ("combine", 4)}  # both ways, two microbatches
     assert sent[0].num_bytes == pytest.approx(4096 * 8 * chance * 7 / 8 * 2048 * 2, rel=1e-3)
+
+
+def test_what_was_imported_beside_a_stand_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile's backend is imported when first asked for, and cannot be imported twice."""
+    mine, other = ModuleType(PACKAGE), "imported_in_a_rehearsal"
+    monkeypatch.setitem(sys.modules, PACKAGE, mine)
+    monkeypatch.delitem(sys.modules, other, raising=False)
+    with flex_stand_ins(Loads().source(), 2, lambda *told: None):
+        assert sys.modules[PACKAGE] is not mine
+        monkeypatch.setitem(sys.modules, other, ModuleType(other))
+    assert sys.modules[PACKAGE] is mine
+    assert other in sys.modules
+    monkeypatch.delitem(sys.modules, PACKAGE)
+    with flex_stand_ins(Loads().source(), 2, lambda *told: None):
+        pass
+    assert PACKAGE not in sys.modules
+
+
+def test_nothing_is_compiled_for_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", lambda *args, **options: pytest.fail("compiled"))
+    plain = tiny("tiny-qwen3-moe", 2, layout__ep=2, job__seq_len=16)
+    compiled = tiny("tiny-qwen3-moe", 2, layout__ep=2, job__seq_len=16, knobs__compile=True)
+    assert rehearse_rank(compiled).peak_bytes == rehearse_rank(plain).peak_bytes
 
 
 def test_loads_split_by_share() -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -144,5 +143,11 @@ def _package(traffic: _Traffic) -> ModuleType:
 @contextmanager
 def flex_stand_ins(source: Source, top_k: int, tell: Tell) -> Iterator[None]:
     """In the place of the package, whether it is installed or not. `tell` hears of what travels."""
-    with mock.patch.dict(sys.modules, {PACKAGE: _package(_Traffic(source, top_k, tell))}):
+    before = sys.modules.get(PACKAGE)
+    sys.modules[PACKAGE] = _package(_Traffic(source, top_k, tell))
+    try:
         yield
+    finally:  # this entry alone: what was imported meanwhile stays
+        del sys.modules[PACKAGE]
+        if before is not None:
+            sys.modules[PACKAGE] = before

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 import threefold.engine.kernels.experts as fused
 from threefold.dryrun.expert_steps import steps_for
@@ -39,7 +38,7 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Without memory torch knows it in bf16 only."""
     found: Tensor
-    if a.dtype == torch.bfloat16 or not (a.is_meta or isinstance(a, FakeTensor)):
+    if a.dtype == torch.bfloat16 or not a.is_meta:
         found = _GROUPED(a, b, offs, *args, **kwargs)
     else:
         found = torch.ops.threefold.grouped_mm(a, b, offs)

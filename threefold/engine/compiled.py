@@ -4,8 +4,6 @@ With our kernels that is the gated norm behind the delta rule; without them norm
 compile around our kernels: they would be compiled anew with arguments of other types.
 """
 
-from torch._subclasses import FakeTensor
-
 from threefold.engine.kernels.around import fused_on
 from threefold.engine.mlp import Mlp
 from threefold.engine.models.decoder import Decoder
@@ -16,9 +14,12 @@ _HAVE_KERNELS = (RMSNorm, Router, Mlp)
 
 
 def compile_parts(model: Decoder, backend: str = "inductor") -> None:
-    """In place, where the options ask for it. Another shape than that of the first microbatch compiles anew."""
+    """In place, where the options ask for it. Another shape than that of the first microbatch compiles anew.
+
+    A rehearsal computes nothing, so nothing is compiled for it.
+    """
     first = next(model.parameters(), None)  # a chunk of a pipeline may be empty
-    if not model.options.compile or first is None or isinstance(first, FakeTensor):
+    if not model.options.compile or first is None or first.is_meta:
         return
     parts = (GatedRMSNorm, *(() if fused_on(first.device) else _HAVE_KERNELS))
     for module in model.modules():
