@@ -202,6 +202,8 @@ BAD_CHIPS = {
     "negative": ('chip = "h100"\n[facts]\nmemory_bytes = -1\n', {"in-range"}, "positive"),
     "nan": ('chip = "h100"\n[facts]\nmemory_bytes = nan\n', {"in-range"}, "machine"),
     "huge": (f'chip = "h100"\n[facts]\nmemory_bytes = 1{"0" * 400}\n', {"in-range"}, "machine"),
+    "digits": (f'chip = "h100"\n[facts]\nmemory_bytes = 0x{"f" * 5000}\n', {"in-range"}, "machine"),
+    "text-digits": (f'chip = "h100"\nmeasured = 0x{"f" * 5000}\n', {"wrong-type"}, "text"),
     "several": ('chip = 3\nx = 1\n[rates]\ngemm = -1\n', {"wrong-type", "unknown-field", "in-range"}, "chip"),
     "truncated": ('chip = "h100"\n[rates\n', {"file-readable"}, "TOML"),
     "empty": ("", {"file-readable"}, "chip"),
@@ -358,6 +360,15 @@ def test_estimating_loads_neither_numpy_nor_matplotlib() -> None:
         loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
         assert "threefold" in loaded
         assert not loaded & {"numpy", "torch", "matplotlib"}
+
+
+def test_capacity_has_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answer("estimate", QWEN, "job.capacity_factor=1e300", capsys=capsys, code=1)
+    assert [(finding["rule"], finding["at"]) for finding in said["findings"]] == [("in-range", "job.capacity_factor")]
+    most = said["findings"][0]["fix_data"]["job.capacity_factor"]
+    code, out, _ = run("estimate", QWEN, f"job.capacity_factor={most}", capsys=capsys)
+    assert code == 1  # more rows than any memory holds
+    assert "inf" not in out.split()
 
 
 def test_loads_of_experts_give_the_skew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

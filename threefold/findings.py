@@ -85,6 +85,15 @@ class FindingsError(Exception):
         super().__init__("\n".join(str(finding) for finding in self.findings))
 
 
+def shown(value: Any) -> str:
+    """A value from a file in a message: on one line, and short."""
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list nested as deep
+        return "this value"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Errors first, then by place and rule, so that two runs print the same."""
     return sorted(findings, key=lambda f: (f.severity != "error", f.at, f.rule, f.problem))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.cost.rates import Rates
-from threefold.findings import Finding, did_you_mean, nearest, one_of
+from threefold.findings import Finding, did_you_mean, nearest, one_of, shown
 from threefold.plan.file import load_toml
 from threefold.plan.plan import Plan
 from threefold.spec.chips import CHIPS, ChipSpec
@@ -114,7 +114,7 @@ def _numbers(table: Any, prefix: str, known: tuple[str, ...] | None, findings: l
         elif isinstance(value, bool) or not isinstance(value, int | float):
             findings.append(_wrong_type(at, value, "a number"))
         elif not SMALLEST <= value <= LARGEST:
-            problem = f"{_show(value)} is {'no positive number' if value <= 0 else 'beyond any machine'}"
+            problem = f"{shown(value)} is {'no positive number' if value <= 0 else 'beyond any machine'}"
             findings.append(Finding(rule="in-range", at=at, problem=problem, advice="write what was measured"))
         else:
             found[name] = float(value)
@@ -128,9 +128,4 @@ def _unknown(name: str, known: tuple[str, ...], prefix: str = "") -> Finding:
 
 
 def _wrong_type(at: str, value: Any, wanted: str) -> Finding:
-    return Finding(rule="wrong-type", at=at, problem=f"{_show(value)} is not {wanted}", advice=f"write {wanted}")
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Finding(rule="wrong-type", at=at, problem=f"{shown(value)} is not {wanted}", advice=f"write {wanted}")

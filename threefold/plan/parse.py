@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.fields import Field
-from threefold.findings import Finding, FindingsError, did_you_mean, nearest, one_of
+from threefold.findings import Finding, FindingsError, did_you_mean, nearest, one_of, shown
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
 from threefold.plan import aliases
@@ -156,7 +156,7 @@ def _contradiction(target: str, first: str, second: str, kept: Any, other: Any) 
     return Finding(
         rule="one-value-per-field",
         at=target,
-        problem=f"{first} says {_show(kept)}, {second} says {_show(other)}",
+        problem=f"{first} says {shown(kept)}, {second} says {shown(other)}",
         advice=f"keep one of the two; {target} alone is enough",
     )
 
@@ -207,7 +207,7 @@ def _find_model(name: str, folder: Path | None, findings: list[Finding]) -> tupl
     except FindingsError as error:
         findings.extend(error.findings)
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown ~user
-        problem = f"cannot read {_show(str(path))}: {error}"
+        problem = f"cannot read {shown(str(path))}: {error}"
         findings.append(Finding(rule="model-config", at="model", problem=problem, advice="give a folder or file"))
     return name, None
 
@@ -300,26 +300,18 @@ def _as_words(field: Field, value: Any) -> tuple[Any, type | None]:
     return tuple(words if field.path == "knobs.cp_comm" else dict.fromkeys(words)), list
 
 
-def _show(value: Any) -> str:
-    try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, a list nested as deep
-        return "this value"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of names"}
 
 
 def _wrong_type(field: Field, value: Any) -> Finding:
     wanted = " or ".join(_TYPE_NAMES[kind] for kind in field.types)
-    problem = f"{_show(value)} is not {wanted}"
+    problem = f"{shown(value)} is not {wanted}"
     return Finding(rule="wrong-type", at=field.path, problem=problem, advice=f"write {wanted}: {field.doc}")
 
 
 def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
     near = nearest(str(word), field.choices)
-    problem = f"{_show(word)} is not known here"
+    problem = f"{shown(word)} is not known here"
     advice = f"choices: {', '.join(field.choices)}"
     if not near:
         return Finding(rule="known-value", at=field.path, problem=problem, advice=advice)
@@ -332,7 +324,7 @@ def _budget_problem(field: Field, words: tuple[str, ...]) -> Finding | None:
     readable = [word for word in words if budget_bytes(word)]
     if readable and len(words) == 1:
         return None
-    said = _show(words[0] if len(words) == 1 else words)
+    said = shown(words[0] if len(words) == 1 else words)
     problem = f"{said}: a memory budget stands alone" if readable else f"{said} is no memory budget"
     fix = {field.path: [readable[0]]} if readable else None
     advice = f'write "{EXAMPLE}", or the names of modules'
@@ -345,7 +337,7 @@ def _out_of_range(field: Field, value: float) -> Finding:
     bound = low if too_low else high
     assert bound is not None
     edge = int(bound) if int in field.types else bound
-    problem = f"{_show(value)} is {'below' if too_low else 'above'} {edge}"
+    problem = f"{shown(value)} is {'below' if too_low else 'above'} {edge}"
     return Finding(rule="in-range", at=field.path, problem=problem, fix={field.path: edge}, advice=field.doc)
 
 

@@ -84,7 +84,7 @@ class Job:
     dynamic_length: bool = item("sequence lengths differ between microbatches, unpadded", False)
     routing: str = item("who chooses the experts", "learned", choices=("learned", "forced-balance"))
     capacity_factor: float | None = item(
-        "tokens an expert may take, over its fair share; absent: dropless", at_least=0.1
+        "tokens an expert may take, over its fair share; absent: dropless", at_least=0.1, at_most=65_536
     )
     capacity_scope: str = item(
         "capacity per expert (drop and pad) or per rank (static buffers)", "expert", choices=("expert", "rank")
