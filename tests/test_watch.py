@@ -149,6 +149,35 @@ def test_an_alarm_that_nobody_reads_still_ends_the_rank(monkeypatch: pytest.Monk
     assert codes == [HUNG]
 
 
+class Guarded(dict[Any, Any]):
+    """Refuses to be changed or gone through by whoever does not hold the lock: threads share it."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+        self.lock = lock
+
+    def pop(self, *given: Any) -> Any:
+        assert self.lock.locked()
+        return super().pop(*given)
+
+    def values(self) -> Any:
+        assert self.lock.locked()
+        return super().values()
+
+
+def test_calls_that_begin_and_end_do_not_disturb_the_watching_thread() -> None:
+    """It would die of a dict that changes while it looks through it, and nobody would watch any more."""
+    alarms: list[Finding] = []
+    watch = Watch(0.05, dist.HashStore(), 0, 2, alarms.append)
+    watch._open, watch._lines = Guarded(watch._lock), Guarded(watch._lock)
+    watch.observe(call_of(Group("tp", (0, 1), 0, None), "all_reduce"))()
+    watch._tell()
+    watch.beat("step 3", limit=-1.0)
+    watch._judge_phase()
+    assert [finding.at for finding in alarms] == ["step 3 on rank 0"]
+    assert watch._oldest() is None
+
+
 def waiting(line: str, ranks: tuple[int, ...], number: int = 5) -> Waiting:
     return Waiting("all_reduce", number, line, line, ranks, 30.0)
 

@@ -113,7 +113,8 @@ class Watch:
             self._open[made] = _Open(line, call.group.name, call.operation, line.count, self._now)
 
         def ended() -> None:
-            self._open.pop(made, None)
+            with self._lock:
+                self._open.pop(made, None)
             self._moved = self._now
 
         return ended
@@ -158,6 +159,10 @@ class Watch:
         with self._lock:
             return min(self._open.values(), key=lambda call: call.since, default=None)
 
+    def _known(self) -> list[_Line]:
+        with self._lock:
+            return list(self._lines.values())
+
     def _tell(self, left: bool = False) -> None:
         """Cheap: one small value a pulse."""
         self._pulse += 1
@@ -171,7 +176,7 @@ class Watch:
             phase_limit=self._phase_limit,
             place=_place(frame),
             waits=call.waiting(self._now) if call else None,
-            calls={line.key: line.count for line in list(self._lines.values())},
+            calls={line.key: line.count for line in self._known()},
             left=left,
         )
         self._posts.tell(report)
@@ -195,8 +200,9 @@ class Watch:
         phase, limit = self._phase, self._phase_limit
         if limit is None or self._now - self._moved <= limit:
             return
-        calls = {line.key: line.count for line in self._lines.values()}
-        names = {line.key: f"{line.name} ({spell(line.ranks)})" for line in self._lines.values()}
+        lines = self._known()
+        calls = {line.key: line.count for line in lines}
+        names = {line.key: f"{line.name} ({spell(line.ranks)})" for line in lines}
         parts = [f"no progress for {seconds(limit)}, at {_place(sys._current_frames().get(self._main or 0))}"]
         parts += [f"rank {rank} has not been heard of for {seconds(gone)}" for rank, gone in silent.items()]
         parts += behind(calls, reports, names)
