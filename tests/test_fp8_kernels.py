@@ -9,6 +9,7 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from threefold.engine.kernels.fp8.experts import (  # noqa: E402
     fp8_experts_of_tokens,
     quantize_weights,
 )
+from threefold.engine.pipeline.delay import Delay  # noqa: E402
+from threefold.engine.sinks import give_sink  # noqa: E402
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_HOPPER = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -289,6 +292,62 @@ def test_frozen_experts_get_no_gradient() -> None:
     y_RD.backward(slope)
     assert inputs[2].grad is None
     assert inputs[3].grad is not None
+
+
+def two_microbatches(recipe: Any, frozen: bool, delay: Any) -> tuple[list[Any], list[Any]]:
+    """-> (gradients of the inputs, sums of the weights') of rows and of tokens, one after the other."""
+    torch.manual_seed(0)
+    *inputs, slope = made([60, 0, 9], 144, 128, DEVICE)
+    x, weight_R, *weights = inputs
+    weights[0].requires_grad_(not frozen)
+    weight_TK = torch.rand(69, 2, device=DEVICE, requires_grad=True)
+    expert_TK = torch.rand(69, 3, device=DEVICE).topk(2, dim=1).indices
+    count_E = torch.tensor([60, 0, 9], device=DEVICE)
+    sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    kept = [give_sink(w, total, lambda _: None) for w, total in zip(weights, sums, strict=True) if w.requires_grad]
+    with delay or nullcontext():
+        fp8_experts(x, weight_R, count_E, *weights, None, recipe).backward(slope)
+        fp8_experts_of_tokens(x, weight_TK, expert_TK, *weights, None, recipe).backward(slope)
+    assert kept
+    assert all(weight.grad is None for weight in weights)
+    if delay is not None:
+        assert not any(total.any() for total in sums)
+        delay.finish()
+    return [x.grad, weight_R.grad, weight_TK.grad], sums
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_waits_and_is_summed_is_what_would_have_come(recipe: Any, frozen: bool) -> None:
+    """Two microbatches wait together: what the first one left is whole when its turn comes."""
+    (inputs, sums), (inputs_, sums_) = (two_microbatches(recipe, frozen, delay) for delay in (None, Delay()))
+    assert all(torch.equal(one, other) for one, other in zip(inputs + sums, inputs_ + sums_, strict=True))
+    assert [bool(total.any()) for total in sums] == [not frozen, True]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_that_wait_come_to_weights_without_a_sink(recipe: Any) -> None:
+    *inputs, slope = made([60, 0, 9], 144, 128, DEVICE)
+    count_E = torch.tensor([60, 0, 9], device=DEVICE)
+    expected = gradients(fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], None, recipe), inputs, slope)[3:]
+    delay = Delay()
+    with delay:
+        fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], None, recipe).backward(slope)
+    assert inputs[2].grad is None
+    delay.finish()
+    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(inputs[2:], expected, strict=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
+def test_interpreted_router_weights_may_lie_apart() -> None:
+    """As a column of a wider tensor does."""
+    *inputs, slope = made([3], 16, 128)
+    for weight in inputs[2:]:
+        weight.requires_grad_(False)
+    apart = torch.stack([inputs[1], -inputs[1]], dim=1)[:, 0]
+    found, expected = (fp8_experts(inputs[0], one, torch.tensor([3]), *inputs[2:]) for one in (apart, inputs[1]))
+    found, expected = gradients(found, inputs[:2], slope), gradients(expected, inputs[:2], slope)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_which_sizes_fit() -> None:

@@ -189,6 +189,22 @@ def test_interpreted_in_one_loop(path: Any) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
+def test_interpreted_router_weights_may_lie_apart() -> None:
+    """As a column of a wider tensor does."""
+    experts, count_E = module(3, 24, 40, "silu", False), torch.tensor([4, 0, 5])
+    x_RD, slope = torch.randn(9, 24, requires_grad=True), torch.randn(9, 24)
+    weight_R = torch.rand(9, requires_grad=True)
+    found, expected = (
+        gradients(
+            grouped_experts(x_RD, one, count_E, *parts_of(experts), choice=Choice(*[SMALL] * 6)),
+            experts, x_RD, weight_R, slope,
+        )
+        for one in (torch.stack([weight_R, -weight_R], dim=1)[:, 0], weight_R)
+    )  # fmt: skip
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("counts", [[3], [0, 5, 2, 5, 0], [7, 1, 4] * 25])
 def test_interpreted_experts_go_by_their_rows(counts: list[int]) -> None:
     from threefold.engine.kernels.tiles import order_of

@@ -36,7 +36,7 @@ def fused_experts(
     """Tokens in, tokens out: sorted by expert, computed, weighted and summed, with no wait for the device."""
     num_experts = len(gate_up_EXD)
     rows = sorted_rows(expert_TK, num_experts)
-    parameters, owners = _given(x_TD, gate_up_EXD, down_EDH)
+    parameters, owners = given(x_TD, gate_up_EXD, down_EDH)
     clamped = ACTIVATIONS[activation]
     y_TD = _Experts.apply(x_TD, weight_TK, *parameters, gate_up_bias_EX, rows.ends_E, rows, clamped, choice, owners)
     if down_bias_ED is None:
@@ -57,7 +57,7 @@ def grouped_experts(
 ) -> Tensor:
     """Rows in, rows out: `count_E` of them belong to each expert in turn, and make up all; each comes back weighted."""
     ends_E = count_E.cumsum(0).to(torch.int32)
-    parameters, owners = _given(x_RD, gate_up_EXD, down_EDH)
+    parameters, owners = given(x_RD, gate_up_EXD, down_EDH)
     clamped = ACTIVATIONS[activation]
     y_RD = _Experts.apply(x_RD, weight_R, *parameters, gate_up_bias_EX, ends_E, None, clamped, choice, owners)
     if down_bias_ED is None:
@@ -71,7 +71,7 @@ def grouped_experts(
 Owner = tuple[list[Left] | None, Tensor, Tensor | None]  # where its gradient waits, a weight, and its sink
 
 
-def _given(x: Tensor, *weights: Tensor) -> tuple[list[Tensor], list[Owner]]:
+def given(x: Tensor, *weights: Tensor) -> tuple[list[Tensor], list[Owner]]:
     """The weights as autograd is to see them: not those whose gradients wait."""
     owners = [(left_of(x, weight), weight, sink_of(weight)) for weight in weights]
     return [weight if left is None else weight.detach() for left, weight, _ in owners], owners
@@ -106,7 +106,7 @@ class _Experts(torch.autograd.Function):
         ctx.choice = choice if isinstance(choice, Choice) else choose(shape, x_XD, choice or "auto")
         x_XD = x_XD.contiguous()
         steps = _steps(ctx, ends_E, weight.numel())
-        weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
+        weight_R = of_rows(weight, rows)
         gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)
         y_RD = steps.down(act_RH, down_EDH)
         ctx.save_for_backward(x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
@@ -118,13 +118,13 @@ class _Experts(torch.autograd.Function):
         rows: Rows | None = ctx.rows
         wants_x, wants_weight, *wants, wants_bias = ctx.needs_input_grad[:5]
         steps = _steps(ctx, ends_E, weight.numel())
-        weight_R = weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
+        weight_R = of_rows(weight, rows)
         grad_XD = grad_XD.contiguous()
         grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
         up, down = ctx.owners
-        down_grad = _made(down, wants[1], partial(steps.down_grad, grad_XD, rows, act_RH))
+        down_grad = gradient(down, wants[1], partial(steps.down_grad, grad_XD, rows, act_RH))
         del act_RH
-        up_grad = _made(up, wants[0], partial(steps.up_grad, grad_RX, x_XD, rows))
+        up_grad = gradient(up, wants[0], partial(steps.up_grad, grad_RX, x_XD, rows))
         bias_grad = _sum_by_expert(grad_RX, ends_E) if wants_bias else None
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:
@@ -135,13 +135,18 @@ class _Experts(torch.autograd.Function):
         return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None, None
 
 
-def _made(owner: Owner, wanted: bool, compute: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
+def gradient(owner: Owner, wanted: bool, compute: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
     """The gradient of a weight, unless it waits."""
     left, weight, sink = owner
     if left is None:
         return compute(sink) if wanted else None
     left.append((weight, partial(compute, sink)))
     return None
+
+
+def of_rows(weight: Tensor, rows: Rows | None) -> Tensor:
+    """The router weight of each row, as kernels read it: one after another."""
+    return weight.contiguous() if rows is None else weight.flatten().index_select(0, rows.slot_R)
 
 
 def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:

@@ -104,8 +104,8 @@ class Experts(nn.Module):
         return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels)
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether all of it runs in one: not on a GPU that has no kernels for it, where torch's grouped products are far
-        faster than one expert after another."""
+        """Whether all of it runs in one: not on a GPU that has no kernels for it, where torch's grouped products are
+        far faster than one expert after another."""
         if self.low is not None:
             return self.low.fuses(self.down, biased=self.down_bias is not None)
         return self.fusion and (not x.is_cuda or takes(x, *self.down.shape[1:]))

@@ -8,13 +8,14 @@ Recipes: "blockwise" has 1x128 scales on rows and 128x128 on weights; "rowwise" 
 weights sum over blocks of 128 rows in both: 128x1 of gradients, 128x128 of inputs.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from threefold.engine.kernels.choose import works
-from threefold.engine.kernels.experts import sorted_rows
+from threefold.engine.kernels.experts import Owner, given, gradient, of_rows, sorted_rows
 from threefold.engine.kernels.fp8 import reference, unmade
 from threefold.engine.kernels.fp8.format import BLOCK, Columns8, QuantizedWeights, Weight8
 from threefold.engine.kernels.sort import Rows
@@ -40,7 +41,8 @@ def fp8_experts(
     forward and again for the backward: nothing of them stays in between.
     """
     ends_E = count_E.cumsum(0).to(torch.int32)
-    return _Experts8.apply(x_RD, weight_R, gate_up_EXD, down_EDH, weights8, ends_E, None, recipe, clamped)  # type: ignore[no-any-return]
+    parameters, owners = given(x_RD, gate_up_EXD, down_EDH)
+    return _Experts8.apply(x_RD, weight_R, *parameters, weights8, ends_E, None, recipe, clamped, owners)  # type: ignore[no-any-return]
 
 
 def fp8_experts_of_tokens(
@@ -55,7 +57,8 @@ def fp8_experts_of_tokens(
 ) -> Tensor:
     """Tokens in, tokens out, with no wait for the device: rows are gathered as they are quantised."""
     rows = sorted_rows(expert_TK, len(down_EDH))
-    return _Experts8.apply(x_TD, weight_TK, gate_up_EXD, down_EDH, weights8, rows.ends_E, rows, recipe, clamped)  # type: ignore[no-any-return]
+    parameters, owners = given(x_TD, gate_up_EXD, down_EDH)
+    return _Experts8.apply(x_TD, weight_TK, *parameters, weights8, rows.ends_E, rows, recipe, clamped, owners)  # type: ignore[no-any-return]
 
 
 def fits(dim: int, expert_dim: int) -> bool:
@@ -94,14 +97,15 @@ class _Experts8(torch.autograd.Function):
         rows: Rows | None,
         recipe: Recipe,
         clamped: bool,
+        owners: list[Owner],
     ) -> Tensor:
-        ctx.rows, ctx.weights8, ctx.recipe = rows, weights8, recipe
+        ctx.rows, ctx.weights8, ctx.recipe, ctx.owners = rows, weights8, recipe, owners
         made = () if weights8 else (gate_up_EXD, down_EDH)
         weights8 = weights8 or quantize_weights(gate_up_EXD, down_EDH, recipe)
         ctx.dtypes = gate_up_EXD.dtype, down_EDH.dtype
         ctx.steps = steps = _steps(recipe, ends_E, weight.numel(), clamped)
-        weight_R = _of_rows(weight, rows)
-        x8, turned8 = steps.quantize(x_XD.contiguous(), rows, ctx.needs_input_grad[2], square=True)
+        weight_R = of_rows(weight, rows)
+        x8, turned8 = steps.quantize(x_XD.contiguous(), rows, _wanted(ctx)[0], square=True)
         gate_up_RX = steps.product(x8, weights8.gate_up.value_EOI, weights8.gate_up.scale)
         del x8
         act8 = steps.activated(gate_up_RX, weight_R)
@@ -117,8 +121,9 @@ class _Experts8(torch.autograd.Function):
         steps = ctx.steps
         weights8 = ctx.weights8 or quantize_weights(made[0], made[1], ctx.recipe)
         gate_up8, down8 = weights8.gate_up, weights8.down
-        wants_x, wants_weight, wants_up, wants_down = ctx.needs_input_grad[:4]
-        weight_R = _of_rows(weight, rows)
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        (up, down), (wants_up, wants_down) = ctx.owners, _wanted(ctx)
+        weight_R = of_rows(weight, rows)
         grad8, grad_turned8 = steps.quantize(grad_XD.contiguous(), rows, wants_down, square=False)
         grad_RH = steps.product(grad8, down8.turned_EIO, down8.turned_scale)
         del grad8
@@ -126,20 +131,35 @@ class _Experts8(torch.autograd.Function):
             grad_RH, gate_up_RX, weight_R, wants_up, wants_down
         )
         del grad_RH
-        down_grad = steps.weight_grad(grad_turned8, act_turned8, ctx.dtypes[1]) if wants_down else None
+        compute = partial(_weight_grad, steps, grad_turned8, act_turned8, ctx.dtypes[1])
+        down_grad = gradient(down, wants_down, compute)
         del grad_turned8, act_turned8
-        up_grad = steps.weight_grad(up_turned8, Columns8(turned, turned_scale), ctx.dtypes[0]) if wants_up else None
-        del up_turned8
+        compute = partial(_weight_grad, steps, up_turned8, Columns8(turned, turned_scale), ctx.dtypes[0])
+        up_grad = gradient(up, wants_up, compute)
+        del up_turned8, compute
         x_grad = steps.product(grad8, gate_up8.turned_EIO, gate_up8.turned_scale) if wants_x else None
         if rows is not None and x_grad is not None:
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
         if rows is not None:
             weight_grad = weight_grad.index_select(0, rows.row_TK.flatten()).view_as(weight)
-        return x_grad, weight_grad if wants_weight else None, up_grad, down_grad, None, None, None, None, None
+        return x_grad, weight_grad if wants_weight else None, up_grad, down_grad, None, None, None, None, None, None
 
 
-def _of_rows(weight: Tensor, rows: Rows | None) -> Tensor:
-    return weight if rows is None else weight.flatten().index_select(0, rows.slot_R)
+def _wanted(ctx: Any) -> list[bool]:
+    """Of FC1 and FC2: whether the weight gets a gradient, now or later, for which columns must be there."""
+    now = ctx.needs_input_grad[2:4]
+    return [wants or left is not None for wants, (left, *_) in zip(now, ctx.owners, strict=True)]
+
+
+def _weight_grad(
+    steps: Any, left8: Columns8, right8: Columns8, dtype: torch.dtype, sink: Tensor | None
+) -> Tensor | None:
+    """With a sink it is added there, and nothing comes back."""
+    grad = steps.weight_grad(left8, right8, dtype)
+    if sink is None:
+        return grad  # type: ignore[no-any-return]
+    sink.add_(grad)
+    return None
 
 
 def _steps(recipe: Recipe, ends_E: Tensor, num_rows: int, clamped: bool) -> Any:
