@@ -386,6 +386,24 @@ def test_a_plan_whose_states_alone_are_too_large_is_rehearsed(
     assert "weights" in said
 
 
+def test_a_picture_that_cannot_be_drawn_loses_no_rehearsal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["dry-run", str(TINY), *SMALL, "--json"]
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "threefold.report.rehearsal_plot", raising=False)
+        for name in ("matplotlib", "matplotlib.figure"):
+            without.setitem(sys.modules, name, None)
+        assert main([*words, "--plot", str(tmp_path / "x.png")]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ranks"]
+    assert "threefold[report]" in err
+    assert main([*words, "--plot", str(tmp_path / "no" / "x.png"), "--timeline", str(tmp_path / "no" / "x.json")]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ranks"]
+    assert "x.json" in err
+
+
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", str(TINY), "--ranks", "first"]) == 2
     assert main(["dry-run", str(TINY), "--skew", "3"]) == 2  # EP 1: nobody to take less

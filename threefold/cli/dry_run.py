@@ -92,22 +92,28 @@ def _tell(args: argparse.Namespace, found: "Rehearsal") -> int:
     from threefold.report.rehearsal import rehearsal_text
 
     end_progress()
-    if args.timeline and not _write(args.timeline, json.dumps([_line(rank) for rank in found.ranks])):
-        return 1
-    if args.plot:
-        from threefold.report.rehearsal_plot import plot_rehearsal
-
-        try:
-            plot_rehearsal(found, args.plot)
-        except (OSError, ValueError) as error:
-            print(f"threefold dry-run: cannot write {args.plot}: {error}", file=sys.stderr)
-            return 1
     if args.json:
         json.dump(found.to_json(), sys.stdout, indent=2)
         print()
     else:
         print(rehearsal_text(found))
-    return 1 if errors(found.findings) else 0
+    written = not args.timeline or _write(args.timeline, json.dumps([_line(rank) for rank in found.ranks]))
+    drawn = not args.plot or _plot(found, args.plot)
+    return 1 if errors(found.findings) or not (written and drawn) else 0
+
+
+def _plot(found: "Rehearsal", path: str) -> bool:
+    try:
+        from threefold.report.rehearsal_plot import plot_rehearsal
+
+        plot_rehearsal(found, path)
+    except ImportError:
+        print("threefold dry-run: --plot needs matplotlib: pip install 'threefold[report]'", file=sys.stderr)
+        return False
+    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
+        print(f"threefold dry-run: cannot write {path}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _line(rank: "RankRehearsal") -> dict[str, object]:
