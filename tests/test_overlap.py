@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 from weakref import ref
 
@@ -23,6 +24,7 @@ from threefold.engine.overlap.borders import Value  # noqa: E402
 from threefold.engine.overlap.intervals import common, length, union  # noqa: E402
 from threefold.engine.overlap.merge import alternate, in_pairs  # noqa: E402
 from threefold.engine.overlap.nodes import Late, Nodes, watched  # noqa: E402
+from threefold.engine.overlap.trial import Row, Trial, loss_difference  # noqa: E402
 from threefold.engine.pipeline.order import order  # noqa: E402
 from threefold.engine.shard.collectives import Call, Watch, observed  # noqa: E402
 from threefold.engine.step import train_step  # noqa: E402
@@ -328,3 +330,37 @@ def test_ab_refuses_what_overlap_cannot_run(tmp_path: Any, capsys: pytest.Captur
     code, text = ab(tmp_path, capsys, "layout.ep=1")
     assert code == 1
     assert "error[ep-overlap-needs-ep]" in text
+
+
+def test_ab_refuses_what_the_engine_cannot_run(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = ab(tmp_path, capsys, "job.capacity_factor=1.0", "job.capacity_scope=rank")
+    assert code == 1
+    assert "error[engine-has-capacity]" in text
+
+
+@pytest.mark.parametrize("losses", [[1.0, nan], [nan, 1.0], [1.0, inf]])
+def test_a_loss_that_is_no_number_is_not_the_same(losses: list[float]) -> None:
+    fine, lost = Trial("no overlap", [1.0, 1.0], []), Trial("overlap", losses, [])
+    assert loss_difference([[fine, fine], [fine, lost]]) == inf
+    assert loss_difference([[lost, fine]]) == inf
+    assert loss_difference([[fine, Trial("overlap", [1.0, 1.5], [])]]) == 0.5
+
+
+def test_json_of_a_loss_that_is_no_number(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threefold.engine.overlap.trial.loss_difference", lambda ranks: inf)
+    monkeypatch.setattr("threefold.engine.overlap.trial.rows_of", lambda ranks: [Row("one", 1, 0, 1, 0, {})] * 2)
+    monkeypatch.setattr("threefold.engine.ranks.run_ranks", lambda *args, **more: [])
+    code, text = ab(tmp_path, capsys, "--json")
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert (code, found["same"], found["loss_difference"]) == (1, False, None)
+
+
+@pytest.mark.parametrize("verb", ["overlap-ab", "verify"])
+@pytest.mark.parametrize("limit", ["nan", "-5", "0", "inf", "soon"])
+def test_a_limit_is_a_time(verb: str, limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "plan.toml", "--limit", limit])
+    assert ended.value.code == 2
+    assert "--limit" in capsys.readouterr().err

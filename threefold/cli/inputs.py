@@ -12,6 +12,8 @@ from threefold.report.terminal import findings_text
 from threefold.search.recompute import resolve_recompute
 from threefold.spec.stacks import TARGETS
 
+MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
+
 
 def add_plan_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument("plan", nargs="?" if optional else None, help="a plan file (TOML)")
@@ -35,6 +37,14 @@ def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Pars
             return replace(parsed, plan=None), in_order([*findings, *error.findings])
         parsed, findings = replace(parsed, plan=plan), [*findings, *more]
     return parsed, in_order(findings)
+
+
+def seconds(text: str) -> float:
+    """A limit in an argument. Not a number and none at all would never be over, less than nothing at once."""
+    value = float(text)
+    if not 0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_SECONDS:g} seconds")
+    return value
 
 
 def print_findings(findings: list[Finding], as_json: bool) -> int:

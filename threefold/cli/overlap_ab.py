@@ -5,12 +5,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
-from threefold.rules.all import check, errors
+from threefold.rules.all import check, errors, promoted
 
 # Relative. Sums in another order differ by the rounding of the weights' dtype, over the steps of the run.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=_at_least(0), default=2, metavar="N", help="steps before the steady window (2)"
     )
     parser.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="steps of the steady window (5)")
-    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds the ranks may take (600)")
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(findings), args.json)
     plan = replace(parsed.plan, target="threefold")
     trial = replace(plan, knobs=replace(plan.knobs, ep_overlap=True, delay_wgrad=True, shared_expert_overlap=False))
-    found = check(trial, "threefold")
+    found = promoted(check(trial, "threefold"))
     blocking = [*errors(found), *_elsewhere(trial)]
     if blocking:
         return print_findings(in_order(blocking), args.json)
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     told = [*(finding.problem for finding in useless), *doubts(rows, args.steps)]
     if args.json:
         facts = [_facts(row) for row in rows]
-        print(json.dumps({"rows": facts, "loss_difference": difference, "same": same, "warnings": told}))
+        number = difference if isfinite(difference) else None
+        print(json.dumps({"rows": facts, "loss_difference": number, "same": same, "warnings": told}))
     else:
         _print(rows, difference, same)
         for doubt in told:

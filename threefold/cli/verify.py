@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-down", action="store_true", help=f"shrink the model, and the layout to at most {MAX_RANKS} ranks"
     )
-    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds the ranks may take (600)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isfinite
 from statistics import mean, stdev
 
 import torch
@@ -130,10 +131,11 @@ def rows_of(ranks: Sequence[Sequence[Trial]]) -> list[Row]:
 
 
 def loss_difference(ranks: Sequence[Sequence[Trial]]) -> float:
-    """The largest relative one between a variant and the first."""
-    return max(
+    """The largest relative one between a variant and the first; infinite where a loss is not finite."""
+    differences = [
         abs(one - other) / abs(other)
         for first, *others in ranks
         for trial in others
         for one, other in zip(trial.losses, first.losses, strict=True)
-    )
+    ]
+    return max(differences) if all(map(isfinite, differences)) else inf
