@@ -120,8 +120,8 @@ def _print(rows: list[Any], difference: float, same: bool) -> None:
         print(f"{row.variant:<26}{step:>14}{row.seconds / first.seconds:>10.3f}{exchange:>12}{row.hidden:>9.1%}")
     print(f"losses differ by {difference:.1e}" + ("" if same else ": NOT the same training"))
     for row in rows[1:]:
-        rest = [(key, seconds) for key, seconds in row.exposed.items() if seconds > 0][:SHOWN]
+        rest = [(key, took) for key, took in row.exposed.items() if took > 0][:SHOWN]
         if rest:
             print(f"exposed, {row.variant}:")
-        for (layer, phase), seconds in rest:
-            print(f"  {'layer ' + layer if layer else 'elsewhere':<16}{phase:<20}{seconds * 1e3:>8.2f} ms")
+        for (layer, phase), took in rest:
+            print(f"  {'layer ' + layer if layer else 'elsewhere':<16}{phase:<20}{took * 1e3:>8.2f} ms")
