@@ -243,6 +243,18 @@ def test_missing_keys_are_named(model_type: str, tmp_path: Path) -> None:
         ({"model_type": "llama", **CONFIGS["llama"], "num_hidden_layers": 10**12}, "num_layers is"),
         ({"model_type": "gpt_oss", **CONFIGS["gpt_oss"], "num_hidden_layers": 10**12}, "num_hidden_layers is"),
         ({"model_type": "llama", **CONFIGS["llama"], "intermediate_size": 0}, "intermediate_size"),
+        (
+            {"model_type": "llama", **CONFIGS["llama"], "num_attention_heads": 4, "num_key_value_heads": 3},
+            "4 heads cannot share 3 key/value heads",
+        ),
+        (
+            {"model_type": "qwen3_next", **CONFIGS["qwen3_next"], "linear_num_key_heads": 5},
+            "value heads cannot share 5 key heads",
+        ),
+        (
+            {"model_type": "nemotron_h", **CONFIGS["nemotron_h"], "n_groups": 7},
+            "Mamba heads cannot share 7 groups",
+        ),
         ({"model_type": "llama", **CONFIGS["llama"], "rope_theta": 10**400}, "no usable"),
         ({"model_type": "gpt_oss", **CONFIGS["gpt_oss"], "layer_types": ["full_attention"]}, "1 layer types for 2"),
         ({"model_type": "gpt_oss", **CONFIGS["gpt_oss"], "layer_types": ["a", "b"]}, "unknown layer types"),

@@ -18,6 +18,7 @@ from threefold.spec.model import (
     MoeSpec,
     RopeScaling,
     VisionSpec,
+    check_heads,
     check_sizes,
 )
 
@@ -58,6 +59,7 @@ def model_from_dict(config: Config, name: str, source: str) -> ModelSpec:
             **parts,
         )
         check_sizes(model)
+        check_heads(model)
         if not model.dense_dim and any(layer.ffn == "dense" for layer in model.layers):
             raise ValueError("dense layers need an intermediate_size")
         return model

@@ -262,6 +262,22 @@ def check_sizes(spec: Any, at: str = "") -> None:
             raise ValueError(f"{name} is {value}, not a positive number")
 
 
+def check_heads(model: ModelSpec) -> None:
+    """Raise ValueError where heads do not share keys evenly, as every implementation takes for granted."""
+    shared = [(a.num_heads, "heads", a.num_kv_heads, "key/value heads") for a in _grouped(model)]
+    if delta := model.delta:
+        shared.append((delta.num_v_heads, "value heads", delta.num_k_heads, "key heads"))
+    if mamba := model.mamba:
+        shared.append((mamba.num_heads, "Mamba heads", mamba.num_groups, "groups"))
+    for heads, kind, keys, name in shared:
+        if heads % keys:
+            raise ValueError(f"{heads} {kind} cannot share {keys} {name} evenly")
+
+
+def _grouped(model: ModelSpec) -> list[GqaSpec]:
+    return [spec for spec in (model.attention, model.local_attention) if isinstance(spec, GqaSpec)]
+
+
 def _check_size(name: str, size: Any, least: int, most: int) -> None:
     if type(size) is not int or not least <= size <= most:
         raise ValueError(f"{name} is {reprlib.repr(size)}, not a whole number from {least} to {most}")
