@@ -548,6 +548,27 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
     return {"model": model, **{path: draw(_value(path)) for path in cut}}
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "rule"),
+    [
+        ("dualpipev", 2, 1, "schedule-fits-chunks"),
+        ("dualpipev", 4, 3, "schedule-fits-chunks"),
+        ("dualpipev", 1, 2, "schedule-fits-chunks"),
+        (None, 1, 2, "vpp-needs-pp"),
+    ],
+)
+def test_chunks_that_no_schedule_places_are_a_finding(
+    schedule: str | None, pp: int, vpp: int, rule: str, overlap: bool
+) -> None:
+    """And nothing else: where they would lie in memory is not asked."""
+    cluster = {"target": "threefold", "model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 256}
+    layout = {"layout.pp": pp, "layout.vpp": vpp, "layout.ep": 32, "layout.schedule": schedule}
+    found = check(build({**cluster, **layout, "job.global_batch": 64, "knobs.ep_overlap": overlap}))
+    assert rule in {finding.rule for finding in errors(found)}
+    assert "peak-fits-memory" not in {finding.rule for finding in found}
+
+
 @settings(max_examples=300, deadline=None)
 @given(plans())
 def test_random_plans_never_break_a_rule(fields: dict[str, Any]) -> None:

@@ -90,8 +90,9 @@ MARGIN = 0.18
 def _predictable(plan: Plan) -> bool:
     """Whether the plan is whole enough to be priced; other rules speak where it is not."""
     layout = plan.layout
+    placed = layout.vpp == 1 if layout.pp == 1 else layout.schedule != "dualpipev" or layout.vpp == 2
     whole = layout.fits_ranks and layout.chunks <= plan.model.num_layers + plan.mtp + 2 and not stage_faults(plan)
-    return whole and state_bytes(plan) <= plan.chip.memory_bytes
+    return placed and whole and state_bytes(plan) <= plan.chip.memory_bytes
 
 
 def _relief(plan: Plan) -> dict[str, object] | None:
