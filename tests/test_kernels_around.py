@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -126,21 +127,21 @@ def test_norm_of_a_slice_and_with_one_gradient_only() -> None:
     assert torch.equal(*grads)
 
 
-def turned(x_BSHd: Any, weight: Any, angle_BSF: Any, first: int, pairs: bool, centered: bool) -> Any:
+def turned(x_BSHd: Any, weight: Any, angle_BSF: Any, pairs: bool, centered: bool) -> Any:
     """As complex numbers."""
     if weight is not None:
         x_BSHd = rms(x_BSHd, weight, 1e-5, centered)
     freqs = angle_BSF.shape[-1]
-    part = x_BSHd[..., first : first + 2 * freqs]
+    part = x_BSHd[..., : 2 * freqs]
     one, two = (part[..., 0::2], part[..., 1::2]) if pairs else part.chunk(2, dim=-1)
     spun = torch.complex(one, two) * torch.polar(torch.ones_like(angle_BSF), angle_BSF)[:, :, None]
-    return torch.cat([x_BSHd[..., :first], spun.real, spun.imag, x_BSHd[..., first + 2 * freqs :]], dim=-1)
+    return torch.cat([spun.real, spun.imag, x_BSHd[..., 2 * freqs :]], dim=-1)
 
 
-HEADS = [(2, 3, 4, 16, 8, 0), (1, 5, 1, 24, 3, 0), (2, 2, 3, 24, 4, 16)]
+HEADS = [(2, 3, 4, 16, 8), (1, 5, 1, 24, 3), (2, 2, 3, 24, 4)]
 if HAS_GPU:
-    HEADS = [(2, 300, 32, 128, 64, 0), (3, 33, 4, 128, 64, 0), (2, 65, 16, 256, 32, 0), (1, 77, 5, 96, 20, 0)]
-    HEADS += [(2, 50, 16, 192, 32, 128), (1, 1, 1, 64, 32, 0)]
+    HEADS = [(2, 300, 32, 128, 64), (3, 33, 4, 128, 64), (2, 65, 16, 256, 32), (1, 77, 5, 96, 20)]
+    HEADS += [(2, 50, 16, 192, 32), (1, 1, 1, 64, 32)]
 
 
 @runs
@@ -149,10 +150,10 @@ if HAS_GPU:
 def test_turn(pairs: bool, normed: bool | None) -> None:
     from threefold.engine.kernels.rotary import Turn, turn
 
-    for batch, length, heads, dim, freqs, first in HEADS:
+    for batch, length, heads, dim, freqs in HEADS:
         angle = torch.rand(batch, length, freqs, device=DEVICE, dtype=torch.float64) * 100
         table = angle.cos().float(), angle.sin().float()
-        how = Turn(first, pairs, 1e-5, bool(normed))
+        how = Turn(pairs, 1e-5, bool(normed))
         # Every second head is a gate, which is left alone.
         x = leaf(batch, length, heads, 2 * dim)
         given = [x] if normed is None else [x, norm_of(dim, normed).weight]
@@ -160,10 +161,31 @@ def test_turn(pairs: bool, normed: bool | None) -> None:
         def ours(x: Any, weight: Any = None, dim: int = dim, table: Any = table, how: Any = how) -> Any:
             return turn(x[..., :dim], weight, table, how)
 
-        def exact(x: Any, weight: Any = None, dim: int = dim, angle: Any = angle, first: int = first) -> Any:
-            return turned(x[..., :dim], weight, angle, first, pairs, bool(normed))
+        def exact(x: Any, weight: Any = None, dim: int = dim, angle: Any = angle) -> Any:
+            return turned(x[..., :dim], weight, angle, pairs, bool(normed))
 
         compare(ours, exact, given)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_may_lie_further_apart_than_32_bits_reach(normed: bool, tmp_path: Path) -> None:
+    """The last of three heads lies past 2 ** 31 numbers, those of a file that is nearly all hole."""
+    from threefold.engine.kernels.rotary import Turn, turn
+
+    apart = 2**30 + 64
+    numbers = torch.from_file(str(tmp_path / "heads"), shared=True, size=2 * apart + 64, dtype=torch.float16)
+    far_off = numbers.as_strided((1, 2, 3, 8), (0, 8, apart, 1))
+    near = torch.randn(1, 2, 3, 8).half()
+    far_off.copy_(near)
+    weight = torch.ones(8, requires_grad=True) if normed else None
+    angle = torch.rand(1, 2, 4)
+    found = []
+    for given in (far_off, near):
+        x = given.detach().requires_grad_()
+        out = turn(x, weight, (angle.cos(), angle.sin()), Turn(eps=1e-5))
+        found.append((out, *torch.autograd.grad(out, [x] if weight is None else [x, weight], given)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @runs

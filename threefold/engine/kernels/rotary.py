@@ -20,9 +20,8 @@ _PER_SM = 4
 
 @dataclass(frozen=True)
 class Turn:
-    """Which dims of a head turn: 2F of them from `first` on, the rest stay. `pairs`: as in `rope.rotate`."""
+    """How the first 2F dims of a head turn; the rest stay. `pairs`: as in `rope.rotate`."""
 
-    first: int = 0
     pairs: bool = False
     eps: float = 0.0
     zero_centered: bool = False

@@ -36,7 +36,7 @@ def _sizes(num_tokens: int, heads: int, dim: int, freqs: int) -> dict[str, int]:
 def launch_turn(x_THd: Tensor, weight_d: Tensor | None, cos: Tensor, sin: Tensor, out_BSHd: Tensor, how: Turn) -> None:
     num_rows, sizes = x_THd.shape[0] * x_THd.shape[1], _sizes(*x_THd.shape, cos.shape[-1])
     _turn[(triton.cdiv(num_rows, sizes["ROWS"]),)](
-        x_THd, weight_d, cos, sin, out_BSHd, num_rows, x_THd.stride(0), x_THd.stride(1), EPS=how.eps, FIRST=how.first,
+        x_THd, weight_d, cos, sin, out_BSHd, num_rows, x_THd.stride(0), x_THd.stride(1), EPS=how.eps,
         PAIRS=how.pairs, NORM=weight_d is not None, CENTERED=how.zero_centered, **sizes,
     )  # fmt: skip
 
@@ -56,21 +56,26 @@ def launch_turn_grad(
     strides = (0, 0) if x_THd is None else (x_THd.stride(0), x_THd.stride(1))
     _turn_grad[(programs,)](
         grad_THd, x_THd, weight_d, cos, sin, out_BSHd, part_Pd, num_rows, grad_THd.stride(0), grad_THd.stride(1),
-        *strides, EPS=how.eps, FIRST=how.first, PAIRS=how.pairs, NORM=weight_d is not None, CENTERED=how.zero_centered,
+        *strides, EPS=how.eps, PAIRS=how.pairs, NORM=weight_d is not None, CENTERED=how.zero_centered,
         **sizes,
     )  # fmt: skip
 
 
 @triton.jit
-def _columns(F: tl.constexpr, NF: tl.constexpr, NREST: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr):
+def _columns(F: tl.constexpr, NF: tl.constexpr, NREST: tl.constexpr, PAIRS: tl.constexpr):
     """Of a head as it comes in: its two turning parts and the rest."""
     f = tl.arange(0, NF)
-    rest = tl.arange(0, NREST)
-    rest = tl.where(rest >= FIRST, rest + 2 * F, rest)
+    rest = 2 * F + tl.arange(0, NREST)
     if PAIRS:
-        return f, FIRST + 2 * f, FIRST + 2 * f + 1, rest
+        return f, 2 * f, 2 * f + 1, rest
     else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
-        return f, FIRST + f, FIRST + F + f, rest
+        return f, f, F + f, rest
+
+
+@triton.jit
+def _begin(token, row, token_stride, head_stride, H: tl.constexpr):
+    """Of each head. Heads may lie further apart than tokens: a long sequence of them fills 32 bits."""
+    return token * token_stride + (row % H).to(tl.int64) * head_stride
 
 
 @triton.jit
@@ -82,14 +87,14 @@ def _read(ptr, base, col, kept):
 def _turn(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, token_stride, head_stride, EPS: tl.constexpr,
     H: tl.constexpr, DIM: tl.constexpr, F: tl.constexpr, NF: tl.constexpr, REST: tl.constexpr, NREST: tl.constexpr,
-    ROWS: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     narrow: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < num_rows
     token = (row // H).to(tl.int64)
-    base = token * token_stride + (row % H) * head_stride
-    f, one_col, two_col, rest_col = _columns(F, NF, NREST, FIRST, PAIRS)
+    base = _begin(token, row, token_stride, head_stride, H)
+    f, one_col, two_col, rest_col = _columns(F, NF, NREST, PAIRS)
     turns = live[:, None] & (f < F)[None, :]
     stays = live[:, None] & (tl.arange(0, NREST) < REST)[None, :]
     one = _read(x_ptr, base, one_col, turns)
@@ -109,8 +114,8 @@ def _turn(
     cos = _read(cos_ptr, token * F, f, turns)
     sin = _read(sin_ptr, token * F, f, turns)
     out = out_ptr + row.to(tl.int64)[:, None] * DIM
-    tl.store(out + (FIRST + f)[None, :], (one * cos - two * sin).to(narrow), mask=turns)
-    tl.store(out + (FIRST + F + f)[None, :], (two * cos + one * sin).to(narrow), mask=turns)
+    tl.store(out + f[None, :], (one * cos - two * sin).to(narrow), mask=turns)
+    tl.store(out + (F + f)[None, :], (two * cos + one * sin).to(narrow), mask=turns)
     if REST > 0:
         tl.store(out + rest_col[None, :], rest.to(narrow), mask=stays)
 
@@ -119,11 +124,11 @@ def _turn(
 def _turn_grad(
     grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, num_rows, grad_token_stride, grad_head_stride,
     token_stride, head_stride, EPS: tl.constexpr, H: tl.constexpr, DIM: tl.constexpr, F: tl.constexpr, NF: tl.constexpr,
-    REST: tl.constexpr, NREST: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr,
+    REST: tl.constexpr, NREST: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     NORM: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     narrow: tl.constexpr = out_ptr.dtype.element_ty
-    f, one_col, two_col, rest_col = _columns(F, NF, NREST, FIRST, PAIRS)
+    f, one_col, two_col, rest_col = _columns(F, NF, NREST, PAIRS)
     some = tl.arange(0, NREST) < REST
     if NORM:
         one_weight = read_weight(weight_ptr, one_col, f < F, narrow, CENTERED)[None, :]
@@ -137,11 +142,11 @@ def _turn_grad(
         row = first_row + tl.arange(0, ROWS)
         live = row < num_rows
         token = (row // H).to(tl.int64)
-        base = token * grad_token_stride + (row % H) * grad_head_stride
+        base = _begin(token, row, grad_token_stride, grad_head_stride, H)
         turns = live[:, None] & (f < F)[None, :]
         stays = live[:, None] & some[None, :]
-        left = _read(grad_ptr, base, FIRST + f, turns)
-        right = _read(grad_ptr, base, FIRST + F + f, turns)
+        left = _read(grad_ptr, base, f, turns)
+        right = _read(grad_ptr, base, F + f, turns)
         cos = _read(cos_ptr, token * F, f, turns)
         sin = _read(sin_ptr, token * F, f, turns)
         one_grad = left * cos + right * sin
@@ -149,7 +154,7 @@ def _turn_grad(
         if REST > 0:
             rest_grad = _read(grad_ptr, base, rest_col, stays)
         if NORM:
-            base = token * token_stride + (row % H) * head_stride
+            base = _begin(token, row, token_stride, head_stride, H)
             one = _read(x_ptr, base, one_col, turns)
             two = _read(x_ptr, base, two_col, turns)
             square = tl.sum(one * one + two * two, 1)
