@@ -44,6 +44,17 @@ def test_verify_says_what_it_replaced(capsys: pytest.CaptureFixture[str]) -> Non
     assert max(told["differences"].values()) < 1e-10
 
 
+def test_forced_balance_is_verified_with_learned_routing(capsys: pytest.CaptureFixture[str]) -> None:
+    """By force the experts of a token follow from where it lies on its rank: with CP not as on one rank."""
+    recipe = str(RECIPES[0].parent / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
+    small = ["job.seq_len=16", "job.global_batch=2", "job.micro_batch=1", "job.data=synthetic"]
+    layout = ["cluster.gpus=2", "layout.cp=2", "layout.ep=2", "job.routing=forced-balance"]
+    assert main(["verify", recipe, *small, *layout, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["same"]
+    assert told["replaced"] == ["forced balance by learned routing"]
+
+
 def test_a_large_plan_is_not_run_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(RECIPES[0])]) == 1
     assert "verify-fits-here" in capsys.readouterr().out

@@ -47,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
     replaced: list[str] = []
     if args.scale_down:
         plan, replaced = scale_down(plan)
+    if plan.job.routing == "forced-balance":  # experts by how tokens lie on ranks, which is not how they lie on one
+        plan = change(plan, {"job.routing": None})
+        replaced.append("forced balance by learned routing")
     blocking = [*errors(check(plan)), *_too_large(plan)]
     if blocking:
         return print_findings(in_order(blocking), args.json)
