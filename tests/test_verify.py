@@ -47,7 +47,7 @@ def test_verify_says_what_it_replaced(capsys: pytest.CaptureFixture[str]) -> Non
 def test_forced_balance_is_verified_with_learned_routing(capsys: pytest.CaptureFixture[str]) -> None:
     """By force the experts of a token follow from where it lies on its rank: with CP not as on one rank."""
     recipe = str(RECIPES[0].parent / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
-    small = ["job.seq_len=16", "job.global_batch=2", "job.micro_batch=1", "job.data=synthetic"]
+    small = ["job.seq_len=12", "job.global_batch=2", "job.micro_batch=1", "job.data=synthetic", "model.num_layers=1"]
     layout = ["cluster.gpus=2", "layout.cp=2", "layout.ep=2", "job.routing=forced-balance"]
     assert main(["verify", recipe, *small, *layout, "--json"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
