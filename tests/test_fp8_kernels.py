@@ -8,6 +8,7 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 """
 
 import importlib.util
+import math
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -348,6 +349,41 @@ def test_interpreted_router_weights_may_lie_apart() -> None:
     found, expected = (fp8_experts(inputs[0], one, torch.tensor([3]), *inputs[2:]) for one in (apart, inputs[1]))
     found, expected = gradients(found, inputs[:2], slope), gradients(expected, inputs[:2], slope)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Grids:
+    """In the place of a kernel: with what grids it is launched."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.seen.append(grid)
+        return lambda *given, **more: None
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_grids_hold_millions_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16,777,216 rows, 131,072 blocks of them: CUDA's grids reach 2 ** 31 - 1 along the first axis, 65,535 beyond."""
+    from threefold.engine.kernels.fp8 import activation, quantize
+    from threefold.engine.kernels.fp8.format import Blocks
+
+    grids, rows, half = Grids(), 2**24, 256
+    monkeypatch.setattr(quantize, "_quantize", grids)
+    for name in ("_activated", "_grad_rows", "_grad_columns"):
+        monkeypatch.setattr(activation, name, grids)
+
+    def of(*sizes: int) -> Any:
+        return torch.empty(*sizes, device="meta", dtype=torch.bfloat16)
+
+    blocks = Blocks(of(3, 2**17 + 8), of(1), of(8))
+    given = of(rows, half), of(rows, 2 * half), of(rows)
+    quantize.quantize(given[0], None, blocks, True, True, square=True)
+    activation.activated(*given[1:], False)
+    _, largest_CR, _ = activation.activated_grad(*given, False)
+    activation.activated_columns(*given, largest_CR, blocks, False, True, True)
+    assert [math.prod(grid) for grid in grids.seen] == [2 * (2**17 + 8), 2 * 2**17, 2 * 2**19, 8 * (2**17 + 8)]
+    assert all(size <= 65_535 for grid in grids.seen for size in grid[1:])
 
 
 def test_which_sizes_fit() -> None:

@@ -21,6 +21,7 @@ from threefold.engine.kernels.fp8.quantize import (
     put_column_scales,
     put_rows,
     put_square_scale,
+    tile_of,
 )
 
 _ROWS, _COLUMNS = 32, 32  # that one program of the backward makes, by rows and by columns
@@ -30,7 +31,7 @@ def activated(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Rows8:
     """The activation times the router weight."""
     num_rows, half = gate_up_RX.shape[0], gate_up_RX.shape[1] // 2
     rows8 = empty_rows(num_rows, half, gate_up_RX.device)
-    _activated[(num_blocks(half), num_blocks(num_rows))](
+    _activated[(num_blocks(half) * num_blocks(num_rows),)](
         gate_up_RX, weight_R, rows8.value_RK, rows8.scale_CR, num_rows, half, clamped, BLOCK, num_warps=8
     )
     return rows8
@@ -45,7 +46,7 @@ def activated_grad(
     rows8 = empty_rows(num_rows, 2 * half, grad_RH.device)
     part_CR = torch.empty(num_blocks(half), num_rows, device=grad_RH.device)
     largest_CR = torch.empty_like(part_CR)
-    _grad_rows[(num_blocks(half), triton.cdiv(num_rows, _ROWS))](
+    _grad_rows[(num_blocks(half) * triton.cdiv(num_rows, _ROWS),)](
         grad_RH, gate_up_RX, weight_R, *parts_of(rows8), part_CR, largest_CR, num_rows, half, clamped, BLOCK, _ROWS,
         num_warps=4,
     )  # fmt: skip
@@ -68,7 +69,7 @@ def activated_columns(
     grad8 = empty_columns(blocks.num, 2 * half, False, grad_RH.device) if up else None
     act8 = empty_columns(blocks.num, half, True, grad_RH.device) if act else None
     if up or act:
-        _grad_columns[(half // _COLUMNS, blocks.num)](
+        _grad_columns[(half // _COLUMNS * blocks.num,)](
             grad_RH, gate_up_RX, weight_R, largest_CR, blocks.table, blocks.total, blocks.num, *parts_of(grad8),
             *parts_of(act8), num_rows, half, up, act, clamped, BLOCK, _COLUMNS, num_warps=4,
         )  # fmt: skip
@@ -79,7 +80,8 @@ def activated_columns(
 def _activated(
     gate_up_ptr, weight_ptr, value_ptr, scale_ptr, num_rows, half, CLAMPED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row, block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.program_id(0)
+    block, down = tile_of(half, BLOCK)
+    row = down * BLOCK + tl.arange(0, BLOCK)
     live = row < num_rows
     at = gate_up_ptr + row.to(tl.int64)[:, None] * (2 * half) + block * BLOCK + tl.arange(0, BLOCK)[None, :]
     gate = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
@@ -94,7 +96,8 @@ def _grad_rows(
     grad_ptr, gate_up_ptr, weight_ptr, value_ptr, scale_ptr, part_ptr, largest_ptr, num_rows, half,
     CLAMPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    block, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    block, down = tile_of(half, BLOCK)
+    row = down * ROWS + tl.arange(0, ROWS)
     live, shift = row < num_rows, block * BLOCK
     act, gate_grad, up_grad, part = _grads(
         grad_ptr, gate_up_ptr, weight_ptr, row, live, shift + tl.arange(0, BLOCK), half, CLAMPED
@@ -112,7 +115,8 @@ def _grad_columns(
     act_value_ptr, act_scale_ptr, num_rows, half, UP: tl.constexpr, ACT: tl.constexpr, CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    block, col = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    across, block = tile_of(half, COLUMNS)
+    col = across * COLUMNS + tl.arange(0, COLUMNS)
     if block < tl.load(total_ptr):
         # Every fourth row, four times: the four bytes of a column that lie together are then one number.
         quad = tl.arange(0, BLOCK // 4)
@@ -125,7 +129,7 @@ def _grad_columns(
         place = block * (BLOCK // 4) + quad
         stride = num * (BLOCK // 4)
         if ACT:
-            c = tl.program_id(0) * COLUMNS // BLOCK
+            c = across * COLUMNS // BLOCK
             each = tl.load(table_ptr + num + block) + tl.arange(0, BLOCK)
             largest = tl.max(tl.load(largest_ptr + c * num_rows + each, mask=each < end, other=0.0), 0)
             # The programs of one square make the same scale.

@@ -49,7 +49,7 @@ def quantize(
     num_rows, width = len(x_XK) if token_R is None else len(token_R), x_XK.shape[1]
     rows8 = empty_rows(num_rows, width, x_XK.device) if rows else None
     columns8 = empty_columns(blocks.num, width, square, x_XK.device) if columns else None
-    _quantize[(num_blocks(width), blocks.num)](
+    _quantize[(num_blocks(width) * blocks.num,)](
         x_XK, token_R, blocks.table, blocks.total, blocks.num, *parts_of(rows8), *parts_of(columns8), num_rows, width,
         token_R is not None, rows, columns, square, BLOCK, num_warps=4,
     )  # fmt: skip
@@ -85,6 +85,14 @@ def _block_ends(ends_ptr, out_ptr, num_experts, E: tl.constexpr, BLOCK: tl.const
     start = tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0)
     num = tl.where(known, (end - start + BLOCK - 1) // BLOCK, 0)
     tl.store(out_ptr + expert, tl.cumsum(num, 0), mask=known)
+
+
+@triton.jit
+def tile_of(width, SIZE: tl.constexpr):
+    """Of a program: which `SIZE` of the columns, and which of the rows. Both from one axis of the grid: the others end
+    at 65,535, which rows by 32 pass at two million of them."""
+    across = tl.cdiv(width, SIZE)
+    return tl.program_id(0) % across, tl.program_id(0) // across
 
 
 @triton.jit
@@ -168,7 +176,7 @@ def _quantize(
     num_rows, width, GATHER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    c, block = tl.program_id(0), tl.program_id(1)
+    c, block = tile_of(width, BLOCK)
     shift = c * BLOCK
     if block < tl.load(total_ptr):
         # Every fourth row, four times: see `pack`.
@@ -188,7 +196,7 @@ def _quantize(
             col = shift + tl.arange(0, BLOCK)
             largest = largest_of(x0, x1, x2, x3)
             if SQUARE:
-                inverse = put_square_scale(largest, column_scale_ptr + block * tl.num_programs(0) + c)
+                inverse = put_square_scale(largest, column_scale_ptr + block * tl.cdiv(width, BLOCK) + c)
             else:
                 inverse = put_column_scales(largest, column_scale_ptr, block, col, width)
             place = block * (BLOCK // 4) + quad
