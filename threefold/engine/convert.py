@@ -1,8 +1,11 @@
 """Hugging Face checkpoints into runs and back, one tensor at a time."""
 
 import json
+import math
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,21 @@ from torch import Tensor, nn
 
 from threefold.engine.checkpoint import Checkpoints
 from threefold.engine.manifest import read_manifest, verify_files
+from threefold.engine.models.build import build_model
 from threefold.engine.pieces import Piece, State, Stored
 from threefold.engine.run import CHECKPOINTS, PLAN, plan_of_run
 from threefold.engine.shard.placement import Placement
+from threefold.engine.weights.files import some
 from threefold.engine.weights.read import Source, open_hf
 from threefold.engine.weights.write import write_hf
 from threefold.findings import Finding, FindingsError
 from threefold.plan.file import dump_fields
+from threefold.plan.plan import Plan
 from threefold.spec.hf import model_from_config
 
 INITIAL, HF_CONFIG = "initial", "hf_config.json"
 SHARD_BYTES = 1 << 30
+_AGAIN, _SAME = "import the checkpoint again", "train the model that was imported"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -71,28 +78,78 @@ def load_initial(run: Path, model: nn.Module, placements: Mapping[str, Placement
     """
     state = model.state_dict()
     if placements is None:
-        return fill_initial(run, state)
+        return fill_initial(run, state, known=state)
     want = {name: Piece(placements[name], value) if name in placements else value for name, value in state.items()}
-    return fill_initial(run, want, only_these=True)
+    return fill_initial(run, want)
 
 
-def fill_initial(run: Path, want: State, only_these: bool = False) -> bool:
-    """Imported weights into tensors and pieces; `only_these`: the run may have more of them."""
-    files = sorted((run / INITIAL).glob("*.safetensors"))
+def start_from_initial(run: Path, want: State, plan: Plan) -> bool:
+    """Imported weights into what this rank holds of the plan's model, where the run has any."""
+    if not _files(run):
+        return False
+    known = build_model(plan.model, plan.mtp, device="meta").state_dict()
+    return fill_initial(run, want, known, plan.model.mtp_layers)
+
+
+def fill_initial(run: Path, want: State, known: Collection[str] | None = None, depths: float = math.inf) -> bool:
+    """Imported weights into tensors and pieces; every weight that is wanted must be there, but for new MTP depths.
+
+    `known`: names of the whole model, where the run should have no others. `depths`: MTP depths of the model that was
+    imported. A plan may train fewer, whose weights are passed over, or more, which start afresh.
+    """
+    files, shapes = _files(run), {}
     for path in files:
-        with safe_open(str(path), "pt") as shard:
+        with _opened(path) as shard:
+            shapes |= {name: list(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+    problems = [*_unlike(shapes, want, known, depths)] if files else []
+    if problems:
+        raise FindingsError(_fault(run / INITIAL, problem, advice) for problem, advice in problems)
+    for path in files:
+        with _opened(path) as shard:
             for name in sorted(shard.keys()):
-                if name in want or not only_these:
+                if name in want:
                     _fill_one(want[name], name, shard)
     return bool(files)
+
+
+def _files(run: Path) -> list[Path]:
+    return sorted((run / INITIAL).glob("*.safetensors"))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), "pt") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise _refuse(path, f"cannot be read: {error}", _AGAIN) from None
+
+
+def _unlike(
+    shapes: Mapping[str, list[int]], want: State, known: Collection[str] | None, depths: float
+) -> Iterator[tuple[str, str]]:
+    """How the model that was imported differs from the wanted one, with advice."""
+    lost = sorted(name for name in want if name not in shapes and _depth(name) < depths)
+    if lost:
+        yield f"no weights for {some(lost)}", f"{_AGAIN}, or {_SAME}"
+    more = sorted(name for name in shapes if known is not None and name not in known and _depth(name) < 0)
+    if more:
+        yield f"weights for {some(more)}, which the plan's model has not", _SAME
+    for name in sorted(want.keys() & shapes.keys()):
+        there, here = shapes[name], list(want[name].size())
+        if there != here:
+            yield f"{name} has shape {there} there and {here} in the plan", _SAME
+
+
+def _depth(name: str) -> int:
+    """Of a weight of MTP; below 0: of the model itself."""
+    found = re.match(r"mtp\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def _fill_one(into: Tensor | Piece, name: str, shard: Any) -> None:
     """A piece reads its rectangles only. A scalar has no slices."""
     stored = shard.get_slice(name)
-    if tuple(stored.get_shape()) != tuple(into.size()):
-        problem = f"{name} has shape {stored.get_shape()} there and {list(into.size())} in the plan"
-        raise _refuse(Path(INITIAL), problem, "train the model that was imported")
     if isinstance(into, Tensor) or not into.size():
         target = into if isinstance(into, Tensor) else into.parts[()]
         target.copy_(shard.get_tensor(name))
@@ -139,4 +196,8 @@ def export_hf(run: Path, out: Path) -> Iterator[str]:
 
 
 def _refuse(at: Path, problem: str, advice: str) -> FindingsError:
-    return FindingsError([Finding(rule="convertible", at=str(at), problem=problem, advice=advice)])
+    return FindingsError([_fault(at, problem, advice)])
+
+
+def _fault(at: Path, problem: str, advice: str) -> Finding:
+    return Finding(rule="convertible", at=str(at), problem=problem, advice=advice)

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from threefold.engine.agree import first
+from threefold.engine.agree import attempt, each, first
 from threefold.engine.build import Parts, build, device_of, dtype_of, options_of
 from threefold.engine.checkpoint import Checkpoints
-from threefold.engine.convert import INITIAL, fill_initial
+from threefold.engine.convert import INITIAL, start_from_initial
 from threefold.engine.data.loader import Batch
 from threefold.engine.launch import World, join
 from threefold.engine.log import NOWHERE, Board, Progress
@@ -173,7 +173,9 @@ def _begin(trainer: Trainer, tell: Callable[[str], None]) -> None:
         tell(f"resuming behind step {trainer.step} of {plan.job.steps}")
         return
     model = {name.removeprefix("model."): value for name, value in trainer.weights().items()}
-    if fill_initial(folder, model, only_these=parts.mesh.layout.pp > 1):
+    filled = attempt(trainer.checkpoints.group, lambda: start_from_initial(folder, model, plan))
+    each(trainer.checkpoints.group, filled.get)
+    if filled.value:
         parts.optimizer.refresh()
         tell(f"starting from the weights in {folder / INITIAL}")
     if trainer.world.leads:
