@@ -199,6 +199,47 @@ def test_uneven_stages_wait_for_the_slowest() -> None:
     assert sum(spent.values()) - outside == pytest.approx(simulated, rel=0.05)
 
 
+def test_an_mtp_depth_is_in_the_terms_of_its_layers() -> None:
+    """One more layer, a product that joins two embeddings, and a loss of its own; communication is not the loss."""
+    fields = {**QWEN, "model": "deepseek-v3", "layout.ep": 8, "layout.tp": 2}
+    without, deep = (build({**fields, "job.mtp": depths}) for depths in (0, 1))
+    layer = layer_time(deep, deep.model.mtp_depth[0], RATES)
+    before, after = (step_time(plan, RATES).terms for plan in (without, deep))
+    scale = deep.num_microbatches * RATES.drift.get(deep.stack.release or "", 1.0)
+    for name in ("experts", "attention", "elementwise", "quantise", "tp", "ep", "host"):
+        assert after[name] - before[name] == pytest.approx(scale * getattr(layer, name), abs=1e-9)
+    assert after["loss"] == pytest.approx(2 * before["loss"])
+    assert layer.gemm < (after["gemm"] - before["gemm"]) / scale < 2 * layer.gemm
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
+def test_what_is_frozen_needs_no_gradients_of_weights(sharding: str) -> None:
+    """Of three products forward and backward two are left; nothing of the language model is reduced or updated."""
+    fields = {**QWEN, "model": "qwen3-vl-30b-a3b", "job.images": 2.0, "knobs.data_parallel": sharding}
+    both, frozen = (build({**fields, "job.freeze": parts}) for parts in ([], ["language"]))
+    before, after = (step_time(plan, RATES).terms for plan in (both, frozen))
+    assert after["gemm"] == pytest.approx(2 / 3 * before["gemm"])
+    assert after["experts"] < 2 / 3 * before["experts"]  # nor are their gradients added up
+    for name in ("attention", "elementwise", "ep", "vision"):
+        assert after[name] == before[name]
+    assert after["optimizer"] < 0.05 * before["optimizer"]
+    assert after["loss"] < before["loss"]
+    sent = {(one.axis, one.operation): one.total_bytes for one in traffic(frozen)}
+    all_sent = {(one.axis, one.operation): one.total_bytes for one in traffic(both)}
+    assert sent["dp", "reduce_scatter"] < 0.5 * all_sent["dp", "reduce_scatter"]
+    gathered = sent["dp", "all_gather"] / all_sent["dp", "all_gather"]
+    assert gathered == 1 if sharding == "fsdp" else gathered < 0.5
+
+
+def test_a_frozen_step_overlaps_what_is_left() -> None:
+    fields = {**QWEN, "model": "qwen3-vl-30b-a3b", "knobs.ep_overlap": True, "knobs.delay_wgrad": True}
+    plain, late = (
+        step_time(build({**fields, "job.freeze": ["language"], "knobs.delay_wgrad": delay}), RATES).terms["ep"]
+        for delay in (False, True)
+    )
+    assert plain == late  # there are no gradients of weights to put beside an exchange
+
+
 @pytest.mark.parametrize("dispatcher", ["alltoall", "deepep", "hybridep"])
 @pytest.mark.parametrize("gpus", [16, 64])
 def test_overlap_helps_where_communication_binds(dispatcher: str, gpus: int) -> None:

@@ -74,14 +74,16 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     low = plan.low_precision
     bandwidth = chip.memory_bandwidth * rates.memory
     rate = gemm_rate(rates, plan, knobs.precision, work.dense_rows)
-    gemm = 3 * work.dense_flops / rate
+    passes, weights = _products(plan)
+    gemm_once = work.dense_flops / rate
+    gemm = passes * gemm_once
     experts, fwd_experts = 0.0, 0.0
     if work.grouped_flops:
         full = gemm_rate(rates, plan, knobs.precision, 1e9) * rates.grouped
         grouped_rate = full * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
         fwd_experts = max(work.grouped_flops / grouped_rate, work.weight_bytes / bandwidth)
         accumulate = work.weight_bytes * (4 if knobs.grad_dtype == "fp32" else 2)  # gradients read and written
-        experts = 3 * fwd_experts + accumulate / bandwidth
+        experts = passes * fwd_experts + weights * accumulate / bandwidth
     attention = _attention_seconds(plan, work, rates)
     plain = plan.model.moe is None or not plan.model.moe.bias  # no fused kernel takes biased experts
     fused = rates.fusion if knobs.expert_fusion and plain else 1.0
@@ -90,17 +92,18 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
         sent = 2 * work.dispatch_tokens * (plan.model.moe.top_k if plan.model.moe else 0) * BF16 * plan.model.dim
     moved = work.moved_bytes + work.expert_moved_bytes * fused + sent
     elementwise = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
-    quantise = 0.0
+    quant_once = 0.0
     if low:
         elements = work.quant_elements + work.expert_quant_elements * fused
-        quantise = 3 * elements * 4 * rates.quant_passes / bandwidth
+        quant_once = elements * 4 * rates.quant_passes / bandwidth
+    quantise = passes * quant_once
     sequence = tensor_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
     tp = 2.5 * sequence
     if layer.mixer == "delta":  # the state passes from chunk to chunk, however many ranks share the heads
         elementwise += case.seq_len / 64 * rates.chunk_seconds
     ring = context_seconds(plan, case, rates)
     cp = max(0.1 * 3 * ring.hidden, 3 * ring.hidden - attention) + 2.5 * ring.exposed
-    forward = Forward(gemm / 3, fwd_experts, attention / 3.5, elementwise / 3, quantise / 3, sequence)
+    forward = Forward(gemm_once, fwd_experts, attention / 3.5, elementwise / 3, quant_once, sequence)
     recompute = _recompute_seconds(plan, layer, forward, work, rates)
     exchange = dispatch_seconds(plan, work, rates) + expert_tensor_seconds(plan, work, rates)
     ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
@@ -119,6 +122,14 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
         waiting += rates.sync_seconds
     return LayerTime(gemm, experts, attention, elementwise, quantise, recompute, tp, cp, ep, waiting)
+
+
+def _products(plan: Plan) -> tuple[int, int]:
+    """Products a weight is in, forward and backward, and how many of them give its own gradient: none if it is frozen.
+
+    Through a frozen language model gradients still pass, to what makes embeddings of images.
+    """
+    return (2, 0) if "language" in plan.job.freeze else (3, 1)
 
 
 def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
@@ -152,10 +163,11 @@ def _parts(plan: Plan, layer: Layer, once: Forward, inner: float, experts_back: 
     their products, forward."""
     flops = layer_flops(plan.model, layer, plan.job.seq_len)
     shared = once.gemm * flops.shared / max(1.0, flops.shared + flops.projections)
-    experts = Part(once.experts + inner, experts_back + 2 * inner, experts_back / 2)
+    passes, weights = _products(plan)
+    experts = Part(once.experts + inner, experts_back + 2 * inner, weights * experts_back / 2)
     mixer = once.gemm - shared + once.attention + once.elementwise + once.quantise + once.tp - inner
-    back = total - mixer - 3 * shared - experts.forward - experts.backward
-    return Parts(Part(mixer, back, once.gemm - shared), experts, Part(shared, 2 * shared))
+    back = total - mixer - passes * shared - experts.forward - experts.backward
+    return Parts(Part(mixer, back, weights * (once.gemm - shared)), experts, Part(shared, (passes - 1) * shared))
 
 
 def _recompute_seconds(plan: Plan, layer: Layer, once: Forward, work: Work, rates: Rates) -> float:
@@ -233,7 +245,7 @@ def loss_seconds(plan: Plan, rates: Rates) -> float:
     """Embedding, output layer and cross entropy of one microbatch, forward and backward."""
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
     vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
-    flops = 6 * plan.model.dim * vocab * tokens
+    flops = 2 * _products(plan)[0] * plan.model.dim * vocab * tokens
     moved = tokens * vocab * 14  # logits written, read for the loss, its gradient written and read twice
     precision = plan.knobs.precision if plan.knobs.fp8_output else "bf16"
     return flops / gemm_rate(rates, plan, precision, tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
@@ -263,11 +275,10 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     """The step: the slowest stage times microbatches, fill and drain, then what follows the last backward."""
     layout, count = plan.layout, max(1, plan.num_microbatches)
     kinds = {layer: layer_time(plan, layer, rates, skew) for layer in {*plan.model.layers, *plan.model.mtp_depth}}
-    mtp = _mtp_seconds(plan, kinds, rates)
-    loss = loss_seconds(plan, rates)
+    join, loss = _join_seconds(plan, rates), loss_seconds(plan, rates)
     stages = _stage_layers(plan)
     vision = vision_seconds(plan, rates)
-    loads = [sum(kinds[layer].total for layer in layers) + m * mtp + e * loss for layers, m, e in stages]
+    loads = [sum(kinds[layer].total for layer in layers) + m * join + e * loss for layers, m, e in stages]
     loads[0] += vision
     slowest = max(range(len(loads)), key=loads.__getitem__)
     busiest = loads[slowest]
@@ -284,7 +295,8 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
         one = kinds[layer]
         for name in LayerTime.__slots__:
             terms[name] += getattr(one, name) * count
-    terms["loss"] = (m * mtp + e * loss) * count
+    terms["gemm"] += m * join * count
+    terms["loss"] = e * loss * count
     terms["vision"] = vision * count if slowest == 0 else 0.0
     terms["bubble"] = bubble
     terms["dp"] = _data_seconds(plan, busiest, rates)
@@ -295,24 +307,23 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     return StepTime(sum(terms.values()), terms)
 
 
-def _mtp_seconds(plan: Plan, kinds: dict[Layer, LayerTime], rates: Rates) -> float:
-    if not plan.mtp:
-        return 0.0
-    depth = sum(kinds[layer].total for layer in plan.model.mtp_depth)
+def _join_seconds(plan: Plan, rates: Rates) -> float:
+    """The product with which an MTP depth begins: hidden state and next embedding become one."""
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
-    join = 6 * 2 * plan.model.dim**2 * tokens / plan.layout.tp / gemm_rate(rates, plan, plan.knobs.precision, tokens)
-    return depth + join + loss_seconds(plan, rates)
+    flops = 2 * _products(plan)[0] * 2 * plan.model.dim**2 * tokens / plan.layout.tp
+    return flops / gemm_rate(rates, plan, plan.knobs.precision, tokens)
 
 
 def _stage_layers(plan: Plan) -> list[tuple[list[Layer], int, int]]:
-    """Layers, MTP depths and losses of each pipeline rank."""
+    """Of each pipeline rank: layers, those of MTP depths too; how many depths; losses, of which a depth has its own."""
     layout, layers = plan.layout, plan.model.layers
     held: list[tuple[list[Layer], int, int]] = [([], 0, 0) for _ in range(layout.pp)]
     v_shaped = layout.pipeline_schedule == "dualpipev"
     for index, chunk in enumerate(plan.chunks):
         rank = chunk_rank(index, layout.pp, v_shaped)
         kept, m, e = held[rank]
-        held[rank] = (kept + [layers[i] for i in chunk.layers], m + chunk.mtp, e + chunk.loss)
+        kept = [*kept, *(layers[i] for i in chunk.layers), *(plan.model.mtp_depth * chunk.mtp)]
+        held[rank] = (kept, m + chunk.mtp, e + chunk.loss + chunk.mtp)
     return held
 
 
@@ -340,9 +351,18 @@ def rank_params(plan: Plan) -> tuple[float, float]:
     return dense / layout.tp / layout.pp, experts / layout.ep / layout.etp / layout.pp
 
 
+def trained_params(plan: Plan) -> tuple[float, float]:
+    """Of these, those that get gradients: of a frozen language model the image encoder's alone."""
+    dense, experts = rank_params(plan)
+    if "language" not in plan.job.freeze:
+        return dense, experts
+    seen = count_params(plan.model).vision / plan.layout.tp / plan.layout.pp
+    return seen, 0.0
+
+
 def _data_seconds(plan: Plan, microbatch_seconds: float, rates: Rates) -> float:
     """Gradient reduction and parameter gathering, less what the last backward and first forward hide."""
-    dense, experts = rank_params(plan)
+    trained = trained_params(plan)
     layout, knobs, count = plan.layout, plan.knobs, max(1, plan.num_microbatches)
     sharded = knobs.data_parallel != "zero1"
     reduce_bytes = 4 if knobs.grad_dtype == "fp32" and sharded else 2
@@ -351,11 +371,12 @@ def _data_seconds(plan: Plan, microbatch_seconds: float, rates: Rates) -> float:
     wide = _shard_link(plan, "dp", max(1, layout.dp * layout.cp // copies), layout.tp)
     narrow = _shard_link(plan, "edp", max(1, layout.edp // copies), layout.stride("edp"))
 
-    def both(bytes_each: int) -> float:
-        one = collective_seconds(plan, wide, bytes_each * dense, rates)
-        return one + collective_seconds(plan, narrow, bytes_each * experts, rates)
+    def both(bytes_each: int, params: tuple[float, float]) -> float:
+        one = collective_seconds(plan, wide, bytes_each * params[0], rates)
+        return one + collective_seconds(plan, narrow, bytes_each * params[1], rates)
 
-    reduce, gather = both(reduce_bytes), both(gather_bytes)
+    # What is sharded is gathered whether it trains or not; else only what an update has changed.
+    reduce, gather = both(reduce_bytes, trained), both(gather_bytes, rank_params(plan) if sharded else trained)
     if sharded:  # gathered twice and reduced once for every microbatch
         traffic = count * (2 * gather + reduce)
         return max(0.05 * traffic, traffic - 0.9 * microbatch_seconds * count)
@@ -372,7 +393,7 @@ def _shard_link(plan: Plan, axis: str, degree: int, stride: int) -> AxisLink:
 
 def _optimizer_seconds(plan: Plan, rates: Rates) -> tuple[float, float]:
     """The update of this rank's share, on the GPU and on the host."""
-    dense, experts = rank_params(plan)
+    dense, experts = trained_params(plan)
     layout, knobs = plan.layout, plan.knobs
     mine = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
     moments = STATE_BYTES[knobs.optimizer_dtype]

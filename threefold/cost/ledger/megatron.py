@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from threefold.cost.exchange import dispatch_bytes
 from threefold.cost.ledger.transfer import Transfer, layers_of
-from threefold.cost.time import rank_params
+from threefold.cost.time import rank_params, trained_params
 from threefold.cost.work import BF16, Case, Work, case_of, layer_work
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
@@ -124,16 +124,17 @@ def _pipeline(plan: Plan, count: int) -> Iterator[Transfer]:
 def data_transfers(plan: Plan, count: int) -> Iterator[Transfer]:
     """Gradients out and weights back: once a step, or for every microbatch where weights are sharded."""
     layout, knobs = plan.layout, plan.knobs
-    dense, experts = rank_params(plan)
     grads = 4 if knobs.grad_dtype == "fp32" and knobs.data_parallel != "zero1" else 2
     weights = 1 if knobs.fp8_params and plan.low_precision else 2
     sharded = knobs.data_parallel != "zero1"
     copies = layout.replicate if sharded else 1
-    for axis, all_ranks, params in (("dp", layout.dp * layout.cp, dense), ("edp", layout.edp, experts)):
+    trained = trained_params(plan)
+    gathered = rank_params(plan) if sharded else trained
+    for part, (axis, all_ranks) in enumerate((("dp", layout.dp * layout.cp), ("edp", layout.edp))):
         ranks = max(1, all_ranks // copies)
-        share = params * (ranks - 1) / ranks
+        share = (ranks - 1) / ranks
         link = plan.link("cp" if axis == "dp" and layout.dp == 1 else axis).link
-        yield Transfer(axis, "reduce_scatter", grads * share, count if sharded else 1, link)
-        yield Transfer(axis, "all_gather", weights * share, 2 * count if sharded else 1, link)
+        yield Transfer(axis, "reduce_scatter", grads * trained[part] * share, count if sharded else 1, link)
+        yield Transfer(axis, "all_gather", weights * gathered[part] * share, 2 * count if sharded else 1, link)
         between = min(copies, all_ranks)
-        yield Transfer(axis, "all_reduce", 2 * grads * params / ranks * (between - 1) / between, 1, link)
+        yield Transfer(axis, "all_reduce", 2 * grads * trained[part] / ranks * (between - 1) / between, 1, link)
