@@ -329,3 +329,19 @@ def test_same_bits_on_a_gpu(family: str, scopes: tuple[str, ...], options: dict[
     assert tally.replays or (scopes == ("moe_router",) and not graphed.model.num_routers)
     graphed.graphed.reset()
     assert tally.num_bytes or not tally.replays
+
+
+def test_the_benchmark_holds_every_variant_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins with the same weights: on a CPU all are eager, and so their losses are the same numbers."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import graphs
+    from step import TINY, plan_of
+
+    bench = graphs.Bench(plan_of(TINY, 1, 1, 16), torch.device("cpu"), 1)
+    one, other = (bench.measure(variant, 1, 1) for variant in (graphs.Variant(), graphs.Variant(("attn",))))
+    assert one["losses"] == other["losses"]
+    assert "error" not in one | other
+    bench.losses[1] *= 1 + 2 * graphs.FAR
+    assert "in step 1" in bench.measure(graphs.Variant(), 1, 1)["error"]
+    assert graphs.held([1.0], [float("nan")])
