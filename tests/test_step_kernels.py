@@ -15,6 +15,7 @@ from threefold.engine.kernels import adamw as kernel  # noqa: E402
 from threefold.engine.kernels.cross_entropy import scaled, slope_in_place, slope_of_part, statistics  # noqa: E402
 from threefold.engine.kernels.squares import sum_of_squares  # noqa: E402
 from threefold.engine.loss import IGNORE, cross_entropy_sum, reference  # noqa: E402
+from threefold.engine.optim.adamw import AdamW  # noqa: E402
 
 ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -117,6 +118,21 @@ def test_interpreted_adamw(size: int, mix: str) -> None:
         # Sums of fp32 numbers of size 1, then rounded: on the edge between two neighbours, to either.
         assert torch.allclose(found.double(), expected, atol=1e-6, rtol=1e-6 + 2 * STORED[dtype])
     assert torch.equal(value, master.to(value_dtype))
+
+
+@runs
+def test_interpreted_adamw_in_fp64_is_torch_s() -> None:
+    """The pass over memory computes in fp32: values that are wider do not take it."""
+    weight = torch.nn.Parameter(torch.randn(6, 5, device=DEVICE, dtype=torch.float64))
+    same = torch.nn.Parameter(weight.detach().clone())
+    ours = AdamW([("weight", weight)], weight_decay=0.1)
+    theirs = torch.optim.AdamW([same], lr=1e-2, betas=ours.betas, eps=ours.eps, weight_decay=0.1)
+    for _ in range(2):
+        weight.grad = torch.randn_like(weight)
+        same.grad = weight.grad.clone()
+        ours.step(1e-2)
+        theirs.step()
+    torch.testing.assert_close(weight, same, rtol=1e-12, atol=1e-14)
 
 
 @runs

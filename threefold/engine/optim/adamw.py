@@ -18,7 +18,7 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 class AdamW:
     """Decoupled weight decay on matrices, none on vectors.
 
-    A GPU with triton updates each parameter in one pass over its memory, whatever the dtypes. Elsewhere torch's fused
+    A GPU with triton updates each parameter in one pass over its memory, in fp32. Elsewhere, and in fp64, torch's fused
     kernel takes all at once whose weights, gradients and moments have one dtype; any other parameter is widened to
     fp32, updated and rounded on its own, so that only one of them is held twice.
     """
@@ -41,7 +41,8 @@ class AdamW:
         places = chosen([item.value.numel() for item in self.items], offload)
         self.hosted = {item.name for n, item in enumerate(self.items) if n in places}
         self.host = Host(self.items[0].value.device if self.items else torch.device("cpu"))
-        self.in_one_pass = stood_for() or works(self.host.device)
+        narrow = all(item.value.dtype != torch.float64 for item in self.items)
+        self.in_one_pass = narrow and (stood_for() or works(self.host.device))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.dtype = STATE_DTYPES[state_dtype]
         self.steps = 0
