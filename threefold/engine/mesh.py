@@ -1,7 +1,8 @@
 """The two grids as process groups. The only place that makes them.
 
 Every rank makes the groups it belongs to and no others, in one order of axes, so that no two ranks wait for each other
-in different groups. Groups of the same ranks are one group: a communicator costs memory.
+in different groups. Groups of the same ranks are one group: a communicator costs memory. The default group is bound to
+no device (`launch.join`): else NCCL would have every rank of the world take part in the making of each.
 """
 
 from collections.abc import Sequence
