@@ -97,7 +97,8 @@ def fill_initial(run: Path, want: State, known: Collection[str] | None = None, d
     `known`: names of the whole model, where the run should have no others. `depths`: MTP depths of the model that was
     imported. A plan may train fewer, whose weights are passed over, or more, which start afresh.
     """
-    files, shapes = _files(run), {}
+    files = _files(run)
+    shapes: dict[str, list[int]] = {}
     for path in files:
         with _opened(path) as shard:
             shapes |= {name: list(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118

@@ -82,6 +82,7 @@ class Board:
     """TensorBoard and Weights & Biases, where asked for and installed."""
 
     def __init__(self, folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any], say: Any) -> None:
+        self._say = say
         self._writer: Any = None
         self._wandb: Any = None
         if tensorboard:
@@ -101,14 +102,18 @@ class Board:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        if self._writer:
-            for name, value in scalars.items():
+        try:
+            for name, value in scalars.items() if self._writer else ():
                 self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            self._writer = None
+            self._say(f"TensorBoard is not written any more: {error}")
         if self._wandb:
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:
         if self._writer:
-            self._writer.close()
+            with suppress(OSError):  # as the last values may be on a full disk
+                self._writer.close()
         if self._wandb:
             self._wandb.finish()

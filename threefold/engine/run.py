@@ -1,6 +1,7 @@
 """A run is a folder: the plan, the contract it was run under, metrics, checkpoints."""
 
 import json
+import math
 import os
 import platform
 import time
@@ -39,11 +40,16 @@ def open_run(folder: Path, plan: Plan) -> None:
                         )
                     ]
                 )
-        _replace(kept, dump_plan(plan, complete=True))
     except OSError as error:
-        problem = f"cannot be written: {error.strerror or error}"
-        finding = Finding(rule="run-writable", at=str(folder), problem=problem, advice="choose another --run folder")
-        raise FindingsError([finding]) from None
+        raise FindingsError([_unwritable(folder, error)]) from None
+    _replace(kept, dump_plan(plan, complete=True).encode())
+
+
+def _unwritable(path: Path, error: OSError) -> Finding:
+    problem = f"cannot be written: {error.strerror or error}"
+    return Finding(
+        rule="run-writable", at=str(path), problem=problem, advice="free space, or choose another --run folder"
+    )
 
 
 def _what_is_trained(plan: Plan) -> dict[str, Any]:
@@ -79,20 +85,23 @@ def write_contract(folder: Path, plan: Plan, device: torch.device, data: str, be
         "data": data,
         "benchmark_only": benchmark_only,
     }
-    _replace(folder / CONTRACT, json.dumps(contract, indent=2))
+    _replace(folder / CONTRACT, json.dumps(contract, indent=2).encode())
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: bytes) -> None:
     """A run killed in the middle finds the file as it was, or whole."""
     aside = path.with_name(path.name + ".partial")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    try:
+        aside.write_bytes(text)
+        aside.replace(path)
+    except OSError as error:
+        raise FindingsError([_unwritable(path, error)]) from None
 
 
 def note_loads(folder: Path, load_LE: Tensor | None) -> None:
     """Tokens of each expert in the last step, a list a layer: what `dry-run --loads` and `estimate --loads` read."""
     if load_LE is not None:
-        _replace(folder / LOADS, json.dumps(load_LE.round().long().tolist()))
+        _replace(folder / LOADS, json.dumps(load_LE.round().long().tolist()).encode())
 
 
 def note_timing(folder: Path, seconds: list[float], first_step: int, skipped: int = 5) -> None:
@@ -106,30 +115,51 @@ def note_timing(folder: Path, seconds: list[float], first_step: int, skipped: in
     window = [first_step + skip, first_step + len(seconds) - 1]
     mean = sum(steady) / len(steady)
     contract.setdefault("timing", []).append({"steady_steps": window, "mean_step_seconds": mean})
-    _replace(path, json.dumps(contract, indent=2))
+    _replace(path, json.dumps(contract, indent=2).encode())
 
 
 class Metrics:
-    """`metrics.jsonl`: one object a line; a resumed run drops lines past the step it goes on from."""
+    """`metrics.jsonl`: one object a line; a resumed run drops lines past the step it goes on from.
+
+    A line that cannot be written, as on a full disk, raises nothing: it is in `problem`, for the run to save and end.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.path = folder / METRICS
-        if self.path.exists():
-            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) < first_step]
-            _replace(self.path, "".join(f"{line}\n" for line in kept))
-        self._file = self.path.open("a", encoding="utf-8")
+        self.problem: Finding | None = None
+        try:
+            if self.path.exists():
+                kept = [line for line in self.path.read_bytes().splitlines() if _step_of(line) < first_step]
+                _replace(self.path, b"".join(line + b"\n" for line in kept))
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise FindingsError([_unwritable(self.path, error)]) from None
 
     def write(self, values: dict[str, Any]) -> None:
-        finite = {name: None if value != value else value for name, value in values.items()}  # NaN is no JSON
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        if self.problem:  # a line behind half a line would be lost with it
+            return
+        finite = {name: value if _is_json(value) else None for name, value in values.items()}
+        try:
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.problem = _unwritable(self.path, error)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            if not self.problem:
+                raise FindingsError([_unwritable(self.path, error)]) from None
 
 
-def _step_of(line: str) -> float:
+def _is_json(value: Any) -> bool:
+    """NaN and infinities are none."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _step_of(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line cut off by a kill
+    except (ValueError, KeyError, TypeError):  # a line cut off by a kill, or what a crash left in its place
         return float("inf")

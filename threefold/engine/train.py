@@ -6,7 +6,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -110,6 +110,10 @@ class Trainer:
         self.parts.loader.load_state(facts["loader"])
         self.step, self.bad_steps = int(facts["step"]), int(facts["bad_steps"])
 
+    def during(self, where: str) -> AbstractContextManager[None]:
+        """Something beside the steps, which may take as long as it likes."""
+        return self.watch.during(where) if self.watch else nullcontext()
+
     def save(self, wait: bool = False) -> None:
         self.checkpoints.save(self.step, self.tensors(), self.facts(), wait)
 
@@ -129,36 +133,44 @@ def train(
     world = world or join(plan, limit_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
     mesh = Mesh(plan.layout, world.rank, world.device)
     apart = mesh.for_checkpoints()
-    first(apart, lambda: open_run(folder, plan))
-    progress = Progress(plan.job.steps, None if world.leads else NOWHERE)
-    tell = (say or progress.say) if world.leads else (lambda text: None)
-    with _watched(plan, world) as watch:
+    with ExitStack() as ending:  # each is closed, whatever the others raise
+        first(apart, lambda: open_run(folder, plan))
+        progress = Progress(plan.job.steps, None if world.leads else NOWHERE)
+        tell = (say or progress.say) if world.leads else (lambda text: None)
+        watch = ending.enter_context(_watched(plan, world))
         parts = build(plan, mesh)
+        ending.callback(parts.close)
+        ending.callback(progress.close)
         trainer = Trainer(plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep, apart), world, watch)
         _begin(trainer, tell)
-        first_step = trainer.step
-        metrics = Metrics(folder, first_step) if world.leads else None
         boards = (plan.run.tensorboard, plan.run.wandb) if world.leads else (False, None)
         board = Board(folder, *boards, dict(plan.written), tell)
-        try:
-            with _quiet_gc(plan.run.gc_every), _stop_on_signal(trainer):
-                _loop(trainer, metrics, board, progress)
-                if trainer.stopping:
-                    tell(f"stopping behind step {trainer.step}, saving")
-                with watch.during("saving the last checkpoint") if watch else nullcontext():
-                    trainer.save(wait=True)
-            if world.leads:
-                note_timing(folder, trainer.seconds, first_step)
-                note_loads(folder, trainer.load_LE)
-            if parts.runner.tally:
-                tell(parts.runner.tally.summary())
-        finally:
-            if metrics:
-                metrics.close()
-            board.close()
-            progress.close()
-            parts.close()
+        ending.callback(board.close)
+        metrics = Metrics(folder, trainer.step) if world.leads else None
+        if metrics:
+            ending.callback(metrics.close)
+        _run(trainer, metrics, board, progress, tell)
     return trainer
+
+
+def _run(
+    trainer: Trainer, metrics: Metrics | None, board: Board, progress: Progress, tell: Callable[[str], None]
+) -> None:
+    """From where the run stands to its end, or to where it is asked to stop; saved in either case."""
+    plan, folder, first_step = trainer.plan, trainer.folder, trainer.step
+    with _quiet_gc(plan.run.gc_every), _stop_on_signal(trainer):
+        _loop(trainer, metrics, board, progress)
+        if trainer.stopping:
+            tell(f"stopping behind step {trainer.step}, saving")
+        with trainer.during("saving the last checkpoint"):
+            trainer.save(wait=True)
+    if metrics and metrics.problem:
+        raise FindingsError([metrics.problem])
+    if trainer.world.leads:
+        note_timing(folder, trainer.seconds, first_step)
+        note_loads(folder, trainer.load_LE)
+    if trainer.parts.runner.tally:
+        tell(trainer.parts.runner.tally.summary())
 
 
 def _begin(trainer: Trainer, tell: Callable[[str], None]) -> None:
@@ -223,7 +235,7 @@ def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Pro
     plan, parts = trainer.plan, trainer.parts
     assert parts.loader is not None
     flops = flops_per_token(plan.model, plan.job.seq_len, plan.mtp)
-    while trainer.step < plan.job.steps and not _agree_to_stop(trainer):
+    while trainer.step < plan.job.steps and not _agree_to_stop(trainer, metrics):
         began = time.perf_counter()
         if trainer.watch:
             trainer.watch.beat(f"step {trainer.step + 1}", plan.run.hang_seconds)
@@ -244,13 +256,14 @@ def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Pro
         trainer.step += 1
         if trainer.bad_steps > plan.run.bad_steps and not result.applied:
             raise _too_many_bad(trainer)
-        with trainer.watch.during("evaluating or saving") if trainer.watch else nullcontext():
+        with trainer.during("evaluating or saving"):
             _at_intervals(trainer, metrics, progress)
 
 
-def _agree_to_stop(trainer: Trainer) -> bool:
-    """Whether any rank was asked to: all stop behind the same step."""
-    asked = torch.tensor(int(trainer.asked_to_stop), device=trainer.parts.device)
+def _agree_to_stop(trainer: Trainer, metrics: Metrics | None) -> bool:
+    """Whether any rank was asked to, or cannot say any more how it goes: all stop behind the same step."""
+    mute = metrics is not None and metrics.problem is not None
+    asked = torch.tensor(int(trainer.asked_to_stop or mute), device=trainer.parts.device)
     all_reduce(asked, trainer.parts.mesh.world, "max").wait()
     trainer.stopping = bool(asked)
     return trainer.stopping
@@ -305,7 +318,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _too_many_bad(trainer: Trainer) -> FindingsError:
     """Steps that were not finite changed nothing: what is saved is what was trained before them."""
-    trainer.save(wait=True)
+    with trainer.during("saving behind steps that were not finite"):
+        trainer.save(wait=True)
     found = Finding(
         rule="loss-is-finite",
         at=f"step {trainer.step}",
