@@ -456,6 +456,15 @@ def test_fix_text_offers_the_valid_values() -> None:
     assert finding.fix_data == {"layout.ep": 32}
 
 
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("optimizer_offload", 1.0), ("activation_offload", ["moe_act"]), ("activation_offload_layers", 2)],
+)
+def test_offload_is_found_where_it_is_set(knob: str, value: Any) -> None:
+    plan = build({**CLEAN, f"knobs.{knob}": value, "knobs.recompute": []})
+    assert [finding.at for finding in check(plan) if finding.rule == "offload-comes-last"] == [f"knobs.{knob}"]
+
+
 def test_repair_corrects_the_degree_before_it_adds_gpus() -> None:
     fixed, applied = repair(build({**CLEAN, "layout.ep": 48}))
     assert [finding.rule for finding in applied] == ["ep-divides-experts"]

@@ -47,6 +47,7 @@ class Rates:
     step_seconds: float = 0.05  # logging, data, collective start-up
     optimizer: float = 0.6  # of HBM bandwidth in the optimizer step
     host_adam: float = 18e9  # bytes/s of the optimizer step on the host, a GPU's share
+    host_copy: float = 0.9  # of the link to the host; 58 of 64 GB/s in benchmarks/results/recompute-h200.json
     drift: dict[str, float] = field(default_factory=dict)  # of a release: time over the reference release
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from threefold.cost.away import offload_seconds
 from threefold.cost.beside import Part, Parts, hidden_seconds
 from threefold.cost.exchange import (
     collective_seconds,
@@ -280,6 +281,10 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     vision = vision_seconds(plan, rates)
     loads = [sum(kinds[layer].total for layer in layers) + m * join + e * loss for layers, m, e in stages]
     loads[0] += vision
+    away = [
+        offload_seconds(plan, layers, load, rates, skew) for (layers, _, _), load in zip(stages, loads, strict=True)
+    ]
+    loads = [load + more for load, more in zip(loads, away, strict=True)]
     slowest = max(range(len(loads)), key=loads.__getitem__)
     busiest = loads[slowest]
     hop = _hop_seconds(plan, rates)
@@ -301,6 +306,7 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     terms["bubble"] = bubble
     terms["dp"] = _data_seconds(plan, busiest, rates)
     terms["optimizer"], terms["offload"] = _optimizer_seconds(plan, rates)
+    terms["offload"] += away[slowest] * count
     terms["other"] = rates.step_seconds
     drift = rates.drift.get(plan.stack.release or "", 1.0)
     terms = {name: value * drift for name, value in terms.items()}

@@ -191,7 +191,8 @@ def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     Fix: recompute first.
     """
     knobs = plan.knobs
-    offloads = knobs.optimizer_offload or knobs.activation_offload or knobs.activation_offload_layers
+    names = ("optimizer_offload", "activation_offload", "activation_offload_layers")
+    offloads = [name for name in names if getattr(knobs, name)]
     if offloads and not knobs.recompute:
         problem = "offload while nothing is recomputed"
-        yield Finding(at="knobs.optimizer_offload", problem=problem, fix={"knobs.recompute": selective_set(plan)})
+        yield Finding(at=f"knobs.{offloads[0]}", problem=problem, fix={"knobs.recompute": selective_set(plan)})
