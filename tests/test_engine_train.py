@@ -187,6 +187,14 @@ def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, ...]) -
     assert (made - polar).norm() < 0.3 * polar.norm()
 
 
+def test_a_stack_of_matrices_is_made_orthogonal_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = torch.randn(5, 8, 24, generator=torch.Generator().manual_seed(0))
+    whole = orthogonalise(stack)
+    monkeypatch.setattr("threefold.engine.optim.muon._AT_ONCE", 2 * 8 * 24)
+    torch.testing.assert_close(orthogonalise(stack), whole)
+    torch.testing.assert_close(whole[3], orthogonalise(stack[3]))
+
+
 def test_muon_takes_matrices_and_learns() -> None:
     model = build_model(MODELS["tiny-gpt-oss"])
     muon = Muon(model.named_parameters(), 0.1)

@@ -13,13 +13,16 @@ from tests.schedule import most_held, order
 from threefold.cost.estimate import estimate
 from threefold.cost.kept import layer_kept
 from threefold.cost.memory import StageMemory, in_flight, memory
+from threefold.cost.place import KeptLayer, chunk_layers
 from threefold.cost.share import Share
 from threefold.cost.turns import turns
+from threefold.cost.waiting import layer_waits
 from threefold.interop.published import load_rows, plan_from_row
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import RECOMPUTE_MODULES, Plan
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
+from threefold.spec.model import Layer
 from threefold.units import GIB
 
 ROOT = Path(__file__).parent.parent
@@ -272,6 +275,85 @@ def test_turns_are_those_of_the_schedule(pp: int, vpp: int, count: int) -> None:
         found = {(t.held, t.forward, t.backward, t.back) for t in turns(plan, rank, [0])}
         assert found <= seen
         assert max(sum(turn[0]) for turn in found) == most_held(pp, vpp, count, rank)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), [(4, 1, 12), (4, 1, 2), (2, 2, 8), (4, 2, 16), (3, 3, 9)])
+def test_turns_are_those_of_the_zero_bubble_schedule(pp: int, vpp: int, count: int) -> None:
+    """With the microbatches whose weights wait at a backward, and those that wait when one gets its gradients."""
+    pytest.importorskip("torch")
+    from threefold.engine.pipeline.order import order as engine_order
+
+    fields = {**QWEN, "cluster.gpus": pp, "model.num_layers": pp * vpp * 2, "layout.pp": pp, "layout.vpp": vpp}
+    plan = build({**fields, "target": "threefold", "layout.schedule": "zero-bubble", "job.global_batch": count})
+    for rank in range(pp):
+        held, waiting, seen = [0] * vpp, [0] * vpp, set()
+        for action in filter(None, engine_order("zero-bubble", pp, vpp, count)[rank]):
+            kind, chunk = action.computation_type.name, action.stage_index // pp
+            if kind == "FORWARD":
+                held[chunk] += 1
+                continue
+            seen.add((tuple(held), tuple(waiting), kind == "BACKWARD_WEIGHT", chunk))
+            if kind == "BACKWARD_WEIGHT":
+                waiting[chunk] -= 1
+            else:
+                held[chunk], waiting[chunk] = held[chunk] - 1, waiting[chunk] + 1
+        found = {(t.held, t.waiting, t.weights >= 0, max(t.weights, t.backward)) for t in turns(plan, rank, [0])}
+        assert found <= seen
+        assert max(sum(turn[0]) + sum(turn[1]) for turn in found) == max(sum(turn[0]) + sum(turn[1]) for turn in seen)
+        assert max(sum(turn[1]) for turn in found) == max(sum(turn[1]) for turn in seen)
+
+
+def test_what_waits_for_gradients_of_weights_by_hand() -> None:
+    """Inputs of products and gradients of their outputs, in bf16: of a llama layer on one rank."""
+    plan = build({**QWEN, "model": "llama3-8b", "target": "threefold", "cluster.gpus": 1})
+    attention = 4096 + 4096 + 1024 + 1024 + 4096 + 4096  # read, queries, keys, values; the heads' output, its product
+    feed = 4096 + 3 * 14336 + 4096  # read; gate, up and what they make; the output
+    waits = layer_waits(Share(plan), plan.model.layers[0])
+    assert (waits.mixer, waits.feed) == (2 * 4096 * attention, 2 * 4096 * feed)
+
+
+def test_full_recompute_of_some_layers_keeps_the_rest() -> None:
+    """Two of a rank's four: chunk by chunk, from the first."""
+    fields = {
+        **OWN,
+        "cluster.gpus": 64,
+        "layout.pp": 2,
+        "layout.vpp": 2,
+        "model.num_layers": 8,
+        "job.global_batch": 256,
+    }
+    full = {"knobs.recompute": ["full"], "knobs.recompute_method": "block", "knobs.recompute_layers": 3}
+    plan = build({**fields, **full})
+    again = [[not isinstance(layer, KeptLayer) for layer in chunk_layers(plan, chunk)] for chunk in plan.chunks]
+    assert again == [[True, True], [True, True], [True, False], [True, False]]
+    peaks = [memory(change(plan, {"knobs.recompute_layers": n})).peak_bytes for n in (1, 2, 3, 4)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] < memory(build(fields)).peak_bytes
+
+
+def test_layers_recomputed_together_keep_one_input() -> None:
+    fields = {**OWN, "job.seq_len": 65536, "knobs.recompute": ["full"], "knobs.recompute_method": "uniform"}
+    plan = build({**fields, "knobs.recompute_layers": 2})
+    assert layer_kept(Share(plan), plan.model.layers[0]) == {"norms": 2 * 2048 * 65536 / 2}
+    alone = memory(build({**fields, "knobs.recompute_layers": 1})).worst
+    assert memory(plan).worst.terms["recompute"] > 1.5 * alone.terms["recompute"]
+
+
+def test_muon_keeps_one_moment_of_matrices_and_two_of_tables() -> None:
+    """fp32 with a master weight: 8 bytes of a matrix, 12 of a table; vectors are too few to tell."""
+    plan = build({**OWN, "cluster.gpus": 1, "layout.ep": 1, "job.optimizer": "muon"})
+    tables = 2 * plan.model.vocab * 2048
+    params = 4 * (2048 * 128 * (32 + 4 + 4 + 32) + 128 * 3 * 2048 * 768 + 128 * 2048) + tables
+    assert memory(plan).worst.terms["optimizer"] == pytest.approx(8 * params + 4 * tables, rel=1e-4)
+
+
+def test_fp32_on_a_gpu_keeps_every_score() -> None:
+    """No kernel takes its numbers there: 4 bytes for each head, query and key."""
+    fields = {**OWN, "job.seq_len": 16384}
+    kept = [
+        layer_kept(Share(build({**fields, "knobs.precision": p})), Layer("attention", "moe")) for p in ("fp32", "bf16")
+    ]
+    assert kept[0]["attention"] > 4 * 32 * 16384**2 > 10 * kept[1]["attention"]
 
 
 OWN = {**QWEN, "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 64, "layout.ep": 8, "model.num_layers": 4}

@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -416,6 +417,26 @@ class TestDelay:
 
         self.check(lambda x: checkpoint(layer, x, use_reentrant=False), w)
         assert len(runs) == 4  # forward and recompute, without and with delay
+
+    def test_the_gradient_of_one_parameter_at_a_time(self) -> None:
+        """Each is told of before the next one's is made, and what it was made of has gone."""
+        first, second, delay = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2, 4, 4)), Delay()
+        said: list[str] = []
+        first.register_post_accumulate_grad_hook(lambda _: said.append("first"))
+        second.register_post_accumulate_grad_hook(lambda _: said.append("second"))
+
+        def made(given: Tensor) -> Tensor:
+            said.append(f"made of {sum(there() is not None for there in inputs)}")
+            return given
+
+        kept = [torch.ones(4, 4) for _ in range(3)]
+        inputs = [weakref.ref(each) for each in kept]
+        views = [second[0], first, second[1]]
+        delay.left = [(view, partial(made, each)) for view, each in zip(views, kept, strict=True)]
+        del kept
+        delay.finish()
+        assert said == ["made of 3", "made of 3", "second", "made of 1", "first"]
+        assert torch.equal(second.grad, torch.ones(2, 4, 4))
 
     def test_what_is_not_a_parameter_does_not_wait(self) -> None:
         """A gathered or cast weight has a backward of its own, perhaps with a collective."""

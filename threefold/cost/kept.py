@@ -13,7 +13,7 @@ _ZERO_CENTRED = ("qwen3_next",)  # norms that store weight - 1, and are computed
 
 def layer_kept(share: Share, layer: Layer) -> dict[str, float]:
     if "full" in share.again:
-        return {"norms": share.width * share.model.dim * share.t}
+        return {"norms": share.width * share.model.dim * share.t / share.unit}
     kept = {"norms": _norm(share, layer.mixer != "none", share.input * _mixer_reads_norm(share, layer))}
     routed = layer.ffn == "moe" or _ffn_again(share, layer)  # reads the norm's output as it is
     output = share.width if routed else share.input
@@ -96,9 +96,10 @@ def _mixer(share: Share, layer: Layer) -> float:
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
+    scores = 0.0 if "core_attn" in share.again else share.scores(spec) + share.beside_scores(spec)
     if isinstance(spec, MlaSpec):
-        return _mla(share, spec)
-    return _entered(share) + _gqa(share, spec) * share.s
+        return _mla(share, spec) + scores
+    return _entered(share) + _gqa(share, spec) * share.s + scores
 
 
 def _gqa(share: Share, spec: GqaSpec) -> float:

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from threefold.cost.gathered import num_tables
 from threefold.cost.kept import layer_kept
 from threefold.cost.merged import fullest
 from threefold.cost.own import OWN, own_activations, own_dense, own_narrow, own_states, shared_table
 from threefold.cost.pairs import pairs_of
 from threefold.cost.peak import LIBRARIES, Peaks
-from threefold.cost.place import Held
+from threefold.cost.place import Held, chunk_layers, of_layer
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
 from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
@@ -66,18 +67,19 @@ class Memory:
 
 def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """Every distinct stage. `skew` is the tokens of the busiest expert rank over the balanced number."""
-    kinds = set(plan.model.layers) | set(plan.model.mtp_depth)
+    kinds = {layer for chunk in plan.chunks for layer in chunk_layers(plan, chunk)}
     saved = {layer: _layer_saved(plan, layer, skew) for layer in kinds}
     peaks = Peaks(plan, saved, skew) if plan.target == OWN else None
     return Memory(tuple(_stage(plan, stage, held, saved, skew, peaks) for stage, held in enumerate(_stages(plan))))
 
 
 def _layer_saved(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
-    names = frozenset(plan.knobs.recompute)
+    share = of_layer(Share(plan, skew), layer)
     if plan.target == OWN:
-        kept = layer_kept(Share(plan, skew), layer)
+        kept = layer_kept(share, layer)
     else:
-        kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], names, _input_bytes(plan))
+        kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], share.again, _input_bytes(plan))
+        kept = {name: size / share.unit for name, size in kept.items()}
     gone = _offloaded(plan)
     return {name: value * (1 - gone.get(name, 0.0)) for name, value in kept.items()}
 
@@ -195,7 +197,8 @@ def _states(plan: Plan, held: Held) -> dict[str, float]:
     if plan.low_precision and knobs.fp8_params:
         weights = weight * dense * 0.2
     master = 4 if knobs.precision != "fp32" else 0
-    per_param = (master + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
+    moments = 1 if plan.job.optimizer == "muon" else 2  # of the vocabulary's tables Muon keeps two as well
+    per_param = (master + moments * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
     trained = 0.0 if "language" in plan.job.freeze else 1.0
     return {
         "weights": weights,
@@ -208,7 +211,8 @@ def _states(plan: Plan, held: Held) -> dict[str, float]:
 def _own_states(plan: Plan, held: Held) -> dict[str, float]:
     dense, experts = stage_params(plan, held)
     dense = own_dense(plan, held, dense)
-    states = own_states(plan, dense, experts, shared_table(plan, held))
+    tables = num_tables(plan, held) * plan.model.vocab / plan.layout.tp * plan.model.dim
+    states = own_states(plan, dense, experts, shared_table(plan, held), tables)
     return {**states, "quantised_weights": own_narrow(plan, held, experts)}
 
 
@@ -232,15 +236,13 @@ def in_flight(plan: Plan, stage: int) -> list[int]:
 def _activations(
     plan: Plan, stage: int, held: Held, saved: dict[Layer, dict[str, float]], terms: dict[str, float]
 ) -> None:
-    layers = plan.model.layers
     keep = 1.0
     if plan.knobs.activation_offload_layers and held.layers:
         keep = max(0.0, 1 - plan.knobs.activation_offload_layers / len(held.layers))
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
     vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
     for chunk, count in zip(held.chunks, in_flight(plan, stage), strict=False):
-        kinds = [*(layers[i] for i in chunk.layers), *(plan.model.mtp_depth * chunk.mtp)]
-        for layer in kinds:
+        for layer in chunk_layers(plan, chunk):
             for name, value in saved[layer].items():
                 terms[name] = terms.get(name, 0.0) + value * count * keep
         if chunk.embedding:
@@ -261,18 +263,18 @@ def _transients(
 ) -> str:
     """What lives only for a moment: the layer being recomputed, gradients of a layer, overlap, graphs."""
     knobs = plan.knobs
-    case_layers = [*held.layers, *plan.model.mtp_depth[: held.mtp]]
+    layers = {layer for chunk in held.chunks for layer in chunk_layers(plan, chunk)}
     moment = "the first backward, all forwards done"
-    if knobs.recompute and case_layers:
-        whole = {layer: _whole_layer(plan, layer, skew) - sum(saved[layer].values()) for layer in set(case_layers)}
-        again = max(whole.values())
+    if knobs.recompute and layers:
+        unit = Share(plan).unit
+        again = max(unit * _whole_layer(plan, layer, skew) - sum(saved[layer].values()) for layer in layers)
         if again > 0:
             terms["recompute"] = again
             moment = "the first backward, while its layer is recomputed"
     if knobs.ep_overlap and held.layers:
-        terms["overlap"] = max(sum(saved[layer].values()) for layer in held.layers)
+        terms["overlap"] = max(sum(saved[layer].values()) for layer in layers)
     if knobs.graphs and plan.chip.architecture != "cpu":
-        one = max((sum(saved[layer].values()) for layer in set(held.layers)), default=0.0)
+        one = max((sum(saved[layer].values()) for layer in layers), default=0.0)
         terms["graphs"] = 0.1 * one * len(knobs.graphs)  # static inputs and outputs
     terms["workspace"] = _dispatch_workspace(plan, held) + _gathered(plan, held)
     terms["workspace"] += WORKSPACE_BYTES if plan.chip.architecture != "cpu" else 0.0

@@ -14,10 +14,10 @@ from threefold.cost.moments import backward_moment, forward_moment, loss_moment,
 from threefold.cost.pairs import Pair, pairs_of
 from threefold.cost.place import NOTHING, Held, Place, chunk_layers
 from threefold.cost.share import FP32, INDEX, Share
+from threefold.cost.waiting import layer_waits, split_moment, weight_moment
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
-from threefold.spec.params import expert_params
+from threefold.spec.model import Layer
 
 Saved = dict[Layer, dict[str, float]]
 NAME = "a merged pass"
@@ -56,11 +56,11 @@ def fullest(plan: Plan, stage: int, chunks: Sequence[Chunk], saved: Saved, skew:
     again = {layer: _again(share, layer, saved[layer]) for layer in saved}
     forwards = [[*_forward(share, chunk, saved)] for chunk in chunks]
     backwards = [[*_backward(share, chunk, saved, again)] for chunk in chunks]
-    before = [max(forward_moment(share, layer) for layer in chunk_layers(plan, chunk) or [NOTHING]) for chunk in chunks]
+    before = [_alone(share, chunk) for chunk in chunks]
 
     def above(pair: Pair) -> tuple[float, str]:
         if pair.forward is None:
-            return max(_beside(backwards[pair.backward], []), (before[pair.backward], "a forward"))
+            return max(_beside(backwards[pair.backward], []), before[pair.backward])
         return _beside(backwards[pair.backward], forwards[pair.forward])
 
     def total(pair: Pair) -> float:
@@ -68,6 +68,14 @@ def fullest(plan: Plan, stage: int, chunks: Sequence[Chunk], saved: Saved, skew:
 
     pair = max(pairs_of(plan, stage), key=total)
     return pair, *above(pair)
+
+
+def _alone(share: Share, chunk: Chunk) -> tuple[float, str]:
+    """At the end of a forward that no backward is beside."""
+    most = max(forward_moment(share, layer) for layer in chunk_layers(share.plan, chunk) or [NOTHING])
+    if heads := chunk.loss + chunk.mtp:
+        return max((most, "a forward"), (loss_moment(share, heads)[0] + _whole(share, chunk).root, "the loss"))
+    return most, "a forward"
 
 
 def _chunk_bytes(share: Share, chunk: Chunk, saved: Saved) -> float:
@@ -163,19 +171,19 @@ def _again(share: Share, layer: Layer, saved: dict[str, float]) -> tuple[float, 
 
 
 def _experts_moment(share: Share, layer: Layer, saved: dict[str, float], late: bool) -> float:
-    """Late weights: gradients of rows came and go back, FC1's and all weights' are there, and what products read."""
+    """Late weights: then gradients of rows came and go back, FC1's are there, and what products read."""
     moment, moe, knobs, layout = backward_moment(share, layer), share.model.moe, share.plan.knobs, share.plan.layout
     if moe is None:
         return moment
     inner = share.width * moe.expert_dim / layout.etp * share.r
     rows = share.width * share.model.dim * share.r
-    weights = share.width * expert_params(share.model) * moe.num_experts / layout.ep / layout.etp
     added = knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and layout.pp == 1 and not knobs.graphs
     if added and share.fused_experts and not share.low:  # to the sums, as they are made
-        weights, moment = 0.0, max(rows + 4 * inner, 2 * rows + 2 * inner)
+        moment = max(rows + 4 * inner, 2 * rows + 2 * inner)
     if not late:
         return moment
-    return max(moment, rows + _rows(share) + 2 * inner + weights - max(0.0, saved.get("experts", 0.0) - inner))
+    gone = max(0.0, saved.get("experts", 0.0) - inner)
+    return max(split_moment(share, layer), rows + _rows(share) + 2 * inner + weight_moment(share, layer) - gone)
 
 
 def _halves(saved: dict[str, float]) -> tuple[float, float]:
@@ -190,17 +198,6 @@ def _rows(share: Share) -> float:
 
 
 def _delayed(share: Share, layer: Layer) -> float:
-    """Inputs of linear layers and gradients of their outputs, which wait for the gradients of weights. Those of experts
-    wait for nothing."""
-    model, moe, inner = share.model, share.model.moe, 0.0
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
-    if layer.mixer == "delta" and model.delta:
-        inner = 2 * model.delta.keys + 3 * model.delta.values
-    elif layer.mixer in ("attention", "window") and isinstance(spec, GqaSpec):
-        inner = (3 if spec.gated else 2) * spec.q_dim + 2 * spec.kv_dim
-    elif layer.mixer == "attention" and isinstance(spec, MlaSpec):
-        low = (spec.q_rank or 0) + spec.kv_rank
-        inner = spec.num_heads * (spec.qk_dim + spec.nope_dim + 2 * spec.v_dim) + share.tp * 2 * low
-    hidden = model.dense_dim if layer.ffn == "dense" else moe.shared_width if moe and layer.ffn == "moe" else 0
-    dims = 2 * ((layer.mixer != "none") + (hidden > 0)) * model.dim
-    return share.width * ((inner + 3 * hidden) / share.tp * share.s + dims * share.t)
+    """What waits for the gradients of weights; those of experts wait for nothing."""
+    waits = layer_waits(share, layer)
+    return waits.mixer + waits.dense

@@ -2,12 +2,14 @@
 
 import math
 
+from threefold.cost.place import Held
 from threefold.cost.share import FP32, WIDEST, Share
 from threefold.spec.model import Layer, MlaSpec
 from threefold.units import GIB
 
 CHUNK_BYTES = {"cpu": GIB / 4}  # of a chunk's logits, counted in fp32; on GPUs 5 GiB
 TILE = 128
+MUON_AT_ONCE = 2**26  # elements of the matrices that Muon makes orthogonal together
 
 
 def loss_moment(share: Share, heads: int) -> tuple[float, float]:
@@ -36,6 +38,19 @@ def embedding_moment(share: Share, twice: bool) -> float:
     b, dim = share.width, share.model.dim
     tables = (3 if twice else 1) * share.model.vocab / share.tp
     return b * dim * (tables + share.t) + (1.1 * FP32 * dim * share.s if share.fused and not twice else 0.0)
+
+
+def optimizer_moment(share: Share, held: Held) -> float:
+    """Of Muon: the largest stack of matrices as momentum makes it and orthogonal, both in fp32, and what is made on the
+    way of some of them at a time."""
+    model, layout = share.model, share.plan.layout
+    if share.plan.job.optimizer != "muon":
+        return 0.0
+    stacks = [model.dense_dim * model.dim] * any(layer.ffn == "dense" for layer in held.layers)
+    if model.moe and any(layer.ffn == "moe" for layer in held.layers):
+        stacks.append(2 * model.moe.expert_dim * model.dim * model.moe.num_experts / layout.ep)
+    largest = max(stacks, default=0.0)
+    return FP32 * (2 * largest + 5.6 * min(largest, MUON_AT_ONCE))
 
 
 def forward_moment(share: Share, layer: Layer) -> float:
@@ -118,6 +133,8 @@ def mixer_moment(share: Share, layer: Layer) -> float:
     if spec is None:
         return 0.0
     b, tp, heads = share.width, share.tp, spec.num_heads / share.tp
+    if scores := share.scores(spec):  # gradients of those that softmax made, and of those it read
+        return 2 * scores
     if isinstance(spec, MlaSpec):
         wide, values = spec.qk_dim, heads * spec.v_dim
         q = k = heads * wide

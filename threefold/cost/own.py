@@ -16,20 +16,21 @@ _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _NARROW_WEIGHT = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 
 
-def own_states(plan: Plan, dense: float, experts: float, shared: float = 0.0) -> Terms:
+def own_states(plan: Plan, dense: float, experts: float, shared: float, tables: float) -> Terms:
     """Weights, gradients and optimizer states of so many parameters outside and inside the experts; `shared` of the
-    first are held by two pipeline ranks."""
+    first are held by two pipeline ranks, `tables` are the vocabulary's, which Muon leaves to AdamW."""
     layout, knobs = plan.layout, plan.knobs
     width = 4 if knobs.precision == "fp32" else 2
     master = 4 if width == 2 else 0
     summed = layout.gpus > 1 or plan.num_microbatches > 1  # else gradients are autograd's
     grad = max(width, _STATE_BYTES[knobs.grad_dtype]) if summed else width
-    moments = 2 * _STATE_BYTES[knobs.optimizer_dtype]
+    moment = _STATE_BYTES[knobs.optimizer_dtype]
     on_device = 1 - knobs.optimizer_offload
     terms = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     once = layout.dp * layout.cp
-    kinds = ((dense - shared, once, 1), (shared, once, 2), (experts, layout.edp, 1))
-    for number, (params, copies, stages) in enumerate(kinds):
+    kinds = ((dense - shared, once, 1, tables - shared), (shared, once, 2, shared), (experts, layout.edp, 1, 0.0))
+    for number, (params, copies, stages, rows) in enumerate(kinds):
+        moments = moment * (params + rows if plan.job.optimizer == "muon" else 2 * params)
         shards = max(1, copies // layout.replicate)
         if knobs.data_parallel != "zero1" and shards > 1:
             if number == len(kinds) - 1:
@@ -37,11 +38,11 @@ def own_states(plan: Plan, dense: float, experts: float, shared: float = 0.0) ->
             # Kept in parts and in fp32: their own master weights.
             terms["weights"] += 4 * params / shards
             terms["gradients"] += 4 * params / shards
-            terms["optimizer"] += moments * params / shards * on_device
+            terms["optimizer"] += moments / shards * on_device
         else:
             terms["weights"] += width * params
             terms["gradients"] += grad * params
-            terms["optimizer"] += (master + moments) * params / max(1, copies * stages) * on_device
+            terms["optimizer"] += (master * params + moments) / max(1, copies * stages) * on_device
     return terms
 
 

@@ -21,7 +21,7 @@ class Pair:
 def pairs(schedule: str, pp: int, vpp: int, stage: int, count: int) -> tuple[Pair, ...]:
     """Distinct ones of a rank. Without a pipeline each forward has the backward of the one before beside it."""
     if pp == 1:
-        return (Pair((1,), 0, 0),) if count > 1 else ()
+        return (Pair((1,), 0 if count > 1 else None, 0),)
     if schedule == "dualpipev":
         ahead, behind = min(count, 2 * pp - stage - 1), min(count, stage + 1)
         back, one_more = Pair((min(count, ahead + 1), behind - 1), 1, 0), Pair((min(count, ahead + 1), behind), None, 1)
@@ -40,5 +40,8 @@ def pairs(schedule: str, pp: int, vpp: int, stage: int, count: int) -> tuple[Pai
 
 
 def pairs_of(plan: Plan, stage: int) -> tuple[Pair, ...]:
+    """None for a single microbatch with sharded weights, whose gatherings and reductions are as without overlap."""
     layout = plan.layout
+    if layout.pp == 1 and plan.num_microbatches <= 1 and plan.knobs.data_parallel != "zero1":
+        return ()
     return pairs(layout.pipeline_schedule, layout.pp, layout.vpp, stage, max(1, plan.num_microbatches))

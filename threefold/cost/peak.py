@@ -5,11 +5,19 @@ from dataclasses import dataclass, replace
 
 from threefold.cost.gathered import around_experts, around_root, beside, units
 from threefold.cost.kept import layer_again, layer_kept, made_late
-from threefold.cost.moments import backward_moment, embedding_moment, forward_moment, loss_moment, mixer_moment
+from threefold.cost.moments import (
+    backward_moment,
+    embedding_moment,
+    forward_moment,
+    loss_moment,
+    mixer_moment,
+    optimizer_moment,
+)
 from threefold.cost.own import borders, head_gradient, late_gradients
-from threefold.cost.place import NOTHING, Held, Moment, Place, Terms, added, chunk_layers, places
+from threefold.cost.place import NOTHING, Held, Moment, Place, Terms, added, chunk_layers, of_layer, places
 from threefold.cost.share import Share
 from threefold.cost.turns import Turn, turns
+from threefold.cost.waiting import chunk_waits, layer_waits, split_moment, splits_backward, weight_moment
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -22,11 +30,12 @@ Saved = dict[Layer, Terms]
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """`missing`: gradients that are still to come."""
+    """`missing`: gradients that are still to come. `waiting`: what is there for weights to get theirs."""
 
     turn: Turn
     moment: Moment
     missing: float
+    waiting: float
     libraries: float
 
     def add_to(self, terms: Terms) -> str:
@@ -36,8 +45,13 @@ class Peak:
             terms[name] = terms.get(name, 0.0) - size
         for name, size in self.moment.size.items():
             terms[name] = terms.get(name, 0.0) + size
-        terms["workspace"] = terms.get("workspace", 0.0) + self.libraries
-        return f"{self.moment.name}, with all microbatches in flight"
+        # Of a sum it does not matter which term had less than has gone.
+        less = {name: size for name, size in terms.items() if size < 0}
+        terms |= dict.fromkeys(less, 0.0)
+        terms["workspace"] = terms.get("workspace", 0.0) + self.waiting + self.libraries + sum(less.values())
+        return (
+            self.moment.name if self.moment.way == "after" else f"{self.moment.name}, with all microbatches in flight"
+        )
 
 
 class Peaks:
@@ -45,20 +59,24 @@ class Peaks:
 
     def __init__(self, plan: Plan, saved: Saved, skew: float) -> None:
         self.plan, self.saved, self.share = plan, saved, Share(plan, skew)
+        self.split = splits_backward(plan)
         self.layers = {layer: _sizes(self.share, layer, saved.get(layer, {})) for layer in (*saved, NOTHING)}
         self._known: dict[object, list[tuple[float, Moment]]] = {}
 
     def of(self, stage: int, held: Held, gradients: float, flights: Sequence[int]) -> Peak:
         layers = [chunk_layers(self.plan, chunk) for chunk in held.chunks]
         kept = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
+        waits = [chunk_waits(self.share, chunk) if self.split else 0.0 for chunk in held.chunks]
         head = head_gradient(self.share, held)
         body = max(0.0, late_gradients(self.share, held, gradients) - head)
         parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
         late, row = bool(body or head), self.share.width * self.share.model.dim * self.share.t
         met: dict[tuple[int, str], list[tuple[float, Moment]]] = {}
-        fullest: tuple[float, Turn, Moment, float] | None = None
+        fullest: tuple[float, Turn, Moment, float, float] | None = None
         for turn in turns(self.plan, stage, flights):
             base = row * borders(self.plan, stage, held, turn.held, turn.back)
+            waiting = sum(count * size for count, size in zip(turn.waiting, waits, strict=False))
+            base += waiting
             for count, size in zip(turn.held, kept, strict=False):
                 base += count * size
             # Gradients come with the first backward of a chunk, where no buffer waits for them.
@@ -71,9 +89,15 @@ class Peaks:
                 for above, moment in met[number, way]:
                     there = to_come[number] * moment.done + of_head * moment.after_head
                     if fullest is None or base - missing + above + there > fullest[0]:
-                        fullest = base - missing + above + there, turn, moment, missing - there
+                        fullest = base - missing + above + there, turn, moment, missing - there, waiting
         assert fullest is not None
-        return Peak(*fullest[1:], LIBRARIES if self.share.fused else 0.0)
+        libraries = LIBRARIES if self.share.fused else 0.0
+        above = optimizer_moment(self.share, held)
+        if above > fullest[0]:
+            none = (0,) * len(held.chunks)
+            after = Turn(none, -1, -1, (max(1, self.plan.num_microbatches),) * len(none), none)
+            return Peak(after, Moment("the optimizer's step", "after", {"workspace": above}), 0.0, 0.0, libraries)
+        return Peak(*fullest[1:], libraries)
 
     def _at(self, held: Held, number: int, way: str, late: bool) -> list[tuple[float, Moment]]:
         """Of a chunk, with how much they are above what is kept; where no gradients come late, only the fullest."""
@@ -82,7 +106,7 @@ class Peaks:
         key = layers, chunk.embedding, chunk.mtp, chunk.loss, held.embedding, late
         if (key, way) not in self._known:
             rows = [(moment.above, moment) for moment in self._moments(held, number)]
-            for each in ("forward", "backward"):
+            for each in ("forward", "backward", *(("weights",) if self.split else ())):
                 these = [row for row in rows if row[1].way == each]
                 self._known[key, each] = these if late else [max(these, key=lambda row: row[0])]
         return self._known[key, way]
@@ -99,8 +123,12 @@ class Peaks:
         if self.plan.knobs.data_parallel != "zero1":
             found += around_root(share, units(self.plan, held, at[0]), chunk, whole)
         elif chunk.embedding:
-            size = {"workspace": embedding_moment(share, chunk.mtp > 0)}
+            left = chunk_waits(share, chunk) if self.split else 0.0
+            size = {"workspace": embedding_moment(share, chunk.mtp > 0) + left}
             found.append(Moment("the embedding's backward", "backward", size, whole, 1.0, after_head=True))
+        if self.split:
+            most = max(weight_moment(share, place.layer) for place in at)
+            found.append(Moment("gradients of weights that waited", "weights", {"workspace": most}, {}, 1.0))
         return found
 
 
@@ -118,15 +146,16 @@ class Sizes:
 
 
 def _sizes(share: Share, layer: Layer, kept: Terms) -> Sizes:
+    share = of_layer(share, layer)
     feed, mixer = _again(share, layer, kept)
     plain = layer_kept(share.plain, layer)
-    forward = forward_moment(share, layer)
+    forward, split = forward_moment(share, layer), splits_backward(share.plan)
     # Shared experts come last.
     last = 0.0 if share.plan.knobs.shared_expert_overlap else plain.get("shared_experts", 0.0)
     return Sizes(
         forward=forward,
         second=forward + feed - last,
-        backward=backward_moment(share, layer),
+        backward=split_moment(share, layer) if split and layer.ffn != "none" else backward_moment(share, layer),
         mixer=mixer_moment(share, layer),
         feed_again=feed,
         mixer_again=mixer,
@@ -148,6 +177,7 @@ def _at_loss(share: Share, held: Held) -> list[Moment]:
 
 def _at_layer(share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved, of: Sizes) -> list[Moment]:
     layer, gone = place.layer, added([place.gone(saved), _ends(share, chunk, place)])
+    share = of_layer(share, layer)
     row = share.width * share.model.dim * share.t
     sizes: dict[str, Terms] = {
         "a forward": {"dispatch" if layer.ffn == "moe" else "mlp": of.forward},
@@ -167,14 +197,31 @@ def _at_layer(share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved
         table = share.width * share.model.vocab / share.tp * share.model.dim
         more = dict.fromkeys(sizes, table if place.mtp and chunk.embedding else 0.0) | {"a forward": 0.0}
     left = added([gone, _fed(share, saved.get(layer, {}))])
+    if splits_backward(share.plan):
+        waits = sum(layer_waits(share, each).whole for each in place.behind)
+        more = {name: size + (0.0 if name == "a forward" else waits) for name, size in more.items()}
+        if "a mixer's backward" in sizes:
+            more["a mixer's backward"] += layer_waits(share, layer).feed
+    others = _unit_before(share, chunk, place)
     for name, size in sizes.items():
         size["workspace"] = size.get("workspace", 0.0) + more[name]
+        if others and name != "a forward":
+            size["recompute"] = size.get("recompute", 0.0) + others
         if name == "a forward":
             found.append(Moment(name, "forward", size, gone))
         else:
             over = left if name == "a mixer's backward" else gone
             found.append(Moment(name, "backward", size, over, place.done, after_head=True))
     return found
+
+
+def _unit_before(share: Share, chunk: Chunk, place: Place) -> float:
+    """What was made again of layers that are recomputed together with this one and come before it."""
+    number = len(chunk_layers(share.plan, chunk)) - len(place.behind) - 1
+    if share.unit == 1 or number >= len(chunk.layers):
+        return 0.0
+    before = chunk_layers(share.plan, chunk)[number - number % share.unit : number]
+    return sum(sum(layer_kept(share.plain, layer).values()) for layer in before)
 
 
 def _ends(share: Share, chunk: Chunk, place: Place) -> Terms:

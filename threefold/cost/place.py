@@ -2,13 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
-from threefold.layout.stages import Chunk
+from threefold.cost.share import Share
+from threefold.layout.stages import Chunk, chunk_rank
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 
 Terms = dict[str, float]
 NOTHING = Layer("none", "none")
+
+
+class KeptLayer(Layer):
+    """One that full recompute leaves out, which takes so many of the first ("block")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +61,38 @@ class Place:
         return added(saved.get(layer, {}) for layer in self.behind)
 
 
+def of_layer(share: Share, layer: Layer) -> Share:
+    return share.plain if isinstance(layer, KeptLayer) else share
+
+
 def chunk_layers(plan: Plan, chunk: Chunk) -> tuple[Layer, ...]:
-    return (*(plan.model.layers[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
+    layers = (*(plan.model.layers[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
+    if not plan.full_recompute or plan.knobs.recompute_method != "block":
+        return layers
+    again = max(0, (plan.knobs.recompute_layers or 1) - _before(plan, chunk))
+    again = min(again, len(chunk.layers))
+    return layers[:again] + tuple(KeptLayer(layer.mixer, layer.ffn) for layer in layers[again:])
+
+
+def _before(plan: Plan, chunk: Chunk) -> int:
+    """Layers of the same rank in chunks before this one."""
+    layout, index = plan.layout, plan.chunks.index(chunk)
+    rank = partial(chunk_rank, pp=layout.pp, v_shaped=layout.pipeline_schedule == "dualpipev")
+    return sum(len(plan.chunks[n].layers) for n in range(index) if rank(n) == rank(index))
 
 
 def places(plan: Plan, chunk: Chunk) -> list[Place]:
     """Of every kind of layer the last in its chunk, and of those with others behind them, whose reductions may still be
-    under way; and the first, where most gradients are there."""
+    under way; the first, where most gradients are there, and the last that is recomputed with it."""
     found: dict[tuple[object, ...], Place] = {}
+    ends = (0, Share(plan).unit - 1)
     layers = chunk_layers(plan, chunk) or (NOTHING,)
     for index, layer in enumerate(layers):
         behind, ahead = layers[index + 1 :], layers[index - 1] if index else None
         closes = chunk.loss and not behind
         mtp = index < len(chunk.layers) and chunk.mtp > 0
         # The last of a kind is kept, for the fewest have gone by then.
-        found[layer, mtp, closes, not behind, ahead is None] = Place(
+        found[layer, mtp, closes, not behind, index if index in ends else None] = Place(
             layer, behind, ahead, closes, mtp, len(behind) / len(layers)
         )
     return list(found.values())

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from threefold.plan.plan import Plan
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec
 from threefold.units import GIB
 
 FP32, INDEX = 4, 8
@@ -58,6 +58,19 @@ class Share:
     def fused(self) -> bool:
         """Norms, rotary embedding, router and activations are kernels of our own, which keep less."""
         return self.plan.chip.architecture != "cpu"
+
+    def scores(self, spec: GqaSpec | MlaSpec) -> float:
+        """Of attention, all of which are kept where no kernel takes its numbers: in fp32 on a GPU."""
+        if self.narrow or not self.fused or self.plan.layout.cp > 1:
+            return 0.0
+        return FP32 * spec.num_heads / self.tp * self.s * self.plan.job.seq_len
+
+    def beside_scores(self, spec: GqaSpec | MlaSpec) -> float:
+        """Keys and values of every head, and which keys are seen."""
+        if not self.scores(spec):
+            return 0.0
+        wide = 2 * spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim + spec.v_dim
+        return FP32 * spec.num_heads / self.tp * wide * self.s + self.plan.job.seq_len**2
 
     @property
     def tp(self) -> int:
@@ -122,6 +135,12 @@ class Share:
 
     def _chunk(self, elements: float) -> float:
         return 1 / max(1, math.ceil(elements * self.width / WIDEST))
+
+    @property
+    def unit(self) -> int:
+        """Layers that full recompute takes at a time."""
+        uniform = "full" in self.again and self.plan.knobs.recompute_method != "block"
+        return max(1, self.plan.knobs.recompute_layers or 1) if uniform else 1
 
     @property
     def again(self) -> frozenset[str]:

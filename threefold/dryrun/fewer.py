@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from torch.distributed.pipelining.schedules import FORWARD
+from torch.distributed.pipelining.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 
 from threefold.engine.pipeline.order import Order, order
 from threefold.engine.shard.order import chunks_of
@@ -14,6 +14,7 @@ from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 
 _orders = cache(order)
+_CHANGES = {FORWARD: (1, 0), FULL_BACKWARD: (-1, 0), BACKWARD_INPUT: (-1, 1), BACKWARD_WEIGHT: (0, -1)}
 
 
 def fewer_microbatches(plan: Plan, stage: int) -> Plan:
@@ -41,38 +42,41 @@ def _needed(plan: Plan, stage: int) -> int:
     return count
 
 
-def _fullest(plan: Plan, stage: int, count: int, buffered: bool = True) -> tuple[int, tuple[int, ...]]:
-    """The most layers of microbatches that a rank holds, and of how many microbatches each chunk's are then."""
+def _fullest(plan: Plan, stage: int, count: int, buffered: bool = True) -> tuple[int, tuple[int, ...], int]:
+    """The most layers of microbatches that a rank holds, of how many microbatches each chunk's are then, and the most
+    with those whose weights wait for their gradients."""
     layout = plan.layout
     mine = chunks_of(plan, stage)
     weights = {number: _weight(plan.chunks[number]) for number in mine}
     held, behind = dict.fromkeys(mine, 0), set(mine if buffered else ())
     most: tuple[int, tuple[int, ...]] = (0, ())
     actions: Order = _orders(layout.pipeline_schedule, layout.pp, layout.vpp, count)
-    for change, chunk in _passes(actions[stage]):
+    waiting, most_with_waiting = 0, 0
+    for change, chunk, waits in _passes(actions[stage]):
         held[chunk] += change
-        if change < 0:
+        waiting += waits * weights[chunk]
+        if waits < 0 or (change < 0 and not waits):  # the gradients of its weights are there
             behind.add(chunk)
         if len(behind) == len(mine):
-            most = max(most, (sum(weights[n] * held[n] for n in mine), tuple(held.values())))
-    return most
+            layers = sum(weights[n] * held[n] for n in mine)
+            most = max(most, (layers, tuple(held.values())))
+            most_with_waiting = max(most_with_waiting, layers + waiting)
+    return *most, most_with_waiting
 
 
 def _weight(chunk: Chunk) -> int:
     return len(chunk.layers) + chunk.mtp + chunk.loss
 
 
-def _passes(actions: Iterable[Any]) -> Iterable[tuple[int, int]]:
-    """+1 for a forward and -1 for a backward through a chunk; of merged ones both."""
+def _passes(actions: Iterable[Any]) -> Iterable[tuple[int, int, int]]:
+    """+1 for a forward and -1 for a backward through a chunk, of merged ones both; +1 and -1 for weights that wait."""
     for action in actions:
         if action is None:
             continue
         for part in getattr(action, "sub_actions", None) or (action,):
-            kind = part.computation_type
-            if kind == FORWARD:
-                yield 1, part.stage_index
-            elif "BACKWARD" in kind.name and "WEIGHT" not in kind.name:
-                yield -1, part.stage_index
+            change, waits = _CHANGES.get(part.computation_type, (0, 0))
+            if change or waits:
+                yield change, part.stage_index, waits
 
 
 def distinct_stages(plan: Plan) -> dict[int, list[int]]:

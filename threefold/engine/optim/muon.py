@@ -11,6 +11,7 @@ from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master
 
 # Coefficients of the quintic iteration that pushes singular values towards 1 (Jordan et al., 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
+_AT_ONCE = 2**26  # elements
 
 
 # A row of these stands for one token or one channel: their columns mean nothing together.
@@ -18,8 +19,18 @@ _LEFT_TO_ADAMW = ("embed", "head", "conv")
 
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly; works on a batch of matrices."""
+    """The nearest semi-orthogonal matrix, roughly. Of a stack some matrices at a time: what is made on the way is
+    several times as large as they are."""
     x = update if update.dtype == torch.float64 else update.float()
+    if x.dim() == 2:
+        return _orthogonal(x, steps)
+    made, at_once = torch.empty_like(x), max(1, _AT_ONCE // (x.size(-2) * x.size(-1)))
+    for some, out in zip(x.split(at_once), made.split(at_once), strict=True):
+        out.copy_(_orthogonal(some, steps))
+    return made
+
+
+def _orthogonal(x: Tensor, steps: int) -> Tensor:
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -34,21 +34,37 @@ class Delay:
 
     @torch.no_grad()
     def finish(self) -> None:
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
-        sunk: dict[int, Tensor] = {}
-        for weight, compute in self.left:
-            grad = compute()
-            if grad is None:
-                sunk[id(weight)] = weight
-            else:
-                sums[id(weight)] = (weight, sums[id(weight)][1] + grad if id(weight) in sums else grad)
+        """Parameter by parameter, so that the gradient of one is there at a time and what it was made of goes."""
+        by_parameter = _by_parameter(self.left)
         self.left.clear()
-        for weight in sunk.values():
-            tell(weight)
-        if sums:
-            # One call, so that a parameter used in several views is told of its gradient once.
-            weights, grads = zip(*sums.values(), strict=True)
-            torch.autograd.backward(weights, grads)
+        for parts in by_parameter:
+            _compute(parts)
+
+
+def _by_parameter(left: list[Left]) -> list[list[Left]]:
+    found: dict[int, list[Left]] = {}
+    for weight, compute in left:
+        found.setdefault(id(_parameter(weight)), []).append((weight, compute))
+    return list(found.values())
+
+
+def _compute(parts: list[Left]) -> None:
+    """All gradients of one parameter, in one call: used in several views it is told once."""
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    sunk: dict[int, Tensor] = {}
+    while parts:
+        weight, compute = parts.pop(0)
+        grad = compute()
+        if grad is None:
+            sunk[id(weight)] = weight
+        else:
+            sums[id(weight)] = (weight, sums[id(weight)][1] + grad if id(weight) in sums else grad)
+        del compute
+    for weight in sunk.values():
+        tell(weight)
+    if sums:
+        weights, grads = zip(*sums.values(), strict=True)
+        torch.autograd.backward(weights, grads)
 
 
 def left_of(x: Tensor, weight: Tensor) -> list[Left] | None:
@@ -58,7 +74,12 @@ def left_of(x: Tensor, weight: Tensor) -> list[Left] | None:
 
 def _waits(x: Tensor, weight: Tensor) -> bool:
     """A parameter or a view of one; what lies deeper (a cast, a gathered weight) has a backward of its own to run."""
-    base = weight._base if weight._is_view() else weight
+    base = _parameter(weight)
     if base is None or not base.is_leaf or x.dim() < 2:
         return False
     return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+
+
+def _parameter(weight: Tensor) -> Tensor | None:
+    """What it is a view of, if it is one."""
+    return weight._base if weight._is_view() else weight

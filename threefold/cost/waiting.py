@@ -1,0 +1,107 @@
+"""What waits for gradients of weights in our own engine, where these come later than those of what went in.
+
+A product leaves its input and the gradient of its output (`engine/pipeline/delay.py`); all else that a layer keeps has
+gone. Recompute changes nothing: what it made is what waits.
+"""
+
+from dataclasses import dataclass
+
+from threefold.cost.place import chunk_layers
+from threefold.cost.share import FP32, Share
+from threefold.layout.stages import Chunk
+from threefold.plan.plan import Plan
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Sharded weights have gone again by then: their gradients do not wait."""
+    return plan.layout.pipeline_schedule == "zero-bubble" and plan.knobs.data_parallel == "zero1"
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Of a layer: of its mixer, its experts, and the rest of its feed-forward part."""
+
+    mixer: float = 0.0
+    experts: float = 0.0
+    dense: float = 0.0
+
+    @property
+    def feed(self) -> float:
+        return self.experts + self.dense
+
+    @property
+    def whole(self) -> float:
+        return self.mixer + self.feed
+
+
+def layer_waits(share: Share, layer: Layer) -> Waits:
+    model, moe = share.model, share.model.moe
+    b, enters = share.width, share.s if share.gathers else share.t
+    mixer = b * _mixer(share, layer)
+    if layer.ffn == "dense":
+        return Waits(mixer, dense=b * (2 * model.dim * enters + 3 * model.dense_dim / share.tp * share.s))
+    if layer.ffn != "moe" or moe is None:
+        return Waits(mixer)
+    ends = share.t if share.in_one else share.r
+    experts = 2 * model.dim * ends + 3 * moe.expert_dim / share.plan.layout.etp * share.r
+    shared = 0.0
+    if moe.shared_width:
+        shared = 2 * model.dim * enters + 3 * moe.shared_width / share.tp * share.s
+        shared += model.dim * share.t if moe.shared_gate and share.gathers else 0.0
+    return Waits(mixer, b * experts, b * shared)
+
+
+def chunk_waits(share: Share, chunk: Chunk) -> float:
+    """Multi-token prediction joins two states of a token."""
+    joined = 3 * share.width * share.model.dim * share.t * chunk.mtp
+    return sum(layer_waits(share, layer).whole for layer in chunk_layers(share.plan, chunk)) + joined
+
+
+def _mixer(share: Share, layer: Layer) -> float:
+    """Elements."""
+    model, s, t, dim = share.model, share.s, share.t, share.model.dim
+    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if layer.mixer == "delta" and model.delta:
+        inner = 2 * model.delta.keys + 3 * model.delta.values + 2 * model.delta.num_v_heads
+        return (2 * dim + inner / share.tp) * s
+    if layer.mixer not in ("attention", "window") or spec is None:
+        return 0.0
+    if isinstance(spec, GqaSpec):
+        kv = max(1.0, spec.num_kv_heads / share.tp) * spec.head_dim
+        return (2 * dim + (3 if spec.gated else 2) * spec.q_dim / share.tp + 2 * kv) * s
+    assert isinstance(spec, MlaSpec)
+    q_rank = spec.q_rank or 0
+    heads = spec.num_heads * (spec.qk_dim + spec.nope_dim + 2 * spec.v_dim) / share.tp
+    up = q_rank + spec.kv_rank + (spec.rope_dim if share.gathers else 0) + (0 if q_rank or not share.gathers else dim)
+    down = dim + q_rank + spec.kv_rank + spec.rope_dim
+    return (dim + heads + up) * s + down * t
+
+
+def weight_moment(share: Share, layer: Layer) -> float:
+    """At a layer's experts, behind which nothing waits any more, above what waits: FC2's gradients, or FC1's when what
+    FC2's were made of has gone."""
+    model, moe, layout = share.model, share.model.moe, share.plan.layout
+    if layer.ffn != "moe" or moe is None:
+        return share.width * model.dense_dim / share.tp * model.dim if layer.ffn == "dense" else 0.0
+    hidden = moe.expert_dim / layout.etp
+    second = share.width * hidden * model.dim * moe.num_experts / layout.ep
+    used = share.width * (model.dim * (share.t if share.in_one else share.r) + hidden * share.r)
+    return max(second, 2 * second - used)
+
+
+def split_moment(share: Share, layer: Layer) -> float:
+    """In the feed-forward part of a layer, as `backward_moment`, but that no weight gets its gradient, and what went
+    into the last product and the gradient of what came out of it stay."""
+    b, model, moe = share.width, share.model, share.model.moe
+    if layer.ffn == "dense":
+        own = b * model.dense_dim / share.tp * share.s * (share.mlp_at_once if share.again & {"mlp", "full"} else 1)
+        return b * model.dim * share.s + (3 if share.fused else 2) * own
+    assert moe is not None
+    r = share.r * share.at_once
+    rows, inner = b * model.dim * r, b * moe.expert_dim / share.plan.layout.etp * r
+    if share.fused_experts:
+        return max(rows + 4 * inner, 2 * rows + 3 * inner) + (b * model.dim * share.t if share.in_one else 0.0)
+    # Rows on their way back; the activation, in fp32 for the router's weights; what FC1 makes.
+    act = (1 + 2 * FP32 / b if share.narrow else 2) * inner
+    return max(2 * rows, rows + inner + act, 2 * rows - 2 * inner)
