@@ -15,6 +15,7 @@ from torch import Tensor
 
 META = torch.device("meta")
 _NOT_KNOWN = object()
+_UNSAID = {torch.ops.aten._unsafe_view.default}  # whose results share memory with an argument, against their schema
 Shapes = list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]
 
 
@@ -54,6 +55,8 @@ class MetaOperators:
 
 
 def _is_plain(func: Any) -> bool:
+    if func in _UNSAID:
+        return False
     parts = [*func._schema.arguments, *func._schema.returns]
     return all(part.alias_info is None for part in parts) and func.namespace in ("aten", "threefold")
 
