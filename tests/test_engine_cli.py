@@ -37,6 +37,40 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
     assert main(["sample", str(run), "--prompt", "def ", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+    assert main(["sample", str(run), "--prompt", "def ", "--tokens", "3", "--temperature", "1e-45"]) == 0  # greedy
+    words = ["--temperature", "1e-30", "--tokens", "3", "--seed", "9"]
+    assert main(["sample", str(run), "--prompt", "def ", *words]) == 0
+    pytest.importorskip("tokenizers")
+    assert main(["sample", str(run), "--prompt", "w2", "--tokenizer", large_tokenizer(tmp_path), "--tokens", "1"]) == 0
+    capsys.readouterr()
+    assert main(["sample", str(run), "--prompt", "w1999", "--tokenizer", large_tokenizer(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "prompt-fits-vocab" in out
+    assert "token 1999 of the prompt is beyond the model's vocabulary of 512" in out
+
+
+def large_tokenizer(folder: Path) -> str:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({f"w{n}": n for n in range(2000)}, unk_token="w0")).save(str(folder / "large.json"))
+    return str(folder / "large.json")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--temperature", "nan"],
+        ["--temperature", "inf"],
+        ["--seed", "9" * 23],
+        ["--seed", "-" + "9" * 22],
+        ["--tokens=-1"],
+    ],
+)
+def test_numbers_that_no_sample_can_be_drawn_with_are_a_wrong_command_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", str(tmp_path), *words]) == 2
+    assert "threefold sample: " in capsys.readouterr().err
 
 
 def test_a_run_that_nobody_reads_any_more_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +174,9 @@ def test_places_that_cannot_be_written_are_findings(tmp_path: Path, capsys: pyte
     assert main(["export-hf", str(run), "--out", str(folder)]) == 0
     assert main(["import-hf", str(folder), "--out", str(blocked / "in")]) == 1
     assert train(blocked / "run", "job.steps=1") == 1
+    assert train(blocked / "run", "job.steps=1", "--nproc", "2") == 1
+    for out in (".", "", "/", str(folder)):
+        assert main(["tokenize", RECIPE, "--suffix", ".toml", "--out", out]) == 1
     assert main(["export-hf", str(run), "--out", str(blocked / "hf")]) == 1
     assert "Traceback" not in "".join(capsys.readouterr())
     assert main(["train", RECIPE, "--threads", "0"]) == 2

@@ -1,10 +1,14 @@
 """`threefold sample`: let the newest checkpoint of a run continue a prompt."""
 
 import argparse
+import math
+import sys
 from pathlib import Path
 
 from threefold.cli.inputs import missing_package, print_findings
 from threefold.findings import FindingsError
+
+SEEDS = 2**63  # that torch takes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,11 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add (default 200)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature (default 0)")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default), or a Hugging Face tokenizer file")
 
 
 def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.temperature < math.inf or abs(args.seed) >= SEEDS or args.tokens < 0:
+        print("threefold sample: --temperature and --tokens are 0 or more, --seed is of 63 bits", file=sys.stderr)
+        return 2
     try:
         from threefold.engine.data.tokenizer import open_tokenizer
         from threefold.engine.sample import sample_text

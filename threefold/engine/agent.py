@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from threefold.engine.exits import HUNG, LONELY, REFUSED
 from threefold.engine.log import write_to
 from threefold.engine.process import Rank, start_rank
+from threefold.engine.run import unwritable
 from threefold.findings import Finding, FindingsError
 
 LOGS, POLL_SECONDS = "logs", 0.05
@@ -58,7 +59,10 @@ class Agent:
 
     def _start(self, attempt: int, port: int) -> None:
         logs = self.folder / LOGS
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FindingsError([unwritable(logs, error)]) from None
         for number in range(self.nproc):
             env = _environment(number, self.nproc, attempt, self.max_restarts, port)
             rank = start_rank(self.argv, env, number, logs / f"rank-{number}.log" if number else None)

@@ -41,11 +41,11 @@ def open_run(folder: Path, plan: Plan) -> None:
                     ]
                 )
     except OSError as error:
-        raise FindingsError([_unwritable(folder, error)]) from None
+        raise FindingsError([unwritable(folder, error)]) from None
     _replace(kept, dump_plan(plan, complete=True).encode())
 
 
-def _unwritable(path: Path, error: OSError) -> Finding:
+def unwritable(path: Path, error: OSError) -> Finding:
     problem = f"cannot be written: {error.strerror or error}"
     return Finding(
         rule="run-writable", at=str(path), problem=problem, advice="free space, or choose another --run folder"
@@ -95,7 +95,7 @@ def _replace(path: Path, text: bytes) -> None:
         aside.write_bytes(text)
         aside.replace(path)
     except OSError as error:
-        raise FindingsError([_unwritable(path, error)]) from None
+        raise FindingsError([unwritable(path, error)]) from None
 
 
 def note_loads(folder: Path, load_LE: Tensor | None) -> None:
@@ -133,7 +133,7 @@ class Metrics:
                 _replace(self.path, b"".join(line + b"\n" for line in kept))
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
-            raise FindingsError([_unwritable(self.path, error)]) from None
+            raise FindingsError([unwritable(self.path, error)]) from None
 
     def write(self, values: dict[str, Any]) -> None:
         if self.problem:  # a line behind half a line would be lost with it
@@ -143,14 +143,14 @@ class Metrics:
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
-            self.problem = _unwritable(self.path, error)
+            self.problem = unwritable(self.path, error)
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
             if not self.problem:
-                raise FindingsError([_unwritable(self.path, error)]) from None
+                raise FindingsError([unwritable(self.path, error)]) from None
 
 
 def _is_json(value: Any) -> bool:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from threefold.engine.data.tokenizer import Tokenizer
 from threefold.engine.models.decoder import Decoder
+from threefold.findings import Finding, FindingsError
 
 
 @torch.no_grad()
@@ -25,12 +26,17 @@ def continue_tokens(
 
 
 def _choose(logits_V: Tensor, temperature: float, draw: torch.Generator) -> int:
-    if temperature <= 0:
+    if temperature < torch.finfo(logits_V.dtype).tiny:
         return int(logits_V.argmax())
-    return int(torch.multinomial((logits_V / temperature).softmax(dim=-1), 1, generator=draw))
+    below_V = logits_V - logits_V.max()  # or a low temperature makes infinities of them
+    return int(torch.multinomial((below_V / temperature).softmax(dim=-1), 1, generator=draw))
 
 
 def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, seed: int) -> str:
     """The continuation as text."""
     start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end or 0]
+    if max(start) >= model.spec.vocab:
+        problem = f"token {max(start)} of the prompt is beyond the model's vocabulary of {model.spec.vocab}"
+        advice = "give the tokenizer that the run's data was made with"
+        raise FindingsError([Finding(rule="prompt-fits-vocab", at="--tokenizer", problem=problem, advice=advice)])
     return tokenizer.decode(continue_tokens(model, start, count, temperature, seed))

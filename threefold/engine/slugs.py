@@ -32,6 +32,9 @@ EXPLAIN = {
     "|Check rights and space.|Choose another --run folder.",
     "run-has-checkpoint": "A run that is sampled or exported has a checkpoint.|Weights come from it."
     "|Look into checkpoints/ of the run.|Train it first.",
+    "prompt-fits-vocab": "Tokens of a prompt are in the model's vocabulary.|The model has no row for another one."
+    "|Compare the tokenizer's vocabulary with model.vocab of the run's plan."
+    "|Give the tokenizer that the run's data was made with.",
     "loss-is-finite": "Loss and gradients are finite.|A step from a NaN destroys the weights, so it is skipped;"
     " many of them mean something is wrong.|Look at loss and grad_norm in metrics.jsonl.|Lower job.lr, check the data.",
     "engine-family": "The engine has the model's family.|A guessed architecture would train something else."

@@ -1,6 +1,7 @@
 """Writing a token shard: streamed in bounded memory, and there only when it is whole."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -40,6 +41,8 @@ class ShardWriter:
         self.vocab, self.tokenizer = vocab, tokenizer
         self.num_tokens = self.num_documents = 0
         self._dtype = token_dtype(vocab)
+        if not self.path.name or self.path.is_dir():
+            raise unwritable(self.path, IsADirectoryError(errno.EISDIR, "it is a folder"))
         self._partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
