@@ -1,4 +1,4 @@
-"""Which attention kernel is fastest, by length and head size: the source of the table in engine/attention/backend.py.
+"""Which attention kernel is fastest, by length and head size: the source of the table in engine/attention/speeds.py.
 
 python benchmarks/attention.py [--shapes qwen3 mla ...] [--lengths 4096 32768 131072] [--repeats 3] [--json FILE]
 

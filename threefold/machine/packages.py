@@ -28,7 +28,10 @@ PACKAGES = (
         "pip install 'threefold[cute]'",
     ),
     Package(
-        "flash-attn-4", "flash_attn.cute", "FlashAttention-4 on Hopper and Blackwell", "pip install 'threefold[fa4]'"
+        "flash-attn-4",
+        "flash_attn.cute",
+        "FlashAttention-4, to measure beside cuDNN: training does not use it",
+        "pip install 'threefold[fa4]'",
     ),
     Package(
         "deep_ep", "deep_ep", "DeepEP or HybridEP (knobs.dispatcher)", f"build it from {_DEEPEP}, its branch hybrid-ep"

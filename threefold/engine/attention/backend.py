@@ -17,19 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threefold.engine.attention.fa4 import flash4, flash4_works
+from threefold.engine.attention.flash import CPU, CPU_BACKWARD, CUDA, CUDA_BACKWARD, DIM_STEP, cuda_takes, widen
 from threefold.engine.attention.grouped import attend_by_groups, heads_at_a_time
 from threefold.engine.attention.speeds import fastest_first
 from threefold.engine.places import Bounds, bounds_of
 from threefold.engine.recompute import is_hidden, remade
 from threefold.engine.ways import stood_for, way
 
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_CUDA = torch.ops.aten._flash_attention_forward
-_CUDA_BACKWARD = torch.ops.aten._flash_attention_backward
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-_MAX_DIM, _DIM_STEP = 256, 8  # head dims that the CUDA kernels take
 
 
 def attend(
@@ -87,8 +82,7 @@ class _Asked:
 def _choose(q: Tensor, asked: _Asked) -> _Kernel:
     if way(q.device) != "cuda":
         return _on_cpu
-    fits = q.shape[-1] <= _MAX_DIM and q.shape[-1] % _DIM_STEP == 0
-    if not fits or q.dtype not in (torch.bfloat16, torch.float16):
+    if not cuda_takes(q):
         return _eager
     plain = asked.window is None and asked.sinks is None and asked.documents_BS is None
     return _sdpa if plain else _on_cuda
@@ -133,8 +127,6 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tens
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tensor:
     """By the kernel that is fastest at this size, or the next one that takes it."""
     names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2])
-    if names[0] == "fa4" and flash4_works(q.device):
-        return flash4(q, k, v, scale=scale)
     order = [*(_SDPA[name] for name in names if name in _SDPA), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
     size = heads_at_a_time(q, k.shape[1])
@@ -142,7 +134,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tenso
         return attend_by_groups(q, k, v, scale, size)
     width = v.shape[-1] if _takes_narrow(q, k, v, grouped) else q.shape[-1]
     with (
-        remade(partial(_widen, width), v, on=width > v.shape[-1] and is_hidden(v)) as value,
+        remade(partial(widen, width), v, on=width > v.shape[-1] and is_hidden(v)) as value,
         sdpa_kernel(order, set_priority=True),
     ):
         out = F.scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=grouped)
@@ -151,7 +143,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tenso
 
 def _takes_narrow(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
     """Whether cuDNN here is new enough for values that are narrower than keys; flash never takes them."""
-    if v.shape[-1] % _DIM_STEP:
+    if v.shape[-1] % DIM_STEP:
         return False
     return v.shape[-1] == q.shape[-1] or _cudnn_takes(q, k, v, grouped)
 
@@ -169,15 +161,9 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Ten
         seen = visible(q, asked.window, asked.documents_BS)
         # The kernel takes an additive mask of the query's dtype only.
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
-    with remade(partial(_widen, q.shape[-1]), v, on=is_hidden(v)) as wide_v:
+    with remade(partial(widen, q.shape[-1]), v, on=is_hidden(v)) as wide_v:
         out = _CpuFlash.apply(q, k, wide_v, asked.sinks, mask, scale)
     return out[..., : v.shape[-1]]
-
-
-def _widen(width: int, v: Tensor) -> Tensor:
-    """Flash kernels want values as wide as keys; zeros add nothing (latent attention has narrower values)."""
-    missing = width - v.shape[-1]
-    return F.pad(v, (0, missing)) if missing else v
 
 
 class _CpuFlash(torch.autograd.Function):
@@ -185,7 +171,7 @@ class _CpuFlash(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float
     ) -> Tensor:
-        out, lse_BHS = _CPU(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+        out, lse_BHS = CPU(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
         if sinks is not None:
             out, lse_BHS = shrink(out, lse_BHS, sinks.view(-1, 1))
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks, mask)
@@ -195,7 +181,7 @@ class _CpuFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse_BHS, sinks, mask = ctx.saved_tensors
-        grads = _CPU_BACKWARD(grad, q, k, v, out, lse_BHS, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+        grads = CPU_BACKWARD(grad, q, k, v, out, lse_BHS, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
         sink_grad = None
         if sinks is not None:
             sink_grad = sink_gradient(grad, out, lse_BHS, sinks.view(-1, 1)).sum(dim=(0, 2)).to(sinks.dtype)
@@ -222,7 +208,7 @@ def _on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Te
 
     def laid_out(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The kernel's layout is (B, S, H, D); documents of all rows lie one behind the other as (1, N, H, D)."""
-        turned = tuple(x.transpose(1, 2) for x in (q, k, _widen(q.shape[-1], v)))
+        turned = tuple(x.transpose(1, 2) for x in (q, k, widen(q.shape[-1], v)))
         return turned if bounds is None else tuple(x.reshape(batch * length, *x.shape[2:]) for x in turned)
 
     with remade(laid_out, q, k, v, on=is_hidden(v)) as qkv:
@@ -246,7 +232,7 @@ class _CudaFlash(torch.autograd.Function):
         # The kernel's window counts the tokens left of the query, ours the query too.
         left = None if window is None else window - 1
         ctx.call = {"scale": scale, "window_size_left": left, "window_size_right": None if left is None else 0}
-        out, lse, rng, unused, _ = _CUDA(q, k, v, edges, edges, longest, longest, 0.0, True, False, **ctx.call)
+        out, lse, rng, unused, _ = CUDA(q, k, v, edges, edges, longest, longest, 0.0, True, False, **ctx.call)
         if sinks is not None:
             # lse is (B, H, S), or (H, N) for documents; out has the heads last but one.
             rows = lse.transpose(-1, -2)
@@ -260,7 +246,7 @@ class _CudaFlash(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, edges, rng, unused = ctx.saved_tensors
         lengths = (edges, edges, ctx.longest, ctx.longest)
-        grads = _CUDA_BACKWARD(grad.contiguous(), q, k, v, out, lse, *lengths, 0.0, True, rng, unused, **ctx.call)
+        grads = CUDA_BACKWARD(grad.contiguous(), q, k, v, out, lse, *lengths, 0.0, True, rng, unused, **ctx.call)
         sink_grad = None
         if sinks is not None:
             rows = sink_gradient(grad, out, lse.transpose(-1, -2), sinks)

@@ -9,20 +9,15 @@ N = rows of a tile * Q.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.attention import flash
 from threefold.engine.attention.sight import Tile
 from threefold.engine.norm import wide
 from threefold.engine.ways import way
-
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_CUDA = torch.ops.aten._flash_attention_forward
-_CUDA_BACKWARD = torch.ops.aten._flash_attention_backward
-_MAX_DIM, _DIM_STEP = 256, 8  # head dims that the CUDA kernel takes
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,7 @@ class Kernel:
 def kernel_for(q: Tensor) -> Kernel:
     if way(q.device) != "cuda":
         return CPU
-    fits = q.shape[-1] <= _MAX_DIM and q.shape[-1] % _DIM_STEP == 0
-    return FLASH if fits and q.dtype in (torch.bfloat16, torch.float16) else EAGER
+    return FLASH if flash.cuda_takes(q) else EAGER
 
 
 def nothing_read(q_BHSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,11 +100,6 @@ def seen(tile: Tile, q: Tensor, k: Tensor) -> Tensor | None:
     return mask & (run_BQ[:, None, :, None] == run_BQ[:, None, None, :])
 
 
-def _widen(x: Tensor, dim: int) -> Tensor:
-    """Flash kernels want values as wide as keys; zeros add nothing."""
-    return F.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x
-
-
 def _cpu_mask(q: Tensor, k: Tensor, tile: Tile) -> tuple[bool, Tensor | None]:
     if tile.causal and tile.shift is None and tile.bounds is None:
         return True, None
@@ -122,7 +111,7 @@ def _cpu_mask(q: Tensor, k: Tensor, tile: Tile) -> tuple[bool, Tensor | None]:
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
     causal, mask = _cpu_mask(q, k, tile)
-    out, lse = _CPU(q, k, _widen(v, q.shape[-1]), 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = flash.CPU(q, k, flash.widen(q.shape[-1], v), 0.0, causal, attn_mask=mask, scale=scale)
     return out[..., : v.shape[-1]], lse
 
 
@@ -130,8 +119,8 @@ def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal, mask = _cpu_mask(q, k, tile)
-    grad, value, out = (_widen(x, q.shape[-1]) for x in (grad, v, out))
-    dq, dk, dv = _CPU_BACKWARD(grad, q, k, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    grad, value, out = (flash.widen(q.shape[-1], x) for x in (grad, v, out))
+    dq, dk, dv = flash.CPU_BACKWARD(grad, q, k, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return dq, dk, dv[..., : v.shape[-1]]
 
 
@@ -161,8 +150,8 @@ def _flash_call(
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
     lengths, window = _flash_call(q, k, tile)
-    ours = (_kernel_layout(x, tile) for x in (q, k, _widen(v, q.shape[-1])))
-    out, lse, _, _, _ = _CUDA(*ours, *lengths, 0.0, tile.causal, False, scale=scale, **window)
+    ours = (_kernel_layout(x, tile) for x in (q, k, flash.widen(q.shape[-1], v)))
+    out, lse, _, _, _ = flash.CUDA(*ours, *lengths, 0.0, tile.causal, False, scale=scale, **window)
     if tile.bounds is not None:  # (H, N)
         lse = lse.view(lse.shape[0], q.shape[0], -1).transpose(0, 1)
     return _our_layout(out, q)[..., : v.shape[-1]], lse
@@ -172,12 +161,12 @@ def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths, window = _flash_call(q, k, tile)
-    dim = q.shape[-1]
-    ours = [_kernel_layout(x, tile) for x in (_widen(grad, dim), q, k, _widen(v, dim), _widen(out, dim))]
+    wider = partial(flash.widen, q.shape[-1])
+    ours = [_kernel_layout(x, tile) for x in (wider(grad), q, k, wider(v), wider(out))]
     if tile.bounds is not None:
         lse = lse.transpose(0, 1).flatten(1)
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
-    dq, dk, dv = _CUDA_BACKWARD(
+    dq, dk, dv = flash.CUDA_BACKWARD(
         *ours, lse.contiguous(), *lengths, 0.0, tile.causal, unused, unused, scale=scale, **window
     )
     return _our_layout(dq, q), _our_layout(dk, k), _our_layout(dv, k)[..., : v.shape[-1]]

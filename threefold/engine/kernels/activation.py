@@ -5,8 +5,10 @@
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 
-CLAMP: tl.constexpr = tl.constexpr(7.0)  # transformers GptOssConfig swiglu_limit
-ALPHA: tl.constexpr = tl.constexpr(1.702)  # and its swiglu_alpha
+from threefold.engine.kernels import reference
+
+CLAMP: tl.constexpr = tl.constexpr(reference.CLAMP)
+ALPHA: tl.constexpr = tl.constexpr(reference.ALPHA)
 
 
 @triton.jit

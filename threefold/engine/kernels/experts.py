@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threefold.engine.kernels.choose import Choice, Shape, choose, works
 from threefold.engine.kernels.reference import Reference
-from threefold.engine.kernels.sort import Rows, sort_rows
+from threefold.engine.kernels.sort import Rows, expert_of, sort_rows
 from threefold.engine.pipeline.delay import Left, left_of
 from threefold.engine.sinks import sink_of
 
@@ -62,9 +62,7 @@ def grouped_experts(
     y_RD = _Experts.apply(x_RD, weight_R, *parameters, gate_up_bias_EX, ends_E, None, clamped, choice, owners)
     if down_bias_ED is None:
         return y_RD
-    row_R = torch.arange(len(x_RD), dtype=torch.int32, device=x_RD.device)
-    expert_R = torch.searchsorted(ends_E, row_R, right=True)
-    spread_RE = _spread(weight_R[:, None], expert_R[:, None], len(count_E))
+    spread_RE = _spread(weight_R[:, None], expert_of(ends_E, len(x_RD))[:, None], len(count_E))
     return y_RD + spread_RE.to(y_RD.dtype) @ down_bias_ED
 
 
@@ -125,7 +123,7 @@ class _Experts(torch.autograd.Function):
         down_grad = gradient(down, wants[1], partial(steps.down_grad, grad_XD, rows, act_RH))
         del act_RH
         up_grad = gradient(up, wants[0], partial(steps.up_grad, grad_RX, x_XD, rows))
-        bias_grad = _sum_by_expert(grad_RX, ends_E) if wants_bias else None
+        bias_grad = sum_by_expert(grad_RX, expert_of(ends_E, len(grad_RX)), len(ends_E)) if wants_bias else None
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
@@ -166,9 +164,7 @@ def sorted_rows(expert_TK: Tensor, num_experts: int) -> Rows:
     return counting_sort(expert_TK, num_experts)
 
 
-def _sum_by_expert(grad_RX: Tensor, ends_E: Tensor) -> Tensor:
+def sum_by_expert(grad_RX: Tensor, expert_R: Tensor, num_experts: int) -> Tensor:
     """As a product with the 0/1 matrix of experts and rows: summed in fp32, and in one order."""
-    row_R = torch.arange(len(grad_RX), dtype=torch.int32, device=grad_RX.device)
-    expert_R = torch.searchsorted(ends_E, row_R, right=True)
-    expert_E = torch.arange(len(ends_E), device=grad_RX.device)
+    expert_E = torch.arange(num_experts, device=grad_RX.device)
     return (expert_E[:, None] == expert_R).to(grad_RX.dtype) @ grad_RX

@@ -26,3 +26,9 @@ def sort_rows(expert_TK: Tensor, num_experts: int) -> Rows:
     ends_E = torch.searchsorted(key_R, expert_E, right=True, out_int32=True)
     token_R = slot_R.div(expert_TK.shape[1], rounding_mode="floor")
     return Rows(slot_R.to(torch.int32), token_R.to(torch.int32), row.view_as(expert_TK).to(torch.int32), ends_E)
+
+
+def expert_of(ends_E: Tensor, num_rows: int) -> Tensor:
+    """Of each row."""
+    row_R = torch.arange(num_rows, dtype=torch.int32, device=ends_E.device)
+    return torch.searchsorted(ends_E, row_R, right=True)

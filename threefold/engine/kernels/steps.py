@@ -5,14 +5,13 @@ Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts
 token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from threefold.engine.kernels import act_grad, cute, elementwise, product, up, weight_grad
 from threefold.engine.kernels.choose import Choice
 from threefold.engine.kernels.launch import Config, CuteConfig
-from threefold.engine.kernels.sort import Rows
+from threefold.engine.kernels.sort import Rows, expert_of
 from threefold.engine.kernels.tiles import Tiles, order_of, tiles_of
 
 
@@ -36,7 +35,7 @@ class Steps:
             return up.up(x_XD, _tokens(rows), weight_R, gate_up_EXD, bias_EX, tiles, self.clamped, config)
         gate_up_RX = F.grouped_mm(self._rows(x_XD, rows), gate_up_EXD.mT, offs=self.ends_E)
         if bias_EX is not None:
-            gate_up_RX += bias_EX[self._experts]
+            gate_up_RX += bias_EX[expert_of(self.ends_E, self._num_rows)]
         return gate_up_RX, elementwise.activated(gate_up_RX, weight_R, self.clamped)
 
     def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
@@ -126,12 +125,6 @@ class Steps:
         if self._by_rows is None:
             self._by_rows = order_of(self.ends_E)
         return self._by_rows
-
-    @property
-    def _experts(self) -> Tensor:
-        """Of each row."""
-        row_R = torch.arange(self._num_rows, dtype=torch.int32, device=self.ends_E.device)
-        return torch.searchsorted(self.ends_E, row_R, right=True)
 
 
 def _put(grad: Tensor, sink: Tensor | None) -> Tensor | None:

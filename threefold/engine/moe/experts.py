@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from threefold.engine.dispatch.splits import host_sizes
 from threefold.engine.kernels.choose import takes
-from threefold.engine.kernels.experts import fused_experts, grouped_experts
+from threefold.engine.kernels.experts import fused_experts, grouped_experts, sum_by_expert
+from threefold.engine.kernels.reference import activation
 from threefold.engine.offload import away
 from threefold.engine.precision.experts import LowExperts
 from threefold.engine.products import grouped, linear
@@ -25,7 +26,6 @@ from threefold.engine.ways import stood_for, way
 
 Backend = Literal["auto", "grouped", "loop"]
 _ALIGN_BYTES = 16  # grouped_mm wants strides of whole 16 bytes
-_CLAMP, _ALPHA = 7.0, 1.702  # GPT-OSS: transformers GptOssConfig swiglu_limit, swiglu_alpha
 
 
 def swiglu(gate_up_RX: Tensor) -> Tensor:
@@ -36,8 +36,7 @@ def swiglu(gate_up_RX: Tensor) -> Tensor:
 def clamped_swiglu(gate_up_RX: Tensor) -> Tensor:
     """GPT-OSS: both halves clamped, a steeper sigmoid, and 1 added to the linear half."""
     gate_RH, up_RH = gate_up_RX.chunk(2, dim=-1)
-    gate_RH, up_RH = gate_RH.clamp(max=_CLAMP), up_RH.clamp(min=-_CLAMP, max=_CLAMP)
-    return gate_RH * torch.sigmoid(_ALPHA * gate_RH) * (up_RH + 1)
+    return activation(gate_RH, up_RH, clamped=True)
 
 
 ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu}
@@ -142,7 +141,7 @@ def rows_of(bias_EX: Tensor, count_E: Tensor, num_rows: int) -> Tensor:
 
 class _RowsOf(torch.autograd.Function):
     """Autograd's own backward adds row by row in the dtype of the bias, where bf16 stops growing at 256 rows, and in
-    no fixed order. A product with the 0/1 matrix of experts and rows sums in fp32, and in one order."""
+    no fixed order."""
 
     @staticmethod
     def forward(ctx: Any, bias_EX: Tensor, expert_R: Tensor) -> Tensor:
@@ -153,9 +152,7 @@ class _RowsOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RX: Tensor) -> tuple[Tensor, None]:
         (expert_R,) = ctx.saved_tensors
-        expert_E = torch.arange(ctx.num_experts, device=expert_R.device)
-        belongs_ER = (expert_E[:, None] == expert_R).to(grad_RX.dtype)
-        return belongs_ER @ grad_RX, None
+        return sum_by_expert(grad_RX, expert_R, ctx.num_experts), None
 
 
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:

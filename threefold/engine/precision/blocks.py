@@ -13,7 +13,7 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
-from threefold.engine.kernels.fp8.quantize import any_scale, by_one
+from threefold.engine.kernels.fp8.quantize import any_scale, by_one, scales
 
 BLOCK = 128
 _FP8 = torch.float8_e4m3fn
@@ -58,17 +58,6 @@ def _square_scales(like: Tensor, num: int, summed: int) -> Tensor:
 
 
 @triton.jit
-def _power(largest):
-    """The smallest power of two by which the block fits below 448 = 1.75 * 2 ** 8, and its inverse; bits, so exact."""
-    bits = largest.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.where(bits == 0, 127, tl.maximum(exponent, 1))
-    # A block that is not finite gets a scale that is not: products with it must not look sound.
-    scale = tl.where(bits >= 0x7F800000, 0x7F800000, exponent << 23).to(tl.float32, bitcast=True)
-    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _load(x_ptr, m, k, M, K, stride):
     kept = (m < M)[:, None] & (k < K)[None, :]
     return tl.load(x_ptr + m.to(tl.int64)[:, None] * stride + k[None, :], mask=kept, other=0.0).to(tl.float32)
@@ -83,17 +72,17 @@ def _vectors(
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = _load(x_ptr, m, k, M, K, stride)
     if ROWS:
-        scale, inverse = _power(tl.max(tl.abs(x), 1))
+        scale, inverse = scales(tl.max(tl.abs(x), 1))
         there = m.to(tl.int64)[:, None] * wide_k + k[None, :]
         tl.store(value_ptr + there, (x * inverse[:, None]).to(tl.float8e4nv), mask=(m < M)[:, None])
         tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * M + m, scale, mask=m < M)
     at = k.to(tl.int64)[:, None] * wide_m + m[None, :]
     if COLUMNS and SQUARE:
-        scale, inverse = _power(tl.max(tl.max(tl.abs(x), 0), 0))
+        scale, inverse = scales(tl.max(tl.max(tl.abs(x), 0), 0))
         tl.store(turned_ptr + at, (x * inverse).to(tl.float8e4nv).T)
         tl.store(turned_scale_ptr + tl.program_id(1) * scales_m + tl.program_id(0), scale)
     elif COLUMNS:
-        scale, inverse = _power(tl.max(tl.abs(x), 0))
+        scale, inverse = scales(tl.max(tl.abs(x), 0))
         tl.store(turned_ptr + at, (x * inverse[None, :]).to(tl.float8e4nv).T, mask=(k < K)[:, None])
         tl.store(turned_scale_ptr + tl.program_id(0).to(tl.int64) * K + k, scale, mask=k < K)
 

@@ -97,7 +97,8 @@ def tile_of(width, SIZE: tl.constexpr):
 
 @triton.jit
 def scales(largest):
-    """Of blocks with these magnitudes -> (scale, by what to multiply to quantise); made of bits, so exact."""
+    """Of blocks with these magnitudes -> (the smallest power of two by which they fit under 448 = 1.75 * 2 ** 8, by
+    what to multiply to quantise); made of bits, so exact."""
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(bits == 0, 127, tl.maximum(exponent, 1))
