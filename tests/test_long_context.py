@@ -16,7 +16,7 @@ from tiny_models import FAMILIES, spec_of  # noqa: E402
 from threefold.dryrun.rank import rehearse_rank  # noqa: E402
 from threefold.engine.agreement import judge  # noqa: E402
 from threefold.engine.attention import grouped  # noqa: E402
-from threefold.engine.attention.backend import attend, reference  # noqa: E402
+from threefold.engine.attention.backend import _SDPA, attend, reference  # noqa: E402
 from threefold.engine.attention.grouped import attend_by_groups, heads_at_a_time  # noqa: E402
 from threefold.engine.attention.mla import MlaAttention  # noqa: E402
 from threefold.engine.attention.speeds import MEASURED, fastest_first  # noqa: E402
@@ -223,6 +223,7 @@ def test_the_fastest_kernel_is_the_one_measured_nearest() -> None:
     rows = {(one.dim, one.value_dim, one.length): one.kernels for one in MEASURED}
     for size, kernels in rows.items():
         assert kernels[fastest_first(*size)[0]] == max(kernels.values())
+        assert kernels.keys() <= _SDPA.keys()  # what is measured here is what can be chosen
     # Between two lengths the nearer one, as lengths double; between head dims the nearer one, whatever the length.
     assert fastest_first(128, 128, 1) == fastest_first(128, 128, 4096)
     assert fastest_first(128, 128, 10**6) == fastest_first(128, 128, 131072)
