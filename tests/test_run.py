@@ -15,9 +15,11 @@ torch = pytest.importorskip("torch")
 from tiny_runs import tiny_plan  # noqa: E402
 from torch.distributed import HashStore  # noqa: E402
 
+from threefold.engine import lock as lock_module  # noqa: E402
 from threefold.engine import train as train_module  # noqa: E402
 from threefold.engine.checkpoint import Checkpoints  # noqa: E402
 from threefold.engine.launch import World  # noqa: E402
+from threefold.engine.lock import LOCK, RunLock  # noqa: E402
 from threefold.engine.log import Board  # noqa: E402
 from threefold.engine.run import CHECKPOINTS, METRICS, Metrics  # noqa: E402
 from threefold.engine.train import train  # noqa: E402
@@ -164,3 +166,53 @@ def test_a_board_on_a_full_disk_is_given_up(tmp_path: Path) -> None:
         board.write(step, {"loss": 1.0})
     board.close()
     assert said == ["TensorBoard is not written any more: [Errno 28] No space left on device"]
+
+
+# One run a folder
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    plan = tiny_plan({**TINY, "job.steps": 1})
+    other = RunLock(tmp_path, quiet)
+    other.take()
+    other.sign()
+    with pytest.raises(FindingsError, match=r"run-is-alone.*a run is under way in the folder: process \d+ on "):
+        train(plan, tmp_path, quiet)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    other.close()
+    for _ in range(2):  # and a run lets go of it at its end
+        assert train(plan, tmp_path, quiet).step == 1
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(FindingsError, match="shard-readable"):
+        train(tiny_plan({"job.data": "/no/such/shard.tok"}), tmp_path, quiet)
+    RunLock(tmp_path, quiet).take()
+
+
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file server needs a while to notice. One that stays is refused in the end."""
+    other = RunLock(tmp_path, quiet)
+    other.take()
+    (tmp_path / LOCK).write_text("process 7 on a machine far away\n")
+    with pytest.raises(FindingsError, match="process 7 on a machine far away"):
+        RunLock(tmp_path, quiet, lease_seconds=0).take()
+    sleeps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            other.close()
+
+    monkeypatch.setattr(lock_module.time, "sleep", sleep)
+    said: list[str] = []
+    RunLock(tmp_path, said.append, lease_seconds=60).take()
+    assert said == [f"process 7 on a machine far away has {tmp_path}; waiting whether it is gone"]
+
+
+def test_a_file_system_without_locks_is_run_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*given: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", flock)
+    assert train(tiny_plan({**TINY, "job.steps": 1}), tmp_path, quiet).step == 1

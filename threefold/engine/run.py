@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import threefold
+from threefold.engine.lock import RunLock
 from threefold.findings import Finding, FindingsError
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.plan import Plan
@@ -22,10 +23,12 @@ PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.js
 LOADS = "loads.json"
 
 
-def open_run(folder: Path, plan: Plan) -> None:
-    """Make the folder, or go on in one that holds the same plan."""
+def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
+    """Make the folder, or go on in one that holds the same plan, and nobody else's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if lock:
+            lock.take()
         kept = folder / PLAN
         if kept.exists():
             before = read_plan(str(kept)).plan
@@ -43,6 +46,8 @@ def open_run(folder: Path, plan: Plan) -> None:
     except OSError as error:
         raise FindingsError([unwritable(folder, error)]) from None
     _replace(kept, dump_plan(plan, complete=True).encode())
+    if lock:
+        lock.sign()
 
 
 def unwritable(path: Path, error: OSError) -> Finding:

@@ -28,6 +28,9 @@ EXPLAIN = {
     "|Check the space of the run's folder.|Free space; earlier checkpoints are untouched.",
     "run-is-this-plan": "A run folder holds one plan.|Going on with another plan would mix two runs."
     "|Compare plan.toml in the folder.|Another --run folder; job.steps and run.* may change.",
+    "run-is-alone": "A folder has one run at a time.|Two would write over each other's checkpoints and metrics."
+    "|The message names the process and machine that keep run.lock locked."
+    "|Wait for its end, or choose another --run folder.",
     "run-writable": "The run's folder can be written.|Metrics and checkpoints go there."
     "|Check rights and space.|Choose another --run folder.",
     "run-has-checkpoint": "A run that is sampled or exported has a checkpoint.|Weights come from it."

@@ -20,6 +20,7 @@ from threefold.engine.checkpoint import Checkpoints
 from threefold.engine.convert import INITIAL, start_from_initial
 from threefold.engine.data.loader import Batch
 from threefold.engine.launch import World, join
+from threefold.engine.lock import RunLock
 from threefold.engine.log import NOWHERE, Board, Progress
 from threefold.engine.mesh import Mesh
 from threefold.engine.models.build import build_model
@@ -134,9 +135,11 @@ def train(
     mesh = Mesh(plan.layout, world.rank, world.device)
     apart = mesh.for_checkpoints()
     with ExitStack() as ending:  # each is closed, whatever the others raise
-        first(apart, lambda: open_run(folder, plan))
         progress = Progress(plan.job.steps, None if world.leads else NOWHERE)
         tell = (say or progress.say) if world.leads else (lambda text: None)
+        lock = RunLock(folder, tell)
+        ending.callback(lock.close)
+        first(apart, lambda: open_run(folder, plan, lock))
         watch = ending.enter_context(_watched(plan, world))
         parts = build(plan, mesh)
         ending.callback(parts.close)
