@@ -19,8 +19,9 @@ EXPLAIN = {
     "|Check space and rights of the folder.|Free space, or choose another path.",
     "hf-weights": "A Hugging Face checkpoint has every weight of the model in the right shape."
     "|A missing tensor would stay random.|Compare the index with the names in the message.|Complete the checkpoint.",
-    "convertible": "A checkpoint can be imported or exported here.|Nothing is overwritten."
-    "|Look into the folder the message names.|Choose another folder, or train first.",
+    "convertible": "A checkpoint can be imported or exported here, and what was imported is the plan's model."
+    "|Nothing is overwritten; a weight that is missing would stay random.|Look into the folder the message names."
+    "|Choose another folder, train first, import again, or train the model that was imported.",
     "checkpoint-whole": "A checkpoint has every file with the checksum it was written with."
     "|A flipped bit in a weight trains on unnoticed.|Compare the file with manifest.json."
     "|Use the checkpoint before it; the engine does so by itself.",
