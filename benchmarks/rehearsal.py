@@ -1,6 +1,7 @@
 """How far rehearsals are off, run by hand; prints a table and writes JSON.
 
     python benchmarks/rehearsal.py estimate [--plans 50] [--seed 0]   estimate against rehearsal, random accepted plans
+                                   --wide                            of more kinds: schedules, FP8, overlap, Muon, ...
     python benchmarks/rehearsal.py speed                              seconds and memory of two large rehearsals
     python benchmarks/rehearsal.py cpu                                rehearsal against a CPU's allocations, tiny models
     python benchmarks/rehearsal.py cuda [NAME ...] [--seconds 600]    rehearsal against the allocator of one GPU
@@ -73,12 +74,31 @@ def random_fields(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def accepted(seed: int) -> Iterator[Plan]:
+def wider_fields(draw: random.Random) -> dict[str, Any]:
+    """The same with what only some plans have: other schedules, FP8, overlap, fused experts, Muon, units of layers."""
+    fields = random_fields(draw)
+    fields["job.global_batch"] *= 2
+    fields["knobs.precision"] = draw.choice(("bf16", "bf16", "fp8-blockwise", "fp8-rowwise"))
+    fields["knobs.expert_fusion"] = draw.choice((False, True))
+    fields["knobs.ep_overlap"] = draw.choice((False, False, True))
+    fields["knobs.delay_wgrad"] = fields["knobs.ep_overlap"] and draw.choice((False, True))
+    fields["job.optimizer"] = draw.choice(("adamw", "adamw", "adamw", "muon"))
+    fields["layout.schedule"] = draw.choice((None, None, "zero-bubble", "dualpipev"))
+    if fields["layout.schedule"] == "dualpipev":
+        fields["layout.vpp"] = 2
+    fields["knobs.recompute_method"] = draw.choice(("uniform", "block"))
+    fields["knobs.recompute_layers"] = draw.choice((1, 1, 2, 3))
+    return fields
+
+
+def accepted(seed: int, wide: bool = False) -> Iterator[Plan]:
     """Plans that no rule objects to, of which only the memory is not asked about."""
-    draw = random.Random(seed)
+    draw, make = random.Random(seed), wider_fields if wide else random_fields
     while True:
-        fields = {path: value for path, value in random_fields(draw).items() if value is not None}
-        if "full" in fields["knobs.recompute"]:
+        fields = {path: value for path, value in make(draw).items() if value is not None}
+        if "full" not in fields["knobs.recompute"]:
+            fields = {path: value for path, value in fields.items() if not path.startswith("knobs.recompute_")}
+        elif not wide:
             fields |= {"knobs.recompute_method": "uniform", "knobs.recompute_layers": 1}
         try:
             plan = parse(fields).plan
@@ -97,15 +117,20 @@ def describe(plan: Plan) -> str:
     layout = plan.layout
     axes = " ".join(f"{a}{layout.degree(a)}" for a in ("tp", "cp", "pp", "vpp", "ep") if layout.degree(a) > 1)
     words = [plan.model_name, f"{layout.gpus}x", axes, f"{plan.job.micro_batch}x{plan.job.seq_len}"]
-    words += [plan.knobs.data_parallel if plan.knobs.data_parallel != "zero1" else "", "+".join(plan.knobs.recompute)]
+    knobs = plan.knobs
+    words += [knobs.data_parallel if knobs.data_parallel != "zero1" else "", "+".join(knobs.recompute)]
+    words += [f"{knobs.recompute_method} {knobs.recompute_layers}" if knobs.recompute_method else ""]
+    words += [layout.pipeline_schedule if layout.pipeline_schedule in ("zero-bubble", "dualpipev") else ""]
+    words += [name for name in ("expert_fusion", "ep_overlap", "delay_wgrad") if getattr(knobs, name)]
+    words += [knobs.precision if knobs.precision != "bf16" else "", "muon" if plan.job.optimizer == "muon" else ""]
     return " ".join(word for word in words if word)
 
 
-def estimate_against_rehearsal(count: int, seed: int) -> int:
+def estimate_against_rehearsal(count: int, seed: int, wide: bool) -> int:
     from threefold.dryrun.rank import rehearse_rank
 
     rows, kept = [], []
-    for number, plan in enumerate(accepted(seed)):
+    for number, plan in enumerate(accepted(seed, wide)):
         if number == count:
             break
         guess = memory(plan).worst
@@ -122,7 +147,10 @@ def estimate_against_rehearsal(count: int, seed: int) -> int:
     median = errors[len(errors) // 2]
     print(f"\n{inside} of {len(errors)} within 3 %; median {median:.1%}, worst {errors[-1]:.1%}")
     summary = {"within_3_percent": inside, "of": len(errors), "median": median, "worst": errors[-1]}
-    _write("rehearsal-estimate.json", {"seed": seed, "seeds_looked_at": LOOKED_AT, **summary, "plans": kept})
+    _write(
+        f"rehearsal-estimate{'-wide' * wide}.json",
+        {"seed": seed, "seeds_looked_at": LOOKED_AT, **summary, "plans": kept},
+    )
     return 0
 
 
@@ -167,6 +195,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the cases on CUDA are written")
     parser.add_argument("--plans", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--wide", action="store_true", help="random plans with more kinds of schedule, precision, overlap"
+    )
     args = parser.parse_args()
     if args.what == "speed":
         return speed()
@@ -180,7 +211,7 @@ def main() -> int:
         from rehearsal_cuda import CASES, on_cuda
 
         return on_cuda(args.names or list(CASES), args.seconds, args.json, RESULTS)
-    return estimate_against_rehearsal(args.plans, args.seed)
+    return estimate_against_rehearsal(args.plans, args.seed, args.wide)
 
 
 if __name__ == "__main__":

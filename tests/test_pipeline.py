@@ -438,6 +438,19 @@ class TestDelay:
         assert said == ["made of 3", "made of 3", "second", "made of 1", "first"]
         assert torch.equal(second.grad, torch.ones(2, 4, 4))
 
+    def test_a_gradient_that_waited_is_not_copied(self) -> None:
+        weight, delay, made = nn.Parameter(torch.randn(4, 4)), Delay(), []
+
+        def compute() -> Tensor:
+            grad = torch.ones(4, 4)
+            made.append(grad.data_ptr())
+            return grad
+
+        delay.left = [(weight, compute)]
+        delay.finish()
+        assert weight.grad is not None
+        assert [weight.grad.data_ptr()] == made
+
     def test_what_is_not_a_parameter_does_not_wait(self) -> None:
         """A gathered or cast weight has a backward of its own, perhaps with a collective."""
         w, delay = nn.Parameter(torch.randn(4, 4)), Delay()

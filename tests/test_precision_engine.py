@@ -1,6 +1,7 @@
 """A model in low precision: which products are, how near it trains, over ranks as on one, rows that travel in FP8."""
 
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,9 @@ from threefold.engine.models.build import build_model  # noqa: E402
 from threefold.engine.moe.experts import Experts  # noqa: E402
 from threefold.engine.options import Options  # noqa: E402
 from threefold.engine.oracle import batch_of, compare  # noqa: E402
+from threefold.engine.pipeline.delay import Delay  # noqa: E402
 from threefold.engine.precision.experts import LowExperts  # noqa: E402
-from threefold.engine.precision.linear import LowLinear  # noqa: E402
+from threefold.engine.precision.linear import LowLinear, low_linear  # noqa: E402
 from threefold.engine.precision.quantize import Cast, quantize  # noqa: E402
 from threefold.engine.precision.recipes import RECIPES, Recipe  # noqa: E402
 from threefold.engine.step import train_step  # noqa: E402
@@ -51,6 +53,23 @@ PRODUCTS = {
         *("ffn.shared.gate", "ffn.shared.up", "ffn.shared.down"),
     },
 }
+
+
+@pytest.mark.parametrize("name", ["fp8-blockwise", "fp8-cs"])
+def test_gradients_of_weights_wait_with_what_they_need(name: str) -> None:
+    """Rounded, a gradient is not kept as it came beside that; and what comes is what would have come at once."""
+    weight, x = nn.Parameter(torch.randn(128, 256)), torch.randn(128, 256)
+    grad_NO, delay, came = torch.randn(128, 128), Delay(), []
+    (at_once,) = torch.autograd.grad(low_linear(x.clone().requires_grad_(), weight, RECIPES[name]), weight, grad_NO)
+    with delay:
+        y = low_linear(x.clone().requires_grad_(), weight, RECIPES[name])
+        scaled = y * 1.0
+        y.register_hook(lambda grad: came.append(weakref.ref(grad)))
+        torch.autograd.backward(scaled, grad_NO)
+    del y, scaled
+    assert [there() for there in came] == [None]
+    delay.finish()
+    torch.testing.assert_close(weight.grad, at_once)
 
 
 @pytest.mark.parametrize("family", PRODUCTS)

@@ -341,6 +341,26 @@ def test_a_faster_chip_is_never_slower(faster: float, fact: str) -> None:
     assert step_time(better, RATES).step_seconds <= step_time(plan, RATES).step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("target", ["megatron-bridge", "threefold"])
+def test_full_recompute_of_some_layers_costs_their_part(target: str) -> None:
+    """Half of the layers: half of the time that all of them add, in compute and in exchanges."""
+    full = {"knobs.recompute": ["full"], "knobs.recompute_method": "block"}
+    none, half, whole = (
+        step_time(build({**QWEN, "target": target, **more}), RATES).terms
+        for more in ({}, {**full, "knobs.recompute_layers": 24}, {**full, "knobs.recompute_layers": 48})
+    )
+    assert half["recompute"] == pytest.approx(whole["recompute"] / 2)
+    assert half["ep"] - none["ep"] == pytest.approx((whole["ep"] - none["ep"]) / 2)
+
+
+def test_muon_multiplies_whole_matrices() -> None:
+    """Of one expert's two matrices, five steps: a square of 1,536 rows, its square, and a product with each."""
+    plan = build({**QWEN, "target": "threefold", "cluster.gpus": 1, "layout.ep": 1})
+    added = [step_time(change(plan, {"job.optimizer": name}), RATES).terms["optimizer"] for name in ("muon", "adamw")]
+    gate_up = 5 * (4 * 1536**2 * 2048 + 2 * 1536**3)
+    assert added[0] - added[1] > 48 * 128 * gate_up / (494.7e12 / 8)
+
+
 def test_the_band_is_wider_where_nothing_was_seen() -> None:
     seen = build({**QWEN, "knobs.precision": "fp8-cs", "knobs.dispatcher": "hybridep"})
     ours = change(seen, {"target": "threefold"})

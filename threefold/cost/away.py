@@ -7,7 +7,7 @@ this gives the measured steps with everything offloaded within 2 % (`benchmarks/
 from collections.abc import Sequence
 from dataclasses import replace
 
-from threefold.cost.memory import _layer_saved
+from threefold.cost.memory import layer_bytes
 from threefold.cost.rates import Rates
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -21,8 +21,8 @@ def away_bytes(plan: Plan, layers: Sequence[Layer], skew: float = 1.0) -> float:
     if not (layers and (knobs.activation_offload or knobs.activation_offload_layers)):
         return 0.0
     here = replace(plan, knobs=replace(knobs, activation_offload=()))
-    kept = {layer: sum(_layer_saved(plan, layer, skew).values()) for layer in set(layers)}
-    named = {layer: sum(_layer_saved(here, layer, skew).values()) - kept[layer] for layer in set(layers)}
+    kept = {layer: sum(layer_bytes(plan, layer, skew).values()) for layer in set(layers)}
+    named = {layer: sum(layer_bytes(here, layer, skew).values()) - kept[layer] for layer in set(layers)}
     whole = min(1.0, knobs.activation_offload_layers / len(layers))
     return sum(named[layer] + whole * kept[layer] for layer in layers)
 

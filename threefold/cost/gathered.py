@@ -115,7 +115,7 @@ def beside(share: Share, of: Units) -> dict[str, float]:
     """What is gathered and reduced in the moments of a layer."""
     b = share.width
     always = b * (of.root + of.layer)
-    held = b * of.padded + _narrow(share, of)
+    held = b * of.padded + narrow_copies(share, of)
     reduced, waiting = FP32 * of.reduced, b * of.waiting
     return {
         "a forward": always + (b * of.padded or b * of.layer),
@@ -125,7 +125,7 @@ def beside(share: Share, of: Units) -> dict[str, float]:
     }
 
 
-def _narrow(share: Share, of: Units) -> float:
+def narrow_copies(share: Share, of: Units) -> float:
     """Made for use, both sides of the products."""
     return 2 * of.experts if share.low and share.fused_experts else 0.0
 
@@ -139,7 +139,7 @@ def around_experts(share: Share, of: Units, place: Place, kept: float, again: fl
     biased = share.model.moe is not None and share.model.moe.bias
     # Rows as they came and results; with a bias also that, weighted, and the sum.
     moving = rows * (4 if biased else 2)
-    gathered = always + 2 * b * of.padded + _narrow(share, of)
+    gathered = always + 2 * b * of.padded + narrow_copies(share, of)
     before = gathered + FP32 * of.reduced + b * of.waiting
     back: Terms = {"workspace": before + rows}
     if share.again & {"moe", "full"}:

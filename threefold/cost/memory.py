@@ -68,12 +68,12 @@ class Memory:
 def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """Every distinct stage. `skew` is the tokens of the busiest expert rank over the balanced number."""
     kinds = {layer for chunk in plan.chunks for layer in chunk_layers(plan, chunk)}
-    saved = {layer: _layer_saved(plan, layer, skew) for layer in kinds}
+    saved = {layer: layer_bytes(plan, layer, skew) for layer in kinds}
     peaks = Peaks(plan, saved, skew) if plan.target == OWN else None
     return Memory(tuple(_stage(plan, stage, held, saved, skew, peaks) for stage, held in enumerate(_stages(plan))))
 
 
-def _layer_saved(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
+def layer_bytes(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
     share = of_layer(Share(plan, skew), layer)
     if plan.target == OWN:
         kept = layer_kept(share, layer)

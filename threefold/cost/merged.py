@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from threefold.cost.gathered import units
+from threefold.cost.gathered import narrow_copies, units
 from threefold.cost.kept import layer_again
 from threefold.cost.moments import backward_moment, forward_moment, loss_moment, mixer_moment
 from threefold.cost.pairs import Pair, pairs_of
@@ -47,6 +47,7 @@ class Whole:
     wide_layer: float = 0.0
     wide_experts: float = 0.0
     gradients: float = 0.0  # of experts, as the backward makes them
+    narrow: float = 0.0  # of experts, in FP8, made for use
 
 
 def fullest(plan: Plan, stage: int, chunks: Sequence[Chunk], saved: Saved, skew: float) -> tuple[Pair, float, str]:
@@ -103,9 +104,11 @@ def _forward(share: Share, chunk: Chunk, saved: Saved) -> Iterator[Run]:
         change += first
         if layer.ffn == "moe":
             yield Run(max(peak, change + under_way + whole), change, under_way)
-            # Weights are gathered into one buffer and copied out of it; the buffer outlives the copies.
-            moment = second + max(forward_moment(share, layer), under_way / 2 + of.experts)
-            yield Run(moment + whole + of.experts, second, under_way)
+            # Weights are gathered into one buffer and copied out of it; the buffer outlives the copies. Products in a
+            # narrow format do not keep the rows they read, which are there until then.
+            read = under_way if share.low else 0.0
+            moment = second + max(forward_moment(share, layer), under_way / 2 + read + of.experts)
+            yield Run(moment + whole + of.experts + of.narrow, second, under_way)
             peak = change = 0.0
         else:
             change += second
@@ -137,6 +140,7 @@ def _backward(share: Share, chunk: Chunk, saved: Saved, made: dict[Layer, tuple[
         if layer.ffn == "moe":
             yield Run(max(peak, under_way), change, under_way + reduced, weights, name)
             moment = max(_experts_moment(share, layer, saved[layer], late) + more, under_way + of.experts) + of.experts
+            moment += of.narrow
             reduction = of.wide_experts + of.gradients - second
             yield Run(max(moment, reduction) + reduced + whole, -second, under_way + of.wide_experts + held)
             name, change = NAME, -first
@@ -158,7 +162,7 @@ def _whole(share: Share, chunk: Chunk, layer: Layer = NOTHING) -> Whole:
     held, b = Held((chunk,), (), chunk.embedding, chunk.mtp, chunk.loss), share.width
     of = units(share.plan, held, Place(layer, (), None, closes=False, mtp=False, done=0.0))
     wide = FP32 * of.root, FP32 * of.layer, FP32 * of.padded
-    return Whole(b * of.root, b * of.layer, b * of.padded, *wide, b * of.experts)
+    return Whole(b * of.root, b * of.layer, b * of.padded, *wide, b * of.experts, narrow_copies(share, of))
 
 
 def _again(share: Share, layer: Layer, saved: dict[str, float]) -> tuple[float, float]:
@@ -172,16 +176,11 @@ def _again(share: Share, layer: Layer, saved: dict[str, float]) -> tuple[float, 
 
 def _experts_moment(share: Share, layer: Layer, saved: dict[str, float], late: bool) -> float:
     """Late weights: then gradients of rows came and go back, FC1's are there, and what products read."""
-    moment, moe, knobs, layout = backward_moment(share, layer), share.model.moe, share.plan.knobs, share.plan.layout
-    if moe is None:
+    moment, moe = backward_moment(share, layer), share.model.moe
+    if moe is None or not late:
         return moment
-    inner = share.width * moe.expert_dim / layout.etp * share.r
+    inner = share.width * moe.expert_dim / share.plan.layout.etp * share.r
     rows = share.width * share.model.dim * share.r
-    added = knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and layout.pp == 1 and not knobs.graphs
-    if added and share.fused_experts and not share.low:  # to the sums, as they are made
-        moment = max(rows + 4 * inner, 2 * rows + 2 * inner)
-    if not late:
-        return moment
     gone = max(0.0, saved.get("experts", 0.0) - inner)
     return max(split_moment(share, layer), rows + _rows(share) + 2 * inner + weight_moment(share, layer) - gone)
 

@@ -41,16 +41,23 @@ def embedding_moment(share: Share, twice: bool) -> float:
 
 
 def optimizer_moment(share: Share, held: Held) -> float:
-    """Of Muon: the largest stack of matrices as momentum makes it and orthogonal, both in fp32, and what is made on the
-    way of some of them at a time."""
+    """Of Muon, in fp32: the largest stack of matrices as momentum makes it, a copy's part before that, and orthogonal;
+    on the way, of some of them at a time, four times as much and a square of the shorter side."""
     model, layout = share.model, share.plan.layout
     if share.plan.job.optimizer != "muon":
         return 0.0
-    stacks = [model.dense_dim * model.dim] * any(layer.ffn == "dense" for layer in held.layers)
+    stacks: list[tuple[float, int, int]] = []  # elements, the other side of a matrix, copies
+    if any(layer.ffn == "dense" for layer in held.layers):
+        stacks.append((model.dense_dim * model.dim, model.dense_dim, layout.dp * layout.cp))
     if model.moe and any(layer.ffn == "moe" for layer in held.layers):
-        stacks.append(2 * model.moe.expert_dim * model.dim * model.moe.num_experts / layout.ep)
-    largest = max(stacks, default=0.0)
-    return FP32 * (2 * largest + 5.6 * min(largest, MUON_AT_ONCE))
+        side = 2 * model.moe.expert_dim
+        stacks.append((side * model.dim * model.moe.num_experts / layout.ep, side, layout.edp))
+    if not stacks:
+        return 0.0
+    whole, side, copies = max(stacks)
+    own = whole / copies if copies > 1 else 0.0
+    between = 4 + min(side, model.dim) / max(side, model.dim)
+    return FP32 * (2 * whole + own + between * min(whole, max(side * model.dim, MUON_AT_ONCE)))
 
 
 def forward_moment(share: Share, layer: Layer) -> float:
@@ -110,8 +117,11 @@ def _waits(share: Share) -> bool:
 
 
 def _fused_backward(share: Share, rows: float, inner: float, weights: float) -> float:
-    """Gradients of the rows on both sides; of the activation, its product and FC1's output; of the weights."""
+    """Gradients of the rows on both sides; of the activation, its product and FC1's output; of the weights, which
+    kernels of bf16 add to their sums as they make them, those of FP8 one by one."""
     b, low = share.width, share.low
+    if share.sinks:
+        weights *= 2 / 3 if low else 0
     if not low:
         return max(rows + 4 * b * inner, 2 * rows + 2 * b * inner + weights)
     turned = low * rows / b

@@ -114,7 +114,7 @@ class Peaks:
     def _moments(self, held: Held, number: int) -> list[Moment]:
         share, chunk = self.share, held.chunks[number]
         # Another chunk's part of the model's end is in parts here: its backward comes right behind its forward.
-        held = replace(held, mtp=chunk.mtp, loss=chunk.loss)
+        ends, held = held.loss + held.mtp, replace(held, mtp=chunk.mtp, loss=chunk.loss)
         found = _at_loss(share, held) if chunk.loss or chunk.mtp else []
         at = places(self.plan, chunk)
         for place in at:
@@ -129,6 +129,10 @@ class Peaks:
         if self.split:
             most = max(weight_moment(share, place.layer) for place in at)
             found.append(Moment("gradients of weights that waited", "weights", {"workspace": most}, {}, 1.0))
+        if ends and not chunk.loss and self.plan.layout.pipeline_schedule == "dualpipev":
+            # Both arms of the V work in turn: a microbatch is between the loss and its backward.
+            for moment in found:
+                moment.size["logits"] = moment.size.get("logits", 0.0) + loss_moment(share, ends)[1]
         return found
 
 

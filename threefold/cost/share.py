@@ -116,6 +116,19 @@ class Share:
         return knobs.expert_fusion
 
     @property
+    def sinks(self) -> bool:
+        """Gradients of fused experts are added to their sums as they are made."""
+        knobs, layout = self.plan.knobs, self.plan.layout
+        summed = layout.gpus > 1 or self.plan.num_microbatches > 1
+        return (
+            knobs.grad_accum_fusion
+            and knobs.data_parallel == "zero1"
+            and layout.pp == 1
+            and not knobs.graphs
+            and summed
+        )
+
+    @property
     def at_once(self) -> float:
         """Of the tokens that go to experts: they go in chunks where all experts are here."""
         return self._chunk(self.sent * self.model.dim) if self.all_here else 1.0

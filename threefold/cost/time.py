@@ -1,6 +1,6 @@
 """Seconds of a step, by term: compute, memory-bound kernels, exchanges left exposed, bubble, host, optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from threefold.cost.away import offload_seconds
 from threefold.cost.beside import Part, Parts, hidden_seconds
@@ -12,6 +12,7 @@ from threefold.cost.exchange import (
     tensor_seconds,
 )
 from threefold.cost.memory import STATE_BYTES
+from threefold.cost.place import KeptLayer, chunk_layers
 from threefold.cost.rates import Rates, gemm_rate, peak
 from threefold.cost.work import BF16, IMAGE_PATCHES, Work, case_of, layer_work
 from threefold.layout.links import AxisLink
@@ -69,6 +70,8 @@ class LayerTime:
 
 def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> LayerTime:
     """Forward and backward of one layer on one rank; `skew` is the busiest expert rank's load."""
+    if isinstance(layer, KeptLayer):
+        plan = replace(plan, knobs=replace(plan.knobs, recompute=()))
     case = case_of(plan, layer, skew)
     work = layer_work(case)
     knobs, chip = plan.knobs, plan.chip
@@ -275,9 +278,9 @@ class StepTime:
 def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     """The step: the slowest stage times microbatches, fill and drain, then what follows the last backward."""
     layout, count = plan.layout, max(1, plan.num_microbatches)
-    kinds = {layer: layer_time(plan, layer, rates, skew) for layer in {*plan.model.layers, *plan.model.mtp_depth}}
-    join, loss = _join_seconds(plan, rates), loss_seconds(plan, rates)
     stages = _stage_layers(plan)
+    kinds = {layer: layer_time(plan, layer, rates, skew) for layer in {each for kept, _, _ in stages for each in kept}}
+    join, loss = _join_seconds(plan, rates), loss_seconds(plan, rates)
     vision = vision_seconds(plan, rates)
     loads = [sum(kinds[layer].total for layer in layers) + m * join + e * loss for layers, m, e in stages]
     loads[0] += vision
@@ -322,14 +325,13 @@ def _join_seconds(plan: Plan, rates: Rates) -> float:
 
 def _stage_layers(plan: Plan) -> list[tuple[list[Layer], int, int]]:
     """Of each pipeline rank: layers, those of MTP depths too; how many depths; losses, of which a depth has its own."""
-    layout, layers = plan.layout, plan.model.layers
+    layout = plan.layout
     held: list[tuple[list[Layer], int, int]] = [([], 0, 0) for _ in range(layout.pp)]
     v_shaped = layout.pipeline_schedule == "dualpipev"
     for index, chunk in enumerate(plan.chunks):
         rank = chunk_rank(index, layout.pp, v_shaped)
         kept, m, e = held[rank]
-        kept = [*kept, *(layers[i] for i in chunk.layers), *(plan.model.mtp_depth * chunk.mtp)]
-        held[rank] = (kept, m + chunk.mtp, e + chunk.loss + chunk.mtp)
+        held[rank] = ([*kept, *chunk_layers(plan, chunk)], m + chunk.mtp, e + chunk.loss + chunk.mtp)
     return held
 
 
@@ -407,4 +409,27 @@ def _optimizer_seconds(plan: Plan, rates: Rates) -> tuple[float, float]:
     host = knobs.optimizer_offload
     on_gpu = traffic * (1 - host) / (plan.chip.memory_bandwidth * rates.optimizer)
     on_host = host * mine * ((4 + 2) / plan.chip.host_bandwidth + 28 / rates.host_adam)
-    return on_gpu, on_host
+    return on_gpu + _orthogonal_seconds(plan), on_host
+
+
+def _orthogonal_seconds(plan: Plan) -> float:
+    """Muon's products with whole matrices, which every copy computes. Our own engine's are in fp32, for which a GPU has
+    about an eighth of its TF32. Not calibrated: no published run has it."""
+    model, layout, chip = plan.model, plan.layout, plan.chip
+    if plan.job.optimizer != "muon" or "language" in plan.job.freeze:
+        return 0.0
+    rate = chip.peak_flops["bf16"] / 2 if plan.target != "threefold" else chip.peak_flops["fp32"]
+    if plan.target == "threefold" and chip.architecture != "cpu":
+        rate /= 8
+    dense, experts = rank_params(plan)
+    tables = 2 * model.vocab * model.dim / layout.tp / layout.pp
+    sides = model.moe.expert_dim * 2 if model.moe else model.dense_dim
+    flops = _orthogonal_flops(model.dim, sides) * experts
+    flops += _orthogonal_flops(model.dim, model.dim) * max(0.0, dense - tables)
+    return flops / rate
+
+
+def _orthogonal_flops(one: int, other: int) -> float:
+    """Of an element of a matrix with these sides: five times a square of the shorter side, its own, and a product."""
+    short, long = sorted((one, other))
+    return 5 * (4 * short + 2 * short**2 / long)

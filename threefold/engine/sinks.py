@@ -20,7 +20,7 @@ def give_sink(weight: Tensor, total: Tensor, arrived: Callable[[Tensor], None]) 
 
     -> what must be kept, or it is told no more.
     """
-    weight._sink, weight._arrived = total, arrived  # type: ignore[attr-defined]
+    weight._sink = total  # type: ignore[attr-defined]
     through = weight.view_as(weight).grad_fn
     assert through is not None
     node = through.next_functions[0][0]
@@ -31,11 +31,6 @@ def give_sink(weight: Tensor, total: Tensor, arrived: Callable[[Tensor], None]) 
 
 def sink_of(weight: Tensor) -> Tensor | None:
     return getattr(weight, "_sink", None)
-
-
-def tell(weight: Tensor) -> None:
-    """That a gradient is in its sink, where no backward reaches the weight."""
-    weight._arrived(weight)  # type: ignore[attr-defined]
 
 
 def add_product(total: Tensor | None, a_OR: Tensor, b_RI: Tensor, dtype: torch.dtype) -> Tensor:

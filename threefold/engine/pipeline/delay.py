@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.sinks import tell
-
 # A weight, as the product used it, and how to compute its gradient; None comes of one that is in the weight's sink.
 Left = tuple[Tensor, Callable[[], Tensor | None]]
 
@@ -32,13 +30,15 @@ class Delay:
     def __exit__(self, *_: Any) -> None:
         _open.pop()
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Parameter by parameter, so that the gradient of one is there at a time and what it was made of goes."""
         by_parameter = _by_parameter(self.left)
         self.left.clear()
         for parts in by_parameter:
-            _compute(parts)
+            with torch.enable_grad():
+                ends = [_Late.apply(*parts.pop(0)) for _ in range(len(parts))]
+            # In one call: a parameter used in several views is told of its gradient once.
+            torch.autograd.backward(ends, [end.detach() for end in ends])
 
 
 def _by_parameter(left: list[Left]) -> list[list[Left]]:
@@ -48,23 +48,18 @@ def _by_parameter(left: list[Left]) -> list[list[Left]]:
     return list(found.values())
 
 
-def _compute(parts: list[Left]) -> None:
-    """All gradients of one parameter, in one call: used in several views it is told once."""
-    sums: dict[int, tuple[Tensor, Tensor]] = {}
-    sunk: dict[int, Tensor] = {}
-    while parts:
-        weight, compute = parts.pop(0)
-        grad = compute()
-        if grad is None:
-            sunk[id(weight)] = weight
-        else:
-            sums[id(weight)] = (weight, sums[id(weight)][1] + grad if id(weight) in sums else grad)
-        del compute
-    for weight in sunk.values():
-        tell(weight)
-    if sums:
-        weights, grads = zip(*sums.values(), strict=True)
-        torch.autograd.backward(weights, grads)
+class _Late(torch.autograd.Function):
+    """A weight's gradient, made where autograd asks for it: nobody else holds it, so that it is not copied."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, compute: Callable[[], Tensor | None]) -> Tensor:
+        ctx.compute = compute
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        compute, ctx.compute = ctx.compute, None
+        return compute(), None
 
 
 def left_of(x: Tensor, weight: Tensor) -> list[Left] | None:

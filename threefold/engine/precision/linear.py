@@ -7,7 +7,7 @@ is kept as it is, which costs nothing, and rounded then.
 Shapes: ... any dims before, T tokens, I and O dims in and out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,8 +103,8 @@ class _LowLinears(torch.autograd.Function):
                 part = ctx.products.multiply(rows, _weight(low, weight, ctx.products)[1], grad.dtype)
                 x_grad = part if x_grad is None else x_grad + part
             if left is not None:
-                left.append((owner, partial(inputs.weight_grad, turned, grad_TO)))
-            weight_grads.append(inputs.weight_grad(turned, grad_TO) if wants_weight and left is None else None)
+                left.append((owner, inputs.weight_grad(turned, grad_TO)))
+            weight_grads.append(inputs.weight_grad(turned, grad_TO)() if wants_weight and left is None else None)
         return None if x_grad is None else x_grad.view(ctx.shape), None, *weight_grads
 
 
@@ -121,14 +121,22 @@ class _Inputs:
         elif saved:
             self.x_TI = saved[0].reshape(-1, saved[0].shape[-1])
 
-    def weight_grad(self, grad: Quantized | None, grad_TO: Tensor) -> Tensor:
+    def weight_grad(self, grad: Quantized | None, grad_TO: Tensor) -> Callable[[], Tensor]:
+        """How to compute it, of which only what that needs is held."""
         if self.recipe.input_t is None or grad is None:
-            assert self.x_TI is not None
-            return grad_TO.T @ self.x_TI
+            return partial(self._wide, grad_TO)
+        return partial(self._narrow, grad, grad_TO.dtype)
+
+    def _wide(self, grad_TO: Tensor) -> Tensor:
+        assert self.x_TI is not None
+        return grad_TO.T @ self.x_TI
+
+    def _narrow(self, grad: Quantized, dtype: torch.dtype) -> Tensor:
         if self.turned is None:
             assert self.x_TI is not None
+            assert self.recipe.input_t is not None
             self.turned = self.products.turned(self.x_TI, self.recipe.input_t)
-        return self.products.multiply(grad, self.turned, grad_TO.dtype)
+        return self.products.multiply(grad, self.turned, dtype)
 
 
 def _grad_sides(
