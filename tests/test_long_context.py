@@ -15,11 +15,13 @@ from tiny_models import FAMILIES, spec_of  # noqa: E402
 
 from threefold.dryrun.rank import rehearse_rank  # noqa: E402
 from threefold.engine.agreement import judge  # noqa: E402
-from threefold.engine.attention import grouped  # noqa: E402
-from threefold.engine.attention.backend import _SDPA, attend, reference  # noqa: E402
+from threefold.engine.attention import backend, grouped  # noqa: E402
+from threefold.engine.attention import tune as tuning  # noqa: E402
+from threefold.engine.attention.backend import attend, reference  # noqa: E402
+from threefold.engine.attention.flash import SDPA  # noqa: E402
 from threefold.engine.attention.grouped import attend_by_groups, heads_at_a_time  # noqa: E402
 from threefold.engine.attention.mla import MlaAttention  # noqa: E402
-from threefold.engine.attention.speeds import MEASURED, fastest_first  # noqa: E402
+from threefold.engine.attention.speeds import MEASURED, Speed, fastest_first  # noqa: E402
 from threefold.engine.build import options_of  # noqa: E402
 from threefold.engine.chunks import chunk_tokens, in_chunks  # noqa: E402
 from threefold.engine.models.build import build_model  # noqa: E402
@@ -223,12 +225,70 @@ def test_the_fastest_kernel_is_the_one_measured_nearest() -> None:
     rows = {(one.dim, one.value_dim, one.length): one.kernels for one in MEASURED}
     for size, kernels in rows.items():
         assert kernels[fastest_first(*size)[0]] == max(kernels.values())
-        assert kernels.keys() <= _SDPA.keys()  # what is measured here is what can be chosen
+        assert kernels.keys() <= SDPA.keys()  # what is measured here is what can be chosen
     # Between two lengths the nearer one, as lengths double; between head dims the nearer one, whatever the length.
     assert fastest_first(128, 128, 1) == fastest_first(128, 128, 4096)
     assert fastest_first(128, 128, 10**6) == fastest_first(128, 128, 131072)
     assert fastest_first(96, 96, 32768) == fastest_first(64, 64, 32768)
     assert set(fastest_first(192, 128, 4096)) >= {"cudnn", "flash"}
+
+
+HERE = Speed(128, 128, 8192, {"cudnn": 300, "flash": 200, "fa4": 400})
+
+
+def test_what_this_machine_measured_comes_before_the_table() -> None:
+    assert fastest_first(128, 128, 32768, [HERE]) == ["fa4", "cudnn", "flash"]
+    assert fastest_first(64, 64, 32768, [HERE]) == fastest_first(64, 64, 32768)  # of other head dims it says nothing
+
+
+def test_speeds_are_found_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(tuning, "kernels", lambda heads, device: {})
+    monkeypatch.setattr(tuning, "speeds", lambda heads, length, device, tried: HERE.kernels)
+    tuning.measured_here.cache_clear()
+    gpu = torch.device("cuda")
+    assert tuning.measured_here(gpu) == ()
+    assert tuning.tune(tuning.Heads(32, 4, 128, 128), 8192, gpu) == HERE
+    assert tuning.measured_here(gpu) == (HERE,)
+    (kept,) = (tmp_path / "threefold").glob("attention-a-gpu-*.json")
+    kept.write_text("[1", encoding="utf-8")
+    tuning.measured_here.cache_clear()
+    assert tuning.measured_here(gpu) == ()
+    tuning.measured_here.cache_clear()
+
+
+def test_kernels_that_do_not_run_are_left_out() -> None:
+    """On a CPU torch's flash kernel runs, cuDNN's does not."""
+    cpu = torch.device("cpu")
+    heads = tuning.Heads(4, 2, 16, 8)
+    assert set(tuning.speeds(heads, 64, cpu, tuning.kernels(heads, cpu))) == {"flash"}
+
+
+@pytest.mark.parametrize(("works", "called"), [(True, 1), (False, 0)])
+def test_flash_attention_4_attends_where_it_was_fastest(
+    works: bool, called: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 128) for _ in range(3))
+    calls: list[float] = []
+
+    def flash4(q: Any, k: Any, v: Any, scale: float) -> Any:
+        calls.append(scale)
+        return reference(q, k, v, scale=scale)
+
+    monkeypatch.setattr(backend, "measured_here", lambda device: (HERE,))
+    monkeypatch.setattr(backend, "flash4_works", lambda device: works)
+    monkeypatch.setattr(backend, "flash4", flash4)
+    out = backend._sdpa(q, k, v, 0.1, backend._Asked(None, None, None, None))
+    torch.testing.assert_close(out, reference(q, k, v, scale=0.1))
+    assert calls == [0.1] * called
+
+
+def test_heads_to_measure_are_those_of_a_rank() -> None:
+    plan = build({"model": "deepseek-v3", "target": "threefold", "cluster.gpus": 64, "layout.tp": 4, "layout.ep": 8})
+    assert tuning.heads_of(plan) == tuning.Heads(32, 32, 192, 128)
+    plan = build({"model": "qwen3-30b-a3b", "target": "threefold", "cluster.gpus": 64, "layout.tp": 8, "layout.ep": 8})
+    assert tuning.heads_of(plan) == tuning.Heads(4, 1, 128, 128)
 
 
 def test_one_document_a_row_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from threefold.report.terminal import table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--no-kernels", action="store_true", help="do not try kernels on the GPU")
-    parser.add_argument("--tune", metavar="PLAN", help="measure the kernels of a plan's experts here, keep the fastest")
+    parser.add_argument(
+        "--tune", metavar="PLAN", help="measure the kernels of a plan's experts and attention, keep the fastest"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,12 +36,15 @@ def _tune(args: argparse.Namespace) -> int:
     if parsed.plan is None:
         return print_findings(list(parsed.findings), args.json)
     try:
+        from threefold.engine.attention.tune import tuned as tuned_attention
         from threefold.engine.kernels.tune import tuned
     except ModuleNotFoundError as error:
         return missing_package("env", error)
     found = {key: str(choice) for key, choice in tuned(parsed.plan).items()}
+    for one in tuned_attention(parsed.plan):
+        found[f"attention dim {one.dim} length {one.length}"] = ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked())
     if not found:
-        print("threefold env: no experts to tune, or no GPU here that has kernels for them", file=sys.stderr)
+        print("threefold env: nothing to tune, or no GPU here that has kernels for it", file=sys.stderr)
         return 1
     print(json.dumps(found, indent=2) if args.json else table(["shape", "fastest"], [[*one] for one in found.items()]))
     return 0

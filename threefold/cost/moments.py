@@ -105,7 +105,9 @@ def backward_moment(share: Share, layer: Layer) -> float:
     summed = (0.0 if share.at_once == 1 else weights) + (b * dim * share.t if share.in_one else 0.0)
     if share.fused_experts:
         return _fused_backward(share, rows, hidden * r, weights) + summed
-    # Rows on their way back; FC2's two products; the activation, in fp32 for the router's weights; FC1's products.
+    # Rows on their way back; FC2's two products; the activation, in fp32 for the router's weights; FC1's products. In a
+    # narrow format each expert has gradients of its own first.
+    weights *= 2 if share.low else 1
     first = rows + b * hidden * r + weights / 3
     return max(2 * rows, first, act + waits, biased, rows - 3 * b * hidden * r + 2 * weights / 3 + waits) + summed
 

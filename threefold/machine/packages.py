@@ -30,7 +30,7 @@ PACKAGES = (
     Package(
         "flash-attn-4",
         "flash_attn.cute",
-        "FlashAttention-4, to measure beside cuDNN: training does not use it",
+        "FlashAttention-4, where `env --tune` measures it as the fastest",
         "pip install 'threefold[fa4]'",
     ),
     Package(

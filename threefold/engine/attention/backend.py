@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threefold.engine.attention.flash import CPU, CPU_BACKWARD, CUDA, CUDA_BACKWARD, DIM_STEP, cuda_takes, widen
+from threefold.engine.attention.fa4 import flash4, flash4_works
+from threefold.engine.attention.flash import CPU, CPU_BACKWARD, CUDA, CUDA_BACKWARD, DIM_STEP, SDPA, cuda_takes, widen
 from threefold.engine.attention.grouped import attend_by_groups, heads_at_a_time
 from threefold.engine.attention.speeds import fastest_first
+from threefold.engine.attention.tune import measured_here
 from threefold.engine.places import Bounds, bounds_of
 from threefold.engine.recompute import is_hidden, remade
 from threefold.engine.ways import stood_for, way
-
-_SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 def attend(
@@ -126,8 +126,11 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tens
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tensor:
     """By the kernel that is fastest at this size, or the next one that takes it."""
-    names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2])
-    order = [*(_SDPA[name] for name in names if name in _SDPA), SDPBackend.EFFICIENT_ATTENTION]
+    names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2], measured_here(q.device))
+    if names[0] == "fa4" and flash4_works(q.device):
+        return flash4(q, k, v, scale=scale)
+    names = [name for name in names if name in SDPA]
+    order = [*(SDPA[name] for name in names), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
     size = heads_at_a_time(q, k.shape[1])
     if size < k.shape[1] and names[0] == "cudnn" and _cudnn_takes(q, k, v, grouped):

@@ -1,4 +1,4 @@
-"""torch's flash kernels as operators that give and take log-sum-exps, and what those of CUDA want.
+"""torch's attention kernels by name; its flash kernels as operators that give and take log-sum-exps.
 
 Shapes: ... any leading dims, D head dim.
 """
@@ -6,7 +6,9 @@ Shapes: ... any leading dims, D head dim.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CUDA = torch.ops.aten._flash_attention_forward

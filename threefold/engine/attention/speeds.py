@@ -4,6 +4,7 @@ Measured by `benchmarks/attention.py` (torch 2.11, cuDNN 9.19; `benchmarks/resul
 narrower than keys are latent attention's: only cuDNN takes them as they are, flash wants them padded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -16,6 +17,9 @@ class Speed:
     value_dim: int
     length: int
     kernels: dict[str, int]
+
+    def ranked(self) -> list[tuple[str, int]]:
+        return sorted(self.kernels.items(), key=lambda one: -one[1])
 
 
 MEASURED = (
@@ -32,10 +36,11 @@ MEASURED = (
 )
 
 
-def fastest_first(dim: int, value_dim: int, length: int) -> list[str]:
-    """As measured nearest: in head dims first, then in length."""
-    best = min(MEASURED, key=lambda one: (_far(one, dim, value_dim), abs(log(one.length / max(length, 1)))))
-    return sorted(best.kernels, key=lambda name: -best.kernels[name])
+def fastest_first(dim: int, value_dim: int, length: int, here: Sequence[Speed] = ()) -> list[str]:
+    """As measured nearest: `here` for these head dims, else in head dims first, then in length."""
+    own = [one for one in here if not _far(one, dim, value_dim)]
+    best = min(own or MEASURED, key=lambda one: (_far(one, dim, value_dim), abs(log(one.length / max(length, 1)))))
+    return [name for name, _ in best.ranked()]
 
 
 def _far(one: Speed, dim: int, value_dim: int) -> int:

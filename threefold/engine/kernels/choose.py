@@ -4,7 +4,6 @@ Of all that are there (`auto`), or of one kind: `torch` its grouped products, `t
 the optional package quack-kernels beside them. No triton and no CUDA device: plain torch (`reference.py`).
 """
 
-import json
 import math
 import os
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.kernels.launch import Config, CuteConfig
+from threefold.engine.measured import add_kept, kept_at, read_kept
 from threefold.findings import Finding, FindingsError
 
 STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
@@ -182,20 +182,11 @@ def cute_candidates(step: str, gathered: bool) -> list[CuteConfig]:
 
 
 def cache_file(device: torch.device) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    quack = f"-quack-{quack_version()}" if quack_version() else ""
-    return root / "threefold" / f"experts-{name}-torch-{torch.__version__}{quack}.json"
+    return kept_at("experts", device, {"quack": quack_version()})
 
 
 def save(device: torch.device, shape: Shape, choice: Choice, kernels: str = "auto") -> None:
-    path = cache_file(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = _read(path) | {f"{shape.key} {kernels}": asdict(choice)}
-    # Beside and renamed: another process may be reading.
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-    beside.replace(path)
+    add_kept(cache_file(device), {f"{shape.key} {kernels}": asdict(choice)})
     _measured.cache_clear()
 
 
@@ -204,16 +195,9 @@ def _measured(device: torch.device) -> dict[str, Choice]:
     if device.type != "cuda":
         return {}
     try:
-        return {key: _choice(facts) for key, facts in _read(cache_file(device)).items()}
+        return {key: _choice(facts) for key, facts in read_kept(cache_file(device)).items()}
     except (AttributeError, TypeError, ValueError):
         return {}  # written by another release
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}  # not there, or not whole: measured again when asked
 
 
 def _choice(facts: dict[str, Any]) -> Choice:

@@ -1,0 +1,133 @@
+"""Measure the kernels of a plan's attention on this device, and keep their speeds for `speeds.fastest_first` to find.
+
+What a table of an H200 cannot say: another GPU, another release, and FlashAttention-4 where it is installed. Causal, in
+bf16, forward and backward; kernels take turns, for a GPU at the limit of its power is as slow as what ran before.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from threefold.engine.attention.fa4 import flash4, flash4_works
+from threefold.engine.attention.flash import SDPA, widen
+from threefold.engine.attention.speeds import Speed
+from threefold.engine.measured import add_kept, kept_at, read_kept
+from threefold.plan.plan import Plan
+from threefold.spec.model import MlaSpec
+
+_WARMUP, _REPEATS = 2, 7
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one rank; `value_dim` narrower than `dim`: latent attention."""
+
+    num: int
+    num_kv: int
+    dim: int
+    value_dim: int
+
+
+@cache
+def measured_here(device: torch.device) -> tuple[Speed, ...]:
+    if device.type != "cuda":
+        return ()
+    try:
+        return tuple(Speed(**facts) for facts in read_kept(_file(device)).values())
+    except TypeError:
+        return ()  # written by another release
+
+
+def tuned(plan: Plan) -> list[Speed]:
+    """Nothing without a GPU, or where a sequence is cut over ranks: then its parts attend by kernels of their own."""
+    if plan.layout.cp > 1 or not torch.cuda.is_available():
+        return []
+    heads = heads_of(plan)
+    return [tune(heads, plan.job.seq_len, torch.device("cuda"))] if heads else []
+
+
+def heads_of(plan: Plan) -> Heads | None:
+    spec, tp = plan.model.attention, plan.layout.tp
+    if spec is None:
+        return None
+    if isinstance(spec, MlaSpec):
+        return Heads(spec.num_heads // tp, spec.num_heads // tp, spec.qk_dim, spec.v_dim)
+    return Heads(spec.num_heads // tp, max(1, spec.num_kv_heads // tp), spec.head_dim, spec.head_dim)
+
+
+def tune(heads: Heads, length: int, device: torch.device) -> Speed:
+    speed = Speed(heads.dim, heads.value_dim, length, speeds(heads, length, device, kernels(heads, device)))
+    add_kept(_file(device), {f"dim {heads.dim} values {heads.value_dim} length {length}": asdict(speed)})
+    measured_here.cache_clear()
+    return speed
+
+
+def kernels(heads: Heads, device: torch.device) -> dict[str, Attention]:
+    found = {name: _by_torch(name, heads) for name in SDPA}
+    if flash4_works(device):
+        found["fa4"] = lambda q, k, v: flash4(q, k, v, scale=heads.dim**-0.5)
+    return found
+
+
+def speeds(heads: Heads, length: int, device: torch.device, tried: dict[str, Attention]) -> dict[str, int]:
+    """TFLOP/s of those that run; the causal half is counted, and the backward as 2.5 forwards."""
+    sizes = (heads.num, heads.dim), (heads.num_kv, heads.dim), (heads.num_kv, heads.value_dim)
+    given = [
+        torch.randn(1, length, *size, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for size in sizes
+    ]
+    taken: dict[str, list[float]] = {name: [] for name in tried}
+    for turn in range(_WARMUP + _REPEATS):
+        for name in [*taken]:
+            try:
+                seconds = _seconds(tried[name], given, device)
+            except Exception:  # not these heads, or not on this device
+                del taken[name]
+                continue
+            if turn >= _WARMUP:
+                taken[name].append(seconds)
+    flops = 3.5 * length * length * heads.num * (heads.dim + heads.value_dim)
+    return {name: round(flops / statistics.median(times) / 1e12) for name, times in taken.items()}
+
+
+def _seconds(call: Attention, given: list[Tensor], device: torch.device) -> float:
+    def done() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    began = done()
+    out = call(*given)
+    torch.autograd.grad(out, given, torch.ones_like(out))
+    return done() - began
+
+
+def _by_torch(name: str, heads: Heads) -> Attention:
+    width = heads.dim if name == "flash" else heads.value_dim  # cuDNN takes narrower values
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPA[name]):
+            out = F.scaled_dot_product_attention(
+                q, k, widen(width, v), is_causal=True, enable_gqa=heads.num != heads.num_kv
+            )
+        return out[..., : heads.value_dim]
+
+    return call
+
+
+def _file(device: torch.device) -> Path:
+    try:
+        found: str | None = version("flash-attn-4")
+    except PackageNotFoundError:
+        found = None
+    return kept_at("attention", device, {"fa4": found})
