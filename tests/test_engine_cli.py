@@ -208,6 +208,6 @@ def test_every_finding_of_the_engine_explains_itself() -> None:
 
     root = Path(__file__).parent.parent / "threefold" / "engine"
     text = "\n".join(path.read_text() for path in root.rglob("*.py"))
-    slugs = set(re.findall(r'(?:rule=|_refuse\(\s*)"([a-z]+(?:-[a-z]+)+)"', text))
+    slugs = set(re.findall(r'(?:rule=|_(?:refuse|one|finding)\(\s*)"([a-z]+(?:-[a-z]+)+)"', text))
     assert len(slugs) > 10
     assert [slug for slug in sorted(slugs) if explain(slug) is None] == []

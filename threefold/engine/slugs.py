@@ -9,6 +9,14 @@ EXPLAIN = {
     "|Look at the line the message names; docs/data.md has the form.|Correct the line.",
     "data-empty": "There is data to train on.|A run without samples would wait for ever."
     "|Count the documents of the source.|More data, or a shorter job.seq_len.",
+    "data-weights": "All entries of a mixture have a weight above 0, or none has.|A share of nothing means nothing."
+    "|Read job.data.|Give all a weight (path:0.3), or none: then sizes decide.",
+    "data-fits-vocab": "Tokens of the data are in the model's vocabulary.|The model has no row for another one."
+    "|Compare the shard's vocabulary with model.vocab.|Tokenize with the model's own tokenizer.",
+    "data-one-tokenizer": "Shards of a mixture have one tokenizer.|A number would be another word in each of them."
+    "|The message names them.|Tokenize all of them with one.",
+    "data-fits-task": "Fine-tuning has data of conversations.|The loss is on answers, which a mask tells apart."
+    "|Look how the shard was made.|Tokenize JSONL with messages, or pretrain on it.",
     "data-unchanged": "A resumed run reads the data it began with.|Another mixture would continue another run."
     "|Compare job.data with the run's plan.|Give the data as it was, or start a new run.",
     "tokenizer-readable": "The tokenizer file can be read.|Tokens mean nothing without it."
