@@ -11,7 +11,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from threefold.engine.attention.backend import reference
 from threefold.engine.attention.fa4 import flash4, flash4_works
+from threefold.engine.attention.flash import SDPA
+from threefold.engine.attention.tune import Heads
 from threefold.units import GIB
-
-
-@dataclass(frozen=True)
-class Heads:
-    """`value_dim` narrower than `dim`: latent attention."""
-
-    num: int
-    num_kv: int
-    dim: int
-    value_dim: int
-
-    def flops(self, length: int) -> float:
-        return length * length * self.num * (self.dim + self.value_dim)
-
 
 SHAPES = {
     "qwen3": Heads(32, 4, 128, 128),
@@ -46,14 +33,13 @@ SHAPES = {
     "mla of 16 heads": Heads(16, 16, 192, 128),
     "d64": Heads(64, 8, 64, 64),
 }
-KINDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 TURN_GFLOP = 5000.0  # about 10 ms
 
 
 def kernels(heads: Heads) -> Iterator[tuple[str, Attention]]:
     """By name; `padded` has values widened to the keys' dim."""
-    for name, kind in KINDS.items():
+    for name, kind in SDPA.items():
         yield name, _plain(heads, kind)
         if heads.value_dim < heads.dim:
             yield f"{name} padded", _padded(heads, _plain(heads, kind))

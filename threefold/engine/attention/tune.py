@@ -37,6 +37,10 @@ class Heads:
     dim: int
     value_dim: int
 
+    def flops(self, length: int) -> float:
+        """Of a forward; the causal half is counted."""
+        return length * length * self.num * (self.dim + self.value_dim)
+
 
 @cache
 def measured_here(device: torch.device) -> tuple[Speed, ...]:
@@ -80,7 +84,7 @@ def kernels(heads: Heads, device: torch.device) -> dict[str, Attention]:
 
 
 def speeds(heads: Heads, length: int, device: torch.device, tried: dict[str, Attention]) -> dict[str, int]:
-    """TFLOP/s of those that run; the causal half is counted, and the backward as 2.5 forwards."""
+    """TFLOP/s of those that run; the backward counts as 2.5 forwards."""
     sizes = (heads.num, heads.dim), (heads.num_kv, heads.dim), (heads.num_kv, heads.value_dim)
     given = [
         torch.randn(1, length, *size, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
@@ -96,7 +100,7 @@ def speeds(heads: Heads, length: int, device: torch.device, tried: dict[str, Att
                 continue
             if turn >= _WARMUP:
                 taken[name].append(seconds)
-    flops = 3.5 * length * length * heads.num * (heads.dim + heads.value_dim)
+    flops = 3.5 * heads.flops(length)
     return {name: round(flops / statistics.median(times) / 1e12) for name, times in taken.items()}
 
 
