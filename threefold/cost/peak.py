@@ -17,7 +17,15 @@ from threefold.cost.own import borders, head_gradient, late_gradients
 from threefold.cost.place import NOTHING, Held, Moment, Place, Terms, added, chunk_layers, of_layer, places
 from threefold.cost.share import Share
 from threefold.cost.turns import Turn, turns
-from threefold.cost.waiting import chunk_waits, layer_waits, split_moment, splits_backward, weight_moment
+from threefold.cost.waiting import (
+    NO_WAITS,
+    Waits,
+    chunk_waits,
+    layer_waits,
+    split_moment,
+    splits_backward,
+    weight_moment,
+)
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -60,13 +68,14 @@ class Peaks:
     def __init__(self, plan: Plan, saved: Saved, skew: float) -> None:
         self.plan, self.saved, self.share = plan, saved, Share(plan, skew)
         self.split = splits_backward(plan)
+        self.waits = {layer: layer_waits(self.share, layer) if self.split else NO_WAITS for layer in (*saved, NOTHING)}
         self.layers = {layer: _sizes(self.share, layer, saved.get(layer, {})) for layer in (*saved, NOTHING)}
         self._known: dict[object, list[tuple[float, Moment]]] = {}
 
     def of(self, stage: int, held: Held, gradients: float, flights: Sequence[int]) -> Peak:
         layers = [chunk_layers(self.plan, chunk) for chunk in held.chunks]
         kept = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
-        waits = [chunk_waits(self.share, chunk) if self.split else 0.0 for chunk in held.chunks]
+        waits = [chunk_waits(self.share, chunk, self.waits) if self.split else 0.0 for chunk in held.chunks]
         head = head_gradient(self.share, held)
         body = max(0.0, late_gradients(self.share, held, gradients) - head)
         parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
@@ -118,12 +127,12 @@ class Peaks:
         found = _at_loss(share, held) if chunk.loss or chunk.mtp else []
         at = places(self.plan, chunk)
         for place in at:
-            found += _at_layer(share, held, chunk, place, self.saved, self.layers[place.layer])
+            found += _at_layer(share, held, chunk, place, self.saved, self.layers[place.layer], self.waits)
         whole = added(self.saved[layer] for layer in chunk_layers(self.plan, chunk))
         if self.plan.knobs.data_parallel != "zero1":
             found += around_root(share, units(self.plan, held, at[0]), chunk, whole)
         elif chunk.embedding:
-            left = chunk_waits(share, chunk) if self.split else 0.0
+            left = chunk_waits(share, chunk, self.waits) if self.split else 0.0
             size = {"workspace": embedding_moment(share, chunk.mtp > 0) + left}
             found.append(Moment("the embedding's backward", "backward", size, whole, 1.0, after_head=True))
         if self.split:
@@ -179,7 +188,9 @@ def _at_loss(share: Share, held: Held) -> list[Moment]:
     ]
 
 
-def _at_layer(share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved, of: Sizes) -> list[Moment]:
+def _at_layer(
+    share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved, of: Sizes, waits: dict[Layer, Waits]
+) -> list[Moment]:
     layer, gone = place.layer, added([place.gone(saved), _ends(share, chunk, place)])
     share = of_layer(share, layer)
     row = share.width * share.model.dim * share.t
@@ -201,11 +212,10 @@ def _at_layer(share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved
         table = share.width * share.model.vocab / share.tp * share.model.dim
         more = dict.fromkeys(sizes, table if place.mtp and chunk.embedding else 0.0) | {"a forward": 0.0}
     left = added([gone, _fed(share, saved.get(layer, {}))])
-    if splits_backward(share.plan):
-        waits = sum(layer_waits(share, each).whole for each in place.behind)
-        more = {name: size + (0.0 if name == "a forward" else waits) for name, size in more.items()}
-        if "a mixer's backward" in sizes:
-            more["a mixer's backward"] += layer_waits(share, layer).feed
+    behind = sum(waits[each].whole for each in place.behind)
+    more = {name: size + (0.0 if name == "a forward" else behind) for name, size in more.items()}
+    if "a mixer's backward" in sizes:
+        more["a mixer's backward"] += waits[layer].feed
     others = _unit_before(share, chunk, place)
     for name, size in sizes.items():
         size["workspace"] = size.get("workspace", 0.0) + more[name]

@@ -4,6 +4,7 @@ A product leaves its input and the gradient of its output (`engine/pipeline/dela
 gone. Recompute changes nothing: what it made is what waits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from threefold.cost.kept import BLOCK
@@ -34,6 +35,9 @@ class Waits:
     @property
     def whole(self) -> float:
         return self.mixer + self.feed
+
+
+NO_WAITS = Waits()
 
 
 def layer_waits(share: Share, layer: Layer) -> Waits:
@@ -67,10 +71,10 @@ def _made(share: Share) -> float:
     return share.low + FP32 / BLOCK if share.low else share.width
 
 
-def chunk_waits(share: Share, chunk: Chunk) -> float:
-    """Multi-token prediction joins two states of a token."""
+def chunk_waits(share: Share, chunk: Chunk, waits: Mapping[Layer, Waits]) -> float:
+    """`waits` of each kind of layer. Multi-token prediction joins two states of a token."""
     joined = (2 * share.input + _made(share)) * share.model.dim * share.t * chunk.mtp
-    return sum(layer_waits(share, layer).whole for layer in chunk_layers(share.plan, chunk)) + joined
+    return sum(waits[layer].whole for layer in chunk_layers(share.plan, chunk)) + joined
 
 
 def _mixer(share: Share, layer: Layer) -> float:
