@@ -533,6 +533,10 @@ ALSO_NEAR = {
         "model": "deepseek-v3", "layout.pp": 2, "layout.ep": 32, "job.mtp": 0, "model.num_layers": 8,
         "knobs.recompute": ["full"], "knobs.recompute_method": "uniform", "knobs.recompute_layers": 2,
     },
+    "gathered layers recomputed together": {
+        "model": "deepseek-v3", "layout.ep": 16, "job.mtp": 0, "model.num_layers": 8, "knobs.data_parallel": "fsdp",
+        "knobs.recompute": ["full"], "knobs.recompute_method": "uniform", "knobs.recompute_layers": 4,
+    },
     "every score in fp32": {"layout.ep": 8, "model.num_layers": 4, "job.seq_len": 16384, "knobs.precision": "fp32"},
     "late weights beside a forward": {
         "model": "mixtral-8x7b", "layout.ep": 4, "model.num_layers": 4, "knobs.ep_overlap": True,

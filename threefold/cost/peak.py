@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from threefold.cost.gathered import around_experts, around_root, beside, units
+from threefold.cost.gathered import around_experts, around_root, beside, narrow_copies, units
 from threefold.cost.kept import layer_again, layer_kept, made_late
 from threefold.cost.moments import (
     backward_moment,
@@ -193,6 +193,7 @@ def _at_layer(
 ) -> list[Moment]:
     layer, gone = place.layer, added([place.gone(saved), _ends(share, chunk, place)])
     share = of_layer(share, layer)
+    together = _unit_before(share, chunk, place)
     row = share.width * share.model.dim * share.t
     sizes: dict[str, Terms] = {
         "a forward": {"dispatch" if layer.ffn == "moe" else "mlp": of.forward},
@@ -204,7 +205,8 @@ def _at_layer(
         sizes["a mixer's backward"] = {"workspace": of.mixer, "recompute": of.mixer_again}
     found = []
     if share.plan.knobs.data_parallel != "zero1":
-        whole = units(share.plan, held, place)
+        # Where the next one was recomputed with this one it is there already.
+        whole = units(share.plan, held, replace(place, ahead=None) if together else place)
         more = beside(share, whole)
         found = around_experts(share, whole, place, of.experts, of.feed_again, gone)
     else:
@@ -216,26 +218,38 @@ def _at_layer(
     more = {name: size + (0.0 if name == "a forward" else behind) for name, size in more.items()}
     if "a mixer's backward" in sizes:
         more["a mixer's backward"] += waits[layer].feed
-    others = _unit_before(share, chunk, place)
     for name, size in sizes.items():
         size["workspace"] = size.get("workspace", 0.0) + more[name]
-        if others and name != "a forward":
-            size["recompute"] = size.get("recompute", 0.0) + others
         if name == "a forward":
             found.append(Moment(name, "forward", size, gone))
         else:
             over = left if name == "a mixer's backward" else gone
             found.append(Moment(name, "backward", size, over, place.done, after_head=True))
+    others = _made_together(share, held, place, together)
+    for moment in found:
+        if moment.way == "backward":
+            for name, bytes_more in others.items():
+                moment.size[name] = moment.size.get(name, 0.0) + bytes_more
     return found
 
 
-def _unit_before(share: Share, chunk: Chunk, place: Place) -> float:
-    """What was made again of layers that are recomputed together with this one and come before it."""
-    number = len(chunk_layers(share.plan, chunk)) - len(place.behind) - 1
-    if share.unit == 1 or number >= len(chunk.layers):
-        return 0.0
-    before = chunk_layers(share.plan, chunk)[number - number % share.unit : number]
-    return sum(sum(layer_kept(share.plain, layer).values()) for layer in before)
+def _unit_before(share: Share, chunk: Chunk, place: Place) -> tuple[Layer, ...]:
+    """Layers that are recomputed together with this one and come before it."""
+    layers = chunk_layers(share.plan, chunk)
+    number = len(layers) - len(place.behind) - 1
+    return layers[number - number % share.unit : number] if number < len(chunk.layers) else ()
+
+
+def _made_together(share: Share, held: Held, place: Place, layers: Sequence[Layer]) -> Terms:
+    """What was made again of them, and their weights, which stay gathered until their backward."""
+    if not layers:
+        return {}
+    made, gathered = sum(sum(layer_kept(share.plain, layer).values()) for layer in layers), 0.0
+    if share.plan.knobs.data_parallel != "zero1":
+        for layer in layers:
+            of = units(share.plan, held, replace(place, layer=layer))
+            gathered += share.width * (of.layer + of.padded) + narrow_copies(share, of)
+    return {"recompute": made, "workspace": gathered}
 
 
 def _ends(share: Share, chunk: Chunk, place: Place) -> Terms:
