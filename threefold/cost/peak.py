@@ -112,7 +112,7 @@ class Peaks:
         """Of a chunk, with how much they are above what is kept; where no gradients come late, only the fullest."""
         chunk = held.chunks[number]
         layers = chunk_layers(self.plan, chunk)
-        key = layers, chunk.embedding, chunk.mtp, chunk.loss, held.embedding, late
+        key = layers, chunk.embedding, chunk.mtp, chunk.loss, held.embedding, held.mtp, held.loss, late
         if (key, way) not in self._known:
             rows = [(moment.above, moment) for moment in self._moments(held, number)]
             for each in ("forward", "backward", *(("weights",) if self.split else ())):
