@@ -239,30 +239,36 @@ HERE = Speed(128, 128, 8192, {"cudnn": 300, "flash": 200, "fa4": 400})
 def test_what_this_machine_measured_comes_before_the_table() -> None:
     assert fastest_first(128, 128, 32768, [HERE]) == ["fa4", "cudnn", "flash"]
     assert fastest_first(64, 64, 32768, [HERE]) == fastest_first(64, 64, 32768)  # of other head dims it says nothing
+    assert fastest_first(128, 128, 8192, [Speed(128, 128, 8192, {})]) == fastest_first(128, 128, 8192)
 
 
 def test_speeds_are_found_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(tuning, "kernels", lambda heads, device: {})
-    monkeypatch.setattr(tuning, "speeds", lambda heads, length, device, tried: HERE.kernels)
+    monkeypatch.setattr(tuning, "speeds", lambda *given: HERE.kernels)
     tuning.measured_here.cache_clear()
     gpu = torch.device("cuda")
     assert tuning.measured_here(gpu) == ()
-    assert tuning.tune(tuning.Heads(32, 4, 128, 128), 8192, gpu) == HERE
+    assert tuning.tune(tuning.Heads(32, 4, 128, 128), 8192, gpu, print) == HERE
     assert tuning.measured_here(gpu) == (HERE,)
     (kept,) = (tmp_path / "threefold").glob("attention-a-gpu-*.json")
     kept.write_text("[1", encoding="utf-8")
     tuning.measured_here.cache_clear()
     assert tuning.measured_here(gpu) == ()
+    kept.unlink()
+    monkeypatch.setattr(tuning, "speeds", lambda *given: {})
+    assert tuning.tune(tuning.Heads(32, 4, 128, 128), 2**24, gpu, print).kernels == {}
+    assert not kept.exists()
     tuning.measured_here.cache_clear()
 
 
-def test_kernels_that_do_not_run_are_left_out() -> None:
+def test_kernels_that_do_not_run_are_left_out_and_named() -> None:
     """On a CPU torch's flash kernel runs, cuDNN's does not."""
     cpu = torch.device("cpu")
-    heads = tuning.Heads(4, 2, 16, 8)
-    assert set(tuning.speeds(heads, 64, cpu, tuning.kernels(heads, cpu))) == {"flash"}
+    heads, said = tuning.Heads(4, 2, 16, 8), []
+    assert set(tuning.speeds(heads, 64, cpu, tuning.kernels(heads, cpu), said.append)) == {"flash"}
+    assert [line.split(":")[0] for line in said] == ["attention by cudnn does not run here"]
 
 
 @pytest.mark.parametrize(("works", "called"), [(True, 1), (False, 0)])
@@ -289,6 +295,8 @@ def test_heads_to_measure_are_those_of_a_rank() -> None:
     assert tuning.heads_of(plan) == tuning.Heads(32, 32, 192, 128)
     plan = build({"model": "qwen3-30b-a3b", "target": "threefold", "cluster.gpus": 64, "layout.tp": 8, "layout.ep": 8})
     assert tuning.heads_of(plan) == tuning.Heads(4, 1, 128, 128)
+    sinks = build({"model": "gpt-oss-20b", "target": "threefold", "cluster.gpus": 8, "layout.ep": 8})
+    assert tuning.heads_of(sinks) is None
 
 
 def test_one_document_a_row_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:

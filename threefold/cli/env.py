@@ -41,7 +41,7 @@ def _tune(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return missing_package("env", error)
     found = {key: str(choice) for key, choice in tuned(parsed.plan).items()}
-    for one in tuned_attention(parsed.plan):
+    for one in tuned_attention(parsed.plan, lambda text: print(text, file=sys.stderr)):
         found[f"attention dim {one.dim} length {one.length}"] = ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked())
     if not found:
         print("threefold env: nothing to tune, or no GPU here that has kernels for it", file=sys.stderr)

@@ -76,9 +76,9 @@ def _run(args: argparse.Namespace, place: Seat | None) -> int:
     ranks = place.size if place else args.nproc or given.cluster.gpus
     plan = given if given.target == TARGET else change(given, {"target": TARGET})
     plan = on_ranks(plan, ranks, lambda candidate: errors(check(candidate)))
-    if place is None or place.rank == 0:
-        _say_changes(given, plan)
     blocking = errors(promoted(check(plan)))
+    if place.rank == 0 if place else ranks == 1 or blocking:  # an agent leaves it to its first rank
+        _say_changes(given, plan)
     if blocking:
         return print_findings(in_order(blocking), args.json)
     # The plan's own hash, whatever the ranks of today and its stack: a run goes on in its folder.

@@ -133,7 +133,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tenso
     order = [*(SDPA[name] for name in names), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
     size = heads_at_a_time(q, k.shape[1])
-    if size < k.shape[1] and names[0] == "cudnn" and _cudnn_takes(q, k, v, grouped):
+    if size < k.shape[1] and names[:1] == ["cudnn"] and _cudnn_takes(q, k, v, grouped):
         return attend_by_groups(q, k, v, scale, size)
     width = v.shape[-1] if _takes_narrow(q, k, v, grouped) else q.shape[-1]
     with (

@@ -38,7 +38,7 @@ MEASURED = (
 
 def fastest_first(dim: int, value_dim: int, length: int, here: Sequence[Speed] = ()) -> list[str]:
     """As measured nearest: `here` for these head dims, else in head dims first, then in length."""
-    own = [one for one in here if not _far(one, dim, value_dim)]
+    own = [one for one in here if one.kernels and not _far(one, dim, value_dim)]
     best = min(own or MEASURED, key=lambda one: (_far(one, dim, value_dim), abs(log(one.length / max(length, 1)))))
     return [name for name, _ in best.ranked()]
 

@@ -22,7 +22,7 @@ from threefold.engine.attention.flash import SDPA, widen
 from threefold.engine.attention.speeds import Speed
 from threefold.engine.measured import add_kept, kept_at, read_kept
 from threefold.plan.plan import Plan
-from threefold.spec.model import MlaSpec
+from threefold.spec.model import GqaSpec, MlaSpec
 
 _WARMUP, _REPEATS = 2, 7
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,25 +52,30 @@ def measured_here(device: torch.device) -> tuple[Speed, ...]:
         return ()  # written by another release
 
 
-def tuned(plan: Plan) -> list[Speed]:
+def tuned(plan: Plan, say: Callable[[str], None]) -> list[Speed]:
     """Nothing without a GPU, or where a sequence is cut over ranks: then its parts attend by kernels of their own."""
-    if plan.layout.cp > 1 or not torch.cuda.is_available():
-        return []
     heads = heads_of(plan)
-    return [tune(heads, plan.job.seq_len, torch.device("cuda"))] if heads else []
+    if heads is None or plan.layout.cp > 1 or not torch.cuda.is_available():
+        return []
+    speed = tune(heads, plan.job.seq_len, torch.device("cuda"), say)
+    return [speed] if speed.kernels else []
 
 
 def heads_of(plan: Plan) -> Heads | None:
+    """None where there is no choice: sinks have one kernel."""
     spec, tp = plan.model.attention, plan.layout.tp
-    if spec is None:
+    if spec is None or (isinstance(spec, GqaSpec) and spec.sinks):
         return None
     if isinstance(spec, MlaSpec):
         return Heads(spec.num_heads // tp, spec.num_heads // tp, spec.qk_dim, spec.v_dim)
     return Heads(spec.num_heads // tp, max(1, spec.num_kv_heads // tp), spec.head_dim, spec.head_dim)
 
 
-def tune(heads: Heads, length: int, device: torch.device) -> Speed:
-    speed = Speed(heads.dim, heads.value_dim, length, speeds(heads, length, device, kernels(heads, device)))
+def tune(heads: Heads, length: int, device: torch.device, say: Callable[[str], None]) -> Speed:
+    """Kept, unless none ran: such a length may be too much for this device."""
+    speed = Speed(heads.dim, heads.value_dim, length, speeds(heads, length, device, kernels(heads, device), say))
+    if not speed.kernels:
+        return speed
     add_kept(_file(device), {f"dim {heads.dim} values {heads.value_dim} length {length}": asdict(speed)})
     measured_here.cache_clear()
     return speed
@@ -83,7 +88,9 @@ def kernels(heads: Heads, device: torch.device) -> dict[str, Attention]:
     return found
 
 
-def speeds(heads: Heads, length: int, device: torch.device, tried: dict[str, Attention]) -> dict[str, int]:
+def speeds(
+    heads: Heads, length: int, device: torch.device, tried: dict[str, Attention], say: Callable[[str], None]
+) -> dict[str, int]:
     """TFLOP/s of those that run; the backward counts as 2.5 forwards."""
     sizes = (heads.num, heads.dim), (heads.num_kv, heads.dim), (heads.num_kv, heads.value_dim)
     given = [
@@ -95,7 +102,8 @@ def speeds(heads: Heads, length: int, device: torch.device, tried: dict[str, Att
         for name in [*taken]:
             try:
                 seconds = _seconds(tried[name], given, device)
-            except Exception:  # not these heads, or not on this device
+            except Exception as error:  # not these heads, not on this device, or no memory: the others have speeds
+                say(f"attention by {name} does not run here: {str(error).splitlines()[0] if str(error) else error!r}")
                 del taken[name]
                 continue
             if turn >= _WARMUP:
