@@ -12,50 +12,63 @@ from torch import Tensor
 
 from threefold.engine.kernels.sort import Rows
 
-_CHUNK = 64
+_CHUNK = 128
 
 
-def counting_sort(expert_TK: Tensor, num_experts: int) -> Rows:
+def counting_sort(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None = None) -> Rows:
     num_rows, top_k = expert_TK.numel(), expert_TK.shape[1]
     expert_TK, num_chunks = expert_TK.contiguous(), triton.cdiv(num_rows, _CHUNK)
-    whole = triton.next_power_of_2(num_experts)
-    count_EC = torch.empty(num_experts, num_chunks, dtype=torch.int32, device=expert_TK.device)
+    whole, device = triton.next_power_of_2(num_experts), expert_TK.device
+    count_EC = torch.empty(num_experts, num_chunks, dtype=torch.int32, device=device)
     sizes = num_rows, num_chunks, num_experts, whole, _CHUNK
     _count[(num_chunks,)](expert_TK, count_EC, *sizes)
     # Expert by expert and in each chunk by chunk: the running sum is where each chunk's rows of an expert end.
-    end_EC = count_EC.flatten().cumsum(0, dtype=torch.int32).view_as(count_EC)
-    slot_R, token_R = torch.empty(2, num_rows, dtype=torch.int32, device=expert_TK.device)
-    row_TK = torch.empty_like(expert_TK, dtype=torch.int32)
-    _place[(num_chunks,)](expert_TK, count_EC, end_EC, slot_R, token_R, row_TK, top_k, *sizes)
-    return Rows(slot_R, token_R, row_TK, end_EC[:, -1].contiguous())
+    end_EC = count_EC.flatten().cumsum(0, dtype=torch.int32)
+    slot_R, token_R, row_R = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(3))
+    ends_E, starts_F = (torch.empty(num_experts + n, dtype=torch.int32, device=device) for n in range(2))
+    weight_R = None if weight_TK is None else torch.empty(num_rows, dtype=weight_TK.dtype, device=device)
+    given = None if weight_TK is None else weight_TK.detach().contiguous()
+    _place[(num_chunks,)](
+        expert_TK, end_EC, given, slot_R, token_R, row_R, weight_R, ends_E, starts_F, top_k, *sizes
+    )  # fmt: skip
+    return Rows(slot_R, token_R, row_R.view_as(expert_TK), ends_E, starts_F, weight_R)
 
 
 @triton.jit
-def _chosen(expert_ptr, num_rows, E: tl.constexpr, CHUNK: tl.constexpr):
+def _chosen(expert_ptr, num_rows, CHUNK: tl.constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     live = slot < num_rows
-    expert = tl.load(expert_ptr + slot, mask=live, other=-1).to(tl.int32)
-    hit = (expert[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
-    return slot, live, expert, hit
+    return slot, live, tl.load(expert_ptr + slot, mask=live, other=-1).to(tl.int32)
 
 
 @triton.jit
 def _count(expert_ptr, count_ptr, num_rows, num_chunks, num_experts, E: tl.constexpr, CHUNK: tl.constexpr):
-    _, _, _, hit = _chosen(expert_ptr, num_rows, E, CHUNK)
+    _, live, expert = _chosen(expert_ptr, num_rows, CHUNK)
     e = tl.arange(0, E)
-    tl.store(count_ptr + e * num_chunks + tl.program_id(0), tl.sum(hit, 0), mask=e < num_experts)
+    count = tl.histogram(expert, E, mask=live)
+    tl.store(count_ptr + e * num_chunks + tl.program_id(0), count, mask=e < num_experts)
 
 
 @triton.jit
 def _place(
-    expert_ptr, count_ptr, end_ptr, slot_ptr, token_ptr, row_ptr, top_k, num_rows, num_chunks, num_experts,
-    E: tl.constexpr, CHUNK: tl.constexpr,
+    expert_ptr, end_ptr, given_ptr, slot_ptr, token_ptr, row_ptr, weight_ptr, ends_ptr, starts_ptr, top_k,
+    num_rows, num_chunks, num_experts, E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    slot, live, expert, hit = _chosen(expert_ptr, num_rows, E, CHUNK)
+    slot, live, expert = _chosen(expert_ptr, num_rows, CHUNK)
     at = expert * num_chunks + tl.program_id(0)
-    start = tl.load(end_ptr + at, mask=live, other=0) - tl.load(count_ptr + at, mask=live, other=0)
-    before = tl.sum(tl.cumsum(hit, 0) * hit, 1) - 1
-    row = start + before
+    start = tl.load(end_ptr + at - 1, mask=live & (at > 0), other=0)
+    n = tl.arange(0, CHUNK)
+    earlier = (expert[:, None] == expert[None, :]) & (n[:, None] > n[None, :])
+    row = start + tl.sum(earlier.to(tl.int32), 1)
     tl.store(row_ptr + slot, row, mask=live)
     tl.store(slot_ptr + row, slot, mask=live)
     tl.store(token_ptr + row, slot // top_k, mask=live)
+    if given_ptr is not None:
+        tl.store(weight_ptr + row, tl.load(given_ptr + slot, mask=live), mask=live)
+    if tl.program_id(0) == 0:
+        e = tl.arange(0, E)
+        known = e < num_experts
+        end = tl.load(end_ptr + (e + 1) * num_chunks - 1, mask=known)
+        tl.store(ends_ptr + e, end, mask=known)
+        tl.store(starts_ptr + 1 + e, end, mask=known)
+        tl.store(starts_ptr, 0)

@@ -53,6 +53,21 @@ def take_rows(x_TD: Tensor, row_TK: Tensor) -> Tensor:
     return x_RD
 
 
+def take(values_R: Tensor, row_TK: Tensor) -> Tensor:
+    """One value of each row, in the order of tokens."""
+    taken_TK = torch.empty_like(row_TK, dtype=values_R.dtype)
+    _take[(triton.cdiv(row_TK.numel(), _BLOCK),)](values_R, row_TK, taken_TK, row_TK.numel(), _BLOCK)
+    return taken_TK
+
+
+@triton.jit
+def _take(values_ptr, row_ptr, taken_ptr, num_rows, BLOCK: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = slot < num_rows
+    row = tl.load(row_ptr + slot, mask=live, other=0)
+    tl.store(taken_ptr + slot, tl.load(values_ptr + row, mask=live), mask=live)
+
+
 @triton.jit
 def _activated(gate_up_ptr, weight_ptr, act_ptr, H: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

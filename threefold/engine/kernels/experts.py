@@ -35,7 +35,7 @@ def fused_experts(
 ) -> Tensor:
     """Tokens in, tokens out: sorted by expert, computed, weighted and summed, with no wait for the device."""
     num_experts = len(gate_up_EXD)
-    rows = sorted_rows(expert_TK, num_experts)
+    rows = sorted_rows(expert_TK, num_experts, weight_TK)
     parameters, owners = given(x_TD, gate_up_EXD, down_EDH)
     clamped = ACTIVATIONS[activation]
     y_TD = _Experts.apply(x_TD, weight_TK, *parameters, gate_up_bias_EX, rows.ends_E, rows, clamped, choice, owners)
@@ -129,7 +129,7 @@ class _Experts(torch.autograd.Function):
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
         weight_grad = weight_grad_R if wants_weight else None
         if rows is not None and weight_grad is not None:
-            weight_grad = weight_grad.index_select(0, rows.row_TK.flatten()).view_as(weight)
+            weight_grad = of_slots(weight_grad, rows)
         return x_grad, weight_grad, up_grad, down_grad, bias_grad, None, None, None, None, None
 
 
@@ -144,7 +144,19 @@ def gradient(owner: Owner, wanted: bool, compute: Callable[[Tensor | None], Tens
 
 def of_rows(weight: Tensor, rows: Rows | None) -> Tensor:
     """The router weight of each row, as kernels read it: one after another."""
-    return weight.contiguous() if rows is None else weight.flatten().index_select(0, rows.slot_R)
+    if rows is None:
+        return weight.contiguous()
+    assert rows.weight_R is not None
+    return rows.weight_R
+
+
+def of_slots(values_R: Tensor, rows: Rows) -> Tensor:
+    """One value of each row, back in the order of tokens."""
+    if not works(values_R.device) or not values_R.numel():
+        return values_R[rows.row_TK]
+    from threefold.engine.kernels.elementwise import take
+
+    return take(values_R, rows.row_TK)
 
 
 def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
@@ -153,15 +165,15 @@ def _steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
         return Reference(ends_E, num_rows, ctx.clamped)
     from threefold.engine.kernels.steps import Steps
 
-    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice)
+    return Steps(ends_E, num_rows, ctx.clamped, ctx.choice, ctx.rows.starts_F if ctx.rows else None)
 
 
-def sorted_rows(expert_TK: Tensor, num_experts: int) -> Rows:
+def sorted_rows(expert_TK: Tensor, num_experts: int, weight_TK: Tensor) -> Rows:
     if not works(expert_TK.device) or not expert_TK.numel():
-        return sort_rows(expert_TK, num_experts)
+        return sort_rows(expert_TK, num_experts, weight_TK)
     from threefold.engine.kernels.counting import counting_sort
 
-    return counting_sort(expert_TK, num_experts)
+    return counting_sort(expert_TK, num_experts, weight_TK)
 
 
 def sum_by_expert(grad_RX: Tensor, expert_R: Tensor, num_experts: int) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: T tokens, K experts of a token, R = T * K rows, E experts.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -15,9 +16,11 @@ class Rows:
     token_R: Tensor  # t
     row_TK: Tensor  # row that each copy of a token went to
     ends_E: Tensor  # end of each expert's rows
+    starts_F: Tensor  # the same behind a zero: F = E + 1
+    weight_R: Tensor | None = None  # router weight of each row, where they were given
 
 
-def sort_rows(expert_TK: Tensor, num_experts: int) -> Rows:
+def sort_rows(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None = None) -> Rows:
     """Stable: equal experts keep token order, so a recompute agrees bit for bit."""
     key_R, slot_R = expert_TK.flatten().sort(stable=True)
     place_R = torch.arange(len(slot_R), device=slot_R.device)
@@ -25,7 +28,9 @@ def sort_rows(expert_TK: Tensor, num_experts: int) -> Rows:
     expert_E = torch.arange(num_experts, dtype=key_R.dtype, device=slot_R.device)
     ends_E = torch.searchsorted(key_R, expert_E, right=True, out_int32=True)
     token_R = slot_R.div(expert_TK.shape[1], rounding_mode="floor")
-    return Rows(slot_R.to(torch.int32), token_R.to(torch.int32), row.view_as(expert_TK).to(torch.int32), ends_E)
+    places = slot_R.to(torch.int32), token_R.to(torch.int32), row.view_as(expert_TK).to(torch.int32)
+    weight_R = None if weight_TK is None else weight_TK.detach().flatten()[slot_R]
+    return Rows(*places, ends_E, F.pad(ends_E, (1, 0)), weight_R)
 
 
 def expert_of(ends_E: Tensor, num_rows: int) -> Tensor:

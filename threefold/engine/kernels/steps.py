@@ -16,12 +16,14 @@ from threefold.engine.kernels.tiles import Tiles, order_of, tiles_of
 
 
 class Steps:
-    def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool, choice: Choice) -> None:
+    def __init__(
+        self, ends_E: Tensor, num_rows: int, clamped: bool, choice: Choice, starts_F: Tensor | None = None
+    ) -> None:
         self.ends_E, self.clamped, self.choice = ends_E, clamped, choice
         self._tiles: dict[int, Tiles] = {}
         self._num_rows = num_rows
         self._gathered: tuple[Tensor, Tensor] | None = None
-        self._starts: Tensor | None = None
+        self._starts = starts_F
         self._by_rows: Tensor | None = None
 
     def up(

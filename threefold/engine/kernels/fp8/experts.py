@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.kernels.choose import works
-from threefold.engine.kernels.experts import Owner, given, gradient, of_rows, sorted_rows
+from threefold.engine.kernels.experts import Owner, given, gradient, of_rows, of_slots, sorted_rows
 from threefold.engine.kernels.fp8 import reference, unmade
 from threefold.engine.kernels.fp8.format import BLOCK, Columns8, QuantizedWeights, Weight8
 from threefold.engine.kernels.sort import Rows
@@ -56,7 +56,7 @@ def fp8_experts_of_tokens(
     clamped: bool = False,
 ) -> Tensor:
     """Tokens in, tokens out, with no wait for the device: rows are gathered as they are quantised."""
-    rows = sorted_rows(expert_TK, len(down_EDH))
+    rows = sorted_rows(expert_TK, len(down_EDH), weight_TK)
     parameters, owners = given(x_TD, gate_up_EXD, down_EDH)
     return _Experts8.apply(x_TD, weight_TK, *parameters, weights8, rows.ends_E, rows, recipe, clamped, owners)  # type: ignore[no-any-return]
 
@@ -141,7 +141,7 @@ class _Experts8(torch.autograd.Function):
         if rows is not None and x_grad is not None:
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
         if rows is not None:
-            weight_grad = weight_grad.index_select(0, rows.row_TK.flatten()).view_as(weight)
+            weight_grad = of_slots(weight_grad, rows)
         return x_grad, weight_grad if wants_weight else None, up_grad, down_grad, None, None, None, None, None, None
 
 
