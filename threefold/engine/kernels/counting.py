@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threefold.engine.kernels.sort import Rows
 
-_CHUNK = 128
+_CHUNK, _WARPS = 128, 1
 
 
 def counting_sort(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None = None) -> Rows:
@@ -21,7 +21,7 @@ def counting_sort(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None 
     whole, device = triton.next_power_of_2(num_experts), expert_TK.device
     count_EC = torch.empty(num_experts, num_chunks, dtype=torch.int32, device=device)
     sizes = num_rows, num_chunks, num_experts, whole, _CHUNK
-    _count[(num_chunks,)](expert_TK, count_EC, *sizes)
+    _count[(num_chunks,)](expert_TK, count_EC, *sizes, num_warps=_WARPS)
     # Expert by expert and in each chunk by chunk: the running sum is where each chunk's rows of an expert end.
     end_EC = count_EC.flatten().cumsum(0, dtype=torch.int32)
     slot_R, token_R, row_R = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(3))
@@ -29,7 +29,8 @@ def counting_sort(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None 
     weight_R = None if weight_TK is None else torch.empty(num_rows, dtype=weight_TK.dtype, device=device)
     given = None if weight_TK is None else weight_TK.detach().contiguous()
     _place[(num_chunks,)](
-        expert_TK, end_EC, given, slot_R, token_R, row_R, weight_R, ends_E, starts_F, top_k, *sizes
+        expert_TK, end_EC, given, slot_R, token_R, row_R, weight_R, ends_E, starts_F, top_k, *sizes,
+        num_warps=_WARPS,
     )  # fmt: skip
     return Rows(slot_R, token_R, row_R.view_as(expert_TK), ends_E, starts_F, weight_R)
 
