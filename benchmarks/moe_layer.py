@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from moe_peers import Side, peers
-from moe_torch import gathered_layer, grouped_layer, grouped_rows
+from moe_torch import gathered_layer, grouped_layer, grouped_rows, split_rows
 from torch import Tensor
 
 from threefold.engine.kernels.choose import Shape, choose
@@ -114,6 +114,8 @@ def bf16_sides(case: Case) -> dict[str, Layer]:
     found = {"eager": theirs, "compiled": torch.compile(theirs, dynamic=False)}
     if case.top_k:
         found["compiled, gathered"] = torch.compile(gathered_layer, dynamic=False)
+    else:
+        found["compiled, split"] = torch.compile(split_rows, dynamic=False)
     return found
 
 

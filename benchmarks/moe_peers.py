@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from threefold.engine.kernels.choose import STEPS, cute_candidates
 from threefold.engine.kernels.launch import CuteConfig
 
+_GROUP = CuteConfig().group  # SonicMoE takes tiles in quack's own order
 Tiles = dict[str, CuteConfig]
 Clock = Callable[[dict[str, Callable[[], object]]], dict[str, float]]  # calls -> milliseconds of each
 
@@ -82,9 +83,10 @@ def _sonic_side(ours: Side, tiles: Tiles | None) -> Side:
 
 
 def best_tiles(milliseconds: Callable[[list[Tiles]], list[float]]) -> Tiles:
-    best = {step: cute_candidates(step, True)[0] for step in STEPS}
+    fixed = {step: [tile for tile in cute_candidates(step, True) if tile.group == _GROUP] for step in STEPS}
+    best = {step: tiles[0] for step, tiles in fixed.items()}
     for step in STEPS:
-        tried = [best | {step: tile} for tile in cute_candidates(step, True)]
+        tried = [best | {step: tile} for tile in fixed[step]]
         taken = milliseconds(tried)
         best = tried[taken.index(min(taken))]
     return best

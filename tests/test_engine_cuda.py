@@ -1,5 +1,7 @@
 """The engine on a GPU against itself on the CPU. Skipped where there is none."""
 
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -47,6 +49,19 @@ def test_attention_equals_fp64(window: int | None, sinks: bool, packed: bool, he
     other = torch.autograd.grad(expected, [*wide, *([wide_sink] if sinks else [])], slope.double())
     for what, a, b in zip(("q", "k", "v", "sinks"), one, other, strict=False):
         close(a, b, BF16, what)
+
+
+def test_others_keep_the_order_of_attention_kernels_that_torch_chose() -> None:
+    """In processes of their own: torch chooses once."""
+    q = "q = torch.randn(1, 2, 64, 64, device='cuda', dtype=torch.bfloat16); "
+    plain = "torch.nn.functional.scaled_dot_product_attention(q, q, q); "
+    ours = "from threefold.engine.attention.backend import attend; attend(q, q, q, scale=1.0); "
+    found = []
+    for call in (plain, ours):
+        work = f"import torch; {q}{call}print(torch._C._get_sdp_priority_order())"
+        done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=120, check=True)
+        found.append(done.stdout)
+    assert found[0] == found[1]
 
 
 def test_grouped_product_is_used_in_bf16() -> None:

@@ -9,7 +9,7 @@ gives exact gradients, and the sink's own is -sum(p_sink * <dout, out>).
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -136,12 +136,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, asked: _Asked) -> Tenso
     if size < k.shape[1] and names[:1] == ["cudnn"] and _cudnn_takes(q, k, v, grouped):
         return attend_by_groups(q, k, v, scale, size)
     width = v.shape[-1] if _takes_narrow(q, k, v, grouped) else q.shape[-1]
+    if not stood_for():
+        _torch_has_chosen(q.device)
     with (
         remade(partial(widen, width), v, on=width > v.shape[-1] and is_hidden(v)) as value,
         sdpa_kernel(order, set_priority=True),
     ):
         out = F.scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=grouped)
     return out[..., : v.shape[-1]]
+
+
+@cache
+def _torch_has_chosen(device: torch.device) -> None:
+    """torch puts its kernels in order for this GPU when it first chooses one. Within `sdpa_kernel` that order would be
+    taken back at the end, and whoever else attends in this process would get slower kernels from then on."""
+    if device.type == "cuda":
+        probe = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+        torch._fused_sdp_choice(probe, probe, probe)
 
 
 def _takes_narrow(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:

@@ -57,7 +57,7 @@ def tuned(plan: Plan, say: Callable[[str], None]) -> list[Speed]:
     heads = heads_of(plan)
     if heads is None or plan.layout.cp > 1 or not torch.cuda.is_available():
         return []
-    speed = tune(heads, plan.job.seq_len, torch.device("cuda"), say)
+    speed = tune(heads, plan.job.seq_len, torch.device("cuda"), say, plan.job.micro_batch)
     return [speed] if speed.kernels else []
 
 
@@ -71,9 +71,10 @@ def heads_of(plan: Plan) -> Heads | None:
     return Heads(spec.num_heads // tp, max(1, spec.num_kv_heads // tp), spec.head_dim, spec.head_dim)
 
 
-def tune(heads: Heads, length: int, device: torch.device, say: Callable[[str], None]) -> Speed:
+def tune(heads: Heads, length: int, device: torch.device, say: Callable[[str], None], batch: int = 1) -> Speed:
     """Kept, unless none ran: such a length may be too much for this device."""
-    speed = Speed(heads.dim, heads.value_dim, length, speeds(heads, length, device, kernels(heads, device), say))
+    found = speeds(heads, (batch, length), device, kernels(heads, device), say)
+    speed = Speed(heads.dim, heads.value_dim, length, found)
     if not speed.kernels:
         return speed
     add_kept(_file(device), {f"dim {heads.dim} values {heads.value_dim} length {length}": asdict(speed)})
@@ -89,13 +90,12 @@ def kernels(heads: Heads, device: torch.device) -> dict[str, Attention]:
 
 
 def speeds(
-    heads: Heads, length: int, device: torch.device, tried: dict[str, Attention], say: Callable[[str], None]
+    heads: Heads, sizes: tuple[int, int], device: torch.device, tried: dict[str, Attention], say: Callable[[str], None]
 ) -> dict[str, int]:
-    """TFLOP/s of those that run; the backward counts as 2.5 forwards."""
-    sizes = (heads.num, heads.dim), (heads.num_kv, heads.dim), (heads.num_kv, heads.value_dim)
+    """TFLOP/s of those that run, for this batch and length; the backward counts as 2.5 forwards."""
     given = [
-        torch.randn(1, length, *size, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-        for size in sizes
+        torch.randn(*sizes, *each, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for each in ((heads.num, heads.dim), (heads.num_kv, heads.dim), (heads.num_kv, heads.value_dim))
     ]
     taken: dict[str, list[float]] = {name: [] for name in tried}
     for turn in range(_WARMUP + _REPEATS):
@@ -108,7 +108,7 @@ def speeds(
                 continue
             if turn >= _WARMUP:
                 taken[name].append(seconds)
-    flops = 3.5 * heads.flops(length)
+    flops = 3.5 * sizes[0] * heads.flops(sizes[1])
     return {name: round(flops / statistics.median(times) / 1e12) for name, times in taken.items()}
 
 

@@ -168,6 +168,7 @@ def candidates(step: str) -> list[Config]:
 def cute_candidates(step: str, gathered: bool) -> list[CuteConfig]:
     """Of quack's: what came first or second somewhere on an H200."""
     wide, turns, alone = CuteConfig(), CuteConfig(n=192, pingpong=True), CuteConfig(cluster=1)
+    one_by_one = CuteConfig(group=1)
     found = {
         "up": [turns, wide, alone],
         "down": [turns, alone, wide],
@@ -175,8 +176,8 @@ def cute_candidates(step: str, gathered: bool) -> list[CuteConfig]:
         if gathered
         else [turns, CuteConfig(n=128, pingpong=True)],
         "input_grad": [wide, turns],
-        "up_grad": [wide, CuteConfig(m=256, n=192)],
-        "down_grad": [wide, turns, CuteConfig(m=256, n=192)],
+        "up_grad": [one_by_one, wide, CuteConfig(m=256, n=192)],
+        "down_grad": [one_by_one, wide, turns, CuteConfig(m=256, n=192)],
     }
     return found[step]
 

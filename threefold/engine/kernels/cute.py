@@ -81,7 +81,8 @@ def _gemm(a: Tensor, b: Tensor, out: Tensor, config: CuteConfig, **edges: Any) -
     from quack import gemm as home  # type: ignore
 
     _bounded(home, "_gemm_plan_cache")
-    home.gemm(a, b, out, None, None, config.m, config.n, config.cluster, 1, pingpong=config.pingpong, **edges)
+    order = {"pingpong": config.pingpong, "max_swizzle_size": config.group}
+    home.gemm(a, b, out, None, None, config.m, config.n, config.cluster, 1, **order, **edges)
 
 
 def _aligned(token_R: Tensor | None) -> Tensor | None:
@@ -104,7 +105,7 @@ def _theirs(config: CuteConfig) -> Any:
 
     return GemmConfig(
         tile_m=config.m, tile_n=config.n, pingpong=config.pingpong, cluster_m=config.cluster, cluster_n=1,
-        is_dynamic_persistent=False, device_capacity=9,
+        max_swizzle_size=config.group, is_dynamic_persistent=False, device_capacity=9,
     )  # fmt: skip
 
 

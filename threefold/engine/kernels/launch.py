@@ -23,12 +23,14 @@ class Config:
 
 @dataclass(frozen=True)
 class CuteConfig:
-    """Tiles of quack's kernels: `pingpong` lets two groups of warps take turns, `cluster` tiles of rows share loads."""
+    """Tiles of quack's kernels: `pingpong` lets two groups of warps take turns, `cluster` tiles of rows share loads,
+    `group` of them come before the next tile of columns."""
 
     m: int = 128
     n: int = 256
     pingpong: bool = False
     cluster: int = 2
+    group: int = 8
 
 
 @cache

@@ -34,7 +34,7 @@ from threefold.engine.kernels.steps import Steps
 from threefold.plan.plan import Plan
 
 _ROW_ITEM_BYTES = 2  # these kernels take no wider rows
-_WARMUP, _REPEATS, _WHOLE_REPEATS = 3, 9, 25
+_WARMUP, _REPEATS, _WHOLE_REPEATS = 3, 15, 25
 Run = Callable[[Choice, tuple[str, str]], tuple[Any, Any]]  # -> events before the one step and behind the other
 Times = dict[str, dict[Tiling, float]]  # milliseconds of each step by each kernel
 
