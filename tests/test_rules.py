@@ -286,6 +286,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "small-launches-want-graphs": ({"cluster.chip": "b200"}, {"cluster.chip": "b200", "job.micro_batch": 4}),
     # memory
+    "master-weights-are-a-choice": (
+        {"knobs.master_weights": False},
+        {"knobs.master_weights": False, "target": "threefold"},
+    ),
+    "updates-need-bits": ({"knobs.master_weights": False, "target": "threefold"}, {"target": "threefold"}),
     "states-fit-memory": ({"layout.ep": 1, "layout.pp": 1, "layout.vpp": 1}, {}),
     "peak-fits-memory": (
         {"job.micro_batch": 8, "knobs.recompute": [], "job.global_batch": 16384},

@@ -196,7 +196,7 @@ def _states(plan: Plan, held: Held) -> dict[str, float]:
     weights = weight * (dense + experts)
     if plan.low_precision and knobs.fp8_params:
         weights = weight * dense * 0.2
-    master = 4 if knobs.precision != "fp32" else 0
+    master = 4 if knobs.precision != "fp32" and knobs.master_weights else 0
     moments = 1 if plan.job.optimizer == "muon" else 2  # of the vocabulary's tables Muon keeps two as well
     per_param = (master + moments * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
     trained = 0.0 if "language" in plan.job.freeze else 1.0

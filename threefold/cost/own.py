@@ -21,7 +21,7 @@ def own_states(plan: Plan, dense: float, experts: float, shared: float, tables: 
     first are held by two pipeline ranks, `tables` are the vocabulary's, which Muon leaves to AdamW."""
     layout, knobs = plan.layout, plan.knobs
     width = 4 if knobs.precision == "fp32" else 2
-    master = 4 if width == 2 else 0
+    master = 4 if width == 2 and knobs.master_weights else 0
     summed = layout.gpus > 1 or plan.num_microbatches > 1  # else gradients are autograd's
     grad = max(width, _STATE_BYTES[knobs.grad_dtype]) if summed else width
     moment = _STATE_BYTES[knobs.optimizer_dtype]

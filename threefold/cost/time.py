@@ -405,7 +405,8 @@ def _optimizer_seconds(plan: Plan, rates: Rates) -> tuple[float, float]:
     layout, knobs = plan.layout, plan.knobs
     mine = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
     moments = STATE_BYTES[knobs.optimizer_dtype]
-    traffic = mine * (2 * 4 + 4 * moments + 4 + 2)  # master and moments both ways, gradient in, weight out
+    master = 2 * 4 if knobs.master_weights else 2  # both ways, or the weight alone once more
+    traffic = mine * (master + 4 * moments + 4 + 2)  # moments both ways, gradient in, weight out
     host = knobs.optimizer_offload
     on_gpu = traffic * (1 - host) / (plan.chip.memory_bandwidth * rates.optimizer)
     on_host = host * mine * ((4 + 2) / plan.chip.host_bandwidth + 28 / rates.host_adam)

@@ -172,12 +172,12 @@ def _runner(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], dtype: torch.dty
 
 
 def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> AdamW | Muon:
-    decay, state_dtype = plan.job.weight_decay, plan.knobs.optimizer_dtype
+    decay, state_dtype, master = plan.job.weight_decay, plan.knobs.optimizer_dtype, plan.knobs.master_weights
     named = next(iter(chunks.values())).named_parameters() if isinstance(data, Whole) else data.updated
     if plan.job.optimizer == "adamw":
-        return AdamW(named, decay, state_dtype, offload=plan.knobs.optimizer_offload)
+        return AdamW(named, decay, state_dtype, master=master, offload=plan.knobs.optimizer_offload)
     wholes = None if isinstance(data, Whole) else Matrices(data, partial(cut_group, mesh))
-    return Muon(named, decay, state_dtype, wholes=wholes)
+    return Muon(named, decay, state_dtype, wholes=wholes, master=master)
 
 
 def _loader(plan: Plan, mesh: Mesh, evaluation: bool = False) -> Loader:

@@ -18,7 +18,7 @@ from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.plan import Plan
 
 # Of knobs, those that decide what a checkpoint holds.
-_KEPT = ("knobs.precision", "knobs.optimizer_dtype")
+_KEPT = ("knobs.precision", "knobs.optimizer_dtype", "knobs.master_weights")
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
 LOADS = "loads.json"
 

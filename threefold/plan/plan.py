@@ -139,6 +139,7 @@ class Knobs:
         "whole layers whose saved tensors go to the host", 0, at_least=0, at_most=MAX_INT
     )
     optimizer_dtype: str = item("dtype of the optimizer's moments", "fp32", choices=STATE_DTYPES)
+    master_weights: bool = item("weights in fp32 beside narrower ones, for the optimizer to update", True)
     grad_dtype: str = item("dtype of accumulated gradients", "fp32", choices=("fp32", "bf16"))
     data_parallel: str = item("who shards what over data parallel", "zero1", choices=("zero1", "fsdp", "hsdp"))
     grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)

@@ -33,13 +33,47 @@ def state_bytes(plan: Plan) -> float:
     dense_here, experts_here = dense / layout.tp / layout.pp, experts / layout.ep / layout.etp / layout.pp
     weight = 4 if knobs.precision == "fp32" else 1 if knobs.fp8_params else 2
     held = weight + STATE_BYTES[knobs.grad_dtype]
-    states = (4 + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
+    master = 4 if knobs.master_weights else 0
+    states = (master + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
     if knobs.data_parallel == "zero1":
         return dense_here * (held + states / dense_shards) + experts_here * (held + states / expert_shards)
     copies = layout.replicate
     return (held + states) * (
         dense_here / max(1, dense_shards // copies) + experts_here / max(1, expert_shards // copies)
     )
+
+
+@rule()
+def master_weights_are_a_choice(plan: Plan) -> Iterator[Finding]:
+    """Where master weights are left out, the target has a choice of them.
+
+    Why: Megatron's optimizers always update weights in fp32, and FSDP's weights, kept in fp32 in parts, are their own.
+    Confirm: knobs.master_weights with target and knobs.data_parallel.
+    Fix: keep them.
+    """
+    if plan.knobs.master_weights:
+        return
+    if plan.target != "threefold":
+        problem = f"{plan.target} always has master weights"
+    elif plan.knobs.data_parallel != "zero1":
+        problem = f"weights of {plan.knobs.data_parallel} are their own master weights"
+    else:
+        return
+    yield Finding(at="knobs.master_weights", problem=problem, fix={"knobs.master_weights": True})
+
+
+@rule(severity="warning", target="threefold")
+def updates_need_bits(plan: Plan) -> Iterator[Finding]:
+    """Narrow weights have master weights to be updated in.
+
+    Why: a weight in bf16 has eight bits; an update below a 512th of it is rounded away, and late in a run most are.
+    Confirm: the loss curve of the same run with master weights.
+    Fix: keep them, or shard them over data parallel; without them memory and time are those of pure bf16.
+    """
+    if plan.knobs.master_weights or plan.knobs.precision == "fp32":
+        return
+    problem = "weights are updated in sixteen bits, where small updates round away"
+    yield Finding(at="knobs.master_weights", problem=problem, fix={"knobs.master_weights": True})
 
 
 def _cure(plan: Plan, limit: float) -> dict[str, object] | None:

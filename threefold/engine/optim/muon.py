@@ -75,17 +75,18 @@ class Muon:
         state_dtype: str = "fp32",
         momentum: float = 0.95,
         wholes: Wholes | None = None,
+        master: bool = True,
     ) -> None:
         every = as_items(named)
         self.items = [item for item in every if by_muon(item.name, item.matrix)]
         kept = {item.name for item in self.items}
-        self.rest = AdamW([item for item in every if item.name not in kept], weight_decay, state_dtype)
+        self.rest = AdamW([item for item in every if item.name not in kept], weight_decay, state_dtype, master=master)
         self.weight_decay, self.momentum = weight_decay, momentum
         self.wholes = wholes or OneRank()
         self.buffer = {
             item.name: torch.zeros_like(item.value, dtype=kept_dtype(item, torch.float32)) for item in self.items
         }
-        self.master = {item.name: make_master(item) for item in self.items if needs_master(item)}
+        self.master = {item.name: make_master(item) for item in self.items if master and needs_master(item)}
 
     @property
     def matrices(self) -> list[tuple[str, Tensor]]:
