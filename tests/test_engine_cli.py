@@ -11,6 +11,7 @@ pytest.importorskip("safetensors")
 from tiny_runs import unread  # noqa: E402
 
 from threefold.cli.main import main  # noqa: E402
+from threefold.engine.moe import experts  # noqa: E402
 from threefold.plan.file import read_plan  # noqa: E402
 
 RECIPE = str(Path(__file__).parent.parent / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
@@ -47,6 +48,12 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "prompt-fits-vocab" in out
     assert "token 1999 of the prompt is beyond the model's vocabulary of 512" in out
+
+
+def test_a_run_whose_first_experts_are_recomputed(tmp_path: Path) -> None:
+    """Nothing of a layer has run before it is recomputed."""
+    experts._probe.cache_clear()
+    assert train(tmp_path / "run", "job.steps=1", "model.num_layers=1", "knobs.recompute=moe") == 0
 
 
 def large_tokenizer(folder: Path) -> str:

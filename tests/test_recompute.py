@@ -19,8 +19,10 @@ from threefold.engine.agreement import judge  # noqa: E402
 from threefold.engine.build import options_of  # noqa: E402
 from threefold.engine.models.build import build_model  # noqa: E402
 from threefold.engine.models.decoder import Decoder, Output  # noqa: E402
+from threefold.engine.moe import experts  # noqa: E402
 from threefold.engine.options import Options  # noqa: E402
 from threefold.engine.oracle import on_rank, one_rank  # noqa: E402
+from threefold.engine.pipeline.delay import Delay  # noqa: E402
 from threefold.engine.ranks import run_ranks  # noqa: E402
 from threefold.engine.recompute import again, remade  # noqa: E402
 from threefold.findings import FindingsError  # noqa: E402
@@ -86,6 +88,23 @@ BITS = [
 @pytest.mark.parametrize(("family", "names", "dtype"), BITS)
 def test_gradients_are_the_same_bits(family: str, names: tuple[str, ...], dtype: torch.dtype) -> None:
     assert_same(gradients(family, dtype, recompute=names), gradients(family, dtype))
+
+
+@pytest.mark.parametrize("names", [("moe",), ("full",)])
+def test_experts_that_first_run_in_a_recompute(names: tuple[str, ...]) -> None:
+    """Whether there is a grouped product is tried with the first rows: that is no part of what is made again."""
+    experts._probe.cache_clear()
+    found = gradients("qwen3_moe", torch.float32, recompute=names)
+    assert_same(found, gradients("qwen3_moe", torch.float32))
+
+
+def test_trying_a_product_leaves_nothing_behind() -> None:
+    """Both its gradients are tried then and there, whatever schedule it is in."""
+    experts._probe.cache_clear()
+    delay = Delay()
+    with delay:
+        experts._probe("cpu", torch.float32)
+    assert delay.left == []
 
 
 @pytest.mark.parametrize(("method", "size"), [("uniform", 2), ("uniform", 3), ("block", 2), ("block", 9)])

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from threefold.engine.dispatch.splits import host_sizes
 from threefold.engine.kernels.choose import takes
@@ -181,15 +182,20 @@ def grouped_works(x_RD: Tensor, down_EDH: Tensor) -> bool:
 
 @cache
 def _probe(device: str, dtype: torch.dtype) -> bool:
-    """Try it once: which dtypes have a kernel depends on device and release."""
+    """Try it once: which dtypes have a kernel depends on device and release.
+
+    With hooks of its own and torch's own product: what it keeps is no part of a recompute or an offload that it happens
+    to be in, and its weight gradient waits for no schedule.
+    """
     if dtype == torch.float64 or (device == "cpu" and dtype != torch.float32):
         return False  # no fp64 kernel; the bf16 one of the CPU is far slower than the loop
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept.detach(), lambda kept: kept):
             x = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
             weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
-            counts = torch.tensor([4, 12], device=device)
-            grouped_linear(x, weight, None, counts).mul(1.0).backward(torch.ones(16, 16, device=device, dtype=dtype))
+            ends = torch.tensor([4, 16], device=device, dtype=torch.int32)
+            y = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+            y.mul(1.0).backward(torch.ones(16, 16, device=device, dtype=dtype))
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         warnings.warn(f"grouped_mm fails here in {dtype}: experts run one by one, far slower ({error})", stacklevel=2)
         return False
