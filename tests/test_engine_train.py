@@ -42,6 +42,7 @@ from threefold.spec.models import MODELS  # noqa: E402
 
 TIMING = {"seconds", "tokens_per_second", "tflops", "memory_bytes"}  # of a metrics line: differ from run to run
 MUON = {"job.optimizer": "muon"}
+NARROW = {"knobs.precision": "bf16", "knobs.optimizer_dtype": "bf16"}
 LONG = 100_000  # steps: ended by a signal
 
 
@@ -150,6 +151,27 @@ def test_narrow_parameters_follow_an_fp32_master() -> None:
     for name, p in params.items():
         torch.testing.assert_close(ours.master[name], twins[name].detach(), rtol=1e-6, atol=1e-7)
         assert torch.equal(p, ours.master[name].bfloat16())
+
+
+@pytest.mark.parametrize("make", [AdamW, Muon])
+def test_without_masters_the_update_is_rounded_into_the_weight(make: Any) -> None:
+    params, twins = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    ours, theirs = make(params.items(), 0.1, master=False), make(twins.items(), 0.1)
+    for p, twin in zip(params.values(), twins.values(), strict=True):
+        p.grad = twin.grad = torch.randn(p.shape, dtype=torch.bfloat16)
+    ours.step(1e-2)
+    theirs.step(1e-2)
+    assert not any("master" in name for name in ours.state_dict())
+    for name in SHAPES:
+        # One step from the same weights. Muon shrinks and adds apart, and so rounds twice.
+        torch.testing.assert_close(params[name], twins[name], rtol=0 if make is AdamW else 2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("adamw", True), ("adamw", False), ("muon", False)])
+def test_a_plan_says_whether_there_are_master_weights(optimizer: str, kept: bool, data: dict[str, Any]) -> None:
+    plan = tiny_plan({**data, **NARROW, "job.optimizer": optimizer, "knobs.master_weights": kept})
+    names = build(plan).optimizer.state_dict()
+    assert any("master" in name for name in names) == kept
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -363,8 +385,8 @@ def test_how_a_run_is_kept_does_not_change_it(data: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, MUON, DEEPSEEK, {"knobs.precision": "bf16", "knobs.optimizer_dtype": "bf16"}, {"job.packing": True}],
-    ids=["adamw", "muon", "deepseek", "bf16", "packing"],
+    [{}, MUON, DEEPSEEK, NARROW, {**NARROW, **MUON, "knobs.master_weights": False}, {"job.packing": True}],
+    ids=["adamw", "muon", "deepseek", "bf16", "bf16 muon without masters", "packing"],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(extra: dict[str, Any], data: dict[str, Any], tmp_path: Path) -> None:
     steps, whole = 6, tmp_path / "whole"
