@@ -413,7 +413,9 @@ def test_nonsense_is_a_finding(options: Options, at: str) -> None:
 
 def test_a_plan_that_no_script_can_run_is_a_finding() -> None:
     uneven = plan_of(**H100 | {"cluster__gpus": 12, "target": "megatron-bridge"})
-    assert [finding.at for finding in faults(uneven, Options())] == ["target", "cluster.gpus"]
+    found = list(faults(uneven, Options()))
+    assert [finding.at for finding in found] == ["target", "cluster.gpus"]
+    assert found[0].advice == "set target to threefold, or start it by its own tools"
 
 
 def test_launch_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,6 +431,12 @@ def test_launch_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([*words, "target=megatron-bridge", "--target", "threefold", kind]) == 0
         assert "target=megatron-bridge --target threefold" in capsys.readouterr().out  # as it was judged
     assert main([*words, "--slurm", "--time", "soon"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, "error[script-options] --time" in said.err) == ("", True)
+    assert main([*words, "--slurm", "--time", "soon", "--out", str(tmp_path / "not.sh")]) == 1
+    assert "error[script-options] --time" in capsys.readouterr().out
+    assert main(["launch", str(tmp_path / "no.toml"), "--slurm"]) == 1
+    assert capsys.readouterr().out == ""
     assert main([*words, "--slurm", "--out", str(tmp_path / "no" / "job.sh")]) == 1
     assert main([*words, "--slurm", "--notice", "0"]) == 2
     with pytest.raises(SystemExit):

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from threefold.cli.main import main  # noqa: E402
+from threefold.engine.agreement import Comparison  # noqa: E402
 from threefold.plan.file import read_plan  # noqa: E402
 from threefold.plan.scale import MAX_RANKS, scale_down  # noqa: E402
 from threefold.rules.all import check, errors  # noqa: E402
@@ -53,6 +54,35 @@ def test_forced_balance_is_verified_with_learned_routing(capsys: pytest.CaptureF
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["same"]
     assert told["replaced"] == ["forced balance by learned routing"]
+
+
+@pytest.fixture
+def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are not started, and agree."""
+    same = Comparison(*[0.0] * 6, worst="", near_ties=0, num_parameters=1, steps=(), idle=(), problems=())
+    monkeypatch.setattr("threefold.engine.oracle.compare", lambda plan, limit: same)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_graphs_of_a_recipe_are_replaced(path: Path, unrun: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """A CPU records none: what the engine cannot record on GPUs is no reason to refuse here."""
+    plan = read_plan(str(path)).plan
+    assert plan is not None
+    if plan.model.family not in STACKS["threefold"].families:
+        pytest.skip(f"the engine does not train {plan.model.family}")
+    assert main(["verify", str(path), "--scale-down", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [what for what in told["replaced"] if "graphs" in what] == ["graphs by eager kernels"] * bool(
+        plan.knobs.graphs
+    )
+
+
+def test_other_faults_of_graphs_are_still_refused(unrun: None, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES[0].parent / "qwen3-next-80b-a3b-8k-32xgb200-bf16.toml")
+    assert main(["verify", recipe, "--scale-down", 'knobs.graphs=["full_iteration"]']) == 1
+    said = capsys.readouterr().out
+    assert "error[graph-needs-static-experts]" in said
+    assert "engine-has-graphs" not in said
 
 
 def test_a_large_plan_is_not_run_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from typing import TextIO
 
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import read_plan
@@ -47,13 +48,14 @@ def seconds(text: str) -> float:
     return value
 
 
-def print_findings(findings: list[Finding], as_json: bool) -> int:
+def print_findings(findings: list[Finding], as_json: bool, out: TextIO | None = None) -> int:
+    """Text goes to `out` where standard output is for something else."""
     bad = any(finding.severity == "error" for finding in findings)
     if as_json:
         json.dump({"ok": not bad, "findings": [finding.to_json() for finding in findings]}, sys.stdout, indent=2)
         print()
     else:
-        print(findings_text(findings))
+        print(findings_text(findings), file=out)
     return 1 if bad else 0
 
 

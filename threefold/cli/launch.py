@@ -33,12 +33,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     parsed, findings = plan_from(args)
     plan = parsed.plan
+    beside = sys.stderr if args.out is None else None  # a file that the script goes to would hide findings
     if plan is None:
-        return print_findings(findings, args.json)
+        return print_findings(findings, args.json, beside)
     options = Options(args.time, args.partition, args.account, args.container, args.max_restarts, args.notice, args.run)
     blocking = [*errors(promoted(check(plan))), *faults(plan, options)]
     if blocking:
-        return print_findings(in_order(blocking), args.json)
+        return print_findings(in_order(blocking), args.json, beside)
     words = [args.plan, *args.overrides, *(["--target", args.target] if args.target else [])]
     text = batch_script(plan, words, options) if args.slurm else torchrun_commands(plan, words, options)
     if args.out is None:

@@ -21,7 +21,8 @@ WORDS = (
     "optimizer states",
     "router bias",
 )
-MEMORY = ("states-fit-memory",)
+# Whether it fits a GPU is not asked here, and what a CPU has not is replaced.
+ELSEWHERE = ("states-fit-memory", "engine-has-knob", "engine-has-graphs")
 TOLERANCE = 1e-10  # fp64 sums in another order differ by about 1e-15
 
 
@@ -38,15 +39,18 @@ def run(args: argparse.Namespace) -> int:
     plan = parsed.plan
     if plan is None:
         return print_findings(findings, args.json)
-    # The plan as given: its shrunk version may be legal where it is not. Whether it fits a GPU is not asked here.
+    # The plan as given: its shrunk version may be legal where it is not.
     plan = change(plan, {"target": "threefold"})
-    refused = blockers(promoted(check(plan)))
-    refused = [finding for finding in refused if finding.rule != "engine-has-knob" and finding.rule not in MEMORY]
+    refused = [finding for finding in blockers(promoted(check(plan))) if finding.rule not in ELSEWHERE]
     if refused:
         return print_findings(in_order(refused), args.json)
     replaced: list[str] = []
+    if plan.knobs.graphs:
+        plan = change(plan, {"knobs.graphs": []})
+        replaced.append("graphs by eager kernels")
     if args.scale_down:
-        plan, replaced = scale_down(plan)
+        plan, more = scale_down(plan)
+        replaced += more
     if plan.job.routing == "forced-balance":  # experts by how tokens lie on ranks, which is not how they lie on one
         plan = change(plan, {"job.routing": None})
         replaced.append("forced balance by learned routing")

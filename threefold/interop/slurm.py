@@ -47,7 +47,8 @@ def shape(plan: Plan) -> Shape | None:
 def faults(plan: Plan, options: Options) -> Iterator[Finding]:
     """What no script can be written for."""
     if plan.target != "threefold":
-        yield _fault("target", f"{plan.target} is started by its own tools", "set target to threefold, or export it")
+        advice = "set target to threefold, or start it by its own tools"
+        yield _fault("target", f"a script starts threefold, not {plan.target}", advice)
     if shape(plan) is None:
         node = plan.cluster.node
         problem = f"{plan.cluster.gpus} ranks do not fill nodes of {node} evenly"
