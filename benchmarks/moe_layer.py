@@ -4,10 +4,10 @@ other libraries that are installed (`moe_peers.py`), in one process.
 python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-block fp8-row] [--repeats 40]
     [--tune] [--peers [search]] [--out FILE]
 
-Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the
-gradients of input, router weights and expert weights: sorting is in, the router is not, on all sides. They take turns
-at every run, so that all see the same clocks: a GPU at the limit of its power is as slow as the last second has made
-it, whoever ran then. A ratio is their time over ours in bf16. In FP8 weights are quantised beforehand, as once an
+Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the gradients
+of input, router weights and expert weights: sorting is in, the router is not, on all sides. They take turns at every
+run, back and forth, so that all see the same clocks: a GPU at the limit of its power is as slow as the last second has
+made it, whoever ran then. A ratio is their time over ours in bf16. In FP8 weights are quantised beforehand, as once an
 optimizer step is enough; what that takes is said beside. Saved: bytes a token that the forward leaves for the backward,
 the layer's input included (in FP8 a copy in one byte is kept in its place), its output not. As dense products: the
 layer's six products with one weight for all rows, and nothing before, between or behind them.
@@ -192,7 +192,8 @@ def turns(calls: dict[str, Callable[[], object]], device: torch.device, repeats:
         return {name: float("nan") for name, call in calls.items() if call() is not calls}
     marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
     for turn in range(WARMUP + repeats):
-        for name, call in calls.items():
+        order = list(calls.items())
+        for name, call in order if turn % 2 else reversed(order):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()

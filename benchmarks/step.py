@@ -65,6 +65,8 @@ def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, more: dict[
         "job.global_batch": micro,
         "job.aux_loss": 0.0,
         "knobs.optimizer_dtype": "bf16",
+        "knobs.grad_dtype": "bf16",
+        "knobs.master_weights": False,
         "knobs.expert_fusion": True,
         **(more or {}),
     }
