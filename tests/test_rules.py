@@ -499,6 +499,23 @@ def test_megatron_rules_bind_only_megatron() -> None:
     assert "ep-overlap-base-dtype" not in {finding.rule for finding in check(plan, target="threefold")}
 
 
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("permute_fusion", False), ("loss_fusion", False), ("router_dtype", "bf16"), ("router_padding", True)],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp8-blockwise"])
+def test_what_the_engine_does_in_one_way_is_said_once(knob: str, value: Any, precision: str) -> None:
+    """And no rule speaks of it as if the engine had turned it."""
+    graphs = {"knobs.graphs": ["moe_router", "moe_preprocess"], "knobs.dispatcher": "alltoall"}
+    fields = {**CLEAN, **graphs, "target": "threefold", "knobs.precision": precision}
+    plan = build({**fields, f"knobs.{knob}": value})
+    before = check(build(fields))
+    [finding] = [one for one in check(plan) if one not in before]
+    assert (finding.rule, finding.at) == ("engine-has-knob", f"knobs.{knob}")
+    assert finding.problem.startswith(f"the engine has no choice of {knob}: ")
+    assert check(change(plan, finding.fix_data)) == before
+
+
 def test_the_documents_counts_of_gpus() -> None:
     """256 GPUs for DeepSeek-V3 at 128K, 512 at 256K, 128 for Qwen3-235B at 128K; one node less is refused."""
     for model, gpus, degrees in (

@@ -102,7 +102,7 @@ def graph_preprocess_without_sync(plan: Plan) -> Iterator[Finding]:
     Confirm: knobs.dispatcher, job.capacity_factor, knobs.router_padding.
     Fix: leave moe_preprocess out.
     """
-    padded = plan.low_precision and plan.knobs.router_padding
+    padded = plan.low_precision and plan.knobs.router_padding and plan.target != "threefold"  # which never pads
     capacity = plan.job.capacity_factor is not None and plan.job.capacity_scope == "expert"
     if "moe_preprocess" in plan.knobs.graphs and plan.knobs.dispatcher == "alltoall" and (padded or capacity):
         reason = "a capacity factor" if capacity else "padding for quantised GEMMs"

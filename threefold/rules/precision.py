@@ -85,7 +85,8 @@ def fp8_knobs_need_fp8(plan: Plan) -> Iterator[Finding]:
     """
     if plan.low_precision:
         return
-    for name in ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch", "router_padding"):
+    names = ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch")
+    for name in names if plan.target == "threefold" else (*names, "router_padding"):  # engine-has-knob
         if getattr(plan.knobs, name):
             problem = f"{name} with precision {plan.knobs.precision}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})

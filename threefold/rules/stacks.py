@@ -31,13 +31,20 @@ _NOT_YET = {
     "fp8_attention": False,
     "fp8_output": False,
 }
+# What the engine does in one way only: its default, and that way.
+_NO_CHOICE: dict[str, tuple[object, str]] = {
+    "permute_fusion": (True, "its kernels permute in one pass"),
+    "loss_fusion": (True, "a chunk of logits becomes its loss and gradient at once"),
+    "router_dtype": ("fp32", "routers compute in fp32"),
+    "router_padding": (False, "experts get the rows that they have"),
+}
 
 
 @rule(severity="warning", rows="CF-ONE", target="threefold")
 def engine_has_knob(plan: Plan) -> Iterator[Finding]:
     """The threefold engine has the knobs the plan turns.
 
-    Why: some forms of FP8 are planned and priced, not built.
+    Why: some forms of FP8 are planned and priced, not built; and what it does in one way only, no knob changes.
     Confirm: the names in the message.
     Fix: put them back to their defaults.
     """
@@ -47,6 +54,10 @@ def engine_has_knob(plan: Plan) -> Iterator[Finding]:
     for name, off in _NOT_YET.items():
         if getattr(plan.knobs, name) != off:
             problem = f"the engine has no {name} yet"
+            yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
+    for name, (default, way) in _NO_CHOICE.items():
+        if getattr(plan.knobs, name) != default:
+            problem = f"the engine has no choice of {name}: {way}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
 
 
