@@ -28,7 +28,7 @@ from threefold.engine.recompute import again, remade  # noqa: E402
 from threefold.findings import FindingsError  # noqa: E402
 from threefold.plan.parse import parse  # noqa: E402
 from threefold.search.recompute import resolve_recompute, sets  # noqa: E402
-from threefold.units import GIB  # noqa: E402
+from threefold.units import GIB, format_bytes  # noqa: E402
 
 HAVE = {
     "mlp": {"llama", "qwen3", "deepseek_v3"},
@@ -312,9 +312,51 @@ def test_budget_obeys_rules() -> None:
         resolved(0.999 * least)
 
 
+def resolved_near(fields: dict[str, Any], num_bytes: float) -> Any:
+    return resolve_recompute(build({**fields, "knobs.recompute": f"auto:{1.0001 * num_bytes / GIB:.6f}GiB"}))[0]
+
+
+def needs(fields: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    plan = build(fields)
+    return {names: memory(replace(plan, knobs=replace(plan.knobs, recompute=names))).peak_bytes for names in sets(plan)}
+
+
+def test_budget_obeys_a_rule_about_graphs() -> None:
+    """Its fix gives up the graphs. The message names the least of what is left, not what the rule refuses."""
+    fields = {**ON_HOST, "knobs.graphs": ["attn"]}
+    need = needs(fields)
+    least = min(need.keys() - {("full",)}, key=lambda names: need[names])
+    assert need[("full",)] < 0.9 * need[least]
+    assert resolved_near(fields, need[least]).knobs.recompute == least
+    with pytest.raises(FindingsError) as stopped:
+        resolved_near(fields, need[("full",)])
+    (said,) = stopped.value.findings
+    assert "break a rule (graph-excludes-full-recompute)" in said.problem
+    assert f"{', '.join(least)} needs the least, {format_bytes(need[least])}" in said.problem
+
+
+def test_budget_obeys_a_rule_about_overlap() -> None:
+    """Its fix gives up the overlap of shared experts."""
+    fields = {**ON_HOST, "knobs.shared_expert_overlap": True}
+    for names, num_bytes in needs(fields).items():
+        if "shared_experts" in names:
+            assert "shared_experts" not in resolved_near(fields, num_bytes).knobs.recompute
+
+
+def test_a_rule_that_is_broken_anyway_refuses_no_set() -> None:
+    """`check` names it, with its fix; a budget that speaks of it would hide that."""
+    fields = {**ON_HOST, "knobs.recompute_layers": 2, "knobs.recompute": "auto:1000GiB"}
+    assert resolve_recompute(build(fields))[0].knobs.recompute == ()
+
+
 @pytest.mark.parametrize("word", ["auto:", "auto:0GiB", "auto:-3GiB", "auto:60", "auto:60 GiB", "auto:muchGiB"])
 def test_nonsense_for_a_budget_is_refused(word: str) -> None:
     parsed = parse({**ON_HOST, "knobs.recompute": word})
+    assert [finding.at for finding in parsed.findings] == ["knobs.recompute"]
+
+
+def test_a_line_end_is_no_part_of_a_budget() -> None:
+    parsed = parse({**ON_HOST, "knobs.recompute": ["auto:60GiB\n"]})
     assert [finding.at for finding in parsed.findings] == ["knobs.recompute"]
 
 

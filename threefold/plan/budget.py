@@ -17,7 +17,7 @@ def is_budget(word: str) -> bool:
 
 def budget_bytes(word: str) -> float | None:
     """None: no budget, or none that can be read or met."""
-    found = re.match(PATTERN, word)
+    found = re.fullmatch(PATTERN, word)
     if found is None:
         return None
     unit = found.group(2)

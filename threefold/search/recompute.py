@@ -23,12 +23,14 @@ def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
     if budget is None:
         return plan, []
     need = {names: _peak(plan, names) for names in sets(plan)}
+    anyway, refusing = _broken(plan, ()), set[str]()
     meets = [names for names, peak in need.items() if peak <= budget]
     for names in sorted(meets, key=lambda names: (_seconds(plan, names), len(names), need[names])):
-        found = change(plan, {"knobs.recompute": list(names) or None})
-        if not _refused(found):
-            return found, [_chosen(plan, names, need[names])]
-    raise FindingsError([_too_small(plan, need, bool(meets))])
+        if not (broken := _broken(plan, names) - anyway):
+            return change(plan, {"knobs.recompute": list(names) or None}), [_chosen(plan, names, need[names])]
+        refusing |= broken
+    least = next(names for names in sorted(need, key=lambda names: need[names]) if _broken(plan, names) <= anyway)
+    raise FindingsError([_too_small(plan, refusing, least, need[least])])
 
 
 def sets(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -54,9 +56,10 @@ def _seconds(plan: Plan, names: tuple[str, ...]) -> float:
     return step_time(_with(plan, names), calibration(plan.target).rates).step_seconds
 
 
-def _refused(plan: Plan) -> bool:
-    """By a rule about recompute; what else is wrong with the plan is for `check` to say."""
-    return any("knobs.recompute" in (finding.at, *(finding.fix or {})) for finding in blockers(check(plan)))
+def _broken(plan: Plan, names: tuple[str, ...]) -> set[str]:
+    """Rules, whatever field they speak of. What is broken with everything kept as well is for `check` to say."""
+    found = change(plan, {"knobs.recompute": list(names) or None})
+    return {finding.rule for finding in blockers(check(found))}
 
 
 def _chosen(plan: Plan, names: tuple[str, ...], peak: float) -> Finding:
@@ -71,13 +74,15 @@ def _chosen(plan: Plan, names: tuple[str, ...], peak: float) -> Finding:
     )
 
 
-def _too_small(plan: Plan, need: dict[tuple[str, ...], float], refused: bool) -> Finding:
-    names = min(need, key=lambda names: need[names])
-    why = "the sets that meet it break a rule" if refused else "no set meets it"
-    least = f"{', '.join(names) or 'nothing'} needs {format_bytes(need[names])}"
+def _too_small(plan: Plan, refusing: set[str], least: tuple[str, ...], peak: float) -> Finding:
+    """`least`: the set with the smallest peak of those that break no rule."""
+    why = f"the sets that meet it break a rule ({', '.join(sorted(refusing))})" if refusing else "no set meets it"
+    smallest = (
+        f"of those that break no rule {', '.join(least) or 'the empty one'} needs the least, {format_bytes(peak)}"
+    )
     return Finding(
         rule="recompute-chosen",
         at="knobs.recompute",
-        problem=f"{plan.knobs.recompute[0]}: {why}; {least}",
+        problem=f"{plan.knobs.recompute[0]}: {why}; {smallest}",
         advice="a larger budget, a smaller microbatch, offload, or more ranks",
     )
