@@ -149,17 +149,36 @@ def test_weights_in_squares_are_the_same_numbers_both_ways() -> None:
     assert torch.equal(turned, reference.widened_weight(weight8.value_EOI, weight8.scale).mT)
 
 
-def test_the_precision_recipes_say_the_same() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-28, 1e-36, 1e-37, 1e-38, 1e-42])
+def test_the_precision_recipes_say_the_same(size: float) -> None:
     """engine/precision emulates FP8 for every device on its own; both must mean one format."""
     recipes = pytest.importorskip("threefold.engine.precision.recipes")
     quantize = pytest.importorskip("threefold.engine.precision.quantize").quantize
-    x_RK = torch.randn(200, 256) * torch.rand(200, 1).exp2()
+    x_RK = torch.randn(200, 256) * torch.rand(200, 1).exp2() * size
     for name, mine in [("fp8-blockwise", reference.quantize_rows), ("fp8-rowwise", reference.quantize_whole_rows)]:
-        theirs = quantize(x_RK, recipes.RECIPES[name].input).wide()
-        assert torch.equal(reference.widened_rows(mine(x_RK)), theirs)
+        theirs, rows8 = quantize(x_RK, recipes.RECIPES[name].input), mine(x_RK)
+        assert torch.equal(rows8.scale_CR.T, theirs.scales)
+        assert torch.equal(reference.widened_rows(rows8), theirs.wide())
     weight8 = reference.quantize_weight(x_RK[None])
-    theirs = quantize(x_RK, recipes.RECIPES["fp8-blockwise"].weight).wide()
-    assert torch.equal(reference.widened_weight(weight8.value_EOI, weight8.scale)[0], theirs)
+    theirs = quantize(x_RK, recipes.RECIPES["fp8-blockwise"].weight)
+    assert torch.equal(weight8.scale[0], theirs.scales)
+    assert torch.equal(reference.widened_weight(weight8.value_EOI, weight8.scale)[0], theirs.wide())
+
+
+# 448 times a power of two: of the smallest scale, less, about 1e-36, 1e-37 and 1e-38, not normal; and nothing.
+TINY = [*(448 * 2.0**power for power in (-93, -97, -128, -131, -135, -138)), 0.0]
+
+
+@pytest.mark.parametrize("top", TINY)
+def test_numbers_as_small_as_can_be_have_a_scale(top: float) -> None:
+    """No smaller than 2**-93, and the values are the nearest under it."""
+    by = max(top / 448, 2.0**-93) if top else 1.0
+    x_RK = torch.rand(3, 256).mul(2).sub(1) * top
+    x_RK[:, ::128] = top
+    rows8, weight8 = reference.quantize_whole_rows(x_RK), reference.quantize_weight(x_RK[None])
+    for value, scale in ((rows8.value_RK, rows8.scale_CR), (weight8.value_EOI[0], weight8.scale)):
+        assert (scale == by).all()
+        assert torch.equal(value.double(), nearest_e4m3(x_RK / by))
 
 
 def test_columns_stay_within_an_expert_and_are_filled_up_by_zeros() -> None:
@@ -518,6 +537,33 @@ def test_interpreted_rows_of_one_scale() -> None:
     assert far(*(reference.widened_rows(one[0]) for one in (found, expected))) < 0.2  # the interpreter cuts
     assert far(reference.widened_columns(found[2])[live], reference.widened_columns(expected[2])[live]) < 0.2
     assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+
+
+@pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
+@pytest.mark.parametrize("top", TINY)
+def test_interpreted_numbers_as_small_as_can_be(top: float) -> None:
+    """Where a GPU divides, any numbers; the interpreter gets those that e4m3 has."""
+    from threefold.engine.kernels.fp8 import quantize, rowwise
+    from threefold.engine.kernels.fp8.steps import RowSteps8
+
+    part = torch.rand(1, 136, 144) if HAS_HOPPER else 0.5 ** torch.randint(3, (1, 136, 144))
+    # Zeros without a sign: a division that is corrected loses it.
+    weight = (part * top * (torch.randint(2, part.shape) * 2 - 1) + 0.0).to(DEVICE)
+    rows8, rows8_ = rowwise.quantize_rows(weight[0, :9], None), reference.quantize_whole_rows(weight[0, :9])
+    assert same_bits(rows8.value_RK, rows8_.value_RK)
+    assert same_bits(rows8.scale_CR, rows8_.scale_CR)
+    for found, expected in (
+        (quantize.quantize_weight(weight), reference.quantize_weight(weight)),
+        (rowwise.quantize_weight(weight), reference.quantize_weight_rows(weight)),
+    ):
+        for name in ("value_EOI", "turned_EIO", "scale", "turned_scale"):
+            assert same_bits(getattr(found, name).contiguous(), getattr(expected, name).contiguous())
+    steps = RowSteps8(torch.tensor([5], dtype=torch.int32, device=DEVICE), 5, False)
+    given = torch.ones(5, 256, device=DEVICE), torch.full((5,), top, device=DEVICE)
+    made = steps.activated_grad(weight[0, :5, :128].contiguous(), *given, False, False)
+    for rows8 in (steps.activated(*given), made[0]):
+        assert reference.widened_rows(rows8).isfinite().all()
+        assert (rows8.scale_CR >= 2.0**-93).all()
 
 
 def gluon_known() -> bool:

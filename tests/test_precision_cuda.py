@@ -73,6 +73,14 @@ def test_interpreted(shape: tuple[int, int]) -> None:
     in_blocks(x_MK)
 
 
+@pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
+@pytest.mark.parametrize("power", [-93, -97, -128, -131, -135, -138])
+def test_interpreted_numbers_as_small_as_can_be(power: int) -> None:
+    """Of the smallest scale of a weight, less, about 1e-36, 1e-37 and 1e-38, and not normal."""
+    x_MK = 448 * 2.0**power * 0.5 ** torch.randint(3, (130, 140))
+    in_blocks(x_MK.cuda() if HAS_HOPPER else x_MK)
+
+
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("shape", [(512, 384), (128, 128), (1000, 576), (16, 16), (1, 2048), (333, 72)])
 def test_blocks_are_rounded_as_emulated(shape: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from threefold.engine.precision.emulated import Emulated
 from threefold.engine.precision.formats import E4M3, Format
-from threefold.engine.precision.quantize import Cast, Quantized
+from threefold.engine.precision.quantize import Cast, Quantized, plain_scales
 from threefold.engine.precision.recipes import Recipe
 from threefold.engine.precision.swizzle import swizzled
 
@@ -23,7 +23,7 @@ _ALIGN = 16  # bytes that a row begins at a multiple of
 
 
 class InBlocks(Emulated):
-    """1x128 and 128x128 with powers of two."""
+    """1x128 and 128x128 with powers of two, weights 128x128 with scales in fp32."""
 
     def along_rows(self, x_MK: Tensor, cast: Cast) -> Quantized:
         from threefold.engine.precision.blocks import quantize_blocks
@@ -70,7 +70,7 @@ class ByRows(InBlocks):
             made = quantize_rows(x_MK.contiguous(), None)
             return Quantized(made.value_RK, made.scale_CR.T, None, _shape(x_MK), cast)
         largest = torch.linalg.vector_norm(x_MK, float("inf")).to(torch.float32)
-        scale = (largest / cast.format.largest).where(largest != 0, 1.0).view(1, 1)
+        scale = plain_scales(largest, cast.format).view(1, 1)
         values = (x_MK / scale).clamp_(-cast.format.largest, cast.format.largest).to(cast.format.dtype)
         return Quantized(values, scale, None, _shape(x_MK), cast)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.kernels.fp8.format import SMALLEST_SCALE
 from threefold.engine.precision.formats import E4M3, Format, encode, load, power_above
 from threefold.engine.precision.rotate import rotate
 
@@ -76,15 +77,24 @@ def _whole(scales: Tensor, top: Tensor | None) -> Tensor:
     return scales.to(torch.float32) if top is None else scales.to(torch.float32) * top
 
 
+def plain_scales(largest: Tensor, form: Format) -> Tensor:
+    """In fp32, so that these become the format's largest; 1 for zeros."""
+    return _needed(largest, form).clamp(min=SMALLEST_SCALE).where(largest != 0, 1.0)
+
+
+def _needed(largest: Tensor, form: Format) -> Tensor:
+    # By a tensor: on CUDA torch multiplies by the inverse of a plain number, which is not the same.
+    return largest / torch.full_like(largest, form.largest)
+
+
 def _scales(largest_mk: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
     """So that the largest number of a block becomes the format's largest, or up to half of it; 1 for zeros."""
-    # By a tensor: on CUDA torch multiplies by the inverse of a plain number, which is not the same.
-    needed = largest_mk / torch.full_like(largest_mk, cast.format.largest)
-    if cast.scale in ("power", "e8m0"):
-        scales = _or_one(power_above(needed.clamp(min=_TINY)).where(needed != 0, needed))
-        return scales.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scales, None
     if cast.scale == "fp32":
-        return _or_one(needed), None
+        return plain_scales(largest_mk, cast.format), None
+    needed = _needed(largest_mk, cast.format)
+    if cast.scale in ("power", "e8m0"):
+        scales = power_above(needed.clamp(min=_TINY)).where(largest_mk != 0, 1.0)
+        return scales.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scales, None
     # arXiv 2509.25149, appendix C: the largest block's scale becomes the largest number of e4m3. One that would become
     # zero is the smallest number instead.
     highest = largest_mk.amax() if largest_mk.numel() else largest_mk.new_zeros(())

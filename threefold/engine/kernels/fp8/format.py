@@ -1,9 +1,9 @@
 """What the FP8 kernels hand each other: e4m3 values with their scales, laid out as the products read them.
 
 A value is `fp8 * scale`. A scale is the smallest power of two by which its block fits under 448; that of a weight or of
-a whole row any number, by which the largest becomes 448 (1 for zeros). Blocks are BLOCK long along what the product
-sums over: the columns of a row (1x128), the rows of one expert (128x1), or both (128x128) for what a product has on its
-right: weights, and inputs in the gradient of a weight.
+a whole row any number from SMALLEST_SCALE on, by which the largest becomes 448 (1 for zeros). Blocks are BLOCK long
+along what the product sums over: the columns of a row (1x128), the rows of one expert (128x1), or both (128x128) for
+what a product has on its right: weights, and inputs in the gradient of a weight.
 
 Shapes: R rows sorted by expert, K columns, C blocks of columns, B blocks of rows (an upper bound), P = B * BLOCK rows
 with each expert's filled up by zeros to whole blocks, E experts, O rows of a weight, I its columns.
@@ -16,6 +16,9 @@ from torch import Tensor
 
 BLOCK = 128
 LARGEST = 448.0  # of torch.float8_e4m3fn: 1.75 * 2 ** 8
+# Of those that are no powers of two. Below it what is left of a division would leave the range of fp32, and
+# `quantize.divided` would not round as a division does; its inverse is infinite from 2 ** -128 on.
+SMALLEST_SCALE = 2.0**-93
 E4M3 = torch.float8_e4m3fn
 
 

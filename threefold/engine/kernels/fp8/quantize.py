@@ -15,6 +15,7 @@ from threefold.engine.kernels.fp8.format import (
     BLOCK,
     E4M3,
     LARGEST,
+    SMALLEST_SCALE,
     Blocks,
     Columns8,
     Rows8,
@@ -23,6 +24,7 @@ from threefold.engine.kernels.fp8.format import (
 )
 
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
+_SMALLEST_SCALE: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 
 def empty_rows(num_rows: int, width: int, device: torch.device) -> Rows8:
@@ -110,7 +112,8 @@ def scales(largest):
 @triton.jit
 def any_scale(largest):
     """Of blocks with these magnitudes, no power of two."""
-    return tl.where(largest == 0.0, 1.0, tl.div_rn(largest, _LARGEST + tl.zeros_like(largest)))
+    scale = tl.div_rn(largest, _LARGEST + tl.zeros_like(largest))
+    return tl.where(largest == 0.0, 1.0, tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from threefold.engine.kernels.fp8.format import (
     BLOCK,
     E4M3,
     LARGEST,
+    SMALLEST_SCALE,
     Columns8,
     Rows8,
     Weight8,
@@ -56,7 +57,7 @@ def quantize_weight_rows(weight_EOI: Tensor) -> Weight8:
 
 def any_scale(largest: Tensor) -> Tensor:
     scale = largest / torch.full_like(largest, LARGEST)  # by a number CUDA would multiply with its inverse
-    return scale.where(scale != 0, 1.0)
+    return scale.clamp_min(SMALLEST_SCALE).where(largest != 0, 1.0)
 
 
 def quantize_weight(weight_EOI: Tensor) -> Weight8:
