@@ -376,7 +376,7 @@ def test_a_rehearsal_says_the_sizes(skew: int) -> None:
             layer.dispatcher = dispatcher
             x_BSD = torch.randn(2, 10, DIM, requires_grad=True)
             routing, ticket = layer.route(x_BSD.flatten(0, 1))
-            x_PD, weight_P = layer.dispatch(x_BSD.flatten(0, 1), routing, ticket)
+            x_PD, weight_P = dispatcher.send(x_BSD.flatten(0, 1), routing.weight_TK, ticket)
             assert x_PD.shape == (40 * skew, DIM)
             assert weight_P.shape == (40 * skew,)
             y_BSD, _ = layer(x_BSD)

@@ -23,7 +23,9 @@ from threefold.engine.oracle import batch_of, on_rank, one_rank  # noqa: E402
 from threefold.engine.ranks import run_ranks  # noqa: E402
 from threefold.engine.step import train_step  # noqa: E402
 from threefold.engine.ways import standing_for  # noqa: E402
+from threefold.plan.parse import parse  # noqa: E402
 from threefold.plan.plan import OFFLOAD_MODULES, Plan  # noqa: E402
+from threefold.rules.all import check  # noqa: E402
 
 HOST = torch.uint8  # copies on the host are bytes
 
@@ -79,6 +81,46 @@ def test_what_leaves_is_what_was_counted(family: str, name: str) -> None:
     gone = left(family) - left(family, activation_offload=(name,))
     # The first layer's input is the embedding's output, which lives on nowhere else; indices may stay as they are used.
     assert gone == pytest.approx(GONE[family, name], rel=0.02)
+
+
+def test_what_fused_experts_keep_leaves_as_one() -> None:
+    """FC1's output and the router weights, three experts a token in two layers; other readers keep their input too."""
+    fused = left("qwen3_moe", expert_fusion=True)
+    gone = {
+        name: fused - left("qwen3_moe", expert_fusion=True, activation_offload=(name,))
+        for name in ("fused_group_mlp", "expert_fc1", "moe_act")
+    }
+    assert gone == {"fused_group_mlp": 2 * 3 * (48 + 1), "expert_fc1": 0, "moe_act": 0}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_what_fused_experts_keep_comes_back(family: str) -> None:
+    plain = gradients(family, torch.float32, expert_fusion=True)
+    moved = gradients(family, torch.float32, expert_fusion=True, activation_offload=("fused_group_mlp",))
+    assert_same(moved, plain)
+
+
+H200 = {"model": "qwen3-30b-a3b", "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 8, "layout.ep": 8}
+FUSED = {**H200, "knobs.expert_fusion": True}
+AWAY = ["attn_norm", "expert_fc1", "moe_act", "fused_group_mlp"]
+LEFT_OVER = [
+    (H200, AWAY),
+    (FUSED, ["attn_norm", "fused_group_mlp"]),
+    ({**FUSED, "target": "megatron-bridge"}, AWAY),
+    ({**FUSED, "cluster.chip": "a100"}, AWAY),  # no fused kernels
+    ({**FUSED, "knobs.precision": "fp32"}, AWAY),
+    ({**FUSED, "knobs.recompute": ["moe"]}, ["attn_norm"]),
+    ({"model": "llama3-8b"}, ["attn_norm"]),
+    ({"model": "llama3-8b", "knobs.recompute": ["full"]}, []),
+]
+
+
+@pytest.mark.parametrize(("fields", "left_over"), LEFT_OVER)
+def test_names_that_move_nothing_are_told(fields: dict[str, Any], left_over: list[str]) -> None:
+    plan = parse(fields, {"knobs.activation_offload": AWAY}).plan
+    assert plan is not None
+    fixes = [finding.fix for finding in check(plan) if finding.rule == "offload-of-what-is-kept"]
+    assert fixes == ([] if left_over == AWAY else [{"knobs.activation_offload": left_over}])
 
 
 def test_a_whole_layer_leaves() -> None:

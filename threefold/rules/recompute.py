@@ -6,6 +6,7 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
 from threefold.rules.context import selective_set
+from threefold.rules.dispatch import fuses_experts
 from threefold.spec.model import MlaSpec
 
 
@@ -155,16 +156,38 @@ _IN_MOE = ("expert_fc1", "moe_act", "fused_group_mlp")
 def offload_of_what_is_kept(plan: Plan) -> Iterator[Finding]:
     """Activation offload names modules that keep something.
 
-    Why: a module inside a recomputed one keeps nothing: there is nothing to move to the host.
-    Confirm: knobs.recompute holds `moe` or `full`.
+    Why: a module inside a recomputed one keeps nothing, nor does one that the model lacks: there is nothing to move to
+        the host. What our engine's fused experts keep is moved by `fused_group_mlp` alone.
+    Confirm: knobs.recompute holds `moe` or `full`; knobs.expert_fusion; `threefold models` for the experts.
     Fix: delete the names that have no effect.
     """
     names = plan.knobs.activation_offload
-    inside = names if plan.full_recompute else [name for name in names if name in _IN_MOE]
-    if inside and (plan.full_recompute or "moe" in plan.knobs.recompute):
-        problem = f"{', '.join(inside)}: recomputed as part of {'a layer' if plan.full_recompute else 'moe'}"
-        fix = {"knobs.activation_offload": without(names, *inside)}
-        yield Finding(at="knobs.activation_offload", problem=problem, fix=fix)
+    idle, why = _moves_nothing(plan)
+    if idle:
+        fix = {"knobs.activation_offload": without(names, *idle)}
+        yield Finding(at="knobs.activation_offload", problem=f"{', '.join(idle)}: {why}", fix=fix)
+
+
+def _moves_nothing(plan: Plan) -> tuple[list[str], str]:
+    """Names whose offload has no effect, and why."""
+    names = list(plan.knobs.activation_offload)
+    inside = [name for name in names if name in _IN_MOE]
+    if plan.full_recompute:
+        return names, "recomputed as part of a layer"
+    if not plan.model.is_moe:
+        return inside, f"{plan.model.name} has no experts"
+    if "moe" in plan.knobs.recompute:
+        return inside, "recomputed as part of moe"
+    if _experts_in_one(plan):
+        return without(inside, "fused_group_mlp"), "fused experts keep nothing apart; fused_group_mlp moves all of it"
+    return [], ""
+
+
+def _experts_in_one(plan: Plan) -> bool:
+    """In our engine, where it certainly has kernels: those in FP8 also ask for the sizes."""
+    in_16_bits = plan.knobs.precision in ("bf16", "fp16") or plan.chip.architecture == "cpu"
+    fused = plan.knobs.expert_fusion and in_16_bits and not plan.low_precision
+    return plan.target == "threefold" and fused and fuses_experts(plan)
 
 
 @rule(rows="OF-ACT", target="threefold")

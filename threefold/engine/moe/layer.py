@@ -111,7 +111,8 @@ class MoeLayer(nn.Module):
 
     def _of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         if self.in_one(x_TD):
-            y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK)
+            with away("fused_group_mlp"):
+                y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK)
         else:
             ticket = self.dispatcher.preprocess(expert_TK, weight_TK)
             x_PD, weight_P = self.dispatcher.send(x_TD, weight_TK, ticket)
@@ -126,10 +127,6 @@ class MoeLayer(nn.Module):
     def route(self, x_TD: Tensor) -> tuple[Routing, Ticket]:
         routing = self.router(x_TD)
         return routing, self.dispatcher.preprocess(routing.expert_TK, routing.weight_TK)
-
-    def dispatch(self, x_TD: Tensor, routing: Routing, ticket: Ticket) -> tuple[Tensor, Tensor]:
-        """Rows and their weights, on their way."""
-        return self.dispatcher.send(x_TD, routing.weight_TK, ticket)
 
     def compute(self, x_PD: Tensor, weight_P: Tensor, ticket: Ticket) -> Tensor:
         x_RD, weight_R, count_e = self.dispatcher.postprocess(x_PD, weight_P, ticket)
