@@ -10,16 +10,15 @@ from typing import Any
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, print_findings
 from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
+from threefold.cost.formats import starting_precision
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
-from threefold.plan.parse import Fields, normalise
+from threefold.plan.parse import Fields, normalise, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.report.search import search_text
 from threefold.rules.all import errors
 from threefold.search.search import SearchResult, search
-from threefold.spec.chips import CHIPS
-from threefold.spec.stacks import PRECISION
 
 TARGET = "megatron-bridge"  # where neither draft nor command line names one: it has calibrated estimates
 FLAGS = {
@@ -45,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--global-batch", metavar="B", type=int, help="sequences a step (default: 4M tokens, 16M from 128 GPUs)"
     )
     parser.add_argument("--micro-batch", metavar="m", type=int, help="sequences in a microbatch (default: searched)")
-    parser.add_argument("--precision", metavar="P", help="a format, or auto to search (default: the platform's)")
+    parser.add_argument(
+        "--precision", metavar="P", help="a format, or auto to search (default: the platform's, or bf16)"
+    )
     parser.add_argument("--top", metavar="K", type=int, default=5, help="candidates to show (default 5)")
     parser.add_argument(
         "--rehearse",
@@ -101,9 +102,9 @@ def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
         given, more = normalise(overrides)
         fields, findings = {**flags, **given}, [*wrong, *bad, *more]
     fields.setdefault("target", TARGET)
-    chip = CHIPS.get(fields.get("cluster.chip", "cpu"))
-    if chip:
-        fields.setdefault("knobs.precision", PRECISION[chip.architecture].value)
+    drafted = parse({path: value for path, value in fields.items() if value != AUTO}).plan
+    if drafted is not None:  # else the search says what is wrong
+        fields.setdefault("knobs.precision", starting_precision(drafted))
     return fields, findings
 
 

@@ -6,6 +6,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from threefold.cost.formats import kernels_take_experts
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec
 from threefold.units import GIB
@@ -110,10 +111,9 @@ class Share:
     @property
     def fused_experts(self) -> bool:
         """All of an expert in kernels that keep its input, or that in a narrow format, and FC1's output."""
-        knobs, moe = self.plan.knobs, self.model.moe
         if self.low:
-            return moe is not None and not moe.bias and knobs.precision in ("fp8-blockwise", "fp8-rowwise")
-        return knobs.expert_fusion
+            return kernels_take_experts(self.plan)
+        return self.plan.knobs.expert_fusion
 
     @property
     def sinks(self) -> bool:

@@ -11,6 +11,7 @@ from threefold.cost.exchange import (
     expert_tensor_seconds,
     tensor_seconds,
 )
+from threefold.cost.formats import experts_emulated, experts_priced_as, priced_as
 from threefold.cost.memory import STATE_BYTES
 from threefold.cost.place import KeptLayer, chunk_layers
 from threefold.cost.rates import Rates, gemm_rate, peak
@@ -77,19 +78,20 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     knobs, chip = plan.knobs, plan.chip
     low = plan.low_precision
     bandwidth = chip.memory_bandwidth * rates.memory
-    rate = gemm_rate(rates, plan, knobs.precision, work.dense_rows)
+    rate = gemm_rate(rates, plan, priced_as(plan), work.dense_rows)
     passes, weights = _products(plan)
     gemm_once = work.dense_flops / rate
     gemm = passes * gemm_once
     experts, fwd_experts = 0.0, 0.0
     if work.grouped_flops:
-        full = gemm_rate(rates, plan, knobs.precision, 1e9) * rates.grouped
+        full = gemm_rate(rates, plan, experts_priced_as(plan), 1e9) * rates.grouped
         grouped_rate = full * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
         fwd_experts = max(work.grouped_flops / grouped_rate, work.weight_bytes / bandwidth)
         accumulate = work.weight_bytes * (4 if knobs.grad_dtype == "fp32" else 2)  # gradients read and written
         experts = passes * fwd_experts + weights * accumulate / bandwidth
     attention = _attention_seconds(plan, work, rates)
-    plain = plan.model.moe is None or not plan.model.moe.bias  # no fused kernel takes biased experts
+    # No fused kernel takes biased experts, or what is emulated.
+    plain = plan.model.moe is None or not (plan.model.moe.bias or experts_emulated(plan))
     fused = rates.fusion if knobs.expert_fusion and plain else 1.0
     sent = 0.0
     if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
@@ -320,7 +322,7 @@ def _join_seconds(plan: Plan, rates: Rates) -> float:
     """The product with which an MTP depth begins: hidden state and next embedding become one."""
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
     flops = 2 * _products(plan)[0] * 2 * plan.model.dim**2 * tokens / plan.layout.tp
-    return flops / gemm_rate(rates, plan, plan.knobs.precision, tokens)
+    return flops / gemm_rate(rates, plan, priced_as(plan), tokens)
 
 
 def _stage_layers(plan: Plan) -> list[tuple[list[Layer], int, int]]:

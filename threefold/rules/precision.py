@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
+from threefold.cost.formats import emulated, experts_emulated, starting_precision
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import GqaSpec, MlaSpec
-from threefold.spec.stacks import PRECISION, SCALE_BLOCKS
+from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION, SCALE_BLOCKS
 
 
 def _native(plan: Plan) -> bool:
@@ -30,18 +31,32 @@ def precision_runs_on_chip(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="FP-EMU", target="threefold")
 def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
-    """A format the chip lacks is emulated: right numbers, no speed.
+    """What the chip or the engine has no kernels for is emulated: right numbers, no speed.
 
-    Why: emulation rounds as the format does and multiplies in a wider one.
-    Confirm: `threefold chips` lists the peak rates by format.
-    Fix: the platform's starting point when speed matters.
+    Why: emulation rounds as the format does and multiplies in a wider one. Experts have kernels of their own for
+        fp8-blockwise and fp8-rowwise on Hopper, without biases and in widths that are multiples of 128.
+    Confirm: `threefold chips` lists the peak rates by format, docs/precision.md who multiplies on which chip.
+    Fix: the platform's starting point when speed matters, or bf16 where that is emulated too.
     """
-    # Ours multiplies in blocks of 128 on Hopper only: Blackwell has MXFP8 for that.
-    foreign = plan.knobs.precision in ("fp8-blockwise", "fp8-rowwise") and plan.chip.architecture != "hopper"
-    if foreign or not _native(plan):
-        default = PRECISION[plan.chip.architecture]
+    if emulated(plan):
         problem = f"{plan.knobs.precision} is emulated on {plan.cluster.chip}"
-        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": default.value})
+    elif experts_emulated(plan):
+        problem = f"{_what_is_emulated(plan)} on {plan.cluster.chip}"
+    else:
+        return
+    yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": starting_precision(plan)})
+
+
+def _what_is_emulated(plan: Plan) -> str:
+    name, moe, etp = plan.knobs.precision, plan.model.moe, plan.layout.etp
+    if moe is None or name not in FUSED_EXPERTS:
+        return f"experts in {name} are emulated"
+    if moe.bias:
+        return f"experts with biases in {name} are emulated"
+    if plan.model.dim % FUSED_DIM:
+        return f"experts of a model {plan.model.dim} wide, no multiple of {FUSED_DIM}, in {name} are emulated"
+    over = f" over ETP {etp}" if etp > 1 else ""
+    return f"experts {moe.expert_dim} wide{over}, no multiple of {FUSED_WIDTH}, in {name} are emulated"
 
 
 @rule(severity="warning", rows="FP-MAP")

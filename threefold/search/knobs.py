@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from threefold.cost.formats import starting_precision
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import Knobs, Plan
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import MlaSpec, ModelSpec
-from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, GRAPH_SCOPES, PRECISION
+from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, GRAPH_SCOPES
 
 FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
 
@@ -24,13 +25,13 @@ class Rung:
 
 
 def precisions(space: Space) -> list[str]:
-    """The fixed one, or bf16 and the platform's default; NVFP4 comes after a stable run (nvfp4-after-stable)."""
+    """The fixed one, or bf16 and the platform's default where that is not emulated (precision-is-emulated); NVFP4 comes
+    after a stable run (nvfp4-after-stable)."""
     plan = space.base
     if not space.free("knobs.precision"):
         return [plan.knobs.precision]
-    default = PRECISION[plan.chip.architecture].value
     native = NATIVE_FORMATS[plan.chip.architecture]
-    return [name for name in dict.fromkeys((default, "bf16")) if name in native]
+    return [name for name in dict.fromkeys((starting_precision(plan), "bf16")) if name in native]
 
 
 def shardings(space: Space, layout: Layout) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate
+from threefold.cost.formats import experts_emulated
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -85,6 +86,12 @@ def retune(plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
     return tuple(one for gain, one in sorted(gains, key=lambda pair: -pair[0]) if gain > GAIN)
 
 
+def _faster(plan: Plan, precision: str) -> bool:
+    """Another format, for which there are kernels."""
+    native = precision in NATIVE_FORMATS[plan.chip.architecture] - {plan.knobs.precision}
+    return native and not experts_emulated(replace(plan, knobs=replace(plan.knobs, precision=precision)))
+
+
 def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
     knobs, layout = plan.knobs, plan.layout
     if wall == "memory":
@@ -104,8 +111,7 @@ def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
     if wall in ("host", "compute"):
         yield {"job.micro_batch": 2 * plan.job.micro_batch}
     if wall == "compute":
-        native = NATIVE_FORMATS[plan.chip.architecture]
-        yield from ({"knobs.precision": name} for name in ("fp8-cs", "mxfp8") if name in native - {knobs.precision})
+        yield from ({"knobs.precision": name} for name in ("fp8-cs", "mxfp8") if _faster(plan, name))
         if plan.model.is_moe and fuses_experts(plan):
             yield {"knobs.expert_fusion": True}
 

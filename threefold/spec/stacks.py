@@ -72,6 +72,10 @@ PRECISION: dict[str, Default] = {
 }
 # Numbers along a product's sum that share a scale.
 SCALE_BLOCKS = {"fp8-blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+# Formats below sixteen bits in which our own engine has kernels for experts, on Hopper; and what a rank's width of an
+# expert is a multiple of, and the model's.
+FUSED_EXPERTS = ("fp8-blockwise", "fp8-rowwise")
+FUSED_WIDTH, FUSED_DIM = 128, 16
 GRAPH_SCOPES = Default(
     "attn moe_router moe_preprocess", "2026-08", f"{_MOE_GUIDE}; lost on one published alltoall run: measure"
 )
