@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from threefold.cli.main import VERBS, main
+from threefold.plan.plan import Plan
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,6 +35,36 @@ def test_example_prints_what_is_shown(
     for line in (line for line in shown if line and line != "..."):
         assert line in printed[place:], line
         place += printed[place:].index(line) + 1
+
+
+def shown(verb: str) -> list[list[str]]:
+    """Words of the commands that the README shows without what they print, up to a redirection or a remark."""
+    lines = re.findall(rf"^    threefold ({verb} [^>#\n]*)", TEXT, flags=re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def test_launch_as_shown_prints_a_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert shown("launch")
+    for words in shown("launch"):
+        assert main(words) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+
+
+def test_verify_as_shown_begins(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as the ranks, which take too long here."""
+    pytest.importorskip("torch")
+    from threefold.engine.ranks import RankError
+
+    def start(plan: Plan, limit: float) -> None:
+        raise RankError("not here")
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("threefold.engine.oracle.compare", start)
+    assert shown("verify")
+    for words in shown("verify"):
+        assert main(words) == 1
+        assert "the ranks did not finish: not here" in capsys.readouterr().out
 
 
 def test_there_are_examples() -> None:
