@@ -57,6 +57,13 @@ def test_check_fix_writes_a_plan_that_passes(capsys: pytest.CaptureFixture[str],
     assert run("check", RECIPE, "--fix", "/no/such/folder/x.toml", capsys=capsys)[0] == 1
 
 
+def test_check_fix_says_what_a_budget_became(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "fixed.toml"
+    code, text, _ = run("check", RECIPE, "knobs.recompute=auto:1000GiB", "--fix", str(out), capsys=capsys)
+    assert code == 0
+    assert "warning[recompute-chosen] knobs.recompute: auto:1000GiB recomputes nothing" in text
+
+
 def test_overrides_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["check", RECIPE, "layout.ep=48", "--json"], ["check", RECIPE, "--json", "layout.ep=48"]):
         assert "ep-divides-experts" in run(*words, capsys=capsys)[1]

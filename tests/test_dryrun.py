@@ -444,6 +444,14 @@ def test_check_adds_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning[rehearsal-is-whole] job.packing" in capsys.readouterr().out
 
 
+def test_a_fixed_plan_is_rehearsed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    wrong = [*SMALL, "layout.ep=3", "job.packing=true"]
+    assert main(["check", str(TINY), *wrong, "--rehearse", "--fix", str(tmp_path / "fixed.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "applied: " in out
+    assert "warning[rehearsal-is-whole] job.packing" in out
+
+
 @pytest.mark.slow
 def test_plan_rehearses_its_first_candidates(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "tiny-qwen3-moe", "--chip", "h100", "--gpus", "8", "--seq-len", "256", "--target", "threefold"]

@@ -199,3 +199,37 @@ def test_check_here_refuses_a_plan_for_gpus_on_a_machine_without(
     capsys.readouterr()
     assert main(["check", plan, "--here", "--target", "threefold", "knobs.dispatcher=alltoall"]) == 1
     assert "here-has-chips" in capsys.readouterr().out
+
+
+FOR_GPUS = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml")
+HERE = ["check", FOR_GPUS, "--here", "--target", "threefold", "knobs.dispatcher=alltoall"]
+
+
+def test_what_a_machine_lacks_stands_beside_what_is_wrong_with_a_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "this_machine", lambda: machine(0))
+    assert main([*HERE, "layout.ep=48"]) == 1
+    out = capsys.readouterr().out
+    assert "error[ep-divides-experts]" in out
+    assert "error[here-has-chips]" in out
+
+
+def test_a_fixed_plan_is_judged_by_the_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(facts, "this_machine", lambda: machine(0))
+    fixed = tmp_path / "fixed.toml"
+    assert main([*HERE, "layout.ep=48", "--fix", str(fixed)]) == 1
+    out = capsys.readouterr().out
+    assert "applied: ep-divides-experts" in out
+    assert "error[ep-divides-experts]" not in out
+    assert "error[here-has-chips]" in out
+    assert main(["check", str(fixed)]) == 0
+
+
+def test_a_draft_is_not_tuned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    draft = tmp_path / "draft.toml"
+    draft.write_text('model = "tiny-qwen3-moe"\nlayout.ep = "auto"\n')
+    assert main(["env", "--tune", str(draft)]) == 1
+    assert "error[no-free-field] layout.ep" in capsys.readouterr().out

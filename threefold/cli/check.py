@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain", metavar="SLUG", help="what a rule holds, why, how to confirm, how to fix")
     parser.add_argument("--rehearse", action="store_true", help="run every stage without the cluster: does it fit?")
     parser.add_argument("--here", action="store_true", help="judge by this machine too: its GPUs, versions, packages")
-    parser.add_argument("--fix", metavar="OUT", help="apply the fixes of all errors and write the plan to OUT")
+    parser.add_argument(
+        "--fix", metavar="OUT", help="write the plan with the fixes of all errors to OUT, and judge that"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,38 +29,42 @@ def run(args: argparse.Namespace) -> int:
         print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
         return 2
     parsed, findings = plan_from(args)
-    if parsed.plan is None:
+    plan = parsed.plan
+    if plan is not None and args.fix:
+        plan = _fixed(args, plan)
+        if plan is None:
+            return 1
+    if plan is None:
         return print_findings(findings, args.json)
-    if args.fix:
-        return _fix(args, parsed.plan)
-    found = [*findings, *check(parsed.plan)]
+    found = [*findings, *check(plan)]
     if args.rehearse and not blockers(found):
         try:
-            found += verdict_of(parsed.plan)
+            found += verdict_of(plan)
         except FindingsError as error:
             found += error.findings
         except ModuleNotFoundError as error:
             return missing_package("check", error)
-    if args.here and not blockers(found):
+    if args.here:
         from threefold.machine.facts import this_machine
         from threefold.machine.judge import judge
 
-        found += judge(parsed.plan, this_machine())
+        found += judge(plan, this_machine())
     return print_findings(in_order(found), args.json)
 
 
-def _fix(args: argparse.Namespace, plan: Plan) -> int:
+def _fixed(args: argparse.Namespace, plan: Plan) -> Plan | None:
+    """Written and told; None where it cannot be written."""
     fixed, applied = repair(plan)
     try:
         Path(args.fix).write_text(dump_plan(fixed), encoding="utf-8")
     except OSError as error:
         print(f"threefold check: cannot write {args.fix}: {error.strerror}", file=sys.stderr)
-        return 1
+        return None
     if not args.json:
         for finding in applied:
             print(f"applied: {finding.rule}: {finding.fix_data}")
         print(f"wrote {args.fix} with {len(applied)} fixes")
-    return print_findings(check(fixed), args.json)
+    return fixed
 
 
 def _explain(slug: str) -> int:

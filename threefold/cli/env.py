@@ -5,8 +5,10 @@ import json
 import sys
 
 from threefold.cli.inputs import missing_package, print_findings
+from threefold.findings import in_order
 from threefold.machine.facts import Machine, this_machine
 from threefold.plan.file import read_plan
+from threefold.plan.parse import free_findings
 from threefold.report.terminal import table
 
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 def _tune(args: argparse.Namespace) -> int:
     parsed = read_plan(args.tune, [])
     if parsed.plan is None:
-        return print_findings(list(parsed.findings), args.json)
+        return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
     try:
         from threefold.engine.attention.tune import tuned as tuned_attention
         from threefold.engine.kernels.tune import tuned
