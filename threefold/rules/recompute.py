@@ -179,7 +179,8 @@ def _moves_nothing(plan: Plan) -> tuple[list[str], str]:
     if "moe" in plan.knobs.recompute:
         return inside, "recomputed as part of moe"
     if _experts_in_one(plan):
-        return without(inside, "fused_group_mlp"), "fused experts keep nothing apart; fused_group_mlp moves all of it"
+        apart = without(tuple(inside), "fused_group_mlp")
+        return apart, "fused experts keep nothing apart; fused_group_mlp moves all of it"
     return [], ""
 
 
