@@ -11,6 +11,8 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import EXPLAIN, change
 from threefold.plan.table import FIELDS
 from threefold.rules.all import RULES, check, errors, explain, known_slugs, repair
+from threefold.rules.base import blockers
+from threefold.rules.stacks import promoted
 from threefold.spec.models import MODELS
 
 # For each rule: changes to CLEAN that it refuses, and changes it accepts ({} is CLEAN itself).
@@ -324,6 +326,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "job.capacity_factor": 1.5},
     ),
     "flex-dispatch-in-bf16": ({"knobs.precision": "fp16"}, {"knobs.precision": "bf16"}),
+    "engine-has-a-choice": ({"target": "threefold", "knobs.permute_fusion": False}, {}),
     "engine-has-knob": ({"target": "threefold", "knobs.fp8_attention": True}, {}),
     "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
 }
@@ -511,7 +514,8 @@ def test_what_the_engine_does_in_one_way_is_said_once(knob: str, value: Any, pre
     plan = build({**fields, f"knobs.{knob}": value})
     before = check(build(fields))
     [finding] = [one for one in check(plan) if one not in before]
-    assert (finding.rule, finding.at) == ("engine-has-knob", f"knobs.{knob}")
+    assert (finding.rule, finding.at) == ("engine-has-a-choice", f"knobs.{knob}")
+    assert not blockers(promoted([finding]))
     assert finding.problem.startswith(f"the engine has no choice of {knob}: ")
     assert check(change(plan, finding.fix_data)) == before
 
@@ -598,6 +602,13 @@ def test_chunks_that_no_schedule_places_are_a_finding(
     found = check(build({**cluster, **layout, "job.global_batch": 64, "knobs.ep_overlap": overlap}))
     assert rule in {finding.rule for finding in errors(found)}
     assert "peak-fits-memory" not in {finding.rule for finding in found}
+
+
+@pytest.mark.parametrize(("model", "absent"), [("qwen3-30b-a3b", True), ("deepseek-v3", False), ("llama3-8b", False)])
+def test_a_graph_of_dense_layers_needs_one(model: str, absent: bool) -> None:
+    fields = {"model": model, "cluster.chip": "h100", "knobs.graphs": ["attn", "mlp"]}
+    fixes = [finding.fix for finding in check(build(fields)) if finding.rule == "graph-scope-exists"]
+    assert fixes == ([{"knobs.graphs": ["attn"]}] if absent else [])
 
 
 @settings(max_examples=300, deadline=None)

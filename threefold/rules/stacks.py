@@ -44,7 +44,7 @@ _NO_CHOICE: dict[str, tuple[object, str]] = {
 def engine_has_knob(plan: Plan) -> Iterator[Finding]:
     """The threefold engine has the knobs the plan turns.
 
-    Why: some forms of FP8 are planned and priced, not built; and what it does in one way only, no knob changes.
+    Why: some forms of FP8 are planned and priced, not built.
     Confirm: the names in the message.
     Fix: put them back to their defaults.
     """
@@ -55,6 +55,16 @@ def engine_has_knob(plan: Plan) -> Iterator[Finding]:
         if getattr(plan.knobs, name) != off:
             problem = f"the engine has no {name} yet"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
+
+
+@rule(severity="warning", target="threefold")
+def engine_has_a_choice(plan: Plan) -> Iterator[Finding]:
+    """Knobs of what the threefold engine does in one way only are left alone.
+
+    Why: they change nothing there, and their prices are those of other stacks; a run goes its one way all the same.
+    Confirm: the names in the message.
+    Fix: put them back to their defaults.
+    """
     for name, (default, way) in _NO_CHOICE.items():
         if getattr(plan.knobs, name) != default:
             problem = f"the engine has no choice of {name}: {way}"
