@@ -40,3 +40,20 @@ def one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def poisoned(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever is allocated begins as nan, the largest number where it is whole: a value that nobody wrote shows."""
+    import torch
+
+    home = torch.utils.deterministic
+    filled = home.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # What has no such algorithm runs as ever, and need not say so.
+    request.node.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic"))
+    home.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    home.fill_uninitialized_memory = filled

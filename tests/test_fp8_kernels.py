@@ -25,6 +25,7 @@ from threefold.engine.kernels.fp8.experts import (  # noqa: E402
     fp8_experts_of_tokens,
     quantize_weights,
 )
+from threefold.engine.kernels.sort import sort_rows  # noqa: E402
 from threefold.engine.pipeline.delay import Delay  # noqa: E402
 from threefold.engine.sinks import give_sink  # noqa: E402
 
@@ -358,6 +359,7 @@ def test_gradients_that_wait_come_to_weights_without_a_sink(recipe: Any) -> None
     assert all(torch.equal(weight.grad, grad) for weight, grad in zip(inputs[2:], expected, strict=True))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 def test_interpreted_router_weights_may_lie_apart() -> None:
     """As a column of a wider tensor does."""
@@ -449,23 +451,56 @@ def places_of(steps: Any, device: str) -> Any:
     return torch.cat([torch.arange(place.start, place.stop, device=device) for place in steps.places])
 
 
-def check_kernels(counts: list[int], dim: int, half: int, of: Any, device: str) -> None:
-    """Every kernel against the plain step, fed with the plain step's results; `of` makes tensors."""
-    from threefold.engine.kernels.fp8 import quantize
-    from threefold.engine.kernels.fp8.steps import Steps8
+def steps_of(recipe: str, counts: list[int], clamped: bool, device: str) -> tuple[Any, Any]:
+    """(the kernels, their plain steps)"""
+    from threefold.engine.kernels.fp8.steps import RowSteps8, Steps8
 
-    rows, ends_E = sum(counts), torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
-    x, grad, slope = of(rows, dim), of(rows, half), of(rows, dim)
-    up, down = of(len(counts), 2 * half, dim), of(len(counts), dim, half)
-    weight_R = torch.ones(rows, device=device) if INTERPRETED else torch.rand(rows, device=device)
-    fast, plain = Steps8(ends_E, rows, False), reference.Reference8(ends_E, rows, False)
+    plain = reference.Reference8 if recipe == "blockwise" else reference.RowReference8
+    fast = Steps8 if recipe == "blockwise" else RowSteps8
+    ends_E = torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
+    return fast(ends_E, sum(counts), clamped), plain(ends_E, sum(counts), clamped)
+
+
+def check_quantized(recipe: str, counts: list[int], x_RK: Any, square: bool) -> None:
+    """Rows as they are, and tokens in another order."""
+    device = x_RK.device.type
+    fast, plain = steps_of(recipe, counts, False, device)
     live = places_of(plain, device)
-    for tensor, square in ((x, True), (slope, False)):
-        (rows8, columns8), (rows8_, columns8_) = (s.quantize(tensor, None, True, square) for s in (fast, plain))
+    owner_R = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    shuffled = sort_rows(owner_R[torch.randperm(len(owner_R))][:, None].to(device), len(counts))
+    for rows in (None, shuffled):
+        (rows8, columns8), (rows8_, columns8_) = (steps.quantize(x_RK, rows, True, square) for steps in (fast, plain))
         assert same_bits(rows8.value_RK, rows8_.value_RK)
         assert same_bits(rows8.scale_CR, rows8_.scale_CR)
         assert same_bits(columns8.value_KP[:, live], columns8_.value_KP[:, live])
         assert same_bits(columns8.scale[live[::128] // 128], columns8_.scale[live[::128] // 128])
+
+
+def check_activated(recipe: str, counts: list[int], grad_RH: Any, gate_up_RX: Any, weight_R: Any) -> None:
+    """Where another order of operations may move a value to its neighbour in FP8; the interpreter cuts."""
+    loose = 0.2 if INTERPRETED else 0.01
+    for clamped in (False, True):
+        both = steps_of(recipe, counts, clamped, grad_RH.device.type)
+        live = places_of(both[1], grad_RH.device.type)
+        assert far(*(reference.widened_rows(steps.activated(gate_up_RX, weight_R)) for steps in both)) < loose
+        found, expected = (steps.activated_grad(grad_RH, gate_up_RX, weight_R, True, True) for steps in both)
+        assert far(*(reference.widened_rows(one[0]) for one in (found, expected))) < loose
+        for at in (1, 2):
+            assert far(*(reference.widened_columns(one[at])[live] for one in (found, expected))) < loose
+        assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+
+
+def check_kernels(counts: list[int], dim: int, half: int, of: Any, device: str) -> None:
+    """Every kernel against the plain step, fed with the plain step's results; `of` makes tensors."""
+    from threefold.engine.kernels.fp8 import quantize
+
+    rows = sum(counts)
+    x, grad, slope = of(rows, dim), of(rows, half), of(rows, dim)
+    up, down = of(len(counts), 2 * half, dim), of(len(counts), dim, half)
+    weight_R = torch.ones(rows, device=device) if INTERPRETED else torch.rand(rows, device=device)
+    check_quantized("blockwise", counts, x, square=True)
+    check_quantized("blockwise", counts, slope, square=False)
+    fast, plain = steps_of("blockwise", counts, False, device)
     for weight in (up, down):
         found, expected = quantize.quantize_weight(weight), reference.quantize_weight(weight)
         assert same_bits(found.value_EOI, expected.value_EOI)
@@ -486,15 +521,7 @@ def check_kernels(counts: list[int], dim: int, half: int, of: Any, device: str) 
         close(fast.product(*given), plain.product(*given))
     for given in ((slope_turned8, act_turned8), (grad_turned8, x_turned8)):
         close(fast.weight_grad(*given, torch.bfloat16), plain.weight_grad(*given, torch.bfloat16))
-    # Through the activation, where another order of operations may move a value to its neighbour in FP8.
-    gate_up_RX = (gate_up_RX / 64).to(torch.bfloat16)
-    loose = 0.2 if INTERPRETED else 0.01
-    assert far(*(reference.widened_rows(s.activated(gate_up_RX, weight_R)) for s in (fast, plain))) < loose
-    found, expected = (s.activated_grad(grad, gate_up_RX, weight_R, True, True) for s in (fast, plain))
-    assert far(*(reference.widened_rows(one[0]) for one in (found, expected))) < loose
-    for at in (1, 2):
-        assert far(*(reference.widened_columns(one[at])[live] for one in (found, expected))) < loose
-    assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+    check_activated("blockwise", counts, grad, (gate_up_RX / 64).to(torch.bfloat16), weight_R)
 
 
 def close(found: Any, expected: Any) -> None:
@@ -503,42 +530,33 @@ def close(found: Any, expected: Any) -> None:
     assert far(found, expected) < (6e-3 if INTERPRETED else 1e-3)
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
 def test_interpreted(counts: list[int]) -> None:
     check_kernels(counts, 144, 128, whole, "cpu")
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 def test_interpreted_rows_of_one_scale() -> None:
     """Rows whose largest is 448 and the rest quotients of it by powers of two: scales are 1, and nothing is rounded."""
     from threefold.engine.kernels.fp8 import rowwise
-    from threefold.engine.kernels.fp8.steps import RowSteps8
 
     def of(*sizes: int) -> Any:
         return (448.0 / 2 ** torch.randint(3, sizes) * (torch.randint(2, sizes) * 2 - 1)).to(torch.bfloat16)
 
-    counts = [40, 0, 3]
-    ends_E = torch.tensor(counts).cumsum(0).to(torch.int32)
-    fast, plain = RowSteps8(ends_E, 43, False), reference.RowReference8(ends_E, 43, False)
     weight = of(3, 144, 256)
     weight[1, 5], weight[2, :, 7] = 0.0, 0.0
     found, expected = rowwise.quantize_weight(weight), reference.quantize_weight_rows(weight)
     for name in ("value_EOI", "turned_EIO", "scale", "turned_scale"):
         assert same_bits(getattr(found, name), getattr(expected, name))
-    x = of(43, 144)
-    (rows8, columns8), (rows8_, columns8_) = (s.quantize(x, None, True, square=True) for s in (fast, plain))
-    assert same_bits(rows8.value_RK, rows8_.value_RK)
-    assert same_bits(rows8.scale_CR, rows8_.scale_CR)
-    live = places_of(plain, "cpu")
-    assert same_bits(columns8.value_KP[:, live], columns8_.value_KP[:, live])
-    given = of(43, 128) / 64, of(43, 256) / 64, torch.ones(43), True, True
-    found, expected = (s.activated_grad(*given) for s in (fast, plain))
-    assert far(*(reference.widened_rows(one[0]) for one in (found, expected))) < 0.2  # the interpreter cuts
-    assert far(reference.widened_columns(found[2])[live], reference.widened_columns(expected[2])[live]) < 0.2
-    assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+    counts = [17, 0, 3]
+    check_quantized("rowwise", counts, of(20, 144), square=True)
+    check_activated("rowwise", counts, of(20, 128) / 64, of(20, 256) / 32, torch.ones(20))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
 @pytest.mark.parametrize("top", TINY)
 def test_interpreted_numbers_as_small_as_can_be(top: float) -> None:
@@ -614,50 +632,43 @@ def test_products_on_hopper_compile_without_one(turned: bool, whole: bool) -> No
 SIZES = [([130, 0, 60], 256, 128), ([0, 0, 700], 512, 256), ([1, 2, 3, 500], 144, 128), ([300] * 8, 1024, 512)]
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("counts", "dim", "half"), SIZES)
 def test_every_kernel_on_a_gpu(counts: list[int], dim: int, half: int) -> None:
     def of(*sizes: int) -> Any:
-        poison()
         return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16) * torch.rand(sizes[-1], device="cuda").exp2()
 
     check_kernels(counts, dim, half, lambda *sizes: of(*sizes).to(torch.bfloat16), "cuda")
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 def test_rows_of_one_scale_on_a_gpu() -> None:
     from threefold.engine.kernels.fp8 import rowwise
-    from threefold.engine.kernels.fp8.steps import RowSteps8
 
     counts = [130, 0, 60]
     *inputs, _ = made(counts, 384, 128, "cuda")
-    ends_E = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
-    poison()
-    fast, plain = RowSteps8(ends_E, 190, False), reference.RowReference8(ends_E, 190, False)
-    for by_column in (False, True):
-        rows8, rows8_ = (s.quantize(inputs[0].detach(), None, by_column, square=True)[0] for s in (fast, plain))
-        assert same_bits(rows8.value_RK, rows8_.value_RK)
-        assert same_bits(rows8.scale_CR, rows8_.scale_CR)
+    fast, plain = steps_of("rowwise", counts, False, "cuda")
+    check_quantized("rowwise", counts, inputs[0].detach(), square=True)
+    rows8, nothing = fast.quantize(inputs[0].detach(), None, False, square=True)
+    assert nothing is None
     weight8, weight8_ = (one(inputs[2].detach()) for one in (rowwise.quantize_weight, reference.quantize_weight_rows))
     for name in ("value_EOI", "turned_EIO", "scale", "turned_scale"):
         assert same_bits(getattr(weight8, name), getattr(weight8_, name))
     gate_up_RX = plain.product(rows8, weight8.value_EOI, weight8.scale)
     grad_RH = gate_up_RX[:, :128].contiguous()
     close(fast.product(rows8, weight8.value_EOI, weight8.scale), gate_up_RX)
-    found, expected = (s.activated_grad(grad_RH, gate_up_RX, inputs[1], True, True) for s in (fast, plain))
-    assert (
-        far(*(reference.widened_rows(one[0]) for one in (found, expected))) < 0.01
-    )  # neighbours in FP8 here and there
-    assert far(found[3], expected[3]) < 1e-5  # fp32 sums
+    check_activated("rowwise", counts, grad_RH, gate_up_RX, inputs[1].detach())
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("clamped", [False, True])
 @pytest.mark.parametrize(("counts", "dim", "half"), SIZES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_on_a_gpu_are_near_fp64(recipe: Any, counts: list[int], dim: int, half: int, clamped: bool) -> None:
     *inputs, slope = made(counts, dim, half, "cuda")
-    poison()
     count_E = torch.tensor(counts, device="cuda")
     y_RD = fp8_experts(inputs[0], inputs[1], count_E, *inputs[2:], None, recipe, clamped)
     found, expected = gradients(y_RD, inputs, slope), exact(counts, inputs, slope, clamped)
@@ -705,10 +716,3 @@ def test_never_waits_for_the_gpu_and_repeats_itself(recipe: Any) -> None:
         torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one, other) for one, other in zip(found[1], found[2], strict=True))
-
-
-def poison() -> None:
-    """What is allocated next begins as nan, so that a value nobody wrote shows."""
-    torch.cuda.empty_cache()
-    junk = torch.full((1 << 26,), float("nan"), device="cuda")
-    del junk

@@ -7,7 +7,7 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 
 import importlib.util
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from threefold.engine.kernels import choose as chosen  # noqa: E402
 from threefold.engine.kernels.choose import Choice, Shape  # noqa: E402
 from threefold.engine.kernels.experts import fused_experts, grouped_experts  # noqa: E402
 from threefold.engine.kernels.launch import Config  # noqa: E402
-from threefold.engine.kernels.sort import sort_rows  # noqa: E402
+from threefold.engine.kernels.sort import Rows, sort_rows  # noqa: E402
 from threefold.engine.moe.experts import Experts  # noqa: E402
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -81,6 +81,16 @@ def far(found: Any, expected: Any) -> float:
     found, expected = found.detach().double(), expected.detach().double()
     length = expected.norm()
     return float((found - expected).norm() / length if length else found.norm())
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_what_nobody_wrote_shows(dtype: Any) -> None:
+    """On this device, and of every size: small ones come from other memory than large ones on a GPU."""
+    like = torch.zeros(3, dtype=dtype, device="cuda" if HAS_HOPPER else "cpu")
+    for size in (3, 1 << 22):
+        for made in (torch.empty(size, dtype=dtype, device=like.device), like.new_empty(size), torch.empty_like(like)):
+            assert made.float().isnan().all()
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -164,6 +174,7 @@ def test_without_a_gpu_plain_torch_is_chosen() -> None:
     assert chosen.choose(Shape(8, 2, 16, 16, gathered=True), wide) is None
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
@@ -182,12 +193,14 @@ def agree_interpreted(path: Any, activation: str, bias: bool, load: str, config:
     assert max(far(one, other) for one, other in zip(found, expected, strict=True)) < 1e-5  # fp32 sums of 40
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("path", [fused, by_rows])
 def test_interpreted_in_one_loop(path: Any) -> None:
     agree_interpreted(path, "clamped swiglu", True, "empty experts", replace(SMALL, flat=True))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 def test_interpreted_router_weights_may_lie_apart() -> None:
     """As a column of a wider tensor does."""
@@ -204,6 +217,7 @@ def test_interpreted_router_weights_may_lie_apart() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("counts", [[3], [0, 5, 2, 5, 0], [7, 1, 4] * 25])
 def test_interpreted_experts_go_by_their_rows(counts: list[int]) -> None:
@@ -211,6 +225,29 @@ def test_interpreted_experts_go_by_their_rows(counts: list[int]) -> None:
 
     ends_E = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
     assert order_of(ends_E).tolist() == sorted(range(len(counts)), key=lambda expert: -counts[expert])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (128, 1, 3), (129, 1, 3), (43, 9, 200), (150, 9, 513)]
+)
+def test_interpreted_sort_by_counting(num_tokens: int, top_k: int, num_experts: int) -> None:
+    """Up to one chunk of 128 rows and beyond, and beyond the 1,024 values that `take` brings back at a time."""
+    from threefold.engine.kernels.counting import counting_sort
+    from threefold.engine.kernels.elementwise import take
+
+    device = "cuda" if HAS_HOPPER else "cpu"
+    expert_TK = torch.randint(num_experts, (num_tokens, 2 * top_k), device=device)[:, ::2]
+    weight_TK = torch.rand(top_k, num_tokens, device=device).T
+    found, expected = (sort(expert_TK, num_experts, weight_TK) for sort in (counting_sort, sort_rows))
+    for field in fields(Rows):
+        one, other = getattr(found, field.name), getattr(expected, field.name)
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other), field.name
+    assert torch.equal(take(found.weight_R, found.row_TK), weight_TK)
+    assert found.token_R.data_ptr() % 16 == 0
+    assert counting_sort(expert_TK, num_experts).weight_R is None
 
 
 OURS = Choice(
@@ -224,6 +261,7 @@ OURS = Choice(
 SIZES = [(300, 4, 8, 256, 192), (1000, 2, 5, 136, 72), (77, 1, 3, 64, 512), (600, 8, 16, 512, 256)]
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
@@ -239,7 +277,6 @@ def test_on_a_gpu(path: Any, choice: Choice, activation: str, bias: bool, load: 
         x_TD = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight_TK = torch.rand(expert_TK.shape, device="cuda", requires_grad=True)
         slope = torch.randn_like(x_TD)
-        poison()
         found = gradients(path(narrow, x_TD, weight_TK, expert_TK, activation, choice), narrow, x_TD, weight_TK, slope)
         eager = gradients(plain(narrow, x_TD, weight_TK, expert_TK), narrow, x_TD, weight_TK, slope)
         wide = [tensor.detach().double().requires_grad_() for tensor in (x_TD, weight_TK)]
@@ -278,13 +315,6 @@ def test_a_tuned_shape_is_found_again(gathered: bool, tmp_path: Any, monkeypatch
     kept = tune(shape, 4, device)
     assert chosen.choose(shape, torch.zeros(1, device=device, dtype=torch.bfloat16)) == kept
     chosen._measured.cache_clear()
-
-
-def poison() -> None:
-    """What is allocated next begins as nan, so that a value nobody wrote shows."""
-    torch.cuda.empty_cache()
-    junk = torch.full((1 << 26,), float("nan"), device="cuda")
-    del junk
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])

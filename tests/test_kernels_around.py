@@ -36,20 +36,12 @@ FAR = 4e-3 if HAS_GPU else 1e-5
 runs = pytest.mark.skipif(not (HAS_GPU or INTERPRETED), reason="needs a Hopper GPU or test_interpreter.py")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "poisoned")
 
 
 def leaf(*shape: int, dtype: Any = None) -> Any:
     made = torch.randn(*shape, dtype=torch.float64).to(dtype or NARROW)
     return made.to(DEVICE).requires_grad_()
-
-
-def poison() -> None:
-    """What is allocated next begins as nan, so that a value nobody wrote shows."""
-    if HAS_GPU:
-        torch.cuda.empty_cache()
-        junk = torch.full((1 << 24,), float("nan"), device="cuda")
-        del junk
 
 
 def far(found: Any, expected: Any) -> float:
@@ -61,7 +53,6 @@ def far(found: Any, expected: Any) -> float:
 
 def compare(ours: Callable[..., Any], exact: Callable[..., Any], given: list[Any], limit: float = FAR) -> None:
     """Results, and gradients along random slopes, against those of `exact` on fp64 copies."""
-    poison()
     found = _each(ours(*given))
     doubles = [x.detach().double().requires_grad_() for x in given]
     expected = _each(exact(*doubles))
@@ -266,7 +257,6 @@ def test_choice_and_weights(name: str) -> None:
         if spec.score == "softmax" and not spec.balance_bias:
             # Compared as they are: few values, zeros of both signs among them, so that most rows have ties.
             logits = (torch.randint(-9, 9, logits.shape, device=DEVICE) / 4 * logits.detach().sign()).requires_grad_()
-        poison()
         made = choose(logits, router.balance_bias, router._choosing(num_tokens))
         score = scores(logits.detach().float(), spec)
         compared = logits.detach() if spec.score == "softmax" else score
@@ -315,7 +305,6 @@ def test_router(name: str) -> None:
         measured = balance.measure(routing, 4, ("aux", "seq_aux", "z"), torch.zeros(()))
         return routing, [routing.weight_TK, *measured.losses.values()], measured
 
-    poison()
     routing, found, measured = through(router, x)
     wide = x.detach().double().requires_grad_()
     _, expected, best = through(exact, wide, routing.expert_TK)
@@ -397,7 +386,6 @@ def test_padding_rows_are_zeros() -> None:
     slot_R, row_TK = torch.tensor([2, -1, 0, -1], device=DEVICE), torch.tensor([[2], [-1], [0]], device=DEVICE)
     rows, x, y = permuted.Rows(slot_R, row_TK, padded=True), leaf(3, 80), leaf(4, 80)
     kept = torch.tensor([1.0, 0, 1], device=DEVICE, dtype=NARROW)[:, None]
-    poison()
     assert torch.equal(rows.of_tokens(x), torch.stack([x[2], 0 * x[0], x[0], 0 * x[0]]))
     assert torch.equal(rows.sum_by_token(y), y[[2, 0, 0]] * kept)
 

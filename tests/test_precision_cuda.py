@@ -43,7 +43,7 @@ def same(found: Quantized, wanted: Quantized) -> bool:
 
 
 def in_blocks(x_MK: Any) -> None:
-    """All forms of one matrix. Outputs were filled with something else before."""
+    """All forms of one matrix."""
     from threefold.engine.precision.native import InBlocks
 
     kernels = InBlocks()
@@ -63,6 +63,7 @@ def in_blocks(x_MK: Any) -> None:
         assert not made.values[:, made.shape[1] :].to(torch.float32).any()
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("shape", [(130, 140), (128, 256), (7, 300)])
 def test_interpreted(shape: tuple[int, int]) -> None:
@@ -73,6 +74,7 @@ def test_interpreted(shape: tuple[int, int]) -> None:
     in_blocks(x_MK)
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
 @pytest.mark.parametrize("power", [-93, -97, -128, -131, -135, -138])
 def test_interpreted_numbers_as_small_as_can_be(power: int) -> None:
@@ -81,6 +83,7 @@ def test_interpreted_numbers_as_small_as_can_be(power: int) -> None:
     in_blocks(x_MK.cuda() if HAS_HOPPER else x_MK)
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("shape", [(512, 384), (128, 128), (1000, 576), (16, 16), (1, 2048), (333, 72)])
 def test_blocks_are_rounded_as_emulated(shape: tuple[int, int]) -> None:

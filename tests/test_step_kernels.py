@@ -34,6 +34,9 @@ MIXES = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
 def drawn(num_tokens: int, vocab: int, dtype: Any, spread: float = 4.0) -> tuple[Any, Any]:
     logits_CV = (spread * torch.randn(num_tokens, vocab, device=DEVICE)).to(dtype)
     labels_C = torch.randint(vocab, (num_tokens,), device=DEVICE)

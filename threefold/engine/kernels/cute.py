@@ -29,7 +29,7 @@ def up(
     _bounded(_weighted(), "_plan_cache", "_call_cache")
     _weighted()(
         x_XD, gate_up_EXD.mT, out={"D": gate_up_RX, "act": act_RH}, weight=weight_R.float(),
-        config=_theirs(config), tuned=False, cu_seqlens_m=starts_F, A_idx=_aligned(token_R), concat_layout=("B",),
+        config=_theirs(config), tuned=False, cu_seqlens_m=starts_F, A_idx=token_R, concat_layout=("B",),
     )  # fmt: skip
     return gate_up_RX, act_RH
 
@@ -48,7 +48,7 @@ def act_grad(
     _bounded(_weighted_grad(), "_plan_cache", "_call_cache")
     done = _weighted_grad()(
         grad_XD, down_EDH, gate_up_RX, out={"D": grad_RX, "act": act_RH}, weight=weight_R.float(),
-        config=_theirs(config), tuned=False, cu_seqlens_m=starts_F, A_idx=_aligned(token_R),
+        config=_theirs(config), tuned=False, cu_seqlens_m=starts_F, A_idx=token_R,
     )  # fmt: skip
     return grad_RX, act_RH, done["weight_grad"].to(weight_R.dtype)
 
@@ -72,7 +72,7 @@ def weight_grad(
     interleaved: bool = False,
 ) -> Tensor:
     """Sums over an expert's rows into `out_EMN`; `interleaved`: columns of `other` are, and N of the sum is halves."""
-    edges = {"cu_seqlens_k": starts_F, "A_idx": _aligned(token_R), "concat_layout": ("out",) if interleaved else None}
+    edges = {"cu_seqlens_k": starts_F, "A_idx": token_R, "concat_layout": ("out",) if interleaved else None}
     _gemm(gathered_XM.mT, other_RN.mT, out_EMN, config, **edges)
     return out_EMN
 
@@ -83,11 +83,6 @@ def _gemm(a: Tensor, b: Tensor, out: Tensor, config: CuteConfig, **edges: Any) -
     _bounded(home, "_gemm_plan_cache")
     order = {"pingpong": config.pingpong, "max_swizzle_size": config.group}
     home.gemm(a, b, out, None, None, config.m, config.n, config.cluster, 1, **order, **edges)
-
-
-def _aligned(token_R: Tensor | None) -> Tensor | None:
-    """Their kernels read it in pieces of 16 bytes; ours come as a part of something larger."""
-    return token_R if token_R is None or token_R.data_ptr() % 16 == 0 else token_R.clone()
 
 
 def _bounded(owner: Any, *names: str) -> None:

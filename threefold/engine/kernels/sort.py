@@ -13,7 +13,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Rows:
     slot_R: Tensor  # t * K + k that each row came from
-    token_R: Tensor  # t
+    token_R: Tensor  # t; memory of its own, as quack's kernels read it in pieces of 16 bytes
     row_TK: Tensor  # row that each copy of a token went to
     ends_E: Tensor  # end of each expert's rows
     starts_F: Tensor  # the same behind a zero: F = E + 1

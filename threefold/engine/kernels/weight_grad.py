@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.launch import Config, num_programs
 from threefold.engine.kernels.store import halves
+from threefold.engine.kernels.tiles import place
 
 
 def weight_grad(
@@ -52,11 +53,7 @@ def _weight_grad(
     width: tl.constexpr = M if LEFT else N
     for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = tl.load(order_ptr + tile // per_expert)
-        inside = tile % per_expert
-        band = (inside // (GROUP * num_n)) * GROUP
-        height = tl.minimum(num_m - band, GROUP)
-        tile_m = band + (inside % (GROUP * num_n)) % height
-        tile_n = (inside % (GROUP * num_n)) // height
+        tile_m, tile_n = place(tile % per_expert, num_m, num_n, GROUP)
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends_ptr + expert)
         if LEFT:

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.fp8.format import BLOCK, Columns8
 from threefold.engine.kernels.launch import Config, num_programs
+from threefold.engine.kernels.tiles import place
 
 
 def weight_grad(left8: Columns8, right8: Columns8, block_ends_E: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
@@ -43,11 +44,7 @@ def _weight_grad(
     squares: tl.constexpr = (N + BLOCK - 1) // BLOCK
     for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = tile // per_expert
-        inside = tile % per_expert
-        band = (inside // (GROUP * num_n)) * GROUP
-        height = tl.minimum(num_m - band, GROUP)
-        tile_m = band + (inside % (GROUP * num_n)) % height
-        tile_n = (inside % (GROUP * num_n)) // height
+        tile_m, tile_n = place(tile % per_expert, num_m, num_n, GROUP)
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         end = tl.load(ends_ptr + expert)
         left_scale = left_scale_ptr + tl.minimum(tile_m * BM + tl.arange(0, BM), M - 1)
