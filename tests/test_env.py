@@ -144,6 +144,19 @@ def test_a_broken_package_is_told_from_a_missing_one(tmp_path: Path, monkeypatch
     assert look(Package("numpy", "numpy", "", "")).works
 
 
+def test_a_folder_with_the_name_of_a_package_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hollow_one").mkdir()
+    (tmp_path / "joint_one" / "part").mkdir(parents=True)
+    (tmp_path / "joint_one" / "part" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert look(Package("hollow-one", "hollow_one", "", "")).version is None
+    assert look(Package("hollow-one", "hollow_one.part", "", "")).version is None
+    assert look(Package("joint-one", "joint_one.part", "", "")) == Found(
+        Package("joint-one", "joint_one.part", "", ""), "?"
+    )
+
+
 def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\nprintf 'NVIDIA H200, 143771, 580.65.06\\nNVIDIA H200, 143771, 580.65.06\\n'\n")

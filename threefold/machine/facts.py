@@ -53,9 +53,6 @@ class Machine:
     def found(self, name: str) -> Found:
         return next(found for found in self.packages if found.package.name == name)
 
-    def works(self, kernel: str) -> bool:
-        return any(probe.works for probe in self.kernels if probe.kernel == kernel)
-
     def to_json(self) -> dict[str, Any]:
         return {
             **asdict(self),

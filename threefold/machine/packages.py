@@ -79,14 +79,18 @@ def _version(package: Package) -> str | None:
     try:
         return distribution(package.name).version
     except PackageNotFoundError:
-        return "?" if _is_there(package.module.partition(".")[0]) else None
+        return "?" if _is_there(package.module) else None
 
 
 def _is_there(module: str) -> bool:
+    """A folder of that name alone is no package: Python takes any for one, and finds nothing in it."""
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module.partition(".")[0])
+        if spec is not None and spec.origin is None:
+            spec = find_spec(module)
     except (ImportError, ValueError):
         return False
+    return spec is not None and spec.origin is not None
 
 
 def _trouble(module: str) -> str:

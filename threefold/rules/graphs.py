@@ -187,6 +187,7 @@ def graph_scope_exists(plan: Plan) -> Iterator[Finding]:
         return
     absent = [s for s in scopes if s.startswith("moe") and not model.is_moe]
     absent += [s for s in scopes if s == "mamba" and model.mamba is None]
+    absent += [s for s in scopes if s == "mlp" and all(layer.ffn != "dense" for layer in model.layers)]
     if absent:
         problem = f"{', '.join(absent)}: {model.name} has none"
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(scopes, *absent)})

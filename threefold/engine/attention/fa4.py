@@ -21,20 +21,11 @@ def flash4_works(device: torch.device) -> bool:
     return True
 
 
-def flash4(
-    q_BHSD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """As `backend.attend`, whole sequences only. Its layout is (B, S, H, D): views here, no copies."""
+def flash4(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float) -> Tensor:
+    """As `backend.attend`, whole sequences only, without window and sinks. Its layout is (B, S, H, D): views here, no
+    copies."""
     from flash_attn.cute import flash_attn_func
 
     turned = (x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD))
-    # Its window counts the tokens left of the query, ours the query too.
-    sides = (None, None) if window is None else (window - 1, 0)
-    out = flash_attn_func(*turned, softmax_scale=scale, causal=True, window_size=sides, learnable_sink=sinks)
+    out = flash_attn_func(*turned, softmax_scale=scale, causal=True)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
