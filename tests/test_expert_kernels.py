@@ -6,6 +6,7 @@ Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from threefold.engine.kernels import choose as chosen  # noqa: E402
 from threefold.engine.kernels.choose import HALVED, STEPS, Choice, Shape, choose, default, require  # noqa: E402
 from threefold.engine.kernels.launch import Config, CuteConfig  # noqa: E402
+from threefold.engine.kernels.reference import Reference  # noqa: E402
+from threefold.engine.kernels.sort import sort_rows  # noqa: E402
 from threefold.engine.moe.layer import MoeLayer  # noqa: E402
 from threefold.engine.options import Options  # noqa: E402
 from threefold.findings import FindingsError  # noqa: E402
@@ -147,6 +150,23 @@ def test_a_plan_knows_the_shape_of_its_experts() -> None:
     assert tune.shape_of(spread).num_rows == 131_072 * 8
 
 
+@pytest.mark.parametrize(
+    ("factor", "alone", "spread"), [(0.5, 16_384, 16_384), (1.0, 32_768, 32_768), (1.5, 49_152, 32_768)]
+)
+def test_a_plan_with_a_capacity_has_rows_by_it(factor: float, alone: int, spread: int) -> None:
+    """By hand: 4,096 tokens of 8 experts each are 32,768 copies, 256 for each of 128 experts. One rank fills up."""
+    tune = pytest.importorskip("threefold.engine.kernels.tune", exc_type=ImportError)
+    capacity = pytest.importorskip("threefold.engine.dispatch.capacity").Capacity(factor, 128)
+    recipe = Path(__file__).parent.parent / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml"
+    fields = {"job.micro_batch": 1, "job.capacity_factor": factor}
+    plan = change(read_plan(str(recipe), []).plan, fields)
+    one = change(plan, {"cluster.gpus": 1, "layout.ep": 1, "job.global_batch": 1})
+    assert tune.shape_of(one) == Shape(alone, 128, 2048, 768, gathered=False)
+    assert tune.shape_of(plan) == Shape(spread, 8, 2048, 768, gathered=False)
+    _, count_E = capacity.fill(torch.arange(32_768).view(4096, 8) % 128, torch.rand(4096, 8))
+    assert int(count_E.sum()) == alone
+
+
 class Mark:
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -181,6 +201,37 @@ def test_the_fastest_kernels_that_fit_together_are_kept(monkeypatch: pytest.Monk
     assert not kept["triton"].cute
     assert kept["triton"].down == Config()
     assert kept["torch"] == Choice()
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
+def test_experts_with_biases_and_clamps_are_measured_with_them(
+    plain: bool, gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the plain steps in place of a GPU's."""
+    home = pytest.importorskip("threefold.engine.kernels.tune", exc_type=ImportError)
+    seen = []
+
+    class Noted(Reference):
+        def __init__(self, ends_E: Any, num_rows: int, clamped: bool, choice: Choice, starts_F: Any) -> None:
+            super().__init__(ends_E, num_rows, clamped)
+            assert (starts_F is not None) == gathered
+
+        def up(self, *given: Any) -> Any:
+            seen.append((self.clamped, None if given[4] is None else tuple(given[4].shape)))
+            return super().up(*given)
+
+        def act_grad(self, *given: Any) -> Any:
+            seen.append((self.clamped, None))
+            return super().act_grad(*given)
+
+    monkeypatch.setattr(home, "Steps", Noted)
+    monkeypatch.setattr(home, "counting_sort", sort_rows)
+    monkeypatch.setattr(home.torch.cuda, "Event", lambda **given: SimpleNamespace(record=lambda: None))
+    work = home._work(Shape(24, 3, 16, 8, gathered, plain), 2, torch.device("cpu"))
+    work(Choice(), (STEPS[0], STEPS[-1]))
+    bias = None if plain else (3, 16)
+    assert seen == [(not plain, bias), (not plain, bias), (not plain, None)]
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from threefold.engine.chunks import chunk_tokens
+from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.kernels.choose import (
     HALVED,
     STEPS,
@@ -78,7 +79,17 @@ def shape_of(plan: Plan) -> Shape:
         tokens = chunk_tokens(tokens, moe.top_k * plan.model.dim * _ROW_ITEM_BYTES)
     sizes = moe.num_experts // layout.ep, plan.model.dim, moe.expert_dim // layout.etp
     bent = moe.bias or plan.model.activation != "silu"
-    return Shape(tokens * moe.top_k * layout.etp, *sizes, gathered=here, plain=not bent)
+    return Shape(_kept(plan, tokens * moe.top_k) * layout.etp, *sizes, gathered=here, plain=not bent)
+
+
+def _kept(plan: Plan, num_copies: int) -> int:
+    """Of copies of tokens, the rows that a capacity leaves. One rank fills its experts up; others send no padding."""
+    layout, moe, factor = plan.layout, plan.model.moe, plan.job.capacity_factor
+    assert moe is not None
+    if factor is None:
+        return num_copies
+    held = moe.num_experts * Capacity(factor, moe.num_experts).of(num_copies)
+    return held if layout.tp * layout.cp * layout.ep * layout.etp == 1 else min(held, num_copies)
 
 
 def _step_times(work: Run, start: Choice, gathered: bool, theirs: bool) -> Times:
@@ -132,7 +143,8 @@ def _turns(
 
 
 def _work(shape: Shape, top_k: int, device: torch.device) -> Run:
-    """-> a function that runs all steps by one choice, on inputs made once."""
+    """-> a function that runs all steps by one choice, on inputs made once: with biases and clamps, as GPT-OSS has
+    them, unless the shape is plain."""
 
     def made(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
@@ -145,12 +157,17 @@ def _work(shape: Shape, top_k: int, device: torch.device) -> Run:
     given = rows if shape.gathered else None
     x, grad, weight_R = made(len(score_TE), dim), made(len(score_TE), dim), torch.rand(num_rows, device=device)
     gate_up, down = made(num_experts, 2 * half, dim) * dim**-0.5, made(num_experts, dim, half) * half**-0.5
-    gate_up_RX, act_RH = Steps(rows.ends_E, num_rows, False, Choice()).up(x, given, weight_R, gate_up, None)
+    bias, starts = None if shape.plain else made(num_experts, 2 * half), rows.starts_F if shape.gathered else None
+
+    def steps(choice: Choice) -> Steps:
+        return Steps(rows.ends_E, num_rows, not shape.plain, choice, starts)
+
+    gate_up_RX, act_RH = steps(Choice()).up(x, given, weight_R, gate_up, bias)
 
     def run(choice: Choice, timed: tuple[str, str]) -> tuple[Any, Any]:
-        forward, backward = (Steps(rows.ends_E, num_rows, False, choice) for _ in range(2))
+        forward, backward = steps(choice), steps(choice)
         calls: dict[str, Callable[[], object]] = {
-            "up": lambda: forward.up(x, given, weight_R, gate_up, None),
+            "up": lambda: forward.up(x, given, weight_R, gate_up, bias),
             "down": lambda: forward.down(act_RH, down),
             "act_grad": lambda: backward.act_grad(grad, given, weight_R, down, gate_up_RX),
             "input_grad": lambda: backward.input_grad(gate_up_RX, gate_up),
