@@ -14,15 +14,15 @@ _ZERO_CENTRED = ("qwen3_next",)  # norms that store weight - 1, and are computed
 def layer_kept(share: Share, layer: Layer) -> dict[str, float]:
     if "full" in share.again:
         return {"norms": share.width * share.model.dim * share.t / share.unit}
-    kept = {"norms": _norm(share, layer.mixer != "none", share.input * _mixer_reads_norm(share, layer))}
+    kept = {"norms": _norm(share, layer.mixer != "none", share.input * mixer_reads_norm(share, layer))}
     routed = layer.ffn == "moe" or _ffn_again(share, layer)  # reads the norm's output as it is
     output = share.width if routed else share.input
     kept["norms"] += _norm(share, layer.ffn != "none", output * _ffn_reads_norm(share, layer))
-    kept["attention"] = _mixer(share, layer)
+    kept["attention"] = mixer(share, layer)
     if layer.ffn == "dense":
         kept["mlp"] = 0.0 if "mlp" in share.again else mlp(share, share.model.dense_dim, share.gathers)
     elif layer.ffn == "moe" and "moe" not in share.again:
-        kept |= {"router": _router(share), "dispatch": _dispatch(share), "experts": _experts(share)}
+        kept |= {"router": _router(share), "dispatch": _dispatch(share), "experts": experts(share)}
         kept["shared_experts"] = _shared(share)
     return kept
 
@@ -34,7 +34,7 @@ def layer_again(share: Share, layer: Layer, plain: Share) -> dict[str, float]:
     made = {name: size * cut.get(name, 1.0) for name, size in made.items()}
     spec = share.model.attention
     if layer.mixer == "attention" and isinstance(spec, MlaSpec):
-        made["attention"] -= _mla_up(plain, spec) * (1 - share.heads_at_once)
+        made["attention"] -= mla_up(plain, spec) * (1 - share.heads_at_once)
     return made
 
 
@@ -43,7 +43,7 @@ def made_late(share: Share, layer: Layer, plain: Share) -> float:
     spec = share.model.attention
     if layer.mixer != "attention" or not isinstance(spec, MlaSpec) or share.heads_at_once == 1:
         return 0.0
-    return _mla_up(plain, spec) * share.heads_at_once
+    return mla_up(plain, spec) * share.heads_at_once
 
 
 def _norm(share: Share, there: bool, output: float) -> float:
@@ -51,17 +51,17 @@ def _norm(share: Share, there: bool, output: float) -> float:
     if not there:
         return 0.0
     dim = share.model.dim
-    return share.t * (_normed(share, dim) + output * dim)
+    return share.t * (normed(share, dim) + output * dim)
 
 
-def _normed(share: Share, dim: float, groups: float = 1) -> float:
+def normed(share: Share, dim: float, groups: float = 1) -> float:
     """Kept inside of norms of so many numbers a token, in `groups`."""
     if share.fused:
         return share.width * dim
-    return (2 * FP32 if _in_fp32(share) else share.width) * dim + FP32 * groups
+    return (2 * FP32 if in_fp32(share) else share.width) * dim + FP32 * groups
 
 
-def _mixer_reads_norm(share: Share, layer: Layer) -> bool:
+def mixer_reads_norm(share: Share, layer: Layer) -> bool:
     """Cut modules read what they gathered; MLA gathers behind its first products."""
     is_mla = layer.mixer == "attention" and isinstance(share.model.attention, MlaSpec)
     return "layernorm" not in share.again and (is_mla or not share.gathers)
@@ -83,23 +83,23 @@ def _ffn_reads_norm(share: Share, layer: Layer) -> bool:
     return not share.gathers
 
 
-def _entered(share: Share) -> float:
+def entering(share: Share) -> float:
     """The sequence as a cut module gathers it."""
     again = not share.gathers or "layernorm" in share.again
     return 0.0 if again else share.input * share.model.dim * share.s
 
 
-def _mixer(share: Share, layer: Layer) -> float:
+def mixer(share: Share, layer: Layer) -> float:
     model = share.model
     if layer.mixer == "delta" and model.delta:
-        return _entered(share) + _delta(share, model.delta) * share.s + _passed(share, model.delta)
+        return entering(share) + _delta(share, model.delta) * share.s + _passed(share, model.delta)
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
     scores = 0.0 if "core_attn" in share.again else share.scores(spec) + share.beside_scores(spec)
     if isinstance(spec, MlaSpec):
         return _mla(share, spec) + scores
-    return _entered(share) + _gqa(share, spec) * share.s + scores
+    return entering(share) + _gqa(share, spec) * share.s + scores
 
 
 def _gqa(share: Share, spec: GqaSpec) -> float:
@@ -112,7 +112,7 @@ def _gqa(share: Share, spec: GqaSpec) -> float:
     if spec.gated:
         kept += 2 * b * q + b * q  # query with gate, as projected; the gate's sigmoid
     if spec.qk_norm:
-        kept += _normed(share, q + kv, (q + kv) / head) - (b * q if spec.gated and not _in_fp32(share) else 0)
+        kept += normed(share, q + kv, (q + kv) / head) - (b * q if spec.gated and not in_fp32(share) else 0)
     if "core_attn" not in share.again:
         kept += b * q + FP32 * heads + (share.input * q if spec.gated or not share.fused else 0)
         kept += b * q if share.fused and share.plan.layout.cp > 1 else 0  # a ring's lies head by head
@@ -121,29 +121,41 @@ def _gqa(share: Share, spec: GqaSpec) -> float:
     return kept + (INDEX if spec.sinks else 0)
 
 
-def _in_fp32(share: Share) -> bool:
+def in_fp32(share: Share) -> bool:
     """Norms that are computed piece by piece."""
     return share.model.family in _ZERO_CENTRED and share.narrow and not share.fused
 
 
 def _mla(share: Share, spec: MlaSpec) -> float:
-    b, t, s = share.width, share.t, share.s
-    heads = spec.num_heads / share.tp
-    q_rank = spec.q_rank or 0
+    b, heads = share.width, spec.num_heads / share.tp
+    up = 0.0 if "mla_up_proj" in share.again else mla_up(share, spec)
+    outputs = 2 if output_apart(share, spec) else 1
+    core = 0.0 if "core_attn" in share.again else heads * (outputs * b * spec.v_dim + FP32) * share.s
+    return mla_low(share, spec) + up + core
+
+
+def mla_low(share: Share, spec: MlaSpec) -> float:
+    """Latents before their norms and behind, as the way up reads them."""
+    b, t, q_rank = share.width, share.t, spec.q_rank or 0
     low = b * t * (q_rank + spec.kv_rank + spec.rope_dim)
     low += 0 if share.fused else FP32 * t * ((1 if q_rank else 0) + 1)
     joined = q_rank + spec.kv_rank + (spec.rope_dim if share.gathers else 0)
-    low += share.input * joined * (s if share.gathers else t)
+    low += share.input * joined * (share.s if share.gathers else t)
     if share.gathers and not q_rank:
-        low += b * share.model.dim * s
-    up = 0.0 if "mla_up_proj" in share.again else _mla_up(share, spec)
-    apart = share.plan.layout.cp > 1 and share.plan.knobs.cp_comm == "all_gather"
-    outputs = 1 if share.fused and not apart else 2  # the kernel's lies as the next product wants it
-    core = 0.0 if "core_attn" in share.again else heads * (outputs * b * spec.v_dim + FP32) * s
-    return low + up + core
+        low += b * share.model.dim * share.s
+    return low
 
 
-def _mla_up(share: Share, spec: MlaSpec) -> float:
+def output_apart(share: Share, spec: GqaSpec | MlaSpec) -> bool:
+    """Whether the product behind attention keeps another tensor than the kernel, whose output lies as it wants it:
+    not in plain torch, behind a gate, or where a sequence is spread over ranks."""
+    spread = share.plan.layout.cp > 1
+    if isinstance(spec, MlaSpec):
+        return not share.fused or (spread and share.plan.knobs.cp_comm == "all_gather")
+    return spec.gated or not share.fused or spread
+
+
+def mla_up(share: Share, spec: MlaSpec) -> float:
     """Queries and keys joined with their rotated parts; keys and values lie in one tensor, of which values are kept."""
     b, heads = share.width, spec.num_heads / share.tp
     return b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * share.s
@@ -178,7 +190,7 @@ def _passed(share: Share, spec: DeltaSpec) -> float:
 def mlp(share: Share, hidden: float, entered: bool) -> float:
     """Gate, up, the product of both, and in plain torch the activation."""
     kept = ((2 if share.fused else 3) * share.width + share.input) * hidden / share.tp * share.s
-    return kept + (_entered(share) if entered else 0.0)
+    return kept + (entering(share) if entered else 0.0)
 
 
 def _router(share: Share) -> float:
@@ -208,7 +220,7 @@ def _dispatch(share: Share) -> float:
     return (0 if share.low else share.width) * share.model.dim * share.r + known
 
 
-def _experts(share: Share) -> float:
+def experts(share: Share) -> float:
     """Gate with up, the activation, its product with up, and that times the router's weight."""
     moe, model = share.model.moe, share.model
     assert moe is not None

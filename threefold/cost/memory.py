@@ -10,6 +10,7 @@ from threefold.cost.pairs import pairs_of
 from threefold.cost.peak import LIBRARIES, Peaks
 from threefold.cost.place import Held, chunk_layers, of_layer
 from threefold.cost.saved import SAVES, layer_saved, vision_saved
+from threefold.cost.sent import layer_sent
 from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, case_of
 from threefold.layout.stages import Chunk, chunk_rank
@@ -69,17 +70,18 @@ def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """Every distinct stage. `skew` is the tokens of the busiest expert rank over the balanced number."""
     kinds = {layer for chunk in plan.chunks for layer in chunk_layers(plan, chunk)}
     saved = {layer: layer_bytes(plan, layer, skew) for layer in kinds}
-    peaks = Peaks(plan, saved, skew) if plan.target == OWN else None
+    sent = {layer: layer_sent(Share(plan, skew), layer) for layer in kinds} if plan.target == OWN else {}
+    peaks = Peaks(plan, saved, sent, skew) if plan.target == OWN else None
     return Memory(tuple(_stage(plan, stage, held, saved, skew, peaks) for stage, held in enumerate(_stages(plan))))
 
 
 def layer_bytes(plan: Plan, layer: Layer, skew: float) -> dict[str, float]:
     share = of_layer(Share(plan, skew), layer)
     if plan.target == OWN:
-        kept = layer_kept(share, layer)
-    else:
-        kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], share.again, _input_bytes(plan))
-        kept = {name: size / share.unit for name, size in kept.items()}
+        gone = layer_sent(share, layer).terms
+        return {name: size - gone.get(name, 0.0) for name, size in layer_kept(share, layer).items()}
+    kept = layer_saved(case_of(plan, layer, skew), SAVES[plan.target], share.again, _input_bytes(plan))
+    kept = {name: size / share.unit for name, size in kept.items()}
     gone = _offloaded(plan)
     return {name: value * (1 - gone.get(name, 0.0)) for name, value in kept.items()}
 
@@ -92,7 +94,7 @@ def _input_bytes(plan: Plan) -> float:
 
 
 def _offloaded(plan: Plan) -> dict[str, float]:
-    """Fraction of each term that activation offload moves to the host."""
+    """Fraction of each term that Megatron's activation offload moves to the host."""
     names = plan.knobs.activation_offload
     gone: dict[str, float] = {}
     if any(name in names for name in ("attn_norm", "mlp_norm")):

@@ -90,26 +90,36 @@ def backward_moment(share: Share, layer: Layer) -> float:
         # The activation's gradient with the last weight's; then its own two, when what it was made of has gone.
         own = b * hidden * tokens
         return b * dim * share.s + max(weight + own, waits + (2 if share.fused else 1) * own)
-    if layer.ffn != "moe" or model.moe is None:
-        return mixer_moment(share, layer)
+    return max(expert_steps(share).values()) if layer.ffn == "moe" else mixer_moment(share, layer)
+
+
+def expert_steps(share: Share) -> dict[str, float]:
+    """The same, of experts, by whose backward it is, in their order."""
+    b, dim, moe = share.width, share.model.dim, share.model.moe
+    assert moe is not None
     hidden, weights = _expert_sizes(share)
     r = share.r * share.at_once
     rows = b * dim * r
     act = (share.width + 2 * FP32 if share.narrow else 2 * FP32) * hidden * r
     biased = 0.0
-    if model.moe.bias:  # comes first, for its rows and the router's weights in fp32; then its rows are gone
+    if moe.bias:  # comes first, for its rows and the router's weights in fp32; then its rows are gone
         made = 6 * b * hidden * r if "moe_act" in share.again else 0.0
         biased, act = (2 * b + 2 * FP32) * dim * r - made, act - rows
     waits = weights / 3 if _waits(share) else 0.0  # FC2's, for FC1's
     # Chunks add to the gradients of those before them.
     summed = (0.0 if share.at_once == 1 else weights) + (b * dim * share.t if share.in_one else 0.0)
     if share.fused_experts:
-        return _fused_backward(share, rows, hidden * r, weights) + summed
+        return {"fused_group_mlp": _fused_backward(share, rows, hidden * r, weights) + summed}
     # Rows on their way back; FC2's two products; the activation, in fp32 for the router's weights; FC1's products. In a
     # narrow format each expert has gradients of its own first.
     weights *= 2 if share.low else 1
-    first = rows + b * hidden * r + weights / 3
-    return max(2 * rows, first, act + waits, biased, rows - 3 * b * hidden * r + 2 * weights / 3 + waits) + summed
+    steps = {
+        "combine": 2 * rows,
+        "expert_fc2": max(rows + b * hidden * r + weights / 3, biased),
+        "moe_act": act + waits,
+        "expert_fc1": rows - 3 * b * hidden * r + 2 * weights / 3 + waits,
+    }
+    return {name: size + summed for name, size in steps.items()}
 
 
 def _waits(share: Share) -> bool:
@@ -124,6 +134,9 @@ def _fused_backward(share: Share, rows: float, inner: float, weights: float) -> 
     b, low = share.width, share.low
     if share.sinks:
         weights *= 2 / 3 if low else 0
+    if share.in_one and not low:  # which read gradients of tokens where they are, and sum rows into such
+        tokens = b * share.model.dim * share.t * share.at_once
+        return max(3 * b * inner, rows + tokens + 2 * b * inner + weights)
     if not low:
         return max(rows + 4 * b * inner, 2 * rows + 2 * b * inner + weights)
     turned = low * rows / b

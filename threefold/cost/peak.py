@@ -1,6 +1,6 @@
 """The fullest moment of a pipeline rank in our own engine: what it holds beside what its microbatches keep."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from threefold.cost.gathered import around_experts, around_root, beside, narrow_copies, units
@@ -8,6 +8,7 @@ from threefold.cost.kept import layer_again, layer_kept, made_late
 from threefold.cost.moments import (
     backward_moment,
     embedding_moment,
+    expert_steps,
     forward_moment,
     loss_moment,
     mixer_moment,
@@ -15,6 +16,7 @@ from threefold.cost.moments import (
 )
 from threefold.cost.own import borders, head_gradient, late_gradients
 from threefold.cost.place import NOTHING, Held, Moment, Place, Terms, added, chunk_layers, of_layer, places
+from threefold.cost.sent import NONE, SENDERS, Sent
 from threefold.cost.share import Share
 from threefold.cost.turns import Turn, turns
 from threefold.cost.waiting import (
@@ -63,13 +65,15 @@ class Peak:
 
 
 class Peaks:
-    """Of all stages of a plan, many of which hold alike chunks. `saved`: what each kind of layer keeps."""
+    """Of all stages of a plan, many of which hold alike chunks. `saved`: what each kind of layer keeps on the device;
+    `sent`: on the host."""
 
-    def __init__(self, plan: Plan, saved: Saved, skew: float) -> None:
-        self.plan, self.saved, self.share = plan, saved, Share(plan, skew)
+    def __init__(self, plan: Plan, saved: Saved, sent: Mapping[Layer, Sent], skew: float) -> None:
+        self.plan, self.saved, self.sent, self.share = plan, saved, sent, Share(plan, skew)
         self.split = splits_backward(plan)
         self.waits = {layer: layer_waits(self.share, layer) if self.split else NO_WAITS for layer in (*saved, NOTHING)}
-        self.layers = {layer: _sizes(self.share, layer, saved.get(layer, {})) for layer in (*saved, NOTHING)}
+        whole = {layer: added((saved[layer], sent[layer].terms)) for layer in saved} | {NOTHING: {}}
+        self.layers = {layer: _sizes(self.share, layer, kept) for layer, kept in whole.items()}
         self._known: dict[object, list[tuple[float, Moment]]] = {}
 
     def of(self, stage: int, held: Held, gradients: float, flights: Sequence[int]) -> Peak:
@@ -127,7 +131,7 @@ class Peaks:
         found = _at_loss(share, held) if chunk.loss or chunk.mtp else []
         at = places(self.plan, chunk)
         for place in at:
-            found += _at_layer(share, held, chunk, place, self.saved, self.layers[place.layer], self.waits)
+            found += _at_layer(share, held, chunk, place, self.saved, self.sent, self.layers[place.layer], self.waits)
         whole = added(self.saved[layer] for layer in chunk_layers(self.plan, chunk))
         if self.plan.knobs.data_parallel != "zero1":
             found += around_root(share, units(self.plan, held, at[0]), chunk, whole)
@@ -151,7 +155,7 @@ class Sizes:
 
     forward: float
     second: float
-    backward: float
+    backward: Terms  # by whose backward it is
     mixer: float
     feed_again: float
     mixer_again: float
@@ -162,18 +166,24 @@ def _sizes(share: Share, layer: Layer, kept: Terms) -> Sizes:
     share = of_layer(share, layer)
     feed, mixer = _again(share, layer, kept)
     plain = layer_kept(share.plain, layer)
-    forward, split = forward_moment(share, layer), splits_backward(share.plan)
+    forward = forward_moment(share, layer)
     # Shared experts come last.
     last = 0.0 if share.plan.knobs.shared_expert_overlap else plain.get("shared_experts", 0.0)
     return Sizes(
         forward=forward,
         second=forward + feed - last,
-        backward=split_moment(share, layer) if split and layer.ffn != "none" else backward_moment(share, layer),
+        backward=_steps(share, layer),
         mixer=mixer_moment(share, layer),
         feed_again=feed,
         mixer_again=mixer,
         experts=plain.get("experts", 0.0),
     )
+
+
+def _steps(share: Share, layer: Layer) -> Terms:
+    if splits_backward(share.plan) and layer.ffn != "none":
+        return dict.fromkeys(SENDERS, split_moment(share, layer))
+    return expert_steps(share) if layer.ffn == "moe" else {layer.ffn: backward_moment(share, layer)}
 
 
 def _at_loss(share: Share, held: Held) -> list[Moment]:
@@ -189,7 +199,14 @@ def _at_loss(share: Share, held: Held) -> list[Moment]:
 
 
 def _at_layer(
-    share: Share, held: Held, chunk: Chunk, place: Place, saved: Saved, of: Sizes, waits: dict[Layer, Waits]
+    share: Share,
+    held: Held,
+    chunk: Chunk,
+    place: Place,
+    saved: Saved,
+    sent: Mapping[Layer, Sent],
+    of: Sizes,
+    waits: dict[Layer, Waits],
 ) -> list[Moment]:
     layer, gone = place.layer, added([place.gone(saved), _ends(share, chunk, place)])
     share = of_layer(share, layer)
@@ -197,7 +214,7 @@ def _at_layer(
     row = share.width * share.model.dim * share.t
     sizes: dict[str, Terms] = {
         "a forward": {"dispatch" if layer.ffn == "moe" else "mlp": of.forward},
-        "a backward": {"workspace": of.backward, "recompute": of.feed_again},
+        "a backward": {"workspace": max(of.backward.values()), "recompute": of.feed_again},
     }
     if layer.ffn == "moe" and share.again & {"moe", "full"}:
         sizes["a second forward"] = {"workspace": row, "recompute": of.second}
@@ -213,7 +230,7 @@ def _at_layer(
         # Multi-token prediction's part of the table's gradient waits for the rest.
         table = share.width * share.model.vocab / share.tp * share.model.dim
         more = dict.fromkeys(sizes, table if place.mtp and chunk.embedding else 0.0) | {"a forward": 0.0}
-    left = added([gone, _fed(share, saved.get(layer, {}))])
+    left = added([gone, _fed(share, saved.get(layer, {}), sent.get(layer, NONE))])
     behind = sum(waits[each].whole for each in place.behind)
     more = {name: size + (0.0 if name == "a forward" else behind) for name, size in more.items()}
     if "a mixer's backward" in sizes:
@@ -225,12 +242,42 @@ def _at_layer(
         else:
             over = left if name == "a mixer's backward" else gone
             found.append(Moment(name, "backward", size, over, place.done, after_head=True))
-    others = _made_together(share, held, place, together)
+    others, back = _made_together(share, held, place, together), _back(share.plan, chunk, place, sent, of.backward)
     for moment in found:
         if moment.way == "backward":
-            for name, bytes_more in others.items():
+            for name, bytes_more in (*others.items(), ("workspace", back.get(moment.name, 0.0))):
                 moment.size[name] = moment.size.get(name, 0.0) + bytes_more
     return found
+
+
+def _back(plan: Plan, chunk: Chunk, place: Place, sent: Mapping[Layer, Sent], steps: Terms) -> Terms:
+    """What has come back from the host in a layer's moments: all of it with the first tensor that is asked for, and
+    with it that of the layer ahead. `steps`: of its feed-forward part's backward."""
+    behind, ahead = _neighbours(plan, chunk, place)
+    this = sent.get(place.layer, NONE)
+    next_one = sent[ahead].whole if ahead else 0.0
+    early = behind is not None and sent[behind].whole > 0
+    before, asked, most = this.whole if early else 0.0, False, 0.0
+    for name, size in steps.items():
+        asked = asked or name in this.by
+        most = max(most, size + (this.whole + next_one if asked else before))
+    mixed = sum(this.mixer.values()) if early or this.asked else 0.0
+    return {
+        "a gathering": before,
+        "a second forward": before,
+        "a backward": most - max(steps.values()),
+        "a reduction": this.whole + next_one if asked else before,
+        "a mixer's backward": mixed + (next_one if this.asked else 0.0),
+    }
+
+
+def _neighbours(plan: Plan, chunk: Chunk, place: Place) -> tuple[Layer | None, Layer | None]:
+    """Behind and ahead of a layer in its own run: that of the chunk's layers, or of a depth of multi-token
+    prediction."""
+    number, body = len(chunk_layers(plan, chunk)) - len(place.behind) - 1, len(chunk.layers)
+    size = body if number < body else len(plan.model.mtp_depth)
+    at = number if number < body else (number - body) % size
+    return place.behind[0] if at < size - 1 else None, place.ahead if at > 0 else None
 
 
 def _unit_before(share: Share, chunk: Chunk, place: Place) -> tuple[Layer, ...]:
@@ -261,10 +308,11 @@ def _ends(share: Share, chunk: Chunk, place: Place) -> Terms:
     return {"norms": row * (chunk.loss + 4 * chunk.mtp), "embedding": row * chunk.mtp}
 
 
-def _fed(share: Share, kept: Terms) -> Terms:
-    """What is kept behind the mixer."""
+def _fed(share: Share, kept: Terms, sent: Sent) -> Terms:
+    """What is kept behind the mixer, on the device."""
     fed = {name: size for name, size in kept.items() if name in _FEED}
-    return fed if "full" in share.again else fed | {"norms": kept.get("norms", 0.0) / 2}
+    norms = kept.get("norms", 0.0) + sent.terms.get("norms", 0.0)
+    return fed if "full" in share.again else fed | {"norms": norms / 2 - sent.feed.get("norms", 0.0)}
 
 
 def _again(share: Share, layer: Layer, kept: Terms) -> tuple[float, float]:

@@ -83,9 +83,10 @@ def _before(plan: Plan, chunk: Chunk) -> int:
 
 def places(plan: Plan, chunk: Chunk) -> list[Place]:
     """Of every kind of layer the last in its chunk, and of those with others behind them, whose reductions may still be
-    under way; the first, where most gradients are there, and the last that is recomputed with it."""
+    under way; the first, where most gradients are there, and the last that is recomputed with it; the second, which
+    brings the first's tensors back from the host."""
     found: dict[tuple[object, ...], Place] = {}
-    ends = (0, Share(plan).unit - 1)
+    ends = {0, Share(plan).unit - 1} | ({1} if plan.knobs.activation_offload else set())
     layers = chunk_layers(plan, chunk) or (NOTHING,)
     for index, layer in enumerate(layers):
         behind, ahead = layers[index + 1 :], layers[index - 1] if index else None
