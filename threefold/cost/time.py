@@ -13,8 +13,10 @@ from threefold.cost.exchange import (
 )
 from threefold.cost.formats import experts_emulated, experts_priced_as, priced_as
 from threefold.cost.memory import STATE_BYTES
+from threefold.cost.own import OWN
 from threefold.cost.place import KeptLayer, chunk_layers
 from threefold.cost.rates import Rates, gemm_rate, peak
+from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, Work, case_of, layer_work
 from threefold.layout.links import AxisLink
 from threefold.layout.stages import chunk_rank
@@ -178,7 +180,7 @@ def _parts(plan: Plan, layer: Layer, once: Forward, inner: float, experts_back: 
 
 def _recompute_seconds(plan: Plan, layer: Layer, once: Forward, work: Work, rates: Rates) -> float:
     """What is done again in backward, module by module."""
-    names = set(plan.knobs.recompute)
+    names, ours = _made_again(plan), plan.target == OWN
     if not names:
         return 0.0
     if "full" in names:
@@ -198,7 +200,7 @@ def _recompute_seconds(plan: Plan, layer: Layer, once: Forward, work: Work, rate
             again += once.experts + act + 0.5 * once.elementwise + 0.7 * once.quantise
         elif "moe_act" in names:
             again += act
-        if "shared_experts" in names:
+        if "shared_experts" in names or (ours and "moe" in names):
             again += multiplied * flops.shared / dense
     elif "mlp" in names and layer.ffn == "dense":
         again += multiplied * flops.ffn / dense + once.tp / 4  # its input is gathered again
@@ -206,7 +208,23 @@ def _recompute_seconds(plan: Plan, layer: Layer, once: Forward, work: Work, rate
         spec = plan.model.attention
         up = spec.num_heads * ((spec.q_rank or 0) * spec.qk_dim + spec.kv_rank * (spec.nope_dim + spec.v_dim))
         again += multiplied * 2 * up / dense
+    if "gdn_norm_out" in names and ours and layer.mixer == "delta" and plan.model.delta:
+        # The delta rule's output and the gate are read, and their product is written.
+        again += 3 * BF16 * plan.model.delta.values * work.dense_rows / plan.layout.tp * rates.passes / bandwidth
     return again
+
+
+def _made_again(plan: Plan) -> set[str]:
+    """In our own engine what lies inside of another module is made with that, and the activation of fused experts is
+    made in their backward whether it is named or not."""
+    names = set(plan.knobs.recompute)
+    if plan.target != OWN:
+        return names
+    if "full" in names:
+        return {"full"}
+    if "moe" in names:
+        names -= {"moe_act", "shared_experts"}
+    return names - {"moe_act"} if Share(plan).fused_experts else names
 
 
 # Launches a recomputed module adds, of a layer's; read off a launch-bound published A/B (Moonlight on 8 H100).
@@ -244,7 +262,7 @@ def _host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
     total = mixer + ffn
     if plan.chip.is_rack_scale:
         total *= rates.host_grace
-    return total * (1 + sum(_LAUNCHED_AGAIN.get(name, 0.0) for name in knobs.recompute))
+    return total * (1 + sum(_LAUNCHED_AGAIN.get(name, 0.0) for name in _made_again(plan)))
 
 
 def loss_seconds(plan: Plan, rates: Rates) -> float:
