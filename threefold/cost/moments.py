@@ -9,6 +9,7 @@ from threefold.units import GIB
 
 CHUNK_BYTES = {"cpu": GIB / 4}  # of a chunk's logits, counted in fp32; on GPUs 5 GiB
 TILE = 128
+GATHERED = 1024  # width of an expert beyond which torch's products are the faster ones, and want rows side by side
 MUON_AT_ONCE = 2**26  # elements of the matrices that Muon makes orthogonal together
 
 
@@ -134,7 +135,8 @@ def _fused_backward(share: Share, rows: float, inner: float, weights: float) -> 
     b, low = share.width, share.low
     if share.sinks:
         weights *= 2 / 3 if low else 0
-    if share.in_one and not low:  # which read gradients of tokens where they are, and sum rows into such
+    if share.in_one and not low and _expert_sizes(share)[0] <= GATHERED:
+        # Gradients of tokens are read where they are, and rows summed into such.
         tokens = b * share.model.dim * share.t * share.at_once
         return max(3 * b * inner, rows + tokens + 2 * b * inner + weights)
     if not low:
