@@ -109,7 +109,7 @@ def router_in_fp32(plan: Plan) -> Iterator[Finding]:
     """The router computes in FP32.
 
     Why: its scores decide which experts a token visits; rounding flips near ties and destabilises training,
-        and the matrix is too small to gain from less precision. Our engine has no choice (engine-has-knob).
+        and the matrix is too small to gain from less precision. Our engine has no choice (engine-has-a-choice).
     Confirm: knobs.router_dtype.
     Fix: fp32.
     """
@@ -156,7 +156,7 @@ def fusions_stay_on(plan: Plan) -> Iterator[Finding]:
     Confirm: knobs.permute_fusion and knobs.grad_accum_fusion.
     Fix: delete the setting; the default is on.
     """
-    if plan.model.is_moe and not plan.knobs.permute_fusion and plan.target != "threefold":  # engine-has-knob
+    if plan.model.is_moe and not plan.knobs.permute_fusion and plan.target != "threefold":  # engine-has-a-choice
         yield Finding(at="knobs.permute_fusion", problem="permutation is not fused", fix={"knobs.permute_fusion": None})
     if not plan.knobs.grad_accum_fusion:
         problem = "gradient accumulation is not fused"

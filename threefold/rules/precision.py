@@ -101,7 +101,7 @@ def fp8_knobs_need_fp8(plan: Plan) -> Iterator[Finding]:
     if plan.low_precision:
         return
     names = ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch")
-    for name in names if plan.target == "threefold" else (*names, "router_padding"):  # engine-has-knob
+    for name in names if plan.target == "threefold" else (*names, "router_padding"):  # engine-has-a-choice
         if getattr(plan.knobs, name):
             problem = f"{name} with precision {plan.knobs.precision}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
