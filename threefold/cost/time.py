@@ -20,7 +20,7 @@ from threefold.cost.share import Share
 from threefold.cost.work import BF16, IMAGE_PATCHES, Work, case_of, layer_work
 from threefold.layout.links import AxisLink
 from threefold.layout.stages import chunk_rank
-from threefold.plan.plan import Plan
+from threefold.plan.plan import INSIDE_MOE, Plan
 from threefold.spec.flops import layer_flops, padded_vocab
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.spec.params import count_params, expert_params
@@ -223,7 +223,7 @@ def _made_again(plan: Plan) -> set[str]:
     if "full" in names:
         return {"full"}
     if "moe" in names:
-        names -= {"moe_act", "shared_experts"}
+        names -= INSIDE_MOE
     return names - {"moe_act"} if Share(plan).fused_experts else names
 
 

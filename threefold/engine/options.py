@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 from threefold.engine.precision.recipes import Recipe
+from threefold.plan.plan import INSIDE_MOE
 
 Layer = TypeVar("Layer")
-_INSIDE_MOE = frozenset({"moe_act", "shared_experts"})
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Options:
         names = frozenset(self.recompute)
         if "full" in names:
             return frozenset()
-        return names - _INSIDE_MOE if "moe" in names else names
+        return names - INSIDE_MOE if "moe" in names else names
 
     def spread(self, sizes: Sequence[int]) -> Iterator["Options"]:
         """For chunks of so many layers on one rank: what is counted in layers begins with the first chunk."""

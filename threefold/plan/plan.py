@@ -28,6 +28,7 @@ RECOMPUTE_MODULES = (
     "gdn_norm_out",
     "full",
 )
+INSIDE_MOE = frozenset({"moe_act", "shared_experts"})  # made again with `moe` as it is
 GRAPH_SCOPES = ("attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration")
 OFFLOAD_MODULES = (
     "attn_norm",

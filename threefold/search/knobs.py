@@ -7,7 +7,7 @@ from itertools import product
 from threefold.cost.formats import starting_precision
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
-from threefold.plan.plan import Knobs, Plan
+from threefold.plan.plan import INSIDE_MOE, Knobs, Plan
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -120,7 +120,7 @@ def selective_sets(order: list[str], is_moe: bool) -> list[tuple[str, ...]]:
     """Cumulative sets along an order of modules; whole MoE layers come after everything cheaper."""
     sets: list[tuple[str, ...]] = [tuple(order[:count]) for count in range(len(order) + 1)]
     if is_moe:
-        sets.append((*(name for name in order if name not in ("moe_act", "shared_experts")), "moe"))
+        sets.append((*(name for name in order if name not in INSIDE_MOE), "moe"))
     return sets
 
 

@@ -9,12 +9,10 @@ from threefold.cost.rates import calibration
 from threefold.cost.time import step_time
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
-from threefold.plan.plan import Plan
+from threefold.plan.plan import INSIDE_MOE, Plan
 from threefold.rules.all import blockers, check
 from threefold.search.knobs import parts
 from threefold.units import format_bytes
-
-_INSIDE_MOE = {"moe_act", "shared_experts"}
 
 
 def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
@@ -39,7 +37,7 @@ def sets(plan: Plan) -> Iterator[tuple[str, ...]]:
     names += ["moe"] if plan.model.is_moe else []
     for count in range(len(names) + 1):
         for each in combinations(names, count):
-            if "moe" not in each or _INSIDE_MOE.isdisjoint(each):
+            if "moe" not in each or INSIDE_MOE.isdisjoint(each):
                 yield each
     yield ("full",)
 

@@ -179,7 +179,8 @@ def runs(documents_BS: Tensor) -> Tensor:
 
 @cache
 def _has_fused_rule() -> bool:
-    return find_spec("fla") is not None
+    spec = find_spec("fla")
+    return spec is not None and spec.origin is not None  # an empty folder of that name has none
 
 
 def _fused_rule(
