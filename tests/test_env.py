@@ -203,19 +203,19 @@ def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no GPU" in capsys.readouterr().err
 
 
+_RECIPE = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml")
+FOR_GPUS = ["check", _RECIPE, "--target", "threefold", "knobs.dispatcher=alltoall"]
+HERE = [*FOR_GPUS, "--here"]
+
+
 def test_check_here_refuses_a_plan_for_gpus_on_a_machine_without(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facts, "this_machine", lambda: machine(0))
-    plan = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml")
-    assert main(["check", plan, "--target", "threefold", "knobs.dispatcher=alltoall"]) == 0
+    assert main(FOR_GPUS) == 0
     capsys.readouterr()
-    assert main(["check", plan, "--here", "--target", "threefold", "knobs.dispatcher=alltoall"]) == 1
+    assert main(HERE) == 1
     assert "here-has-chips" in capsys.readouterr().out
-
-
-FOR_GPUS = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml")
-HERE = ["check", FOR_GPUS, "--here", "--target", "threefold", "knobs.dispatcher=alltoall"]
 
 
 def test_what_a_machine_lacks_stands_beside_what_is_wrong_with_a_plan(

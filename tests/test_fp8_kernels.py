@@ -474,6 +474,10 @@ def check_quantized(recipe: str, counts: list[int], x_RK: Any, square: bool) -> 
         assert same_bits(rows8.scale_CR, rows8_.scale_CR)
         assert same_bits(columns8.value_KP[:, live], columns8_.value_KP[:, live])
         assert same_bits(columns8.scale[live[::128] // 128], columns8_.scale[live[::128] // 128])
+        alone8, nothing = fast.quantize(x_RK, rows, False, square)
+        assert nothing is None
+        assert same_bits(alone8.value_RK, rows8_.value_RK)
+        assert same_bits(alone8.scale_CR, rows8_.scale_CR)
 
 
 def check_activated(recipe: str, counts: list[int], grad_RH: Any, gate_up_RX: Any, weight_R: Any) -> None:
@@ -551,9 +555,10 @@ def test_interpreted_rows_of_one_scale() -> None:
     found, expected = rowwise.quantize_weight(weight), reference.quantize_weight_rows(weight)
     for name in ("value_EOI", "turned_EIO", "scale", "turned_scale"):
         assert same_bits(getattr(found, name), getattr(expected, name))
-    counts = [17, 0, 3]
-    check_quantized("rowwise", counts, of(20, 144), square=True)
-    check_activated("rowwise", counts, of(20, 128) / 64, of(20, 256) / 32, torch.ones(20))
+    counts = [40, 0, 3]
+    check_quantized("rowwise", counts, of(43, 144), square=True)
+    for by in (64, 32):  # the larger ones are clamped
+        check_activated("rowwise", counts, of(43, 128) / 64, of(43, 256) / by, torch.ones(43))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -651,8 +656,7 @@ def test_rows_of_one_scale_on_a_gpu() -> None:
     *inputs, _ = made(counts, 384, 128, "cuda")
     fast, plain = steps_of("rowwise", counts, False, "cuda")
     check_quantized("rowwise", counts, inputs[0].detach(), square=True)
-    rows8, nothing = fast.quantize(inputs[0].detach(), None, False, square=True)
-    assert nothing is None
+    rows8 = fast.quantize(inputs[0].detach(), None, False, square=True)[0]
     weight8, weight8_ = (one(inputs[2].detach()) for one in (rowwise.quantize_weight, reference.quantize_weight_rows))
     for name in ("value_EOI", "turned_EIO", "scale", "turned_scale"):
         assert same_bits(getattr(weight8, name), getattr(weight8_, name))
