@@ -7,6 +7,7 @@ A row's router weight goes in before FC2, so that neither its output nor the row
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,26 +98,25 @@ class _Experts(torch.autograd.Function):
         choice: Choice | str | None,
         owners: list[Owner],
     ) -> Tensor:
-        ctx.rows, ctx.clamped, ctx.owners = rows, clamped, owners
+        weight_R, ctx.rows = of_rows(weight, rows)
+        ctx.clamped, ctx.owners = clamped, owners
         num_experts, dim, half = down_EDH.shape
         plain = bias_EX is None and not clamped
         shape = Shape(weight.numel(), num_experts, dim, half, gathered=rows is not None, plain=plain)
         ctx.choice = choice if isinstance(choice, Choice) else choose(shape, x_XD, choice or "auto")
         x_XD = x_XD.contiguous()
-        steps = _steps(ctx, ends_E, weight.numel())
-        weight_R = of_rows(weight, rows)
+        steps = _steps(ctx, ends_E, len(weight_R))
         gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)
         y_RD = steps.down(act_RH, down_EDH)
-        ctx.save_for_backward(x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
+        ctx.save_for_backward(x_XD, weight_R, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
         return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
-        x_XD, weight, gate_up_EXD, down_EDH, ends_E, gate_up_RX = ctx.saved_tensors
+        x_XD, weight_R, gate_up_EXD, down_EDH, ends_E, gate_up_RX = ctx.saved_tensors
         rows: Rows | None = ctx.rows
         wants_x, wants_weight, *wants, wants_bias = ctx.needs_input_grad[:5]
-        steps = _steps(ctx, ends_E, weight.numel())
-        weight_R = of_rows(weight, rows)
+        steps = _steps(ctx, ends_E, len(weight_R))
         grad_XD = grad_XD.contiguous()
         grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
         up, down = ctx.owners
@@ -142,12 +142,13 @@ def gradient(owner: Owner, wanted: bool, compute: Callable[[Tensor | None], Tens
     return None
 
 
-def of_rows(weight: Tensor, rows: Rows | None) -> Tensor:
-    """The router weight of each row, as kernels read it: one after another."""
+def of_rows(weight: Tensor, rows: Rows | None) -> tuple[Tensor, Rows | None]:
+    """The router weight of each row, as kernels read it: one after another; and the rows without them, which autograd
+    keeps."""
     if rows is None:
-        return weight.contiguous()
+        return weight.contiguous(), None
     assert rows.weight_R is not None
-    return rows.weight_R
+    return rows.weight_R, replace(rows, weight_R=None)
 
 
 def of_slots(values_R: Tensor, rows: Rows) -> Tensor:

@@ -99,31 +99,30 @@ class _Experts8(torch.autograd.Function):
         clamped: bool,
         owners: list[Owner],
     ) -> Tensor:
-        ctx.rows, ctx.weights8, ctx.recipe, ctx.owners = rows, weights8, recipe, owners
+        weight_R, ctx.rows = of_rows(weight, rows)
+        ctx.weights8, ctx.recipe, ctx.owners = weights8, recipe, owners
         made = () if weights8 else (gate_up_EXD, down_EDH)
         weights8 = weights8 or quantize_weights(gate_up_EXD, down_EDH, recipe)
         ctx.dtypes = gate_up_EXD.dtype, down_EDH.dtype
-        ctx.steps = steps = _steps(recipe, ends_E, weight.numel(), clamped)
-        weight_R = of_rows(weight, rows)
+        ctx.steps = steps = _steps(recipe, ends_E, len(weight_R), clamped)
         x8, turned8 = steps.quantize(x_XD.contiguous(), rows, _wanted(ctx)[0], square=True)
         gate_up_RX = steps.product(x8, weights8.gate_up.value_EOI, weights8.gate_up.scale)
         del x8
         act8 = steps.activated(gate_up_RX, weight_R)
         y_RD = steps.product(act8, weights8.down.value_EOI, weights8.down.scale)
         kept = (turned8.value_KP, turned8.scale) if turned8 else (None, None)
-        ctx.save_for_backward(weight, gate_up_RX, *kept, *made)
+        ctx.save_for_backward(weight_R, gate_up_RX, *kept, *made)
         return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
-        weight, gate_up_RX, turned, turned_scale, *made = ctx.saved_tensors
+        weight_R, gate_up_RX, turned, turned_scale, *made = ctx.saved_tensors
         rows: Rows | None = ctx.rows
         steps = ctx.steps
         weights8 = ctx.weights8 or quantize_weights(made[0], made[1], ctx.recipe)
         gate_up8, down8 = weights8.gate_up, weights8.down
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         (up, down), (wants_up, wants_down) = ctx.owners, _wanted(ctx)
-        weight_R = of_rows(weight, rows)
         grad8, grad_turned8 = steps.quantize(grad_XD.contiguous(), rows, wants_down, square=False)
         grad_RH = steps.product(grad8, down8.turned_EIO, down8.turned_scale)
         del grad8
