@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.engine import rope
+from threefold.engine.layers import rope
 from threefold.engine.dispatch.rows import sort_by_expert
-from threefold.engine.kernels.around import in_plain_torch
-from threefold.engine.mlp import gated
+from threefold.engine.kernels.fusion_switch import without_fused_kernels
+from threefold.engine.layers.mlp import swiglu
 from threefold.engine.moe import balance
 from threefold.engine.moe.router import Router
-from threefold.engine.norm import RMSNorm
-from threefold.engine.seams import each
+from threefold.engine.layers.norm import RMSNorm
+from threefold.engine.layers.input_linears import apply_linears
 from threefold.spec.model import MoeSpec
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, TOP_K, DENSE_DIM, SEQ_LEN = 2048, 32, 4, 128, 128, 8, 6144, 4096
@@ -51,24 +51,24 @@ def pieces(tokens: int) -> Iterator[Piece]:
     batch, values = tokens // SEQ_LEN, tokens * DIM
     x, y, norm = leaf(batch, SEQ_LEN, DIM), leaf(batch, SEQ_LEN, DIM), RMSNorm(DIM).to(DEVICE, DTYPE)
     yield Piece("norm", lambda x, w: norm(x), [x, norm.weight], 2 * values, 3 * values)
-    through = Piece("norm, residual goes on", lambda x, w: norm(x, stream=True), [x, norm.weight])
+    through = Piece("norm, residual goes on", lambda x, w: norm(x, return_residual=True), [x, norm.weight])
     through.read_values, through.grad_values = 2 * values, 4 * values
     yield through
-    yield Piece("residual + norm", lambda *g: norm(*g[:2], stream=True), [x, y, norm.weight], 4 * values, 4 * values)
-    table = rope.tables(torch.arange(SEQ_LEN, device=DEVICE).expand(batch, -1), HEAD_DIM, 1e6, None)
+    yield Piece("residual + norm", lambda *g: norm(*g[:2], return_residual=True), [x, y, norm.weight], 4 * values, 4 * values)
+    table = rope.rope_tables(torch.arange(SEQ_LEN, device=DEVICE).expand(batch, -1), HEAD_DIM, 1e6, None)
     for name, heads in (("queries", HEADS), ("keys", KV_HEADS)):
         q, head_norm = leaf(batch, SEQ_LEN, heads, HEAD_DIM), RMSNorm(HEAD_DIM).to(DEVICE, DTYPE)
-        place = lambda q, w, norm=head_norm: rope.place_heads(q, norm, table)  # noqa: E731
+        place = lambda q, w, norm=head_norm: rope.norm_and_rotate_heads(q, norm, table)  # noqa: E731
         yield Piece(f"norm and rotary, {name}", place, [q, head_norm.weight], 2 * q.numel(), 3 * q.numel())
     q = leaf(batch, SEQ_LEN, HEADS, HEAD_DIM)
     yield Piece(
-        "rotary, queries", lambda q: rope.place_heads(q, nn.Identity(), table), [q], 2 * q.numel(), 2 * q.numel()
+        "rotary, queries", lambda q: rope.norm_and_rotate_heads(q, nn.Identity(), table), [q], 2 * q.numel(), 2 * q.numel()
     )
     gate, up = leaf(tokens, DENSE_DIM), leaf(tokens, DENSE_DIM)
-    yield Piece("silu(gate) * up", gated, [gate, up], 3 * gate.numel(), 5 * gate.numel())
+    yield Piece("silu(gate) * up", swiglu, [gate, up], 3 * gate.numel(), 5 * gate.numel())
     widths = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
     linears = [nn.Linear(DIM, width, bias=False).to(DEVICE, DTYPE) for width in widths]
-    yield Piece("q, k, v products", lambda x, *w: each(x, linears), [x, *(linear.weight for linear in linears)])
+    yield Piece("q, k, v products", lambda x, *w: apply_linears(x, linears), [x, *(linear.weight for linear in linears)])
     yield from experts(leaf(tokens, DIM))
 
 
@@ -79,7 +79,7 @@ def experts(x_TD: Tensor) -> Iterator[Piece]:
     def route(*wanted: str) -> Callable[..., Any]:
         def work(x_TD: Tensor, weight: Tensor) -> Any:
             routing = router(x_TD)
-            measured = balance.measure(routing, 4, wanted, torch.zeros((), device=DEVICE))
+            measured = balance.compute_router_stats(routing, 4, wanted, torch.zeros((), device=DEVICE))
             return routing.weight_TK, *measured.losses.values()
 
         return work
@@ -113,7 +113,7 @@ def device_us(work: Callable[[], object], repeats: int) -> float:
 
 def measure(piece: Piece, repeats: int) -> dict[str, Any]:
     row: dict[str, Any] = {"piece": piece.name}
-    for kind, mode in (("torch", in_plain_torch), ("ours", nullcontext)):
+    for kind, mode in (("torch", without_fused_kernels), ("ours", nullcontext)):
         with mode():
             row[f"{kind} forward us"] = device_us(lambda: piece.work(*piece.given), repeats)
             made = piece.work(*piece.given)

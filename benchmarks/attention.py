@@ -1,4 +1,4 @@
-"""Which attention kernel is fastest, by length and head size: the source of the table in engine/attention/speeds.py.
+"""Which attention kernel is fastest, by length and head size: the source of the table in engine/attention/kernel_speeds.py.
 
 python benchmarks/attention.py [--shapes qwen3 mla ...] [--lengths 4096 32768 131072] [--repeats 3] [--json FILE]
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from threefold.engine.attention.backend import reference
-from threefold.engine.attention.fa4 import flash4, flash4_works
-from threefold.engine.attention.flash import SDPA
-from threefold.engine.attention.tune import Heads
+from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
+from threefold.engine.attention.torch_kernels import SDPA
+from threefold.engine.tune.attention_kernels import Heads
 from threefold.units import GIB
 
 SHAPES = {
@@ -43,8 +43,8 @@ def kernels(heads: Heads) -> Iterator[tuple[str, Attention]]:
         yield name, _plain(heads, kind)
         if heads.value_dim < heads.dim:
             yield f"{name} padded", _padded(heads, _plain(heads, kind))
-    if torch.cuda.is_available() and flash4_works(torch.device("cuda", 0)):
-        yield "fa4", lambda q, k, v: flash4(q, k, v, scale=heads.dim**-0.5)
+    if torch.cuda.is_available() and has_flash_attention_4(torch.device("cuda", 0)):
+        yield "fa4", lambda q, k, v: flash_attention_4(q, k, v, scale=heads.dim**-0.5)
 
 
 def _plain(heads: Heads, kind: SDPBackend) -> Attention:

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from threefold.cost.rates import Rates, rates_to
-from threefold.cost.time import step_time
+from threefold.cost.time.step import step_time
 from threefold.interop.published import is_usable, load_rows, plan_from_row
 from threefold.spec.flops import flops_per_token
 

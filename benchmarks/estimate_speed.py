@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from threefold.cost.estimate import estimate
-from threefold.cost.memory import memory
+from threefold.cost.memory.by_stack import memory
 from threefold.cost.rates import calibration
-from threefold.cost.time import step_time
-from threefold.cost.traffic import traffic
+from threefold.cost.time.step import step_time
+from threefold.cost.traffic.by_stack import traffic
 from threefold.interop.published import is_usable, load_rows, plan_from_row
 from threefold.plan.plan import Plan
 

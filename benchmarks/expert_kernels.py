@@ -23,10 +23,11 @@ from moe_torch import gathered_layer, grouped_rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threefold.engine.attention.fa4 import flash4, flash4_works
-from threefold.engine.kernels.choose import choose, cute_works, quack_version
-from threefold.engine.kernels.experts import fused_experts, grouped_experts
-from threefold.engine.kernels.tune import tune
+from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
+from threefold.engine.kernels.availability import has_cute_kernels, quack_version
+from threefold.engine.kernels.experts.kernel_choice import choose_kernels
+from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts
+from threefold.engine.tune.expert_kernels import tune
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128  # Qwen3-30B-A3B
@@ -36,7 +37,7 @@ def sides(case: Case, arguments: list[Tensor], wanted: list[Tensor], slope: Tens
     ours = fused_experts if case.top_k else grouped_experts
     theirs = torch.compile(gathered_layer if case.top_k else grouped_rows, dynamic=False)
     layers: dict[str, Callable[[], Tensor]] = {"compiled grouped_mm": partial(theirs, *arguments)}
-    for kernels in ("torch", "triton", "auto", *(["cute"] if cute_works(DEVICE) else [])):
+    for kernels in ("torch", "triton", "auto", *(["cute"] if has_cute_kernels(DEVICE) else [])):
         layers[kernels] = partial(ours, *arguments, choice=kernels)
     return {name: partial(both, layer, wanted, slope) for name, layer in layers.items()}
 
@@ -51,7 +52,7 @@ def experts(name: str, repeats: int) -> dict[str, Any]:
     arguments, wanted, slope = inputs(case, DEVICE)
     found = measured(sides(case, arguments, wanted, slope), case.flops, repeats)
     kinds = {
-        kind: str(choose(shape_of(case), arguments[0], kind)) for kind in ("triton", "cute", "auto") if kind in found
+        kind: str(choose_kernels(shape_of(case), arguments[0], kind)) for kind in ("triton", "cute", "auto") if kind in found
     }
     shown(name, found, "auto")
     return {"auto": str(best), "choices": kinds, "sides": found}
@@ -69,8 +70,8 @@ def attention(length: int, repeats: int) -> dict[str, Any]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     layers: dict[str, Callable[[], Tensor]] = {"cudnn": cudnn}
-    if flash4_works(DEVICE):
-        layers["fa4"] = partial(flash4, q, k, v, scale=HEAD_DIM**-0.5)
+    if has_flash_attention_4(DEVICE):
+        layers["fa4"] = partial(flash_attention_4, q, k, v, scale=HEAD_DIM**-0.5)
     flops = 2.0 * batch * length**2 * HEADS * HEAD_DIM  # two products of half a square
     forward = measured(layers, flops, repeats)
     calls = {name: partial(both, layer, [q, k, v], slope.detach()) for name, layer in layers.items()}

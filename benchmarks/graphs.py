@@ -22,9 +22,9 @@ from step import BETAS, LR, TINY, facts_of, free, plan_of, timed
 from torch import Tensor
 
 from threefold.engine.build import Parts, options_of, parts_alone
-from threefold.engine.data.loader import Batch
-from threefold.engine.kernels.around import in_plain_torch
-from threefold.engine.loss import IGNORE
+from threefold.engine.batch import Batch
+from threefold.engine.kernels.fusion_switch import without_fused_kernels
+from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.step import train_step
@@ -72,7 +72,7 @@ class Bench:
 
     def measure(self, variant: Variant, steps: int, warmup: int) -> dict[str, Any]:
         free(self.device)
-        with in_plain_torch() if variant.plain else nullcontext():
+        with without_fused_kernels() if variant.plain else nullcontext():
             row = self._measure(variant, steps, warmup)
         self.losses = self.losses or row.get("losses", [])
         if "error" not in row:
@@ -100,9 +100,9 @@ class Bench:
         except Exception as error:  # one variant must not lose the others
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-        tally = parts.runner.tally
-        if tally is not None:
-            row |= {"graph_gib": tally.num_bytes / GIB, "replays": tally.replays, "said": tally.summary()}
+        graph_stats = parts.runner.graph_stats
+        if graph_stats is not None:
+            row |= {"graph_gib": graph_stats.num_bytes / GIB, "replays": graph_stats.replays, "said": graph_stats.summary()}
         return row
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllTicket
-from threefold.engine.dispatch.flight import Flight, Wait, begin
-from threefold.engine.overlap.record import DeviceClock, Exchange, HostClock
+from threefold.engine.dispatch.alltoall import AllToAllDispatcher, AllToAllState
+from threefold.engine.dispatch.async_exchange import AsyncExchange, Wait, start_exchange
+from threefold.engine.verify.exchange_times import DeviceClock, Exchange, HostClock
 
 
 class Sleep:
@@ -78,9 +78,9 @@ class Transport:
         wait = self._on_stream(exchange) if self.device.type == "cuda" else self._on_clock(exchange)
 
         def arrive() -> None:
-            exchange.waits()
+            exchange.on_wait()
             wait()
-            exchange.ended()
+            exchange.on_end()
 
         return out, arrive
 
@@ -106,18 +106,18 @@ class Transport:
 class HeldDispatcher(AllToAllDispatcher):
     transport: Transport | None = None
 
-    def _flight(self) -> Flight:
+    def _held_exchange(self) -> AsyncExchange:
         assert self.transport is not None
-        return Flight(self.transport.start, self.transport.start)
+        return AsyncExchange(self.transport.start, self.transport.start)
 
-    def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor]:
-        rows = ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK)
-        ticket.counts.read()
-        ticket.there = self._flight()
-        x_PD, weight_P = begin(ticket.there, *rows)
+    def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: AllToAllState) -> tuple[Tensor, Tensor]:
+        rows = state.rows.permute_tokens(x_TD), state.rows.permute_weights(weight_TK)
+        state.counts.split_sizes()
+        state.dispatch_exchange = self._held_exchange()
+        x_PD, weight_P = start_exchange(state.dispatch_exchange, *rows)
         return x_PD, weight_P
 
-    def send_back(self, y_PD: Tensor, ticket: AllToAllTicket) -> Tensor:
-        ticket.back = self._flight()
-        (y_SD,) = begin(ticket.back, y_PD)
+    def token_combine(self, y_PD: Tensor, state: AllToAllState) -> Tensor:
+        state.combine_exchange = self._held_exchange()
+        (y_SD,) = start_exchange(state.combine_exchange, y_PD)
         return y_SD

@@ -34,9 +34,9 @@ from moe_peers import Side, peers
 from moe_torch import gathered_layer, grouped_layer, grouped_rows, split_rows
 from torch import Tensor
 
-from threefold.engine.kernels.choose import Shape, choose
-from threefold.engine.kernels.experts import fused_experts, grouped_experts
-from threefold.engine.kernels.fp8.experts import fits, fp8_experts, fp8_experts_of_tokens, quantize_weights
+from threefold.engine.kernels.experts.kernel_choice import ExpertShape, choose_kernels
+from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts
+from threefold.engine.kernels.fp8.fused_experts import supports_sizes, fp8_experts, fp8_experts_of_tokens, quantize_weights
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def inputs(case: Case, device: torch.device) -> tuple[list[Tensor], list[Tensor]
 
 def sides(case: Case, precisions: list[str]) -> dict[str, Layer]:
     found = {} if "bf16" not in precisions else bf16_sides(case)
-    names = [name for name in precisions if name in RECIPES and fits(case.dim, case.expert_dim)]
+    names = [name for name in precisions if name in RECIPES and supports_sizes(case.dim, case.expert_dim)]
     return found | {"threefold": fused_experts if case.top_k else grouped_experts} | {n: in_fp8(case, n) for n in names}
 
 
@@ -216,8 +216,8 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def shape_of(case: Case) -> Shape:
-    return Shape(case.num_rows, case.num_experts, case.dim, case.expert_dim, gathered=case.top_k > 0)
+def shape_of(case: Case) -> ExpertShape:
+    return ExpertShape(case.num_rows, case.num_experts, case.dim, case.expert_dim, gathered=case.top_k > 0)
 
 
 def main() -> int:
@@ -244,11 +244,11 @@ def main() -> int:
     for name in args.cases:
         case = CASES[name]
         if args.tune:
-            from threefold.engine.kernels.tune import tune
+            from threefold.engine.tune.expert_kernels import tune
 
             tune(shape_of(case), max(case.top_k, 1), device)
         row = measure(case, device, args.repeats, args.precision, args.peers)
-        choice = choose(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))
+        choice = choose_kernels(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))
         rows[name] = {"case": asdict(case), "choice": asdict(choice) if choice else None, **row}
         for side in (side for side in row if side not in ("ratio", "missing", "dense")):
             one, ratio = row[side], row["ratio"].get(side)

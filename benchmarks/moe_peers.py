@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.kernels.choose import STEPS, cute_candidates
-from threefold.engine.kernels.launch import CuteConfig
+from threefold.engine.kernels.experts.kernel_choice import STEPS, cute_candidates
+from threefold.engine.kernels.launch_config import CuteConfig
 
 _GROUP = CuteConfig().group  # SonicMoE takes tiles in quack's own order
 Tiles = dict[str, CuteConfig]
@@ -138,7 +138,7 @@ def _use(tiles: Tiles | None) -> None:
     import sonicmoe.functional.backward as backward
     import sonicmoe.functional.forward as forward
 
-    from threefold.engine.kernels.cute import _theirs
+    from threefold.engine.kernels.experts.quack_kernels import _gemm_config
 
     if tiles is None:
         forward.gemm, forward.gemm_gated = theirs.gemm, theirs.gemm_gated
@@ -154,9 +154,9 @@ def _use(tiles: Tiles | None) -> None:
 
     forward.gemm = lambda *given, **named: product(*given, step="down", **named)
     backward.gemm = product
-    forward.gemm_gated = lambda *given, **named: theirs.gemm_gated(*given, config=_theirs(tiles["up"]), **named)
+    forward.gemm_gated = lambda *given, **named: theirs.gemm_gated(*given, config=_gemm_config(tiles["up"]), **named)
     backward.gemm_dgated = lambda *given, **named: theirs.gemm_dgated(
-        *given, config=_theirs(tiles["act_grad"]), **named
+        *given, config=_gemm_config(tiles["act_grad"]), **named
     )
 
 

@@ -15,12 +15,12 @@ import torch
 from held_exchanges import HeldDispatcher, Transport
 
 from threefold.engine.build import build
-from threefold.engine.data.loader import Batch
-from threefold.engine.mesh import ALONE, Mesh
+from threefold.engine.batch import Batch
+from threefold.engine.dist.mesh import TRIVIAL_GROUP, Mesh
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.oracle import batch_of
-from threefold.engine.overlap.intervals import common, length, union
-from threefold.engine.runner import InTurn, Merged, Runner
+from threefold.engine.verify.oracle import synthetic_batch
+from threefold.engine.verify.intervals import intersection, total_length, union
+from threefold.engine.schedule.microbatches import Sequential, Overlapped, MicrobatchRunner
 from threefold.engine.train import to_device
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
@@ -87,18 +87,18 @@ class Bench:
         self.parts = build(plan, Mesh(plan.layout, device=device), with_data=False)
         for layer in self.parts.model.modules():
             if isinstance(layer, MoeLayer):
-                layer.dispatcher = HeldDispatcher(len(layer.experts.down), ALONE, transport=self.transport)
+                layer.dispatcher = HeldDispatcher(len(layer.experts.down), TRIVIAL_GROUP, transport=self.transport)
         model = self.parts.model
-        self.runners: dict[str, Runner] = {
-            NONE: InTurn(model),
-            "overlap": Merged(model, False),
-            "overlap, delayed weights": Merged(model, True),
+        self.runners: dict[str, MicrobatchRunner] = {
+            NONE: Sequential(model),
+            "overlap": Overlapped(model, False),
+            "overlap, delayed weights": Overlapped(model, True),
         }
 
     def steady(self, holds: Sequence[float], warmup: int, turns: int, seq_len: int) -> list[dict[str, Steady]]:
         """For each hold and runner. All by turns: a slow drift of the clock cancels."""
         plan = replace(self.plan, job=replace(self.plan.job, seq_len=seq_len))
-        batches = [to_device(batch_of(plan, 0, number, 0), self.device) for number in range(MORE)]
+        batches = [to_device(synthetic_batch(plan, 0, number, 0), self.device) for number in range(MORE)]
         found = {(hold, name): Steady([], [], [], []) for hold, name in product(holds, self.runners)}
         for turn in range(warmup + turns):
             for (hold, name), one in found.items():
@@ -117,15 +117,15 @@ class Bench:
         num_exchanges = 4 * self.plan.model.num_layers
         return [instant[NONE].seconds * share / (1 - share) / num_exchanges for share in shares]
 
-    def _time(self, runner: Runner, batches: list[Batch]) -> float:
-        self.parts.data.begin(len(batches))
+    def _time(self, runner: MicrobatchRunner, batches: list[Batch]) -> float:
+        self.parts.data.begin_step(len(batches))
         self.transport.seen.clear()
         self._wait()
         start = time.perf_counter()
         runner.run(batches, [1 / len(batches)] * len(batches))
         self._wait()
         taken = time.perf_counter() - start
-        self.parts.data.finish()
+        self.parts.data.finish_grad_sync()
         return taken
 
     def _exposed(self) -> tuple[float, float]:
@@ -136,7 +136,7 @@ class Bench:
         ends = 2 * self.plan.model.num_layers
         exchanges = self.transport.seen[ends:-ends]
         under_way = union(exchange.under_way for exchange in exchanges)
-        return length(under_way), length(common(under_way, [exchange.waited for exchange in exchanges]))
+        return total_length(under_way), total_length(intersection(under_way, [exchange.waited for exchange in exchanges]))
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threefold.engine.overlap.trial import VARIANTS, Trial, loss_difference, on_rank, rows_of
+from threefold.engine.verify.overlap_ab import VARIANTS, Trial, loss_difference, run_variants, summarize
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MoeSpec
@@ -124,7 +124,7 @@ def one_rank(work: dict[str, Any]) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a rank that takes another's core makes it late
     store = dist.TCPStore("10.77.0.1", PORT, RANKS, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=600))
-    trials = on_rank(rank, work["plan"], work["warmup"], work["steps"], work["variants"], by_turns=True)
+    trials = run_variants(rank, work["plan"], work["warmup"], work["steps"], work["variants"], by_turns=True)
     Path(work["out"]).write_bytes(pickle.dumps(trials))
     dist.barrier()
     dist.destroy_process_group()
@@ -132,19 +132,19 @@ def one_rank(work: dict[str, Any]) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     first = list(VARIANTS)[:1]
-    [row] = rows_of(probe := run(None, args, first, 3))
+    [row] = summarize(probe := run(None, args, first, 3))
     compute = row.seconds - row.exposed_seconds
     num_bytes = max(trial.steps[-1].num_bytes for [trial] in probe)
     rate, share = 0.0, 0.0
     for _ in range(4):
         rate = 8 * num_bytes / (compute * args.share / (1 - args.share)) if not rate else rate * share / args.share
-        [row] = rows_of(run(rate, args, first, 3))
+        [row] = summarize(run(rate, args, first, 3))
         share = row.exposed_seconds / row.seconds
         print(f"{rate / 1e6:.0f} Mbit/s: exchanges take {share:.1%} of {row.seconds:.2f} s", file=sys.stderr)
         if abs(share - args.share) <= NEAR:
             break
     ranks = run(rate, args, list(VARIANTS), args.steps)
-    rows = rows_of(ranks)
+    rows = summarize(ranks)
     share = rows[0].exposed_seconds / rows[0].seconds
     gains = {row.variant: {"hidden": row.hidden, "speedup": rows[0].seconds / row.seconds} for row in rows[1:]}
     enough = [name for name, gain in gains.items() if all(gain[what] >= WANTED[what] for what in gain)]

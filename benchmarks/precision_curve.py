@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from threefold.engine.build import build
-from threefold.engine.optim.schedule import learning_rate
+from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.step import train_step
 from threefold.engine.train import to_device

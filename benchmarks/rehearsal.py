@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.cost.memory import memory
+from threefold.cost.memory.by_stack import memory
 from threefold.findings import FindingsError
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
@@ -129,7 +129,7 @@ def describe(plan: Plan) -> str:
 
 
 def estimate_against_rehearsal(count: int, seed: int, wide: bool) -> int:
-    from threefold.dryrun.rank import rehearse_rank
+    from threefold.dryrun.rehearse_rank import rehearse_rank
 
     rows, kept = [], []
     for number, plan in enumerate(accepted(seed, wide)):

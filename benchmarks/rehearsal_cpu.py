@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from threefold.dryrun.rank import rehearse_rank
-from threefold.dryrun.real import real_rank, real_step
+from threefold.dryrun.measured.real_rank import real_rank, run_real_step
+from threefold.dryrun.rehearse_rank import rehearse_rank
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.report.terminal import table
@@ -60,7 +60,7 @@ def allocated(plan: Plan, rank: int) -> int:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
         real_rank(plan, rank, torch.device("cpu")) as (parts, small),
     ):
-        real_step(parts, small, plan)
+        run_real_step(parts, small, plan)
     now = peak = 0
     for event in seen.profiler.kineto_results.events():
         if event.name() == "[memory]":

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from threefold.cost.memory import memory
-from threefold.dryrun.look import look
-from threefold.dryrun.rank import rehearse_rank
-from threefold.dryrun.real import balanced
+from threefold.cost.memory.by_stack import memory
+from threefold.dryrun.measured.peak_breakdown import measure_peak_breakdown
+from threefold.dryrun.measured.real_rank import with_balanced_routing
+from threefold.dryrun.rehearse_rank import rehearse_rank
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.report.terminal import table
@@ -63,7 +63,7 @@ def case(name: str) -> Plan:
     fields["job.global_batch"] = 4 * fields["cluster.gpus"] * fields.get("job.micro_batch", 1)
     plan = parse(fields).plan
     assert plan is not None, name
-    return balanced(plan)
+    return with_balanced_routing(plan)
 
 
 def _rehearsed(name: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _one(name: str, coming: "Future[dict[str, Any]]") -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "plan": plan, "torch": torch.__version__}
     began = time.monotonic()
     try:
-        found["measured"] = look(case(name), 0, torch.device("cuda", 0)).to_json()
+        found["measured"] = measure_peak_breakdown(case(name), 0, torch.device("cuda", 0)).to_json()
     except Exception:  # kept, shown and the exit code: the other cases have answers still
         found["error"] = traceback.format_exc()
     found["measured_seconds"] = time.monotonic() - began

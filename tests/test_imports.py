@@ -11,6 +11,7 @@ import pytest
 import threefold
 
 PACKAGE = Path(threefold.__file__).parent
+MAX_MODULES = 15
 # Lowest first. A part imports itself and lower levels, never a neighbour on its own level.
 LEVELS = (
     {"units", "findings", "fields"},
@@ -26,6 +27,28 @@ LEVELS = (
 )
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}
 TORCH_PARTS = {"engine", "dryrun"}
+# The folders and top-level modules of engine/ and cost/, by the same rule: each can be read from the bottom up.
+INSIDE: dict[str, tuple[set[str], ...]] = {
+    "engine": (
+        {"context", "dtypes", "batch", "explain"},
+        {"device"},
+        {"dist", "autograd"},
+        {"kernels"},
+        {"precision", "optim"},
+        {"options"},
+        {"layers", "dispatch", "data_parallel"},
+        {"attention", "moe"},
+        {"models"},
+        {"graphs", "shard"},
+        {"schedule"},
+        {"data", "run"},
+        {"launch", "weights"},
+        {"build"},
+        {"step", "train_state"},
+        {"train", "sample"},
+        {"verify", "tune"},
+    ),
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -59,6 +82,35 @@ def test_imports_point_down(file: Path) -> None:
             assert part in TORCH_PARTS, f"{part} imports {module}"
 
 
+@pytest.mark.parametrize("package", INSIDE)
+def test_folders_inside_point_down(package: str) -> None:
+    """Imports inside functions and under TYPE_CHECKING count too."""
+    level = {unit: number for number, units in enumerate(INSIDE[package]) for unit in units}
+    root = PACKAGE / package
+    units = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert units - {"__init__"} == level.keys(), "every folder and module has a place in the order"
+    wrong = []
+    for file in sorted(root.rglob("*.py")):
+        unit = file.relative_to(root).with_suffix("").parts[0]
+        for module in imports(file):
+            parts = module.split(".")
+            if parts[:2] == ["threefold", package] and len(parts) > 2 and parts[2] in level:
+                other = parts[2]
+                if other != unit and (unit not in level or level[other] >= level[unit]):
+                    wrong.append(f"{file.relative_to(root)} imports {module}")
+    assert not wrong
+
+
+def test_few_modules_in_a_folder() -> None:
+    """One responsibility a folder: more modules than this want a folder of their own. The verbs are a flat list."""
+    crowded = {}
+    for folder in {file.parent for file in FILES} - {PACKAGE / "cli"}:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        if len(modules) > MAX_MODULES:
+            crowded[str(folder.relative_to(PACKAGE))] = len(modules)
+    assert not crowded
+
+
 def test_planning_never_loads_torch() -> None:
     program = "import sys, threefold.cli.main; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)

@@ -2,14 +2,13 @@
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from threefold.cli.main import VERBS, main
 from threefold.plan.plan import Plan
 
-ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -54,13 +53,13 @@ def test_launch_as_shown_prints_a_script(capsys: pytest.CaptureFixture[str], mon
 def test_verify_as_shown_begins(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as the ranks, which take too long here."""
     pytest.importorskip("torch")
-    from threefold.engine.ranks import RankError
+    from threefold.engine.verify.forked_ranks import RankError
 
     def start(plan: Plan, limit: float) -> None:
         raise RankError("not here")
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("threefold.engine.oracle.compare", start)
+    monkeypatch.setattr("threefold.engine.verify.oracle.compare_with_one_rank", start)
     assert shown("verify")
     for words in shown("verify"):
         assert main(words) == 1

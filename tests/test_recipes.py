@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from threefold.plan.file import read_plan
 from threefold.rules.all import check, errors
 from threefold.units import format_tokens
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 # What the documents ask for: layout by recipe name.
 DOCUMENTED = {

@@ -57,6 +57,16 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a slug means, for `threefold check --explain`."""
+
+    what: str  # what should hold
+    why: str
+    confirm: str  # how to see whether it holds
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
 class OneOf:
     """Alternatives in a fix, best first."""
 

@@ -45,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
         except ModuleNotFoundError as error:
             return missing_package("check", error)
     if args.here:
-        from threefold.machine.facts import this_machine
-        from threefold.machine.judge import judge
+        from threefold.machine.inventory import this_machine
+        from threefold.machine.plan_check import machine_findings
 
-        found += judge(plan, this_machine())
+        found += machine_findings(plan, this_machine())
     return print_findings(in_order(found), args.json)
 
 

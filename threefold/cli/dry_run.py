@@ -13,9 +13,9 @@ from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
 
 if TYPE_CHECKING:
-    from threefold.dryrun.measure import Measurement
-    from threefold.dryrun.rank import RankRehearsal
-    from threefold.dryrun.rehearse import Rehearsal
+    from threefold.dryrun.measured.measure import Measurement
+    from threefold.dryrun.rehearse_rank import RankRehearsal
+    from threefold.dryrun.rehearse_plan import Rehearsal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"threefold dry-run: {problem}", file=sys.stderr)
             return 2
         if args.device == "cuda":
-            from threefold.dryrun.measure import measure
+            from threefold.dryrun.measured.measure import measure
 
             return _tell_measured(args, measure(plan, _one(ranks), loads, left_out, progress()))
-        from threefold.dryrun.rehearse import rehearse
+        from threefold.dryrun.rehearse_plan import rehearse
 
         return _tell(args, rehearse(plan, ranks, loads, progress(), args.jobs, left_out))
     except FindingsError as error:

@@ -6,7 +6,7 @@ import sys
 
 from threefold.cli.inputs import missing_package, print_findings
 from threefold.findings import in_order
-from threefold.machine.facts import Machine, this_machine
+from threefold.machine.inventory import Machine, this_machine
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
 from threefold.report.terminal import table
@@ -38,8 +38,8 @@ def _tune(args: argparse.Namespace) -> int:
     if parsed.plan is None:
         return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
     try:
-        from threefold.engine.attention.tune import tuned as tuned_attention
-        from threefold.engine.kernels.tune import tuned
+        from threefold.engine.tune.attention_kernels import tuned as tuned_attention
+        from threefold.engine.tune.expert_kernels import tuned
     except ModuleNotFoundError as error:
         return missing_package("env", error)
     found = {key: str(choice) for key, choice in tuned(parsed.plan).items()}

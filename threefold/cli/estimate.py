@@ -7,11 +7,11 @@ import sys
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.cli.rehearse import shares_from, skew_problem
-from threefold.cost.chipfile import read_chip_file
+from threefold.cost.chip_file import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.rates import calibration
-from threefold.cost.traffic import traffic
-from threefold.cost.work import busiest
+from threefold.cost.traffic.by_stack import traffic
+from threefold.cost.layer_work import expert_skew
 from threefold.findings import in_order
 from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text
@@ -72,4 +72,4 @@ def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float, str]:
     if args.skew != 1:
         return 1.0, "--skew and --loads both say how tokens fall on the experts: give one"
     shares, problem = shares_from(args.loads, plan.model.num_experts)
-    return (1.0, problem) if problem else (busiest(list(shares), plan.layout.ep), "")
+    return (1.0, problem) if problem else (expert_skew(list(shares), plan.layout.ep), "")

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from threefold.engine.convert import export_hf
+        from threefold.engine.weights.convert import export_hf
     except ModuleNotFoundError as error:
         return missing_package("export-hf", error)
     try:

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from threefold.engine.convert import import_hf
+        from threefold.engine.weights.convert import import_hf
     except ModuleNotFoundError as error:
         return missing_package("import-hf", error)
     try:

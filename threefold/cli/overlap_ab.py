@@ -52,17 +52,17 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(blocking), args.json)
     useless = [finding for finding in found if finding.rule == "ep-overlap-needs-microbatches"]
     try:
-        from threefold.engine.overlap.trial import loss_difference, on_rank, rows_of
-        from threefold.engine.ranks import RankError, run_ranks
+        from threefold.engine.verify.overlap_ab import loss_difference, run_variants, summarize
+        from threefold.engine.verify.forked_ranks import RankError, run_ranks
     except ModuleNotFoundError as error:
         return missing_package("overlap-ab", error)
     print(f"{plan.layout.gpus} ranks, {args.warmup} + {args.steps} steps of each variant", file=sys.stderr)
     try:
-        ranks = run_ranks(plan.layout.gpus, on_rank, plan, args.warmup, args.steps, limit=args.limit)
+        ranks = run_ranks(plan.layout.gpus, run_variants, plan, args.warmup, args.steps, limit=args.limit)
     except RankError as error:
         print(error, file=sys.stderr)
         return 1
-    difference, rows = loss_difference(ranks), rows_of(ranks)
+    difference, rows = loss_difference(ranks), summarize(ranks)
     same = difference <= TOLERANCE.get(plan.knobs.precision, 1e-2)
     told = [*(finding.problem for finding in useless), *doubts(rows, args.steps)]
     if args.json:

@@ -16,7 +16,7 @@ from threefold.rules.stacks import ENGINE_LIMITS
 from threefold.units import GIB
 
 if TYPE_CHECKING:
-    from threefold.dryrun.loads import Loads
+    from threefold.dryrun.simulated.expert_load import ExpertLoads
     from threefold.search.search import Candidate
 
 TARGET = "threefold"
@@ -45,9 +45,9 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     return plan, said
 
 
-def loads_from(path: str | None, skew: float, plan: Plan) -> "tuple[Loads | None, str]":
+def loads_from(path: str | None, skew: float, plan: Plan) -> "tuple[ExpertLoads | None, str]":
     """How tokens fall on the experts, or what is wrong with what was given."""
-    from threefold.dryrun.loads import Loads
+    from threefold.dryrun.simulated.expert_load import ExpertLoads
 
     num_experts, ep = plan.model.num_experts, plan.layout.ep
     if skew != 1 and path is not None:
@@ -56,11 +56,11 @@ def loads_from(path: str | None, skew: float, plan: Plan) -> "tuple[Loads | None
         return None, problem
     if skew != 1:
         each = num_experts // ep
-        return Loads((skew,) * each + ((ep - skew) / max(1, ep - 1),) * (num_experts - each)), ""
+        return ExpertLoads((skew,) * each + ((ep - skew) / max(1, ep - 1),) * (num_experts - each)), ""
     if path is None:
         return None, ""
     shares, problem = shares_from(path, num_experts)
-    return (None, problem) if problem else (Loads(shares), "")
+    return (None, problem) if problem else (ExpertLoads(shares), "")
 
 
 def shares_from(path: str, num_experts: int) -> tuple[tuple[float, ...], str]:
@@ -103,7 +103,7 @@ def end_progress() -> None:
 
 def verdict_of(plan: Plan) -> list[Finding]:
     """What a rehearsal of every stage says; a warning for each thing it left out."""
-    from threefold.dryrun.rehearse import rehearse
+    from threefold.dryrun.rehearse_plan import rehearse
 
     runs, said = as_the_engine_runs(plan)
     try:
@@ -138,7 +138,7 @@ class Rehearsed:
 
 def rehearse_first(candidates: Sequence["Candidate"], count: int) -> tuple[list["Candidate"], list[Rehearsed]]:
     """The first `count`, each on the stage predicted to be the fullest; those that do not fit go last of them."""
-    from threefold.dryrun.rehearse import rehearse
+    from threefold.dryrun.rehearse_plan import rehearse
 
     seen: list[tuple[Rehearsed, Candidate]] = []
     say = progress()

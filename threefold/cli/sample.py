@@ -25,9 +25,9 @@ def run(args: argparse.Namespace) -> int:
         print("threefold sample: --temperature and --tokens are 0 or more, --seed is of 63 bits", file=sys.stderr)
         return 2
     try:
-        from threefold.engine.data.tokenizer import open_tokenizer
+        from threefold.engine.data.text.tokenizer import open_tokenizer
         from threefold.engine.sample import sample_text
-        from threefold.engine.train import load_run
+        from threefold.engine.train_state import load_run
     except ModuleNotFoundError as error:
         return missing_package("sample", error)
     try:

@@ -5,9 +5,9 @@ import json
 import sys
 
 from threefold.cli.inputs import print_findings
-from threefold.engine.data.text import SUFFIXES
-from threefold.engine.data.tokenize import Progress, Tokenized, tokenize
-from threefold.engine.data.tokenizer import open_tokenizer
+from threefold.engine.data.text.read_documents import SUFFIXES
+from threefold.engine.data.text.tokenize_files import Progress, Tokenized, tokenize_files
+from threefold.engine.data.text.tokenizer import open_tokenizer
 from threefold.findings import FindingsError
 from threefold.units import format_count
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     progress: Progress | None = _progress if sys.stderr.isatty() else None
     try:
         tokenizer = open_tokenizer(args.tokenizer, args.end)
-        made = tokenize(args.sources, args.out, tokenizer, tuple(args.suffix or SUFFIXES), args.field, progress)
+        made = tokenize_files(args.sources, args.out, tokenizer, tuple(args.suffix or SUFFIXES), args.field, progress)
     except FindingsError as error:
         return print_findings(error.findings, args.json)
     finally:

@@ -7,12 +7,12 @@ import traceback
 from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
-from threefold.engine.exits import FAULT, LONELY, REFUSED
-from threefold.engine.log import write_to
+from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
+from threefold.engine.run.progress import write_and_flush
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.plan.ranks import Seat, on_ranks, seat
+from threefold.plan.ranks import RankEnvironment, on_ranks, rank_environment
 from threefold.rules.all import check, errors, promoted
 
 TARGET = "threefold"  # whatever stack the plan is for: it is judged by the limits of the engine that runs it
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"threefold train: --{name.replace('_', '-')} {given} is below {least}", file=sys.stderr)
             return 2
     try:
-        place = seat(os.environ)
+        place = rank_environment(os.environ)
         if place is None or place.size == 1:
             return _run(args, place)
         return _run_as_rank(args, place)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(error.findings, args.json)
 
 
-def _run_as_rank(args: argparse.Namespace, place: Seat) -> int:
+def _run_as_rank(args: argparse.Namespace, place: RankEnvironment) -> int:
     """A rank that fails leaves at once: its peers wait for it, and a broken process group may hang on its way out."""
     try:
         code = _run(args, place)
@@ -54,21 +54,21 @@ def _run_as_rank(args: argparse.Namespace, place: Seat) -> int:
     if code == 0:
         return 0
     for out in (sys.stdout, sys.stderr):
-        write_to(out, "")
+        write_and_flush(out, "")
     os._exit(REFUSED if code == 1 else code)
 
 
-def _say_fault(place: Seat, error: Exception) -> int:
-    from threefold.engine.launch import lost_a_peer
+def _say_fault(place: RankEnvironment, error: Exception) -> int:
+    from threefold.engine.dist.join import is_lost_peer_error
 
-    if lost_a_peer(error):
-        write_to(sys.stderr, f"rank {place.rank} lost a rank it was talking to: {str(error).splitlines()[0]}\n")
-        return LONELY
-    write_to(sys.stderr, traceback.format_exc())
+    if is_lost_peer_error(error):
+        write_and_flush(sys.stderr, f"rank {place.rank} lost a rank it was talking to: {str(error).splitlines()[0]}\n")
+        return LOST_PEER
+    write_and_flush(sys.stderr, traceback.format_exc())
     return FAULT
 
 
-def _run(args: argparse.Namespace, place: Seat | None) -> int:
+def _run(args: argparse.Namespace, place: RankEnvironment | None) -> int:
     parsed, findings = plan_from(args)
     given = parsed.plan
     if given is None:
@@ -91,29 +91,29 @@ def _run(args: argparse.Namespace, place: Seat | None) -> int:
 
 def _say_changes(given: Plan, plan: Plan) -> None:
     if plan.target != given.target:
-        write_to(sys.stderr, f"target: {given.target}; it is this engine that trains\n")
+        write_and_flush(sys.stderr, f"target: {given.target}; it is this engine that trains\n")
     if plan.cluster.gpus != given.cluster.gpus:
-        write_to(sys.stderr, f"on {plan.cluster.gpus} ranks, where the plan says {given.cluster.gpus}\n")
+        write_and_flush(sys.stderr, f"on {plan.cluster.gpus} ranks, where the plan says {given.cluster.gpus}\n")
 
 
 def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
-    from threefold.engine.launch import join, leave
+    from threefold.engine.dist.join import join, leave
     from threefold.engine.train import train
 
-    world = join(plan, limit_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
+    world = join(plan, timeout_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
     trainer = train(plan, folder, threads=args.threads, world=world)
     leave()
     done = trainer.step >= plan.job.steps
-    if world.leads:
+    if world.is_leader:
         how = "finished" if done else "stopped"
-        write_to(sys.stdout, f"{how} at step {trainer.step} of {plan.job.steps}: {folder}\n")
+        write_and_flush(sys.stdout, f"{how} at step {trainer.step} of {plan.job.steps}: {folder}\n")
     return 0
 
 
 def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     """This command again, once a rank."""
-    import threefold.engine.agent as agent
-    from threefold.engine.launch import num_devices
+    import threefold.engine.launch.agent as agent
+    from threefold.engine.dist.join import num_devices
 
     ranks, here = plan.cluster.gpus, num_devices(plan)
     if here is not None and here < ranks:
@@ -129,4 +129,4 @@ def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     words += ["--target", args.target] if args.target else []
     words += ["--json"] if args.json else []
     argv = [sys.executable, "-m", "threefold", "train", *words]
-    return agent.launch_here(argv, ranks, args.max_restarts, folder)
+    return agent.launch_ranks(argv, ranks, args.max_restarts, folder)

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if blocking:
         return print_findings(in_order(blocking), args.json)
     try:
-        from threefold.engine.oracle import compare
-        from threefold.engine.ranks import RankError
+        from threefold.engine.verify.oracle import compare_with_one_rank
+        from threefold.engine.verify.forked_ranks import RankError
     except ModuleNotFoundError as error:
         return missing_package("verify", error)
     if not args.json:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"replaced {what}")
         print("running it on one rank, then on all", file=sys.stderr)
     try:
-        found = compare(plan, limit=args.limit)
+        found = compare_with_one_rank(plan, limit=args.limit)
     except RankError as error:
         problem = f"the ranks did not finish: {str(error).splitlines()[0]}"
         print(error, file=sys.stderr)

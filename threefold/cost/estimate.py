@@ -1,40 +1,46 @@
-"""One estimate: memory by stage and term, time by term, throughput, the wall, and how far it may be off."""
+"""The estimate of a plan: memory by stage and term, time by term, throughput, the wall, and how far off it may be.
+
+`threefold estimate` and `plan`, the search and the rules call `estimate(plan)`; it takes about a millisecond and never
+changes its input. `Estimate.to_json()` is what `--json` prints.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.cost.memory import Memory, memory
-from threefold.cost.rates import Calibration, Rates, calibration, gemm_format, peak
-from threefold.cost.time import StepTime, step_time
+from threefold.cost.memory.by_stack import memory
+from threefold.cost.memory.stages import Memory
+from threefold.cost.rates import Calibration, Rates, calibration, gemm_format, peak_flops
+from threefold.cost.time.step import StepTime, step_time
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
 
+# The wall that each term of time belongs to.
 WALLS = {
     "communication": ("tp", "cp", "ep", "dp", "bubble"),
     "compute": ("gemm", "experts", "attention", "elementwise", "quantise", "recompute", "loss", "vision", "optimizer"),
     "host": ("host", "other", "offload"),
 }
-TIGHT = 0.92  # of the chip's memory: fuller than this, memory is the wall
+MEMORY_BOUND = 0.92  # fraction of the chip's memory beyond which memory is the wall
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a plan needs and reaches, predicted."""
+    """What a plan is predicted to need and to reach."""
 
     memory: Memory
     time: StepTime
     tokens_per_second_per_gpu: float
     model_tflops_per_gpu: float
     mfu: float
-    mfu_peak: str  # the format whose dense peak MFU is measured against
+    mfu_peak: str  # the chip and the format whose dense peak MFU is measured against
     peak_tflops: float  # that peak
-    wall: str
-    fits: bool
-    headroom_bytes: float  # of the chip's memory, negative where it does not fit
-    seconds_band: tuple[float, float]
-    bytes_band: tuple[float, float]
-    calibrated: bool
-    basis: str
+    wall: str  # "memory", or the name in `WALLS` with the most seconds
+    fits: bool  # whether the stage with the highest peak fits the chip's memory
+    headroom_bytes: float  # memory that is left, negative where the plan does not fit
+    seconds_band: tuple[float, float]  # range of the step time
+    bytes_band: tuple[float, float]  # range of the peak of memory
+    calibrated: bool  # whether published runs like this one are behind the rates
+    basis: str  # where the rates come from
 
     def to_json(self) -> dict[str, Any]:
         worst = self.memory.worst
@@ -70,7 +76,8 @@ class Estimate:
 
 
 def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estimate:
-    """Predict one plan. `rates` replace the shipped calibration; `skew` is the busiest expert rank's load."""
+    """Predict one plan. `rates` replace the shipped calibration; `skew` is the busiest expert rank's load over the
+    balanced load."""
     basis = calibration(plan.target)
     used = rates or basis.rates
     need = memory(plan, skew)
@@ -79,7 +86,7 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
     tflops = (
         per_gpu * flops_per_token(plan.model, plan.job.seq_len, plan.mtp, plan.layout.tp, plan.stack.release) / 1e12
     )
-    top = peak(plan.chip, plan.knobs.precision) / 1e12
+    top = peak_flops(plan.chip, plan.knobs.precision) / 1e12
     headroom = plan.chip.memory_bytes - need.device_bytes
     known, time_band, memory_band = _confidence(plan, basis, used)
     return Estimate(
@@ -101,29 +108,32 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
 
 
 def _wall(plan: Plan, need: Memory, spent: StepTime) -> str:
-    if need.device_bytes > TIGHT * plan.chip.memory_bytes or plan.full_recompute:
+    """What limits the plan: memory where little is left or layers are recomputed whole, else the largest part of
+    time."""
+    if need.device_bytes > MEMORY_BOUND * plan.chip.memory_bytes or plan.full_recompute:
         return "memory"
-    shares = {wall: sum(spent.terms[term] for term in terms) for wall, terms in WALLS.items()}
-    return max(shares, key=shares.__getitem__)
+    seconds = {wall: sum(spent.terms[term] for term in terms) for wall, terms in WALLS.items()}
+    return max(seconds, key=seconds.__getitem__)
 
 
 def _peak_name(plan: Plan) -> str:
-    """The peak behind MFU; a format the chip lacks is emulated in bf16."""
+    """The peak behind MFU, in words. A format that the chip lacks is emulated in bf16."""
     wanted = gemm_format(plan.knobs.precision)
     found = wanted if wanted in plan.chip.peak_flops else "bf16"
     return f"{plan.cluster.chip} {found} {'measured' if plan.cluster.measured else 'dense'}"
 
 
 def _basis(plan: Plan, basis: Calibration, known: bool) -> str:
+    """Where the rates and the chip's facts come from, in words."""
     measured = plan.cluster.measured
     said = basis.provenance if known else f"uncalibrated here: {basis.provenance}"
     return f"{said}; chip file: {measured.sources.get('measured', 'undated')}" if measured else said
 
 
 def _confidence(plan: Plan, basis: Calibration, used: Rates) -> tuple[bool, float, float]:
-    """Whether runs like this one were seen, and the bands: twice as wide where none was.
+    """Whether runs like this one were seen, and the relative bands of time and memory, twice as wide where none was.
 
-    Rates or facts of one's own machine are nearer to it, but no published run has tested them.
+    Rates or facts measured on the user's machine are nearer to it, but no published run has tested them.
     """
     chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
     key = f"{chip}:{precision}"

@@ -1,53 +1,65 @@
-"""Formats below sixteen bits in our own engine: what it has kernels for, and what it emulates.
+"""Number formats: bytes of gradients and optimizer states, and which GEMM formats our own engine has kernels for.
 
-Emulated products are rounded as the format does and multiplied wide: right numbers, at the speed of bf16 at best.
-Routed experts have kernels in fewer cases than dense layers: those that run one expert at a time take numbers of rows
-that routing seldom gives.
+A format without kernels is emulated: numbers are rounded as the format does and multiplied in 16 bits, which gives the
+right numbers at the speed of bf16 at best. Routed experts have kernels in fewer cases than dense layers, because
+kernels that run one expert at a time want numbers of rows that routing seldom gives. `rules/precision.py` warns of
+emulation, `search/` avoids it, and `time/` prices it.
 """
 
 from dataclasses import replace
 
+from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.plan.plan import Plan
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION
 
+# Bytes of an element of a gradient or of an optimizer state.
+STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
-def emulated(plan: Plan) -> bool:
-    """The format as a whole, on this chip."""
-    if plan.target != "threefold":
+
+def is_emulated(plan: Plan) -> bool:
+    """Whether the engine has no kernels for the plan's precision on this chip."""
+    if not STACK_TRAITS[plan.target].emulates_formats:
         return False
     name, architecture = plan.knobs.precision, plan.chip.architecture
-    # Kernels of blocks of 128 and of rows are Hopper's only: Blackwell has MXFP8 for that.
-    foreign = name in FUSED_EXPERTS and architecture != "hopper"
-    return foreign or name not in NATIVE_FORMATS[architecture]
+    # Kernels for scales of blocks of 128 and of rows exist on Hopper only: Blackwell has MXFP8 for that purpose.
+    lacks_kernels = name in FUSED_EXPERTS and architecture != "hopper"
+    return lacks_kernels or name not in NATIVE_FORMATS[architecture]
 
 
-def experts_emulated(plan: Plan) -> bool:
-    """The experts, whether or not other products are."""
-    if plan.target != "threefold" or not plan.low_precision or not plan.model.is_moe:
+def experts_are_emulated(plan: Plan) -> bool:
+    """Whether the experts' GEMMs are emulated, with or without those of dense layers."""
+    if not STACK_TRAITS[plan.target].emulates_formats or not plan.low_precision or not plan.model.is_moe:
         return False
-    return emulated(plan) or not kernels_take_experts(plan)
+    return is_emulated(plan) or not has_expert_kernels(plan)
 
 
-def kernels_take_experts(plan: Plan) -> bool:
-    """By format and sizes, on a chip that has the kernels."""
+def has_expert_kernels(plan: Plan) -> bool:
+    """Whether format and sizes suit the engine's low-precision expert kernels, on a chip that has them."""
     moe = plan.model.moe
     if moe is None or moe.bias or plan.knobs.precision not in FUSED_EXPERTS:
         return False
     return moe.expert_dim % (FUSED_WIDTH * plan.layout.etp) == 0 and plan.model.dim % FUSED_DIM == 0
 
 
+def uses_fused_experts(plan: Plan) -> bool:
+    """Whether the engine runs all of an expert in kernels that save only its input (or that in FP8) and FC1's
+    output."""
+    return has_expert_kernels(plan) if plan.low_precision else plan.knobs.expert_fusion
+
+
 def starting_precision(plan: Plan) -> str:
-    """The platform's, or bf16 where our own engine would emulate that."""
+    """The usual precision of the plan's chip, or bf16 where the engine would emulate that."""
     name = PRECISION[plan.chip.architecture].value
     trial = replace(plan, knobs=replace(plan.knobs, precision=name))
-    return "bf16" if experts_emulated(trial) else name
+    return "bf16" if experts_are_emulated(trial) else name
 
 
-def priced_as(plan: Plan) -> str:
-    """The format whose speed dense products have at best."""
-    return "bf16" if emulated(plan) else plan.knobs.precision
+def gemm_precision(plan: Plan) -> str:
+    """The precision whose speed dense GEMMs have at best."""
+    return "bf16" if is_emulated(plan) else plan.knobs.precision
 
 
-def experts_priced_as(plan: Plan) -> str:
-    return "bf16" if experts_emulated(plan) else plan.knobs.precision
+def expert_gemm_precision(plan: Plan) -> str:
+    """The precision whose speed the experts' grouped GEMMs have at best."""
+    return "bf16" if experts_are_emulated(plan) else plan.knobs.precision

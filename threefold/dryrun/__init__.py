@@ -1,1 +1,1 @@
-"""Rehearsal: the engine on fake tensors and a fake process group, any rank of any layout."""
+"""Rehearsal (`threefold dry-run`): the engine on meta tensors and a fake process group, for any rank of any layout."""

@@ -1,4 +1,7 @@
-"""Plan -> model, optimizer, loader: the map of the engine on one screen."""
+"""Builds the parts of a training step on one rank from a plan. `train.py`, `verify/` and `dryrun/` call `build`.
+
+The parts are the model chunks, the microbatch runner, data parallelism, the optimizer and the data loader.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -6,8 +9,8 @@ from functools import partial
 import torch
 
 from threefold.engine.data.loader import Loader
-from threefold.engine.kernels.choose import require
-from threefold.engine.mesh import Mesh
+from threefold.engine.kernels.experts.kernel_choice import require_kernels
+from threefold.engine.dist.mesh import Mesh
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.experts import Experts
@@ -15,35 +18,37 @@ from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
 from threefold.engine.options import Options
 from threefold.engine.precision.recipes import RECIPES
-from threefold.engine.rng import seed_all
-from threefold.engine.runner import InTurn, Merged, Piped, Runner
-from threefold.engine.shard.data import Zero1
-from threefold.engine.shard.fsdp import Fsdp, Wrapping
-from threefold.engine.shard.matrices import Matrices
-from threefold.engine.shard.order import copies_group, cut_group, shard, shards_of
-from threefold.engine.shard.owned import settings_of
-from threefold.engine.shard.whole import DataParallel, Whole
+from threefold.engine.run.rng_state import seed_all
+from threefold.engine.schedule.microbatches import Sequential, Overlapped, Pipelined, MicrobatchRunner
+from threefold.engine.data_parallel.zero1 import Zero1
+from threefold.engine.data_parallel.fsdp import Fsdp
+from threefold.engine.data_parallel.fsdp_units import WrapPolicy
+from threefold.engine.data_parallel.full_matrices import FullMatrices
+from threefold.engine.shard.order import replica_group, shard_group, shard_model, fsdp_groups
+from threefold.engine.data_parallel.owned_shards import data_parallel_settings
+from threefold.engine.data_parallel.protocol import DataParallel
+from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 
-HELD_OUT = 0.02  # of the data, for evaluation where the plan asks for it
+HELD_OUT = 0.02  # the fraction of the data that is kept for evaluation where the plan asks for it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_WRAPPING = Wrapping(
+_WRAPPING = WrapPolicy(
     is_block=lambda module: isinstance(module, Block),
     is_experts=lambda module: isinstance(module, Experts),
-    methods=("advance", "conclude", "hold"),
-    block_methods=("hold",),
+    methods=("forward_chunk", "compute_loss", "run_with_parameters"),
+    block_methods=("run_with_parameters",),
     experts_methods=("of_tokens",),
 )
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything a step needs, of one rank."""
+    """Everything that a training step needs on one rank."""
 
-    chunks: dict[int, Decoder]  # of the model, by number; one, the whole, without a pipeline
-    runner: Runner
+    chunks: dict[int, Decoder]  # pipeline chunks by number; the whole model is chunk 0 without a pipeline
+    runner: MicrobatchRunner
     data: DataParallel
     optimizer: AdamW | Muon
     mesh: Mesh
@@ -52,7 +57,7 @@ class Parts:
 
     @property
     def model(self) -> Decoder:
-        """Where there is no pipeline."""
+        """The whole model, where there is no pipeline."""
         (only,) = self.chunks.values()
         return only
 
@@ -71,12 +76,12 @@ def device_of(plan: Plan) -> torch.device:
 
 
 def dtype_of(plan: Plan) -> torch.dtype:
-    """Of the weights: the precision's own, or bf16 below sixteen bits."""
+    """The dtype of the weights: that of the precision, or bf16 below sixteen bits."""
     return DTYPES.get(plan.knobs.precision, torch.bfloat16)
 
 
 def options_of(plan: Plan) -> Options:
-    """What of the job the model's forward must know."""
+    """The fields of the plan that the model's forward depends on."""
     job = plan.job
     assert plan.recompute_budget is None, "search/recompute.py turns a budget into names before a plan is run"
     return Options(
@@ -89,7 +94,7 @@ def options_of(plan: Plan) -> Options:
         expert_fusion=plan.knobs.expert_fusion,
         expert_kernels=plan.knobs.expert_kernels,
         recipe=RECIPES.get(plan.knobs.precision),
-        keep_low=plan.knobs.data_parallel == "zero1",
+        cache_quantized_weights=plan.knobs.data_parallel == "zero1",
         recompute=plan.knobs.recompute,
         recompute_method=plan.knobs.recompute_method,
         recompute_layers=plan.knobs.recompute_layers,
@@ -108,12 +113,12 @@ def build(
     with_data: bool = True,
     with_weights: bool = True,
 ) -> Parts:
-    """This rank's share of a trainable model as the plan says; `mesh` is None where it is the only one.
+    """Build this rank's parts of the plan. `mesh` is None where there is one rank.
 
-    Without weights they stay unset, for who only looks at sizes.
+    Without `with_weights` parameters stay uninitialized, for callers that look at sizes only.
     """
     mesh = mesh or Mesh(plan.layout, device=device_of(plan))
-    require(plan.knobs.expert_kernels, mesh.device)
+    require_kernels(plan.knobs.expert_kernels, mesh.device)
     seed_all(plan.job.seed)
     seed = plan.job.seed if with_weights else None
     chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan), seed)
@@ -124,59 +129,59 @@ def build(
 
 
 def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
-    """A model that exists already, on one rank."""
+    """The parts for a model that exists already, on one rank."""
     device = next(model.parameters()).device
-    return Parts({0: model}, InTurn(model), Whole(model), optimizer, Mesh(Layout(), device=device))
+    return Parts({0: model}, Sequential(model), SingleRank(model), optimizer, Mesh(Layout(), device=device))
 
 
 def _model_and_data(
     plan: Plan, mesh: Mesh, dtype: torch.dtype, options: Options, seed: int | None
-) -> tuple[dict[int, Decoder], Whole | Zero1 | Fsdp]:
-    settings = replace(settings_of(plan.knobs, mesh.device), fusion=_fuses(plan))
-    # One microbatch's gradients are the sum themselves; several are summed in the dtype that the plan says.
-    narrow = plan.num_microbatches > 1 and torch.promote_types(dtype, settings.grad_dtype) != dtype
-    if plan.layout.gpus == 1 and not mesh.keep_single and not narrow:
+) -> tuple[dict[int, Decoder], SingleRank | Zero1 | Fsdp]:
+    settings = replace(data_parallel_settings(plan.knobs, mesh.device), grad_accumulation_fusion=_fuses(plan))
+    # The gradients of one microbatch need no sum; those of several are summed in the dtype that the plan names.
+    sums_wider = plan.num_microbatches > 1 and torch.promote_types(dtype, settings.grad_dtype) != dtype
+    if plan.layout.gpus == 1 and not mesh.with_single_rank_groups and not sums_wider:
         model = build_model(plan.model, plan.mtp, dtype, mesh.device, options, seed)
-        return {0: model}, Whole(model)
-    sharded = shard(plan, mesh, options, dtype, seed)
+        return {0: model}, SingleRank(model)
+    sharded = shard_model(plan, mesh, options, dtype, seed)
     models = list(sharded.chunks.values())
-    copies = partial(copies_group, mesh)
+    copies = partial(replica_group, mesh)
     if plan.knobs.data_parallel == "zero1":
         return sharded.chunks, Zero1(models, sharded.placements, copies, settings)
     return sharded.chunks, Fsdp(
-        models, sharded.placements, partial(shards_of, mesh), copies, mesh.device_mesh, settings, _WRAPPING
+        models, sharded.placements, partial(fsdp_groups, mesh), copies, mesh.device_mesh, settings, _WRAPPING
     )
 
 
 def _fuses(plan: Plan) -> bool:
-    """Whether weight gradients are added as they are made: not in a pipeline, nor where a graph is replayed."""
+    """Whether weight-gradient GEMMs add into the gradient buffer: not in a pipeline, nor with CUDA graphs."""
     knobs = plan.knobs
     return knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and plan.layout.pp == 1 and not knobs.graphs
 
 
-def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> None:
-    """Cut into nodes, a pass uses a tied embedding at both ends, one after the other."""
-    if plan.knobs.ep_overlap and not isinstance(data, Whole):
+def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp) -> None:
+    """Tell the gradient reduction that an overlapped pass brings two gradients of a tied embedding."""
+    if plan.knobs.ep_overlap and not isinstance(data, SingleRank):
         both = any(model.embed is not None and model.has_loss for model in chunks.values())
         zero1 = data if isinstance(data, Zero1) else data.others
-        zero1.uses = {"embed.weight": 2} if plan.model.tied and both else {}
+        zero1.grads_per_pass = {"embed.weight": 2} if plan.model.tied and both else {}
 
 
-def _runner(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], dtype: torch.dtype) -> Runner:
+def _runner(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], dtype: torch.dtype) -> MicrobatchRunner:
     if plan.layout.pp > 1:
-        return Piped(chunks, plan, mesh, dtype)
+        return Pipelined(chunks, plan, mesh, dtype)
     (model,) = chunks.values()
-    # FSDP reduces a gradient when the backward leaves the module: none may come later.
+    # FSDP reduces gradients when the backward leaves a module, so that none may come later.
     delay = plan.knobs.delay_wgrad and plan.knobs.data_parallel == "zero1"
-    return Merged(model, delay) if plan.knobs.ep_overlap else InTurn(model)
+    return Overlapped(model, delay) if plan.knobs.ep_overlap else Sequential(model)
 
 
-def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: Whole | Zero1 | Fsdp) -> AdamW | Muon:
+def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp) -> AdamW | Muon:
     decay, state_dtype, master = plan.job.weight_decay, plan.knobs.optimizer_dtype, plan.knobs.master_weights
-    named = next(iter(chunks.values())).named_parameters() if isinstance(data, Whole) else data.updated
+    named = next(iter(chunks.values())).named_parameters() if isinstance(data, SingleRank) else data.updated
     if plan.job.optimizer == "adamw":
         return AdamW(named, decay, state_dtype, master=master, offload=plan.knobs.optimizer_offload)
-    wholes = None if isinstance(data, Whole) else Matrices(data, partial(cut_group, mesh))
+    wholes = None if isinstance(data, SingleRank) else FullMatrices(data, partial(shard_group, mesh))
     return Muon(named, decay, state_dtype, wholes=wholes, master=master)
 
 
@@ -185,7 +190,7 @@ def _loader(plan: Plan, mesh: Mesh, evaluation: bool = False) -> Loader:
     return Loader(
         plan.job,
         plan.model.vocab,
-        dp_rank=mesh.place("dp"),
+        dp_rank=mesh.coordinate("dp"),
         dp_size=layout.dp,
         seed=plan.job.seed,
         held_out=HELD_OUT if plan.run.eval_every else 0.0,

@@ -1,9 +1,9 @@
-"""Enough inference to believe a run: continue a prompt, greedily or at a temperature."""
+"""Sampling from a trained model: continue a prompt, greedily or at a temperature. `threefold sample` calls it."""
 
 import torch
 from torch import Tensor
 
-from threefold.engine.data.tokenizer import Tokenizer
+from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.engine.models.decoder import Decoder
 from threefold.findings import Finding, FindingsError
 
@@ -12,7 +12,7 @@ from threefold.findings import Finding, FindingsError
 def continue_tokens(
     model: Decoder, prompt: list[int], count: int, temperature: float = 0.0, seed: int = 0, context: int = 2048
 ) -> list[int]:
-    """`count` more tokens. Every step reads the whole context again: right before fast."""
+    """`count` more tokens. Every token reads the whole context again; there is no KV cache."""
     device = next(model.parameters()).device
     draw = torch.Generator(device="cpu").manual_seed(seed)
     tokens = list(prompt)
@@ -28,7 +28,7 @@ def continue_tokens(
 def _choose(logits_V: Tensor, temperature: float, draw: torch.Generator) -> int:
     if temperature < torch.finfo(logits_V.dtype).tiny:
         return int(logits_V.argmax())
-    below_V = logits_V - logits_V.max()  # or a low temperature makes infinities of them
+    below_V = logits_V - logits_V.max()  # keeps a low temperature from making infinities
     return int(torch.multinomial((below_V / temperature).softmax(dim=-1), 1, generator=draw))
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step on one screen.
+"""One optimizer step: microbatches, gradient norm, clipping, update, and the numbers it reports.
 
 Shapes: L layers with experts, E experts.
 """
@@ -11,41 +11,42 @@ import torch
 from torch import Tensor
 
 from threefold.engine.build import Parts
-from threefold.engine.data.loader import Batch
-from threefold.engine.loss import IGNORE
-from threefold.engine.moe.balance import health, update_bias
-from threefold.engine.precision.weights import weights_changed
-from threefold.engine.runner import Sums
-from threefold.engine.shard.collectives import all_reduce
+from threefold.engine.batch import Batch
+from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.moe.balance import router_metrics, update_bias
+from threefold.engine.precision.weight_cache import mark_weights_changed
+from threefold.engine.schedule.microbatches import StepSums
+from threefold.engine.dist.collectives import all_reduce
 from threefold.plan.plan import Job
 
-# Computed alike by every rank of a tensor-parallel group; everything else is each rank's part.
-_ALIKE = ("ce", "mtp", "weighted/mtp")
+# Every rank of a tensor-parallel group computes the same value of these; of everything else it computes its part.
+_SAME_ON_TP_RANKS = ("ce", "mtp", "weighted/mtp")
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did. `applied` is False where loss or gradients were not finite and nothing was changed."""
+    """What a step did."""
 
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    applied: bool
-    aux: dict[str, float]
+    loss: float  # mean cross entropy over all labels of the step
+    grad_norm: float  # before clipping
+    num_tokens: int  # labels of the step on all ranks
+    applied: bool  # False where loss or gradients were not finite, and nothing was changed
+    aux: dict[str, float]  # other losses and router metrics, by name
     load_LE: Tensor | None = None  # tokens of each expert, on the device
 
 
 def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepResult:
     """Forward and backward over the microbatches, clip, update. The loss is the mean over all labels of the step."""
     share_M, labels = count_labels(parts, batches)
-    parts.data.begin(len(batches))
+    parts.data.begin_step(len(batches))
     sums = parts.runner.run(batches, list(share_M))
-    parts.data.finish()
-    seen = add_over_ranks(parts, sums, parts.data.squares())
+    parts.data.finish_grad_sync()
+    seen = add_over_ranks(parts, sums, parts.data.grad_sum_of_squares())
     norm = seen.pop("squares").sqrt()
     factor = clip(parts, norm, job)
-    reading = Reading({"labels": labels, "norm": norm, **numbers_of(parts, seen, len(batches))})
-    # The one place where the host waits for the device; where the update itself can tell, the device does not wait.
+    reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, len(batches))})
+    # Reading the numbers is the only wait of the host for the device. An optimizer that checks the factor by itself is
+    # launched before that, so that the device does not wait for the host.
     early = parts.optimizer.in_one_pass
     if early:
         update(parts, seen, lr, job, torch.where(norm.isfinite() & seen["ce"].isfinite(), factor, torch.nan))
@@ -59,29 +60,29 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
     return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"))
 
 
-def update(parts: Parts, seen: Sums, lr: float, job: Job, factor: Any) -> None:
-    """`factor` multiplies gradients in passing; where it is no number, nothing changes."""
+def update(parts: Parts, seen: StepSums, lr: float, job: Job, factor: Any) -> None:
+    """Update weights and router biases. Gradients are multiplied by `factor`; NaN leaves everything unchanged."""
     parts.optimizer.step(lr, factor)
-    weights_changed()
-    parts.data.gather()
+    mark_weights_changed()
+    parts.data.start_param_sync()
     if "load_LE" in seen:
         rate = job.bias_rate if factor is None else job.bias_rate * factor.isfinite()
         for model in parts.chunks.values():
-            update_bias(model.routers(), seen["load_LE"][model.rows], rate)
+            update_bias(model.routers(), seen["load_LE"][model.router_numbers], rate)
 
 
-def numbers_of(parts: Parts, seen: Sums, num_batches: int) -> dict[str, Tensor]:
-    """What the step says of itself: losses, and the health of the routers as it found them."""
+def numbers_of(parts: Parts, seen: StepSums, num_batches: int) -> dict[str, Tensor]:
+    """The losses of the step, and metrics of the routers before their biases are updated."""
     named = {name: value for name, value in seen.items() if value.dim() == 0}
     if "load_LE" not in seen:
         return named
     entropy_L = seen["entropy_L"] / (num_batches * parts.mesh.layout.dp)
     routers = [router for model in parts.chunks.values() for router in model.routers()]
-    return named | health(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
+    return named | router_metrics(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
 
 
-class Reading:
-    """Numbers on their way to the host, which need not wait for what the device does after them."""
+class AsyncRead:
+    """Numbers on their way to the host. Reading them does not wait for what the device does after them."""
 
     def __init__(self, named: dict[str, Tensor]) -> None:
         self.names = list(named)
@@ -101,15 +102,15 @@ class Reading:
 
 
 def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:
-    """What gradients are multiplied with: here, or by an optimizer that does it in passing."""
+    """The factor that clips gradients. It is applied here, unless the optimizer multiplies by it as it reads them."""
     factor = torch.clamp(job.clip_norm / (norm + 1e-6), max=1.0) if job.clip_norm > 0 else torch.ones_like(norm)
     if job.clip_norm > 0 and not parts.optimizer.in_one_pass:
-        parts.data.scale(factor)
+        parts.data.scale_grads(factor)
     return factor
 
 
 def count_labels(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """Each microbatch's share of the step's labels, and how many those are on all data-parallel ranks."""
+    """The label share of each microbatch, and the number of labels of the step on all data-parallel ranks."""
     count_M = torch.stack([(batch.labels_BS != IGNORE).sum() for batch in batches])
     total = count_M.sum()
     all_reduce(total, parts.mesh.group("dp")).wait()
@@ -117,10 +118,10 @@ def count_labels(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
     return count_M.double() / total, total
 
 
-def add_over_ranks(parts: Parts, sums: Sums, squares: Tensor) -> Sums:
-    """Every rank's part of every number, in one reduction."""
+def add_over_ranks(parts: Parts, sums: StepSums, squares: Tensor) -> StepSums:
+    """Sum every loss and statistic over all ranks in one all-reduce."""
     mesh, model = parts.mesh, next(iter(parts.chunks.values()))
-    wanted = model.options.wanted if model.num_routers else ()
+    wanted = model.options.router_losses if model.num_routers else ()
     names = ["squares", "ce", *(["mtp", "weighted/mtp"] if model.num_mtp else [])]
     names += [*wanted, *(f"weighted/{name}" for name in wanted)]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
@@ -128,12 +129,11 @@ def add_over_ranks(parts: Parts, sums: Sums, squares: Tensor) -> Sums:
         assert model.spec.moe is not None
         rows = model.num_routers
         shapes |= {"load_LE": (rows, model.spec.moe.num_experts), "dropped_L": (rows,), "entropy_L": (rows,)}
-    alike = mesh.layout.tp
     flat = []
     for name, shape in shapes.items():
         value = squares if name == "squares" else sums.get(name, squares.new_zeros(shape))
-        flat.append(value.to(torch.float64).flatten() / (alike if name in _ALIKE else 1))
+        flat.append(value.to(torch.float64).flatten() / (mesh.layout.tp if name in _SAME_ON_TP_RANKS else 1))
     packed = torch.cat(flat)
     all_reduce(packed, mesh.world).wait()
     parts_of = packed.split([math.prod(shape) for shape in shapes.values()])
-    return Sums({name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts_of, strict=True)})
+    return StepSums({name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts_of, strict=True)})

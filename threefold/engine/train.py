@@ -1,122 +1,35 @@
-"""The loop: batches, steps, evaluation, saving, stopping."""
+"""The training loop: batches, steps, evaluation, saving, stopping. `threefold train` calls `train` on every rank."""
 
 import gc
-import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from threefold.engine.agree import attempt, each, first
-from threefold.engine.build import Parts, build, device_of, dtype_of, options_of
-from threefold.engine.checkpoint import Checkpoints
-from threefold.engine.convert import INITIAL, start_from_initial
-from threefold.engine.data.loader import Batch
-from threefold.engine.launch import World, join
-from threefold.engine.lock import RunLock
-from threefold.engine.log import NOWHERE, Board, Progress
-from threefold.engine.mesh import Mesh
-from threefold.engine.models.build import build_model
-from threefold.engine.models.decoder import Decoder
-from threefold.engine.optim.schedule import learning_rate
-from threefold.engine.pieces import Piece
-from threefold.engine.rng import random_state, restore_random_state
-from threefold.engine.run import CHECKPOINTS, Metrics, note_loads, note_timing, open_run, plan_of_run, write_contract
-from threefold.engine.shard.collectives import all_reduce
+from threefold.engine.batch import Batch
+from threefold.engine.build import build
+from threefold.engine.dist.collectives import all_reduce
+from threefold.engine.dist.consensus import run_on_first_rank
+from threefold.engine.dist.join import World, join
+from threefold.engine.dist.mesh import Mesh
+from threefold.engine.launch.watchdog import Watchdog
+from threefold.engine.optim.lr_schedule import learning_rate
+from threefold.engine.run.checkpoints import Checkpoints
+from threefold.engine.run.cpu_affinity import pin_to_cores
+from threefold.engine.run.folder import CHECKPOINTS, Metrics, append_timing, open_run, write_expert_loads
+from threefold.engine.run.lock import RunLock
+from threefold.engine.run.progress import NULL_STREAM, ExperimentTrackers, Progress
 from threefold.engine.step import StepResult, count_labels, train_step
-from threefold.engine.watch import Watch
+from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
-
-Kept = dict[str, Tensor | Piece]
-
-
-@dataclass
-class Trainer:
-    """A run in progress."""
-
-    plan: Plan
-    folder: Path
-    parts: Parts
-    checkpoints: Checkpoints
-    world: World
-    watch: Watch | None = None
-    step: int = 0
-    bad_steps: int = 0
-    asked_to_stop: bool = False  # this rank; nothing but its signal handler sets it, so that no moment loses a signal
-    stopping: bool = False  # all ranks, agreed between two steps
-    last: dict[str, Any] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # of each step of this stretch
-    load_LE: Tensor | None = None  # tokens of each expert in the last step
-
-    def tensors(self) -> Kept:
-        """Everything that must survive, by name; over all ranks every element once."""
-        parts = self.parts
-        parts.data.wait_gathered()
-        placed = {owned.name: owned for owned in parts.data.owned}
-        state: Kept = {f"model.{name}": Piece(o.placement, o.value.to(o.dtype), o.first) for name, o in placed.items()}
-        for name, value in parts.optimizer.state_dict().items():
-            of = name.partition(".")[2]
-            if of in placed:
-                state[f"optimizer.{name}"] = Piece(placed[of].placement, value.view(-1), placed[of].first)
-            elif not of and self.world.leads:
-                state[f"optimizer.{name}"] = value
-        if not any(parts.mesh.place(axis) for axis in ("dp", "cp", "tp")):
-            state |= {f"model.{name}": buffer for name, buffer in self.buffers()}
-        if self.world.leads:
-            state |= random_state()
-        return state
-
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return (pair for chunk in self.parts.chunks.values() for pair in chunk.named_buffers())
-
-    def weights(self) -> Kept:
-        """All of the model that this rank holds."""
-        held = self.parts.data.held()
-        state: Kept = {f"model.{name}": Piece(place, memory, first) for name, place, memory, first in held}
-        state |= {f"model.{name}": buffer for name, buffer in self.buffers()}
-        return state
-
-    def wanted(self) -> Kept:
-        """What this rank needs of a checkpoint: what it holds, whoever saved it."""
-        parts = self.parts
-        updated = {owned.name: owned for owned in parts.data.updated}
-        # FSDP's weights are master weights: the optimizer's state fills them.
-        masters = {f"model.{name}" for name, owned in updated.items() if owned.value.dtype != owned.dtype}
-        state: Kept = {name: value for name, value in self.weights().items() if name not in masters}
-        for name, value in parts.optimizer.state_dict().items():
-            of = name.partition(".")[2]
-            owned = updated.get(of)
-            state[f"optimizer.{name}"] = Piece(owned.placement, value.view(-1), owned.first) if owned else value
-        state |= random_state()
-        return state
-
-    def facts(self) -> dict[str, Any]:
-        assert self.parts.loader is not None
-        return {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
-
-    def restore(self, found: Kept, facts: dict[str, Any]) -> None:
-        """From what was filled in place."""
-        assert self.parts.loader is not None
-        self.parts.optimizer.steps = int(cast(Tensor, found["optimizer.steps"]))
-        restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
-        self.parts.loader.load_state(facts["loader"])
-        self.step, self.bad_steps = int(facts["step"]), int(facts["bad_steps"])
-
-    def during(self, where: str) -> AbstractContextManager[None]:
-        """Something beside the steps, which may take as long as it likes."""
-        return self.watch.during(where) if self.watch else nullcontext()
-
-    def save(self, wait: bool = False) -> None:
-        self.checkpoints.save(self.step, self.tensors(), self.facts(), wait)
 
 
 def train(
@@ -125,170 +38,126 @@ def train(
     say: Callable[[str], None] | None = None,
     threads: int | None = None,
     world: World | None = None,
-) -> Trainer:
+) -> TrainState:
     """Run a plan to its last step, or go on with the run in the folder. Every rank of `world` calls it alike."""
     if threads:
         torch.set_num_threads(threads)
     if plan.run.cores:
-        stay_on(plan.run.cores)
-    world = world or join(plan, limit_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
+        pin_to_cores(plan.run.cores)
+    world = world or join(
+        plan, timeout_seconds=4 * plan.run.hang_seconds or None
+    )  # the watchdog reports a hang before torch does
     mesh = Mesh(plan.layout, world.rank, world.device)
-    apart = mesh.for_checkpoints()
-    with ExitStack() as ending:  # each is closed, whatever the others raise
-        progress = Progress(plan.job.steps, None if world.leads else NOWHERE)
-        tell = (say or progress.say) if world.leads else (lambda text: None)
+    apart = mesh.checkpoint_group()
+    with ExitStack() as ending:  # each part is closed, whatever the others raise
+        progress = Progress(plan.job.steps, None if world.is_leader else NULL_STREAM)
+        tell = (say or progress.say) if world.is_leader else (lambda text: None)
         lock = RunLock(folder, tell)
         ending.callback(lock.close)
-        first(apart, lambda: open_run(folder, plan, lock))
-        watch = ending.enter_context(_watched(plan, world))
+        run_on_first_rank(apart, lambda: open_run(folder, plan, lock))
+        watchdog = ending.enter_context(_watchdog(plan, world))
         parts = build(plan, mesh)
         ending.callback(parts.close)
         ending.callback(progress.close)
-        trainer = Trainer(plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep, apart), world, watch)
-        _begin(trainer, tell)
-        boards = (plan.run.tensorboard, plan.run.wandb) if world.leads else (False, None)
-        board = Board(folder, *boards, dict(plan.written), tell)
+        state = TrainState(
+            plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep, apart), world, watchdog
+        )
+        start_or_resume(state, tell)
+        boards = (plan.run.tensorboard, plan.run.wandb) if world.is_leader else (False, None)
+        board = ExperimentTrackers(folder, *boards, dict(plan.written), tell)
         ending.callback(board.close)
-        metrics = Metrics(folder, trainer.step) if world.leads else None
+        metrics = Metrics(folder, state.step) if world.is_leader else None
         if metrics:
             ending.callback(metrics.close)
-        _run(trainer, metrics, board, progress, tell)
-    return trainer
+        _run(state, metrics, board, progress, tell)
+    return state
 
 
 def _run(
-    trainer: Trainer, metrics: Metrics | None, board: Board, progress: Progress, tell: Callable[[str], None]
+    state: TrainState,
+    metrics: Metrics | None,
+    board: ExperimentTrackers,
+    progress: Progress,
+    tell: Callable[[str], None],
 ) -> None:
-    """From where the run stands to its end, or to where it is asked to stop; saved in either case."""
-    plan, folder, first_step = trainer.plan, trainer.folder, trainer.step
-    with _quiet_gc(plan.run.gc_every), _stop_on_signal(trainer):
-        _loop(trainer, metrics, board, progress)
-        if trainer.stopping:
-            tell(f"stopping behind step {trainer.step}, saving")
-        with trainer.during("saving the last checkpoint"):
-            trainer.save(wait=True)
+    """Run to the last step, or until the run is asked to stop; save in either case."""
+    plan, folder, first_step = state.plan, state.folder, state.step
+    with _quiet_gc(plan.run.gc_every), _stop_on_signal(state):
+        _loop(state, metrics, board, progress)
+        if state.stopping:
+            tell(f"stopping behind step {state.step}, saving")
+        with state.during("saving the last checkpoint"):
+            state.save(wait=True)
     if metrics and metrics.problem:
         raise FindingsError([metrics.problem])
-    if trainer.world.leads:
-        note_timing(folder, trainer.seconds, first_step)
-        note_loads(folder, trainer.load_LE)
-    if trainer.parts.runner.tally:
-        tell(trainer.parts.runner.tally.summary())
+    if state.world.is_leader:
+        append_timing(folder, state.seconds, first_step)
+        write_expert_loads(folder, state.load_LE)
+    if state.parts.runner.graph_stats:
+        tell(state.parts.runner.graph_stats.summary())
 
 
-def _begin(trainer: Trainer, tell: Callable[[str], None]) -> None:
-    """Where the newest checkpoint ends, with imported weights, or afresh."""
-    plan, folder, parts = trainer.plan, trainer.folder, trainer.parts
-    assert parts.loader is not None
-    trainer.checkpoints.sweep()
-    wanted = trainer.wanted()
-    facts = trainer.checkpoints.load_latest(tell, wanted)
-    if facts:
-        trainer.restore(wanted, facts)
-        tell(f"resuming behind step {trainer.step} of {plan.job.steps}")
-        return
-    model = {name.removeprefix("model."): value for name, value in trainer.weights().items()}
-    filled = attempt(trainer.checkpoints.group, lambda: start_from_initial(folder, model, plan))
-    each(trainer.checkpoints.group, filled.get)
-    if filled.value:
-        parts.optimizer.refresh()
-        tell(f"starting from the weights in {folder / INITIAL}")
-    if trainer.world.leads:
-        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), parts.loader.benchmark_only)
-
-
-def _watched(plan: Plan, world: World) -> AbstractContextManager[Watch | None]:
+def _watchdog(plan: Plan, world: World) -> AbstractContextManager[Watchdog | None]:
     if world.store is None or not plan.run.hang_seconds:
         return nullcontext()
-    return Watch(plan.run.hang_seconds, world.store, world.rank, world.size)
+    return Watchdog(plan.run.hang_seconds, world.store, world.rank, world.size)
 
 
-def stay_on(cores: str) -> None:
-    """Keep this process on some cores, so that its launches are not moved about."""
-    try:
-        chosen = {core for part in cores.split(",") for core in _span(part)}
-        os.sched_setaffinity(0, chosen)
-    except (ValueError, OSError) as error:
-        problem = f"{cores!r} names no cores of this machine: {error}"
-        finding = Finding(rule="cores-exist", at="run.cores", problem=problem, advice="write cores as 0-7,16")
-        raise FindingsError([finding]) from None
-
-
-def _span(part: str) -> range:
-    first, _, last = part.strip().partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def load_run(folder: Path) -> Decoder:
-    """The model of a run at its newest checkpoint."""
-    plan = plan_of_run(folder)
-    found = Checkpoints(folder / CHECKPOINTS, plan.run.keep).load_latest(lambda text: None)
-    if found is None:
-        problem = Finding(
-            rule="run-has-checkpoint", at=str(folder), problem="no checkpoint yet", advice="train it first"
-        )
-        raise FindingsError([problem])
-    model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), options_of(plan))
-    prefix = "model."
-    model.load_state_dict({n.removeprefix(prefix): v for n, v in found[0].items() if n.startswith(prefix)})
-    return model
-
-
-def _loop(trainer: Trainer, metrics: Metrics | None, board: Board, progress: Progress) -> None:
-    plan, parts = trainer.plan, trainer.parts
+def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers, progress: Progress) -> None:
+    plan, parts = state.plan, state.parts
     assert parts.loader is not None
     flops = flops_per_token(plan.model, plan.job.seq_len, plan.mtp)
-    while trainer.step < plan.job.steps and not _agree_to_stop(trainer, metrics):
+    while state.step < plan.job.steps and not _agree_to_stop(state, metrics):
         began = time.perf_counter()
-        if trainer.watch:
-            trainer.watch.beat(f"step {trainer.step + 1}", plan.run.hang_seconds)
-        batches = [to_device(parts.loader.batch(trainer.step, m), parts.device) for m in range(plan.num_microbatches)]
-        lr = learning_rate(plan.job, trainer.step)
+        if state.watchdog:
+            state.watchdog.enter_phase(f"step {state.step + 1}", plan.run.hang_seconds)
+        batches = [to_device(parts.loader.batch(state.step, m), parts.device) for m in range(plan.num_microbatches)]
+        lr = learning_rate(plan.job, state.step)
         result = train_step(parts, batches, lr, plan.job)
         if not result.applied:
-            trainer.bad_steps += 1
-            progress.say(f"step {trainer.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
-        values = _measured(trainer, result, lr, time.perf_counter() - began, flops)
-        if trainer.step % plan.run.log_every == 0 or trainer.step == plan.job.steps - 1:
+            state.bad_steps += 1
+            progress.say(f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
+        values = _step_metrics(state, result, lr, time.perf_counter() - began, flops)
+        if state.step % plan.run.log_every == 0 or state.step == plan.job.steps - 1:
             if metrics:
                 metrics.write(values)
-            board.write(trainer.step, values)
-            progress.show(trainer.step, values)
-        trainer.last, trainer.load_LE = values, result.load_LE
-        trainer.seconds.append(values["seconds"])
-        trainer.step += 1
-        if trainer.bad_steps > plan.run.bad_steps and not result.applied:
-            raise _too_many_bad(trainer)
-        with trainer.during("evaluating or saving"):
-            _at_intervals(trainer, metrics, progress)
+            board.write(state.step, values)
+            progress.show(state.step, values)
+        state.last, state.load_LE = values, result.load_LE
+        state.seconds.append(values["seconds"])
+        state.step += 1
+        if state.bad_steps > plan.run.bad_steps and not result.applied:
+            raise _too_many_bad(state)
+        with state.during("evaluating or saving"):
+            _at_intervals(state, metrics, progress)
 
 
-def _agree_to_stop(trainer: Trainer, metrics: Metrics | None) -> bool:
-    """Whether any rank was asked to, or cannot say any more how it goes: all stop behind the same step."""
+def _agree_to_stop(state: TrainState, metrics: Metrics | None) -> bool:
+    """Whether any rank was asked to stop or cannot write its metrics any more: all ranks stop after the same step."""
     mute = metrics is not None and metrics.problem is not None
-    asked = torch.tensor(int(trainer.asked_to_stop or mute), device=trainer.parts.device)
-    all_reduce(asked, trainer.parts.mesh.world, "max").wait()
-    trainer.stopping = bool(asked)
-    return trainer.stopping
+    asked = torch.tensor(int(state.asked_to_stop or mute), device=state.parts.device)
+    all_reduce(asked, state.parts.mesh.world, "max").wait()
+    state.stopping = bool(asked)
+    return state.stopping
 
 
-def _at_intervals(trainer: Trainer, metrics: Metrics | None, progress: Progress) -> None:
-    run, step = trainer.plan.run, trainer.step
+def _at_intervals(state: TrainState, metrics: Metrics | None, progress: Progress) -> None:
+    run, step = state.plan.run, state.step
     if run.eval_every and step % run.eval_every == 0:
-        loss = evaluate(trainer)
+        loss = evaluate(state)
         if metrics:
             metrics.write({"step": step - 1, "eval_loss": loss})
         progress.say(f"step {step}: evaluation loss {loss:.4f}")
-    if run.save_every and step % run.save_every == 0 and step < trainer.plan.job.steps:
-        trainer.save()
+    if run.save_every and step % run.save_every == 0 and step < state.plan.job.steps:
+        state.save()
     if run.gc_every and step % run.gc_every == 0:
         gc.collect()
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer) -> float:
+def evaluate(state: TrainState) -> float:
     """Mean loss over the held-out part of the data; leaves every state as it was."""
-    plan, parts = trainer.plan, trainer.parts
+    plan, parts = state.plan, state.parts
     if parts.held_out is None:
         return float("nan")
     # A pipeline is made for one number of microbatches.
@@ -319,37 +188,37 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **{n: v.to(device, non_blocking=True) for n, v in moved.items() if v is not None})
 
 
-def _too_many_bad(trainer: Trainer) -> FindingsError:
-    """Steps that were not finite changed nothing: what is saved is what was trained before them."""
-    with trainer.during("saving behind steps that were not finite"):
-        trainer.save(wait=True)
+def _too_many_bad(state: TrainState) -> FindingsError:
+    """Save and build the finding. Steps that were not finite changed nothing, so the checkpoint is sound."""
+    with state.during("saving behind steps that were not finite"):
+        state.save(wait=True)
     found = Finding(
         rule="loss-is-finite",
-        at=f"step {trainer.step}",
-        problem=f"{trainer.bad_steps} steps had a loss or gradient that is not finite",
+        at=f"step {state.step}",
+        problem=f"{state.bad_steps} steps had a loss or gradient that is not finite",
         advice="lower job.lr, check the data; the last checkpoint is intact",
     )
     return FindingsError([found])
 
 
-def _measured(trainer: Trainer, result: StepResult, lr: float, seconds: float, flops: float) -> dict[str, Any]:
-    tokens = trainer.plan.tokens_per_step
+def _step_metrics(state: TrainState, result: StepResult, lr: float, seconds: float, flops: float) -> dict[str, Any]:
+    tokens = state.plan.tokens_per_step
     return {
-        "step": trainer.step,
+        "step": state.step,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": lr,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "tflops": flops * tokens / seconds / 1e12,
-        "memory_bytes": _memory(trainer.parts.device),
-        "skipped_steps": trainer.bad_steps,
-        **(trainer.parts.runner.tally.metrics() if trainer.parts.runner.tally else {}),
+        "memory_bytes": _peak_memory_bytes(state.parts.device),
+        "skipped_steps": state.bad_steps,
+        **(state.parts.runner.graph_stats.metrics() if state.parts.runner.graph_stats else {}),
         **result.aux,
     }
 
 
-def _memory(device: torch.device) -> int:
+def _peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -367,11 +236,11 @@ def _quiet_gc(every: int) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_on_signal(trainer: Trainer) -> Iterator[None]:
+def _stop_on_signal(state: TrainState) -> Iterator[None]:
     """SIGTERM ends the run after the step under way, with a checkpoint."""
 
     def stop(number: int, frame: Any) -> None:
-        trainer.asked_to_stop = True  # and no more: a handler that prints can fall into the middle of a print
+        state.asked_to_stop = True  # and no more: a handler that prints can fall into the middle of a print
 
     try:
         before = signal.signal(signal.SIGTERM, stop)

@@ -1,1 +1,1 @@
-"""THIS MACHINE: what is installed and runs here, and whether a plan can do with it. No torch: `engine.here` asks it."""
+"""This machine: what is installed and runs here, and whether a plan can run on it. Imports no torch itself."""

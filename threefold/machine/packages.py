@@ -1,4 +1,4 @@
-"""Packages that training can do without, what each would give, and how to get it."""
+"""Optional packages: what each is for, how to install it, and whether it is here and imports."""
 
 import subprocess
 import sys
@@ -12,10 +12,12 @@ _DEEPEP = "https://github.com/deepseek-ai/DeepEP"
 
 @dataclass(frozen=True, slots=True)
 class Package:
+    """A package that the planner does not need."""
+
     name: str  # of the distribution
-    module: str  # that must import
-    gives: str
-    install: str
+    module: str  # the module that must import
+    gives: str  # what it is used for
+    install: str  # how to get it
 
 
 PACKAGES = (
@@ -57,33 +59,34 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """`version` None: not there. `trouble`: why it does not import."""
+class PackageStatus:
+    """Whether a package is here and works."""
 
     package: Package
-    version: str | None
-    trouble: str = ""
+    version: str | None  # None if it is not installed
+    trouble: str = ""  # why it does not import
 
     @property
     def works(self) -> bool:
         return self.version is not None and not self.trouble
 
 
-def look(package: Package) -> Found:
+def check_package(package: Package) -> PackageStatus:
+    """Find a package and import it in another process."""
     version = _version(package)
-    return Found(package, version, "" if version is None else _trouble(package.module))
+    return PackageStatus(package, version, "" if version is None else _import_error(package.module))
 
 
 def _version(package: Package) -> str | None:
-    """'?' where the module is there without the papers of an installation."""
+    """The installed version; "?" if the module is found without the metadata of an installation."""
     try:
         return distribution(package.name).version
     except PackageNotFoundError:
-        return "?" if _is_there(package.module) else None
+        return "?" if _is_importable(package.module) else None
 
 
-def _is_there(module: str) -> bool:
-    """A folder of that name alone is no package: Python takes any for one, and finds nothing in it."""
+def _is_importable(module: str) -> bool:
+    """Whether Python finds the module. A folder of that name is not enough, though Python takes it for a namespace."""
     try:
         spec = find_spec(module.partition(".")[0])
         if spec is not None and spec.origin is None:
@@ -93,8 +96,11 @@ def _is_there(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _trouble(module: str) -> str:
-    """Imported in a process of its own: a broken one may take the process with it, and a good one takes memory."""
+def _import_error(module: str) -> str:
+    """Why the module does not import; empty if it does.
+
+    The import runs in its own process, because a broken package can crash it and a working one takes memory.
+    """
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
@@ -104,5 +110,5 @@ def _trouble(module: str) -> str:
         return str(error)
     if done.returncode == 0:
         return ""
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"import ended with code {done.returncode}"
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"import ended with code {done.returncode}"

@@ -21,47 +21,6 @@ from threefold.spec.models import MODELS
 
 Fields = dict[str, Any]
 
-# What parsing and completing a draft refuse, for `threefold check --explain`: what, why, how to confirm, how to fix.
-EXPLAIN = {
-    "file-readable": "The plan is a readable TOML file.|A half-read plan would run something else than was meant."
-    "|Open the file at the place the message names.|Correct the TOML, or give the right path.",
-    "unknown-field": "Every key of a plan is a known field.|A misspelt knob that is silently ignored costs a run."
-    "|`threefold schema` lists all fields.|Use the name the message suggests, or delete the key.",
-    "wrong-type": "Every field has a value of its type.|'8' and 8 are not the same plan."
-    "|`threefold schema` gives the type of each field.|Write the value in the type the message names.",
-    "known-value": "Fields with fixed choices hold one of them."
-    "|An unknown dispatcher or precision cannot be priced or run.|`threefold schema` lists the choices."
-    "|Use one of the choices in the message.",
-    "in-range": "Numbers are within the range their field allows.|Degrees of zero or below place no rank."
-    "|Compare the value with the range in the message.|Set it inside the range.",
-    "known-model": "The model is known by name or by a Hugging Face configuration.|Sizes and layers come from it."
-    "|`threefold models` lists the names.|Use a listed name, or hf:path of a config.json.",
-    "model-config": "A Hugging Face configuration describes a supported family completely."
-    "|A guessed dimension would falsify every number.|Read the file the message names."
-    "|Complete it, or use a supported model_type.",
-    "stages-readable": "The pipeline layout string can be parsed.|Every layer must be on exactly one chunk."
-    "|`threefold show` prints the chunks of a plan.|Use E, t, m, L, bars, '*n' and parentheses, in that order.",
-    "flex-needs-backend": "A flex dispatcher names its backend.|Upstream, the type without the backend changes nothing:"
-    " the run keeps the speed of alltoall.|Look for the backend in the effective configuration of the run."
-    "|Set knobs.dispatcher to deepep or hybridep; that alone activates it.",
-    "overlap-switch-couples": "An A/B changes one variable.|The convenience switch moe_a2a_overlap turns on EP overlap"
-    " and delayed weight gradients together.|Compare the two knobs in `threefold show`."
-    "|Set knobs.ep_overlap and knobs.delay_wgrad apart.",
-    "one-value-per-field": "Two names for one field say the same.|Upstream, a dispatcher type of alltoall beside a"
-    " flex backend silently keeps alltoall.|Look for both spellings in the file or on the command line."
-    "|Keep one; the field of the plan alone is enough.",
-    "no-free-field": "A plan that is checked has a value in every field.|'auto' marks a draft: a question, not a plan."
-    '|Search the file for "auto".|Write a value, or let `threefold plan` choose one.',
-    "recompute-chosen": "A memory budget for recompute is met by the cheapest set of modules that an estimate finds."
-    "|Names in the plan hold for every version; what meets a budget is estimated anew each time."
-    "|Compare the peak in `threefold estimate` with and without the names of the message."
-    "|Write the names in place of the budget; where no set meets it, a larger budget, offload or more ranks.",
-    "plan-exists": "A draft has at least one plan that obeys the rules and fits the memory."
-    "|With what it fixes, every layout breaks a rule or needs more memory than a GPU has, recompute and offload"
-    " included.|Compare the need of the leanest plan, which the message names, with the chip's memory."
-    "|The nearest change that gives a plan: free a field, more GPUs, or a chip with more memory.",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Parsed:

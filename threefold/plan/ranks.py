@@ -1,4 +1,4 @@
-"""Which rank the environment says this process is, and a plan on another number of ranks. No torch."""
+"""The rank that environment variables give this process, and a plan moved to another number of ranks. No torch."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -10,25 +10,25 @@ from threefold.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A place among ranks. `agent_store`: the agent that started this process keeps the store over restarts."""
+class RankEnvironment:
+    """What torchrun or Slurm tells a process about itself."""
 
     rank: int
     size: int
     local_rank: int
-    local_size: int
-    attempt: int = 0
-    agent_store: bool = False
+    local_size: int  # ranks on this machine
+    attempt: int = 0  # how often all ranks have been restarted
+    agent_store: bool = False  # whether the agent that started this process hosts the store across restarts
 
 
-def seat(environ: Mapping[str, str]) -> Seat | None:
-    """From torchrun's variables, or those of a Slurm task; None where nobody started ranks."""
+def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """Read torchrun's variables, or those of a Slurm task; None in a process that neither of them started."""
     if "RANK" in environ or "WORLD_SIZE" in environ:
         rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         local = _number(environ, "LOCAL_RANK", rank)
         local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
         agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # The shell of a batch script has a SLURM_PROCID too, but only srun's tasks are in a step.
+    # The shell of a batch script has a SLURM_PROCID too, but only the tasks of srun have a step.
     elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and _number(environ, "SLURM_NTASKS", 1) > 1:
         rank, size = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NTASKS")
         local = _number(environ, "SLURM_LOCALID", 0)
@@ -38,11 +38,13 @@ def seat(environ: Mapping[str, str]) -> Seat | None:
         return None
     if not 0 <= rank < size:
         raise _refuse("RANK", f"rank {rank} is not among {size} ranks")
-    return Seat(rank, size, local, max(1, local_size), _number(environ, "TORCHELASTIC_RESTART_COUNT", 0), agent)
+    return RankEnvironment(
+        rank, size, local, max(1, local_size), _number(environ, "TORCHELASTIC_RESTART_COUNT", 0), agent
+    )
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """`8(x4)` or `8,7`: Slurm's way to count the tasks of each node. The largest: no thread too many."""
+    """The largest number of tasks on a node, from Slurm's notation such as `8(x4)` or `8,7`."""
     given = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     return max((int(count) for count in re.findall(r"(?:^|,)(\d+)", given)), default=0)
 
@@ -63,7 +65,7 @@ def _refuse(at: str, problem: str) -> FindingsError:
 
 
 def on_ranks(plan: Plan, count: int, errors_of: Callable[[Plan], Iterable[Finding]]) -> Plan:
-    """The plan on `count` ranks, if its layout and batch allow it. `errors_of` are the rules' errors about a plan."""
+    """The plan on `count` ranks, if its layout and batch allow it. `errors_of` returns the rules' errors of a plan."""
     if count == plan.cluster.gpus:
         return plan
     unit = plan.layout.min_gpus

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from threefold.cost.estimate import WALLS, Estimate
-from threefold.cost.memory import StageMemory
-from threefold.cost.traffic import Transfer
+from threefold.cost.memory.stages import StageMemory
+from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS

@@ -1,12 +1,15 @@
-"""A rehearsal as text: peaks by stage and term beside the estimate, what was live, what was sent."""
+"""The text of `threefold dry-run`: peaks by stage and term beside the estimate, largest tensors, collectives.
+
+`rehearsal_text` is for a rehearsal without a GPU, `measured_text` for `--device cuda`.
+"""
 
 from collections.abc import Sequence
 
-from threefold.dryrun.ledger import Entry
-from threefold.dryrun.measure import Measurement
-from threefold.dryrun.rank import RankRehearsal
-from threefold.dryrun.rehearse import Rehearsal
-from threefold.dryrun.verdict import device_bytes
+from threefold.dryrun.measured.measure import Measurement
+from threefold.dryrun.memory_fit import device_bytes
+from threefold.dryrun.rehearse_plan import Rehearsal
+from threefold.dryrun.rehearse_rank import RankRehearsal
+from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.plan.terms import MEMORY_TERMS
 from threefold.report.terminal import table
 from threefold.units import GIB, MIB, format_bytes, format_tokens
@@ -15,7 +18,13 @@ MAX_ENTRIES = 16
 
 
 def rehearsal_text(found: Rehearsal) -> str:
-    parts = [_head(found), _stages(found), _terms(found), _top(found.worst), _sent(found.collectives)]
+    parts = [
+        _headline(found),
+        _stages(found),
+        _terms(found),
+        _largest_tensors(found.worst),
+        _collectives(found.collectives),
+    ]
     if found.left_out:
         parts.append("\n".join(["left out of the rehearsal:", *(f"  {text}" for text in found.left_out)]))
     parts += [str(finding) for finding in found.findings]
@@ -23,25 +32,28 @@ def rehearsal_text(found: Rehearsal) -> str:
 
 
 def measured_text(found: Measurement) -> str:
-    """What one GPU showed; the step on the cluster is put together from it and the prediction."""
+    """Peak and module times as measured on one GPU, and the step time on the cluster that they lead to."""
     rank = found.rehearsed
-    off = rank.peak_bytes / found.peak_bytes - 1
-    rows = [[name, f"{1e3 * ahead:.2f}", f"{1e3 * back:.2f}"] for name, (ahead, back) in found.module_seconds.items()]
+    error = rank.peak_bytes / found.peak_bytes - 1
+    rows = [
+        [name, f"{1e3 * forward:.2f}", f"{1e3 * backward:.2f}"]
+        for name, (forward, backward) in found.module_seconds.items()
+    ]
     return "\n\n".join(
         [
             f"measured on one GPU, rank {rank.rank} of {found.plan.layout.gpus} with collectives that do nothing",
             f"peak {format_bytes(found.peak_bytes)} of tensors, {format_bytes(found.reserved_bytes)} reserved; "
-            f"rehearsed {format_bytes(rank.peak_bytes)} ({off:+.1%}), {rank.at}",
+            f"rehearsed {format_bytes(rank.peak_bytes)} ({error:+.1%}), {rank.at}",
             "a microbatch, all layers\n" + table(["module", "forward, ms", "backward, ms"], rows),
             f"a step on the cluster, estimated: {found.step_seconds:.4g} s = {found.compute_seconds:.4g} measured "
             f"compute + {found.communication_seconds:.4g} predicted communication + {found.bubble_seconds:.4g} bubble",
-            _sent(rank.collectives),
+            _collectives(rank.collectives),
             *found.left_out,
         ]
     )
 
 
-def _head(found: Rehearsal) -> str:
+def _headline(found: Rehearsal) -> str:
     plan, job = found.plan, found.plan.job
     return (
         f"rehearsed in {found.seconds:.1f} s: {plan.model_name}, {plan.layout.gpus} x {plan.cluster.chip}, "
@@ -50,20 +62,20 @@ def _head(found: Rehearsal) -> str:
 
 
 def _stages(found: Rehearsal) -> str:
-    have = found.plan.chip.memory_bytes
+    chip_bytes = found.plan.chip.memory_bytes
     rows = []
     for rank in found.ranks:
-        need = device_bytes(found.plan, rank)
-        guess = found.stage_estimate(rank).peak_bytes
+        needed = device_bytes(found.plan, rank)
+        estimate = found.stage_estimate(rank).peak_bytes
         rows.append(
             [
-                _run(rank.stages),
+                _stage_range(rank.stages),
                 str(rank.rank),
                 _gib(rank.peak_bytes),
-                _gib(guess),
-                f"{guess / rank.peak_bytes - 1:+.1%}",
-                _gib(need),
-                _gib(have - need),
+                _gib(estimate),
+                f"{estimate / rank.peak_bytes - 1:+.1%}",
+                _gib(needed),
+                _gib(chip_bytes - needed),
                 rank.at,
             ]
         )
@@ -71,32 +83,33 @@ def _stages(found: Rehearsal) -> str:
     return table(header, rows)
 
 
-def _run(stages: Sequence[int]) -> str:
+def _stage_range(stages: Sequence[int]) -> str:
+    """ "1-3" for three or more consecutive stages, otherwise "0,2"."""
     if len(stages) > 2 and list(stages) == list(range(stages[0], stages[-1] + 1)):
         return f"{stages[0]}-{stages[-1]}"
     return ",".join(map(str, stages))
 
 
 def _terms(found: Rehearsal) -> str:
-    """Of the fullest rank, beside the estimate of its stage."""
-    rank, guess = found.worst, found.stage_estimate(found.worst).terms
+    """The memory terms of the rank with the highest peak, beside the estimate for its stage."""
+    rank, estimate = found.worst, found.stage_estimate(found.worst).terms
     rows = []
     for name in MEMORY_TERMS:
-        seen, expected = rank.terms.get(name, 0), guess.get(name, 0.0)
-        if max(seen, expected) >= 0.005 * GIB:
-            rows.append([name, _gib(seen), _gib(expected), f"{(expected - seen) / GIB:+.2f}"])
-    rows.append(["= tensors", _gib(rank.peak_bytes), _gib(sum(guess.values())), ""])
+        rehearsed, estimated = rank.terms.get(name, 0), estimate.get(name, 0.0)
+        if max(rehearsed, estimated) >= 0.005 * GIB:
+            rows.append([name, _gib(rehearsed), _gib(estimated), f"{(estimated - rehearsed) / GIB:+.2f}"])
+    rows.append(["= tensors", _gib(rank.peak_bytes), _gib(sum(estimate.values())), ""])
     return f"rank {rank.rank} at its peak\n" + table(["term, GiB", "rehearsed", "estimated", "difference"], rows)
 
 
-def _top(rank: RankRehearsal) -> str:
+def _largest_tensors(rank: RankRehearsal) -> str:
     rows = [
         [f"{live.bytes / MIB:,.1f}", live.term, f"{live.dtype} {list(live.shape)}", live.owner] for live in rank.top
     ]
     return f"largest tensors of rank {rank.rank} at its peak\n" + table(["MiB", "term", "what", "whose"], rows)
 
 
-def _sent(entries: Sequence[Entry]) -> str:
+def _collectives(entries: Sequence[LedgerEntry]) -> str:
     if not entries:
         return ""
     rows = [

@@ -1,7 +1,7 @@
 """The rule registry. A rule is a function from a plan to findings; its name is its slug.
 
 Its docstring says what it holds (first paragraph), then `Why:`, `Confirm:` and `Fix:`, which
-`threefold check --explain` prints. `rows` are the ids of the mission it covers.
+`threefold check --explain` prints. `rows` are the ids of docs/coverage.md that it covers.
 """
 
 import inspect
@@ -10,21 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from threefold.engine.slugs import EXPLAIN as ENGINE
-from threefold.findings import Finding, FindingsError, Severity, in_order
-from threefold.plan.parse import EXPLAIN as PARSING
+from threefold.engine.explain import EXPLANATIONS as ENGINE
+from threefold.findings import Explanation, Finding, FindingsError, Severity, in_order
+from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 
 Check = Callable[[Plan], Iterator[Finding]]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    what: str
-    why: str
-    confirm: str
-    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +107,7 @@ def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
         return RULES[slug].explanation
-    said = PARSING.get(slug) or ENGINE.get(slug)
-    return Explanation(*said.split("|")) if said else None
+    return PARSING.get(slug) or ENGINE.get(slug)
 
 
 def known_slugs() -> list[str]:

@@ -6,7 +6,7 @@ Upstream has two validators. Where they disagree the rule says which one its mes
 
 from collections.abc import Iterator
 
-from threefold.cost.beside import unpaired
+from threefold.cost.time.ep_overlap import unpaired_fraction
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
@@ -192,7 +192,7 @@ def ep_overlap_needs_microbatches(plan: Plan) -> Iterator[Finding]:
     Fix: a larger global batch.
     """
     count, pp = plan.num_microbatches, plan.layout.pp
-    if plan.knobs.ep_overlap and plan.layout.ep > 1 and count and unpaired(plan) >= 1:
+    if plan.knobs.ep_overlap and plan.layout.ep > 1 and count and unpaired_fraction(plan) >= 1:
         fix = {"job.global_batch": -(-2 * pp // count) * plan.job.global_batch}
         where = f" on PP {pp}" if pp > 1 else ""
         problem = f"EP overlap with {'one microbatch' if count == 1 else f'{count} microbatches'}{where} hides nothing"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from threefold.cost.formats import emulated, experts_emulated, starting_precision
+from threefold.cost.formats import is_emulated, experts_are_emulated, starting_precision
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
@@ -38,9 +38,9 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
     Confirm: `threefold chips` lists the peak rates by format, docs/precision.md who multiplies on which chip.
     Fix: the platform's starting point when speed matters, or bf16 where that is emulated too.
     """
-    if emulated(plan):
+    if is_emulated(plan):
         problem = f"{plan.knobs.precision} is emulated on {plan.cluster.chip}"
-    elif experts_emulated(plan):
+    elif experts_are_emulated(plan):
         problem = f"{_what_is_emulated(plan)} on {plan.cluster.chip}"
     else:
         return

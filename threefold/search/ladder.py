@@ -5,7 +5,7 @@ Selective recompute comes before full, and offload last.
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.memory import memory
+from threefold.cost.memory.by_stack import memory
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 from threefold.search.knobs import Rung, allowed, on_rung, parts, selective_sets

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate
-from threefold.cost.formats import experts_emulated
+from threefold.cost.formats import experts_are_emulated
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -89,7 +89,7 @@ def retune(plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
 def _faster(plan: Plan, precision: str) -> bool:
     """Another format, for which there are kernels."""
     native = precision in NATIVE_FORMATS[plan.chip.architecture] - {plan.knobs.precision}
-    return native and not experts_emulated(replace(plan, knobs=replace(plan.knobs, precision=precision)))
+    return native and not experts_are_emulated(replace(plan, knobs=replace(plan.knobs, precision=precision)))
 
 
 def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:

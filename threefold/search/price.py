@@ -4,9 +4,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from threefold.cost.estimate import estimate
-from threefold.cost.memory import memory
+from threefold.cost.memory.by_stack import memory
 from threefold.cost.rates import Rates, calibration
-from threefold.cost.time import layer_time, loss_seconds, step_time
+from threefold.cost.time.layer import layer_time
+from threefold.cost.time.outside_layers import loss_seconds
+from threefold.cost.time.step import step_time
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 from threefold.search.space import Space

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from threefold.cost.memory import memory
+from threefold.cost.memory.by_stack import memory
 from threefold.cost.rates import calibration
-from threefold.cost.time import step_time
+from threefold.cost.time.step import step_time
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import INSIDE_MOE, Plan

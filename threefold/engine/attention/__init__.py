@@ -1,1 +1,1 @@
-"""Mixers over positions: grouped-query, latent, gated delta rule; and the kernels behind them."""
+"""Sequence mixers (grouped-query attention, MLA, the gated delta rule) and the attention kernels behind them."""

@@ -1,30 +1,28 @@
-"""Multi-head latent attention: queries and keys/values through low-rank latents, one rotated key for all heads.
+"""Multi-head latent attention (MLA): queries, keys and values from low-rank latents, and one rotated key for all heads.
+
+The forward has four steps: `compress` (down projections), `expand` (up projections to heads), `core` (attention) and
+`project_out`. `shard/` puts its own functions in place of `gather_latents` (gathers the latents) and `attention_fn`.
+`models/activation_memory.py` wraps the steps where a plan recomputes or offloads them.
 
 Shapes: B batch, S sequence, D model dim, H heads, n unrotated head dim, r rotated head dim, v value dim,
 X other widths.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.attention.backend import Attend, attend
-from threefold.engine.chunks import WIDEST_BYTES
-from threefold.engine.kept import inside_closed
-from threefold.engine.offload import away
-from threefold.engine.places import Places
-from threefold.engine.products import linear
-from threefold.engine.recompute import again, remade
-from threefold.engine.rope import logit_scale, rotate
-from threefold.engine.seams import Seam, each, stay
+from threefold.engine.attention.backend import AttentionFn, attend
+from threefold.engine.autograd.linear import linear
+from threefold.engine.layers.input_linears import InputHook, apply_linears, identity
+from threefold.engine.layers.positions import Positions
+from threefold.engine.layers.rope import logit_scale, rotate
 from threefold.spec.model import MlaSpec
 
 
 class MlaAttention(nn.Module):
-    again: frozenset[str] = frozenset()
-    at_a_time: int | None = None  # heads, where they are made again; None: by their size
+    heads_per_group: int | None = None  # where heads are recomputed in groups; None chooses by their size
 
     def __init__(self, spec: MlaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -40,65 +38,42 @@ class MlaAttention(nn.Module):
         self.kv_norm = norm(spec.kv_rank)
         self.kv_up = nn.Linear(spec.kv_rank, spec.num_heads * (spec.nope_dim + spec.v_dim), bias=False)
         self.out = nn.Linear(spec.num_heads * spec.v_dim, dim, bias=False)
-        self.enter: Seam = stay
-        self.attend: Attend = attend
+        self.gather_latents: InputHook = identity
+        self.attention_fn: AttentionFn = attend
 
-    def forward(self, x_BSD: Tensor, places: Places) -> Tensor:
-        with away("qkv_linear"):
-            latents = self.latents(x_BSD)
-        size = self.heads_at_a_time(latents[1])
-        if size < self.num_heads and ("mla_up_proj" in self.again or inside_closed()):
-            return self.by_heads(places, latents, size)
-        with away("qkv_linear"):
-            heads = remade(partial(self.up, places, None), *latents, on="mla_up_proj" in self.again)
-        with heads as qkv:
-            with away("core_attn"):
-                core = remade(partial(self.core, places), *qkv, on="core_attn" in self.again)
-            with core as out_BSHv, away("attn_proj"):
-                return self.out(out_BSHv.flatten(2))
+    def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
+        return self.attend_latents(positions, *self.compress(x_BSD))
+
+    def attend_latents(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
+        q_BHSd, k_BHSd, v_BHSv = self.expand(positions, q_BSX, latent_BSX, k_BSr)
+        return self.project_out(self.core(positions, q_BHSd, k_BHSd, v_BHSv).flatten(2))
+
+    def project_out(self, out_BSX: Tensor) -> Tensor:
+        y_BSD: Tensor = self.out(out_BSX)
+        return y_BSD
 
     @property
     def num_heads(self) -> int:
-        """Of this rank."""
+        """Heads on this rank."""
         return len(self.kv_up.weight) // (self.spec.nope_dim + self.spec.v_dim)
 
-    def heads_at_a_time(self, latent_BSX: Tensor) -> int:
-        """So many that their queries are no wider than what else is cut by size; all where ranks meet inside."""
-        if self.attend is not attend or type(self.kv_up) is not nn.Linear:
-            return self.num_heads
-        if self.at_a_time is not None:
-            return min(self.at_a_time, self.num_heads)
-        head_bytes = latent_BSX.shape[:2].numel() * self.spec.qk_dim * latent_BSX.element_size()
-        groups = max(1, -(-self.num_heads * head_bytes // WIDEST_BYTES))
-        return -(-self.num_heads // groups)
-
-    def by_heads(self, places: Places, latents: tuple[Tensor, Tensor, Tensor], size: int) -> Tensor:
-        """Some heads after the other, so that queries, keys and values of all of them never lie side by side: they
-        are made of the latents, attend, and are made again for their backward."""
-        spec = self.spec
-        up = self.q if spec.q_rank is None else self.q_up
-        q_weights = up.weight.split(size * spec.qk_dim)
-        kv_weights = self.kv_up.weight.split(size * (spec.nope_dim + spec.v_dim))
-        outs = []
-        for weights in zip(q_weights, kv_weights, strict=True):
-            with remade(partial(self.up, places, weights), *latents) as qkv, away("core_attn"):
-                outs.append(again(partial(self.core, places), *qkv, on="core_attn" in self.again))
-        # The kernels keep what they gave: all of it side by side is not kept beside that.
-        with remade(_beside, *outs) as out_BSX, away("attn_proj"):
-            return self.out(out_BSX)
-
-    def core(self, places: Places, q_BHSd: Tensor, k_BHSd: Tensor, v_BHSv: Tensor) -> Tensor:
-        bounds = places.bounds if q_BHSd.is_cuda else None
-        return self.attend(
-            q_BHSd, k_BHSd, v_BHSv, scale=self.scale, documents_BS=places.documents_BS, bounds=bounds
+    def core(self, positions: Positions, q_BHSd: Tensor, k_BHSd: Tensor, v_BHSv: Tensor) -> Tensor:
+        bounds = positions.bounds if q_BHSd.is_cuda else None
+        return self.attention_fn(
+            q_BHSd, k_BHSd, v_BHSv, scale=self.scale, documents_BS=positions.documents_BS, bounds=bounds
         ).transpose(1, 2)
 
-    def up(
-        self, places: Places, weights: tuple[Tensor, Tensor] | None, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor
+    def expand(
+        self,
+        positions: Positions,
+        q_BSX: Tensor,
+        latent_BSX: Tensor,
+        k_BSr: Tensor,
+        weights: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of every head, or of those whose `weights` are given, out of their latents."""
+        """Queries, keys and values from their latents: of all heads, or of those whose `weights` are given."""
         spec = self.spec
-        table = places.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
+        table = positions.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
         up = self.q if spec.q_rank is None else self.q_up
         q_BSX, kv_BSX = (
             (up(q_BSX), self.kv_up(latent_BSX))
@@ -113,26 +88,29 @@ class MlaAttention(nn.Module):
         k_BHSr = rotate(k_BSr[:, None], table, spec.rope_pairs).expand(-1, k_BHSn.shape[1], -1, -1)
         return _joined(q_BHSn, rotate(q_BHSr, table, spec.rope_pairs)), _joined(k_BHSn, k_BHSr), v_BHSv
 
-    def latents(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the queries, the keys with values, and the rotated key are made of. Only these narrow tensors enter a
-        module that is cut by heads: less to send than x, and no rank makes them twice."""
+    def compress(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The latents of queries and of keys with values, and the rotated key.
+
+        With tensor parallelism only these small tensors are gathered: they are less to send than x, and no rank
+        computes them twice.
+        """
         spec = self.spec
         down = () if spec.q_rank is None else (self.q_down,)
-        *queries, kv_BSX = each(x_BSD, (*down, self.kv_down))
+        *queries, kv_BSX = apply_linears(x_BSD, (*down, self.kv_down))
         q_BSX = self.q_norm(*queries) if queries else x_BSD
         latent_BSX, k_BSr = kv_BSX.split([spec.kv_rank, spec.rope_dim], dim=-1)
         parts = [q_BSX, self.kv_norm(latent_BSX), k_BSr]
-        if self.enter is not stay:
-            parts = list(self.enter(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1))
+        if self.gather_latents is not identity:
+            parts = list(
+                self.gather_latents(torch.cat(parts, dim=-1)).split([part.shape[-1] for part in parts], dim=-1)
+            )
         q_BSX, latent_BSX, k_BSr = parts
         return q_BSX, latent_BSX, k_BSr
 
 
 def _joined(x_BHSn: Tensor, x_BHSr: Tensor) -> Tensor:
-    """Laid out with the heads inside of the sequence: a kernel's output lies as its queries, and so goes into the
-    next product without a copy."""
+    """Concatenate both parts of each head, in memory order (B, S, H, d).
+
+    Attention kernels lay out their output as their queries, so that it goes into the next GEMM without a copy.
+    """
     return torch.cat([x_BHSn.transpose(1, 2), x_BHSr.transpose(1, 2)], dim=-1).transpose(1, 2)
-
-
-def _beside(*outs_BSHv: Tensor) -> Tensor:
-    return torch.cat(outs_BSHv, dim=2).flatten(2)

@@ -1,1 +1,1 @@
-"""Data: token shards, packing, mixing, one global order of samples, batches. See docs/data.md."""
+"""Training data: token shards on disk, packing, the mixture of sources, and batches. See docs/data.md."""

@@ -1,10 +1,10 @@
-"""Batches of a job.
+"""`Loader` gives each data-parallel rank the batches of its job, and can be resumed at any step.
 
-B: sequences of a microbatch; S: tokens of a sequence.
+All ranks read one global sequence of samples. A step takes the next `global_batch` of them. Microbatch m of
+data-parallel rank r takes B consecutive samples of the step, from number (m * dp_size + r) * B on. The samples of a
+step and their order therefore do not depend on the number of ranks, and a position in the data is one number.
 
-All ranks together read one sequence of samples. Step s takes `global_batch` of them; microbatch m of data-parallel rank
-r holds B neighbours, beginning at (m * dp_size + r) * B. So the samples of a step, and their order, do not depend on
-the number of ranks, and a position in the data is one number.
+Shapes: B sequences of a microbatch, S tokens of a sequence.
 """
 
 import hashlib
@@ -18,34 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from threefold.engine.data.choose import choose_sources
-from threefold.engine.data.mix import Mix
+from threefold.engine.batch import Batch
+from threefold.engine.data.mixture import Mixture
+from threefold.engine.data.open_sources import open_sources
 from threefold.engine.data.packing import Sample
-from threefold.engine.data.prefetch import Place, Prefetch
-from threefold.engine.data.source import split
-from threefold.engine.data.tokenizer import Tokenizer
+from threefold.engine.data.prefetch import BatchIndex, Prefetcher
+from threefold.engine.data.sources import split_held_out
+from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Job
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A microbatch of one rank, int64. Labels are shifted already, -100 where nothing is learned.
-
-    With boundaries, `documents_BS` numbers the documents of each sequence from 0 and `positions_BS` restarts in each.
-    """
-
-    tokens_BS: Tensor
-    labels_BS: Tensor
-    documents_BS: Tensor | None = None
-    positions_BS: Tensor | None = None
-
-
 @dataclass(frozen=True)
-class _Maker:
-    """Everything that decides a batch, and nothing that changes."""
+class _BatchMaker:
+    """Makes the batch of any (step, microbatch). It is immutable, so that the prefetch thread can use it."""
 
-    mix: Mix
+    mixture: Mixture
     job: Job
     dp_rank: int
     dp_size: int
@@ -65,24 +53,28 @@ class _Maker:
         return range(first, first + self.job.micro_batch)
 
     def make(self, step: int, microbatch: int) -> Batch:
-        rows = [self.mix.sample(n) for n in self.samples(step, microbatch)]
+        rows = [self.mixture.sample(n) for n in self.samples(step, microbatch)]
         length = self.job.seq_len
         if self.job.dynamic_length:
             used = length - min(row.num_padding for row in rows)
             length = min(length, -(-used // self.length_multiple) * self.length_multiple)
         return _stack(rows, length)
 
-    def places(self, step: int, microbatch: int) -> Iterator[Place]:
+    def indices_from(self, step: int, microbatch: int) -> Iterator[BatchIndex]:
+        """This index and all that follow."""
         while True:
             yield step, microbatch
-            step, microbatch = self.after(step, microbatch)
+            step, microbatch = self.next_index(step, microbatch)
 
-    def after(self, step: int, microbatch: int) -> Place:
+    def next_index(self, step: int, microbatch: int) -> BatchIndex:
         return (step, microbatch + 1) if microbatch + 1 < self.num_microbatches else (step + 1, 0)
 
 
 class Loader:
-    """The batches of one data-parallel rank. Any of them can be asked for; asked in order, they are made ahead."""
+    """The batches of one data-parallel rank.
+
+    Any batch can be asked for. While batches are asked for in order, the next ones are made ahead of time.
+    """
 
     def __init__(
         self,
@@ -99,24 +91,34 @@ class Loader:
         prefetch: int = 2,
         length_multiple: int = 1,
     ) -> None:
-        """`held_out` is the share of each source kept for `evaluation`. `tokenizer` reads JSONL; absent: bytes.
+        """Open the data of a job for one data-parallel rank.
 
-        `prefetch` microbatches are made ahead, 0 for none. With job.dynamic_length a microbatch is as long as its
-        longest sequence, rounded up to `length_multiple`.
+        Args:
+            job: the data, its mixture, sequence length and batch sizes.
+            vocab: the model's vocabulary; data with larger tokens is refused.
+            dp_rank: this rank among the `dp_size` data-parallel ranks.
+            dp_size: number of data-parallel ranks.
+            seed: chooses the order of samples.
+            held_out: share of each source that is held out for evaluation.
+            evaluation: give the held-out samples instead of the others.
+            tokenizer: encodes JSONL; bytes by default.
+            cache: folder for shards made from JSONL and for the embedded corpus.
+            prefetch: microbatches that are made ahead of time; 0 for none.
+            length_multiple: job.dynamic_length rounds the length of a microbatch up to a multiple of this.
         """
         if not 0 <= dp_rank < dp_size or job.global_batch % (dp_size * job.micro_batch):
             raise ValueError(f"rank {dp_rank} of {dp_size}, batch {job.global_batch}, microbatch {job.micro_batch}")
-        sources, weights = choose_sources(job, vocab, seed, tokenizer, cache)
+        sources, weights = open_sources(job, vocab, seed, tokenizer, cache)
         self._check_split([source.num_samples for source in sources], held_out, evaluation)
-        parts = [split(source, held_out, evaluation) for source in sources]
-        self._maker = _Maker(Mix(parts, weights, seed), job, dp_rank, dp_size, length_multiple)
-        self._depth = prefetch
-        self._ahead: Prefetch[Batch] | None = None
-        self._next: Place = (0, 0)
+        parts = [split_held_out(source, held_out, evaluation) for source in sources]
+        self._maker = _BatchMaker(Mixture(parts, weights, seed), job, dp_rank, dp_size, length_multiple)
+        self._prefetch_depth = prefetch
+        self._prefetcher: Prefetcher[Batch] | None = None
+        self._next: BatchIndex = (0, 0)
 
     @property
-    def mix(self) -> Mix:
-        return self._maker.mix
+    def mixture(self) -> Mixture:
+        return self._maker.mixture
 
     @property
     def num_microbatches(self) -> int:
@@ -124,28 +126,28 @@ class Loader:
 
     @property
     def benchmark_only(self) -> bool:
-        """Part of the data is synthetic: results say nothing about learning."""
-        return self.mix.benchmark_only
+        """Whether part of the data is synthetic, so that the loss says nothing about learning."""
+        return self.mixture.benchmark_only
 
     def samples(self, step: int, microbatch: int) -> range:
-        """The global numbers of the samples of a microbatch."""
+        """The numbers of a microbatch's samples in the global sequence."""
         return self._maker.samples(step, microbatch)
 
     def batch(self, step: int, microbatch: int = 0) -> Batch:
         if not 0 <= microbatch < self.num_microbatches or step < self._maker.start_step:
             raise IndexError(f"step {step} microbatch {microbatch}: there are {self.num_microbatches} in a step")
-        place = (step, microbatch)
-        made = self._maker.make(*place) if self._depth == 0 else self._take(place)
-        self._next = self._maker.after(*place)
-        return made
+        index = (step, microbatch)
+        batch = self._maker.make(*index) if self._prefetch_depth == 0 else self._take_prefetched(index)
+        self._next = self._maker.next_index(*index)
+        return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the next step begins: the one after the last step whose batches were all taken."""
+        """The position of the next step, which is the one after the last step whose batches were all taken."""
         step = self._next[0]
         return {"step": step, "sample": self._maker.first_sample(step), "fingerprint": self.fingerprint()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of ranks and any batch."""
+        """Continue at the position of `state`, with any number of ranks and any batch size."""
         if state["fingerprint"] != self.fingerprint():
             problem = "the data, its mixture, seq_len, packing, task or seed are not those of the saved run"
             found = Finding(rule="data-unchanged", at="job.data", problem=problem, advice="give the data as it was")
@@ -155,16 +157,16 @@ class Loader:
         self._next = (int(state["step"]), 0)
 
     def fingerprint(self) -> str:
-        """Identity of the sequence of samples: equal for any number of ranks and any batch."""
+        """A digest of the global sequence of samples, which does not depend on ranks and batch sizes."""
         job = self._maker.job
-        facts = [self.mix.fingerprint(), job.seq_len, job.packing, job.task]
+        facts = [self.mixture.fingerprint(), job.seq_len, job.packing, job.task]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def close(self) -> None:
-        """Stop making batches ahead; asking for one starts again."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        """Stop the prefetch thread. Asking for a batch starts it again."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
 
     def __enter__(self) -> "Loader":
         return self
@@ -172,12 +174,12 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, place: Place) -> Batch:
-        if self._ahead is None or place != self._next:
+    def _take_prefetched(self, index: BatchIndex) -> Batch:
+        if self._prefetcher is None or index != self._next:
             self.close()
-            self._ahead = Prefetch(self._maker.make, self._maker.places(*place), self._depth)
+            self._prefetcher = Prefetcher(self._maker.make, self._maker.indices_from(*index), self._prefetch_depth)
         try:
-            return self._ahead.take()[1]
+            return self._prefetcher.take()[1]
         except BaseException:
             self.close()
             raise
@@ -193,7 +195,7 @@ class Loader:
 
 
 def _stack(rows: list[Sample], length: int) -> Batch:
-    """Sources of one job either all have boundaries or none has."""
+    """One batch from the samples of its rows. Either all sources of a job have document boundaries or none has."""
 
     def stacked(name: str) -> Tensor:
         return torch.from_numpy(np.stack([getattr(row, name)[:length] for row in rows]))

@@ -1,10 +1,10 @@
-"""Documents into sequences.
+"""Turns the documents of a shard into sequences of `seq_len` tokens.
 
-S: tokens of a sequence; N: those of them that are not padding, N <= S.
+`ShardSource` chooses one of three ways. `concatenated_sample` cuts the stream of all documents every S tokens, and
+attention sees across documents. `packed_sample` cuts the same stream and marks document boundaries. `WholeDocuments`
+never splits a document, as conversations require, and puts several or one into a sequence.
 
-Three ways. `concatenated`: the shard is one stream, cut every S tokens, and attention sees across documents.
-`packed`: the same stream with boundaries. `PackedWhole`: documents stay whole, as conversations must; sequences are
-filled as tightly as fits, or hold one document each.
+Shapes: S tokens of a sequence, N tokens of it that are not padding (N <= S).
 """
 
 import bisect
@@ -14,27 +14,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.engine.data.shard import Shard
+from threefold.engine.data.shards.token_shard import TokenShard
 
 Ints = NDArray[np.int64]
 IGNORED = -100  # the label of a position without a loss
-PAD = 0  # the token under padding: never learned, never seen by other documents
-WINDOW = 4096  # documents that are packed together
+PAD = 0  # the token at padding positions, which have no loss and which no document attends to
+WINDOW = 4096  # documents that are considered together for one packing
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence. Documents count from 0, positions restart in each; both absent: one document, no boundaries."""
+    """One sequence. `documents_S` and `positions_S` are None if attention sees the whole sequence."""
 
     tokens_S: Ints
     labels_S: Ints
-    documents_S: Ints | None = None
-    positions_S: Ints | None = None
+    documents_S: Ints | None = None  # number of the document, from 0
+    positions_S: Ints | None = None  # position in the document
     num_padding: int = 0
 
 
-def padded(tokens_N: NDArray[Any], labels_N: NDArray[Any], seq_len: int, starts: NDArray[Any] | None = None) -> Sample:
-    """A sample of S tokens. `starts` are where documents begin; padding is a document of its own, the last one."""
+def pad_sample(
+    tokens_N: NDArray[Any], labels_N: NDArray[Any], seq_len: int, starts: NDArray[Any] | None = None
+) -> Sample:
+    """A sample of S tokens. `starts` are the positions where documents begin; padding becomes the last document."""
     count = len(tokens_N)
     tokens_S, labels_S = np.full(seq_len, PAD, np.int64), np.full(seq_len, IGNORED, np.int64)
     tokens_S[:count], labels_S[:count] = tokens_N, labels_N
@@ -48,31 +50,34 @@ def padded(tokens_N: NDArray[Any], labels_N: NDArray[Any], seq_len: int, starts:
 
 
 def num_stream_samples(num_tokens: int, seq_len: int) -> int:
-    """Sequences that a stream gives, the last one padded. A stream's last token has no successor to learn."""
+    """How many sequences a stream gives. The last is padded, and the stream's last token has no label."""
     return -(-(num_tokens - 1) // seq_len) if num_tokens > 1 else 0
 
 
-def concatenated(shard: Shard, index: int, seq_len: int) -> Sample:
-    """Sequence `index` of the stream; labels cross documents, whose ends are marked by the end token alone."""
+def concatenated_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
+    """Sequence `index` of the stream. The label of a document's last token is the first token of the next document."""
     tokens_N, labels_N, _ = _stream(shard, index, seq_len)
-    return padded(tokens_N, labels_N, seq_len)
+    return pad_sample(tokens_N, labels_N, seq_len)
 
 
-def packed(shard: Shard, index: int, seq_len: int) -> Sample:
-    """Sequence `index` of the stream, with boundaries.
+def packed_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
+    """Sequence `index` of the stream, with document boundaries.
 
-    A document cut by the end of a sequence goes on as a new one in the next; the label at the cut is its next token.
+    A document that the end of a sequence splits continues as a new document in the next sequence. The label at the
+    split is its next token.
     """
     tokens_N, labels_N, first = _stream(shard, index, seq_len)
     after = first + len(tokens_N)
     span = np.searchsorted(shard.offsets, [np.uint64(first), np.uint64(after)], side="right")
-    inside = shard.offsets[span[0] : span[1]].astype(np.int64) - first  # ends in 1..N: the next token is another's
+    inside = (
+        shard.offsets[span[0] : span[1]].astype(np.int64) - first
+    )  # document ends, in 1..N; the next token is another document's
     labels_N[inside - 1] = IGNORED
     starts = np.concatenate([[0], inside[inside < len(tokens_N)]])
-    return padded(tokens_N, labels_N, seq_len, starts)
+    return pad_sample(tokens_N, labels_N, seq_len, starts)
 
 
-def _stream(shard: Shard, index: int, seq_len: int) -> tuple[Ints, Ints, int]:
+def _stream(shard: TokenShard, index: int, seq_len: int) -> tuple[Ints, Ints, int]:
     first = index * seq_len
     chunk = shard.tokens[first : first + seq_len + 1].astype(np.int64)
     if len(chunk) <= seq_len:
@@ -80,53 +85,59 @@ def _stream(shard: Shard, index: int, seq_len: int) -> tuple[Ints, Ints, int]:
     return chunk[:-1], chunk[1:].copy(), first
 
 
-class PackedWhole:
-    """Sequences of whole documents. One longer than a sequence keeps its beginning; one with nothing to learn goes."""
+class WholeDocuments:
+    """Sequences of whole documents.
 
-    def __init__(self, shard: Shard, seq_len: int, masked: bool, together: bool = True) -> None:
-        """`masked`: only tokens of the loss mask are learned. `together`: fill sequences, or one document in each."""
-        self.shard, self.seq_len, self.together = shard, seq_len, together
-        self.mask = shard.mask if masked else None
+    A document that is longer than a sequence is truncated. A document without any token to learn is left out.
+    """
+
+    def __init__(self, shard: TokenShard, seq_len: int, uses_mask: bool, packs_several: bool = True) -> None:
+        """`uses_mask`: learn only tokens of the loss mask. `packs_several`: put several documents into a sequence."""
+        self.shard, self.seq_len, self.packs_several = shard, seq_len, packs_several
+        self.mask = shard.mask if uses_mask else None
         sizes = np.diff(shard.offsets.astype(np.int64))
-        kept = np.flatnonzero(sizes > 1)
+        used = np.flatnonzero(sizes > 1)
         self.num_truncated = int((sizes > seq_len).sum())
         if self.mask is not None:
-            kept = np.array([d for d in kept if self._learns(int(d))], np.int64)
-        lengths = np.minimum(sizes[kept], seq_len)
-        order, starts = pack(lengths, seq_len) if together else (np.arange(len(kept)), np.arange(len(kept) + 1))
-        self._documents, self._starts = kept[order], starts
+            used = np.array([d for d in used if self._has_labels(int(d))], np.int64)
+        lengths = np.minimum(sizes[used], seq_len)
+        order, starts = (
+            pack_documents(lengths, seq_len) if packs_several else (np.arange(len(used)), np.arange(len(used) + 1))
+        )
+        self._documents, self._starts = used[order], starts
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def sample(self, index: int) -> Sample:
-        tokens, labels, starts, at = [], [], [], 0
+        tokens, labels, starts, num_tokens = [], [], [], 0
         for document in self._documents[self._starts[index] : self._starts[index + 1]]:
             first, after = self._bounds(int(document))
-            piece = self.shard.tokens[first:after].astype(np.int64)
-            target = np.append(piece[1:], IGNORED)
+            document_tokens = self.shard.tokens[first:after].astype(np.int64)
+            target = np.append(document_tokens[1:], IGNORED)
             if self.mask is not None:
                 target[:-1][self.mask[first + 1 : after] == 0] = IGNORED
-            tokens.append(piece)
+            tokens.append(document_tokens)
             labels.append(target)
-            starts.append(at)
-            at += len(piece)
-        begin = np.array(starts) if self.together else None
-        return padded(np.concatenate(tokens), np.concatenate(labels), self.seq_len, begin)
+            starts.append(num_tokens)
+            num_tokens += len(document_tokens)
+        boundaries = np.array(starts) if self.packs_several else None
+        return pad_sample(np.concatenate(tokens), np.concatenate(labels), self.seq_len, boundaries)
 
     def _bounds(self, document: int) -> tuple[int, int]:
         first, after = (int(offset) for offset in self.shard.offsets[document : document + 2])
         return first, min(after, first + self.seq_len)
 
-    def _learns(self, document: int) -> bool:
+    def _has_labels(self, document: int) -> bool:
         first, after = self._bounds(document)
         return self.mask is None or bool(self.mask[first + 1 : after].any())
 
 
-def pack(lengths: NDArray[Any], seq_len: int, window: int = WINDOW) -> tuple[Ints, Ints]:
-    """Best fit of whole documents, longest first, within windows of documents that stand together.
+def pack_documents(lengths: NDArray[Any], seq_len: int, window: int = WINDOW) -> tuple[Ints, Ints]:
+    """Best-fit-decreasing packing of whole documents, within windows of consecutive documents.
 
-    Returns the order of documents and where each sequence begins in it; one more start than sequences.
+    Returns the documents in the order of the sequences, and the position in it at which each sequence starts, with one
+    more start behind the last sequence.
     """
     bins: list[list[int]] = []
     for begin in range(0, len(lengths), window):

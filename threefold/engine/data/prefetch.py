@@ -1,4 +1,4 @@
-"""Batches made ahead, in a thread."""
+"""Makes batches ahead of time in a background thread. `Loader` uses it when batches are asked for in order."""
 
 import contextlib
 import queue
@@ -7,26 +7,29 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Place = tuple[int, int]  # step, microbatch
+BatchIndex = tuple[int, int]  # (step, microbatch)
 
 
-class Prefetch(Generic[T]):
-    """Makes what comes after `place`, at most `depth` ahead. An exception is raised where its batch is taken."""
+class Prefetcher(Generic[T]):
+    """A thread that calls `make(step, microbatch)` for each index, at most `depth` calls ahead of `take`.
 
-    def __init__(self, make: Callable[[int, int], T], places: Iterator[Place], depth: int) -> None:
-        self._queue: queue.Queue[tuple[Place, T | None, BaseException | None]] = queue.Queue(depth)
+    An exception of `make` is raised by the `take` that would have returned its batch.
+    """
+
+    def __init__(self, make: Callable[[int, int], T], indices: Iterator[BatchIndex], depth: int) -> None:
+        self._queue: queue.Queue[tuple[BatchIndex, T | None, BaseException | None]] = queue.Queue(depth)
         self._stop = threading.Event()
-        args = (make, places, self._queue, self._stop)
-        # The thread knows nothing of this object, so that dropping it without `close` ends the thread as well.
-        self._thread = threading.Thread(target=_work, args=args, name="threefold-prefetch", daemon=True)
+        args = (make, indices, self._queue, self._stop)
+        # The thread has no reference to this object, so that dropping it without `close` ends the thread as well.
+        self._thread = threading.Thread(target=_make_batches, args=args, name="threefold-prefetch", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[Place, T]:
-        place, made, error = self._queue.get()
+    def take(self) -> tuple[BatchIndex, T]:
+        index, made, error = self._queue.get()
         if error is not None:
             raise error
         assert made is not None
-        return place, made
+        return index, made
 
     def close(self) -> None:
         self._stop.set()
@@ -39,21 +42,21 @@ class Prefetch(Generic[T]):
         self._stop.set()
 
 
-def _work(
+def _make_batches(
     make: Callable[[int, int], T],
-    places: Iterator[Place],
-    done: "queue.Queue[tuple[Place, T | None, BaseException | None]]",
+    indices: Iterator[BatchIndex],
+    results: "queue.Queue[tuple[BatchIndex, T | None, BaseException | None]]",
     stop: threading.Event,
 ) -> None:
-    for place in places:
+    for index in indices:
         made, error = None, None
         try:
-            made = make(*place)
+            made = make(*index)
         except BaseException as problem:
             error = problem
         while not stop.is_set():
             with contextlib.suppress(queue.Full):
-                done.put((place, made, error), timeout=0.1)
+                results.put((index, made, error), timeout=0.1)
                 break
         if stop.is_set() or error is not None:
             return

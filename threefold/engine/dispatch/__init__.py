@@ -1,1 +1,1 @@
-"""Tokens to experts and back: one transport a file, one protocol."""
+"""Token dispatchers: they carry tokens to the experts and back. One transport a file, one protocol (`protocol.py`)."""

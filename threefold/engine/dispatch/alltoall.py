@@ -1,82 +1,89 @@
-"""Dispatch by all-to-all: rows sorted by expert go to the ranks that hold them.
+"""The all-to-all dispatcher: token copies are sorted by expert and sent to the ranks that hold the experts.
 
-Shapes: T tokens, D model dim, K experts of a token, P rows that came, R rows by local expert, S rows as they were sent,
-E experts, e experts held here.
+It needs nothing but `torch.distributed` and is the reference for the other transports. `select.py` makes it.
+
+Shapes: T tokens, D model dim, K experts of a token, P rows received, R rows by local expert, S rows as they were sent,
+B blocks of received rows (one a source rank), E experts, e experts held here.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from threefold.engine.dispatch.arrival import Arrival
+from threefold.engine.dispatch.async_exchange import AsyncExchange, all_to_all_exchange, finish_exchange, start_exchange
 from threefold.engine.dispatch.capacity import Capacity
-from threefold.engine.dispatch.flight import Flight, begin, end, swap
-from threefold.engine.dispatch.narrow import swap_narrow
+from threefold.engine.dispatch.fp8_rows import fp8_all_to_all_exchange
 from threefold.engine.dispatch.protocol import Dispatcher
-from threefold.engine.dispatch.rows import Rows, sort_by_expert, sort_kept
-from threefold.engine.dispatch.splits import Counts
-from threefold.engine.mesh import ALONE, Group
+from threefold.engine.dispatch.received_rows import ReceivedRows
+from threefold.engine.dispatch.rows import RowMap, sort_by_expert, sort_with_drops
+from threefold.engine.dispatch.split_sizes import RowCounts
+from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 
 
 @dataclass
-class AllToAllTicket:
-    """Filled in phase by phase."""
+class AllToAllState:
+    """The state of one microbatch's dispatch; the phases fill it in one after another."""
 
-    rows: Rows
-    counts: Counts
-    arrival: Arrival | None = None
-    there: Flight | None = None
-    back: Flight | None = None
-    dropped: Tensor | None = None
+    rows: RowMap
+    counts: RowCounts
+    received_rows: ReceivedRows | None = None  # set by `dispatch_postprocess`
+    dispatch_exchange: AsyncExchange | None = None  # set by `token_dispatch`
+    combine_exchange: AsyncExchange | None = None  # set by `token_combine`
+    num_dropped: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class AllToAllDispatcher(Dispatcher[AllToAllTicket]):
+class AllToAllDispatcher(Dispatcher[AllToAllState]):
+    """Sends one row for each copy of a token."""
+
     num_experts: int
     ep: Group
-    etp: Group = ALONE
-    capacity: Capacity | None = None
-    narrow: bool = False  # rows travel in FP8
-    news: Group | None = None  # `ep` once more for the counts, where rows of another microbatch may be under way
+    etp: Group = TRIVIAL_GROUP
+    capacity: Capacity | None = None  # None: dropless
+    fp8_rows: bool = False  # rows travel in FP8 on the way to the experts
+    count_group: Group | None = None  # a second EP communicator, so that counts do not queue behind rows
 
-    def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AllToAllTicket:
-        return self.ticket(*self.sort(expert_TK, weight_TK))
+    def dispatch_preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AllToAllState:
+        return self.make_state(*self.sort_rows(expert_TK, weight_TK))
 
-    def sort(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Rows, Tensor]:
+    def sort_rows(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[RowMap, Tensor]:
         if self.capacity is None:
             return sort_by_expert(expert_TK, self.num_experts)
-        return sort_kept(self.capacity.drop(expert_TK, weight_TK), self.num_experts)
+        return sort_with_drops(self.capacity.mark_dropped(expert_TK, weight_TK), self.num_experts)
 
-    def ticket(self, rows: Rows, count_E: Tensor) -> AllToAllTicket:
-        counts = Counts(count_E, rows.row_TK.numel(), self.news or self.ep, self.etp)
-        return AllToAllTicket(rows, counts, dropped=rows.dropped)
+    def make_state(self, rows: RowMap, count_E: Tensor) -> AllToAllState:
+        counts = RowCounts(count_E, rows.row_TK.numel(), self.count_group or self.ep, self.etp)
+        return AllToAllState(rows, counts, num_dropped=rows.num_dropped)
 
-    def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor]:
-        if ticket.rows.padded:
-            ticket.rows = ticket.rows.first(sum(ticket.counts.read().to))
-        # Before the host waits for the counts: the device has something to do meanwhile.
-        rows = ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK)
-        splits = ticket.counts.read()
-        ticket.there = (swap_narrow if self.narrow else swap)(self.ep, splits.to, splits.came)
-        x_PD, weight_P = begin(ticket.there, *rows)
+    def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: AllToAllState) -> tuple[Tensor, Tensor]:
+        if state.rows.padded:
+            state.rows = state.rows.truncate(sum(state.counts.split_sizes().sent))
+        # The rows are permuted before the host waits for the counts, so that the device has work meanwhile.
+        rows = state.rows.permute_tokens(x_TD), state.rows.permute_weights(weight_TK)
+        splits = state.counts.split_sizes()
+        make_exchange = fp8_all_to_all_exchange if self.fp8_rows else all_to_all_exchange
+        state.dispatch_exchange = make_exchange(self.ep, splits.sent, splits.received)
+        x_PD, weight_P = start_exchange(state.dispatch_exchange, *rows)
         return x_PD, weight_P
 
-    def postprocess(self, x_PD: Tensor, weight_P: Tensor, ticket: AllToAllTicket) -> tuple[Tensor, Tensor, Tensor]:
-        x_PD, weight_P = end(ticket.there, x_PD, weight_P)
-        count_Be = ticket.counts.count_YXe.view(self.etp.size * self.ep.size, -1)
-        ticket.arrival = Arrival(self.etp, ticket.counts.read().slices, count_Be)
-        return ticket.arrival.enter(x_PD), ticket.arrival.enter(weight_P), ticket.arrival.count_e
+    def dispatch_postprocess(
+        self, x_PD: Tensor, weight_P: Tensor, state: AllToAllState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_PD, weight_P = finish_exchange(state.dispatch_exchange, x_PD, weight_P)
+        count_Be = state.counts.count_YXe.view(self.etp.size * self.ep.size, -1)
+        state.received_rows = received = ReceivedRows(self.etp, state.counts.split_sizes().etp_rows, count_Be)
+        return received.gather_and_sort(x_PD), received.gather_and_sort(weight_P), received.count_e
 
-    def combine_preprocess(self, y_RD: Tensor, ticket: AllToAllTicket) -> Tensor:
-        assert ticket.arrival is not None
-        return ticket.arrival.leave(y_RD)
+    def combine_preprocess(self, y_RD: Tensor, state: AllToAllState) -> Tensor:
+        assert state.received_rows is not None
+        return state.received_rows.unsort_and_reduce(y_RD)
 
-    def send_back(self, y_PD: Tensor, ticket: AllToAllTicket) -> Tensor:
-        splits = ticket.counts.read()
-        ticket.back = swap(self.ep, splits.came, splits.to)
-        (y_SD,) = begin(ticket.back, y_PD)
+    def token_combine(self, y_PD: Tensor, state: AllToAllState) -> Tensor:
+        splits = state.counts.split_sizes()
+        state.combine_exchange = all_to_all_exchange(self.ep, splits.received, splits.sent)
+        (y_SD,) = start_exchange(state.combine_exchange, y_PD)
         return y_SD
 
-    def combine_postprocess(self, y_SD: Tensor, ticket: AllToAllTicket) -> Tensor:
-        (y_SD,) = end(ticket.back, y_SD)
-        return ticket.rows.sum_by_token(y_SD)
+    def combine_postprocess(self, y_SD: Tensor, state: AllToAllState) -> Tensor:
+        (y_SD,) = finish_exchange(state.combine_exchange, y_SD)
+        return state.rows.unpermute_sum(y_SD)

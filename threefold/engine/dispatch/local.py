@@ -1,4 +1,4 @@
-"""Dispatch on one rank, which holds all experts: nothing travels.
+"""The local dispatcher: this rank holds all experts, so token copies are only permuted and nothing travels.
 
 Shapes: T tokens, D model dim, K experts of a token, R rows, E experts.
 """
@@ -9,46 +9,50 @@ from torch import Tensor
 
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.protocol import Dispatcher
-from threefold.engine.dispatch.rows import Rows, sort_by_expert
+from threefold.engine.dispatch.rows import RowMap, sort_by_expert
 
 
 @dataclass(frozen=True)
-class LocalTicket:
-    rows: Rows
+class LocalState:
+    """The row order of one microbatch."""
+
+    rows: RowMap
     count_E: Tensor
 
     @property
-    def dropped(self) -> Tensor | None:
-        return self.rows.dropped
+    def num_dropped(self) -> Tensor | None:
+        return self.rows.num_dropped
 
 
 @dataclass(frozen=True)
-class LocalDispatcher(Dispatcher[LocalTicket]):
+class LocalDispatcher(Dispatcher[LocalState]):
+    """The dispatcher of a model on one rank, and of every layer with EP 1 and ETP 1."""
+
     num_experts: int
     capacity_factor: float | None = None  # None: dropless
 
-    def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> LocalTicket:
-        return self.ticket(*self.sort(expert_TK, weight_TK))
+    def dispatch_preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> LocalState:
+        return self.make_state(*self.sort_rows(expert_TK, weight_TK))
 
-    def sort(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Rows, Tensor]:
+    def sort_rows(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[RowMap, Tensor]:
         if self.capacity_factor is None:
             return sort_by_expert(expert_TK, self.num_experts)
-        return Capacity(self.capacity_factor, self.num_experts).fill(expert_TK, weight_TK)
+        return Capacity(self.capacity_factor, self.num_experts).sort_and_pad(expert_TK, weight_TK)
 
-    def ticket(self, rows: Rows, count_E: Tensor) -> LocalTicket:
-        return LocalTicket(rows, count_E)
+    def make_state(self, rows: RowMap, count_E: Tensor) -> LocalState:
+        return LocalState(rows, count_E)
 
-    def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: LocalTicket) -> tuple[Tensor, Tensor]:
-        return ticket.rows.of_tokens(x_TD), ticket.rows.of_copies(weight_TK)
+    def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: LocalState) -> tuple[Tensor, Tensor]:
+        return state.rows.permute_tokens(x_TD), state.rows.permute_weights(weight_TK)
 
-    def postprocess(self, x_PD: Tensor, weight_P: Tensor, ticket: LocalTicket) -> tuple[Tensor, Tensor, Tensor]:
-        return x_PD, weight_P, ticket.count_E
+    def dispatch_postprocess(self, x_PD: Tensor, weight_P: Tensor, state: LocalState) -> tuple[Tensor, Tensor, Tensor]:
+        return x_PD, weight_P, state.count_E
 
-    def combine_preprocess(self, y_RD: Tensor, ticket: LocalTicket) -> Tensor:
+    def combine_preprocess(self, y_RD: Tensor, state: LocalState) -> Tensor:
         return y_RD
 
-    def send_back(self, y_PD: Tensor, ticket: LocalTicket) -> Tensor:
+    def token_combine(self, y_PD: Tensor, state: LocalState) -> Tensor:
         return y_PD
 
-    def combine_postprocess(self, y_SD: Tensor, ticket: LocalTicket) -> Tensor:
-        return ticket.rows.sum_by_token(y_SD)
+    def combine_postprocess(self, y_SD: Tensor, state: LocalState) -> Tensor:
+        return state.rows.unpermute_sum(y_SD)

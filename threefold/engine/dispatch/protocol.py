@@ -1,17 +1,31 @@
-"""The way of a token's copies to their experts and back, in phases that a schedule can place apart.
+"""The token dispatcher protocol: the phases in which tokens travel to the ranks of their experts and back.
 
-    ticket = preprocess(expert_TK, weight_TK)              order and counts; starts the exchange of counts
-    x_PD, weight_P = send(x_TD, weight_TK, ticket)         starts the exchange of rows
-    x_RD, weight_R, count_e = postprocess(x_PD, weight_P, ticket)
-    y_PD = combine_preprocess(y_RD, ticket)
-    y_SD = send_back(y_PD, ticket)                         starts the exchange home
-    y_TD = combine_postprocess(y_SD, ticket)
+This is the contract between a layer of experts (`moe/layer.py`), which does mathematics, and a transport (`local.py`,
+`alltoall.py`, `deepep.py`, `hybridep.py`), which moves rows. The phases carry the names of Megatron's token dispatcher.
+A layer is cut at the two exchanges, so that a schedule can compute something else while rows travel.
 
-What needs a gradient is an argument or a result of a phase, never in the ticket; so graphs can be cut between phases.
-The results of `send` and `send_back` may not have arrived: only the next phase looks into them.
+    phase                 takes -> gives                       what it does and what travels
+    --------------------  -----------------------------------  ------------------------------------------------------
+    dispatch_preprocess   expert_TK, weight_TK -> state        sorts copies by expert; starts the exchange of counts
+    token_dispatch        x_TD, weight_TK -> x_PD, weight_P    starts sending rows to the ranks of their experts
+    dispatch_postprocess  x_PD, weight_P                       waits for the rows and sorts them by local expert;
+                            -> x_RD, weight_R, count_e         with ETP, rows are gathered over the etp group
+    (the experts)         x_RD, weight_R, count_e -> y_RD      two grouped GEMMs; nothing travels
+    combine_preprocess    y_RD -> y_PD                         undoes the sorting; with ETP, reduces the partial sums
+    token_combine         y_PD -> y_SD                         starts sending rows back to the ranks of their tokens
+    combine_postprocess   y_SD -> y_TD                         waits for the rows and sums the K rows of each token
+
+`MoeLayer` calls the phases one after another. `schedule/overlapped_pass.py` calls the same phases, but it runs a part of
+the other microbatch between `token_dispatch` and `dispatch_postprocess`, and between `token_combine` and
+`combine_postprocess`. In the backward the phases run in reverse, and the exchanges of gradients are started and awaited
+in the same way (`async_exchange.py`).
+
+Every phase also takes the state of its microbatch (`DispatchState`). A tensor that needs a gradient is an argument or a
+result of a phase and never part of the state, so that the autograd graph can be cut between any two phases. The results
+of `token_dispatch` and `token_combine` may not have arrived yet: only the next phase may read them.
 
 Shapes: T tokens, D model dim, K experts of a token, P rows as they arrive, R rows by local expert, S rows as they were
-sent, e experts held here.
+sent, E experts, e experts held here.
 """
 
 from abc import ABC, abstractmethod
@@ -19,59 +33,72 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from threefold.engine.dispatch.rows import Rows
+from threefold.engine.dispatch.rows import RowMap
 
 
-class Ticket(Protocol):
-    """The way there and back of one microbatch."""
+class DispatchState(Protocol):
+    """The bookkeeping of one microbatch's dispatch and combine: row order, counts, exchanges under way."""
 
     @property
-    def dropped(self) -> Tensor | None:
-        """Copies of this rank's tokens that no expert takes; None where none can be dropped."""
+    def num_dropped(self) -> Tensor | None:
+        """How many copies of this rank's tokens no expert takes; None where none can be dropped."""
         ...
 
 
-AnyTicket = TypeVar("AnyTicket", bound=Ticket)
+AnyState = TypeVar("AnyState", bound=DispatchState)
 
 
-class Dispatcher(ABC, Generic[AnyTicket]):
+class Dispatcher(ABC, Generic[AnyState]):
+    """A transport. It is shared by the layers of a model and holds nothing of a microbatch."""
+
     @abstractmethod
-    def preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AnyTicket:
-        """Of the weights only the values matter: which copies are dropped."""
+    def dispatch_preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AnyState:
+        """Sort the token copies by expert, count them, and start the exchange of the counts.
 
-    def sort(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Rows, Tensor] | None:
-        """The part of `preprocess` that needs no other rank and no host: rows and counts; None where there is none."""
+        The weights decide which copies are dropped under a capacity; their gradient is not needed here.
+        """
+
+    def sort_rows(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[RowMap, Tensor] | None:
+        """Rows by expert and rows of each expert: the part of `dispatch_preprocess` that a CUDA graph can record.
+
+        It needs neither another rank nor the host. None where the transport has no such part.
+        """
         return None
 
-    def ticket(self, rows: Rows, count_E: Tensor) -> AnyTicket:
-        """The rest of it."""
+    def make_state(self, rows: RowMap, count_E: Tensor) -> AnyState:
+        """The rest of `dispatch_preprocess`, given the result of `sort_rows`."""
         raise NotImplementedError
 
     @abstractmethod
-    def send(self, x_TD: Tensor, weight_TK: Tensor, ticket: AnyTicket) -> tuple[Tensor, Tensor]: ...
+    def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: AnyState) -> tuple[Tensor, Tensor]:
+        """Start sending every token and its router weights to the ranks of its experts."""
 
     @abstractmethod
-    def postprocess(self, x_PD: Tensor, weight_P: Tensor, ticket: AnyTicket) -> tuple[Tensor, Tensor, Tensor]: ...
+    def dispatch_postprocess(self, x_PD: Tensor, weight_P: Tensor, state: AnyState) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for the rows; give them by local expert, with their weights and the number of rows of each expert."""
 
     @abstractmethod
-    def combine_preprocess(self, y_RD: Tensor, ticket: AnyTicket) -> Tensor: ...
+    def combine_preprocess(self, y_RD: Tensor, state: AnyState) -> Tensor:
+        """Put the experts' output rows into the order in which their inputs arrived."""
 
     @abstractmethod
-    def send_back(self, y_PD: Tensor, ticket: AnyTicket) -> Tensor: ...
+    def token_combine(self, y_PD: Tensor, state: AnyState) -> Tensor:
+        """Start sending the output rows back to the ranks of their tokens."""
 
     @abstractmethod
-    def combine_postprocess(self, y_SD: Tensor, ticket: AnyTicket) -> Tensor: ...
+    def combine_postprocess(self, y_SD: Tensor, state: AnyState) -> Tensor:
+        """Wait for the output rows and sum those of each token."""
 
-    def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, AnyTicket]:
-        """All the way there: rows by expert, the weight of each, and how many each expert held here has."""
-        ticket = self.preprocess(expert_TK, weight_TK)
-        x_PD, weight_P = self.send(x_TD, weight_TK, ticket)
-        return *self.postprocess(x_PD, weight_P, ticket), ticket
+    def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, AnyState]:
+        """The three dispatch phases in a row: rows by expert, the weight of each, rows of each local expert, state."""
+        state = self.dispatch_preprocess(expert_TK, weight_TK)
+        x_PD, weight_P = self.token_dispatch(x_TD, weight_TK, state)
+        return *self.dispatch_postprocess(x_PD, weight_P, state), state
 
-    def combine(self, y_RD: Tensor, ticket: AnyTicket) -> Tensor:
-        """All the way back. It only sums: the experts have multiplied by `weight_R`."""
-        y_PD = self.combine_preprocess(y_RD, ticket)
-        return self.combine_postprocess(self.send_back(y_PD, ticket), ticket)
+    def combine(self, y_RD: Tensor, state: AnyState) -> Tensor:
+        """The three combine phases in a row. They only sum: the experts have multiplied by `weight_R`."""
+        y_PD = self.combine_preprocess(y_RD, state)
+        return self.combine_postprocess(self.token_combine(y_PD, state), state)
 
 
 AnyDispatcher = Dispatcher[Any]

@@ -1,1 +1,1 @@
-"""Parts of a step recorded once as CUDA graphs and replayed: the host launches one graph in place of many kernels."""
+"""CUDA graphs: parts of a step are recorded once and replayed, so the host launches one graph, not many kernels."""

@@ -1,33 +1,19 @@
-"""A ModelSpec becomes a model."""
+"""Build a decoder from a `ModelSpec`: on `meta` for the sharding, or with memory and initial weights for one rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from threefold.engine.models.activation_memory import apply_activation_memory, apply_to_layers
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.models.deepseek_v3 import DeepseekV3
-from threefold.engine.models.gpt_oss import GptOss
-from threefold.engine.models.init import init_weights, materialize
-from threefold.engine.models.llama import Llama
-from threefold.engine.models.mixtral import Mixtral
-from threefold.engine.models.qwen3_moe import Qwen3Moe
-from threefold.engine.models.qwen3_next import Qwen3Next
+from threefold.engine.models.families import FAMILIES
+from threefold.engine.models.init_weights import init_weights, materialize
+from threefold.engine.models.low_precision import apply_low_precision
 from threefold.engine.moe.experts import ACTIVATIONS
 from threefold.engine.options import Options
-from threefold.engine.precision.lower import lower
 from threefold.findings import Finding, FindingsError
 from threefold.spec.model import MlaSpec, ModelSpec
-
-FAMILIES: dict[str, type[Decoder]] = {
-    "deepseek_v3": DeepseekV3,
-    "gpt_oss": GptOss,
-    "llama": Llama,
-    "mixtral": Mixtral,
-    "qwen3": Llama,
-    "qwen3_moe": Qwen3Moe,
-    "qwen3_next": Qwen3Next,
-}
 
 
 def build_model(
@@ -38,30 +24,37 @@ def build_model(
     options: Options | None = None,
     seed: int | None = 0,
 ) -> Decoder:
-    """`mtp`: depths to train; None: all the model has. Weights stay unset on `meta` and where `seed` is None."""
-    model = make_model(spec, mtp, dtype, options or Options())
+    """The whole model for one rank, with recompute and offload applied.
+
+    `mtp` is the number of depths to train; None takes all that the model has. Weights stay unset on the `meta` device
+    and where `seed` is None.
+    """
+    options = options or Options()
+    model = make_model(spec, mtp, dtype, options)
+    apply_activation_memory(model, options)
+    apply_to_layers(model, model.layers.values(), options)
     if torch.device(device).type == "meta":
         return model
     materialize(model, device)
     if seed is not None:
-        init_weights(model, type(model).init_std, seed)
+        init_weights(model, model.family.init_std, seed)
     return model
 
 
 def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Options) -> Decoder:
-    """On `meta`: shapes without memory."""
+    """A model on the `meta` device: parameters have shapes and no memory. Low precision is applied here."""
     problems = [Finding(rule="engine-family", at="model", problem=p, advice=a) for p, a in _unsupported(spec)]
     if problems:
         raise FindingsError(problems)
     with _default_dtype(dtype), torch.device("meta"):
-        model = FAMILIES[spec.family](spec, spec.mtp_layers if mtp is None else mtp, options)
+        model = Decoder(spec, spec.mtp_layers if mtp is None else mtp, options)
         if options.recipe is not None:
-            lower(model, options.recipe, options.keep_low)
+            apply_low_precision(model, options.recipe, options.cache_quantized_weights)
         return model
 
 
 def _unsupported(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Problem and advice for everything of the model that no code here runs."""
+    """A problem and an advice for each part of the model that the engine cannot run."""
     if spec.family not in FAMILIES:
         yield f"the engine has no {spec.family} model", f"choose one of {', '.join(FAMILIES)}"
     if spec.vision is not None:

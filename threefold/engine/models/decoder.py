@@ -1,44 +1,45 @@
-"""A decoder: embedding, blocks of mixer and feed-forward part, norm, head, and multi-token prediction.
+"""The decoder: embedding, blocks of mixer and feed-forward network, norm, head, and multi-token prediction (MTP).
 
-A family subclasses it and says which mixer and which feed-forward part a layer has. A chunk of a pipeline is a decoder
-with parts taken out (`models/chunk.py`): `advance` runs what is there.
+The body of a block is mathematics only. Its small methods are points that others wrap or replace from outside without
+changing the names of parameters: `models/activation_memory.py` (recompute, offload), `graphs/scopes.py` (CUDA graphs),
+`shard/` (collectives at the inputs of modules) and `schedule/overlapped_pass.py`, which runs the methods one by one.
+A pipeline chunk is a decoder without the parts that other chunks hold (`models/pipeline_chunk.py`).
 
 Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E experts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.chunks import in_chunks
-from threefold.engine.inputs import Cut, Inputs, Target, make_inputs
-from threefold.engine.kept import inside_closed
-from threefold.engine.loss import VocabPart, cross_entropy_sum
-from threefold.engine.mlp import Mlp
-from threefold.engine.moe.balance import Balance
+from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
+from threefold.engine.layers.input_linears import InputHook, identity
+from threefold.engine.layers.mlp import Mlp
+from threefold.engine.layers.norm import RMSNorm
+from threefold.engine.layers.positions import Positions
+from threefold.engine.models.families import FAMILIES, make_mixer
+from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_inputs
+from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.moe.router import Router
-from threefold.engine.norm import RMSNorm
-from threefold.engine.offload import Loads, away
+from threefold.engine.moe.router import Router, Routing
 from threefold.engine.options import Options
-from threefold.engine.places import Places
-from threefold.engine.recompute import again, remade
-from threefold.engine.seams import Seam, stay
 from threefold.spec.model import Layer, ModelSpec
+
+NumberedStats = list[
+    tuple[int, RouterStats]
+]  # router statistics, each with the number of its router in the whole model
 
 
 @dataclass(frozen=True)
 class Output:
-    """With labels the loss to differentiate, every weighted part in it; without, the logits.
+    """With labels the loss to differentiate, which holds every weighted part; without labels the logits.
 
     `aux`, all detached: `ce`, `mtp`, `aux`, `seq_aux`, `z` (as computed and, under `weighted/`, as added),
-    `num_labels`, and of each layer with experts `load_LE`, `dropped_L`, `entropy_L`. Where tokens are spread over
+    `num_labels`, and for each layer with experts `load_LE`, `dropped_L`, `entropy_L`. Where tokens are spread over
     ranks, each value is this rank's part of a sum.
     """
 
@@ -50,75 +51,59 @@ class Output:
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + ffn(norm(x))."""
 
-    row: int = -1  # of its router among all of the model's, in the statistics
-    again: frozenset[str] = frozenset()  # modules that are recomputed
-    ffn_chunk: int | None = None  # as in the options
+    router_number: int = -1  # the number of its router among all routers of the model
 
     def __init__(self, mixer_norm: nn.Module, mixer: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
         super().__init__()
         self.mixer_norm, self.mixer, self.ffn_norm, self.ffn = mixer_norm, mixer, ffn_norm, ffn
 
-    def forward(self, x_BSD: Tensor, places: Places, repeated: bool = False) -> tuple[Tensor, Balance | None]:
-        """`repeated`: only x is kept. The feed-forward part is then made again chunk by chunk, not with the mixer."""
-        if not repeated:
-            return self.further(*self.mix(x_BSD, places))
-        with remade(partial(self._to_feed, places), x_BSD) as (x_BSD, y_BSD):
-            y_BSD, balance = self.feed(y_BSD, repeated=True)
-        return x_BSD + y_BSD, balance
+    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, RouterStats | None]:
+        return self.feed_forward(*self.mix(x_BSD, positions))
 
-    def _to_feed(self, places: Places, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        with self.join(*self.mix(x_BSD, places)) as both:
-            return both
+    def mix(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
+        """The residual stream, and the mixer's output still to be added: the next norm adds it while it reads both."""
+        x_BSD, y_BSD = self.normalize_for_mixer(x_BSD)
+        return x_BSD, self.mixer(y_BSD, positions)
 
-    def further(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Balance | None]:
-        """All behind the mixer. `graphs/` takes the place of this and of `mix`."""
-        with self.join(x_BSD, *added_BSD) as (x_BSD, y_BSD):
-            y_BSD, balance = self.feed(y_BSD)
-        return x_BSD + y_BSD, balance
+    def feed_forward(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
+        """Everything behind the mixer."""
+        x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
+        y_BSD, stats = self.run_ffn(y_BSD)
+        return x_BSD + y_BSD, stats
 
-    def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
-        """`work` that uses parameters of this module without calling it: FSDP gathers them around this method."""
-        return work(*given)
+    def normalize_for_mixer(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream and its norm."""
+        both: tuple[Tensor, Tensor] = self.mixer_norm(x_BSD, return_residual=True)
+        return both
 
-    def mix(self, x_BSD: Tensor, places: Places) -> tuple[Tensor, ...]:
-        """-> (the residual stream, what is still to be added to it: the next norm does that as it reads)."""
-        with away("attn_norm"):
-            normed = self._normed(self.mixer_norm, x_BSD)
-        with normed as (x_BSD, y_BSD):
-            return x_BSD, self.mixer(y_BSD, places)
+    def normalize_for_ffn(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with the mixer's output added, and its norm."""
+        both: tuple[Tensor, Tensor] = self.ffn_norm(x_BSD, *added_BSD, return_residual=True)
+        return both
 
-    def join(self, x_BSD: Tensor, *added_BSD: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """Their sum, and what `feed` takes; where norms are recomputed, what is kept of that inside takes no memory."""
-        with away("mlp_norm"):
-            return self._normed(self.ffn_norm, x_BSD, *added_BSD)
+    def run_ffn(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
+        return self.ffn(x_BSD) if isinstance(self.ffn, MoeLayer) else (self.ffn(x_BSD), None)
 
-    def _normed(self, norm: nn.Module, x: Tensor, *added: Tensor) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        if "layernorm" not in self.again:
-            return nullcontext(norm(x, *added, stream=True))
-        for each in added:  # not in the norm, which would keep both
-            x = x + each
-        return remade(partial(norm, stream=True), x)
+    def normalize_and_route(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, Routing]:
+        """The residual stream, its norm, and the router's choice: for schedules that run the experts apart."""
+        assert isinstance(self.ffn, MoeLayer)
+        x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
+        return x_BSD, y_BSD, self.ffn.router(y_BSD.flatten(0, 1))
 
-    def feed(self, x_BSD: Tensor, repeated: bool = False) -> tuple[Tensor, Balance | None]:
-        name, cut = "moe" if isinstance(self.ffn, MoeLayer) else "mlp", self.is_cut(x_BSD)
-        if not cut:
-            made = again(self.ffn, x_BSD, on=repeated or name in self.again)
-        elif isinstance(self.ffn, MoeLayer):
-            made = self.ffn(x_BSD, repeated)
-        elif repeated or name in self.again or inside_closed():
-            assert isinstance(self.ffn, Mlp)
-            size = self.ffn.chunk(x_BSD, self.ffn_chunk)
-            made = in_chunks(self.ffn, size, x_BSD.flatten(0, 1), repeated=True).view_as(x_BSD)
-        else:
-            made = self.ffn(x_BSD)
-        return made if isinstance(self.ffn, MoeLayer) else (made, None)
+    def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Run a function that uses this block's parameters without calling it: FSDP gathers them around this method."""
+        return function(*inputs)
 
-    def is_cut(self, x_BSD: Tensor) -> bool:
-        """Whether so many tokens go through the feed-forward part in chunks."""
-        if isinstance(self.ffn, MoeLayer):
-            return self.ffn.is_cut(x_BSD)
-        assert isinstance(self.ffn, Mlp)
-        return self.ffn.chunk(x_BSD, self.ffn_chunk) < x_BSD.shape[:-1].numel()
+
+def run_layers(layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions) -> tuple[Tensor, NumberedStats]:
+    """One layer after the other. `activation_memory.py` replaces this where layers are recomputed or offloaded."""
+    router_stats: NumberedStats = []
+    for layer in layers:
+        assert isinstance(layer, Block)
+        x_BSD, stats = layer(x_BSD, positions)
+        if stats is not None:
+            router_stats.append((layer.router_number, stats))
+    return x_BSD, router_stats
 
 
 class MtpDepth(nn.Module):
@@ -128,29 +113,31 @@ class MtpDepth(nn.Module):
     the inference engines that run DeepSeek-V3's checkpoint do.
     """
 
+    run_layers = staticmethod(run_layers)
+
     def __init__(self, model: "Decoder") -> None:
         super().__init__()
-        dim, (self.options,) = model.spec.dim, model.options.spread([0])  # no layer of the model
+        dim = model.spec.dim
         self.embed_norm, self.hidden_norm = model.make_norm(dim), model.make_norm(dim)
         self.join = nn.Linear(2 * dim, dim, bias=False)
         self.layers = nn.ModuleList(model.make_block(layer) for layer in model.spec.mtp_depth)
         self.norm = model.make_norm(dim)
 
-    def forward(self, hidden_BSD: Tensor, embed_BSD: Tensor, places: Places) -> tuple[Tensor, "Balances"]:
-        x_BSD, balances = run(self.layers, self.enter(hidden_BSD, embed_BSD), places, self.options)
-        return self.norm(x_BSD), balances
+    def forward(self, hidden_BSD: Tensor, embed_BSD: Tensor, positions: Positions) -> tuple[Tensor, NumberedStats]:
+        x_BSD, router_stats = self.run_layers(self.layers, self.join_embedding(hidden_BSD, embed_BSD), positions)
+        return self.norm(x_BSD), router_stats
 
-    def enter(self, hidden_BSD: Tensor, embed_BSD: Tensor) -> Tensor:
+    def join_embedding(self, hidden_BSD: Tensor, embed_BSD: Tensor) -> Tensor:
         joined: Tensor = self.join(torch.cat([self.embed_norm(embed_BSD), self.hidden_norm(hidden_BSD)], dim=-1))
         return joined
 
 
 class Decoder(nn.Module):
-    init_std = 0.02
+    run_layers = staticmethod(run_layers)
 
     def __init__(self, spec: ModelSpec, mtp: int, options: Options) -> None:
         super().__init__()
-        self.spec, self.options = spec, options
+        self.spec, self.options, self.family = spec, options, FAMILIES[spec.family]
         self.embed: nn.Module | None = nn.Embedding(spec.vocab, spec.dim)
         self.layers = nn.ModuleDict({str(n): self.make_block(layer) for n, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = self.make_norm(spec.dim)
@@ -160,34 +147,29 @@ class Decoder(nn.Module):
         self.num_mtp, self.depths, self.has_loss = mtp, range(mtp), True
         self.num_routers = 0
         for block in self.expert_blocks():
-            block.row, self.num_routers = self.num_routers, self.num_routers + 1
-        # Set by shard/: this rank's share of a sequence, and of the vocabulary.
-        self.cut: Cut = stay
-        self.enter_loss: Seam = stay
-        self.vocab: VocabPart | None = None
+            block.router_number, self.num_routers = self.num_routers, self.num_routers + 1
+        # shard/ sets these where a sequence or the vocabulary is sharded over ranks.
+        self.shard_sequence: ShardSequence = identity
+        self.gather_loss_input: InputHook = identity
+        self.vocab_shard: VocabShard | None = None
 
-    def make_mixer(self, layer: Layer) -> nn.Module:
-        raise NotImplementedError
+    def make_norm(self, dim: int) -> nn.Module:
+        return RMSNorm(dim, self.spec.norm_eps, self.family.zero_centered_norms)
 
-    def make_ffn(self, layer: Layer) -> nn.Module:
+    def make_block(self, layer: Layer) -> Block:
+        dim = self.spec.dim
+        mixer = make_mixer(self.spec, layer, self.make_norm)
+        return Block(self.make_norm(dim), mixer, self.make_norm(dim), self._make_ffn(layer))
+
+    def _make_ffn(self, layer: Layer) -> nn.Module:
         if layer.ffn == "dense":
             return Mlp(self.spec.dim, self.spec.dense_dim)
         assert self.spec.moe is not None
         return MoeLayer(self.spec.moe, self.spec.dim, self.spec.activation, self.options)
 
-    def make_norm(self, dim: int) -> nn.Module:
-        return RMSNorm(dim, self.spec.norm_eps)
-
-    def make_block(self, layer: Layer) -> Block:
-        dim = self.spec.dim
-        block = Block(self.make_norm(dim), self.make_mixer(layer), self.make_norm(dim), self.make_ffn(layer))
-        block.again = block.mixer.again = self.options.again  # type: ignore[assignment]
-        block.ffn_chunk = self.options.ffn_chunk
-        return block
-
-    def hold(self, work: Callable[..., Any], *given: Tensor) -> Any:
-        """As `Block.hold`."""
-        return work(*given)
+    def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Run a function that uses parameters of this chunk without calling it, as `Block.run_with_parameters` does."""
+        return function(*inputs)
 
     @property
     def head_weight(self) -> Tensor:
@@ -196,20 +178,20 @@ class Decoder(nn.Module):
         return owner.get_parameter("weight")
 
     def blocks(self) -> Iterator[Block]:
-        """Layers first, then those of the MTP depths."""
+        """The layers' blocks first, then those of the MTP depths."""
         return (module for module in self.modules() if isinstance(module, Block))
 
     def expert_blocks(self) -> Iterator[Block]:
         return (block for block in self.blocks() if isinstance(block.ffn, MoeLayer))
 
     def routers(self) -> Iterator[Router]:
-        """Those held here, in the order of `rows`."""
+        """The routers held here, in the order of `router_numbers`."""
         return (block.ffn.router for block in self.expert_blocks() if isinstance(block.ffn, MoeLayer))
 
     @property
-    def rows(self) -> list[int]:
-        """Where the routers held here stand in `aux["load_LE"]`."""
-        return [block.row for block in self.expert_blocks()]
+    def router_numbers(self) -> list[int]:
+        """The rows of `aux["load_LE"]` that belong to the routers held here."""
+        return [block.router_number for block in self.expert_blocks()]
 
     def forward(
         self,
@@ -219,101 +201,82 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
     ) -> Output:
         """The whole model. `labels_BS` are the next tokens already; IGNORE where there is none."""
-        inputs = make_inputs(tokens_BS, labels_BS, documents_BS, positions_BS, self.num_mtp, self.cut)
-        states, balances = self.advance([], inputs)
+        inputs = make_inputs(tokens_BS, labels_BS, documents_BS, positions_BS, self.num_mtp, self.shard_sequence)
+        hidden, router_stats = self.forward_chunk([], inputs)
         if labels_BS is None:
-            return Output(None, F.linear(states[0], self.head_weight), self.statistics(balances))
-        return self.conclude(states, balances, inputs)
+            return Output(None, F.linear(hidden[0], self.head_weight), self.router_statistics(router_stats))
+        return self.compute_loss(hidden, router_stats, inputs)
 
-    def advance(self, states: list[Tensor], inputs: Inputs) -> tuple[list[Tensor], "Balances"]:
-        """From the hidden states handed in (none at the start) to those handed on: the main one, then each depth's."""
-        if not states:
+    def forward_chunk(self, hidden: list[Tensor], inputs: Inputs) -> tuple[list[Tensor], NumberedStats]:
+        """Run the layers held here, and the MTP depths.
+
+        `hidden` are the states of the chunk before, none for the first chunk; the result are the states for the next
+        one: the main one, then one for each MTP depth.
+        """
+        if not hidden:
             assert self.embed is not None
-            states = [self.embed(inputs.tokens_BS)]
-        hidden_BSD, balances = run(self.layers.values(), states[-1], inputs.places, self.options)
+            hidden = [self.embed(inputs.tokens_BS)]
+        hidden_BSD, router_stats = self.run_layers(self.layers.values(), hidden[-1], inputs.positions)
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
-        states = [*states[:-1], hidden_BSD]
+        hidden = [*hidden[:-1], hidden_BSD]
         for depth in self.depths if inputs.targets else ():
             assert self.embed is not None
             module = self.mtp[str(min(depth, self.num_mtp_sets - 1))]
             embed_BSD = self.embed(inputs.targets[depth + 1].tokens_BS)
-            hidden_BSD, more = module(hidden_BSD, embed_BSD, inputs.places)
-            states.append(hidden_BSD)
-            balances += more
-        return states, balances
+            hidden_BSD, more = module(hidden_BSD, embed_BSD, inputs.positions)
+            hidden.append(hidden_BSD)
+            router_stats += more
+        return hidden, router_stats
 
     @property
     def num_mtp_sets(self) -> int:
         return min(self.num_mtp, 1) if self.spec.mtp_shared else self.num_mtp
 
-    def conclude(self, states: list[Tensor], balances: "Balances", inputs: Inputs) -> Output:
+    def compute_loss(self, hidden: list[Tensor], router_stats: NumberedStats, inputs: Inputs) -> Output:
         """The loss of the next token and, as a mean over depths, of those further ahead."""
-        main, *depths = (self.mean_loss(state, target) for state, target in zip(states, inputs.targets, strict=True))
+        main, *depths = (self.mean_loss(state, target) for state, target in zip(hidden, inputs.targets, strict=True))
         parts = {"ce": main}
         if depths:
             parts["mtp"] = torch.stack(depths).mean()
-        total, aux = self.add_up(parts, balances)
+        total, aux = self.sum_losses(parts, router_stats)
         assert total is not None
         return Output(total, None, {**aux, "num_labels": inputs.targets[0].num_labels})
 
     def mean_loss(self, hidden_BSD: Tensor, target: Target) -> Tensor:
-        x_TD = self.enter_loss(hidden_BSD).flatten(0, 1)
+        x_TD = self.gather_loss_input(hidden_BSD).flatten(0, 1)
         chunk = self.options.loss_chunk
-        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), chunk, self.vocab)
+        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), chunk, self.vocab_shard)
         return summed / target.num_labels.clamp(min=1)
 
-    def add_up(self, parts: dict[str, Tensor], balances: "Balances") -> tuple[Tensor | None, dict[str, Tensor]]:
-        """The loss to differentiate: cross entropy and all else by its weight. Router losses sum over layers."""
-        weights = {"mtp": self.options.mtp_loss, **self.options.weights}
-        if balances:
-            losses = [balance.losses for _, balance in balances]
-            parts |= {name: torch.stack([loss[name] for loss in losses]).sum() for name in self.options.wanted}
+    def sum_losses(
+        self, parts: dict[str, Tensor], router_stats: NumberedStats
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """The loss to differentiate: cross entropy plus the other losses by weight. Router losses sum over layers."""
+        weights = {"mtp": self.options.mtp_loss, **self.options.router_loss_weights}
+        if router_stats:
+            losses = [stats.losses for _, stats in router_stats]
+            parts |= {name: torch.stack([loss[name] for loss in losses]).sum() for name in self.options.router_losses}
         added = {name: weights[name] * part for name, part in parts.items() if name != "ce"}
         every = [*([parts["ce"]] if "ce" in parts else []), *added.values()]
         aux = {name: part.detach() for name, part in parts.items()}
         aux |= {f"weighted/{name}": part.detach() for name, part in added.items()}
-        return torch.stack(every).sum() if every else None, {**aux, **self.statistics(balances)}
+        return torch.stack(every).sum() if every else None, {**aux, **self.router_statistics(router_stats)}
 
-    def statistics(self, balances: "Balances") -> dict[str, Tensor]:
-        """Of every router of the model, also where it is not held here: then zeros."""
-        if not self.num_routers or not balances:
+    def router_statistics(self, router_stats: NumberedStats) -> dict[str, Tensor]:
+        """Statistics of every router of the model; zeros for those that other chunks hold."""
+        if not self.num_routers or not router_stats:
             return {}
-        rows, each = [row for row, _ in balances], [balance for _, balance in balances]
+        numbers, each = [number for number, _ in router_stats], [stats for _, stats in router_stats]
         named = {
-            "load_LE": torch.stack([balance.load_E for balance in each]),
-            "dropped_L": torch.stack([balance.dropped for balance in each]),
-            "entropy_L": torch.stack([balance.entropy for balance in each]),
+            "load_LE": torch.stack([stats.load_E for stats in each]),
+            "dropped_L": torch.stack([stats.num_dropped for stats in each]),
+            "entropy_L": torch.stack([stats.entropy for stats in each]),
         }
-        if rows == list(range(self.num_routers)):
+        if numbers == list(range(self.num_routers)):
             return named
-        at = torch.tensor(rows, device=each[0].load_E.device)
+        at = torch.tensor(numbers, device=each[0].load_E.device)
         return {
             name: value.new_zeros(self.num_routers, *value.shape[1:]).index_add_(0, at, value)
             for name, value in named.items()
         }
-
-
-Balances = list[tuple[int, Balance]]  # with the row of each router
-
-
-def run(layers: Iterable[nn.Module], x_BSD: Tensor, places: Places, options: Options) -> tuple[Tensor, Balances]:
-    """Layer by layer, or in units of layers that are recomputed together."""
-    balances: Balances = []
-    loads = Loads(options.activation_offload, options.activation_offload_layers)
-    for unit, repeated in options.units(list(layers)):
-        apart = repeated and len(unit) == 1 and isinstance(unit[0], Block) and unit[0].is_cut(x_BSD)
-        with loads.layer(unit):
-            x_BSD, more = again(partial(_through, unit, places, apart), x_BSD, on=repeated and not apart)
-        balances += more
-    return x_BSD, balances
-
-
-def _through(layers: Iterable[nn.Module], places: Places, repeated: bool, x_BSD: Tensor) -> tuple[Tensor, Balances]:
-    balances: Balances = []
-    for layer in layers:
-        assert isinstance(layer, Block)
-        x_BSD, balance = layer(x_BSD, places, repeated) if repeated else layer(x_BSD, places)
-        if balance is not None:
-            balances.append((layer.row, balance))
-    return x_BSD, balances

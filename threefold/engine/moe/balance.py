@@ -1,7 +1,8 @@
-"""What keeps experts busy alike: balancing losses, the aux-loss-free bias, and the metrics that show it.
+"""Load balancing of the experts: balancing losses, the aux-loss-free bias, and metrics of the routers.
 
-The tokens of a microbatch may be spread over a group of ranks, each with as many of every sequence. Then the losses,
-loads and means here are this rank's parts of a sum over the group.
+`MoeLayer` computes one `RouterStats` a microbatch; the decoder adds its losses to the loss. `step.py` updates the bias
+and writes the metrics once a step. With CP or TP the tokens of a microbatch are spread over a group of ranks, each with
+the same number of every sequence. Then losses, loads and means are this rank's parts of a sum over the group.
 
 Shapes: B sequences, S tokens of each, T = B * S, E experts, K experts of a token, L layers with experts.
 """
@@ -13,81 +14,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.dispatch.rows import count
-from threefold.engine.mesh import ALONE, Group
+from threefold.engine.dispatch.rows import count_per_expert
+from threefold.engine.dist.collectives import all_reduce
+from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.moe.router import Router, Routing
-from threefold.engine.shard.collectives import all_reduce
 
 
 @dataclass(frozen=True)
-class Balance:
-    """Of one layer: the losses, unweighted and with gradients, and counts without."""
+class RouterStats:
+    """The balancing losses and statistics of one layer in one microbatch."""
 
-    losses: dict[str, Tensor]
-    load_E: Tensor  # copies of tokens each expert was asked to take
-    dropped: Tensor  # copies of tokens that no expert took
-    entropy: Tensor  # mean over tokens of the scores' entropy, in nats
+    losses: dict[str, Tensor]  # by name, unweighted, with gradients; the other fields have none
+    load_E: Tensor  # token copies routed to each expert
+    num_dropped: Tensor  # token copies that no expert took
+    entropy: Tensor  # the entropy of the scores, in nats, as a mean over tokens
 
 
-def measure(
-    routing: Routing, num_sequences: int, wanted: Iterable[str], dropped: Tensor, tokens: Group = ALONE
-) -> Balance:
-    """`wanted` names the losses to compute, so that an unused one costs nothing."""
-    losses = {name: LOSSES[name](routing, num_sequences, tokens) for name in wanted}
+def compute_router_stats(
+    routing: Routing,
+    num_sequences: int,
+    loss_names: Iterable[str],
+    num_dropped: Tensor,
+    token_group: Group = TRIVIAL_GROUP,
+) -> RouterStats:
+    """The statistics of a router's choice. Only the losses in `loss_names` are computed."""
+    losses = {name: LOSSES[name](routing, num_sequences, token_group) for name in loss_names}
     num_experts = routing.logits_TE.shape[1]
     with torch.no_grad():
         load_E, entropy = routing.load_E, routing.entropy
         if load_E is None:
-            load_E = count(routing.expert_TK.flatten(), num_experts)
+            load_E = count_per_expert(routing.expert_TK.flatten(), num_experts)
         if entropy is None:
-            entropy = torch.special.entr(_shares(routing)).sum(dim=-1).mean()
-    return Balance(losses, load_E, dropped, _part(entropy, tokens))
+            entropy = torch.special.entr(_probabilities(routing)).sum(dim=-1).mean()
+    return RouterStats(losses, load_E, num_dropped, _part_of_mean(entropy, token_group))
 
 
-def aux_loss(routing: Routing, num_sequences: int = 1, tokens: Group = ALONE) -> Tensor:
-    """Switch Transformer's: E * sum_e (share of token copies at e) * (mean score of e); 1 when balanced."""
-    return _by_sequence(routing, 1, tokens)
+def aux_loss(routing: Routing, num_sequences: int = 1, token_group: Group = TRIVIAL_GROUP) -> Tensor:
+    """Switch Transformer's loss: E * sum_e (fraction of token copies at e) * (mean score of e); 1 when balanced."""
+    return _load_times_score(routing, 1, token_group)
 
 
-def seq_aux_loss(routing: Routing, num_sequences: int, tokens: Group = ALONE) -> Tensor:
-    """DeepSeek-V3's: the same within each sequence, then the mean over sequences."""
-    return _by_sequence(routing, num_sequences, tokens)
+def seq_aux_loss(routing: Routing, num_sequences: int, token_group: Group = TRIVIAL_GROUP) -> Tensor:
+    """DeepSeek-V3's loss: `aux_loss` of each sequence, averaged over sequences."""
+    return _load_times_score(routing, num_sequences, token_group)
 
 
-def z_loss(routing: Routing, num_sequences: int = 1, tokens: Group = ALONE) -> Tensor:
-    """ST-MoE's: keeps the logits small, by the mean square of their log-sum-exp."""
-    return _part(routing.logits_TE.logsumexp(dim=-1).square().mean(), tokens)
+def z_loss(routing: Routing, num_sequences: int = 1, token_group: Group = TRIVIAL_GROUP) -> Tensor:
+    """ST-MoE's loss, the mean square of the logits' log-sum-exp: it keeps the logits small."""
+    return _part_of_mean(routing.logits_TE.logsumexp(dim=-1).square().mean(), token_group)
 
 
 LOSSES = {"aux": aux_loss, "seq_aux": seq_aux_loss, "z": z_loss}
 
 
-def _shares(routing: Routing) -> Tensor:
-    """Scores that sum to one: a softmax does already, sigmoids are divided by their sum."""
+def _probabilities(routing: Routing) -> Tensor:
+    """Scores that sum to one. A softmax does already; sigmoids are divided by their sum."""
     return routing.scores_TE / routing.scores_TE.sum(dim=-1, keepdim=True)
 
 
-def _part(mean: Tensor, tokens: Group) -> Tensor:
-    """Of the group's mean, from that of this rank's tokens."""
-    return mean if tokens.alone else mean / tokens.size
+def _part_of_mean(mean: Tensor, token_group: Group) -> Tensor:
+    """This rank's part of the mean over the group, given the mean over its own tokens."""
+    return mean if token_group.is_trivial else mean / token_group.size
 
 
-def _by_sequence(routing: Routing, num_sequences: int, tokens: Group) -> Tensor:
+def _load_times_score(routing: Routing, num_sequences: int, token_group: Group) -> Tensor:
     num_experts = routing.logits_TE.shape[1]
     chosen_BX = routing.expert_TK.reshape(num_sequences, -1)
     ones = torch.ones_like(chosen_BX, dtype=routing.scores_TE.dtype)
     copies_BE = ones.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, ones)
-    all_reduce(copies_BE, tokens).wait()
-    load_BE = copies_BE / (chosen_BX.shape[1] * tokens.size)
-    mean_BE = _part(_shares(routing).unflatten(0, (num_sequences, -1)).mean(dim=1), tokens)
+    all_reduce(copies_BE, token_group).wait()
+    load_BE = copies_BE / (chosen_BX.shape[1] * token_group.size)
+    mean_BE = _part_of_mean(_probabilities(routing).unflatten(0, (num_sequences, -1)).mean(dim=1), token_group)
     return num_experts * (load_BE * mean_BE).sum(dim=-1).mean()
 
 
 @torch.no_grad()
 def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float | Tensor) -> None:
-    """Once an optimizer step, with the loads of all its tokens: busy experts become less attractive, by a fixed step.
+    """The aux-loss-free rule (DeepSeek-V3): lower the bias of busy experts and raise that of idle ones by a fixed step.
 
-    Outside autograd, and outside the forward, so that recompute cannot count a token twice.
+    It runs once an optimizer step with the loads of all its tokens, outside the forward, so that recompute cannot count
+    a token twice.
     """
     for router, load_E in zip(routers, load_LE, strict=True):
         if router.balance_bias is not None:
@@ -95,14 +101,16 @@ def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float | Tensor
             router.balance_bias += rate * (load_E.mean() - load_E).sign()
 
 
-def health(load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Iterable[Router]) -> dict[str, Tensor]:
-    """A few numbers that show a router going wrong, for the metrics file."""
+def router_metrics(
+    load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Iterable[Router]
+) -> dict[str, Tensor]:
+    """Numbers for the metrics file that show when a router goes wrong."""
     load_LE = load_LE.to(torch.float32)
-    fair_L = load_LE.mean(dim=1).clamp(min=1e-9)
+    mean_load_L = load_LE.mean(dim=1).clamp(min=1e-9)
     biases = [router.balance_bias for router in routers if router.balance_bias is not None]
     metrics = {
-        "router/load_max": (load_LE.max(dim=1).values / fair_L).max(),
-        "router/load_min": (load_LE.min(dim=1).values / fair_L).min(),
+        "router/load_max": (load_LE.max(dim=1).values / mean_load_L).max(),
+        "router/load_min": (load_LE.min(dim=1).values / mean_load_L).min(),
         "router/idle_experts": (load_LE == 0).sum(),
         "router/entropy": entropy_L.mean(),
         "router/dropped": dropped_L.sum() / load_LE.sum().clamp(min=1),
@@ -112,7 +120,7 @@ def health(load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Itera
     return metrics
 
 
-class _Attach(torch.autograd.Function):
+class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
@@ -124,6 +132,6 @@ class _Attach(torch.autograd.Function):
         return grad, torch.ones_like(loss)
 
 
-def attach(x: Tensor, loss: Tensor) -> Tensor:
-    """`x`, whose backward also runs that of `loss`: for a pipeline stage that never sees the main loss."""
-    return _Attach.apply(x, loss)
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x`, whose backward also runs the backward of `loss`: for a pipeline stage that never sees the main loss."""
+    return _AttachLoss.apply(x, loss)

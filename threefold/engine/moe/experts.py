@@ -1,4 +1,6 @@
-"""Routed experts without dropping: one grouped product over rows sorted by expert, or a loop over experts.
+"""The routed experts of one rank: fused kernels, grouped GEMMs over rows sorted by expert, or a loop over experts.
+
+`moe/layer.py` calls them with the rows that a dispatcher brought.
 
 Shapes: R rows (token copies sorted by expert), D model dim, E experts, H expert dim.
 
@@ -7,6 +9,7 @@ the way back, and the backward needs no copy of FC2's output.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -15,15 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from threefold.engine.dispatch.splits import host_sizes
-from threefold.engine.kernels.choose import takes
-from threefold.engine.kernels.experts import fused_experts, grouped_experts, sum_by_expert
-from threefold.engine.kernels.reference import activation
-from threefold.engine.offload import away
-from threefold.engine.precision.experts import LowExperts
-from threefold.engine.products import grouped, linear
-from threefold.engine.recompute import remade
-from threefold.engine.ways import stood_for, way
+from threefold.engine.autograd.linear import grouped_gemm, linear
+from threefold.engine.device import device_type, is_simulated
+from threefold.engine.dist.host_sizes import host_sizes
+from threefold.engine.kernels.elementwise.swiglu import gated_activation
+from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
+from threefold.engine.kernels.experts.kernel_choice import supports_experts
+from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 
 Backend = Literal["auto", "grouped", "loop"]
 _ALIGN_BYTES = 16  # grouped_mm wants strides of whole 16 bytes
@@ -37,20 +38,23 @@ def swiglu(gate_up_RX: Tensor) -> Tensor:
 def clamped_swiglu(gate_up_RX: Tensor) -> Tensor:
     """GPT-OSS: both halves clamped, a steeper sigmoid, and 1 added to the linear half."""
     gate_RH, up_RH = gate_up_RX.chunk(2, dim=-1)
-    return activation(gate_RH, up_RH, clamped=True)
+    return gated_activation(gate_RH, up_RH, clamped=True)
 
 
 ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu}
 
 
 class Experts(nn.Module):
-    """Where the width is cut over ranks, their results are parts of a sum: one of them adds the last bias."""
+    """The routed experts of one rank.
+
+    Where ETP shards the expert width, each rank's result is a part of a sum, and only one rank adds the last bias.
+    `models/activation_memory.py` wraps `up_proj` and `activate` where a plan recomputes or offloads them.
+    """
 
     adds_bias = True
-    again: frozenset[str] = frozenset()
-    fusion = False  # one pass that keeps only its input and FC1's output
-    kernels: str | None = None  # of that pass, of one kind; None: the fastest that was measured
-    low: LowExperts | None = None  # products below sixteen bits
+    fusion = False  # whether the fused kernels run, which save only the input and FC1's output
+    kernels: str | None = None  # the kind of fused kernels; None takes the fastest that was measured
+    low_precision: LowPrecisionExperts | None = None  # GEMMs below sixteen bits
 
     def __init__(
         self,
@@ -71,56 +75,67 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
-        fuses = self.fuses(x_RD)
-        if self.low is not None and fuses:
-            clamped = self.activation is clamped_swiglu
-            return self.low.rows(x_RD, weight_R, count_E, self.gate_up, self.down, clamped)
-        if fuses:
-            bias = self.down_bias if self.adds_bias else None
-            parameters = self.gate_up, self.down, self.gate_up_bias, bias
-            y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
-            return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
-        use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RD, self.down))
-        apply = grouped_linear if use_grouped else looped_linear
-        up, down = (apply, apply) if self.low is None else (self.low.up, self.low.down)
-        with away("expert_fc1"):
-            gate_up_RX = up(x_RD, self.gate_up, self.gate_up_bias, count_E)
-        with away("moe_act"):
-            act = remade(self._activate, gate_up_RX, weight_R, on="moe_act" in self.again)
-        with act as act_RH:
-            y_RD = down(act_RH, self.down, None, count_E)
+        if self.fuses(x_RD):
+            return self._forward_fused(x_RD, weight_R, count_E)
+        gate_up_RX = self.up_proj(x_RD, count_E)
+        hidden_RH = self.activate(gate_up_RX, weight_R)
+        y_RD = self.down_proj(hidden_RH, count_E)
         if self.down_bias is None:
             return y_RD
         if not self.adds_bias:
             return y_RD + self.down_bias[:0].sum()  # nothing, with a gradient of zeros: every copy has one to sum
         return y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
 
-    def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        """Where all experts are here: tokens in, tokens out, rows gathered as they are read."""
-        if self.low is not None:
+    def up_proj(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        """FC1: gate and up of every row by its expert."""
+        run = self._linear(x_RD) if self.low_precision is None else self.low_precision.up
+        return run(x_RD, self.gate_up, self.gate_up_bias, count_E)
+
+    def activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
+        """The activation, times the router weight of each row."""
+        return weigh(self.activation(gate_up_RX), weight_R)
+
+    def down_proj(self, hidden_RH: Tensor, count_E: Tensor) -> Tensor:
+        """FC2, without its bias."""
+        run = self._linear(hidden_RH) if self.low_precision is None else self.low_precision.down
+        return run(hidden_RH, self.down, None, count_E)
+
+    def _linear(self, x_RX: Tensor) -> Callable[..., Tensor]:
+        use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RX, self.down))
+        return grouped_linear if use_grouped else looped_linear
+
+    def _forward_fused(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
+        if self.low_precision is not None:
             clamped = self.activation is clamped_swiglu
-            return self.low.tokens(x_TD, weight_TK, expert_TK, self.gate_up, self.down, clamped)
+            return self.low_precision.forward_rows(x_RD, weight_R, count_E, self.gate_up, self.down, clamped)
+        bias = self.down_bias if self.adds_bias else None
+        parameters = self.gate_up, self.down, self.gate_up_bias, bias
+        y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
+        return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
+
+    def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        """The fused experts where all of them are here: tokens in, tokens out, rows gathered as they are read."""
+        if self.low_precision is not None:
+            clamped = self.activation is clamped_swiglu
+            return self.low_precision.forward_tokens(x_TD, weight_TK, expert_TK, self.gate_up, self.down, clamped)
         parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels)
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether all of it runs in one: not on a GPU that has no kernels for it, where torch's grouped products are
-        far faster than one expert after another."""
-        if self.low is not None:
-            return self.low.fuses(self.down, biased=self.down_bias is not None)
-        return self.fusion and (not x.is_cuda or takes(x, *self.down.shape[1:]))
-
-    def _activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
-        return weigh(self.activation(gate_up_RX), weight_R)
+        """Whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert after
+        another, and torch's grouped GEMMs are far faster there."""
+        if self.low_precision is not None:
+            return self.low_precision.can_fuse(self.down, biased=self.down_bias is not None)
+        return self.fusion and (not x.is_cuda or supports_experts(x, *self.down.shape[1:]))
 
 
 def weigh(x_RX: Tensor, weight_R: Tensor) -> Tensor:
-    """Multiplied in fp32, as the router's weights are; rounded once."""
+    """Multiply rows by their router weights, in the fp32 of the weights, and round once."""
     return _Weigh.apply(x_RX, weight_R)
 
 
 class _Weigh(torch.autograd.Function):
-    """One pass each way, and nothing of x kept in fp32: autograd on widened rows would hold twice the bytes."""
+    """One pass over memory in each direction. Autograd would save the rows in fp32, which is twice the bytes."""
 
     @staticmethod
     def forward(ctx, x_RX, weight_R):  # type: ignore[no-untyped-def]
@@ -135,14 +150,16 @@ class _Weigh(torch.autograd.Function):
 
 
 def rows_of(bias_EX: Tensor, count_E: Tensor, num_rows: int) -> Tensor:
-    """Each row's bias. The size is known here, so that CUDA need not be asked for it."""
+    """The bias of each row's expert. The number of rows is given, so that the host does not wait for the device."""
     expert_E = torch.arange(len(count_E), device=count_E.device)
     return _RowsOf.apply(bias_EX, expert_E.repeat_interleave(count_E, output_size=num_rows))
 
 
 class _RowsOf(torch.autograd.Function):
-    """Autograd's own backward adds row by row in the dtype of the bias, where bf16 stops growing at 256 rows, and in
-    no fixed order."""
+    """Gather rows of a bias, with a backward that sums in fp32 and in a fixed order.
+
+    Autograd's own backward adds row by row in bf16, where a sum stops growing at 256 rows, and in no fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, bias_EX: Tensor, expert_R: Tensor) -> Tensor:
@@ -157,40 +174,42 @@ class _RowsOf(torch.autograd.Function):
 
 
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
-    if not len(x_RI):  # no kernel for that everywhere; a product of nothing gives the weights zeros
+    if not len(
+        x_RI
+    ):  # not every device has a kernel for no rows; a GEMM of nothing gives the weights a gradient of zeros
         return linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
     ends_E = count_E.cumsum(0).to(torch.int32)
-    y_RO = grouped(x_RI, weight_EOI.transpose(-2, -1), ends_E)
+    y_RO = grouped_gemm(x_RI, weight_EOI.transpose(-2, -1), ends_E)
     return y_RO if bias_EO is None else y_RO + rows_of(bias_EO, count_E, len(x_RI))
 
 
 def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
-    """The reference: any dtype and size, one product an expert; needs the counts on the host."""
+    """The reference for any dtype and size: one GEMM for each expert. It reads the counts on the host."""
     parts = x_RI.split(host_sizes(count_E, len(x_RI)))
     biases = [None] * len(parts) if bias_EO is None else list(bias_EO)
     return torch.cat([linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
 
 
 def grouped_works(x_RD: Tensor, down_EDH: Tensor) -> bool:
-    """Whether both products of these experts can use grouped_mm here."""
+    """Whether both GEMMs of these experts can use `F.grouped_mm` on this device."""
     sizes = down_EDH.shape[1:]
     aligned = all(size * x_RD.element_size() % _ALIGN_BYTES == 0 for size in sizes)
-    if stood_for():
+    if is_simulated():
         return aligned and x_RD.dtype != torch.float64
-    return aligned and _probe(way(x_RD.device), x_RD.dtype)
+    return aligned and _probe(device_type(x_RD.device), x_RD.dtype)
 
 
 @cache
 def _probe(device: str, dtype: torch.dtype) -> bool:
-    """Try it once: which dtypes have a kernel depends on device and release.
+    """Try `F.grouped_mm` once: which dtypes have a kernel depends on device and torch release.
 
-    With hooks of its own and torch's own product: what it keeps is no part of a recompute or an offload that it happens
-    to be in, and its weight gradient waits for no schedule.
+    The trial installs saved-tensor hooks of its own, so that a recompute or an offload around it does not see its
+    tensors, and it calls torch directly, so that no schedule delays its weight gradient.
     """
     if dtype == torch.float64 or (device == "cpu" and dtype != torch.float32):
         return False  # no fp64 kernel; the bf16 one of the CPU is far slower than the loop
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda kept: kept.detach(), lambda kept: kept):
+        with torch.enable_grad(), saved_tensors_hooks(lambda saved: saved.detach(), lambda saved: saved):
             x = torch.ones(16, 16, device=device, dtype=dtype, requires_grad=True)
             weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)
             ends = torch.tensor([4, 16], device=device, dtype=torch.int32)

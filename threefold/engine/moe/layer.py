@@ -1,32 +1,34 @@
-"""A layer of experts: route, dispatch, compute, combine, each a phase of its own that can be scheduled apart.
+"""A Mixture-of-Experts layer: route, dispatch, compute, combine, and shared experts beside them.
 
-Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, E experts.
+Each phase is a method, so that `schedule/overlapped_pass.py` can run the phases of two microbatches alternately and
+`graphs/scopes.py` can record some of them. `models/activation_memory.py` wraps `run_experts`, `run_fused_experts`,
+`route_and_measure` and `compute_shared` where a plan recomputes or offloads them.
+
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows as they are exchanged,
+R rows sorted by local expert, E experts, e experts held here.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.chunks import chunk_tokens, in_chunks
+from threefold.engine.autograd.saved_tensors import inside_recompute
+from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
 from threefold.engine.dispatch.local import LocalDispatcher
-from threefold.engine.dispatch.protocol import AnyDispatcher, Ticket
-from threefold.engine.dispatch.rows import Rows
-from threefold.engine.kept import inside_closed
-from threefold.engine.mesh import ALONE, Group
-from threefold.engine.mlp import Mlp
-from threefold.engine.moe.balance import Balance, measure
+from threefold.engine.dispatch.protocol import AnyDispatcher, DispatchState
+from threefold.engine.dispatch.rows import RowMap
+from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
+from threefold.engine.layers.mlp import Mlp
+from threefold.engine.moe.balance import RouterStats, compute_router_stats
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.router import Router, Routing
-from threefold.engine.offload import away
 from threefold.engine.options import Options
-from threefold.engine.recompute import again
 from threefold.spec.model import MoeSpec
 
 
 class MoeLayer(nn.Module):
-    dispatcher: AnyDispatcher
-    tokens: Group = ALONE  # the ranks over which the tokens of a microbatch are spread
+    dispatcher: AnyDispatcher  # shard/expert_parallel.py replaces the local one
+    token_group: Group = TRIVIAL_GROUP  # the ranks over which the tokens of a microbatch are spread
+    recompute_chunks = False  # whether each chunk of tokens is recomputed by itself (models/activation_memory.py)
 
     def __init__(self, spec: MoeSpec, dim: int, activation: str, options: Options) -> None:
         super().__init__()
@@ -35,119 +37,117 @@ class MoeLayer(nn.Module):
         self.experts = Experts(
             spec.num_experts, dim, spec.expert_dim, spec.bias, activation, backend=options.expert_backend
         )
-        self.experts.again, self.experts.fusion = options.again, options.expert_fusion
-        self.experts.kernels = options.expert_kernels
+        self.experts.fusion, self.experts.kernels = options.expert_fusion, options.expert_kernels
         self.shared = Mlp(dim, spec.shared_width) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
         self.dispatcher = LocalDispatcher(spec.num_experts, options.capacity_factor)
 
-    def forward(self, x_BSD: Tensor, repeated: bool = False) -> tuple[Tensor, Balance]:
-        """`repeated`: chunks are recomputed, whatever the options say."""
-        if self.is_cut(x_BSD):
-            return self.compute_in_chunks(x_BSD, repeated or "moe" in self.options.again)
-        if self.in_one(x_BSD):
-            return self.compute_in_one(x_BSD)
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
         x_TD = x_BSD.flatten(0, 1)
-        routing, ticket = self.route(x_TD)
-        y_TD = self._travel(x_TD, routing.weight_TK, ticket)
-        return y_TD.view_as(x_BSD), self.balance(routing, ticket, len(x_BSD))
+        if self.runs_in_chunks(x_BSD) or self.runs_fused(x_BSD):
+            # The router sees all tokens at once: its losses and statistics are those of whole sequences.
+            routing, stats = self.route_and_measure(len(x_BSD), x_TD)
+            return self.compute_tokens(x_TD, routing.weight_TK, routing.expert_TK).view_as(x_BSD), stats
+        routing, state = self.route(x_TD)
+        y_TD = self.dispatch_and_combine(x_TD, routing.weight_TK, state)
+        return y_TD.view_as(x_BSD), self.compute_stats(routing, state, len(x_BSD))
 
-    def follow(
-        self, x_BSD: Tensor, weight_TK: Tensor, expert_TK: Tensor, order: tuple[Rows, Tensor] | None
+    def compute_routed(
+        self, x_BSD: Tensor, weight_TK: Tensor, expert_TK: Tensor, order: tuple[RowMap, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Behind a router that has chosen, and where `order` is given has sorted. With how many copies were dropped."""
-        x_TD = x_BSD.flatten(0, 1)
-        if self.is_cut(x_BSD):
-            chunk = self._chunk(x_BSD)
-            y_TD = in_chunks(self._of_tokens, chunk, x_TD, weight_TK, expert_TK, repeated=inside_closed())
-            return y_TD.view_as(x_BSD), None
-        if self.in_one(x_BSD):
-            return self._of_tokens(x_TD, weight_TK, expert_TK).view_as(x_BSD), None
-        dispatcher = self.dispatcher
-        ticket = dispatcher.ticket(*order) if order else dispatcher.preprocess(expert_TK, weight_TK)
-        return self._travel(x_TD, weight_TK, ticket).view_as(x_BSD), ticket.dropped
+        """Everything behind a router that ran elsewhere, and the number of token copies that were dropped.
 
-    def _travel(self, x_TD: Tensor, weight_TK: Tensor, ticket: Ticket) -> Tensor:
-        """To the experts and back, with the shared ones beside."""
-        x_PD, weight_P = self.dispatcher.send(x_TD, weight_TK, ticket)
+        `order` holds the sorted rows and their counts where they were computed with the router.
+        """
+        x_TD = x_BSD.flatten(0, 1)
+        if self.runs_in_chunks(x_BSD) or self.runs_fused(x_BSD):
+            return self.compute_tokens(x_TD, weight_TK, expert_TK).view_as(x_BSD), None
+        dispatcher = self.dispatcher
+        state = dispatcher.make_state(*order) if order else dispatcher.dispatch_preprocess(expert_TK, weight_TK)
+        return self.dispatch_and_combine(x_TD, weight_TK, state).view_as(x_BSD), state.num_dropped
+
+    def route(self, x_TD: Tensor) -> tuple[Routing, DispatchState]:
+        routing = self.router(x_TD)
+        return routing, self.dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
+
+    def dispatch_and_combine(self, x_TD: Tensor, weight_TK: Tensor, state: DispatchState) -> Tensor:
+        """Rows to the experts' ranks and back, plus the shared experts."""
+        x_PD, weight_P = self.dispatcher.token_dispatch(x_TD, weight_TK, state)
         shared_TD = None
         if self.shared is not None and self.options.shared_overlap:
             shared_TD = self.compute_shared(x_TD)
-        y_TD = self.combine(self.compute(x_PD, weight_P, ticket), ticket)
+        y_TD = self.combine(self.compute(x_PD, weight_P, state), state)
         if self.shared is not None:
             y_TD = y_TD + (self.compute_shared(x_TD) if shared_TD is None else shared_TD)
         return y_TD
 
-    def in_one(self, x: Tensor) -> bool:
-        """Nothing travels, nothing is dropped, and kernels that gather are wanted and there."""
-        return self._all_here and self.options.expert_fusion and self.experts.fuses(x)
+    def compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
+        """From rows as they arrived to rows ready to be sent back."""
+        x_RD, weight_R, count_e = self.dispatcher.dispatch_postprocess(x_PD, weight_P, state)
+        return self.dispatcher.combine_preprocess(self.run_experts(x_RD, weight_R, count_e), state)
 
-    @property
-    def _all_here(self) -> bool:
-        return isinstance(self.dispatcher, LocalDispatcher) and self.dispatcher.capacity_factor is None
+    def run_experts(self, x_RD: Tensor, weight_R: Tensor, count_e: Tensor) -> Tensor:
+        y_RD: Tensor = self.experts(x_RD, weight_R, count_e)
+        return y_RD
 
-    def is_cut(self, x_BSD: Tensor) -> bool:
-        """Whether so many tokens go through the experts chunk by chunk; each chunk is then recomputed by itself."""
-        return self._all_here and self._chunk(x_BSD) < x_BSD.shape[:-1].numel()
-
-    def _chunk(self, x_BSD: Tensor) -> int:
-        row_bytes = x_BSD.shape[-1] * x_BSD.element_size()
-        return chunk_tokens(x_BSD.shape[:-1].numel(), self.router.spec.top_k * row_bytes, self.options.ffn_chunk)
-
-    def compute_in_chunks(self, x_BSD: Tensor, repeated: bool) -> tuple[Tensor, Balance]:
-        """The router sees all tokens at once: losses and statistics are of the whole sequence."""
-        x_TD = x_BSD.flatten(0, 1)
-        routing, balance = again(partial(self._routed, len(x_BSD)), x_TD, on=repeated)
-        chosen = routing.weight_TK, routing.expert_TK
-        # Inside of what is recomputed whole, a chunk is made a third time: else all chunks would be there at once.
-        repeated = repeated or inside_closed()
-        y_TD = in_chunks(self._of_tokens, self._chunk(x_BSD), x_TD, *chosen, repeated=repeated)
-        return y_TD.view_as(x_BSD), balance
-
-    def _routed(self, num_sequences: int, x_TD: Tensor) -> tuple[Routing, Balance]:
-        routing = self.router(x_TD)
-        none = torch.zeros((), dtype=torch.long, device=x_TD.device)
-        return routing, measure(routing, num_sequences, self.options.wanted, none, self.tokens)
-
-    def _of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        if self.in_one(x_TD):
-            with away("fused_group_mlp"):
-                y_TD = self.experts.of_tokens(x_TD, weight_TK, expert_TK)
-        else:
-            ticket = self.dispatcher.preprocess(expert_TK, weight_TK)
-            x_PD, weight_P = self.dispatcher.send(x_TD, weight_TK, ticket)
-            y_TD = self.combine(self.compute(x_PD, weight_P, ticket), ticket)
-        return y_TD if self.shared is None else y_TD + self.compute_shared(x_TD)
-
-    def compute_in_one(self, x_BSD: Tensor) -> tuple[Tensor, Balance]:
-        x_TD = x_BSD.flatten(0, 1)
-        routing, balance = self._routed(len(x_BSD), x_TD)
-        return self._of_tokens(x_TD, routing.weight_TK, routing.expert_TK).view_as(x_BSD), balance
-
-    def route(self, x_TD: Tensor) -> tuple[Routing, Ticket]:
-        routing = self.router(x_TD)
-        return routing, self.dispatcher.preprocess(routing.expert_TK, routing.weight_TK)
-
-    def compute(self, x_PD: Tensor, weight_P: Tensor, ticket: Ticket) -> Tensor:
-        x_RD, weight_R, count_e = self.dispatcher.postprocess(x_PD, weight_P, ticket)
-        with away("fused_group_mlp"):
-            y_RD = self.experts(x_RD, weight_R, count_e)
-        return self.dispatcher.combine_preprocess(y_RD, ticket)
-
-    def combine(self, y_PD: Tensor, ticket: Ticket) -> Tensor:
-        return self.dispatcher.combine_postprocess(self.dispatcher.send_back(y_PD, ticket), ticket)
+    def combine(self, y_PD: Tensor, state: DispatchState) -> Tensor:
+        return self.dispatcher.combine_postprocess(self.dispatcher.token_combine(y_PD, state), state)
 
     def compute_shared(self, x_TD: Tensor) -> Tensor:
-        """Apart from the routed path, so that it can run beside an exchange."""
-        return again(self._shared, x_TD, on="shared_experts" in self.options.again)
-
-    def _shared(self, x_TD: Tensor) -> Tensor:
+        """The shared experts: apart from the routed ones, so that they can run beside an exchange."""
         assert self.shared is not None
         y_TD = self.shared(x_TD)
         return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD
 
-    def balance(self, routing: Routing, ticket: Ticket, num_sequences: int) -> Balance:
-        dropped = ticket.dropped
-        if dropped is None:
-            dropped = torch.zeros((), dtype=torch.long, device=routing.expert_TK.device)
-        return measure(routing, num_sequences, self.options.wanted, dropped, self.tokens)
+    def compute_stats(self, routing: Routing, state: DispatchState, num_sequences: int) -> RouterStats:
+        num_dropped = state.num_dropped
+        if num_dropped is None:
+            num_dropped = torch.zeros((), dtype=torch.long, device=routing.expert_TK.device)
+        return compute_router_stats(routing, num_sequences, self.options.router_losses, num_dropped, self.token_group)
+
+    # Where this rank holds all experts and drops no token, tokens go in and come out: in chunks if they are many, and
+    # by the fused kernels, which gather rows as they read them.
+
+    @property
+    def holds_all_experts(self) -> bool:
+        return isinstance(self.dispatcher, LocalDispatcher) and self.dispatcher.capacity_factor is None
+
+    def runs_fused(self, x: Tensor) -> bool:
+        """Whether the fused expert kernels are asked for and run here."""
+        return self.holds_all_experts and self.options.expert_fusion and self.experts.fuses(x)
+
+    def runs_in_chunks(self, x: Tensor) -> bool:
+        """Whether so many tokens go through the experts chunk by chunk."""
+        return self.holds_all_experts and self._chunk_size(x) < x.shape[:-1].numel()
+
+    def _chunk_size(self, x: Tensor) -> int:
+        row_bytes = x.shape[-1] * x.element_size()
+        return chunk_size(x.shape[:-1].numel(), self.router.spec.top_k * row_bytes, self.options.ffn_chunk)
+
+    def route_and_measure(self, num_sequences: int, x_TD: Tensor) -> tuple[Routing, RouterStats]:
+        routing = self.router(x_TD)
+        num_dropped = torch.zeros((), dtype=torch.long, device=x_TD.device)
+        return routing, compute_router_stats(
+            routing, num_sequences, self.options.router_losses, num_dropped, self.token_group
+        )
+
+    def compute_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        if not self.runs_in_chunks(x_TD):
+            return self._compute_chunk(x_TD, weight_TK, expert_TK)
+        # Inside a larger recompute a chunk is computed a third time: else the tensors of all chunks would be there at
+        # once in the backward.
+        recompute = self.recompute_chunks or inside_recompute()
+        size = self._chunk_size(x_TD)
+        return run_in_chunks(self._compute_chunk, size, x_TD, weight_TK, expert_TK, recompute=recompute)
+
+    def _compute_chunk(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        if self.runs_fused(x_TD):
+            y_TD = self.run_fused_experts(x_TD, weight_TK, expert_TK)
+        else:
+            state = self.dispatcher.dispatch_preprocess(expert_TK, weight_TK)
+            x_PD, weight_P = self.dispatcher.token_dispatch(x_TD, weight_TK, state)
+            y_TD = self.combine(self.compute(x_PD, weight_P, state), state)
+        return y_TD if self.shared is None else y_TD + self.compute_shared(x_TD)
+
+    def run_fused_experts(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        return self.experts.of_tokens(x_TD, weight_TK, expert_TK)

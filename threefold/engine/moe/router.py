@@ -1,8 +1,9 @@
-"""The router: which experts a token visits and with what weight. Always fp32 (fp64 in an fp64 model).
+"""The top-k router: which experts a token visits and with which weights, in fp32 (fp64 in an fp64 model).
 
-Shapes: T tokens, D model dim, E experts, K experts of a token, G groups.
+`MoeLayer` calls the router once a microbatch. Its result, a `Routing`, goes to the dispatcher (experts and weights) and
+to `balance.py` (losses and statistics). Of equal scores the lower expert number wins, on every device.
 
-Ties: of equal scores the lower expert number wins, on every device.
+Shapes: T tokens, D model dim, E experts, e experts of a group, K experts of a token, G groups.
 """
 
 from functools import cached_property
@@ -10,15 +11,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.kernels.around import fused
-from threefold.engine.kernels.routing import Choosing, choose, logits_of
-from threefold.engine.norm import wide
-from threefold.engine.products import linear
+from threefold.engine.autograd.linear import linear
+from threefold.engine.dtypes import fp32_or_wider
+from threefold.engine.kernels.elementwise.topk_router import TopKOptions, fused_topk, router_logits
+from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.spec.model import MoeSpec
 
 
 class Routing:
-    """The choice, and the scores of all experts that the balancing losses look at."""
+    """The chosen experts and their weights, and the logits and scores of all experts for the balancing losses."""
 
     def __init__(
         self,
@@ -33,64 +34,72 @@ class Routing:
     ) -> None:
         self.weight_TK, self.expert_TK, self.logits_TE = weight_TK, expert_TK, logits_TE
         self._scores_TE, self._score = scores_TE, score
-        # Where the choice was made by a kernel that counted: as in `Balance`.
+        # The fused kernel counts while it chooses; None where `balance.py` must count (see `RouterStats`).
         self.load_E, self.entropy = load_E, entropy
 
     @cached_property
     def scores_TE(self) -> Tensor:  # noqa: N802 - a tensor and its shape
-        return scores_of(self.logits_TE, self._score) if self._scores_TE is None else self._scores_TE
+        return expert_scores(self.logits_TE, self._score) if self._scores_TE is None else self._scores_TE
 
 
-def scores_of(logits_TE: Tensor, score: str) -> Tensor:
+def expert_scores(logits_TE: Tensor, score: str) -> Tensor:
+    """The score of every expert: a softmax over experts, or a sigmoid of each logit (DeepSeek-V3)."""
     return logits_TE.softmax(dim=-1) if score == "softmax" else logits_TE.sigmoid()
 
 
 class Router(nn.Module):
+    """The gate of an MoE layer: logits, top-k choice with optional groups, and weights."""
+
     balance_bias: Tensor | None
-    turn = 0  # this rank's place among those whose tokens meet at the experts
+    expert_group_rank = 0  # this rank in the ep x etp group; forced balancing starts at another expert on each rank
 
     def __init__(self, spec: MoeSpec, dim: int, forced_balance: bool = False) -> None:
         super().__init__()
         self.spec, self.forced_balance = spec, forced_balance
         self.weight = nn.Parameter(torch.empty(spec.num_experts, dim))
         self.bias = nn.Parameter(torch.zeros(spec.num_experts)) if spec.bias else None
-        # Moves by the aux-loss-free rule, not by a gradient. Kept in fp32: its steps vanish in bf16.
+        # The aux-loss-free rule changes the bias, not a gradient. It is fp32 because its steps vanish in bf16.
         bias_E = torch.zeros(spec.num_experts, dtype=torch.float32) if spec.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
 
     def forward(self, x_TD: Tensor) -> Routing:
-        logits_TE, how = self.logits(x_TD), self._choosing(len(x_TD))
-        if fused(logits_TE) and how.fits(self.spec.num_experts):
-            made = choose(logits_TE, self.balance_bias, how)
-            counted = {"load_E": made.load_E, "entropy": made.entropy}
-            return Routing(made.weight_TK, made.expert_TK, logits_TE, score=self.spec.score, **counted)
-        scores_TE = scores_of(logits_TE, self.spec.score)
-        expert_TK = self._balanced(x_TD) if self.forced_balance else self.choose(logits_TE, scores_TE)
-        return Routing(self.weigh(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
+        logits_TE, options = self.logits(x_TD), self._router_options(len(x_TD))
+        if runs_fused(logits_TE) and options.fits(self.spec.num_experts):
+            chosen = fused_topk(logits_TE, self.balance_bias, options)
+            statistics = {"load_E": chosen.load_E, "entropy": chosen.entropy}
+            return Routing(chosen.weight_TK, chosen.expert_TK, logits_TE, score=self.spec.score, **statistics)
+        scores_TE = expert_scores(logits_TE, self.spec.score)
+        expert_TK = self._round_robin(x_TD) if self.forced_balance else self.choose_experts(logits_TE, scores_TE)
+        return Routing(self.expert_weights(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        dtype = wide(x_TD.dtype)
+        """The gate's output for every expert, in fp32."""
+        dtype = fp32_or_wider(x_TD.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        if fused(x_TD) and x_TD.dtype == self.weight.dtype == torch.bfloat16:
-            logits_TE = logits_of(x_TD, self.weight)
+        if runs_fused(x_TD) and x_TD.dtype == self.weight.dtype == torch.bfloat16:
+            logits_TE = router_logits(x_TD, self.weight)
             return logits_TE if bias is None else logits_TE + bias
         return linear(x_TD.to(dtype), self.weight.to(dtype), bias)
 
-    def _choosing(self, num_tokens: int) -> Choosing:
+    def _router_options(self, num_tokens: int) -> TopKOptions:
         spec = self.spec
-        return Choosing(
+        return TopKOptions(
             spec.top_k,
             spec.score == "softmax",
             spec.norm_topk,
             spec.scale,
             spec.num_groups,
             spec.top_groups,
-            self.turn * num_tokens * spec.top_k if self.forced_balance else None,
+            self.expert_group_rank * num_tokens * spec.top_k if self.forced_balance else None,
         )
 
     @torch.no_grad()
-    def choose(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
-        """Softmax keeps the order of logits but rounds neighbours to ties: compare logits where nothing is added."""
+    def choose_experts(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        """The K best experts of each token, best first.
+
+        A softmax keeps the order of the logits but may round neighbours to equal scores, so logits are compared where
+        no bias is added to the scores.
+        """
         choice_TE = scores_TE
         if self.balance_bias is not None:
             choice_TE = scores_TE + self.balance_bias.to(scores_TE.dtype)
@@ -98,18 +107,21 @@ class Router(nn.Module):
             choice_TE = logits_TE
         if self.spec.num_groups > 1:
             choice_TE = choice_TE.masked_fill(~self._in_best_groups(choice_TE), float("-inf"))
-        return largest(choice_TE, self.spec.top_k)
+        return top_k_stable(choice_TE, self.spec.top_k)
 
     def _in_best_groups(self, choice_TE: Tensor) -> Tensor:
-        """DeepSeek-V3: a group counts as the sum of its two best experts."""
+        """True for the experts of a token's best groups. A group scores the sum of its two best (DeepSeek-V3)."""
         choice_TGe = choice_TE.unflatten(1, (self.spec.num_groups, -1))
         group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(dim=-1)
         best_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-        best_TG.scatter_(1, largest(group_TG, self.spec.top_groups), True)
+        best_TG.scatter_(1, top_k_stable(group_TG, self.spec.top_groups), True)
         return best_TG[..., None].expand_as(choice_TGe).flatten(1)
 
-    def weigh(self, logits_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """The weights carry the gradient. A softmax over the chosen logits is the normalised softmax over all."""
+    def expert_weights(self, logits_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """The weights of the chosen experts, which carry the gradient to the router.
+
+        With normalised weights a softmax over the chosen logits equals the softmax over all, divided by its sum.
+        """
         if self.spec.norm_topk and self.spec.score == "softmax":
             weight_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
         else:
@@ -118,13 +130,13 @@ class Router(nn.Module):
                 weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)  # 1e-20: DeepSeek-V3's code
         return weight_TK * self.spec.scale
 
-    def _balanced(self, x_TD: Tensor) -> Tensor:
-        """Experts in turn, whatever the scores: for benchmarks. Each rank goes on where the one before it ended."""
+    def _round_robin(self, x_TD: Tensor) -> Tensor:
+        """Experts in turn, whatever the scores: for benchmarks. Each rank continues where the rank before it ended."""
         num_slots = x_TD.shape[0] * self.spec.top_k
-        slots = torch.arange(num_slots, device=x_TD.device) + self.turn * num_slots
+        slots = torch.arange(num_slots, device=x_TD.device) + self.expert_group_rank * num_slots
         return (slots % self.spec.num_experts).view(-1, self.spec.top_k)
 
 
-def largest(score_TX: Tensor, count: int) -> Tensor:
-    """Indices of the largest, best first; the lower index of equals. `topk` promises no order among equals."""
+def top_k_stable(score_TX: Tensor, count: int) -> Tensor:
+    """Indices of the largest, best first; the lower index of equals. `torch.topk` promises no order among equals."""
     return score_TX.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.kernels.choose import works
-from threefold.engine.optim.hosted import PIECE, Host, chosen
-from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master, needs_master
-from threefold.engine.ways import stood_for
+from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.optim.cpu_offload import PIECE, Host, chosen
+from threefold.engine.optim.optimizer_params import Item, as_items, kept_dtype, make_master, needs_master
+from threefold.engine.device import is_simulated
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +42,7 @@ class AdamW:
         self.hosted = {item.name for n, item in enumerate(self.items) if n in places}
         self.host = Host(self.items[0].value.device if self.items else torch.device("cpu"))
         narrow = all(item.value.dtype != torch.float64 for item in self.items)
-        self.in_one_pass = narrow and (stood_for() or works(self.host.device))
+        self.in_one_pass = narrow and (is_simulated() or has_triton_kernels(self.host.device))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.dtype = STATE_DTYPES[state_dtype]
         self.steps = 0
@@ -132,13 +132,13 @@ class AdamW:
     def _pass(
         self, value: Tensor, grad: Tensor, weight: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float
     ) -> None:
-        if stood_for():
+        if is_simulated():
             return
-        from threefold.engine.kernels.adamw import adamw
+        from threefold.engine.kernels.elementwise.adamw_triton import adamw_step
 
         factor = value.new_ones((), dtype=torch.float32) if self._factor is None else self._factor
         settings = {"betas": self.betas, "eps": self.eps, "steps": self.steps}
-        adamw(value, grad.contiguous(), weight, first, second, factor, lr=lr, decay=decay, **settings)  # type: ignore
+        adamw_step(value, grad.contiguous(), weight, first, second, factor, lr=lr, decay=decay, **settings)  # type: ignore
 
     def _fused(
         self,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.optim.adamw import AdamW, refresh
-from threefold.engine.optim.items import Item, as_items, kept_dtype, make_master, needs_master
+from threefold.engine.optim.optimizer_params import Item, as_items, kept_dtype, make_master, needs_master
 
 # Coefficients of the quintic iteration that pushes singular values towards 1 (Jordan et al., 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315

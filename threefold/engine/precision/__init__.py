@@ -1,1 +1,1 @@
-"""Products of matrices below sixteen bits: formats, recipes, and where they are used."""
+"""GEMMs below sixteen bits: number formats, quantization, recipes, backends, and the layers that use them."""

@@ -1,7 +1,10 @@
-"""A matrix in a narrow format with a scale for each block of it: exact, in plain torch, on any device.
+"""Quantization of a matrix to a low-precision format with a scale for each block: exact, in plain torch, on any device.
 
-Blocks lie along the columns, which are what a product sums over. Scales are those that give numbers back: what is
-stored times its scale. The last block of a row or a column may be short.
+Blocks lie along the columns, the dim that a GEMM sums over. The number that is meant is the stored value times its
+scale. The last block of a row or column may be short. The emulated backend uses this module, and tests compare the
+kernels with it.
+
+Example: in 1x128 blocks, a (300, 512) matrix has values (300, 512) and scales (300, 4).
 
 Shapes: M rows, K columns, m x k blocks.
 """
@@ -13,115 +16,122 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.kernels.fp8.format import SMALLEST_SCALE
-from threefold.engine.precision.formats import E4M3, Format, encode, load, power_above
-from threefold.engine.precision.rotate import rotate
+from threefold.engine.kernels.fp8.quantized_tensors import SMALLEST_SCALE
+from threefold.engine.precision.float_formats import E4M3, FloatFormat, decode, encode, next_power_of_two
+from threefold.engine.precision.hadamard import hadamard_transform
 
-Scale = Literal["fp32", "power", "e8m0", "e4m3"]
-Block = tuple[int | None, int | None]
-_TINY = torch.finfo(torch.float32).tiny
-_SMALLEST = 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
+ScaleFormat = Literal["fp32", "power", "e8m0", "e4m3"]
+BlockShape = tuple[int | None, int | None]
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_SMALLEST_E4M3 = 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
-    """How a matrix is rounded; `block` is rows x columns that share a scale, None for all of them.
+class QuantSpec:
+    """How a matrix is quantized.
 
-    Scales are fp32 numbers, powers of two kept as such (`power`) or in a byte (`e8m0`), or e4m3 numbers under one fp32
-    number for the whole matrix.
+    Scales are fp32 numbers (`fp32`), powers of two stored in fp32 (`power`) or in a byte (`e8m0`), or e4m3 numbers
+    under one fp32 scale for the whole matrix (`e4m3`).
     """
 
-    format: Format
-    block: Block
-    scale: Scale = "fp32"
-    stochastic: bool = False
-    rotated: bool = False  # by a random Hadamard matrix, block by block
+    format: FloatFormat
+    block: BlockShape  # rows x columns that share a scale; None for all of them
+    scale: ScaleFormat = "fp32"
+    stochastic: bool = False  # rounding at random, right on average
+    hadamard: bool = False  # transformed by a random Hadamard matrix first, block by block
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """`values` and `scales` may be wider than `shape` says: kernels want whole blocks, with zeros behind."""
+    """A quantized matrix. Its tensors may be larger than `shape`: kernels want whole blocks, padded by zeros."""
 
     values: Tensor
     scales: Tensor  # (m, k)
-    top: Tensor | None  # scale of the whole matrix
+    global_scale: Tensor | None  # one scale for the whole matrix, on top of `scales`
     shape: tuple[int, int]
-    cast: Cast
+    spec: QuantSpec
 
-    def wide(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers it stands for."""
-        x_MK = load(self.values[: self.shape[0]], self.cast.format, self.shape[1])
-        return (x_MK * _spread(_whole(self.scales, self.top), self.shape, self.cast.block)).to(dtype)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that values and scales represent."""
+        x_MK = decode(self.values[: self.shape[0]], self.spec.format, self.shape[1])
+        return (x_MK * _expand_scales(_total_scales(self.scales, self.global_scale), self.shape, self.spec.block)).to(
+            dtype
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What must be kept to have it again by `like`."""
-        return (self.values, self.scales) if self.top is None else (self.values, self.scales, self.top)
+        """The tensors to save; `with_tensors` rebuilds the matrix from them."""
+        return (
+            (self.values, self.scales) if self.global_scale is None else (self.values, self.scales, self.global_scale)
+        )
 
-    def like(self, tensors: tuple[Tensor, ...]) -> "Quantized":
-        top = tensors[2] if self.top is not None else None
-        return Quantized(tensors[0], tensors[1], top, self.shape, self.cast)
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> "Quantized":
+        global_scale = tensors[2] if self.global_scale is not None else None
+        return Quantized(tensors[0], tensors[1], global_scale, self.shape, self.spec)
 
 
-def quantize(x_MK: Tensor, cast: Cast) -> Quantized:
+def quantize(x_MK: Tensor, spec: QuantSpec) -> Quantized:
+    """Quantize a matrix along its columns."""
     x_MK = x_MK.to(torch.float32)
-    if cast.rotated:
-        x_MK = rotate(x_MK)
+    if spec.hadamard:
+        x_MK = hadamard_transform(x_MK)
     shape = (x_MK.shape[0], x_MK.shape[1])
-    scales, top = _scales(_largest(x_MK, cast.block), cast)
-    x_MK = x_MK / _spread(_whole(scales, top), shape, cast.block)
-    return Quantized(encode(x_MK, cast.format, cast.stochastic), scales, top, shape, cast)
+    scales, global_scale = _block_scales(_block_amax(x_MK, spec.block), spec)
+    x_MK = x_MK / _expand_scales(_total_scales(scales, global_scale), shape, spec.block)
+    return Quantized(encode(x_MK, spec.format, spec.stochastic), scales, global_scale, shape, spec)
 
 
-def _whole(scales: Tensor, top: Tensor | None) -> Tensor:
-    return scales.to(torch.float32) if top is None else scales.to(torch.float32) * top
+def _total_scales(scales: Tensor, global_scale: Tensor | None) -> Tensor:
+    return scales.to(torch.float32) if global_scale is None else scales.to(torch.float32) * global_scale
 
 
-def plain_scales(largest: Tensor, form: Format) -> Tensor:
-    """In fp32, so that these become the format's largest; 1 for zeros."""
-    return _needed(largest, form).clamp(min=SMALLEST_SCALE).where(largest != 0, 1.0)
+def fp32_scales(amax: Tensor, float_format: FloatFormat) -> Tensor:
+    """The fp32 scales by which each amax becomes the format's largest number; SMALLEST_SCALE at least, 1 for zeros."""
+    return _exact_scales(amax, float_format).clamp(min=SMALLEST_SCALE).where(amax != 0, 1.0)
 
 
-def _needed(largest: Tensor, form: Format) -> Tensor:
-    # By a tensor: on CUDA torch multiplies by the inverse of a plain number, which is not the same.
-    return largest / torch.full_like(largest, form.largest)
+def _exact_scales(amax: Tensor, float_format: FloatFormat) -> Tensor:
+    # The divisor is a tensor: CUDA multiplies by the inverse of a Python number, which rounds otherwise.
+    return amax / torch.full_like(amax, float_format.max_value)
 
 
-def _scales(largest_mk: Tensor, cast: Cast) -> tuple[Tensor, Tensor | None]:
-    """So that the largest number of a block becomes the format's largest, or up to half of it; 1 for zeros."""
-    if cast.scale == "fp32":
-        return plain_scales(largest_mk, cast.format), None
-    needed = _needed(largest_mk, cast.format)
-    if cast.scale in ("power", "e8m0"):
-        scales = power_above(needed.clamp(min=_TINY)).where(largest_mk != 0, 1.0)
-        return scales.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scales, None
-    # arXiv 2509.25149, appendix C: the largest block's scale becomes the largest number of e4m3. One that would become
-    # zero is the smallest number instead.
-    highest = largest_mk.amax() if largest_mk.numel() else largest_mk.new_zeros(())
-    top = _or_one(highest / (cast.format.largest * E4M3.largest))
-    scales = E4M3.nearest(needed / top).clamp(min=_SMALLEST).where(needed != 0, 1.0)
-    return scales.to(torch.float8_e4m3fn), top
+def _block_scales(amax_mk: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
+    """Scales by which the amax of a block becomes the format's largest number, or up to half of it; 1 for zeros."""
+    if spec.scale == "fp32":
+        return fp32_scales(amax_mk, spec.format), None
+    exact = _exact_scales(amax_mk, spec.format)
+    if spec.scale in ("power", "e8m0"):
+        scales = next_power_of_two(exact.clamp(min=_SMALLEST_NORMAL)).where(amax_mk != 0, 1.0)
+        return scales.to(torch.float8_e8m0fnu) if spec.scale == "e8m0" else scales, None
+    # arXiv 2509.25149, appendix C: the largest block scale becomes the largest number of e4m3. A scale that would
+    # round to zero is the smallest number of e4m3 instead.
+    highest = amax_mk.amax() if amax_mk.numel() else amax_mk.new_zeros(())
+    global_scale = _one_for_zero(highest / (spec.format.max_value * E4M3.max_value))
+    scales = E4M3.round_nearest(exact / global_scale).clamp(min=_SMALLEST_E4M3).where(exact != 0, 1.0)
+    return scales.to(torch.float8_e4m3fn), global_scale
 
 
-def _or_one(x: Tensor) -> Tensor:
+def _one_for_zero(x: Tensor) -> Tensor:
     return x.where(x != 0, 1.0)
 
 
-def _largest(x_MK: Tensor, block: Block) -> Tensor:
-    (m, high), (k, wide) = (blocks(size, length) for size, length in zip(x_MK.shape, block, strict=True))
+def _block_amax(x_MK: Tensor, block: BlockShape) -> Tensor:
+    (m, block_rows), (k, block_columns) = (
+        count_blocks(size, length) for size, length in zip(x_MK.shape, block, strict=True)
+    )
     if not x_MK.numel():
         return x_MK.new_zeros(m, k)
-    padded = F.pad(x_MK, (0, k * wide - x_MK.shape[1], 0, m * high - x_MK.shape[0]))
-    return padded.view(m, high, k, wide).abs().amax(dim=(1, 3))
+    padded = F.pad(x_MK, (0, k * block_columns - x_MK.shape[1], 0, m * block_rows - x_MK.shape[0]))
+    return padded.view(m, block_rows, k, block_columns).abs().amax(dim=(1, 3))
 
 
-def blocks(size: int, length: int | None) -> tuple[int, int]:
-    """How many, and how long."""
+def count_blocks(size: int, length: int | None) -> tuple[int, int]:
+    """The number of blocks, and their length."""
     return (1, size) if length is None else (-(-size // length), length)
 
 
-def _spread(scales: Tensor, shape: tuple[int, int], block: Block) -> Tensor:
-    """Of each element; where a dim has one scale only, as that."""
+def _expand_scales(scales: Tensor, shape: tuple[int, int], block: BlockShape) -> Tensor:
+    """The scale of each element. A dim with one scale only is left to broadcasting."""
     for dim, (size, length) in enumerate(zip(shape, block, strict=True)):
         if length is not None:
             scales = scales if length == 1 else scales.repeat_interleave(length, dim=dim)

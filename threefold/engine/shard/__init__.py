@@ -1,1 +1,1 @@
-"""How a model is cut over ranks: placements, collectives, and one file an axis; order.py applies them."""
+"""Sharding of a model over ranks: one file for each axis (TP, CP, EP); `order.py` applies them in one visible order."""

@@ -1,8 +1,10 @@
-"""A sequence spread over context-parallel ranks: 2 x cp equal pieces, rank r holds r and 2 x cp - 1 - r.
+"""The zigzag layout of a sequence over context-parallel ranks, and Ulysses' exchange of sequence for heads.
 
-One early and one late piece give every rank the same causal work. Spans are ranges of places in the whole sequence.
+A sequence has 2 x cp equal pieces, and rank r holds the pieces r and 2 x cp - 1 - r: one early and one late piece give
+every rank the same causal work. A span is a range of positions of the whole sequence. Example: with 8 tokens and cp 2,
+rank 0 holds the spans 0..1 and 6..7, and rank 1 the spans 2..3 and 4..5.
 
-Shapes: B batch, S the whole sequence, s a rank's share of it, H heads, h a rank's share of them, d any columns.
+Shapes: B batch, S the whole sequence, s a rank's shard of it, H heads, h a rank's heads, d any columns.
 """
 
 from collections.abc import Sequence
@@ -10,16 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from threefold.engine.mesh import Group
-from threefold.engine.shard.collectives import exchange
+from threefold.engine.dist.collectives import all_to_all_rows
+from threefold.engine.dist.mesh import Group
 
 
 def zigzag_pieces(cp: int, rank: int) -> tuple[int, int]:
+    """The numbers of the two pieces that a rank holds."""
     return rank, 2 * cp - 1 - rank
 
 
-def spans_of(length: int, cp: int, rank: int) -> list[range]:
-    """What a rank holds of a sequence, in the order it lies there."""
+def rank_spans(length: int, cp: int, rank: int) -> list[range]:
+    """The spans of a sequence that a rank holds, in the order of its shard."""
     if cp == 1:
         return [range(length)]
     assert length % (2 * cp) == 0, (length, cp)
@@ -27,51 +30,51 @@ def spans_of(length: int, cp: int, rank: int) -> list[range]:
     return [range(piece * size, (piece + 1) * size) for piece in zigzag_pieces(cp, rank)]
 
 
-def cut(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's share of a sequence in natural order."""
+def shard_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's shard of a whole sequence."""
     if group.size == 1:
         return x
-    spans = spans_of(x.shape[dim], group.size, group.rank)
+    spans = rank_spans(x.shape[dim], group.size, group.rank)
     return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
 
-def to_natural(x: Tensor, cp: int, dim: int) -> Tensor:
-    """The shares of all ranks, one behind the other, put in natural order."""
+def undo_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
+    """The whole sequence, from the shards of all ranks one behind the other."""
     if cp == 1:
         return x
     pieces = x.chunk(2 * cp, dim)
     return torch.cat([*pieces[::2], *pieces[::-2]], dim)
 
 
-def to_shares(x: Tensor, cp: int, dim: int) -> Tensor:
-    """The inverse of `to_natural`."""
+def apply_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
+    """The shards of all ranks one behind the other, from the whole sequence: the inverse of `undo_zigzag`."""
     if cp == 1:
         return x
     pieces = x.chunk(2 * cp, dim)
     return torch.cat([pieces[piece] for rank in range(cp) for piece in zigzag_pieces(cp, rank)], dim)
 
 
-def trade_for_heads(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """(B, s, H, d) of all heads to (B, S, h, d) of this rank's, in natural order; all parts in one exchange.
+def sequence_to_heads(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Ulysses: (B, s, H, d) with all heads to (B, S, h, d) with this rank's heads, all tensors in one all-to-all.
 
-    Between neighbours of a larger group S is the two spans that a rank of the outer ring holds.
+    Inside `a2a+p2p`, S is only the two spans that a rank of the outer ring holds.
     """
-    if group.alone:
+    if group.is_trivial:
         return list(parts)
     cp = group.size
-    shares = [x.unflatten(2, (cp, -1)).movedim(2, 0) for x in parts]
-    given = exchange(torch.cat([share.flatten(1) for share in shares], dim=1), group)
-    widths = [share[0].numel() for share in shares]
-    pairs = zip(given.split(widths, dim=1), shares, strict=True)
-    # Rank by rank along the sequence, then piece by piece.
-    return [to_natural(x.view(share.shape).movedim(0, 1).flatten(1, 2), cp, 1) for x, share in pairs]
+    by_rank = [x.unflatten(2, (cp, -1)).movedim(2, 0) for x in parts]
+    received = all_to_all_rows(torch.cat([part.flatten(1) for part in by_rank], dim=1), group)
+    widths = [part[0].numel() for part in by_rank]
+    pairs = zip(received.split(widths, dim=1), by_rank, strict=True)
+    # The received sequence lies rank by rank and is put into its own order.
+    return [undo_zigzag(x.view(part.shape).movedim(0, 1).flatten(1, 2), cp, 1) for x, part in pairs]
 
 
-def trade_for_sequence(x_BShd: Tensor, group: Group) -> Tensor:
-    """(B, S, h, d) of this rank's heads to (B, s, H, d) of all: the way back."""
-    if group.alone:
+def heads_to_sequence(x_BShd: Tensor, group: Group) -> Tensor:
+    """Ulysses: (B, S, h, d) with this rank's heads back to (B, s, H, d) with all heads."""
+    if group.is_trivial:
         return x_BShd
     cp = group.size
-    shares = to_shares(x_BShd, cp, 1).unflatten(1, (cp, -1)).movedim(1, 0)
-    given = exchange(shares.contiguous(), group)
-    return given.movedim(0, 2).flatten(2, 3)
+    by_rank = apply_zigzag(x_BShd, cp, 1).unflatten(1, (cp, -1)).movedim(1, 0)
+    received = all_to_all_rows(by_rank.contiguous(), group)
+    return received.movedim(0, 2).flatten(2, 3)

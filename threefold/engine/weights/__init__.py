@@ -1,1 +1,1 @@
-"""Engine names <-> Hugging Face names; safetensors in and out, tensor by tensor."""
+"""Weights in and out: engine names and Hugging Face names, safetensors, import and export, tensor by tensor."""

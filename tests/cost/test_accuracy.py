@@ -1,0 +1,104 @@
+"""The figures that docs/reference/estimate.md states, from the benchmark itself; the bounds are those the planner promises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import ROOT
+
+from threefold.cost.memory.by_stack import memory
+from threefold.interop.published import cannot_express, is_usable, load_rows, plan_from_row
+
+RUNS = ROOT / "data" / "published_runs.json"
+
+
+def judge(runs: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/accuracy.py", "--runs", str(runs), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    return judge(RUNS)
+
+
+def test_throughput_is_within_its_bounds(result: dict[str, Any]) -> None:
+    figures = result["throughput"]
+    assert figures["rows"] == 94
+    assert figures["mean_abs_pct"] <= 10
+    assert figures["p90_abs_pct"] <= 20
+    assert figures["rank_correlation"] > 0.95
+
+
+def test_memory_is_within_its_bounds(result: dict[str, Any]) -> None:
+    assert result["memory"]["rows"] >= 10
+    assert result["memory"]["mean_abs_pct"] <= 5
+    qwen = [row for row in result["per_row"] if row["figure"] == "peak_gib" and row["measured"] == 62.166]
+    assert qwen
+    assert all(abs(row["error_pct"]) <= 3 for row in qwen)
+
+
+def test_one_field_changes_have_the_right_sign_and_size(result: dict[str, Any]) -> None:
+    """Groups whose rows differ in one field and by more than 3 %: direction right, size within a third."""
+    judged = [c for c in result["ab"] if len(c["fields"]) == 1 and abs(c["measured_change_pct"]) > 3]
+    assert len(judged) >= 10
+    for change in judged:
+        assert abs(change["predicted_change_pct"] - change["measured_change_pct"]) <= abs(
+            change["measured_change_pct"] / 3
+        ), change
+
+
+def test_the_documents_long_context_pattern_comes_out(result: dict[str, Any]) -> None:
+    """DeepSeek-V3 on H100 flat from 4K to 256K when CP grows along; Qwen3-Next on GB200 loses clearly at 64K."""
+    deepseek = [c["predicted_change_pct"] for c in result["ab"] if c["group"] == "longctx:deepseek-v3:h100"]
+    assert len(deepseek) == 5
+    assert all(abs(change) <= 10 for change in deepseek)
+    qwen = [c["predicted_change_pct"] for c in result["ab"] if c["group"].startswith("longctx:qwen3-next")]
+    assert qwen[-1] < -30
+
+
+def test_runs_that_ran_out_of_memory_do_not_fit() -> None:
+    """Every published OOM is predicted over the chip; no usable run is predicted over by more than the margin."""
+    for row in load_rows(RUNS):
+        if cannot_express(row) or not (row["status"] == "oom" or is_usable(row)):
+            continue
+        plan = plan_from_row(row).plan
+        assert plan is not None
+        full = memory(plan).device_bytes / plan.chip.memory_bytes
+        assert full > 1 if row["status"] == "oom" else full < 1.18, row["id"]
+
+
+def test_rows_nobody_has_seen_are_judged_or_skipped_with_a_reason(tmp_path: Path) -> None:
+    """Ids, order and unknown values do not matter to the benchmark."""
+    rows = load_rows(RUNS)[:40]
+    for number, row in enumerate(rows):
+        row["id"] = f"other-{number}"
+    rows[0]["model"] = "no-such-model"
+    rows[1]["gpus"] = None
+    rows[2]["extra_knobs"] = None
+    rows[3] = {"id": "bare"}
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps(rows))
+    found = judge(path)
+    assert found["throughput"]["rows"] > 5
+    assert {"other-0", "bare"} <= {row["id"] for row in found["skipped"]}
+    assert set(found["throughput"]) == {
+        "rows",
+        "mean_abs_pct",
+        "median_abs_pct",
+        "p90_abs_pct",
+        "bias_pct",
+        "rank_correlation",
+    }

@@ -1,0 +1,183 @@
+"""Tests of the loss and optimizer kernels against plain torch in fp64, in Triton's interpreter or on a GPU.
+
+Shapes: C tokens, D model dim, V vocabulary.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from threefold.engine.kernels.elementwise.adamw_triton import adamw_step
+from threefold.engine.kernels.elementwise.cross_entropy_triton import (
+    cross_entropy_in_place,
+    scale_and_cast,
+    softmax_grad_in_place,
+    softmax_statistics,
+)
+from threefold.engine.kernels.elementwise.sum_of_squares_triton import sum_of_squares
+from threefold.engine.layers.cross_entropy import IGNORE, cross_entropy_sum, reference
+from threefold.engine.optim.adamw import AdamW
+
+ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+DEVICE = "cuda" if ON_GPU else "cpu"
+# `test_interpreter.py` runs the tests whose names begin with test_interpreted.
+runs = pytest.mark.skipif(
+    not (ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"), reason="needs a GPU or triton's interpreter"
+)
+NARROW = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter cuts to bf16 instead of rounding
+STORED = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}  # half a unit in the last place
+DTYPES = [NARROW, torch.float32]
+MIXES = {
+    "narrow": (NARROW,) * 4,
+    "master": (NARROW, NARROW, torch.float32, torch.float32),
+    "wide gradient": (NARROW, torch.float32, torch.float32, NARROW),
+    "wide": (torch.float32,) * 4,
+}
+
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def drawn(num_tokens: int, vocab: int, dtype: Any, spread: float = 4.0) -> tuple[Any, Any]:
+    logits_CV = (spread * torch.randn(num_tokens, vocab, device=DEVICE)).to(dtype)
+    labels_C = torch.randint(vocab, (num_tokens,), device=DEVICE)
+    labels_C[::5] = IGNORE
+    return logits_CV, labels_C
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 7, 128, 1000, 9001])
+def test_interpreted_cross_entropy(vocab: int, dtype: Any) -> None:
+    logits_CV, labels_C = drawn(11, vocab, dtype)
+    wide = logits_CV.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide, labels_C, ignore_index=IGNORE, reduction="none")
+    expected.sum().backward()
+    loss_C = cross_entropy_in_place(logits_CV, labels_C, IGNORE)
+    assert torch.allclose(loss_C.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(logits_CV.double(), wide.grad, atol=1e-6, rtol=2 * STORED[dtype])
+    assert not logits_CV[labels_C == IGNORE].any()
+
+
+@runs
+def test_interpreted_cross_entropy_of_a_sure_token() -> None:
+    """p rounds to 1 in bf16; its gradient p - 1 must not round to 0."""
+    logits_CV = torch.zeros(1, 16, dtype=NARROW, device=DEVICE)
+    logits_CV[0, 3] = 9.0
+    sure = torch.softmax(logits_CV.double(), -1)[0, 3]
+    cross_entropy_in_place(logits_CV, torch.tensor([3], device=DEVICE), IGNORE)
+    assert logits_CV[0, 3].item() == pytest.approx(sure.item() - 1, rel=4e-3)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_interpreted_scale_and_cast(dtype: Any) -> None:
+    """The result is rounded once: the factor is not rounded to the dtype of the result first."""
+    x_VD, factor = torch.randn(91, 333, device=DEVICE), torch.tensor(1 / 3, device=DEVICE)
+    out_VD = scale_and_cast(x_VD, factor, dtype)
+    assert out_VD.dtype == dtype
+    assert torch.allclose(out_VD.double(), x_VD.double() * factor.double(), atol=1e-7, rtol=STORED[dtype])
+    assert scale_and_cast(x_VD[:0], factor, dtype).shape == (0, 333)
+
+
+@runs
+def test_interpreted_sharded_vocabulary() -> None:
+    """The shards of three ranks, of which one is empty, reduced as the ranks do."""
+    logits_CV, labels_C = drawn(9, 700, NARROW)
+    whole_CV = logits_CV.clone()
+    loss_C = cross_entropy_in_place(whole_CV, labels_C, IGNORE)
+    bounds = [(0, 300), (300, 300), (300, 700)]
+    parts = [logits_CV[:, a:b].contiguous() for a, b in bounds]
+    seen = [softmax_statistics(part, labels_C - a) for part, (a, _) in zip(parts, bounds, strict=True)]
+    top_C = torch.stack([top for top, _, _ in seen]).amax(0)
+    log_sum_C = top_C + sum(total * (top - top_C).exp() for top, total, _ in seen).log()
+    found_C = log_sum_C - sum(picked for _, _, picked in seen)
+    for part, (a, _) in zip(parts, bounds, strict=True):
+        softmax_grad_in_place(part, labels_C - a, log_sum_C)
+    counted = labels_C != IGNORE
+    assert torch.allclose(found_C[counted], loss_C[counted], atol=1e-5)
+    assert torch.allclose(torch.cat(parts, 1)[counted].float(), whole_CV[counted].float(), atol=1e-6, rtol=8e-3)
+
+
+@runs
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("size", [1, 2047, 5000])
+def test_interpreted_adamw(size: int, mix: str) -> None:
+    """One step from the middle of a run against the formula in fp64."""
+    value_dtype, grad_dtype, master_dtype, state_dtype = MIXES[mix]
+    value = torch.randn(size, device=DEVICE).to(value_dtype)
+    master = value if master_dtype == value_dtype else value.to(master_dtype)
+    first = (0.1 * torch.randn(size, device=DEVICE)).to(state_dtype)
+    second = (0.1 * torch.rand(size, device=DEVICE)).to(state_dtype)
+    grad, factor = torch.randn(size, device=DEVICE).to(grad_dtype), torch.tensor(0.37, device=DEVICE)
+    rate, decay, betas, eps, steps = 1e-2, 0.1, (0.9, 0.95), 1e-8, 3
+    g, w = grad.double() * factor.double(), master.double()
+    m = betas[0] * first.double() + (1 - betas[0]) * g
+    v = betas[1] * second.double() + (1 - betas[1]) * g * g
+    spread = (v / (1 - betas[1] ** steps)).sqrt() + eps
+    w = w * (1 - rate * decay) - rate * (m / (1 - betas[0] ** steps)) / spread
+    settings = {"lr": rate, "decay": decay, "betas": betas, "eps": eps, "steps": steps}
+    adamw_step(value, grad, master, first, second, factor, **settings)
+    for found, expected, dtype in ((first, m, state_dtype), (second, v, state_dtype), (master, w, master_dtype)):
+        # Sums of fp32 numbers of size 1, then rounded: on the edge between two neighbours, to either.
+        assert torch.allclose(found.double(), expected, atol=1e-6, rtol=1e-6 + 2 * STORED[dtype])
+    assert torch.equal(value, master.to(value_dtype))
+
+
+@runs
+def test_interpreted_adamw_in_fp64_is_torch_s() -> None:
+    """The kernel computes in fp32, so fp64 weights must not use it."""
+    weight = torch.nn.Parameter(torch.randn(6, 5, device=DEVICE, dtype=torch.float64))
+    same = torch.nn.Parameter(weight.detach().clone())
+    ours = AdamW([("weight", weight)], weight_decay=0.1)
+    theirs = torch.optim.AdamW([same], lr=1e-2, betas=ours.betas, eps=ours.eps, weight_decay=0.1)
+    for _ in range(2):
+        weight.grad = torch.randn_like(weight)
+        same.grad = weight.grad.clone()
+        ours.step(1e-2)
+        theirs.step()
+    torch.testing.assert_close(weight, same, rtol=1e-12, atol=1e-14)
+
+
+@runs
+def test_interpreted_adamw_changes_nothing_if_the_factor_is_nan() -> None:
+    kept = [torch.rand(100, device=DEVICE) for _ in range(3)]
+    before = [x.clone() for x in kept]
+    settings = {"lr": 0.1, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "steps": 1}
+    value, first, second = kept
+    adamw_step(
+        value, torch.ones_like(value), value, first, second, torch.tensor(float("nan"), device=DEVICE), **settings
+    )
+    assert all(torch.equal(x, old) for x, old in zip(kept, before, strict=True))
+
+
+@runs
+@pytest.mark.parametrize("size", [0, 1, 100_001])
+def test_interpreted_squares(size: int) -> None:
+    parts = [torch.randn(n, device=DEVICE).to(NARROW) for n in (size, 70)]
+    parts.append(torch.randn(33, device=DEVICE))
+    expected = sum(part.double().square().sum() for part in parts)
+    assert sum_of_squares(parts).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("chunk", [64, 200, 4096])
+def test_loss_on_a_gpu(chunk: int) -> None:
+    """The error in bf16 is at most twice that of the loss with all logits in memory."""
+    torch.manual_seed(0)
+    x_CD = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight_VD = (0.1 * torch.randn(5003, 128, device="cuda")).to(torch.bfloat16).requires_grad_()
+    labels_C = torch.randint(5003, (300,), device="cuda")
+    labels_C[::7] = IGNORE
+    exact = [x.detach().double().requires_grad_() for x in (x_CD, weight_VD)]
+    wanted = torch.autograd.grad(reference(*exact, labels_C), exact)
+    plain = torch.autograd.grad(reference(x_CD, weight_VD, labels_C), (x_CD, weight_VD))
+    found = torch.autograd.grad(cross_entropy_sum(x_CD, weight_VD, labels_C, chunk), (x_CD, weight_VD))
+
+    def far(one: Any, other: Any) -> float:
+        return float((one.double() - other).norm() / other.norm())
+
+    for mine, theirs, truth in zip(found, plain, wanted, strict=True):
+        assert far(mine, truth) < 2 * far(theirs, truth) + 1e-4

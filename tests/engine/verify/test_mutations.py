@@ -1,0 +1,69 @@
+"""The oracle sees what it should: one collective, scale, group, mask or cut is broken at a time, and each is caught.
+
+A mutation changes the engine inside the forked ranks only; the one rank they are compared with stays whole.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import mutations_dp_pp  # noqa: F401
+import mutations_experts  # noqa: F401
+import mutations_tp_cp  # noqa: F401
+import pytest
+import torch
+from mutation_registry import MUTATIONS, Mutation
+from oracle_layouts import CASES
+
+from threefold.engine.build import options_of
+from threefold.engine.options import Options
+from threefold.engine.verify.compare import RankResults, compare_results
+from threefold.engine.verify.forked_ranks import RankError, run_ranks
+from threefold.engine.verify.oracle import run_one_rank, run_rank
+from threefold.plan.plan import Plan
+
+TOLERANCE = 1e-10  # test_oracle.FP64: what a whole engine keeps
+STEPS = 2  # the second shows what the first left behind
+
+
+@cache
+def whole(name: str) -> tuple[Plan, Options, RankResults]:
+    torch.set_num_threads(1)
+    [case] = [case for case in CASES if case.name == name]
+    plan = case.plan
+    options = replace(options_of(plan), expert_backend="loop")
+    return plan, options, run_one_rank(plan, STEPS, torch.float64, options)
+
+
+def broken(rank: int, mutate: Callable[[], None], plan: Plan, options: Options) -> RankResults:
+    mutate()
+    return run_rank(rank, plan, STEPS, torch.float64, options)
+
+
+def marked(mutation: Mutation) -> Any:
+    return pytest.param(mutation, id=mutation.name, marks=() if mutation.often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mutation", [marked(mutation) for mutation in MUTATIONS])
+def test_mutation_is_caught(mutation: Mutation) -> None:
+    plan, options, alone = whole(mutation.case)
+    try:
+        ranks = run_ranks(plan.layout.gpus, broken, mutation.mutate, plan, options)
+    except RankError as error:
+        if mutation.error and re.search(mutation.error, str(error)):
+            return
+        raise  # the mutation itself failed, which catches completed_call
+    assert compare_results(plan, alone, ranks).largest > TOLERANCE
+
+
+def test_nothing_broken_is_not_caught() -> None:
+    plan, options, alone = whole("dp")
+    ranks = run_ranks(plan.layout.gpus, broken, lambda: None, plan, options)
+    assert compare_results(plan, alone, ranks).largest <= TOLERANCE
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTATIONS) >= 25
+    assert {mutation.case for mutation in MUTATIONS} <= {case.name for case in CASES}

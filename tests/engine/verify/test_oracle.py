@@ -1,0 +1,239 @@
+"""Every accepted layout gives one rank's losses, gradients, weights, optimizer states and router biases."""
+
+import math
+import os
+import random
+import time
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from oracle_layouts import AXES, CASES, SHARDED, Case
+from tiny_models import FAMILIES
+
+from threefold.engine.build import options_of
+from threefold.engine.models.build import build_model
+from threefold.engine.verify.compare import Comparison, RankResults, compare_results
+from threefold.engine.verify.oracle import compare_with_one_rank, run_one_rank
+from threefold.layout.degrees import SCHEDULES
+from threefold.plan.plan import CP_COMM, Plan
+from threefold.rules.all import check, errors
+from threefold.rules.stacks import ENGINE_LIMITS
+
+# Sums in another order differ by 1e-15; AdamW divides by the gradient's size, which makes 1e-12 of that.
+FP64 = 1e-10
+# Rounding is 6e-8, a few thousand terms are summed; the gradient of the smallest parameters is what is left of larger
+# ones that cancel.
+FP32 = 1e-5
+SEED = int(os.environ.get("THREEFOLD_ORACLE_SEED", time.time_ns() % 1_000_000))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def refused(plan: Plan) -> list[str]:
+    return [str(finding) for finding in errors(check(plan)) if finding.rule not in ENGINE_LIMITS]
+
+
+def marked(case: Case) -> object:
+    return pytest.param(case, id=case.name, marks=() if case.often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+def test_layout_is_one_rank(case: Case) -> None:
+    plan = case.plan
+    assert refused(plan) == []
+    found = compare_with_one_rank(plan)
+    assert found.problems == ()
+    assert found.near_ties == 0
+    assert found.idle == ()
+    assert found.num_parameters == len(list(build_model(plan.model, plan.mtp, device="meta").parameters()))
+    assert found.largest <= FP64, found
+
+
+GROUPED = ("dp tp ep edp", "tp cp ep etp", "dp pp vpp ep", "fsdp cp ep", "tp pp vpp etp", "ep beyond dp")
+
+
+@pytest.mark.parametrize("name", [GROUPED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in GROUPED[1:])])
+def test_grouped_products_are_one_rank(name: str) -> None:
+    """The path that trains, in fp32. One step: AdamW makes a step's worth of the rounding of a gradient near zero."""
+    [case] = [case for case in CASES if case.name == name]
+    options = replace(options_of(case.plan), expert_backend="grouped")
+    found = compare_with_one_rank(case.plan, steps=1, dtype=torch.float32, options=options)
+    assert (found.problems, found.near_ties) == ((), 0)
+    assert max(found.loss, found.norm, found.gradient) <= FP32, found
+
+
+def test_set_covers_every_axis_and_pair() -> None:
+    assert len(CASES) >= 60
+    assert len({case.name for case in CASES}) == len(CASES)
+    # The data-parallel degrees follow from the ranks, and chunks need a pipeline.
+    alone = [{"pp", "vpp"} if axis == "vpp" else {axis} for axis in (*AXES, *SHARDED) if axis not in ("dp", "edp")]
+    for axes in (set(), *alone):
+        assert any(case.written() == axes for case in CASES), axes
+    often = [case for case in CASES if case.often]
+    assert 18 <= len(often) <= 24
+    assert max(case.gpus for case in often) <= 8
+    for cases in (CASES, often):
+        for pair in combinations((*AXES, *SHARDED), 2):
+            assert pair == SHARDED or any(case.active() >= set(pair) for case in cases), pair
+    assert {case.family for case in CASES} == set(FAMILIES)
+
+
+def test_set_covers_knobs_and_jobs() -> None:
+    plans = [case.plan for case in CASES]
+    assert {plan.layout.pipeline_schedule for plan in plans if plan.layout.pp > 1} == set(SCHEDULES)
+    kinds = [plan.knobs.cp_comm for plan in plans if plan.layout.cp > 1]
+    assert {kind for kind in kinds if isinstance(kind, str)} == set(CP_COMM)
+    assert any(not isinstance(kind, str) for kind in kinds)
+    assert {plan.mtp for plan in plans} == {0, 1, 2}
+    assert any(plan.model.tied and plan.layout.pp > 1 for plan in plans)
+    dropping = [plan for plan in plans if plan.job.capacity_factor]
+    assert len(dropping) >= 3
+    for plan in dropping:
+        options = replace(options_of(plan), expert_backend="loop")
+        assert run_one_rank(plan, 1, torch.float64, options).losses[0]["router/dropped"] > 0
+
+
+# What is made again in a backward, and what waits for it on the host.
+AGAIN = ([], [], ["layernorm"], ["moe_act", "mlp"], ["core_attn", "mla_up_proj"], ["moe"], ["shared_experts"], ["full"])
+AWAY = ([], [], [], ["core_attn"], ["moe_act"], ["expert_fc1"])
+
+
+def random_knobs(draw: random.Random, merged: bool) -> dict[str, object]:
+    """What trades time for memory, or hides it, and may change nothing else."""
+    return {
+        "grad_reduce_overlap": draw.choice((True, False)),
+        "tp_overlap": draw.choice((True, False)),
+        "ep_overlap": merged,
+        "delay_wgrad": merged and draw.choice((True, False)),
+        "shared_expert_overlap": not merged and draw.choice((True, False)),
+        "expert_fusion": draw.choice((True, False)),
+        "recompute": draw.choice(AGAIN),
+        "activation_offload": draw.choice(AWAY),
+        "optimizer_offload": draw.choice((0.0, 0.0, 0.5, 1.0)),
+    }
+
+
+def a_random_case(draw: random.Random, merged: bool = False) -> Case:
+    """Any degrees of up to eight ranks, with EP overlap or not; the caller asks the rules."""
+    family = draw.choice(FAMILIES)
+    degrees = {axis: draw.choice((1, 1, 2, 2, 3, 4)) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    degrees["vpp"] = draw.choice((1, 2)) if degrees["pp"] > 1 else 1
+    ranks = degrees["pp"] * math.lcm(degrees["tp"] * degrees["cp"], degrees["ep"] * degrees["etp"])
+    degrees["gpus"] = ranks * draw.choice((1, 1, 2))
+    way = draw.choice(("zero1", "zero1", "fsdp", "hsdp"))
+    degrees["replicate"] = 2 if way == "hsdp" else 1
+    schedules = ("zero-bubble", "dualpipev", None) if degrees["vpp"] > 1 else ("zero-bubble", None)
+    job = {
+        "seq_len": 24,
+        "global_batch": draw.choice((4, 8)),
+        "micro_batch": draw.choice((1, 2)),
+        "mtp": draw.choice((0, 0, 1)),
+        "packing": draw.choice((False, True)),
+        "capacity_factor": draw.choice((None, None, 1.0)),
+        "optimizer": draw.choice(("adamw", "adamw", "muon")),
+    }
+    knobs = {"data_parallel": way, "cp_comm": draw.choice(CP_COMM), **random_knobs(draw, merged)}
+    spec = {"odd": draw.choice((False, True))}
+    if not family.startswith("qwen3_next"):
+        spec["num_hidden_layers"] = draw.choice((2, 4))
+    if degrees["pp"] > 1:
+        degrees["schedule"] = draw.choice(schedules)
+    return Case("random", family, degrees, job, knobs, spec)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_random_layout_is_one_rank(number: int) -> None:
+    draw = random.Random(SEED + number)
+    merged = draw.choice((True, False))  # first: the rules refuse most layouts with overlap
+    cases = (a_random_case(draw, merged) for _ in range(100_000))
+    case = next(case for case in cases if 2 <= case.gpus <= 8 and not refused(case.plan))
+    where = f"THREEFOLD_ORACLE_SEED={SEED}, number {number}: {case}"
+    try:
+        found = compare_with_one_rank(case.plan)
+    except Exception as error:
+        raise AssertionError(where) from error
+    assert (found.problems, found.near_ties) == ((), 0), where
+    assert found.largest <= FP64, (where, found)
+
+
+# The judge must not be satisfied by nothing
+
+
+def seen(**changes: object) -> RankResults:
+    piece = ("w", (4,), (0,), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    state = ("first.w", *piece[1:])
+    one = RankResults([{"ce": 2.0}], [1.0], 0, [piece], [piece], [state], {"bias": torch.ones(2)})
+    return replace(one, **changes)  # type: ignore[arg-type]
+
+
+def judged(*ranks: RankResults, alone: RankResults | None = None, case: str = "dp") -> Comparison:
+    [chosen] = [one for one in CASES if one.name == case]
+    used = [replace(rank, calls={("dp x cp", "reduce_scatter"): 1, ("edp", "reduce_scatter"): 1}) for rank in ranks]
+    return compare_results(chosen.plan, alone or seen(), used)
+
+
+def half(first: int, *values: float) -> list[tuple[str, tuple[int, ...], tuple[int, ...], object]]:
+    return [("w", (4,), (first,), torch.tensor(values))]
+
+
+def owned(name: str, values: object) -> list[object]:
+    return [(name, (4,), (0,), torch.tensor(values))]
+
+
+def test_judge_accepts_what_is_the_same() -> None:
+    both = [seen(gradients=half(0, 1, 2), states=[]), seen(gradients=half(2, 3, 4))]
+    found = judged(*both)
+    assert (found.largest, found.problems, found.idle, found.num_parameters) == (0.0, (), (), 1)
+    assert found.steps == ((2.0, 2.0),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"gradients": []}, "gradient: missing or unknown ['w']"),
+        ({"gradients": half(0, 1, 2)}, "gradient of w: elements on 0 to 1 ranks"),
+        ({"gradients": [*half(0, 1, 2, 3, 4), *half(2, 3, 4)]}, "gradient of w: elements on 1 to 2 ranks"),
+        ({"states": []}, "state: missing or unknown ['first.w']"),
+        ({"weights": half(0, 1, 2)}, "weight of w: elements on 0 to 1 ranks"),
+        ({"biases": {}}, "router biases are missing"),
+        ({"skipped": 1}, "1 steps changed nothing"),
+    ],
+)
+def test_judge_tells_what_is_missing(changes: dict[str, object], told: str) -> None:
+    found = judged(seen(**changes))
+    assert found.problems == (told,)
+    assert found.largest == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "gap"),
+    [
+        ({"losses": [{"ce": 2.5}]}, "loss", 0.25),
+        ({"losses": [{"ce": math.nan}]}, "loss", math.inf),
+        ({"norms": [0.5]}, "norm", 0.5),
+        ({"gradients": owned("w", [1.0, 2.0, 3.0, 3.0])}, "gradient", 0.25),
+        ({"gradients": owned("w", [1.0, 2.0, math.nan, 4.0])}, "gradient", math.inf),
+        ({"weights": owned("w", [0.0, 2.0, 3.0, 4.0])}, "weight", 0.25),
+        ({"states": owned("first.w", [1.0, 2.0, 3.0, 6.0])}, "state", 0.5),
+        ({"biases": {"bias": torch.tensor([1.0, 0.0])}}, "bias", 1.0),
+    ],
+)
+def test_judge_sees_a_difference(changes: dict[str, object], name: str, gap: float) -> None:
+    found = judged(seen(**changes))
+    assert found.problems == ()
+    assert (getattr(found, name), found.largest) == (gap, gap)
+
+
+def test_judge_names_what_does_not_move() -> None:
+    still = {"gradients": owned("w", [0.0] * 4), "biases": {"bias": torch.zeros(2)}}
+    assert judged(seen(**still), alone=seen(**still)).idle == ("bias", "w")
+
+
+@pytest.mark.parametrize(("case", "axis"), [("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("ep", "ep"), ("etp", "etp")])
+def test_judge_misses_an_axis_that_was_not_used(case: str, axis: str) -> None:
+    assert f"nothing travelled along {axis}" in judged(seen(), case=case).problems

@@ -1,5 +1,0 @@
-"""Forked ranks for tests."""
-
-from threefold.engine.ranks import run_ranks
-
-__all__ = ["run_ranks"]

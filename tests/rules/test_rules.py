@@ -1,0 +1,592 @@
+"""Each rule: one plan it refuses, one it accepts, and its fix clears it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from plans import CLEAN, build
+from random_plans import random_fields
+
+from threefold.findings import FindingsError
+from threefold.plan.explain import EXPLANATIONS
+from threefold.plan.parse import change
+from threefold.rules.all import RULES, check, errors, explain, known_slugs, repair
+from threefold.rules.base import blockers
+from threefold.rules.stacks import promoted
+
+# For each rule: changes to CLEAN that it refuses, and changes it accepts ({} is CLEAN itself).
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # shape
+    "grids-divide-ranks": ({"cluster.gpus": 1000}, {"cluster.gpus": 512}),
+    "tp-divides-model": ({"layout.tp": 3, "job.seq_len": 4098, "cluster.gpus": 1536}, {"layout.tp": 4}),
+    "ep-divides-experts": ({"layout.ep": 48, "cluster.gpus": 768}, {"layout.ep": 32}),
+    "etp-divides-expert": ({"layout.etp": 3, "cluster.gpus": 1536}, {"layout.etp": 2}),
+    "expert-axes-need-experts": ({"model": "llama3-8b", "knobs.ep_overlap": False}, {}),
+    "experts-fit-routing": ({"model.num_experts": 12}, {"model.num_experts": 64}),
+    "dense-layers-exist": ({"model.num_layers": 3}, {"model.num_layers": 30}),
+    "chunks-hold-layers": ({"layout.vpp": 16}, {"layout.vpp": 8}),
+    "chunk-is-empty": ({"layout.stages": "Et||(tt|)*29tmL"}, {"layout.stages": "Et|(tt|)*30mL"}),
+    "stages-match-model": ({"layout.stages": "Et*4|(t*4|)*14tmL"}, {"layout.stages": "Et|(tt|)*30mL"}),
+    "vpp-needs-pp": ({"layout.pp": 1, "layout.vpp": 4}, {"layout.pp": 1, "layout.vpp": 1}),
+    "schedule-fits-chunks": ({"layout.schedule": "1f1b"}, {"layout.schedule": "interleaved"}),
+    "schedule-on-target": (
+        {"layout.schedule": "zero-bubble"},
+        {"layout.schedule": "zero-bubble", "target": "threefold"},
+    ),
+    "replicate-divides-dp": ({"layout.replicate": 2}, {"layout.replicate": 2, "knobs.data_parallel": "hsdp"}),
+    "seq-divides-cp": ({"job.seq_len": 4097}, {"job.seq_len": 6144}),
+    "cp-a2a-divides-heads": (
+        {"model": "qwen3-30b-a3b", "layout.cp": 4, "knobs.cp_comm": "a2a"},
+        {"model": "qwen3-30b-a3b", "layout.cp": 2, "knobs.cp_comm": "a2a"},
+    ),
+    "cp-comm-per-layer": (
+        {"layout.cp": 2, "knobs.cp_comm": ["p2p", "a2a"]},
+        {"layout.cp": 2, "knobs.cp_comm": ["p2p"] * 61},
+    ),
+    "mtp-in-model": ({"job.mtp": 2, "knobs.ep_overlap": False, "knobs.delay_wgrad": False}, {"job.mtp": 0}),
+    # batch
+    "batch-divides-dp": ({"job.global_batch": 8190}, {"job.global_batch": 512}),
+    "interleaved-fills-pipeline": ({"job.global_batch": 256}, {"job.global_batch": 512}),
+    "pipeline-bubble-small": ({"job.global_batch": 512, "layout.vpp": 2}, {"job.global_batch": 2048}),
+    "pipeline-needs-static-lengths": ({"job.dynamic_length": True}, {"job.packing": True}),
+    "forced-balance-is-benchmark": ({"job.routing": "forced-balance"}, {"job.routing": "learned"}),
+    "synthetic-data-is-benchmark": ({"job.data": "synthetic"}, {"job.data": ["a.bin", "b.bin"]}),
+    "capacity-is-used": ({"job.capacity_scope": "rank"}, {"job.capacity_scope": "rank", "job.capacity_factor": 1.5}),
+    # context
+    "cp-from-shard-target": ({"job.seq_len": 131072, "job.global_batch": 512}, {"job.seq_len": 16384}),
+    "cp-only-when-long": ({"layout.cp": 4}, {"layout.cp": 2}),
+    "tp-for-cp-on-rack": (
+        {"cluster.chip": "gb200", "layout.tp": 1, "layout.cp": 8, "job.seq_len": 32768, "knobs.dispatcher": "hybridep"},
+        {"cluster.chip": "gb200", "layout.tp": 2, "layout.cp": 4, "job.seq_len": 32768, "knobs.dispatcher": "hybridep"},
+    ),
+    "dp-at-floor": (
+        {"layout.cp": 64, "job.seq_len": 262144, "job.global_batch": 64},
+        {"layout.cp": 32, "job.seq_len": 262144, "job.global_batch": 64},
+    ),
+    "batch-against-length": (
+        {"layout.cp": 8, "job.seq_len": 65536},
+        {"layout.cp": 8, "job.seq_len": 65536, "job.global_batch": 512},
+    ),
+    "sdpa-recompute-at-length": (
+        {"job.seq_len": 32768, "layout.cp": 4, "knobs.recompute": ["core_attn", "mlp"]},
+        {"knobs.recompute": ["core_attn", "mlp"]},
+    ),
+    "short-baseline-at-length": (
+        {"job.seq_len": 32768, "layout.cp": 4, "knobs.recompute": []},
+        {"job.seq_len": 32768, "layout.cp": 4},
+    ),
+    "kernels-at-length": (
+        {"job.seq_len": 131072, "layout.cp": 16, "stack.torch": "2.8.0"},
+        {"job.seq_len": 131072, "layout.cp": 16, "stack.torch": "2.11.0"},
+    ),
+    # recompute
+    "full-recompute-alone": ({"knobs.recompute": ["full", "mlp"]}, {"knobs.recompute": ["mlp"]}),
+    "recompute-method-needs-full": (
+        {"knobs.recompute_method": "uniform"},
+        {"knobs.recompute": ["full"], "knobs.recompute_method": "uniform", "knobs.recompute_layers": 1},
+    ),
+    "recompute-module-exists": ({"knobs.recompute": ["mlp", "gdn_norm_out"]}, {"knobs.recompute": ["mla_up_proj"]}),
+    "shared-recompute-or-overlap": (
+        {"knobs.recompute": ["shared_experts"], "knobs.shared_expert_overlap": True},
+        {"knobs.recompute": ["shared_experts"]},
+    ),
+    "recompute-fp8-scaling": (
+        {"knobs.recompute": ["moe_act"], "knobs.precision": "fp8-tensor"},
+        {"knobs.recompute": ["moe_act"], "knobs.precision": "fp8-cs"},
+    ),
+    "selective-before-full": ({"knobs.recompute": ["full"]}, {}),
+    "optimizer-offload-needs-adamw": (
+        {"target": "threefold", "job.optimizer": "muon", "knobs.optimizer_offload": 0.5},
+        {"target": "threefold", "knobs.optimizer_offload": 0.5},
+    ),
+    "activation-offload-without-ep-overlap": (
+        {"target": "threefold", "knobs.activation_offload": ["attn_norm"]},
+        {"target": "threefold", "knobs.activation_offload": ["attn_norm"], "knobs.ep_overlap": False},
+    ),
+    "offload-of-what-is-kept": (
+        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["moe"]},
+        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["mlp"]},
+    ),
+    "offload-comes-last": ({"knobs.optimizer_offload": 0.5, "knobs.recompute": []}, {"knobs.optimizer_offload": 0.5}),
+    # fold
+    "etp-only-when-ep-insufficient": ({"layout.ep": 32, "layout.etp": 2}, {"layout.ep": 256, "layout.etp": 2}),
+    "ep-before-tp": ({"model": "mixtral-8x7b", "layout.ep": 1}, {"model": "mixtral-8x7b", "layout.ep": 8}),
+    "tp-inside-domain": ({"layout.tp": 16}, {"layout.tp": 8}),
+    "ep-traffic-hidden-or-inside": (
+        {"knobs.dispatcher": "alltoall", "knobs.ep_overlap": False},
+        {"knobs.dispatcher": "alltoall"},
+    ),
+    "cp-ring-leaves-domain": (
+        {"layout.tp": 1, "layout.cp": 16, "job.seq_len": 65536},
+        {"layout.tp": 1, "layout.cp": 8, "job.seq_len": 32768},
+    ),
+    "axis-knobs-have-an-axis": ({"layout.tp": 1, "knobs.tp_overlap": True}, {"knobs.tp_overlap": True}),
+    # dispatch
+    "dispatcher-supports-chip": ({"cluster.chip": "gb200"}, {"cluster.chip": "b200"}),
+    "local-dispatch-needs-local-experts": ({"knobs.dispatcher": "local"}, {"knobs.dispatcher": "alltoall"}),
+    "dispatcher-default-for-chip": ({"knobs.dispatcher": "alltoall"}, {"knobs.dispatcher": "hybridep"}),
+    "shared-overlap-needs-alltoall": (
+        {"knobs.shared_expert_overlap": True},
+        {"knobs.shared_expert_overlap": True, "knobs.dispatcher": "alltoall"},
+    ),
+    "shared-overlap-needs-shared-experts": (
+        {"model": "qwen3-30b-a3b", "knobs.shared_expert_overlap": True},
+        {"knobs.shared_expert_overlap": True},
+    ),
+    "router-in-fp32": ({"knobs.router_dtype": "bf16"}, {"knobs.router_dtype": "fp32"}),
+    "experts-see-enough-tokens": (
+        {"layout.ep": 1, "model": "qwen3-30b-a3b", "layout.tp": 4},
+        {"model": "qwen3-30b-a3b"},
+    ),
+    "fusions-stay-on": ({"knobs.permute_fusion": False}, {"knobs.permute_fusion": True}),
+    "expert-kernels-have-use": (
+        {"target": "threefold", "knobs.expert_kernels": "cute"},
+        {"target": "threefold", "knobs.expert_kernels": "cute", "knobs.expert_fusion": True},
+    ),
+    # overlap
+    "ep-overlap-needs-ep": ({"layout.ep": 1}, {"layout.ep": 8}),
+    "ep-overlap-needs-experts": ({"model": "llama3-8b"}, {}),
+    "ep-overlap-dispatcher": ({"knobs.dispatcher": "local"}, {"knobs.dispatcher": "hybridep"}),
+    "ep-overlap-excludes-shared-overlap": (
+        {"knobs.shared_expert_overlap": True},
+        {"knobs.shared_expert_overlap": True, "knobs.ep_overlap": False},
+    ),
+    "ep-overlap-base-dtype": ({"knobs.precision": "fp32"}, {"knobs.precision": "fp16"}),
+    "ep-overlap-torch": ({"stack.torch": "2.5.1"}, {"stack.torch": "2.6.0"}),
+    "ep-overlap-needs-vpp": ({"layout.vpp": 1}, {"layout.vpp": 2}),
+    "ep-overlap-excludes-full-recompute": ({"knobs.recompute": ["full"]}, {"knobs.recompute": ["layernorm"]}),
+    "ep-overlap-recompute-method": (
+        {"knobs.recompute_method": "block"},
+        {"knobs.recompute_method": "block", "knobs.ep_overlap": False},
+    ),
+    "ep-overlap-recompute-layers": (
+        {"knobs.recompute_layers": 2},
+        {"knobs.recompute_layers": 2, "knobs.ep_overlap": False},
+    ),
+    "ep-overlap-mtp": ({"job.mtp": 2}, {"job.mtp": 1}),
+    "ep-overlap-excludes-moe-recompute": ({"knobs.recompute": ["moe"]}, {"knobs.recompute": ["moe_act"]}),
+    "ep-overlap-needs-microbatches": (
+        {"layout.pp": 1, "layout.vpp": 1, "job.global_batch": 512},
+        {"layout.pp": 1, "layout.vpp": 1, "job.global_batch": 1024},
+    ),
+    "overlap-needs-connections": ({"knobs.max_connections": 1}, {"knobs.max_connections": 8}),
+    "delay-wgrad-needs-ep-overlap": ({"knobs.ep_overlap": False}, {"knobs.delay_wgrad": False}),
+    "delay-wgrad-grad-reduce-te": ({"stack.te": "2.6.0"}, {"stack.te": "2.7.0"}),
+    "delay-wgrad-fusion-te": ({"stack.te": "2.6.0"}, {"stack.te": "2.6.0", "knobs.grad_accum_fusion": False}),
+    "delay-wgrad-graph-te": (
+        {"stack.te": "2.11.0", "knobs.graphs": ["moe_router"]},
+        {"stack.te": "2.12.0", "knobs.graphs": ["attn"]},
+    ),
+    "delay-wgrad-graph-fusion": (
+        {"knobs.graphs": ["attn"], "knobs.grad_accum_fusion": False},
+        {"knobs.graphs": ["attn"]},
+    ),
+    "delay-wgrad-graph-bias": ({"model": "gpt-oss-120b", "knobs.graphs": ["attn"]}, {"knobs.graphs": ["attn"]}),
+    "ep-overlap-schedule": (
+        {"target": "threefold", "layout.schedule": "zero-bubble"},
+        {"target": "threefold", "layout.schedule": "interleaved"},
+    ),
+    "delay-wgrad-needs-whole-gradients": (
+        {"target": "threefold", "knobs.data_parallel": "fsdp"},
+        {"target": "threefold", "knobs.data_parallel": "zero1"},
+    ),
+    # precision
+    "precision-runs-on-chip": ({"knobs.precision": "mxfp8"}, {"knobs.precision": "fp8-cs"}),
+    "precision-is-emulated": (
+        {"knobs.precision": "mxfp8", "target": "threefold"},
+        {"knobs.precision": "fp8-blockwise", "target": "threefold"},
+    ),
+    "nvfp4-after-stable": (
+        {"knobs.precision": "nvfp4", "cluster.chip": "b200"},
+        {"knobs.precision": "mxfp8", "cluster.chip": "b200"},
+    ),
+    "mfu-with-its-peak": ({"job.data": "synthetic"}, {"job.data": "synthetic", "knobs.precision": "bf16"}),
+    "cuts-hold-whole-blocks": (
+        {"target": "threefold", "layout.etp": 32, "layout.ep": 2},
+        {"target": "threefold", "layout.etp": 2, "layout.ep": 32},
+    ),
+    "tp-overlap-in-sixteen-bits": (
+        {"target": "threefold", "knobs.tp_overlap": True},
+        {"target": "threefold", "knobs.tp_overlap": True, "knobs.precision": "bf16"},
+    ),
+    "fp8-dispatch-by-alltoall": (
+        {"target": "threefold", "knobs.fp8_dispatch": True},
+        {"target": "threefold", "knobs.fp8_dispatch": True, "knobs.dispatcher": "alltoall"},
+    ),
+    "megatron-has-precision": ({"knobs.precision": "fp8-rowwise"}, {"knobs.precision": "fp8-cs"}),
+    "fp8-knobs-need-fp8": ({"knobs.fp8_params": True, "knobs.precision": "bf16"}, {"knobs.fp8_params": True}),
+    # graphs
+    "graph-needs-static-experts": (
+        {"knobs.graphs": ["full_iteration"]},
+        {"knobs.graphs": ["full_iteration"], "job.capacity_factor": 1.5},
+    ),
+    "graph-full-iteration-alone": (
+        {"knobs.graphs": ["full_iteration", "attn"], "job.capacity_factor": 1.5},
+        {"knobs.graphs": ["attn"]},
+    ),
+    "graph-preprocess-needs-router": (
+        {"knobs.graphs": ["moe_preprocess"]},
+        {"knobs.graphs": ["moe_router", "moe_preprocess"]},
+    ),
+    "graph-excludes-full-recompute": (
+        {"knobs.graphs": ["attn"], "knobs.recompute": ["full"]},
+        {"knobs.graphs": ["attn"], "knobs.recompute": ["layernorm"]},
+    ),
+    "graph-router-excludes-moe-recompute": (
+        {"knobs.graphs": ["moe_router"], "knobs.recompute": ["moe"]},
+        {"knobs.graphs": ["attn"], "knobs.recompute": ["moe"]},
+    ),
+    "graph-preprocess-without-sync": (
+        {
+            "knobs.graphs": ["moe_router", "moe_preprocess"],
+            "knobs.dispatcher": "alltoall",
+            "knobs.router_padding": True,
+        },
+        {"knobs.graphs": ["moe_router", "moe_preprocess"], "knobs.router_padding": True},
+    ),
+    "graph-needs-static-lengths": (
+        {"knobs.graphs": ["attn"], "job.dynamic_length": True},
+        {"knobs.graphs": [], "job.dynamic_length": True},
+    ),
+    "graph-attention-with-packing": (
+        {"knobs.graphs": ["attn", "moe_router"], "job.packing": True},
+        {"knobs.graphs": ["moe_router"], "job.packing": True},
+    ),
+    "graph-leaves-exchange-free": (
+        {"knobs.graphs": ["moe"], "job.capacity_factor": 1.0},
+        {"knobs.graphs": ["moe"], "job.capacity_factor": 1.0, "knobs.ep_overlap": False},
+    ),
+    "graph-widen-after-stable": (
+        {"knobs.graphs": ["full_iteration"], "job.capacity_factor": 1.5},
+        {"knobs.graphs": ["attn"]},
+    ),
+    "graph-scope-exists": ({"knobs.graphs": ["mamba"]}, {"model": "nemotron-3-nano", "knobs.graphs": ["mamba"]}),
+    "graph-excludes-offload": (
+        {"knobs.graphs": ["attn"], "knobs.activation_offload": ["core_attn"]},
+        {"knobs.graphs": ["attn"], "knobs.optimizer_offload": 0.5},
+    ),
+    "compile-excludes-graphs": (
+        {"knobs.compile": True, "knobs.graphs": ["attn"]},
+        {"knobs.compile": True},
+    ),
+    "compile-finds-parts": (
+        {"target": "threefold", "knobs.compile": True},
+        {"target": "threefold", "knobs.compile": True, "model": "qwen3-next-80b-a3b"},
+    ),
+    "engine-has-graphs": (
+        {"target": "threefold", "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]},
+        {
+            "target": "threefold",
+            "layout.tp": 1,
+            "knobs.precision": "bf16",
+            "knobs.ep_overlap": False,
+            "knobs.delay_wgrad": False,
+            "knobs.dispatcher": "alltoall",
+            "knobs.graphs": ["attn", "moe_router", "moe_preprocess"],
+        },
+    ),
+    "small-launches-want-graphs": ({"cluster.chip": "b200"}, {"cluster.chip": "b200", "job.micro_batch": 4}),
+    # memory
+    "master-weights-are-a-choice": (
+        {"knobs.master_weights": False},
+        {"knobs.master_weights": False, "target": "threefold"},
+    ),
+    "updates-need-bits": ({"knobs.master_weights": False, "target": "threefold"}, {"target": "threefold"}),
+    "states-fit-memory": ({"layout.ep": 1, "layout.pp": 1, "layout.vpp": 1}, {}),
+    "peak-fits-memory": (
+        {"job.micro_batch": 8, "knobs.recompute": [], "job.global_batch": 16384},
+        {},
+    ),
+    "peak-near-memory": ({"job.seq_len": 7168}, {}),
+    # vision
+    "vlm-fsdp-before-pipeline": (
+        {"model": "qwen3-vl-235b-a22b"},
+        {"model": "qwen3-vl-235b-a22b", "layout.stages": "Ett|(t*3|)*30ttL"},
+    ),
+    "vlm-benchmark-has-images": (
+        {"model": "qwen3-vl-30b-a3b", "job.data": "synthetic"},
+        {"model": "qwen3-vl-30b-a3b", "job.data": "synthetic", "job.images": 2},
+    ),
+    "vlm-sweep-microbatch": ({"model": "qwen3-vl-30b-a3b"}, {"model": "qwen3-vl-30b-a3b", "job.micro_batch": 2}),
+    "fsdp-excludes-pipeline": (
+        {"knobs.data_parallel": "fsdp"},
+        {"knobs.data_parallel": "fsdp", "layout.pp": 1, "layout.vpp": 1},
+    ),
+    "fsdp-excludes-full-graph": (
+        {"knobs.data_parallel": "fsdp", "knobs.graphs": ["full_iteration"]},
+        {"knobs.data_parallel": "fsdp", "knobs.graphs": ["attn"]},
+    ),
+    "freeze-parts-exist": ({"job.freeze": ["vision"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["vision"]}),
+    "something-trains": ({"job.freeze": ["language"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["language"]}),
+    "images-need-vision": ({"job.images": 1}, {"model": "qwen3-vl-30b-a3b", "job.images": 1}),
+    # stacks
+    "engine-has-capacity": (
+        {"target": "threefold", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"},
+        {"target": "threefold", "job.capacity_factor": 1.5},
+    ),
+    "flex-dispatch-in-bf16": ({"knobs.precision": "fp16"}, {"knobs.precision": "bf16"}),
+    "engine-has-a-choice": ({"target": "threefold", "knobs.permute_fusion": False}, {}),
+    "engine-has-knob": ({"target": "threefold", "knobs.fp8_attention": True}, {}),
+    "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
+}
+
+# Ids of the mission that `check` must cover: every row of kind rule or diagnosis.
+ROWS = [
+    "LC-CP-SIZE",
+    "LC-DP-ALIVE",
+    "LC-GBS",
+    "LC-MINGPU",
+    "LC-TPxCP",
+    "LC-SDPA",
+    "LC-4KBASE",
+    "LC-NOREPL",
+    "LC-KERNEL",
+    "RC-SHEXP",
+    "RC-ALIAS",
+    "RC-FP8",
+    "RC-ORDER",
+    "PF-ETPWARN",
+    "PF-SAMEPP",
+    "PP-STATIC",
+    "TOPO",
+    "EP-OVER-TP",
+    "CP-WHEN",
+    "DI-GATE-DE",
+    "DI-GATE-HE",
+    "DI-APPLY",
+    "DI-MAP",
+    "RT-FP32",
+    "RT-FORCE",
+    "EO-V1",
+    "EO-V2",
+    "EO-V3",
+    "EO-V4",
+    "EO-V5",
+    "EO-V6",
+    "EO-V7",
+    "EO-V8",
+    "EO-V9",
+    "EO-V10",
+    "EO-V11",
+    "EO-V12",
+    "WG-V1",
+    "WG-V2",
+    "WG-V3",
+    "WG-V4",
+    "WG-V5",
+    "WG-V6",
+    "WG-V7",
+    "EO-D1",
+    "EO-D2",
+    "EO-D3",
+    "EO-D4",
+    "EO-D5",
+    "EO-D6",
+    "EO-D7",
+    "EO-D8",
+    "EO-D9",
+    "EO-D10",
+    "EO-D11",
+    "EO-MAXCONN",
+    "FP-MAP",
+    "FP-MFU",
+    "CG-DROP",
+    "CG-RECOMP",
+    "CG-STATIC",
+    "CG-EAGER",
+    "CG-WIDEN",
+    "CG-EP",
+    "CG-PREPSYNC",
+    "OF-RULE",
+    "PW-MEMSIG",
+    "PW-COMMSIG",
+    "PW-HOSTSIG",
+    "PW-COMPSIG",
+    "VL-GUIDE",
+    "VL-MOCK",
+    "VL-MBS",
+    "VL-COMPAT",
+    "CF-ONE",
+    "CF-FIX",
+]
+
+
+def fired(fields: dict[str, Any]) -> set[str]:
+    return {finding.rule for finding in check(build(fields))}
+
+
+def test_the_starting_plan_is_clean() -> None:
+    assert check(build(CLEAN)) == []
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CASES) == set(RULES)
+
+
+@pytest.mark.parametrize("slug", CASES)
+def test_rule_refuses_accepts_and_cures(slug: str) -> None:
+    bad, good = CASES[slug]
+    assert slug not in fired({**CLEAN, **good})
+    plan = build({**CLEAN, **bad})
+    findings = [finding for finding in check(plan) if finding.rule == slug]
+    assert findings, f"{slug} did not fire"
+    for finding in findings:
+        assert finding.fix_text
+        assert finding.problem
+        assert finding.at
+        if finding.fix_data:
+            plan = change(plan, finding.fix_data)
+    if findings[0].fix_data:
+        assert slug not in {finding.rule for finding in check(plan)}
+
+
+def test_rows_of_the_mission_are_covered() -> None:
+    covered = {row for rule in RULES.values() for row in rule.rows}
+    # EO-AB is the parser's overlap-switch-couples; CF-ALL is shown by test_all_findings_at_once.
+    assert set(ROWS) - covered == set()
+    assert "overlap-switch-couples" in EXPLANATIONS
+
+
+def test_all_findings_at_once() -> None:
+    plan = build({**CLEAN, "layout.ep": 48, "layout.tp": 3, "knobs.precision": "mxfp8", "job.global_batch": 7})
+    slugs = [finding.rule for finding in errors(check(plan))]
+    assert {"ep-divides-experts", "tp-divides-model", "precision-runs-on-chip", "grids-divide-ranks"} <= set(slugs)
+    assert slugs == [finding.rule for finding in errors(check(plan))]  # and in a stable order
+
+
+def test_fix_text_offers_the_valid_values() -> None:
+    finding = next(f for f in check(build({**CLEAN, "layout.ep": 48})) if f.rule == "ep-divides-experts")
+    assert str(finding) == (
+        "error[ep-divides-experts] layout.ep: 48 ranks cannot share 256 experts evenly\n"
+        "  fix: set layout.ep to 32 or 64"
+    )
+    assert finding.fix_data == {"layout.ep": 32}
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("optimizer_offload", 1.0), ("activation_offload", ["moe_act"]), ("activation_offload_layers", 2)],
+)
+def test_offload_is_found_where_it_is_set(knob: str, value: Any) -> None:
+    plan = build({**CLEAN, f"knobs.{knob}": value, "knobs.recompute": []})
+    assert [finding.at for finding in check(plan) if finding.rule == "offload-comes-last"] == [f"knobs.{knob}"]
+
+
+def test_repair_corrects_the_degree_before_it_adds_gpus() -> None:
+    fixed, applied = repair(build({**CLEAN, "layout.ep": 48}))
+    assert [finding.rule for finding in applied] == ["ep-divides-experts"]
+    assert (fixed.layout.ep, fixed.cluster.gpus, fixed.job.global_batch) == (32, 1024, 8192)
+
+
+def test_every_slug_explains_itself() -> None:
+    for slug in known_slugs():
+        said = explain(slug)
+        assert said
+        assert said.what
+        assert said.why
+        assert said.confirm
+        assert said.fix
+    assert explain("no-such-rule") is None
+
+
+def test_versions_unstated_are_not_judged() -> None:
+    assert not {rule for rule in fired({**CLEAN, "knobs.graphs": ["attn"]}) if rule.endswith("-te")}
+
+
+def test_megatron_rules_bind_only_megatron() -> None:
+    fields = {**CLEAN, "knobs.precision": "fp32", "stack.te": "1.0"}
+    assert "ep-overlap-base-dtype" in fired(fields)
+    assert "ep-overlap-base-dtype" not in fired({**fields, "target": "threefold"})
+    plan = build(fields)
+    assert "ep-overlap-base-dtype" not in {finding.rule for finding in check(plan, target="threefold")}
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("permute_fusion", False), ("loss_fusion", False), ("router_dtype", "bf16"), ("router_padding", True)],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp8-blockwise"])
+def test_what_the_engine_does_in_one_way_is_said_once(knob: str, value: Any, precision: str) -> None:
+    """And no rule speaks of it as if the engine had turned it."""
+    graphs = {"knobs.graphs": ["moe_router", "moe_preprocess"], "knobs.dispatcher": "alltoall"}
+    fields = {**CLEAN, **graphs, "target": "threefold", "knobs.precision": precision}
+    plan = build({**fields, f"knobs.{knob}": value})
+    before = check(build(fields))
+    [finding] = [one for one in check(plan) if one not in before]
+    assert (finding.rule, finding.at) == ("engine-has-a-choice", f"knobs.{knob}")
+    assert not blockers(promoted([finding]))
+    assert finding.problem.startswith(f"the engine has no choice of {knob}: ")
+    assert check(change(plan, finding.fix_data)) == before
+
+
+def test_the_documents_counts_of_gpus() -> None:
+    """256 GPUs for DeepSeek-V3 at 128K, 512 at 256K, 128 for Qwen3-235B at 128K; one node less is refused."""
+    for model, gpus, degrees in (
+        ("deepseek-v3", 256, {"pp": 8, "cp": 32, "ep": 32}),
+        ("deepseek-v3", 512, {"pp": 8, "cp": 64, "ep": 32}),
+        ("qwen3-235b-a22b", 128, {"tp": 4, "pp": 4, "cp": 4, "ep": 32}),
+    ):
+        layout = {"layout.tp": 1, "layout.vpp": 1, **{f"layout.{axis}": d for axis, d in degrees.items()}}
+        fields = {**CLEAN, **layout, "model": model, "knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+        assert "grids-divide-ranks" not in fired({**fields, "cluster.gpus": gpus})
+        assert "grids-divide-ranks" in fired({**fields, "cluster.gpus": gpus - 8})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp", "rule"),
+    [
+        ("dualpipev", 2, 1, "schedule-fits-chunks"),
+        ("dualpipev", 4, 3, "schedule-fits-chunks"),
+        ("dualpipev", 1, 2, "schedule-fits-chunks"),
+        (None, 1, 2, "vpp-needs-pp"),
+    ],
+)
+def test_chunks_that_no_schedule_places_are_a_finding(
+    schedule: str | None, pp: int, vpp: int, rule: str, overlap: bool
+) -> None:
+    """And nothing else: where they would lie in memory is not asked."""
+    cluster = {"target": "threefold", "model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 256}
+    layout = {"layout.pp": pp, "layout.vpp": vpp, "layout.ep": 32, "layout.schedule": schedule}
+    found = check(build({**cluster, **layout, "job.global_batch": 64, "knobs.ep_overlap": overlap}))
+    assert rule in {finding.rule for finding in errors(found)}
+    assert "peak-fits-memory" not in {finding.rule for finding in found}
+
+
+@pytest.mark.parametrize(("model", "absent"), [("qwen3-30b-a3b", True), ("deepseek-v3", False), ("llama3-8b", False)])
+def test_a_graph_of_dense_layers_needs_one(model: str, absent: bool) -> None:
+    fields = {"model": model, "cluster.chip": "h100", "knobs.graphs": ["attn", "mlp"]}
+    fixes = [finding.fix for finding in check(build(fields)) if finding.rule == "graph-scope-exists"]
+    assert fixes == ([{"knobs.graphs": ["attn"]}] if absent else [])
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_fields())
+def test_random_plans_never_break_a_rule(fields: dict[str, Any]) -> None:
+    for finding in check(build(fields)):
+        assert finding.rule in RULES
+        assert finding.to_json()["severity"] in ("error", "warning")
+        assert finding.fix_text
+
+
+@settings(max_examples=120, deadline=None)
+@given(random_fields())
+def test_fixes_converge(fields: dict[str, Any]) -> None:
+    """Applying the fixes of errors ends, and leaves only errors that no field can cure."""
+    fixed, applied = repair(build(fields))
+    left = errors(check(fixed))
+    assert [finding for finding in left if finding.fix_data] == [], applied
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_fields())
+def test_each_fix_is_a_legal_change(fields: dict[str, Any]) -> None:
+    plan = build(fields)
+    for finding in check(plan):
+        if finding.fix_data:
+            try:
+                after = check(change(plan, finding.fix_data))
+            except FindingsError as error:
+                raise AssertionError(f"{finding} cannot be applied: {error}") from error
+            same = [f for f in after if f.rule == finding.rule and f.at == finding.at and f.problem == finding.problem]
+            assert not same, f"{finding} did not clear"

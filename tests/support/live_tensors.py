@@ -1,0 +1,33 @@
+"""Bytes of tensors that were made inside a `with` block and are still alive, such as saved tensors of a forward."""
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts each storage once. Tensors of the dtypes in `without` do not count."""
+
+    def __init__(self, without: tuple[torch.dtype, ...] = ()) -> None:
+        super().__init__()
+        self.without = without
+        self._seen: dict[int, tuple[Any, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.dtype not in self.without:
+                storage = x.untyped_storage()
+                if storage._cdata not in given:
+                    self._seen[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        return out
+
+    @property
+    def num_bytes(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self._seen.values() if storage() is not None)

@@ -1,0 +1,116 @@
+"""Mutations of routing, expert parallelism and experts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from mutation_registry import breaks, completed_call, replace_attribute, skip_reduction, wrap_attribute
+from torch import Tensor
+
+from threefold.engine import build, step
+from threefold.engine.dispatch import alltoall, rows
+from threefold.engine.dispatch.capacity import Capacity
+from threefold.engine.dispatch.received_rows import ReceivedRows, all_to_all_rows, permute_rows
+from threefold.engine.dist.mesh import Mesh
+from threefold.engine.moe import balance
+from threefold.engine.moe.experts import Experts
+from threefold.engine.moe.router import Router
+from threefold.engine.shard import expert_parallel as expert
+
+# Experts
+
+
+@breaks("ep wholly over cp", often=True, error="[Ss]plit sizes|[Cc]onnection closed")
+def splits_are_swapped() -> None:
+    wrap_attribute(alltoall, "all_to_all_exchange", lambda old, group, sizes, out_sizes: old(group, out_sizes, sizes))
+
+
+@breaks("ep, odd width")
+def gradients_of_experts_are_divided_by_dp() -> None:
+    def backward(old: Callable[..., Any], *grads: Any) -> Any:
+        return tuple(grad / 2 if isinstance(grad, Tensor) else grad for grad in old(*grads))
+
+    old = rows._UnpermuteSum.backward
+    replace_attribute(rows._UnpermuteSum, "backward", staticmethod(lambda *args: backward(old, *args)))
+
+
+@breaks("dp tp ep edp")
+def gradients_of_experts_are_not_summed_over_edp() -> None:
+    skip_reduction("edp")
+
+
+@breaks("cp edp")
+def experts_are_summed_over_dp() -> None:
+    def copies(old: Callable[..., Any], mesh: Mesh, place: Any) -> Any:
+        return old(mesh, replace(place, replica_axes=("dp", "cp")) if "edp" in place.replica_axes else place)
+
+    wrap_attribute(build, "replica_group", copies)
+
+
+@breaks("etp", often=True)
+def parts_of_etp_are_not_added() -> None:
+    def unsort_and_reduce(self: ReceivedRows, y_RD: Tensor) -> Tensor:
+        if self._index is not None:
+            y_RD = permute_rows(y_RD, *reversed(self._index))
+        parts = all_to_all_rows(y_RD, self._etp, self._own_sizes, self._sizes)
+        return parts.view(self._etp.size, self._num_received, *y_RD.shape[1:])[self._etp.rank]
+
+    replace_attribute(ReceivedRows, "unsort_and_reduce", unsort_and_reduce)
+
+
+@breaks("etp with biases")
+def every_rank_of_etp_adds_the_bias() -> None:
+    replace_attribute(Experts, "adds_bias", property(lambda self: True, lambda self, value: None))
+
+
+@breaks("etp")
+def gate_and_up_are_cut_as_one() -> None:
+    def places(old: Callable[..., Any], experts: Any, mesh: Mesh) -> Any:
+        made = old(experts, mesh)
+        place = made["gate_up"]
+        (start, _), (_, stop) = place.ranges[1]
+        part = (stop - place.shape[1] // 2 - start) * 2
+        first = mesh.coordinate("etp") * part
+        return made | {"gate_up": replace(place, ranges=(place.ranges[0], ((first, first + part),), place.ranges[2]))}
+
+    wrap_attribute(expert, "_expert_placements", places)
+
+
+@breaks("tp cp ep etp")
+def ep_and_etp_change_places() -> None:
+    other = {("ep",): ("etp",), ("etp",): ("ep",)}
+    wrap_attribute(Mesh, "group", lambda old, mesh, *axes: old(mesh, *other.get(axes, axes)))
+
+
+@breaks("ep beyond dp")
+def capacity_is_of_a_rank() -> None:
+    def mark_dropped(self: Capacity, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        rows, _ = self.sort_and_pad(expert_TK, weight_TK.detach())
+        return expert_TK.masked_fill(rows.row_TK < 0, -1)
+
+    replace_attribute(Capacity, "mark_dropped", mark_dropped)
+
+
+@breaks("tp")
+def balance_counts_its_own_tokens() -> None:
+    replace_attribute(balance, "all_reduce", completed_call)
+
+
+@breaks("tp")
+def z_loss_is_not_a_part() -> None:
+    replace_attribute(balance, "_part_of_mean", lambda mean, tokens: mean)
+
+
+@breaks("edp", often=True)
+def router_bias_follows_its_own_load() -> None:
+    def added(old: Callable[..., Any], parts: Any, sums: Any, squares: Tensor) -> Any:
+        found = old(parts, sums, squares)
+        found["load_LE"] = sums["load_LE"]
+        return found
+
+    wrap_attribute(step, "add_over_ranks", added)
+
+
+@breaks("forced balance")
+def forced_balance_begins_anew_on_every_rank() -> None:
+    replace_attribute(Router, "expert_group_rank", property(lambda self: 0, lambda self, value: None))

@@ -1,0 +1,134 @@
+"""Chip files: TOML files with facts and rates measured on the user's own machine, which replace the shipped ones.
+
+    chip = "h100"
+    measured = "2026-11-15 on 1 x H100, torch 2.11"
+    [facts]
+    memory_bandwidth = 3.2e12
+    [peak_flops]
+    bf16 = 7.5e14
+    [rates]
+    gemm = 0.74
+
+Every table is optional. Rates that are fractions of a peak refer to the peaks of the same file. `threefold estimate
+--chip-file FILE` reads such a file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from threefold.cost.rates import Rates
+from threefold.findings import Finding, did_you_mean, nearest, one_of, shown
+from threefold.plan.file import load_toml
+from threefold.plan.plan import Plan
+from threefold.spec.chips import CHIPS, ChipSpec
+
+FACTS = ("memory_bytes", "memory_bandwidth", "domain_bandwidth", "network_bandwidth", "host_bandwidth")
+TABLES = ("facts", "peak_flops", "rates")
+EXAMPLE = 'chip = "h100"'
+SMALLEST, LARGEST = 1e-9, 1e18  # bounds of any number in a chip file: seconds, fractions, bytes/s and FLOP/s
+
+
+@dataclass(frozen=True, slots=True)
+class ChipFile:
+    """A chip as it was measured, and the rates that were measured with it."""
+
+    spec: ChipSpec  # the shipped facts with the measured ones in place of them
+    rates: Mapping[str, Any]  # names and values of `Rates` that were measured
+
+    def applied(self, plan: Plan) -> Plan:
+        """The plan on the measured chip."""
+        return plan.on_chip(self.spec)
+
+    def rates_over(self, shipped: Rates) -> Rates:
+        """The shipped rates with the measured ones in place of them."""
+        return replace(shipped, **self.rates)
+
+    def mismatch(self, plan: Plan) -> list[Finding]:
+        """A finding where the file describes another chip than the plan runs on."""
+        if plan.cluster.chip == self.spec.name:
+            return []
+        problem = f"the plan runs on {plan.cluster.chip}, the chip file describes {self.spec.name}"
+        fix = {"cluster.chip": self.spec.name}
+        return [Finding(rule="known-value", at="chip", problem=problem, fix=fix, advice="or leave the chip file out")]
+
+
+def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
+    """Read a chip file; every problem comes back as a finding, all at once."""
+    raw, findings = load_toml(Path(path), "chip", EXAMPLE)
+    if findings:
+        return None, findings
+    known = ("chip", "measured", *TABLES)
+    findings += [_unknown(name, known) for name in raw if name not in known]
+    shipped = _shipped(raw.get("chip"), findings)
+    measured = raw.get("measured", "")
+    if not isinstance(measured, str):
+        findings.append(_wrong_type("measured", measured, "text: when and on what it was measured"))
+    tables = {name: _table(raw, name, findings) for name in TABLES}
+    prior = Rates()
+    numbers = [f.name for f in fields(Rates) if isinstance(getattr(prior, f.name), float)]
+    drift = _numbers(tables["rates"].pop("drift", {}), "rates.drift", None, findings)
+    rates = _numbers(tables["rates"], "rates", (*numbers, "drift"), findings)
+    facts: dict[str, Any] = dict(_numbers(tables["facts"], "facts", FACTS, findings))
+    peaks = _numbers(tables["peak_flops"], "peak_flops", tuple(shipped.peak_flops) if shipped else None, findings)
+    if findings or shipped is None:
+        return None, findings
+    if "memory_bytes" in facts:
+        facts["memory_bytes"] = round(facts["memory_bytes"])
+    sources = {**shipped.sources, "measured": measured or f"{Path(path).name}, without a date"}
+    spec = replace(shipped, **facts, peak_flops={**shipped.peak_flops, **peaks}, sources=sources)
+    return ChipFile(spec, {**rates, **({"drift": drift} if drift else {})}), []
+
+
+def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:
+    if isinstance(name, str) and name in CHIPS:
+        return CHIPS[name]
+    if name is None:
+        findings.append(Finding(rule="known-value", at="chip", problem="no chip is named", advice=f"add {EXAMPLE}"))
+    elif not isinstance(name, str):
+        findings.append(_wrong_type("chip", name, "text: a chip name"))
+    else:
+        near = nearest(name.lower(), CHIPS)
+        fix, advice = ({"chip": one_of(*near)}, "") if near else (None, did_you_mean(name, CHIPS))
+        problem = f"no chip named {name!r}"
+        findings.append(Finding(rule="known-value", at="chip", problem=problem, fix=fix, advice=advice))
+    return None
+
+
+def _table(raw: Mapping[str, Any], name: str, findings: list[Finding]) -> dict[str, Any]:
+    value = raw.get(name, {})
+    if not isinstance(value, dict):
+        findings.append(_wrong_type(name, value, f"a table: [{name}]"))
+        return {}
+    return dict(value)
+
+
+def _numbers(table: Any, prefix: str, known: tuple[str, ...] | None, findings: list[Finding]) -> dict[str, float]:
+    """The entries of a table that are known, finite and positive. `known=None` accepts every name."""
+    if not isinstance(table, dict):
+        findings.append(_wrong_type(prefix, table, f"a table: [{prefix}]"))
+        return {}
+    found: dict[str, float] = {}
+    for name, value in table.items():
+        at = f"{prefix}.{name}"
+        if known is not None and name not in known:
+            findings.append(_unknown(name, known, prefix))
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            findings.append(_wrong_type(at, value, "a number"))
+        elif not SMALLEST <= value <= LARGEST:
+            problem = f"{shown(value)} is {'no positive number' if value <= 0 else 'beyond any machine'}"
+            findings.append(Finding(rule="in-range", at=at, problem=problem, advice="write what was measured"))
+        else:
+            found[name] = float(value)
+    return found
+
+
+def _unknown(name: str, known: tuple[str, ...], prefix: str = "") -> Finding:
+    at = f"{prefix}.{name}" if prefix else name
+    advice = did_you_mean(name, known)
+    return Finding(rule="unknown-field", at=at, problem="no such key in a chip file", advice=advice)
+
+
+def _wrong_type(at: str, value: Any, wanted: str) -> Finding:
+    return Finding(rule="wrong-type", at=at, problem=f"{shown(value)} is not {wanted}", advice=f"write {wanted}")

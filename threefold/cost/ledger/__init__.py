@@ -1,1 +1,0 @@
-"""What a step sends, as each stack does it."""

@@ -1,0 +1,24 @@
+"""Memory of a plan by the model of its stack: the one place where a target picks its memory model.
+
+`estimate`, `rules/memory.py`, `search/` and `dryrun/` call `memory(plan)`; `time/offload.py` asks for the activations
+of a layer. A new stack implements `MemoryModel` (`memory/stages.py`) and gets a line in `MEMORY_MODELS`.
+"""
+
+from threefold.cost.memory.megatron.model import MegatronMemory
+from threefold.cost.memory.stages import Memory, MemoryModel, Terms, stage_memory
+from threefold.cost.memory.threefold.model import ThreefoldMemory
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+
+MEMORY_MODELS: dict[str, MemoryModel] = {"megatron-bridge": MegatronMemory(), "threefold": ThreefoldMemory()}
+
+
+def memory(plan: Plan, skew: float = 1.0) -> Memory:
+    """The peak of every pipeline rank. `skew` is the tokens of the busiest expert rank over the balanced number."""
+    peaks = MEMORY_MODELS[plan.target].stage_peaks(plan, skew)
+    return Memory(tuple(stage_memory(plan, stage, peak) for stage, peak in enumerate(peaks)))
+
+
+def layer_activation_bytes(plan: Plan, layer: Layer, skew: float) -> Terms:
+    """Activations that one layer saves on the device from forward to backward of one microbatch."""
+    return MEMORY_MODELS[plan.target].layer_activation_bytes(plan, layer, skew)

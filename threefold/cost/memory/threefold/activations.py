@@ -1,0 +1,341 @@
+"""Activations that our own engine saves from forward to backward, by memory term: of a layer, and of a pipeline rank.
+
+Bytes are counted from the code of `engine/`, tensor by tensor; rehearsals, which run that code, hold these numbers to
+it. `layer_activations` is for one layer and one microbatch; `add_stage_activations` sums over layers and microbatches
+in flight.
+"""
+
+from collections.abc import Sequence
+
+from threefold.cost.memory.stages import Terms, fraction_on_device
+from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
+from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.plan.plan import Plan
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec
+
+SCALE_ROWS = 128  # rows of an expert that share scales in FP8
+DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
+_ZERO_CENTRED = ("qwen3_next",)  # families whose norms store weight - 1; plain torch computes those in fp32
+
+
+def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
+    """Bytes that one layer saves for one microbatch, offload aside."""
+    if "full" in local.recompute:
+        return {"norms": local.element_bytes * local.model.dim * local.tokens / local.layers_per_recompute}
+    saved = {"norms": _norm(local, layer.mixer != "none", local.gemm_input_bytes * mixer_saves_norm(local, layer))}
+    # A router, and a module that is recomputed, save the norm's output unquantized.
+    is_unquantized = layer.ffn == "moe" or _recomputes_ffn(local, layer)
+    output_bytes = local.element_bytes if is_unquantized else local.gemm_input_bytes
+    saved["norms"] += _norm(local, layer.ffn != "none", output_bytes * _ffn_saves_norm(local, layer))
+    saved["attention"] = mixer_bytes(local, layer)
+    if layer.ffn == "dense":
+        saves_mlp = "mlp" not in local.recompute
+        saved["mlp"] = mlp_bytes(local, local.model.dense_dim, local.gathers_sequence) if saves_mlp else 0.0
+    elif layer.ffn == "moe" and "moe" not in local.recompute:
+        saved |= {"router": _router(local), "dispatch": _dispatch(local), "experts": expert_bytes(local)}
+        saved["shared_experts"] = _shared_experts(local)
+    return saved
+
+
+def recomputed_activations(local: LocalSizes, layer: Layer, plain: LocalSizes) -> Terms:
+    """The most that a layer holds while it is recomputed; `plain` are the sizes without recompute."""
+    made = layer_activations(plain, layer)
+    fractions = dict.fromkeys(("dispatch", "experts", "shared_experts"), local.expert_chunk_fraction)
+    fractions |= {"mlp": local.mlp_chunk_fraction}
+    made = {name: size * fractions.get(name, 1.0) for name, size in made.items()}
+    spec = local.model.attention
+    if layer.mixer == "attention" and isinstance(spec, MlaSpec):
+        made["attention"] -= mla_up_bytes(plain, spec) * (1 - local.head_chunk_fraction)
+    return made
+
+
+def late_recomputed_bytes(local: LocalSizes, layer: Layer, plain: LocalSizes) -> float:
+    """The part of `recomputed_activations` that is made only in the mixer's backward: MLA's heads, chunk by chunk."""
+    spec = local.model.attention
+    if layer.mixer != "attention" or not isinstance(spec, MlaSpec) or local.head_chunk_fraction == 1:
+        return 0.0
+    return mla_up_bytes(plain, spec) * local.head_chunk_fraction
+
+
+def _norm(local: LocalSizes, exists: bool, output_bytes: float) -> float:
+    """The input of a norm over the residual stream, and `output_bytes` for each element of its output."""
+    if not exists:
+        return 0.0
+    dim = local.model.dim
+    return local.tokens * (norm_bytes(local, dim) + output_bytes * dim)
+
+
+def norm_bytes(local: LocalSizes, dim: float, groups: float = 1) -> float:
+    """Bytes per token inside norms of `dim` numbers in `groups` groups: the input and, in plain torch, a statistic
+    each."""
+    if local.has_fused_kernels:
+        return local.element_bytes * dim
+    return (2 * FP32 if norms_in_fp32(local) else local.element_bytes) * dim + FP32 * groups
+
+
+def norms_in_fp32(local: LocalSizes) -> bool:
+    """Whether norms are computed in fp32 by several torch operations, each of which saves its input."""
+    return local.model.family in _ZERO_CENTRED and local.is_16_bit and not local.has_fused_kernels
+
+
+def mixer_saves_norm(local: LocalSizes, layer: Layer) -> bool:
+    """Whether the mixer's first GEMM saves the norm's output. A tensor-parallel module saves what it gathered instead;
+    MLA gathers after its down projections."""
+    is_mla = layer.mixer == "attention" and isinstance(local.model.attention, MlaSpec)
+    return "layernorm" not in local.recompute and (is_mla or not local.gathers_sequence)
+
+
+def _recomputes_ffn(local: LocalSizes, layer: Layer) -> bool:
+    return {"dense": "mlp", "moe": "moe"}.get(layer.ffn) in local.recompute
+
+
+def _ffn_saves_norm(local: LocalSizes, layer: Layer) -> bool:
+    """Whether the feed-forward part saves the output of the norm before it."""
+    if "layernorm" in local.recompute:
+        return False
+    if _recomputes_ffn(local, layer):
+        return True  # the input of what is recomputed
+    moe = local.model.moe
+    if layer.ffn == "moe" and moe:
+        router_saves = local.has_fused_kernels or not local.is_16_bit
+        return router_saves or bool(moe.shared_gate) or (bool(moe.shared_width) and not local.gathers_sequence)
+    return not local.gathers_sequence
+
+
+def gathered_input_bytes(local: LocalSizes) -> float:
+    """The sequence as a tensor-parallel module gathers and saves it; 0 where it is the norm's output or recomputed."""
+    is_saved_elsewhere = not local.gathers_sequence or "layernorm" in local.recompute
+    return 0.0 if is_saved_elsewhere else local.gemm_input_bytes * local.model.dim * local.gathered_tokens
+
+
+def mixer_bytes(local: LocalSizes, layer: Layer) -> float:
+    """Bytes that the mixer saves, with its gathered input."""
+    model = local.model
+    if layer.mixer == "delta" and model.delta:
+        states = _delta_ring_states(local, model.delta)
+        return gathered_input_bytes(local) + _delta(local, model.delta) * local.gathered_tokens + states
+    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if layer.mixer not in ("attention", "window") or spec is None:
+        return 0.0
+    scores = 0.0 if "core_attn" in local.recompute else local.score_bytes(spec) + local.expanded_kv_bytes(spec)
+    if isinstance(spec, MlaSpec):
+        return _mla(local, spec) + scores
+    return gathered_input_bytes(local) + _gqa(local, spec) * local.gathered_tokens + scores
+
+
+def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
+    """Bytes per token: queries and keys before their norm and after rotation, values, the attention output (in plain
+    torch twice, in the kernel's layout and in that of the output projection), tables of the rotation."""
+    b, head = local.element_bytes, spec.head_dim
+    q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * head
+    heads = q / head
+    saved = b * (q + 2 * kv)  # queries, keys and values as the kernel reads them
+    if spec.gated:
+        saved += 2 * b * q + b * q  # query and gate as projected; the gate's sigmoid
+    if spec.qk_norm:
+        saved += norm_bytes(local, q + kv, (q + kv) / head) - (b * q if spec.gated and not norms_in_fp32(local) else 0)
+    if "core_attn" not in local.recompute:
+        copies_output = spec.gated or not local.has_fused_kernels
+        saved += b * q + FP32 * heads + (local.gemm_input_bytes * q if copies_output else 0)
+        # The output of ring attention has another layout than the output projection reads.
+        saved += b * q if local.has_fused_kernels and local.plan.layout.cp > 1 else 0
+    if local.is_16_bit and not local.has_fused_kernels:
+        saved += 4 * b * head * spec.rope_fraction / 2
+    return saved + (INT64 if spec.sinks else 0)
+
+
+def _mla(local: LocalSizes, spec: MlaSpec) -> float:
+    """Bytes of latents, heads and the attention output."""
+    b, heads = local.element_bytes, spec.num_heads / local.tp
+    up = 0.0 if "mla_up_proj" in local.recompute else mla_up_bytes(local, spec)
+    outputs = 2 if saves_output_twice(local, spec) else 1
+    core = 0.0
+    if "core_attn" not in local.recompute:
+        core = heads * (outputs * b * spec.v_dim + FP32) * local.gathered_tokens
+    return mla_latent_bytes(local, spec) + up + core
+
+
+def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
+    """Latents before their norms and after, as the up projections read them."""
+    b, t, q_rank = local.element_bytes, local.tokens, spec.q_rank or 0
+    latents = b * t * (q_rank + spec.kv_rank + spec.rope_dim)
+    latents += 0 if local.has_fused_kernels else FP32 * t * ((1 if q_rank else 0) + 1)
+    normed = q_rank + spec.kv_rank + (spec.rope_dim if local.gathers_sequence else 0)
+    latents += local.gemm_input_bytes * normed * (local.gathered_tokens if local.gathers_sequence else t)
+    if local.gathers_sequence and not q_rank:
+        latents += b * local.model.dim * local.gathered_tokens
+    return latents
+
+
+def saves_output_twice(local: LocalSizes, spec: GqaSpec | MlaSpec) -> bool:
+    """Whether the output projection saves another tensor than the attention kernel: in plain torch, behind a gate, or
+    where the sequence is sharded over CP. Otherwise both save the kernel's output."""
+    is_sharded = local.plan.layout.cp > 1
+    if isinstance(spec, MlaSpec):
+        return not local.has_fused_kernels or (is_sharded and local.plan.knobs.cp_comm == "all_gather")
+    return spec.gated or not local.has_fused_kernels or is_sharded
+
+
+def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
+    """Queries and keys joined with their rotary parts, and the tensor of keys and values that the values are a view
+    of."""
+    b, heads = local.element_bytes, spec.num_heads / local.tp
+    return b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * local.gathered_tokens
+
+
+def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
+    """Bytes per token of the gated delta rule in plain torch: chunks of q, k and v in fp32 with all that their matmuls
+    save, and the state of every chunk."""
+    b, heads = local.element_bytes, spec.num_v_heads / local.tp
+    k, v = spec.k_dim, spec.v_dim
+    channels = (2 * spec.keys + spec.values) / local.tp
+    inside = 40 * k + 8 * (k + v) + 4 * v + 4 * k * v / DELTA_CHUNK + 20 * DELTA_CHUNK
+    if _passes_delta_states(local):
+        # What every chunk does to a state that arrives from other ranks.
+        inside += 4 * (k + v) * (1 + k / DELTA_CHUNK)
+    after_core = (2 * FP32 if local.is_16_bit else 1) * v + 3 * b * v + FP32
+    if "gdn_norm_out" in local.recompute:
+        after_core = b * v
+    # Ring spans of several sequences are copied out of the batch.
+    copies = 3 if _passes_delta_states(local) and local.plan.job.micro_batch > 1 else 2
+    return heads * (inside + after_core) + copies * b * channels + 8 * FP32 * heads
+
+
+def _passes_delta_states(local: LocalSizes) -> bool:
+    """Whether context-parallel ranks exchange states of the delta rule, instead of trading sequence for heads."""
+    return local.plan.layout.cp > 1 and local.plan.knobs.cp_comm != "a2a"
+
+
+def _delta_ring_states(local: LocalSizes, spec: DeltaSpec) -> float:
+    """States and decays of the delta rule for both spans of every context-parallel rank, and the state that arrived."""
+    each = FP32 * spec.num_v_heads / local.tp * spec.k_dim * (spec.k_dim + spec.v_dim)
+    return local.plan.job.micro_batch * each * (2 * local.plan.layout.cp + 1) if _passes_delta_states(local) else 0.0
+
+
+def mlp_bytes(local: LocalSizes, hidden: float, with_input: bool) -> float:
+    """Gate, up, their activated product and, in plain torch, the activation; `with_input` adds the gathered input."""
+    num_saved = 2 if local.has_fused_kernels else 3
+    saved = (num_saved * local.element_bytes + local.gemm_input_bytes) * hidden / local.tp * local.gathered_tokens
+    return saved + (gathered_input_bytes(local) if with_input else 0.0)
+
+
+def _router(local: LocalSizes) -> float:
+    """Logits, the choice, and scores where a balancing loss reads them. Plain torch also saves tokens and weight in
+    fp32 and the sorted indices of all experts, although only the first top-k are used."""
+    moe, job = local.model.moe, local.plan.job
+    assert moe is not None
+    each = FP32 * moe.num_experts
+    if local.has_fused_kernels:
+        scores = FP32 * (moe.num_experts + 1) if job.aux_loss or job.seq_aux_loss else 0
+        return (each + INT64 * moe.top_k + scores) * local.tokens
+    each += INT64 * (moe.top_k if job.routing == "forced-balance" else moe.num_experts)
+    if moe.score == "softmax" and moe.norm_topk:
+        each += FP32 * moe.num_experts
+    each += 2 * FP32 * moe.top_k
+    in_fp32 = FP32 * local.model.dim * (local.tokens + moe.num_experts) if local.is_16_bit else 0.0
+    return in_fp32 + each * local.tokens
+
+
+def _dispatch(local: LocalSizes) -> float:
+    """Rows permuted by expert, which FC1 saves, and their indices and weights."""
+    layout = local.plan.layout
+    if local.experts_read_in_place:
+        return 3 * FP32 * local.dispatched_rows
+    is_exchanged = layout.ep * layout.etp > 1
+    indices = INT64 * (2 * local.dispatched_rows + (2 * local.expert_rows if is_exchanged else 0))
+    indices_and_weights = indices + FP32 * local.expert_rows
+    row_bytes = 0 if local.quantized_bytes else local.element_bytes  # a quantized row counts as the experts'
+    return row_bytes * local.model.dim * local.expert_rows + indices_and_weights
+
+
+def expert_bytes(local: LocalSizes) -> float:
+    """FC1's output (gate and up), the activation, its product with up, and that product times the router's weight."""
+    moe, model, b = local.model.moe, local.model, local.element_bytes
+    assert moe is not None
+    hidden, low = moe.expert_dim / local.plan.layout.etp, local.quantized_bytes
+    # FC2's bias is saved for every row, to be multiplied by the router's weight.
+    biases = (b * model.dim + 2 * INT64) * local.expert_rows if moe.bias else 0.0
+    num_saved = 5.0 if model.activation == "silu" else 8.0
+    if local.uses_fused_experts:
+        padded = local.expert_rows + SCALE_ROWS * moe.num_experts / local.plan.layout.ep
+        return 2 * b * hidden * local.expert_rows + low * model.dim * (padded if low else 0)
+    if "moe_act" in local.recompute:
+        num_saved, quantized_act = 2.0, 0.0
+    else:
+        quantized_act = low * hidden
+    if low:
+        num_saved -= 1 if quantized_act else 0
+        return (num_saved * b * hidden + quantized_act + low * model.dim) * local.expert_rows + biases
+    return num_saved * b * hidden * local.expert_rows + biases
+
+
+def _shared_experts(local: LocalSizes) -> float:
+    moe = local.model.moe
+    assert moe is not None
+    if not moe.shared_width or "shared_experts" in local.recompute:
+        return 0.0
+    gate = local.element_bytes * (local.model.dim + 2) * local.tokens if moe.shared_gate else 0.0
+    quantized_input = 0.0 if local.gathers_sequence else local.quantized_bytes * local.model.dim * local.tokens
+    return mlp_bytes(local, moe.shared_width, local.gathers_sequence) + gate + quantized_input
+
+
+def add_stage_activations(
+    plan: Plan,
+    stage: int,
+    contents: StageContents,
+    saved: dict[Layer, Terms],
+    terms: Terms,
+    in_flight: Sequence[int],
+    finished: Sequence[int] | None = None,
+) -> None:
+    """Add to `terms` the activations of every microbatch in flight, and the token ids of the whole step.
+
+    `saved` is what each kind of layer saves on the device, `in_flight` the microbatches by chunk, and `finished` those
+    whose backward is over, where the schedule gives it.
+    """
+    local = LocalSizes(plan)
+    on_device = fraction_on_device(plan, contents)
+    b, dim, t = local.element_bytes, plan.model.dim, local.tokens
+    for chunk, count in zip(contents.chunks, in_flight, strict=False):
+        for layer in (layers := chunk_layers(plan, chunk)):
+            for name, value in saved[layer].items():
+                terms[name] = terms.get(name, 0.0) + value * count * on_device
+        terms["attention"] = terms.get("attention", 0.0) + _rope_tables(local, layers) * count
+        # An MTP depth saves the next token's embedding and the hidden state, the norms of both side by side, and the
+        # input of its last norm.
+        embedded = b * dim * t * (chunk.mtp + (chunk.embedding and bool(layers)))
+        ends = chunk.mtp * b * dim * t * 5 + (b * dim * t if chunk.loss else 0.0) - embedded
+        terms["norms"] = terms.get("norms", 0.0) + ends * count
+        terms["embedding"] = terms.get("embedding", 0.0) + embedded * count
+        if chunk.embedding:
+            terms["embedding"] += 2 * INT64 * local.gathered_tokens * count
+    num_buffers = num_pipeline_buffers(plan, stage, contents, in_flight, finished)
+    terms["norms"] = terms.get("norms", 0.0) + num_buffers * b * dim * t
+    step_tokens = plan.job.micro_batch * plan.job.seq_len
+    terms["embedding"] = terms.get("embedding", 0.0) + 2 * INT64 * step_tokens * max(1, plan.num_microbatches)
+
+
+def _rope_tables(local: LocalSizes, layers: Sequence[Layer]) -> float:
+    """Cosine and sine of the rotary embedding in fp32, which all layers of a kind share."""
+    kinds = {"attention": local.model.attention, "window": local.model.local_attention}
+    specs = [kinds[mixer] for mixer in {layer.mixer for layer in layers} & set(kinds)]
+    dims = sum(s.rope_dim if isinstance(s, MlaSpec) else s.head_dim * s.rope_fraction for s in specs if s)
+    return FP32 * dims * local.gathered_tokens
+
+
+def num_pipeline_buffers(
+    plan: Plan, stage: int, contents: StageContents, in_flight: Sequence[int], finished: Sequence[int] | None
+) -> float:
+    """Hidden states and gradients that were sent to a neighbour and not yet freed (at most PP for each border between
+    chunks), and one that is being received."""
+    layout, count = plan.layout, max(1, plan.num_microbatches)
+    if layout.pp == 1:
+        return 0
+    num_sent, most = 0, min(layout.pp, count)
+    for number, chunk in enumerate(contents.chunks):
+        done = finished[number] if finished else count if layout.vpp > 1 else 0
+        if not chunk.loss:
+            num_sent += min(most, in_flight[number] + done) if finished else most
+        if not chunk.embedding:
+            num_sent += min(most, done)
+    return num_sent + (0 if stage == 0 and layout.vpp == 1 else 1)

@@ -1,0 +1,145 @@
+"""Tensors held for delayed weight gradients (zero-bubble schedules, `delay_wgrad`) in our own engine.
+
+A GEMM whose weight gradient is delayed keeps its input and the gradient of its output (the engine's delayed-wgrad
+code); everything else of the layer is freed. Recompute changes nothing, because what it makes again is what is kept.
+`peak.py` uses this for zero-bubble schedules, `overlap_peak.py` for EP overlap.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from threefold.cost.memory.threefold.activations import SCALE_ROWS
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.stage_contents import chunk_layers
+from threefold.layout.stages import Chunk
+from threefold.plan.plan import Plan
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the schedule runs weight gradients as passes of their own. FSDP frees gathered weights before that, so
+    its weight gradients are not delayed."""
+    return plan.layout.pipeline_schedule == "zero-bubble" and plan.knobs.data_parallel == "zero1"
+
+
+@dataclass(frozen=True, slots=True)
+class WgradBytes:
+    """Bytes that one layer keeps for its delayed weight gradients, for one microbatch."""
+
+    mixer: float = 0.0
+    experts: float = 0.0
+    dense: float = 0.0  # the dense MLP or the shared experts
+
+    @property
+    def ffn(self) -> float:
+        return self.experts + self.dense
+
+    @property
+    def total(self) -> float:
+        return self.mixer + self.ffn
+
+
+NO_WGRAD = WgradBytes()
+
+
+def delayed_wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
+    """What one layer keeps for its weight gradients, for one microbatch."""
+    model, moe, low = local.model, local.model.moe, local.quantized_bytes
+    input_tokens = local.gathered_tokens if local.gathers_sequence else local.tokens
+    mixer = _mixer(local, layer)
+    if layer.ffn == "dense":
+        hidden = model.dense_dim / local.tp * local.gathered_tokens
+        return WgradBytes(mixer, dense=_gated_mlp(local, hidden, input_tokens))
+    if layer.ffn != "moe" or moe is None:
+        return WgradBytes(mixer)
+    expert_dim, shared = moe.expert_dim / local.plan.layout.etp, 0.0
+    rows = local.tokens if local.experts_read_in_place else local.expert_rows
+    experts = _gated_mlp(local, expert_dim * local.expert_rows, rows)
+    if low and local.uses_fused_experts:  # gradients too are quantized along columns, in blocks of 128 rows
+        padded = local.expert_rows + SCALE_ROWS * moe.num_experts / local.plan.layout.ep
+        per_row = low * (model.dim + expert_dim) + _grad_bytes(local) * (model.dim + 2 * expert_dim)
+        experts = per_row * padded
+    if moe.shared_width:
+        shared = _gated_mlp(local, moe.shared_width / local.tp * local.gathered_tokens, input_tokens)
+        gate_input = moe.shared_gate and local.gathers_sequence
+        shared += local.gemm_input_bytes * model.dim * local.tokens if gate_input else 0.0
+    return WgradBytes(mixer, experts, shared)
+
+
+def _gated_mlp(local: LocalSizes, hidden: float, tokens: float) -> float:
+    """Inputs of three GEMMs, of which gate and up share theirs, and the gradients of their outputs."""
+    ends = local.model.dim * tokens
+    return local.gemm_input_bytes * (ends + hidden) + _grad_bytes(local) * (2 * hidden + ends)
+
+
+def _grad_bytes(local: LocalSizes) -> float:
+    """Bytes of an element of an output's gradient; in low precision it has a scale for each block of a row."""
+    return local.quantized_bytes + FP32 / SCALE_ROWS if local.quantized_bytes else local.element_bytes
+
+
+def chunk_wgrad_bytes(local: LocalSizes, chunk: Chunk, by_layer: Mapping[Layer, WgradBytes]) -> float:
+    """What a chunk keeps for one microbatch, from the bytes of each kind of layer. The projection of an MTP depth reads
+    two hidden states of a token."""
+    mtp_projection = (2 * local.gemm_input_bytes + _grad_bytes(local)) * local.model.dim * local.tokens * chunk.mtp
+    return sum(by_layer[layer].total for layer in chunk_layers(local.plan, chunk)) + mtp_projection
+
+
+def _mixer(local: LocalSizes, layer: Layer) -> float:
+    """The input of the first GEMMs and the gradients of their outputs; the same for the output projection, which reads
+    the attention kernel's output as the kernel saved it."""
+    model, s, t, dim = local.model, local.gathered_tokens, local.tokens, local.model.dim
+    i, b, g = local.gemm_input_bytes, local.element_bytes, _grad_bytes(local)
+    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if layer.mixer == "delta" and model.delta:
+        values = model.delta.values / local.tp
+        projected = 2 * (model.delta.keys + model.delta.num_v_heads) / local.tp + 2 * values
+        return (i * (dim + values) + g * (projected + dim)) * s
+    if layer.mixer not in ("attention", "window") or spec is None:
+        return 0.0
+    if isinstance(spec, GqaSpec):
+        q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
+        output_bytes = i if spec.gated or not local.has_fused_kernels else b
+        return (i * dim + output_bytes * q + g * ((2 if spec.gated else 1) * q + 2 * kv + dim)) * s
+    assert isinstance(spec, MlaSpec)
+    q_rank, heads, gathers = spec.q_rank or 0, spec.num_heads / local.tp, local.gathers_sequence
+    latents = q_rank + spec.kv_rank + (spec.rope_dim if gathers else 0) + (0 if q_rank or not gathers else dim)
+    up = i * latents + g * heads * (spec.qk_dim + spec.nope_dim + spec.v_dim)
+    down = i * dim + g * (q_rank + spec.kv_rank + spec.rope_dim)
+    return (up + b * heads * spec.v_dim + g * dim) * s + down * t
+
+
+def wgrad_transients(local: LocalSizes, layer: Layer) -> float:
+    """Bytes on top of the kept tensors while a layer's weight gradients are made: FC2's gradients, or also FC1's when
+    what FC2's were made of is freed."""
+    model, moe, layout = local.model, local.model.moe, local.plan.layout
+    if layer.ffn != "moe" or moe is None:
+        return local.element_bytes * model.dense_dim / local.tp * model.dim if layer.ffn == "dense" else 0.0
+    expert_dim = moe.expert_dim / layout.etp
+    fc2_grads = local.element_bytes * expert_dim * model.dim * moe.num_experts / layout.ep
+    if local.quantized_bytes and not local.uses_fused_experts:  # one gradient per expert, then all of them stacked
+        return 4 * fc2_grads
+    rows = local.tokens if local.experts_read_in_place else local.expert_rows
+    freed = local.element_bytes * (model.dim * rows + expert_dim * local.expert_rows)
+    return max(fc2_grads, 2 * fc2_grads - freed)
+
+
+def dgrad_transients(local: LocalSizes, layer: Layer) -> float:
+    """The most bytes in a feed-forward backward that makes no weight gradients: as `ffn_backward_transients`, but the
+    input of the last GEMM and the gradient of its output stay."""
+    b, model, moe = local.element_bytes, local.model, local.model.moe
+    if layer.ffn == "dense":
+        fraction = local.mlp_chunk_fraction if local.recompute & {"mlp", "full"} else 1
+        act_grad = b * model.dense_dim / local.tp * local.gathered_tokens * fraction
+        return b * model.dim * local.gathered_tokens + (3 if local.has_fused_kernels else 2) * act_grad
+    assert moe is not None
+    r = local.expert_rows * local.expert_chunk_fraction
+    rows, hidden = b * model.dim * r, b * moe.expert_dim / local.plan.layout.etp * r
+    if local.uses_fused_experts:
+        fc2_step, fc1_step = rows + 4 * hidden, 2 * rows + 3 * hidden
+        if local.quantized_bytes:  # the gradients of rows, quantized along columns, lie beside the rows
+            transposed = rows / b
+            fc2_step, fc1_step = rows + transposed + (b + 5) * hidden / b, 2 * rows + transposed + 3 * hidden / b
+        return max(fc2_step, fc1_step) + (b * model.dim * local.tokens if local.experts_read_in_place else 0.0)
+    # Rows on their way back; the activation, in fp32 for the router's weights; FC1's output gradients.
+    act = (1 + 2 * FP32 / b if local.is_16_bit else 2) * hidden
+    return max(2 * rows, rows + hidden + act, 2 * rows - 2 * hidden)

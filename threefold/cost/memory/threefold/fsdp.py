@@ -1,0 +1,198 @@
+"""FSDP in our own engine: bytes at the points where weights are gathered and gradients are reduced.
+
+FSDP units are a layer's experts, the rest of the layer, and the parameters of a chunk outside its layers (the root
+unit: the vocabulary's tables). A unit is all-gathered into one buffer and copied out of it. In a forward the buffer is
+freed when the next unit is copied; in a backward at once, while the next unit's buffer is already being filled. The
+input of a reduce-scatter is freed when the next one begins.
+
+torch's `fully_shard` splits the first dimension of each weight: with more ranks than experts most shards are padding.
+"""
+
+from dataclasses import dataclass, replace
+
+from threefold.cost.memory.stages import Terms
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.peak_points import LayerPosition, PeakPoint
+from threefold.cost.memory.threefold.transients import embedding_transients
+from threefold.cost.stage_contents import StageContents
+from threefold.layout.stages import Chunk
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer, MlaSpec
+from threefold.spec.params import dense_params, expert_params, mixer_params, norm_params, router_params, shared_params
+
+
+@dataclass(frozen=True)
+class FsdpUnits:
+    """Elements of the gathered units around a layer; 0 where a unit is not sharded."""
+
+    root: float
+    loss_root: float  # the part of the root that is reduced right after the loss
+    layer: float  # the layer without its routed experts
+    experts: float
+    padded_experts: float  # the experts with padding, so that all shards are equal
+    expert_shards: int
+    shards: int = 1  # shards of the other units
+    previous: float = 0.0  # the unit that is gathered next in the backward, of the layer before this one
+    last_reduced: float = 0.0  # the unit that was reduced last before this layer's backward
+    after_core: float = 0.0  # weights after the core of the mixer, whose gradients wait for the rest of the unit
+    mtp_root: float = (
+        0.0  # root weights with gradients from multi-token prediction, which wait for the rest of the root
+    )
+
+
+def num_local_experts(plan: Plan) -> int:
+    """Routed experts of a rank."""
+    return max(1, plan.model.num_experts // plan.layout.ep)
+
+
+def num_vocab_tables(plan: Plan, contents: StageContents) -> int:
+    """Vocabulary tables of a rank: embedding and output layer. Multi-token prediction needs both on its rank."""
+    has_head = not plan.model.tied and (contents.loss or contents.mtp > 0)
+    return (contents.embedding or contents.mtp > 0) + has_head
+
+
+def fsdp_units(plan: Plan, contents: StageContents, position: LayerPosition) -> FsdpUnits:
+    """The units around a layer, as its backward meets them."""
+    depths = min(contents.mtp, 1) if plan.model.mtp_shared else contents.mtp
+    units = _layer_units(plan, position.layer, num_vocab_tables(plan, contents), depths)
+    loss_root = units.loss_root if contents.loss else 0.0
+    next_layer = position.later_layers[0] if position.later_layers else None
+    table = plan.model.vocab / plan.layout.tp * plan.model.dim
+    return replace(
+        units,
+        loss_root=loss_root,
+        previous=_first_gathered(plan, position.previous_layer),
+        last_reduced=loss_root if position.is_before_loss else _first_gathered(plan, next_layer),
+        after_core=_weights_after_core(plan, position.layer) if units.layer else 0.0,
+        mtp_root=units.root - table if units.root and position.is_before_mtp else 0.0,
+    )
+
+
+def _layer_units(plan: Plan, layer: Layer, num_tables: int, mtp_depths: int) -> FsdpUnits:
+    """The units of a layer and of a root with so many vocabulary tables and MTP depths."""
+    model, layout = plan.model, plan.layout
+    root = loss_root = experts = padded = 0.0
+    shards, expert_shards = layout.dp * layout.cp // layout.replicate, layout.edp // layout.replicate
+    if shards > 1:
+        table = model.vocab / layout.tp * model.dim
+        root = num_tables * table + mtp_depths * 2 * model.dim**2
+        loss_root = min(num_tables, 1) * table if _reduces_by_parameter(plan) else root
+    if model.moe and layer.ffn == "moe" and expert_shards > 1:
+        num_local = num_local_experts(plan)
+        experts = model.moe.num_experts * expert_params(model) / layout.ep / layout.etp
+        padded = experts * -(-num_local // expert_shards) * expert_shards / num_local
+    rest = _without_experts(plan, layer)
+    return FsdpUnits(root, loss_root, rest, experts, padded, max(1, expert_shards), max(1, shards))
+
+
+def _first_gathered(plan: Plan, layer: Layer | None) -> float:
+    """The unit of a layer that its backward gathers first and reduces last."""
+    return 0.0 if layer is None else _without_experts(plan, layer) or _layer_units(plan, layer, 0, 0).padded_experts
+
+
+def _without_experts(plan: Plan, layer: Layer | None) -> float:
+    """Elements of a layer without its routed experts."""
+    model, layout = plan.model, plan.layout
+    if layer is None or layout.dp * layout.cp // layout.replicate <= 1:
+        return 0.0
+    sharded = mixer_params(model, layer) + (dense_params(model) if layer.ffn == "dense" else 0)
+    replicated = norm_params(model, layer)
+    if layer.ffn == "moe":
+        sharded, replicated = sharded + shared_params(model), replicated + router_params(model)
+    return sharded / layout.tp + replicated
+
+
+def _weights_after_core(plan: Plan, layer: Layer) -> float:
+    """Weights of a layer after the core of its mixer, without the routed experts."""
+    model = plan.model
+    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if layer.mixer not in ("attention", "window") or spec is None:
+        return 0.0
+    values = spec.num_heads * (spec.v_dim if isinstance(spec, MlaSpec) else spec.head_dim)
+    ffn = dense_params(model) if layer.ffn == "dense" else shared_params(model) if layer.ffn == "moe" else 0
+    return (values * model.dim + ffn) / plan.layout.tp
+
+
+def _reduces_by_parameter(plan: Plan) -> bool:
+    """Whether torch reduces only the parameters of a unit that have a gradient. torch 2.11 does; later releases, which
+    run unless the plan says otherwise, reduce a unit as a whole."""
+    parts = (plan.stack.torch or "").split(".")[:2]
+    return len(parts) == 2 and all(map(str.isdigit, parts)) and tuple(map(int, parts)) <= (2, 11)
+
+
+def bytes_at_layer_points(local: LocalSizes, units: FsdpUnits) -> dict[str, float]:
+    """Gathered weights and reductions in flight at each point of a layer, by the point's name."""
+    b = local.element_bytes
+    always = b * (units.root + units.layer)
+    experts = b * units.padded_experts + quantized_expert_bytes(local, units)
+    reduced, mtp_root = FP32 * units.last_reduced, b * units.mtp_root
+    reducing = FP32 * units.padded_experts or reduced
+    return {
+        "a forward": always + (b * units.padded_experts or b * units.layer),
+        "a second forward": always + experts + reduced + mtp_root,
+        "a backward": always + experts + reduced + mtp_root + b * units.previous,
+        "a mixer's backward": always + mtp_root + b * (units.previous + units.after_core) + reducing,
+    }
+
+
+def quantized_expert_bytes(local: LocalSizes, units: FsdpUnits) -> float:
+    """FP8 copies of gathered experts, one for each orientation that the GEMMs read."""
+    return 2 * units.experts if local.quantized_bytes and local.uses_fused_experts else 0.0
+
+
+def expert_points(
+    local: LocalSizes,
+    units: FsdpUnits,
+    position: LayerPosition,
+    saved_experts: float,
+    recomputed: float,
+    freed: Terms,
+) -> list[PeakPoint]:
+    """The points at which a layer's experts are gathered, in forward and backward, and reduced.
+
+    `saved_experts` is what the experts save without recompute, `recomputed` what the feed-forward part makes again.
+    """
+    if not units.experts:
+        return []
+    b = local.element_bytes
+    always, rows = b * (units.root + units.layer), b * local.model.dim * local.expert_rows
+    biased = local.model.moe is not None and local.model.moe.bias
+    # Rows as received and results; with a bias also the bias times the router's weight, and the sum.
+    moving = rows * (4 if biased else 2)
+    gathered = always + 2 * b * units.padded_experts + quantized_expert_bytes(local, units)
+    with_reduction = gathered + FP32 * units.last_reduced + b * units.mtp_root
+    in_backward: Terms = {"workspace": with_reduction + rows}
+    if local.recompute & {"moe", "full"}:
+        in_backward = {"workspace": with_reduction + moving, "recompute": recomputed}
+    copied = max(b * units.experts, FP32 * units.padded_experts / units.expert_shards + b * units.experts / 3)
+    reduction = always + b * (units.previous + units.mtp_root) + FP32 * units.padded_experts + copied - saved_experts
+    reducing = {"workspace": reduction, "recompute": recomputed}
+    done = position.done_fraction
+    return [
+        PeakPoint("a gathering", "forward", {"workspace": gathered, "dispatch": moving}, freed),
+        PeakPoint("a gathering", "backward", in_backward, freed, done, after_head=True),
+        PeakPoint("a reduction", "backward", reducing, freed, done, after_head=True),
+    ]
+
+
+def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms) -> list[PeakPoint]:
+    """The points at which the root unit is reduced or gathered. `saved` are the chunk's activations of one
+    microbatch."""
+    b, layout = local.element_bytes, local.plan.layout
+    points = []
+    if chunk.loss and units.loss_root:
+        # The root is gathered once more, for its part at the other end of the model.
+        size = {"workspace": FP32 * units.loss_root + 2 * b * units.root}
+        points.append(PeakPoint("the loss's reduction", "backward", size, after_head=True))
+    if chunk.embedding and layout.pp > 1:
+        # After a microbatch's backward: the table's gradient, and the same in fp32 with its shard.
+        size = {"workspace": units.root * (b + FP32 + FP32 / units.shards)}
+        points.append(PeakPoint("the embedding's reduction", "backward", size, saved, 1.0))
+        reduced = FP32 * (units.layer or units.padded_experts)
+        size = {"workspace": b * units.root + embedding_transients(local, False) + reduced}
+        points.append(PeakPoint("the embedding's backward", "backward", size, saved, 1.0))
+        # A backward leaves the root sharded. In an interleaved schedule another backward may be next, else a forward
+        # is.
+        size = {"workspace": b * (2 * units.root + units.layer)}
+        points.append(PeakPoint("the embedding's gathering", "backward", size, {} if layout.vpp > 1 else saved))
+    return points

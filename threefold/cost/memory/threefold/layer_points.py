@@ -1,0 +1,248 @@
+"""The points at one layer at which a rank of our own engine may hold most, and the tables they are made from.
+
+`peak.py` makes the tables once per plan and asks for the points of each layer position. A layer has up to four points:
+the end of its forward, a second forward that recompute runs, the backward of its feed-forward part, and that of its
+mixer; under FSDP also the gathering and the reduction of its experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.threefold.activations import (
+    late_recomputed_bytes,
+    layer_activations,
+    recomputed_activations,
+)
+from threefold.cost.memory.threefold.delayed_wgrad import (
+    NO_WGRAD,
+    WgradBytes,
+    delayed_wgrad_bytes,
+    dgrad_transients,
+    splits_backward,
+)
+from threefold.cost.memory.threefold.fsdp import (
+    bytes_at_layer_points,
+    expert_points,
+    fsdp_units,
+    quantized_expert_bytes,
+)
+from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
+from threefold.cost.memory.threefold.offloaded import EXPERT_BACKWARD_ORDER, NOTHING_OFFLOADED, OffloadedActivations
+from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint
+from threefold.cost.memory.threefold.transients import (
+    expert_backward_steps,
+    ffn_backward_transients,
+    forward_transients,
+    mixer_backward_transients,
+)
+from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.layout.stages import Chunk
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+
+_FFN_TERMS = ("mlp", "router", "dispatch", "experts", "shared_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTransients:
+    """Bytes of a kind of layer on top of its saved activations."""
+
+    forward: float  # at the end of its forward
+    second_forward: float  # at the end of the forward that recompute runs
+    ffn_backward: Terms  # in the backward of its feed-forward part, by module
+    mixer_backward: float
+    ffn_recomputed: float  # recomputed for the backward of its feed-forward part
+    mixer_recomputed: float  # recomputed for the backward of its mixer
+    saved_experts: float  # what its experts save without recompute
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTables:
+    """Bytes of each kind of layer of a plan, for one microbatch."""
+
+    local: LocalSizes
+    saved: dict[Layer, Terms]  # activations on the device
+    offloaded: Mapping[Layer, OffloadedActivations]  # activations on the host
+    wgrad: dict[Layer, WgradBytes]  # tensors for delayed weight gradients; zero where the schedule delays none
+    transients: dict[Layer, LayerTransients]
+
+
+def layer_tables(
+    local: LocalSizes, saved: dict[Layer, Terms], offloaded: Mapping[Layer, OffloadedActivations]
+) -> LayerTables:
+    """The tables of a plan, from what its kinds of layers save on the device and on the host."""
+    splits = splits_backward(local.plan)
+    wgrad = {layer: delayed_wgrad_bytes(local, layer) if splits else NO_WGRAD for layer in (*saved, NO_LAYER)}
+    whole = {layer: add_terms((saved[layer], offloaded[layer].terms)) for layer in saved} | {NO_LAYER: {}}
+    transients = {layer: _layer_transients(local, layer, terms) for layer, terms in whole.items()}
+    return LayerTables(local, saved, offloaded, wgrad, transients)
+
+
+def _layer_transients(local: LocalSizes, layer: Layer, saved: Terms) -> LayerTransients:
+    local = for_layer(local, layer)
+    ffn, mixer = _recomputed_bytes(local, layer, saved)
+    plain = layer_activations(local.without_recompute, layer)
+    forward = forward_transients(local, layer)
+    # Without overlap shared experts run last, after the moment that counts.
+    shared = 0.0 if local.plan.knobs.shared_expert_overlap else plain.get("shared_experts", 0.0)
+    return LayerTransients(
+        forward=forward,
+        second_forward=forward + ffn - shared,
+        ffn_backward=_ffn_backward_steps(local, layer),
+        mixer_backward=mixer_backward_transients(local, layer),
+        ffn_recomputed=ffn,
+        mixer_recomputed=mixer,
+        saved_experts=plain.get("experts", 0.0),
+    )
+
+
+def _ffn_backward_steps(local: LocalSizes, layer: Layer) -> Terms:
+    if splits_backward(local.plan) and layer.ffn != "none":
+        return dict.fromkeys(EXPERT_BACKWARD_ORDER, dgrad_transients(local, layer))
+    return expert_backward_steps(local) if layer.ffn == "moe" else {layer.ffn: ffn_backward_transients(local, layer)}
+
+
+def _recomputed_bytes(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[float, float]:
+    """Bytes that are recomputed for the backward of a layer's feed-forward part, and of its mixer."""
+    if not local.recompute:
+        return 0.0, 0.0
+    made = recomputed_activations(local, layer, local.without_recompute)
+    ffn = sum(made.get(name, 0.0) - saved.get(name, 0.0) for name in _FFN_TERMS)
+    mixer = made.get("attention", 0.0) - saved.get("attention", 0.0)
+    row = local.element_bytes * local.model.dim * local.tokens
+    if "full" in local.recompute:
+        norms = made["norms"] - saved.get("norms", 0.0)
+        return ffn + mixer + norms - late_recomputed_bytes(local, layer, local.without_recompute), mixer + row
+    norm = row if "layernorm" in local.recompute else 0.0
+    return ffn + norm, mixer + norm
+
+
+def layer_points(
+    tables: LayerTables, contents: StageContents, chunk: Chunk, position: LayerPosition
+) -> list[PeakPoint]:
+    """The points of the passes at one layer of a chunk."""
+    layer, sizes = position.layer, tables.transients[position.layer]
+    freed = add_terms([position.freed(tables.saved), _freed_at_ends(tables.local, chunk, position)])
+    local = for_layer(tables.local, layer)
+    together = _recomputed_before(local, chunk, position)
+    added = _added_at_layer(local, layer, sizes)
+    points = []
+    if local.plan.knobs.data_parallel != "zero1":
+        # A previous layer that was recomputed together with this one is gathered already.
+        at = replace(position, previous_layer=None) if together else position
+        units = fsdp_units(local.plan, contents, at)
+        more = bytes_at_layer_points(local, units)
+        points = expert_points(local, units, position, sizes.saved_experts, sizes.ffn_recomputed, freed)
+    else:
+        # MTP's part of the embedding table's gradient waits for the rest.
+        table = local.element_bytes * local.model.vocab / local.tp * local.model.dim
+        waits = position.is_before_mtp and chunk.embedding
+        more = dict.fromkeys(added, table if waits else 0.0) | {"a forward": 0.0}
+    pending = sum(tables.wgrad[each].total for each in position.later_layers)
+    more = {name: size + (0.0 if name == "a forward" else pending) for name, size in more.items()}
+    if "a mixer's backward" in added:
+        more["a mixer's backward"] += tables.wgrad[layer].ffn
+    offloaded = tables.offloaded.get(layer, NOTHING_OFFLOADED)
+    ffn_freed = add_terms([freed, _saved_behind_mixer(local, tables.saved.get(layer, {}), offloaded)])
+    for name, size in added.items():
+        size["workspace"] = size.get("workspace", 0.0) + more[name]
+        if name == "a forward":
+            points.append(PeakPoint(name, "forward", size, freed))
+        else:
+            over = ffn_freed if name == "a mixer's backward" else freed
+            points.append(PeakPoint(name, "backward", size, over, position.done_fraction, after_head=True))
+    others = _recomputed_together(local, contents, position, together)
+    back = _back_from_host(local.plan, chunk, position, tables.offloaded, sizes.ffn_backward)
+    for point in points:
+        if point.pass_name == "backward":
+            for name, num_bytes in (*others.items(), ("workspace", back.get(point.name, 0.0))):
+                point.added[name] = point.added.get(name, 0.0) + num_bytes
+    return points
+
+
+def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> dict[str, Terms]:
+    """Bytes on top of saved activations at the points of a layer, by the point's name."""
+    added: dict[str, Terms] = {
+        "a forward": {"dispatch" if layer.ffn == "moe" else "mlp": sizes.forward},
+        "a backward": {"workspace": max(sizes.ffn_backward.values()), "recompute": sizes.ffn_recomputed},
+    }
+    if layer.ffn == "moe" and local.recompute & {"moe", "full"}:
+        row = local.element_bytes * local.model.dim * local.tokens
+        added["a second forward"] = {"workspace": row, "recompute": sizes.second_forward}
+    if layer.mixer in ("attention", "window"):
+        added["a mixer's backward"] = {"workspace": sizes.mixer_backward, "recompute": sizes.mixer_recomputed}
+    return added
+
+
+def _back_from_host(
+    plan: Plan,
+    chunk: Chunk,
+    position: LayerPosition,
+    offloaded: Mapping[Layer, OffloadedActivations],
+    ffn_steps: Terms,
+) -> Terms:
+    """Offloaded tensors that are back on the device at each point of a layer, by the point's name. All tensors of a
+    layer come back when the first one is needed, and those of the layer before it with them."""
+    next_layer, previous_layer = _neighbours(plan, chunk, position)
+    this = offloaded.get(position.layer, NOTHING_OFFLOADED)
+    previous = offloaded[previous_layer].total if previous_layer else 0.0
+    came_early = next_layer is not None and offloaded[next_layer].total > 0
+    before, needed, most = this.total if came_early else 0.0, False, 0.0
+    for name, size in ffn_steps.items():
+        needed = needed or name in this.modules
+        most = max(most, size + (this.total + previous if needed else before))
+    mixer = sum(this.mixer.values()) if came_early or this.is_needed_by_attention else 0.0
+    return {
+        "a gathering": before,
+        "a second forward": before,
+        "a backward": most - max(ffn_steps.values()),
+        "a reduction": this.total + previous if needed else before,
+        "a mixer's backward": mixer + (previous if this.is_needed_by_attention else 0.0),
+    }
+
+
+def _neighbours(plan: Plan, chunk: Chunk, position: LayerPosition) -> tuple[Layer | None, Layer | None]:
+    """The next and the previous layer, if they are offloaded in one sequence with this one: the chunk's decoder layers,
+    or those of one MTP depth."""
+    number, num_layers = len(chunk_layers(plan, chunk)) - len(position.later_layers) - 1, len(chunk.layers)
+    size = num_layers if number < num_layers else len(plan.model.mtp_depth)
+    at = number if number < num_layers else (number - num_layers) % size
+    return position.later_layers[0] if at < size - 1 else None, position.previous_layer if at > 0 else None
+
+
+def _recomputed_before(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> tuple[Layer, ...]:
+    """Layers before this one that full recompute recomputes together with it."""
+    layers, unit = chunk_layers(local.plan, chunk), local.layers_per_recompute
+    number = len(layers) - len(position.later_layers) - 1
+    return layers[number - number % unit : number] if number < len(chunk.layers) else ()
+
+
+def _recomputed_together(
+    local: LocalSizes, contents: StageContents, position: LayerPosition, layers: Sequence[Layer]
+) -> Terms:
+    """What was recomputed of `layers`, and under FSDP their weights, which stay gathered until their backward."""
+    if not layers:
+        return {}
+    made, gathered = sum(sum(layer_activations(local.without_recompute, layer).values()) for layer in layers), 0.0
+    if local.plan.knobs.data_parallel != "zero1":
+        for layer in layers:
+            units = fsdp_units(local.plan, contents, replace(position, layer=layer))
+            weights = local.element_bytes * (units.layer + units.padded_experts)
+            gathered += weights + quantized_expert_bytes(local, units)
+    return {"recompute": made, "workspace": gathered}
+
+
+def _freed_at_ends(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> Terms:
+    """What the last norm and multi-token prediction save, which is freed when the backward is at a decoder layer."""
+    if position.is_before_loss and chunk.mtp:
+        return {}
+    row = local.element_bytes * local.model.dim * local.tokens
+    return {"norms": row * (chunk.loss + 4 * chunk.mtp), "embedding": row * chunk.mtp}
+
+
+def _saved_behind_mixer(local: LocalSizes, saved: Terms, offloaded: OffloadedActivations) -> Terms:
+    """What a layer's feed-forward part and its norm keep on the device."""
+    ffn = {name: size for name, size in saved.items() if name in _FFN_TERMS}
+    norms = saved.get("norms", 0.0) + offloaded.terms.get("norms", 0.0)
+    return ffn if "full" in local.recompute else ffn | {"norms": norms / 2 - offloaded.ffn.get("norms", 0.0)}

@@ -1,0 +1,179 @@
+"""Sizes on one rank of our own engine: tokens and rows of a microbatch, bytes of their elements, and chunk sizes.
+
+Every module of this folder takes a `LocalSizes` and multiplies. For 4,096 tokens on CP 2 and TP 2, `gathered_tokens` is
+2048 (inside a tensor-parallel module), `tokens` is 1024 (between modules), and with top-8 routing `dispatched_rows` is
+8192.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from threefold.cost import stage_contents
+from threefold.cost.formats import uses_fused_experts
+from threefold.plan.plan import Plan
+from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec
+from threefold.units import GIB
+
+FP32, INT64 = 4, 8  # bytes
+# Bytes of an element of a quantized GEMM input, scales included.
+_BLOCK_SCALED = 1 + FP32 / 128**2
+_QUANTIZED_BYTES = {
+    "fp8-blockwise": _BLOCK_SCALED,
+    "fp8-rowwise": _BLOCK_SCALED,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+}
+CHUNK_LIMIT_BYTES = 2 * GIB  # the largest tensor of a chunk, where the engine works in chunks
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """Sizes of one microbatch on one rank."""
+
+    plan: Plan
+    skew: float = 1.0  # tokens at the busiest expert rank over the balanced number
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.plan.model
+
+    @property
+    def without_recompute(self) -> "LocalSizes":
+        """The sizes of the same plan with nothing recomputed."""
+        if not self.recompute:
+            return self
+        return replace(self, plan=replace(self.plan, knobs=replace(self.plan.knobs, recompute=())))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of activations and weights."""
+        return 4 if self.plan.knobs.precision == "fp32" else 2
+
+    @property
+    def is_16_bit(self) -> bool:
+        return self.element_bytes == 2
+
+    @property
+    def quantized_bytes(self) -> float:
+        """Bytes of an element of a quantized GEMM input, which is saved beside what other modules save of that tensor;
+        0 where GEMMs are not in low precision."""
+        return _QUANTIZED_BYTES.get(self.plan.knobs.precision, 1.0) if self.plan.low_precision else 0.0
+
+    @property
+    def gemm_input_bytes(self) -> float:
+        """Bytes of an element of a tensor that only a GEMM saves."""
+        return self.quantized_bytes or self.element_bytes
+
+    @property
+    def has_fused_kernels(self) -> bool:
+        """Whether norms, rotary embedding, router and activations are the engine's own kernels, which save less."""
+        return self.plan.chip.architecture != "cpu"
+
+    def score_bytes(self, spec: GqaSpec | MlaSpec) -> float:
+        """Attention scores that are saved: all of them in fp32 on a GPU, where no attention kernel takes the dtype."""
+        if self.is_16_bit or not self.has_fused_kernels or self.plan.layout.cp > 1:
+            return 0.0
+        return FP32 * spec.num_heads / self.tp * self.gathered_tokens * self.plan.job.seq_len
+
+    def expanded_kv_bytes(self, spec: GqaSpec | MlaSpec) -> float:
+        """Keys and values repeated for every query head, and the mask, where scores are saved."""
+        if not self.score_bytes(spec):
+            return 0.0
+        kv_dim = 2 * spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim + spec.v_dim
+        return FP32 * spec.num_heads / self.tp * kv_dim * self.gathered_tokens + self.plan.job.seq_len**2
+
+    @property
+    def tp(self) -> int:
+        return self.plan.layout.tp
+
+    @property
+    def gathered_tokens(self) -> float:
+        """Tokens inside a tensor-parallel module, which gathers the sequence."""
+        return self.plan.job.micro_batch * self.plan.job.seq_len / self.plan.layout.cp
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that the rank holds between modules (sequence parallel)."""
+        return self.gathered_tokens / self.tp
+
+    @property
+    def dispatched_rows(self) -> float:
+        """Rows that the rank sends to experts, one for each token and chosen expert."""
+        return self.tokens * self.model.moe.top_k if self.model.moe else 0.0
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows that the rank's experts receive. With expert tensor parallelism each slice of an expert gets all
+        rows."""
+        job = self.plan.job
+        padded = job.capacity_factor is not None and job.capacity_scope == "expert"
+        load = job.capacity_factor if padded and job.capacity_factor is not None else self.skew
+        return self.dispatched_rows * load * self.plan.layout.etp
+
+    @property
+    def experts_are_local(self) -> bool:
+        """Whether tokens find all experts on their own rank, and none is dropped."""
+        return self.plan.layout.ep * self.plan.layout.etp == 1 and self.plan.job.capacity_factor is None
+
+    @property
+    def experts_read_in_place(self) -> bool:
+        """Whether expert kernels read tokens in place by index, without permuted copies."""
+        return self.experts_are_local and self.uses_fused_experts
+
+    @property
+    def uses_fused_experts(self) -> bool:
+        return uses_fused_experts(self.plan)
+
+    @property
+    def fuses_grad_accumulation(self) -> bool:
+        """Whether kernels of fused experts add weight gradients straight into the main gradients."""
+        knobs, layout = self.plan.knobs, self.plan.layout
+        accumulates = layout.gpus > 1 or self.plan.num_microbatches > 1
+        return (
+            knobs.grad_accum_fusion
+            and knobs.data_parallel == "zero1"
+            and layout.pp == 1
+            and not knobs.graphs
+            and accumulates
+        )
+
+    @property
+    def expert_chunk_fraction(self) -> float:
+        """The fraction of its tokens that a rank sends to experts at a time; less than 1 where all experts are
+        local."""
+        return self._chunk_fraction(self.dispatched_rows * self.model.dim) if self.experts_are_local else 1.0
+
+    @property
+    def mlp_chunk_fraction(self) -> float:
+        """The fraction of its tokens that a recomputed dense MLP works on at a time."""
+        return 1.0 if self.gathers_sequence else self._chunk_fraction(self.tokens * self.model.dense_dim)
+
+    @property
+    def head_chunk_fraction(self) -> float:
+        """The fraction of MLA's heads that is recomputed at a time."""
+        spec = self.model.attention
+        if not isinstance(spec, MlaSpec) or self.plan.layout.cp > 1:
+            return 1.0
+        return self._chunk_fraction(self.gathered_tokens * spec.num_heads / self.tp * spec.qk_dim)
+
+    def _chunk_fraction(self, elements: float) -> float:
+        return 1 / max(1, math.ceil(elements * self.element_bytes / CHUNK_LIMIT_BYTES))
+
+    @property
+    def layers_per_recompute(self) -> int:
+        return stage_contents.layers_per_recompute(self.plan)
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        """Names of the recomputed modules."""
+        return frozenset(self.plan.knobs.recompute)
+
+    @property
+    def gathers_sequence(self) -> bool:
+        """Whether tensor-parallel modules gather the sequence, and so save the gathered copy."""
+        return self.tp > 1
+
+
+def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
+    """The sizes that hold for a layer: without recompute where "block" recompute leaves the layer out."""
+    return local.without_recompute if isinstance(layer, stage_contents.NotRecomputedLayer) else local

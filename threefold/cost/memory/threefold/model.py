@@ -1,0 +1,61 @@
+"""The memory model of our own engine: states, activations of microbatches in flight, and the peak of a step.
+
+`memory/by_stack.py` uses it for plans with `target = "threefold"`. Without EP overlap `peak.py` searches the schedule
+for the peak; with EP overlap `overlap_peak.py` does, because a forward and a backward then hold memory at the same
+time.
+"""
+
+from collections.abc import Iterator
+
+from threefold.cost.memory.stages import StagePeak, Terms, in_flight, layer_kinds
+from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
+from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
+from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
+from threefold.cost.memory.threefold.overlap_pairs import stage_overlap_pairs
+from threefold.cost.memory.threefold.overlap_peak import find_overlap_peak
+from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
+from threefold.cost.memory.threefold.states import state_terms
+from threefold.cost.stage_contents import StageContents, stage_contents
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+
+
+class ThreefoldMemory:
+    """Implements `MemoryModel` for our own engine."""
+
+    def layer_activation_bytes(self, plan: Plan, layer: Layer, skew: float) -> Terms:
+        local = LocalSizes(plan, skew)
+        return _device_activations(local, layer, offloaded_activations(local, layer))
+
+    def stage_peaks(self, plan: Plan, skew: float) -> Iterator[StagePeak]:
+        kinds = layer_kinds(plan)
+        local = LocalSizes(plan, skew)
+        offloaded = {layer: offloaded_activations(local, layer) for layer in kinds}
+        saved = {layer: _device_activations(local, layer, offloaded[layer]) for layer in kinds}
+        finder = PeakFinder(plan, saved, offloaded, skew)
+        for stage, contents in enumerate(stage_contents(plan)):
+            if plan.knobs.ep_overlap and stage_overlap_pairs(plan, stage):
+                yield _overlap_peak(plan, stage, contents, saved, skew)
+                continue
+            terms = state_terms(plan, contents)
+            peak = finder.find(stage, contents, terms["gradients"], in_flight(plan, stage))
+            moment = peak.moment
+            add_stage_activations(plan, stage, contents, saved, terms, moment.in_flight, moment.finished)
+            peak.add_to(terms)
+            yield StagePeak(terms, peak.text)
+
+
+def _device_activations(local: LocalSizes, layer: Layer, offloaded: OffloadedActivations) -> Terms:
+    """Activations that a layer keeps on the device, without the offloaded ones."""
+    saved, on_host = layer_activations(for_layer(local, layer), layer), offloaded.terms
+    return {name: size - on_host.get(name, 0.0) for name, size in saved.items()}
+
+
+def _overlap_peak(plan: Plan, stage: int, contents: StageContents, saved: dict[Layer, Terms], skew: float) -> StagePeak:
+    """The peak of a rank on which EP overlap runs pairs of passes."""
+    terms = state_terms(plan, contents)
+    pair, size, moment = find_overlap_peak(plan, stage, contents.chunks, saved, skew)
+    add_stage_activations(plan, stage, contents, saved, terms, pair.in_flight)
+    terms["logits" if moment.startswith("the loss") else "overlap"] = size
+    terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
+    return StagePeak(terms, moment)

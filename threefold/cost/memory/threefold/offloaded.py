@@ -1,0 +1,178 @@
+"""Activations that our own engine keeps on the host under `knobs.activation_offload`: bytes by layer and memory term.
+
+Tensors are counted one by one, as in `activations.py`. A tensor that several modules save leaves the device only when
+the plan names all of these modules. `model.py` subtracts the result from a layer's activations; `peak.py` adds what has
+come back.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.threefold.activations import (
+    expert_bytes,
+    gathered_input_bytes,
+    mixer_bytes,
+    mixer_saves_norm,
+    mla_latent_bytes,
+    mla_up_bytes,
+    norm_bytes,
+    norms_in_fp32,
+    saves_output_twice,
+)
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes, for_layer
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.units import MIB
+
+MIN_BYTES = MIB  # smaller tensors stay on a GPU
+_MIXER = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
+_FUSED = "fused_group_mlp"
+# Modules that "fused_group_mlp" offloads; FC2's input has no name of its own that a plan could write.
+_INSIDE_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
+EXPERT_BACKWARD_ORDER = (*reversed(_INSIDE_EXPERTS), _FUSED)
+_BEFORE_ATTENTION = frozenset({"attn_norm", "qkv_linear"})  # the backward reaches them after attention's
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A saved tensor, or several with the same modules."""
+
+    num_bytes: float
+    term: str  # the memory term that counts it
+    saved_by: tuple[str, ...]  # all modules that save it
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedActivations:
+    """Bytes of a layer that are on the host between forward and backward."""
+
+    mixer: Terms = field(default_factory=dict)  # tensors that the mixer and its norm save
+    ffn: Terms = field(default_factory=dict)  # tensors that the feed-forward part and its norm save
+    modules: frozenset[str] = frozenset()  # the modules whose tensors these are
+
+    @property
+    def terms(self) -> Terms:
+        return add_terms((self.mixer, self.ffn))
+
+    @property
+    def total(self) -> float:
+        return sum(self.mixer.values()) + sum(self.ffn.values())
+
+    @property
+    def is_needed_by_attention(self) -> bool:
+        """Whether the backward reads one of the tensors before attention's backward is over."""
+        return not self.modules <= _BEFORE_ATTENTION
+
+
+NOTHING_OFFLOADED = OffloadedActivations()
+
+
+def offloaded_activations(local: LocalSizes, layer: Layer) -> OffloadedActivations:
+    """What one layer keeps on the host for one microbatch."""
+    local = for_layer(local, layer)
+    names = set(local.plan.knobs.activation_offload)
+    if not names or "full" in local.recompute:
+        return NOTHING_OFFLOADED
+    if _FUSED in names:
+        names |= {*_INSIDE_EXPERTS}
+    min_bytes = MIN_BYTES if local.has_fused_kernels else 1
+    offloaded = [
+        tensor
+        for tensor in _saved_tensors(local, layer)
+        if tensor.num_bytes >= min_bytes and names.issuperset(tensor.saved_by)
+    ]
+    sides: tuple[Terms, Terms] = ({}, {})
+    for tensor in offloaded:
+        side = sides[tensor.saved_by[0] not in _MIXER]
+        side[tensor.term] = side.get(tensor.term, 0.0) + tensor.num_bytes
+    return OffloadedActivations(*sides, frozenset(name for tensor in offloaded for name in tensor.saved_by))
+
+
+def _saved_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
+    """Tensors of a layer that can be offloaded."""
+    residual = norm_bytes(local, local.model.dim) * local.tokens
+    if layer.mixer != "none":
+        yield SavedTensor(residual, "norms", ("attn_norm",))
+        if mixer_saves_norm(local, layer):
+            yield SavedTensor(local.gemm_input_bytes * local.model.dim * local.tokens, "norms", ("qkv_linear",))
+        yield from _mixer_tensors(local, layer)
+    if layer.ffn != "none":
+        yield SavedTensor(residual, "norms", ("mlp_norm",))
+    if layer.ffn == "moe" and "moe" not in local.recompute:
+        yield from _expert_tensors(local)
+
+
+def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
+    model, b = local.model, local.element_bytes
+    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if layer.mixer == "delta" and model.delta:
+        output = 0.0
+        if "gdn_norm_out" not in local.recompute:
+            output = b * model.delta.values / local.tp * local.gathered_tokens
+        yield _attention(gathered_input_bytes(local), "qkv_linear")
+        yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local) - output, "core_attn")
+        yield _attention(output, "attn_proj")
+    elif layer.mixer in ("attention", "window") and isinstance(spec, MlaSpec):
+        yield _attention(mla_latent_bytes(local, spec), "qkv_linear")
+        if "mla_up_proj" not in local.recompute:
+            yield _attention(mla_up_bytes(local, spec), "core_attn")
+        yield from _core_attention_tensors(local, spec, spec.num_heads * spec.v_dim / local.tp)
+    elif layer.mixer in ("attention", "window") and isinstance(spec, GqaSpec):
+        yield _attention(gathered_input_bytes(local), "qkv_linear")
+        yield from _gqa_tensors(local, spec)
+        yield from _core_attention_tensors(local, spec, spec.q_dim / local.tp)
+
+
+def _gqa_tensors(local: LocalSizes, spec: GqaSpec) -> Iterator[SavedTensor]:
+    """Queries (with their gate) and keys before their norms; queries, keys and values as the kernel reads them."""
+    b, s, head = local.element_bytes, local.gathered_tokens, spec.head_dim
+    q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * head
+    if spec.gated:
+        yield _attention(2 * b * q * s, "qkv_linear")
+    if spec.qk_norm:
+        yield _attention(norm_bytes(local, kv, kv / head) * s, "qkv_linear")
+        if not spec.gated or norms_in_fp32(local):
+            yield _attention(norm_bytes(local, q, q / head) * s, "qkv_linear")
+    for size in (q, kv, kv):
+        yield _attention(b * size * s, "core_attn")
+
+
+def _core_attention_tensors(local: LocalSizes, spec: GqaSpec | MlaSpec, output_dim: float) -> Iterator[SavedTensor]:
+    """What the attention kernel saves besides its inputs. The output projection saves the kernel's output too, or a
+    copy."""
+    if "core_attn" in local.recompute:
+        return
+    output = local.element_bytes * output_dim * local.gathered_tokens
+    yield _attention(FP32 * spec.num_heads / local.tp * local.gathered_tokens, "core_attn")
+    yield _attention(local.score_bytes(spec) + local.expanded_kv_bytes(spec), "core_attn")
+    if isinstance(spec, GqaSpec) and spec.gated:
+        yield _attention(output, "core_attn")
+    if saves_output_twice(local, spec):
+        yield _attention(output, "core_attn")
+        yield _attention(output, "attn_proj")
+    else:
+        yield _attention(output, "core_attn", "attn_proj")
+
+
+def _attention(num_bytes: float, *saved_by: str) -> SavedTensor:
+    return SavedTensor(num_bytes, "attention", saved_by)
+
+
+def _expert_tensors(local: LocalSizes) -> Iterator[SavedTensor]:
+    """Tensors of the routed experts. Tokens that experts read in place stay on the device: the router saves them
+    too."""
+    moe, dim, r = local.model.moe, local.model.dim, local.expert_rows
+    assert moe is not None
+    low, b = local.quantized_bytes, local.element_bytes
+    rows = 0.0 if local.experts_read_in_place or low else b * dim * r
+    if local.uses_fused_experts:
+        yield SavedTensor(rows, "dispatch", (_FUSED,))
+        yield SavedTensor(expert_bytes(local), "experts", (_FUSED,))
+        return
+    hidden = b * moe.expert_dim / local.plan.layout.etp * r
+    fc2_input = 0.0 if "moe_act" in local.recompute else (low / b or 1.0) * hidden
+    quantized_rows, biases = low * dim * r, b * dim * r if moe.bias else 0.0
+    yield SavedTensor(rows, "dispatch", ("expert_fc1",))
+    yield SavedTensor(quantized_rows, "experts", ("expert_fc1",))
+    yield SavedTensor(expert_bytes(local) - quantized_rows - fc2_input - biases, "experts", ("moe_act",))
+    yield SavedTensor(fc2_input + biases, "experts", ("expert_fc2",))

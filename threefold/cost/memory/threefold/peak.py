@@ -1,0 +1,181 @@
+"""The search for the peak of a pipeline rank in our own engine, over its schedule and inside each pass.
+
+`model.py` makes one `PeakFinder` per plan and calls `find` per stage. A peak is the sum of what the microbatches in
+flight hold at a `ScheduleMoment`, delayed weight gradients, gradients that are there already, and one `PeakPoint` on
+top.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.threefold.activations import num_pipeline_buffers
+from threefold.cost.memory.threefold.delayed_wgrad import chunk_wgrad_bytes, splits_backward, wgrad_transients
+from threefold.cost.memory.threefold.fsdp import fsdp_units, root_points
+from threefold.cost.memory.threefold.layer_points import layer_points, layer_tables
+from threefold.cost.memory.threefold.local_sizes import LocalSizes
+from threefold.cost.memory.threefold.offloaded import OffloadedActivations
+from threefold.cost.memory.threefold.peak_points import PeakPoint, at_chunk_end, layer_positions
+from threefold.cost.memory.threefold.schedule import NO_CHUNK, ScheduleMoment, schedule_moments
+from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gradient_bytes
+from threefold.cost.memory.threefold.transients import embedding_transients, loss_transients, optimizer_transients
+from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+from threefold.units import MIB
+
+LIBRARY_BYTES = 2 * 32 * MIB  # cuBLAS workspaces on Hopper, one for the forward and one for the backward
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The peak of one pipeline rank: when it occurs and what is there."""
+
+    moment: ScheduleMoment
+    point: PeakPoint
+    missing_gradients: float  # bytes of gradients that do not exist yet
+    pending_wgrad: float  # bytes kept for delayed weight gradients
+    library_bytes: float
+
+    @property
+    def text(self) -> str:
+        """When the peak occurs, as it is printed."""
+        if self.point.pass_name == "optimizer":
+            return self.point.name
+        return f"{self.point.name}, with all microbatches in flight"
+
+    def add_to(self, terms: Terms) -> None:
+        """Add the bytes of this moment to terms that hold states and saved activations."""
+        terms["gradients"] -= self.missing_gradients
+        for name, size in self.point.freed.items():
+            terms[name] = terms.get(name, 0.0) - size
+        for name, size in self.point.added.items():
+            terms[name] = terms.get(name, 0.0) + size
+        # More may be freed than a term holds; then the workspace takes the difference, so that the sum stays right.
+        negative = {name: size for name, size in terms.items() if size < 0}
+        terms |= dict.fromkeys(negative, 0.0)
+        workspace = terms.get("workspace", 0.0) + self.pending_wgrad + self.library_bytes
+        terms["workspace"] = workspace + sum(negative.values())
+
+
+class PeakFinder:
+    """Finds the peak of every stage of one plan. Stages with equal chunks share what was computed for them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        saved: dict[Layer, Terms],
+        offloaded: Mapping[Layer, OffloadedActivations],
+        skew: float,
+    ) -> None:
+        """`saved` is what each kind of layer keeps on the device, `offloaded` what it keeps on the host."""
+        self.plan, self.local, self.saved = plan, LocalSizes(plan, skew), saved
+        self.splits_backward = splits_backward(plan)
+        self.tables = layer_tables(self.local, saved, offloaded)
+        self._points: dict[object, list[tuple[float, PeakPoint]]] = {}
+
+    def find(self, stage: int, contents: StageContents, gradients: float, in_flight: Sequence[int]) -> Peak:
+        """The peak of one stage with so many bytes of gradients and, at most, so many microbatches in flight."""
+        layers = [chunk_layers(self.plan, chunk) for chunk in contents.chunks]
+        saved = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
+        wgrad = [
+            chunk_wgrad_bytes(self.local, chunk, self.tables.wgrad) if self.splits_backward else 0.0
+            for chunk in contents.chunks
+        ]
+        head = head_gradient_bytes(self.local, contents)
+        body = max(0.0, late_gradient_bytes(self.local, contents, gradients) - head)
+        parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
+        are_late, row = bool(body or head), self.local.element_bytes * self.local.model.dim * self.local.tokens
+        points: dict[tuple[int, str], list[tuple[float, PeakPoint]]] = {}
+        best: tuple[float, ScheduleMoment, PeakPoint, float, float] | None = None
+        for moment in schedule_moments(self.plan, stage, in_flight):
+            base = row * num_pipeline_buffers(self.plan, stage, contents, moment.in_flight, moment.finished)
+            pending = sum(count * size for count, size in zip(moment.pending_wgrad, wgrad, strict=False))
+            base += pending
+            for count, size in zip(moment.in_flight, saved, strict=False):
+                base += count * size
+            # A late gradient takes memory from the first backward of its chunk on.
+            to_come = parts
+            if are_late:
+                to_come = [0.0 if done else part for part, done in zip(parts, moment.finished, strict=False)]
+            head_to_come = head if are_late and not moment.finished[-1] else 0.0
+            missing = sum(to_come) + head_to_come
+            for number, pass_name in moment.passes:
+                if (number, pass_name) not in points:
+                    points[number, pass_name] = self._chunk_points(contents, number, pass_name, are_late)
+                for net_bytes, point in points[number, pass_name]:
+                    made = to_come[number] * point.done_fraction + head_to_come * point.after_head
+                    if best is None or base - missing + net_bytes + made > best[0]:
+                        best = base - missing + net_bytes + made, moment, point, missing - made, pending
+        assert best is not None
+        return self._or_optimizer_step(contents, best[0], Peak(*best[1:], self._library_bytes))
+
+    @property
+    def _library_bytes(self) -> float:
+        return LIBRARY_BYTES if self.local.has_fused_kernels else 0.0
+
+    def _or_optimizer_step(self, contents: StageContents, peak_bytes: float, peak: Peak) -> Peak:
+        """The peak of the passes, or the optimizer's step where that needs more."""
+        step_bytes = optimizer_transients(self.local, contents)
+        if step_bytes <= peak_bytes:
+            return peak
+        none = (0,) * len(contents.chunks)
+        all_finished = (max(1, self.plan.num_microbatches),) * len(none)
+        after = ScheduleMoment(none, NO_CHUNK, NO_CHUNK, all_finished, none)
+        point = PeakPoint("the optimizer's step", "optimizer", {"workspace": step_bytes})
+        return Peak(after, point, 0.0, 0.0, self._library_bytes)
+
+    def _chunk_points(
+        self, contents: StageContents, number: int, pass_name: str, are_late: bool
+    ) -> list[tuple[float, PeakPoint]]:
+        """The points of a pass through a chunk with their net bytes. Where no gradients come late the largest one is
+        enough."""
+        chunk = contents.chunks[number]
+        layers = chunk_layers(self.plan, chunk)
+        ends = contents.embedding, contents.mtp, contents.loss
+        key = layers, chunk.embedding, chunk.mtp, chunk.loss, *ends, are_late
+        if (key, pass_name) not in self._points:
+            points = [(point.net_bytes, point) for point in self._all_points(contents, number)]
+            for each in ("forward", "backward", *(("wgrad",) if self.splits_backward else ())):
+                these = [one for one in points if one[1].pass_name == each]
+                self._points[key, each] = these if are_late else [max(these, key=lambda one: one[0])]
+        return self._points[key, pass_name]
+
+    def _all_points(self, contents: StageContents, number: int) -> list[PeakPoint]:
+        """The points of all passes through a chunk."""
+        local, chunk = self.local, contents.chunks[number]
+        num_heads = contents.loss + contents.mtp
+        # Another chunk's end of the model counts as sharded here: its backward follows right after its forward.
+        contents = replace(contents, mtp=chunk.mtp, loss=chunk.loss)
+        points = _loss_points(local, contents) if chunk.loss or chunk.mtp else []
+        positions = layer_positions(self.plan, chunk)
+        for position in positions:
+            points += layer_points(self.tables, contents, chunk, position)
+        saved = add_terms(self.saved[layer] for layer in chunk_layers(self.plan, chunk))
+        if self.plan.knobs.data_parallel != "zero1":
+            points += root_points(local, fsdp_units(self.plan, contents, positions[0]), chunk, saved)
+        elif chunk.embedding:
+            pending = chunk_wgrad_bytes(local, chunk, self.tables.wgrad) if self.splits_backward else 0.0
+            size = {"workspace": embedding_transients(local, chunk.mtp > 0) + pending}
+            points.append(PeakPoint("the embedding's backward", "backward", size, saved, 1.0, after_head=True))
+        if self.splits_backward:
+            most = max(wgrad_transients(local, position.layer) for position in positions)
+            points.append(PeakPoint("gradients of weights that waited", "wgrad", {"workspace": most}, {}, 1.0))
+        if num_heads and not chunk.loss and self.plan.layout.pipeline_schedule == "dualpipev":
+            # Both arms of the V work in turn: a microbatch is between the loss and its backward.
+            for point in points:
+                point.added["logits"] = point.added.get("logits", 0.0) + loss_transients(local, num_heads)[1]
+        return points
+
+
+def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:
+    peak_bytes, saved = loss_transients(local, contents.loss + contents.mtp)
+    head = local.element_bytes * local.model.dim * (local.model.vocab / local.tp + local.gathered_tokens)
+    root = 0.0
+    if local.plan.knobs.data_parallel != "zero1":
+        root = local.element_bytes * fsdp_units(local.plan, contents, at_chunk_end()).root
+    backward = {"logits": saved, "workspace": head + root}
+    return [
+        PeakPoint("the loss", "forward", {"logits": peak_bytes, "workspace": root}),
+        PeakPoint("the loss's backward", "backward", backward, after_head=True),
+    ]

@@ -1,0 +1,102 @@
+"""The moments of a pipeline schedule at which a rank of our own engine may hold most: microbatches in flight by chunk.
+
+`peak.py` looks at every moment of `schedule_moments(plan, stage, ...)`. On rank 0 of PP 2 under 1F1B the first one is
+`ScheduleMoment(in_flight=(2,), forward_chunk=0, backward_chunk=0, finished=(0,), pending_wgrad=(0,))`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from threefold.cost.memory.threefold.delayed_wgrad import splits_backward
+from threefold.plan.plan import Plan
+
+NO_CHUNK = -1
+
+
+@dataclass(frozen=True)
+class ScheduleMoment:
+    """The state of one pipeline rank between two passes of its schedule.
+
+    A chunk of None stands for any chunk, where the schedule is not followed pass by pass; `NO_CHUNK` stands for no
+    pass.
+    """
+
+    in_flight: tuple[int, ...]  # microbatches whose forward is done and whose backward is not, by chunk
+    forward_chunk: int | None  # the chunk whose forward has just ended
+    backward_chunk: int | None  # the chunk whose backward is about to start
+    finished: tuple[int, ...]  # microbatches whose backward is over, by chunk
+    pending_wgrad: tuple[int, ...]  # finished microbatches whose weight gradients are delayed, by chunk
+    wgrad_chunk: int = NO_CHUNK  # the chunk whose delayed weight gradients run now
+
+    @cached_property
+    def passes(self) -> list[tuple[int, str]]:
+        """The chunks at work, each with the pass through it: "forward", "backward" or "wgrad"."""
+        passes = (("forward", self.forward_chunk), ("backward", self.backward_chunk), ("wgrad", self.wgrad_chunk))
+        every = range(len(self.in_flight))
+        return [
+            (number, name)
+            for name, chunk in passes
+            for number in (every if chunk is None else (chunk,))
+            if number != NO_CHUNK
+        ]
+
+
+def schedule_moments(plan: Plan, stage: int, most_in_flight: Sequence[int]) -> tuple[ScheduleMoment, ...]:
+    """The moments to look at. `most_in_flight` stands for schedules that are not followed pass by pass (DualPipeV)."""
+    layout, count = plan.layout, max(1, plan.num_microbatches)
+    zero_bubble = layout.pipeline_schedule == "zero-bubble"
+    if layout.pp == 1 or zero_bubble or layout.pipeline_schedule in ("1f1b", "interleaved"):
+        return _followed(layout.pp, layout.vpp, stage, count, zero_bubble, splits_backward(plan))
+    num_chunks = len(most_in_flight)
+    finished = (max(0, count - max(most_in_flight)),) * num_chunks
+    return (ScheduleMoment(tuple(most_in_flight), None, None, finished, (0,) * num_chunks),)
+
+
+def forward_chunk_order(pp: int, vpp: int, count: int) -> tuple[int, list[int]]:
+    """Microbatches that go through a chunk before the next chunk's turn, and the chunk of every forward, in order."""
+    size = count // max(1, count // pp)
+    return size, [number % (size * vpp) // size for number in range(count * vpp)]
+
+
+@lru_cache(maxsize=4096)
+def _followed(pp: int, vpp: int, stage: int, count: int, zero_bubble: bool, split: bool) -> tuple[ScheduleMoment, ...]:
+    """From the last forward before any backward until every chunk has had backwards, and as many weight gradients are
+    pending as ever will be."""
+    size, forwards = forward_chunk_order(pp, vpp, count)
+    distance = 1 if zero_bubble else 2
+    num_warmup = distance * (pp - stage - 1) + (vpp - 1) * size + 1 if vpp > 1 else pp - stage
+    num_warmup = min(len(forwards), num_warmup)
+    in_flight = [forwards[:num_warmup].count(chunk) for chunk in range(vpp)]
+    finished, pending = [0] * vpp, [0] * vpp
+    moments = []
+    forward = forwards[num_warmup - 1]
+    # Without virtual stages the second backward is like all that follow.
+    num_backwards = (2 * size * vpp if vpp > 1 else 2) + (stage + 1 if split else 0)
+    for number in range(min(len(forwards), num_backwards)):
+        backward = vpp - 1 - forwards[number]
+        moments.append(ScheduleMoment(tuple(in_flight), forward, backward, tuple(finished), tuple(pending)))
+        finished[backward] += 1
+        in_flight[backward] -= 1
+        if split:
+            pending[backward] += 1
+            if number >= stage:
+                wgrad = vpp - 1 - forwards[number - stage]
+                moments.append(_wgrad_moment(in_flight, finished, pending, wgrad))
+                pending[wgrad] -= 1
+        if num_warmup + number < len(forwards):
+            forward = forwards[num_warmup + number]
+            in_flight[forward] += 1
+        else:
+            forward = NO_CHUNK
+    if any(pending) and sum(finished) == len(forwards):
+        wgrad = vpp - 1 - forwards[len(forwards) - sum(pending)]
+        moments.append(_wgrad_moment(in_flight, finished, pending, wgrad))
+    return tuple(moments)
+
+
+def _wgrad_moment(
+    in_flight: Sequence[int], finished: Sequence[int], pending: Sequence[int], chunk: int
+) -> ScheduleMoment:
+    """The start of a pass of delayed weight gradients."""
+    return ScheduleMoment(tuple(in_flight), NO_CHUNK, NO_CHUNK, tuple(finished), tuple(pending), chunk)

@@ -1,0 +1,127 @@
+"""Weights, gradients and optimizer states of a pipeline rank in our own engine, by memory term.
+
+`model.py` calls `state_terms` once per stage. `peak.py` asks which gradients have no buffer yet at the peak: on one GPU
+with one microbatch, and under FSDP, a gradient takes memory only from its layer's backward on.
+"""
+
+from threefold.cost.formats import STATE_BYTES
+from threefold.cost.memory.stages import Terms
+from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts, num_vocab_tables
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.peak_points import at_chunk_end
+from threefold.cost.rank_params import stage_params
+from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.plan.plan import Plan
+from threefold.spec.flops import padded_vocab
+from threefold.spec.model import MlaSpec
+from threefold.spec.params import dense_params, expert_params, mixer_params, shared_params
+
+# Bytes of an element of a quantized weight, scales included; other formats have 1.
+_QUANTIZED_WEIGHT_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+
+
+def state_terms(plan: Plan, contents: StageContents) -> Terms:
+    """Bytes of the states of one rank, sharded as the plan says."""
+    megatron_dense, experts = stage_params(plan, contents)
+    dense = _dense_params(plan, contents, megatron_dense)
+    tables = num_vocab_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
+    terms = _sharded_states(plan, dense, experts, _shared_table(plan, contents), tables)
+    return {**terms, "quantised_weights": _quantized_weights(plan, contents, experts)}
+
+
+def _sharded_states(plan: Plan, dense: float, experts: float, shared_table: float, tables: float) -> Terms:
+    """Bytes of states of so many parameters outside and inside the experts.
+
+    `shared_table` of the dense parameters are held by two pipeline ranks; `tables` are the vocabulary's, which Muon
+    leaves to AdamW.
+    """
+    layout, knobs = plan.layout, plan.knobs
+    weight_bytes = 4 if knobs.precision == "fp32" else 2
+    master = 4 if weight_bytes == 2 and knobs.master_weights else 0
+    accumulates = layout.gpus > 1 or plan.num_microbatches > 1  # otherwise gradients are autograd's own
+    grad_bytes = max(weight_bytes, STATE_BYTES[knobs.grad_dtype]) if accumulates else weight_bytes
+    moment_bytes = STATE_BYTES[knobs.optimizer_dtype]
+    on_device = 1 - knobs.optimizer_offload
+    terms = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    dp = layout.dp * layout.cp
+    # (parameters, ranks that hold copies, pipeline ranks that do, parameters of vocabulary tables)
+    kinds = (
+        (dense - shared_table, dp, 1, tables - shared_table),
+        (shared_table, dp, 2, shared_table),
+        (experts, layout.edp, 1, 0.0),
+    )
+    for number, (params, copies, num_stages, table_params) in enumerate(kinds):
+        moments = moment_bytes * (params + table_params if plan.job.optimizer == "muon" else 2 * params)
+        shards = max(1, copies // layout.replicate)
+        if knobs.data_parallel != "zero1" and shards > 1:
+            if number == len(kinds) - 1:
+                shards = min(shards, num_local_experts(plan))  # a shard is of whole experts: some ranks hold none
+            # FSDP's shards are in fp32 and are their own master weights.
+            terms["weights"] += 4 * params / shards
+            terms["gradients"] += 4 * params / shards
+            terms["optimizer"] += moments / shards * on_device
+        else:
+            terms["weights"] += weight_bytes * params
+            terms["gradients"] += grad_bytes * params
+            terms["optimizer"] += (master * params + moments) / max(1, copies * num_stages) * on_device
+    return terms
+
+
+def _shared_table(plan: Plan, contents: StageContents) -> float:
+    """Elements of an embedding table that another stage holds too: for multi-token prediction, or as the tied head."""
+    ends = (contents.embedding, contents.mtp > 0 or (contents.loss and plan.model.tied))
+    is_elsewhere = any(chunk.mtp or (chunk.loss and plan.model.tied) for chunk in plan.chunks)
+    if plan.layout.pp == 1 or all(ends) or not any(ends) or not is_elsewhere:
+        return 0.0
+    return plan.model.vocab / plan.layout.tp * plan.model.dim
+
+
+def _dense_params(plan: Plan, contents: StageContents, megatron_dense: float) -> float:
+    """Parameters outside the experts, from those that Megatron would hold. The engine pads no vocabulary, and its
+    tensor parallelism leaves more parameters whole: MLA's down projections and the projection of an MTP depth."""
+    model, layout, spec = plan.model, plan.layout, plan.model.attention
+    depths = min(contents.mtp, 1) if model.mtp_shared else contents.mtp
+    num_tables = num_vocab_tables(plan, contents)
+    padding = num_tables * (padded_vocab(model, layout.tp) - model.vocab) / layout.tp * model.dim
+    replicated = depths * 2.0 * model.dim**2
+    if isinstance(spec, MlaSpec):
+        num_layers = sum(layer.mixer == "attention" for layer in [*contents.layers, *model.mtp_depth * depths])
+        replicated += num_layers * model.dim * ((spec.q_rank or 0) + spec.kv_rank + spec.rope_dim)
+    return megatron_dense - padding + replicated * (1 - 1 / layout.tp)
+
+
+def _quantized_weights(plan: Plan, contents: StageContents, experts: float) -> float:
+    """Quantized weights, one copy for each orientation that GEMMs read. FSDP quantizes gathered weights and keeps
+    none."""
+    if not plan.low_precision or plan.knobs.data_parallel != "zero1":
+        return 0.0
+    model, params = plan.model, 0.0
+    for layer in [*contents.layers, *plan.model.mtp_depth * min(1, contents.mtp)]:
+        params += mixer_params(model, layer) + (dense_params(model) if layer.ffn == "dense" else shared_params(model))
+    return 2 * _QUANTIZED_WEIGHT_BYTES.get(plan.knobs.precision, 1.0) * (params / plan.layout.tp + experts)
+
+
+def late_gradient_bytes(local: LocalSizes, contents: StageContents, gradients: float) -> float:
+    """The part of a rank's `gradients` that takes memory only from its layer's backward on."""
+    plan, model, layout = local.plan, local.model, local.plan.layout
+    if layout.gpus == 1:
+        return gradients if plan.num_microbatches == 1 else 0.0
+    if plan.knobs.data_parallel == "zero1":
+        return 0.0
+    shards = max(1, layout.edp // layout.replicate)
+    num_moe = sum(layer.ffn == "moe" for chunk in contents.chunks for layer in chunk_layers(plan, chunk))
+    experts = FP32 * num_moe * model.num_experts / layout.ep / layout.etp * (expert_params(model) if num_moe else 0)
+    experts /= min(shards, num_local_experts(plan))
+    dense = gradients - experts if layout.dp * layout.cp > layout.replicate else 0.0
+    return dense + (experts if shards > 1 else 0.0)
+
+
+def head_gradient_bytes(local: LocalSizes, contents: StageContents) -> float:
+    """The output layer's part of the late gradients, which is there from the loss on."""
+    plan = local.plan
+    if not contents.loss or (plan.layout.gpus > 1 and plan.knobs.data_parallel == "zero1"):
+        return 0.0
+    if plan.layout.gpus == 1:
+        return local.element_bytes * local.model.vocab * local.model.dim if plan.num_microbatches == 1 else 0.0
+    units = fsdp_units(plan, contents, at_chunk_end())
+    return FP32 * units.loss_root / units.shards

@@ -1,0 +1,48 @@
+"""What differs between the two stacks in number formats and in time, as data.
+
+`formats` and the modules of `time/` ask `STACK_TRAITS[plan.target]`. Memory and traffic differ too much for a few
+traits: there each stack has a whole model (`memory/by_stack.py`, `traffic/by_stack.py`).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StackTraits:
+    """How a stack behaves where the estimate of time depends on it."""
+
+    # A format without kernels is rounded as the format does and multiplied in 16 bits.
+    emulates_formats: bool
+    # Recomputing "moe" covers every module inside the MoE layer, and the backward of fused experts recomputes
+    # the activation whether the plan names it or not.
+    recomputes_moe_as_one: bool
+    # "gdn_norm_out" is a module that can be recomputed, so that it has a price.
+    recomputes_delta_norm: bool
+    # Weight gradients can be delayed even where FSDP shards the weights.
+    delays_sharded_wgrad: bool
+    # The format of Muon's orthogonalization, and the fraction of that format's peak at which it is priced.
+    muon_format: str
+    muon_fraction_gpu: float
+    muon_fraction_cpu: float
+
+
+STACK_TRAITS = {
+    "megatron-bridge": StackTraits(
+        emulates_formats=False,
+        recomputes_moe_as_one=False,
+        recomputes_delta_norm=False,
+        delays_sharded_wgrad=True,
+        muon_format="bf16",
+        muon_fraction_gpu=1 / 2,
+        muon_fraction_cpu=1 / 2,
+    ),
+    "threefold": StackTraits(
+        emulates_formats=True,
+        recomputes_moe_as_one=True,
+        recomputes_delta_norm=True,
+        delays_sharded_wgrad=False,
+        muon_format="fp32",
+        muon_fraction_gpu=1 / 8,  # a GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give
+        muon_fraction_cpu=1.0,
+    ),
+}

@@ -1,0 +1,75 @@
+"""Which layers, and which ends of the model, each pipeline rank holds.
+
+Memory, time and the number of parameters of a stage start from here. With PP 2 and VPP 2 of four layers, rank 0 holds
+chunks 0 and 2: `StageContents(chunks=(chunk 0, chunk 2), layers=(layer 0, layer 2), embedding=True, mtp=0,
+loss=False)`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from threefold.layout.stages import Chunk, chunk_rank
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+
+
+class NotRecomputedLayer(Layer):
+    """A layer whose activations are saved although the plan has full recompute.
+
+    `recompute_method = "block"` recomputes only the first `recompute_layers` layers of a rank; the others are of this
+    class.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StageContents:
+    """What one pipeline rank holds."""
+
+    chunks: tuple[Chunk, ...]  # its virtual stages
+    layers: tuple[Layer, ...]  # decoder layers of all its chunks, without those of MTP depths
+    embedding: bool  # whether it holds the embedding
+    mtp: int  # depths of multi-token prediction
+    loss: bool  # whether it holds the output layer and the loss
+
+
+def stage_contents(plan: Plan) -> list[StageContents]:
+    """Contents of every pipeline rank, in order of ranks."""
+    layout, layers = plan.layout, plan.model.layers
+    v_shaped = layout.pipeline_schedule == "dualpipev"
+    ranks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
+    for index, chunk in enumerate(plan.chunks):
+        ranks[chunk_rank(index, layout.pp, v_shaped)].append(chunk)
+    return [
+        StageContents(
+            chunks=tuple(chunks),
+            layers=tuple(layers[i] for chunk in chunks for i in chunk.layers),
+            embedding=any(chunk.embedding for chunk in chunks),
+            mtp=sum(chunk.mtp for chunk in chunks),
+            loss=any(chunk.loss for chunk in chunks),
+        )
+        for chunks in ranks
+    ]
+
+
+def chunk_layers(plan: Plan, chunk: Chunk) -> tuple[Layer, ...]:
+    """Layers of a chunk, followed by those of its MTP depths. Layers that "block" recompute leaves out are
+    marked."""
+    layers = (*(plan.model.layers[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
+    if not plan.full_recompute or plan.knobs.recompute_method != "block":
+        return layers
+    recomputed = max(0, (plan.knobs.recompute_layers or 1) - _num_layers_before(plan, chunk))
+    recomputed = min(recomputed, len(chunk.layers))
+    return layers[:recomputed] + tuple(NotRecomputedLayer(layer.mixer, layer.ffn) for layer in layers[recomputed:])
+
+
+def _num_layers_before(plan: Plan, chunk: Chunk) -> int:
+    """Layers in the earlier chunks of the same pipeline rank."""
+    layout, index = plan.layout, plan.chunks.index(chunk)
+    rank = partial(chunk_rank, pp=layout.pp, v_shaped=layout.pipeline_schedule == "dualpipev")
+    return sum(len(plan.chunks[n].layers) for n in range(index) if rank(n) == rank(index))
+
+
+def layers_per_recompute(plan: Plan) -> int:
+    """Layers that "uniform" full recompute saves one input for and recomputes together; 1 without it."""
+    is_uniform = plan.full_recompute and plan.knobs.recompute_method != "block"
+    return max(1, plan.knobs.recompute_layers or 1) if is_uniform else 1

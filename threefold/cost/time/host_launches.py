@@ -1,0 +1,47 @@
+"""Seconds that the host needs to launch a layer's kernels, forward and backward.
+
+Launches run ahead of the GPU, so `time/layer.py` counts only the part that exceeds the GPU's own time.
+"""
+
+from threefold.cost.rates import Rates
+from threefold.cost.time.recompute import recomputed_modules
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+
+# Launches that a recomputed module adds, as a fraction of the layer's; read off a launch-bound published A/B (Moonlight
+# on 8 H100).
+_RECOMPUTE_LAUNCHES = {
+    "layernorm": 0.30,
+    "core_attn": 0.18,
+    "moe_act": 0.09,
+    "mla_up_proj": 0.26,
+    "mlp": 0.14,
+    "shared_experts": 0.14,
+    "moe": 0.60,
+    "full": 1.0,
+}
+
+
+def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
+    """Seconds of all launches of a layer; a scope captured in a CUDA graph leaves a few."""
+    knobs = plan.knobs
+    if plan.chip.architecture == "cpu" or "full_iteration" in knobs.graphs:
+        return 0.0
+    mixer = rates.host_mixer_seconds if layer.mixer != "none" else 0.0
+    ffn = (
+        rates.host_moe_seconds if layer.ffn == "moe" else 0.4 * rates.host_moe_seconds if layer.ffn == "dense" else 0.0
+    )
+    scope = "mamba" if layer.mixer == "mamba" else "attn"
+    if scope in knobs.graphs:
+        mixer *= rates.host_graphed
+    if layer.ffn == "moe":
+        captured = 0.25 * ("moe_router" in knobs.graphs) + 0.25 * ("moe_preprocess" in knobs.graphs)
+        captured = 1.0 if "moe" in knobs.graphs else captured
+        ffn *= 1 - captured * (1 - rates.host_graphed)
+    if plan.low_precision:  # quantization launches are mostly around the experts
+        mixer *= 1 + (rates.host_fp8 - 1) / 3
+        ffn *= rates.host_fp8 if layer.ffn == "moe" else 1 + (rates.host_fp8 - 1) / 3
+    total = mixer + ffn
+    if plan.chip.is_rack_scale:
+        total *= rates.host_grace
+    return total * (1 + sum(_RECOMPUTE_LAUNCHES.get(name, 0.0) for name in recomputed_modules(plan)))

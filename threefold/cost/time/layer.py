@@ -1,0 +1,171 @@
+"""Seconds of one layer for one microbatch, forward and backward together, by term.
+
+`time/step.py` calls `layer_time` for each kind of layer; `search/price.py` orders choices by it. Compute is work
+(`layer_work`) divided by a rate (`rates`); communication that EP overlap or attention hides is taken off.
+"""
+
+from dataclasses import dataclass, replace
+
+from threefold.cost.formats import expert_gemm_precision, experts_are_emulated, gemm_precision
+from threefold.cost.layer_work import BF16, LayerCase, Work, gemms_per_weight, layer_case, layer_work
+from threefold.cost.rates import Rates, gemm_rate, peak_flops
+from threefold.cost.stage_contents import NotRecomputedLayer
+from threefold.cost.time.communication import (
+    context_parallel_seconds,
+    dispatch_seconds,
+    expert_tensor_parallel_seconds,
+    tensor_parallel_seconds,
+)
+from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
+from threefold.cost.time.host_launches import host_seconds
+from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
+from threefold.plan.plan import Plan
+from threefold.spec.flops import layer_flops
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of one layer for one microbatch, forward and backward together, by term."""
+
+    gemm: float  # dense GEMMs
+    experts: float  # grouped GEMMs of the routed experts
+    attention: float
+    elementwise: float
+    quantise: float
+    recompute: float
+    tp: float  # tensor-parallel collectives
+    cp: float  # context-parallel communication that shows
+    ep: float  # expert-parallel exchanges that show
+    host: float  # waiting for the host
+
+    @property
+    def total(self) -> float:
+        busy = self.gemm + self.experts + self.attention + self.elementwise + self.quantise + self.recompute
+        return busy + self.tp + self.cp + self.ep + self.host
+
+
+def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> LayerTime:
+    """Forward and backward of one layer on one rank. `skew` is the busiest expert rank's load over the balanced one."""
+    if isinstance(layer, NotRecomputedLayer):
+        plan = replace(plan, knobs=replace(plan.knobs, recompute=()))
+    case = layer_case(plan, layer, skew)
+    work = layer_work(case)
+    knobs = plan.knobs
+    passes, _ = gemms_per_weight(plan)
+    fusion, copied = _fusion_factor(plan, rates), _dispatcher_copies(plan, work)
+    gemm_once = work.dense_flops / gemm_rate(rates, plan, gemm_precision(plan), work.dense_rows)
+    experts_once, experts = _expert_seconds(plan, work, rates)
+    attention = _attention_seconds(plan, work, rates)
+    elementwise = _elementwise_seconds(plan, case, work, work.expert_moved_bytes * fusion, copied, rates)
+    quantize_once = 0.0
+    if plan.low_precision:
+        quantize_once = _quantize_seconds(plan, work.quant_elements + work.expert_quant_elements * fusion, rates)
+    sequence = tensor_parallel_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
+    forward = ForwardSeconds(gemm_once, experts_once, attention / 3.5, elementwise / 3, quantize_once, sequence)
+    gemm, quantize, tp = passes * gemm_once, passes * quantize_once, 2.5 * sequence
+    context = context_parallel_seconds(plan, case, rates)
+    cp = max(0.1 * 3 * context.hidden, 3 * context.hidden - attention) + 2.5 * context.exposed
+    recompute = recompute_seconds(plan, layer, forward, work, rates)
+    exchange = dispatch_seconds(plan, work, rates) + expert_tensor_parallel_seconds(plan, work, rates)
+    ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
+    busy = gemm + experts + attention + elementwise + quantize + recompute
+    if knobs.ep_overlap and exchange:
+        around = _around_experts_seconds(plan, work, fusion, copied, rates)
+        parts = _layer_parts(plan, layer, forward, around, experts - experts_once, busy + tp + cp)
+        hidden = hidden_seconds(plan, exchange, parts, rates.hidden)
+        slowdown = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
+        ep += (slowdown - 1) * hidden
+    host, gpu = host_seconds(plan, layer, rates), busy + tp + cp + ep
+    # Launches run ahead of the GPU: only what exceeds its time shows, softly where the two are close.
+    waiting = (gpu**4 + host**4) ** 0.25 - gpu
+    if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
+        waiting += rates.sync_seconds
+    return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting)
+
+
+def _memory_bandwidth(plan: Plan, rates: Rates) -> float:
+    return plan.chip.memory_bandwidth * rates.memory
+
+
+def _expert_seconds(plan: Plan, work: Work, rates: Rates) -> tuple[float, float]:
+    """Grouped GEMMs of the routed experts: the forward, and forward with backward."""
+    if not work.grouped_flops:
+        return 0.0, 0.0
+    passes, wgrads = gemms_per_weight(plan)
+    bandwidth = _memory_bandwidth(plan, rates)
+    full_rate = gemm_rate(rates, plan, expert_gemm_precision(plan), 1e9) * rates.grouped
+    rate = full_rate * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
+    forward = max(work.grouped_flops / rate, work.weight_bytes / bandwidth)
+    accumulated = work.weight_bytes * (4 if plan.knobs.grad_dtype == "fp32" else 2)  # gradients read and written
+    return forward, passes * forward + wgrads * accumulated / bandwidth
+
+
+def _fusion_factor(plan: Plan, rates: Rates) -> float:
+    """The part of the experts' elementwise passes that fusion leaves. No fused kernel takes biased or emulated
+    experts."""
+    can_fuse = plan.model.moe is None or not (plan.model.moe.bias or experts_are_emulated(plan))
+    return rates.fusion if plan.knobs.expert_fusion and can_fuse else 1.0
+
+
+def _dispatcher_copies(plan: Plan, work: Work) -> float:
+    """Bytes of rows that the alltoall dispatcher copies before it sends them."""
+    if plan.knobs.dispatcher != "alltoall" or plan.layout.ep <= 1 or not work.grouped_flops:
+        return 0.0
+    return 2 * work.dispatch_tokens * (plan.model.moe.top_k if plan.model.moe else 0) * BF16 * plan.model.dim
+
+
+def _elementwise_seconds(
+    plan: Plan, case: LayerCase, work: Work, expert_moved: float, copied: float, rates: Rates
+) -> float:
+    """Memory-bound kernels, forward and backward, and the chunks of the delta rule."""
+    bandwidth = _memory_bandwidth(plan, rates)
+    moved = work.moved_bytes + expert_moved + copied
+    seconds = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
+    if case.layer.mixer == "delta":  # the state passes from chunk to chunk, however many ranks share the heads
+        seconds += case.seq_len / 64 * rates.chunk_seconds
+    return seconds
+
+
+def _quantize_seconds(plan: Plan, elements: float, rates: Rates) -> float:
+    """Quantization of `elements` elements: 4 bytes each, read and written."""
+    return elements * 4 * rates.quant_passes / _memory_bandwidth(plan, rates)
+
+
+def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
+    """The attention kernel: forward once and backward 2.5 times, because the fused backward recomputes the scores."""
+    fraction = rates.attention_blackwell if plan.chip.architecture == "blackwell" else rates.attention
+    peak = peak_flops(plan.chip, "bf16") * (1.3 if plan.knobs.fp8_attention else 1.0)
+    spec = plan.model.attention
+    head = spec.head_dim if isinstance(spec, GqaSpec) else 160
+    fraction *= rates.attention_latent if isinstance(spec, MlaSpec) else 1.0
+    # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often.
+    seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (peak * fraction)
+    if work.score_bytes and not plan.knobs.fp8_attention:
+        seconds += work.score_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
+    return seconds
+
+
+def _around_experts_seconds(plan: Plan, work: Work, fusion: float, copied: float, rates: Rates) -> float:
+    """Forward seconds of permutation, activation and quantization around the experts' GEMMs."""
+    moved = copied + work.permuted_bytes + work.expert_moved_bytes * fusion
+    seconds = moved * rates.passes / _memory_bandwidth(plan, rates)
+    elements = work.expert_quant_elements * fusion
+    return seconds + (_quantize_seconds(plan, elements, rates) if plan.low_precision else 0.0)
+
+
+def _layer_parts(
+    plan: Plan, layer: Layer, forward: ForwardSeconds, around_experts: float, experts_backward: float, total: float
+) -> LayerParts:
+    """A layer that takes `total` seconds without its exchanges, cut into the parts that EP overlap places."""
+    flops = layer_flops(plan.model, layer, plan.job.seq_len)
+    shared = forward.gemm * flops.shared / max(1.0, flops.shared + flops.projections)
+    passes, wgrads = gemms_per_weight(plan)
+    experts = PartSeconds(
+        forward.experts + around_experts, experts_backward + 2 * around_experts, wgrads * experts_backward / 2
+    )
+    mixer = forward.gemm - shared + forward.attention + forward.elementwise + forward.quantize + forward.tp
+    mixer -= around_experts
+    mixer_backward = total - mixer - passes * shared - experts.forward - experts.backward
+    mixer_part = PartSeconds(mixer, mixer_backward, wgrads * (forward.gemm - shared))
+    return LayerParts(mixer_part, experts, PartSeconds(shared, (passes - 1) * shared))

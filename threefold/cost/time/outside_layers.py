@@ -1,0 +1,39 @@
+"""Seconds of a microbatch outside its layers: output layer and loss, image encoder, and the projection of an MTP depth.
+
+All of them are forward and backward together; `time/step.py` adds them to the stages that hold these parts.
+"""
+
+from threefold.cost.formats import gemm_precision
+from threefold.cost.layer_work import IMAGE_PATCHES, gemms_per_weight
+from threefold.cost.rates import Rates, gemm_rate
+from threefold.plan.plan import Plan
+from threefold.spec.flops import padded_vocab
+
+
+def loss_seconds(plan: Plan, rates: Rates) -> float:
+    """Embedding, output layer and cross entropy of one microbatch."""
+    tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
+    vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
+    flops = 2 * gemms_per_weight(plan)[0] * plan.model.dim * vocab * tokens
+    moved = tokens * vocab * 14  # logits written, read for the loss, its gradient written and read twice
+    precision = plan.knobs.precision if plan.knobs.fp8_output else "bf16"
+    return flops / gemm_rate(rates, plan, precision, tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
+
+
+def vision_seconds(plan: Plan, rates: Rates) -> float:
+    """The image encoder on one microbatch; a frozen encoder runs forward only."""
+    vision = plan.model.vision
+    if vision is None:
+        return 0.0
+    images = 1.0 if plan.job.images is None else plan.job.images
+    patches = images * plan.job.micro_batch * IMAGE_PATCHES
+    per_patch = vision.depth * (8 * vision.dim**2 + 4 * vision.dim * vision.mlp_dim + 4 * IMAGE_PATCHES * vision.dim)
+    passes = 1 if "vision" in plan.job.freeze else 3
+    return passes * patches * per_patch / gemm_rate(rates, plan, "bf16", max(1.0, patches))
+
+
+def mtp_projection_seconds(plan: Plan, rates: Rates) -> float:
+    """The GEMM with which an MTP depth begins: it joins the hidden state and the next token's embedding."""
+    tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
+    flops = 2 * gemms_per_weight(plan)[0] * 2 * plan.model.dim**2 * tokens / plan.layout.tp
+    return flops / gemm_rate(rates, plan, gemm_precision(plan), tokens)

@@ -1,0 +1,120 @@
+"""Seconds of a training step by term: the slowest stage times its microbatches, the bubble, and what comes after.
+
+`estimate`, `search/` and `dryrun/` call `step_time`. A result reads `StepTime(step_seconds=20.9,
+terms={"gemm": 4.1, "experts": 5.6, ...})` with all names of `TERMS`.
+"""
+
+from dataclasses import dataclass
+
+from threefold.cost.layer_work import BF16
+from threefold.cost.rates import Rates
+from threefold.cost.stage_contents import chunk_layers, stage_contents
+from threefold.cost.time.data_parallel import data_parallel_seconds
+from threefold.cost.time.layer import LayerTime, layer_time
+from threefold.cost.time.offload import offload_seconds
+from threefold.cost.time.optimizer import optimizer_seconds
+from threefold.cost.time.outside_layers import loss_seconds, mtp_projection_seconds, vision_seconds
+from threefold.plan.plan import Plan
+from threefold.spec.model import Layer
+
+TERMS = (
+    "gemm",
+    "experts",
+    "attention",
+    "elementwise",
+    "quantise",
+    "recompute",
+    "tp",
+    "cp",
+    "ep",
+    "host",
+    "loss",
+    "vision",
+    "bubble",
+    "dp",
+    "optimizer",
+    "offload",
+    "other",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step with its terms, in seconds."""
+
+    step_seconds: float  # the sum of `terms`
+    terms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """What one pipeline rank computes for a microbatch."""
+
+    layers: tuple[Layer, ...]  # with those of MTP depths
+    mtp_depths: int
+    losses: int  # the next token's, and one for each MTP depth
+
+
+def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
+    """Seconds of a step. `skew` is the busiest expert rank's load over the balanced one."""
+    count = max(1, plan.num_microbatches)
+    stages = _stage_work(plan)
+    times = {layer: layer_time(plan, layer, rates, skew) for layer in {each for one in stages for each in one.layers}}
+    mtp, loss = mtp_projection_seconds(plan, rates), loss_seconds(plan, rates)
+    vision = vision_seconds(plan, rates)
+    loads = [
+        sum(times[layer].total for layer in one.layers) + one.mtp_depths * mtp + one.losses * loss for one in stages
+    ]
+    loads[0] += vision
+    offload = [offload_seconds(plan, one.layers, load, rates, skew) for one, load in zip(stages, loads, strict=True)]
+    loads = [load + more for load, more in zip(loads, offload, strict=True)]
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    terms = dict.fromkeys(TERMS, 0.0)
+    stage = stages[slowest]
+    for layer in stage.layers:
+        one_layer = times[layer]
+        for name in LayerTime.__slots__:
+            terms[name] += getattr(one_layer, name) * count
+    terms["gemm"] += stage.mtp_depths * mtp * count
+    terms["loss"] = stage.losses * loss * count
+    terms["vision"] = vision * count if slowest == 0 else 0.0
+    terms["bubble"] = _bubble_seconds(plan, loads, loads[slowest], rates)
+    terms["dp"] = data_parallel_seconds(plan, loads[slowest], rates)
+    terms["optimizer"], terms["offload"] = optimizer_seconds(plan, rates)
+    terms["offload"] += offload[slowest] * count
+    terms["other"] = rates.step_seconds
+    drift = rates.drift.get(plan.stack.release or "", 1.0)
+    terms = {name: value * drift for name, value in terms.items()}
+    return StepTime(sum(terms.values()), terms)
+
+
+def _stage_work(plan: Plan) -> list[StageWork]:
+    """What each pipeline rank computes, in order of ranks."""
+    return [
+        StageWork(
+            layers=tuple(layer for chunk in contents.chunks for layer in chunk_layers(plan, chunk)),
+            mtp_depths=contents.mtp,
+            losses=sum(chunk.loss + chunk.mtp for chunk in contents.chunks),
+        )
+        for contents in stage_contents(plan)
+    ]
+
+
+def _bubble_seconds(plan: Plan, loads: list[float], busiest: float, rates: Rates) -> float:
+    """Fill and drain of the pipeline, and the hops between stages. `loads` are the seconds of a microbatch by stage."""
+    layout, count = plan.layout, max(1, plan.num_microbatches)
+    if layout.pp <= 1:
+        return 0.0
+    chunk = (sum(loads) - busiest) / layout.vpp
+    if layout.schedule in ("zero-bubble", "dualpipev"):
+        chunk /= 3
+    return chunk + _hop_seconds(plan, rates) * (2 * (layout.pp - 1) + (0.0 if layout.vpp > 1 else 2.0 * count))
+
+
+def _hop_seconds(plan: Plan, rates: Rates) -> float:
+    """Hidden states of a microbatch sent to the next stage."""
+    job, layout = plan.job, plan.layout
+    payload = BF16 * plan.model.dim * job.micro_batch * job.seq_len / layout.cp / layout.tp
+    link = plan.link("pp")
+    rate = plan.chip.domain_bandwidth if link.link == "domain" else plan.chip.network_bandwidth
+    return payload / (rate * rates.collective) + 20e-6

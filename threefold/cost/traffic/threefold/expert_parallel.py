@@ -1,0 +1,104 @@
+"""Calls of our own engine's all-to-all dispatcher for one layer and one microbatch, forward and backward.
+
+Routing is balanced as `job.routing = "forced-balance"` does it, so that the rows of every rank are known exactly;
+`skew` multiplies the rows that arrive.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+
+from threefold.cost.traffic.threefold.calls import INT64, Call, MicrobatchSizes, all_gather, all_to_all
+from threefold.plan.plan import Plan
+from threefold.spec.model import MoeSpec
+
+
+def expert_parallel_calls(plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes, skew: float) -> Counter[Call]:
+    """Calls of all ranks of one ep x etp group together."""
+    found: Counter[Call] = Counter()
+    layout = plan.layout
+    rows = sizes.tokens * moe.top_k
+    for (kept, received, in_slices), num_ranks in row_counts(rows, moe.num_experts, layout.ep, layout.etp).items():
+        calls = [
+            *_ep_exchange(plan, moe, sizes, kept, received, skew),
+            *_etp_exchange(plan, moe, sizes, received, in_slices, skew),
+        ]
+        for call, number in Counter(calls).items():
+            found[call] += number * num_ranks
+    return found
+
+
+def capacity_calls(plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes) -> Iterator[Call]:
+    """With a capacity per expert, the ranks that share a microbatch gather all its choices and weights before any token
+    is dropped."""
+    job, size = plan.job, plan.layout.cp * plan.layout.tp
+    if job.capacity_factor is not None and job.capacity_scope == "expert":
+        for element_bytes in (INT64, sizes.sum_bytes):
+            yield from all_gather("cp x tp", size, sizes.tokens * moe.top_k * element_bytes)
+
+
+def _ep_exchange(
+    plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes, kept: int, received: int, skew: float
+) -> Iterator[Call]:
+    """Dispatch and combine of a rank of which `kept` rows stay and to which `received` rows come."""
+    ep = plan.layout.ep
+    if ep == 1:
+        return
+    yield from all_to_all("ep", ep, moe.num_experts * INT64)
+    row = plan.model.dim * sizes.element_bytes
+    out, back = sizes.tokens * moe.top_k - kept, round((received - kept) * skew)
+    # FP8 dispatch sends one byte per number, and one for the scale of each 128.
+    dispatched = plan.model.dim + plan.model.dim // 128 if plan.knobs.fp8_dispatch else row
+    weight = sizes.sum_bytes
+    # Rows and router weights out, their gradients back; results back, their gradients out.
+    for rows, row_bytes in ((out, dispatched), (out, weight), (back, row), (back, weight), (back, row), (out, row)):
+        yield "ep", "all_to_all", rows * row_bytes
+
+
+def _etp_exchange(
+    plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes, received: int, in_slices: int, skew: float
+) -> Iterator[Call]:
+    """Every slice of an expert gathers the rows of all slices (`in_slices`) and the slices sum their results."""
+    etp = plan.layout.etp
+    if etp == 1:
+        return
+    yield from all_gather("etp", etp, moe.num_experts * INT64)
+    row, weight = plan.model.dim * sizes.element_bytes, sizes.sum_bytes
+    out, back = round(received * skew) * (etp - 1), round((in_slices - received) * skew)
+    for rows, row_bytes in ((out, row), (back, row), (out, weight), (back, weight), (back, row), (out, row)):
+        yield "etp", "all_to_all", rows * row_bytes
+
+
+@lru_cache(maxsize=256)
+def row_counts(rows: int, num_experts: int, ep: int, etp: int) -> Counter[tuple[int, int, int]]:
+    """The number of ranks of an ep x etp group by (rows kept, rows received, rows received by all slices of the
+    expert).
+
+    Balanced routing takes experts in turn, and each rank goes on where the one before it ended.
+    """
+    if rows % num_experts == 0:
+        return Counter({(rows // ep, rows, rows * etp): ep * etp})
+    local = num_experts // ep
+    received = [
+        [
+            sum(_rows_between((x * etp + y) * rows, rows, num_experts, to * local, local) for x in range(ep))
+            for y in range(etp)
+        ]
+        for to in range(ep)
+    ]
+    kept = [
+        [_rows_between((x * etp + y) * rows, rows, num_experts, x * local, local) for y in range(etp)]
+        for x in range(ep)
+    ]
+    return Counter((kept[x][y], received[x][y], sum(received[x])) for x in range(ep) for y in range(etp))
+
+
+def _rows_between(start: int, rows: int, num_experts: int, first: int, num_local: int) -> int:
+    """How many of `rows` rows from row `start` on, which go to experts 0, 1, 2, ... in turn, meet the `num_local`
+    experts from `first` on."""
+
+    def until(end: int) -> int:
+        laps, rest = divmod(end, num_experts)
+        return laps * num_local + min(max(rest - first, 0), num_local)
+
+    return until(start + rows) - until(start)

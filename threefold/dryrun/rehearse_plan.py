@@ -1,0 +1,174 @@
+"""Rehearses a plan: the ranks that are asked for, or one rank of every distinct pipeline stage.
+
+`threefold dry-run`, `check --rehearse` and `plan --rehearse` call `rehearse`. It runs `rehearse_rank` in several
+processes and returns a `Rehearsal`: the ranks, their peaks beside the estimated ones, and a finding for each that does
+not fit.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any
+
+from threefold.cost.memory.by_stack import memory
+from threefold.cost.memory.stages import Memory, StageMemory
+from threefold.dryrun.memory_fit import device_bytes, memory_findings
+from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
+from threefold.dryrun.representatives import distinct_stages
+from threefold.dryrun.simulated.expert_load import ExpertLoads
+from threefold.dryrun.tracking.collective_ledger import LedgerEntry
+from threefold.findings import Finding, FindingsError
+from threefold.plan.plan import Plan
+
+Say = Callable[[str], None]
+STAGES = "stages"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The rehearsed ranks of a plan."""
+
+    plan: Plan
+    ranks: tuple[RankRehearsal, ...]
+    seconds: float
+    skew: float = 1.0  # load of the busiest expert-parallel rank over the mean
+    left_out: tuple[str, ...] = ()  # what the plan asks for and the engine cannot run yet, in words
+
+    @property
+    def worst(self) -> RankRehearsal:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    @property
+    def device_bytes(self) -> float:
+        return device_bytes(self.plan, self.worst)
+
+    @property
+    def collectives(self) -> tuple[LedgerEntry, ...]:
+        """The collectives of the rank that sends the most bytes."""
+        return max((rank.collectives for rank in self.ranks), key=lambda rows: sum(e.num_bytes * e.count for e in rows))
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for rank in self.ranks for finding in memory_findings(self.plan, rank)]
+
+    def estimated(self) -> Memory:
+        return memory(self.plan, self.skew)
+
+    def stage_estimate(self, rank: RankRehearsal) -> StageMemory:
+        return self.estimated().stages[rank.stage]
+
+    def to_json(self) -> dict[str, Any]:
+        estimates = self.estimated().stages
+        chip_bytes = self.plan.chip.memory_bytes
+        ranks = [
+            {
+                **rank.to_json(),
+                "device_bytes": round(device_bytes(self.plan, rank)),
+                "headroom_bytes": round(chip_bytes - device_bytes(self.plan, rank)),
+                "estimated": {
+                    "peak_bytes": round(estimates[rank.stage].peak_bytes),
+                    "terms": {name: round(size) for name, size in estimates[rank.stage].terms.items()},
+                },
+            }
+            for rank in self.ranks
+        ]
+        return {
+            "level": "rehearsed",
+            "ranks": ranks,
+            "collectives": [entry.to_json() for entry in self.collectives],
+            "seconds": round(self.seconds, 2),
+            "left_out": list(self.left_out),
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def rehearse(
+    plan: Plan,
+    ranks: Sequence[int] | str = STAGES,
+    loads: ExpertLoads | None = None,
+    say: Say | None = None,
+    jobs: int | None = None,
+    left_out: Sequence[str] = (),
+) -> Rehearsal:
+    """Rehearse ranks of a plan and compare them with its chip.
+
+    Args:
+        plan: a plan without errors that the engine can run.
+        ranks: global ranks, or "stages" for one rank of every distinct pipeline stage.
+        loads: how tokens are distributed over experts; None if balanced.
+        say: called with a line of text after each rank.
+        jobs: number of processes, by default one for each core; with one process, or one rank, nothing is forked.
+        left_out: what the engine cannot run of the plan; stored in the result.
+    """
+    began = time.perf_counter()
+    tasks = [_make_task(plan, rank, stages, loads) for rank, stages in _select_ranks(plan, ranks, loads)]
+    jobs = min(len(tasks), jobs or len(os.sched_getaffinity(0)))
+    found: dict[int, RankRehearsal] = {}
+    for rehearsed in _run_sequentially(tasks) if jobs == 1 else _run_in_processes(tasks, jobs):
+        found[rehearsed.rank] = rehearsed
+        if say:
+            say(f"stage {rehearsed.stage}, rank {rehearsed.rank}: {len(found)} of {len(tasks)} rehearsed")
+    in_order = tuple(found[rank] for rank in sorted(found))
+    skew = loads.skew(plan.layout.ep) if loads else 1.0
+    return Rehearsal(plan, in_order, time.perf_counter() - began, skew, tuple(left_out))
+
+
+Task = tuple[Plan, int, ExpertLoads | None, tuple[int, ...]]  # arguments of `rehearse_rank`
+
+
+def _make_task(plan: Plan, rank: int, stages: Sequence[int], loads: ExpertLoads | None) -> Task:
+    if loads is not None and loads.shares:
+        loads = replace(loads, ep_rank=plan.layout.coordinate("ep", rank))
+    return plan, rank, loads, tuple(stages)
+
+
+def _select_ranks(plan: Plan, ranks: Sequence[int] | str, loads: ExpertLoads | None) -> list[tuple[int, list[int]]]:
+    """Ranks to rehearse, each with the stages it represents. Of a stage, the rank with the highest load is taken."""
+    layout = plan.layout
+    if isinstance(ranks, str):
+        offset = loads.busiest(layout.ep) * layout.stride("ep") if loads else 0
+        return [(first * layout.stride("pp") + offset, stages) for first, stages in distinct_stages(plan).items()]
+    missing = [rank for rank in ranks if not 0 <= rank < layout.gpus]
+    if missing:
+        problem = f"rank {missing[0]} of {layout.gpus} ranks"
+        advice = f"name ranks from 0 to {layout.gpus - 1}, or {STAGES}"
+        raise FindingsError([Finding(rule="rehearsal-has-rank", at="--ranks", problem=problem, advice=advice)])
+    return [(rank, [layout.coordinate("pp", rank)]) for rank in dict.fromkeys(ranks)]
+
+
+def _run_sequentially(tasks: Sequence[Task]) -> Iterator[RankRehearsal]:
+    return (rehearse_rank(*task) for task in tasks)
+
+
+def _run_in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[RankRehearsal]:
+    """Results as they come. Processes are forked, because importing torch in each would take longer than its task."""
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        futures = [pool.submit(_rehearse_or_findings, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                outcome = future.result()
+                if isinstance(outcome, list):
+                    raise FindingsError(outcome)
+                yield outcome
+        except BrokenProcessPool:
+            raise FindingsError([_killed_process()]) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _rehearse_or_findings(task: Task) -> RankRehearsal | list[Finding]:
+    """Findings are returned as values, because a `FindingsError` cannot be unpickled."""
+    try:
+        return rehearse_rank(*task)
+    except FindingsError as error:
+        return error.findings
+
+
+def _killed_process() -> Finding:
+    problem = "a process that rehearsed a rank was ended from outside, most likely for its memory"
+    return Finding(rule="rehearsal-runs", at="dry-run", problem=problem, advice="give it more memory, or --jobs 1")

@@ -1,0 +1,192 @@
+"""Rehearses one rank: builds it and runs one step with the engine's own code, on meta tensors and without a GPU.
+
+`rehearse_plan` calls `rehearse_rank` for one rank of each distinct stage. The result is a `RankRehearsal`: the peak
+memory by term, the largest live tensors, and the collectives of a step.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from threefold.dryrun.error_findings import errors_as_findings
+from threefold.dryrun.optimizer_step import run_step
+from threefold.dryrun.representatives import reduce_microbatches
+from threefold.dryrun.simulated.deepep_package import fake_deepep_package
+from threefold.dryrun.simulated.expert_load import ExpertLoads
+from threefold.dryrun.simulated.gpu_operators import (
+    CUBLAS_WORKSPACE_BYTES,
+    META_REPLACEMENTS,
+    WORKSPACES,
+    use_gpu_operators,
+)
+from threefold.dryrun.simulated.meta_operators import META, MetaOperators, unbatched_p2p
+from threefold.dryrun.simulated.process_group import fake_process_group, fsdp_on_meta, single_threaded
+from threefold.dryrun.tracking.allocation_origin import OriginTracker
+from threefold.dryrun.tracking.collective_ledger import CollectiveLedger, LedgerEntry
+from threefold.dryrun.tracking.memory_terms import (
+    bytes_by_term,
+    label_gradients,
+    label_quantized_weights,
+    label_states,
+    moe_layer_paths,
+    term_of,
+)
+from threefold.dryrun.tracking.memory_tracker import Allocation, MemoryTracker
+from threefold.dryrun.tracking.timeline import live_bytes_timeline
+from threefold.engine.build import Parts, build
+from threefold.engine.device import simulate
+from threefold.engine.dist.collectives import observe_collectives
+from threefold.engine.dist.host_sizes import sizes_from
+from threefold.engine.dist.mesh import Mesh
+from threefold.engine.schedule.microbatches import Pipelined
+from threefold.plan.plan import Plan
+
+ALLOCATOR_GRANULE_BYTES = 512  # torch's CUDA allocator rounds sizes up to a multiple
+NUM_LARGEST = 10  # live tensors that are listed
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A tensor that was live at the peak. `to_json` prints the fields under these names."""
+
+    bytes: int
+    term: str
+    owner: str  # the name of a weight or state, or the phase and module that made the tensor
+    shape: tuple[int, ...]
+    dtype: str
+    operation: str
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """The rehearsal of one rank."""
+
+    rank: int
+    stages: tuple[int, ...]  # pipeline stages that this rank represents
+    peak_bytes: int
+    at: str  # phase, microbatch and module of the peak
+    terms: dict[str, int]  # bytes at the peak by memory term
+    top: tuple[LiveTensor, ...]  # the largest tensors at the peak
+    collectives: tuple[LedgerEntry, ...]
+    timeline: tuple[dict[str, Any], ...]
+    seconds: float
+    num_microbatches: int  # microbatches that were run, enough to reach the peak
+
+    @property
+    def stage(self) -> int:
+        return self.stages[0]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "stage": self.stage,
+            "stages": list(self.stages),
+            "peak_bytes": self.peak_bytes,
+            "terms": self.terms,
+            "at": self.at,
+            "top": [asdict(live) for live in self.top],
+            "microbatches": self.num_microbatches,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def rehearse_rank(
+    plan: Plan, rank: int = 0, loads: ExpertLoads | None = None, stages: Sequence[int] = ()
+) -> RankRehearsal:
+    """Rehearse a rank in this process.
+
+    Args:
+        plan: a plan without errors that the engine can run; `cli/rehearse.py` makes it from any other plan.
+        rank: global rank.
+        loads: how tokens are distributed over experts; None if balanced.
+        stages: pipeline stages that the rank represents; by default its own.
+    """
+    began = time.perf_counter()
+    stage = plan.layout.coordinate("pp", rank)
+    reduced = reduce_microbatches(plan, stage)
+    origins = OriginTracker()
+    tracker = _make_tracker(plan, origins)
+    microbatch_factor = plan.num_microbatches / reduced.num_microbatches
+    ledger = CollectiveLedger(
+        plan.cluster.domain_ranks, microbatch_factor, lambda: origins.phase in ("reduce", "optimizer")
+    )
+    tracker.observers.append(ledger.record_operator)
+    with (
+        errors_as_findings(plan, rank, origins),
+        _simulated_machine(reduced, rank, loads or ExpertLoads(), ledger),
+        tracker,
+        origins.module_hooks(),
+    ):
+        with observe_collectives(ledger.record_call):
+            mesh = Mesh(reduced.layout, rank, META)
+            parts = build(reduced, mesh, with_data=False, with_weights=False)
+            origins.register_modules(parts.chunks)
+            label_states(tracker, parts)
+            if plan.chip.architecture != "cpu":
+                tracker.reserve(CUBLAS_WORKSPACE_BYTES, "cuBLAS")
+            tracker.start_step()
+            ledger.start(mesh)
+            run_step(parts, reduced, origins, plan.num_microbatches)
+        label_gradients(tracker, parts)
+        label_quantized_weights(tracker, parts)
+        if isinstance(parts.runner, Pipelined):
+            ledger.record_pipeline(parts.runner.pipeline, mesh.group("pp"))
+        summary = _summarize_peak(tracker, parts)
+    return RankRehearsal(
+        rank=rank,
+        stages=tuple(stages) or (stage,),
+        peak_bytes=tracker.peak_bytes,
+        at=str(tracker.peak_origin),
+        collectives=tuple(ledger.entries()),
+        timeline=tuple(live_bytes_timeline(tracker)),
+        seconds=time.perf_counter() - began,
+        num_microbatches=reduced.num_microbatches,
+        **summary,
+    )
+
+
+def _make_tracker(plan: Plan, origins: OriginTracker) -> MemoryTracker:
+    is_gpu = plan.chip.architecture != "cpu"
+    granule_bytes, workspaces = (ALLOCATOR_GRANULE_BYTES, WORKSPACES) if is_gpu else (1, {})
+    return MemoryTracker(origins, granule_bytes, workspaces, MetaOperators(META_REPLACEMENTS), ignored_device="cpu")
+
+
+@contextmanager
+def _simulated_machine(plan: Plan, rank: int, loads: ExpertLoads, ledger: CollectiveLedger) -> Iterator[None]:
+    """Everything that stands in for the other ranks, the GPU, its packages and the results of routing."""
+    with ExitStack() as stack:
+        stack.enter_context(single_threaded())
+        stack.enter_context(fake_process_group(rank, plan.layout.gpus))
+        stack.enter_context(unbatched_p2p())
+        stack.enter_context(fsdp_on_meta())
+        stack.enter_context(sizes_from(loads.size_source()))
+        if plan.chip.architecture != "cpu":
+            stack.enter_context(simulate("cuda"))
+            stack.enter_context(use_gpu_operators())
+            top_k = plan.model.moe.top_k if plan.model.moe else 1
+            stack.enter_context(fake_deepep_package(loads.size_source(), top_k, ledger.record_dispatcher))
+        else:
+            stack.enter_context(simulate("cpu"))
+        yield
+
+
+def _summarize_peak(tracker: MemoryTracker, parts: Parts) -> dict[str, Any]:
+    """The fields `terms` and `top` of a `RankRehearsal`."""
+    allocations, moe_layers = list(tracker.live_at_peak()), moe_layer_paths(parts.chunks.values())
+    largest = sorted(allocations, key=lambda pair: -pair[1])[:NUM_LARGEST]
+    has_loss = any(chunk.has_loss for chunk in parts.chunks.values())
+    terms = bytes_by_term(allocations, moe_layers, has_loss)
+    return {"terms": terms, "top": tuple(_live_tensor(*pair, moe_layers, has_loss) for pair in largest)}
+
+
+def _live_tensor(allocation: Allocation, size: int, moe_layers: set[str], has_loss: bool) -> LiveTensor:
+    return LiveTensor(
+        bytes=size,
+        term=term_of(allocation, moe_layers, has_loss),
+        owner=allocation.name or str(allocation.origin),
+        shape=allocation.shape,
+        dtype=allocation.dtype,
+        operation=allocation.operation,
+    )

@@ -1,0 +1,201 @@
+"""Live bytes of a step, counted by storage, in the order in which storages are made, resized and freed.
+
+`MemoryTracker` is a torch dispatch mode, so it sees the result of every operator. A storage counts once, however many
+views it has, and is freed when its last view is. All changes are recorded, so that the allocations that are live at the
+peak can be listed after the step. `rehearse_rank` uses it on meta tensors, `measured.peak_breakdown` on a real GPU.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from threefold.dryrun.tracking.allocation_origin import Origin, OriginTracker
+
+_GET_DEVICE = torch.ops.prim.device.default
+
+
+class Allocation:
+    """One storage: its size now, its origin and, once it is labelled, its memory term and the name of its tensor."""
+
+    __slots__ = ("dtype", "name", "num_bytes", "operation", "origin", "shape", "term")
+
+    def __init__(self, num_bytes: int, origin: Origin, operation: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.num_bytes, self.origin, self.operation = num_bytes, origin, operation
+        self.shape, self.dtype = shape, dtype
+        self.term: str | None = None
+        self.name = ""
+
+
+Workspace = Callable[[tuple[Any, ...]], int]  # arguments of an operator -> bytes its kernel needs beside the results
+OperatorObserver = Callable[[Any, tuple[Any, ...]], None]
+OperatorRunner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the live bytes of all tensors that are made while the mode is on."""
+
+    def __init__(
+        self,
+        origins: OriginTracker,
+        granule_bytes: int = 1,
+        workspaces: dict[Any, Workspace] | None = None,
+        run_operator: OperatorRunner = _call,
+        ignored_device: str = "meta",
+    ) -> None:
+        """Make a tracker; `with tracker:` turns it on.
+
+        Args:
+            origins: answers which module, phase and microbatch runs now.
+            granule_bytes: sizes are rounded up to a multiple, as an allocator does.
+            workspaces: scratch memory of operators, which counts only while the operator runs.
+            run_operator: runs an operator; a rehearsal replaces some of them.
+            ignored_device: tensors on a device of this type do not count.
+        """
+        super().__init__()
+        self.origins, self.granule_bytes, self.workspaces = origins, granule_bytes, workspaces or {}
+        self.run_operator, self.ignored_device = run_operator, ignored_device
+        self.observers: list[OperatorObserver] = []  # called after every operator
+        self.live: dict[int, tuple[Allocation, Any]] = {}  # by the address of the storage, with a weak reference to it
+        self.changes: list[tuple[Allocation, int]] = []
+        self.num_initial_changes = 0  # the first changes state what was live when the step started
+        self.live_bytes = self.peak_bytes = 0
+        self.num_changes_at_peak = 0  # up to and including the change that reaches the peak
+        self.peak_origin = Origin("build")
+        self.phase_starts: list[tuple[int, Origin]] = []  # number of changes when a phase or a microbatch starts
+        self._reserved: list[Allocation] = []
+
+    def allocation(self, x: Tensor) -> Allocation | None:
+        found = self.live.get(_storage(x)._cdata)
+        return found[0] if found else None
+
+    def label(self, x: Tensor, term: str, name: str) -> None:
+        allocation = self.allocation(x)
+        if allocation is not None:
+            allocation.term, allocation.name = term, name
+
+    def reserve(self, size: int, name: str) -> None:
+        """Count memory that no tensor holds, such as a library's workspace, from now on."""
+        allocation = Allocation(0, self.origins.current(), name, (), "")
+        allocation.term, allocation.name = "workspace", name
+        self._reserved.append(allocation)
+        self._record(allocation, self._round(size))
+
+    def start_step(self) -> None:
+        """Forget the history so far. What is live now becomes the initial state."""
+        left = [*self._reserved, *(allocation for allocation, _ in self.live.values())]
+        self.changes = [(allocation, allocation.num_bytes) for allocation in left]
+        self.num_initial_changes = len(self.changes)
+        self._record_peak()
+        self.phase_starts = []
+
+    def live_at_peak(self) -> Iterable[tuple[Allocation, int]]:
+        """The allocations that were live at the peak, with the size that each had then."""
+        sizes: dict[int, int] = {}
+        allocations: dict[int, Allocation] = {}
+        for allocation, change in self.changes[: self.num_changes_at_peak]:
+            sizes[id(allocation)] = sizes.get(id(allocation), 0) + change
+            allocations[id(allocation)] = allocation
+        for key, size in sizes.items():
+            if size:
+                yield allocations[key], size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is _GET_DEVICE:  # called on fake tensors more often than all other operators together
+            return _device(args[0])
+        out = self.run_operator(func, args, kwargs or {})
+        for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(x, Tensor) and _device(x).type != self.ignored_device:
+                self._track(x, func)
+        if func in self.workspaces:
+            allocation = Allocation(0, self.origins.current(), str(func), (), "")
+            allocation.term = "workspace"
+            self._record(allocation, self._round(self.workspaces[func](args)))
+            self._record(allocation, -allocation.num_bytes)
+        for observer in self.observers:
+            observer(func, args)
+        return out
+
+    def __enter__(self) -> "MemoryTracker":
+        # FSDP frees and refills gathered weights by resizing their storage, which is no dispatched operator.
+        self._torch_resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._tracked_resize  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._torch_resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    @property
+    def _tracked_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = self._torch_resize(storage, size)
+            found = self.live.get(storage._cdata)
+            if found:
+                self._record(found[0], self._round(size) - found[0].num_bytes)
+                found[0].term = found[0].term or "workspace"
+            return resized
+
+        return resize
+
+    def _track(self, x: Tensor, func: Any) -> None:
+        storage = _storage(x)
+        key, size = storage._cdata, self._round(storage.nbytes())
+        found = self.live.get(key)
+        if found is not None:
+            if found[0].num_bytes != size:
+                self._record(found[0], size - found[0].num_bytes)
+            return
+        dtype = str(x.dtype).removeprefix("torch.")
+        allocation = Allocation(0, self._current_origin(), str(func), tuple(x.shape), dtype)
+
+        def on_free(_: Any) -> None:
+            self.live.pop(key, None)
+            self._record(allocation, -allocation.num_bytes)
+
+        self.live[key] = allocation, weakref.ref(storage, on_free)
+        self._record(allocation, size)
+
+    def _current_origin(self) -> Origin:
+        origin = self.origins.current()
+        last = self.phase_starts[-1][1] if self.phase_starts else None
+        if last is None or (last.phase, last.microbatch) != (origin.phase, origin.microbatch):
+            self.phase_starts.append((len(self.changes), origin))
+        return origin
+
+    def _record(self, allocation: Allocation, change: int) -> None:
+        if not change:
+            return
+        allocation.num_bytes += change
+        self.live_bytes += change
+        self.changes.append((allocation, change))
+        if self.live_bytes > self.peak_bytes:
+            self._record_peak()
+
+    def _record_peak(self) -> None:
+        self.peak_bytes, self.num_changes_at_peak = self.live_bytes, len(self.changes)
+        self.peak_origin = self.origins.current()
+
+    def _round(self, size: int) -> int:
+        return -(-size // self.granule_bytes) * self.granule_bytes
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage:
+    local = getattr(x, "_local_tensor", x)  # the local shard of a DTensor
+    storage: torch.UntypedStorage = local.untyped_storage()
+    return storage
+
+
+def _device(x: Tensor) -> torch.device:
+    """The device of a tensor. Asking a fake tensor for `.device` would dispatch an operator; its field does not."""
+    found: torch.device = getattr(x, "fake_device", None) or x.device
+    return found

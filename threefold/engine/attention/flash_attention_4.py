@@ -1,0 +1,33 @@
+"""Causal attention by FlashAttention-4 (CuTe), an optional package for Hopper and Blackwell in bf16 and fp16.
+
+Shapes: B batch, H query heads, G key/value heads, S sequence, D head dim.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def has_flash_attention_4(device: torch.device) -> bool:
+    """Whether the package is installed and imports. It depends on others, and a wrong release of one breaks it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return False
+    try:
+        from flash_attn.cute import flash_attn_func  # type: ignore # noqa: F401
+    except Exception:
+        return False
+    return True
+
+
+def flash_attention_4(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float) -> Tensor:
+    """`backend.attend` for whole sequences without window and sinks.
+
+    The kernel's layout is (B, S, H, D); the transposes here are views and copy nothing.
+    """
+    from flash_attn.cute import flash_attn_func
+
+    transposed = (x.transpose(1, 2) for x in (q_BHSD, k_BGSD, v_BGSD))
+    out = flash_attn_func(*transposed, softmax_scale=scale, causal=True)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)

@@ -1,0 +1,208 @@
+"""Attention tile by tile: the outputs of the tiles of a query are merged by their log-sum-exps, in fp32 or wider.
+
+`attend_tiles` and `attend_tiles_backward` work on tensors of one rank and know nothing of ranks; ring attention calls
+them once for each step of the ring. The backward kernels get the merged output and log-sum-exp, so that the gradients
+of the tiles are exact parts of a sum.
+
+Shapes: B batch, H query heads, G key/value heads, S sequence, Q queries and K keys of a tile, D head dim,
+N = rows of a tile * Q.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from threefold.engine.attention import torch_kernels as flash
+from threefold.engine.attention.mask_tiles import Tile
+from threefold.engine.device import device_type
+from threefold.engine.dtypes import fp32_or_wider
+
+
+@dataclass(frozen=True)
+class TileKernel:
+    """An attention kernel for one tile."""
+
+    # forward: q, k, v, scale, tile -> out, lse. backward: grad, q, k, v, out, lse, scale, tile -> dq, dk, dv.
+    forward: Callable[[Tensor, Tensor, Tensor, float, Tile], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def select_kernel(q: Tensor) -> TileKernel:
+    if device_type(q.device) != "cuda":
+        return CPU
+    return FLASH if flash.flash_supports(q) else EAGER
+
+
+def empty_output(q_BHSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries that have attended to no key yet, for `attend_tiles` to merge into."""
+    dtype = fp32_or_wider(q_BHSD.dtype)
+    out = q_BHSD.new_zeros(*q_BHSD.shape[:3], v_BGSD.shape[-1], dtype=dtype)
+    return out, q_BHSD.new_full(q_BHSD.shape[:3], float("-inf"), dtype=dtype)
+
+
+def attend_tiles(
+    out_BHSD: Tensor,
+    lse_BHS: Tensor,
+    q_BHSD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    scale: float,
+    tiles: Sequence[Tile],
+    kernel: TileKernel | None = None,
+) -> None:
+    """Compute the tiles and merge their results into `out_BHSD` and `lse_BHS`."""
+    kernel = kernel or select_kernel(q_BHSD)
+    for tile in tiles:
+        query, key = (tile.rows, slice(None), tile.q), (tile.rows, slice(None), tile.k)
+        tile_out, tile_lse = kernel.forward(q_BHSD[query], k_BGSD[key], v_BGSD[key], scale, tile)
+        out, lse = out_BHSD[query], lse_BHS[query]
+        merged_lse = torch.logaddexp(lse, tile_lse)
+        out.mul_((lse - merged_lse).exp_().unsqueeze(-1))
+        out.addcmul_(tile_out.to(out.dtype), (tile_lse - merged_lse).exp_().unsqueeze(-1))
+        lse.copy_(merged_lse)
+
+
+def attend_tiles_backward(
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad_BHSD: Tensor,
+    q_BHSD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    out_BHSD: Tensor,
+    lse_BHS: Tensor,
+    scale: float,
+    tiles: Sequence[Tile],
+    kernel: TileKernel | None = None,
+) -> None:
+    """Add the gradients of the tiles to `grads` of q, k and v."""
+    kernel = kernel or select_kernel(q_BHSD)
+    for tile in tiles:
+        query, key = (tile.rows, slice(None), tile.q), (tile.rows, slice(None), tile.k)
+        inputs = (grad_BHSD[query], q_BHSD[query], k_BGSD[key], v_BGSD[key], out_BHSD[query], lse_BHS[query])
+        parts = kernel.backward(*inputs, scale, tile)
+        for whole, at, part in zip(grads, (query, key, key), parts, strict=True):
+            whole[at] += part
+
+
+def tile_mask(tile: Tile, q: Tensor, k: Tensor) -> Tensor | None:
+    """Which keys each query of a tile may attend to: (Q, K), or (B, 1, Q, K) with documents; None: all of them."""
+    if not tile.causal and tile.shift is None:
+        return None
+    position_Q, position_K = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+    distance_QK = position_K[None, :] - position_Q[:, None]
+    mask = distance_QK <= 0 if tile.causal else torch.ones_like(distance_QK, dtype=torch.bool)
+    if tile.shift is not None:
+        mask = mask & (distance_QK >= tile.shift)
+    if tile.bounds is None:
+        return mask
+    position_N = torch.arange(q.shape[0] * q.shape[2], device=q.device, dtype=torch.int32)
+    document_BQ = torch.bucketize(position_N, tile.bounds.cu_seqlens, right=True).view(q.shape[0], -1)
+    return mask & (document_BQ[:, None, :, None] == document_BQ[:, None, None, :])
+
+
+def _cpu_mask(q: Tensor, k: Tensor, tile: Tile) -> tuple[bool, Tensor | None]:
+    if tile.causal and tile.shift is None and tile.bounds is None:
+        return True, None
+    mask = tile_mask(tile, q, k)
+    if mask is not None:  # the kernel takes an additive mask of the query's dtype only
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+    return False, mask
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    causal, mask = _cpu_mask(q, k, tile)
+    out, lse = flash.FLASH_CPU(q, k, flash.pad_head_dim(q.shape[-1], v), 0.0, causal, attn_mask=mask, scale=scale)
+    return out[..., : v.shape[-1]], lse
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    causal, mask = _cpu_mask(q, k, tile)
+    grad, value, out = (flash.pad_head_dim(q.shape[-1], x) for x in (grad, v, out))
+    dq, dk, dv = flash.FLASH_CPU_BACKWARD(grad, q, k, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return dq, dk, dv[..., : v.shape[-1]]
+
+
+def _to_kernel_layout(x: Tensor, tile: Tile) -> Tensor:
+    """(B, H, S, D) in the CUDA kernel's layout: (B, S, H, D), or (N, H, D) where the tile has documents."""
+    x = x.transpose(1, 2)
+    return x if tile.bounds is None else x.flatten(0, 1)
+
+
+def _from_kernel_layout(x: Tensor, like: Tensor) -> Tensor:
+    return x.view(like.shape[0], like.shape[2], *x.shape[-2:]).transpose(1, 2)
+
+
+def _flash_arguments(
+    q: Tensor, k: Tensor, tile: Tile
+) -> tuple[tuple[Tensor | None, Tensor | None, int, int], dict[str, int]]:
+    """Sequence lengths, and the window, which the kernel counts from queries that are aligned with the last keys."""
+    if tile.bounds is None:
+        lengths: tuple[Tensor | None, Tensor | None, int, int] = (None, None, q.shape[2], k.shape[2])
+    else:
+        lengths = (tile.bounds.cu_seqlens, tile.bounds.cu_seqlens, tile.bounds.max_seqlen, tile.bounds.max_seqlen)
+    if tile.shift is None:
+        return lengths, {}
+    window = {"window_size_left": k.shape[2] - q.shape[2] - tile.shift}
+    return lengths, window | ({"window_size_right": 0} if tile.causal else {})
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    lengths, window = _flash_arguments(q, k, tile)
+    inputs = (_to_kernel_layout(x, tile) for x in (q, k, flash.pad_head_dim(q.shape[-1], v)))
+    out, lse, _, _, _ = flash.FLASH_CUDA(*inputs, *lengths, 0.0, tile.causal, False, scale=scale, **window)
+    if tile.bounds is not None:  # (H, N)
+        lse = lse.view(lse.shape[0], q.shape[0], -1).transpose(0, 1)
+    return _from_kernel_layout(out, q)[..., : v.shape[-1]], lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    lengths, window = _flash_arguments(q, k, tile)
+    pad = partial(flash.pad_head_dim, q.shape[-1])
+    inputs = [_to_kernel_layout(x, tile) for x in (pad(grad), q, k, pad(v), pad(out))]
+    if tile.bounds is not None:
+        lse = lse.transpose(0, 1).flatten(1)
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of dropout, which is off
+    dq, dk, dv = flash.FLASH_CUDA_BACKWARD(
+        *inputs, lse.contiguous(), *lengths, 0.0, tile.causal, unused, unused, scale=scale, **window
+    )
+    return _from_kernel_layout(dq, q), _from_kernel_layout(dk, k), _from_kernel_layout(dv, k)[..., : v.shape[-1]]
+
+
+def _logits(q: Tensor, k: Tensor, scale: float, tile: Tile) -> Tensor:
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * scale
+    mask = tile_mask(tile, q, k)
+    return logits if mask is None else logits.masked_fill_(~mask, float("-inf"))
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Attention with every score in memory, in fp32 or wider: the oracle of the kernels, and the fp32 path on CUDA."""
+    q, k, v = (x.to(fp32_or_wider(x.dtype)) for x in (q, k, v))
+    logits = _logits(q, k, scale, tile)
+    lse = logits.logsumexp(dim=-1)
+    return (logits - lse[..., None]).exp_() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
+
+
+def _eager_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, out = (x.to(fp32_or_wider(x.dtype)) for x in (grad, q, k, v, out))
+    queries_per_kv = q.shape[1] // k.shape[1]
+    p_BHQK = (_logits(q, k, scale, tile) - lse[..., None]).exp_()
+    dp_BHQK = grad @ v.repeat_interleave(queries_per_kv, dim=1).transpose(-1, -2)
+    ds_BHQK = p_BHQK * (dp_BHQK - (grad * out).sum(dim=-1, keepdim=True)) * scale
+    dk, dv = (x.unflatten(1, (-1, queries_per_kv)).sum(dim=2) for x in (ds_BHQK.mT @ q, p_BHQK.mT @ grad))
+    return ds_BHQK @ k.repeat_interleave(queries_per_kv, dim=1), dk, dv
+
+
+CPU, FLASH, EAGER = (
+    TileKernel(_cpu, _cpu_backward),
+    TileKernel(_flash, _flash_backward),
+    TileKernel(_eager, _eager_backward),
+)

@@ -1,0 +1,32 @@
+"""torch's attention kernels by name, and its flash-attention operators, which return and take log-sum-exps.
+
+Shapes: ... any leading dims, D head dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH_CUDA = torch.ops.aten._flash_attention_forward
+FLASH_CUDA_BACKWARD = torch.ops.aten._flash_attention_backward
+HEAD_DIM_MULTIPLE = 8
+_MAX_HEAD_DIM = 256
+
+
+def flash_supports(q: Tensor) -> bool:
+    """Whether the CUDA flash kernel takes this head dim and dtype."""
+    fits = q.shape[-1] <= _MAX_HEAD_DIM and q.shape[-1] % HEAD_DIM_MULTIPLE == 0
+    return fits and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def pad_head_dim(width: int, x: Tensor) -> Tensor:
+    """`x` padded with zeros to a head dim of `width`.
+
+    The flash kernels want values as wide as keys, but MLA has narrower values. The zeros change nothing.
+    """
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x

@@ -1,0 +1,52 @@
+"""The engine's ambient state: what code deep inside a step may ask for without being handed it as an argument.
+
+There is one object per process, `context`. The modules that own a field set it for the length of a `with` block and
+put the old value back: a dry run enters `device.simulate("cuda")`, a pipeline schedule enters a `WgradQueue`, and so
+on. Nothing else assigns to it.
+
+No field is thread-local and none is a context variable. Autograd runs the backward of CUDA tensors on a thread of its
+own while the thread that called `backward()` waits, and a recompute inside that backward must see what the forward saw.
+Only the thread that trains changes fields; the prefetch and checkpoint threads never look at them.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class EngineContext:
+    """Every ambient value of the engine, with the module that owns it."""
+
+    # device.py: the type of the device that tensors stand for in a dry run; None where they are what they are.
+    simulated_device: str | None = None
+    # kernels/fusion_switch.py: False makes norms, rotary embedding, router and permutation run as plain torch.
+    fused_kernels: bool = os.environ.get("THREEFOLD_FUSED") != "0"
+    # dist/host_sizes.py: where the host gets the row counts of an exchange in place of reading them from the device.
+    size_source: Callable[[int, int, bool], list[int]] | None = None
+    # dist/collectives.py: each is told of every collective before it starts.
+    collective_observers: tuple[Callable[[Any], Any], ...] = ()
+    # autograd/saved_tensors.py: handlers of the tensors that autograd saves, the innermost last.
+    saved_tensor_handlers: tuple[Any, ...] = ()
+    # autograd/offload.py: the layer whose named activations go to host memory.
+    offloaded_layer: Any = None
+    # autograd/delayed_wgrad.py: where linear layers leave their weight gradients; None computes them at once.
+    wgrad_queue: Any = None
+    # schedule/graph_nodes.py: entered around the forward, backward and weight gradients of every node.
+    node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None
+
+
+context = EngineContext()
+
+
+@contextmanager
+def override(name: str, value: Any) -> Iterator[None]:
+    """Set one field of the context for the length of a `with` block."""
+    before = getattr(context, name)
+    setattr(context, name, value)
+    try:
+        yield
+    finally:
+        setattr(context, name, before)

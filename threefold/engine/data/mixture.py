@@ -1,0 +1,74 @@
+"""Mixes sources by weight into one endless sequence of samples. Sample n is computed directly from n.
+
+The sequence consists of blocks of 4096 slots. Every block has the same number of slots for a source, the nearest to its
+weight, at the same shuffled slots, so that shares are exact to within one sample a block. Each source gives all of its
+samples once, in a shuffled order, before any is repeated: that is an epoch, and each epoch has another order. `Loader`
+makes the mixture and asks it for samples.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+
+from threefold.engine.data.packing import Sample
+from threefold.engine.data.sources import Source
+from threefold.engine.data.stateless_shuffle import shuffled_index
+
+BLOCK = 4096
+
+
+class Mixture:
+    """Sources with positive weights, which need not add up to 1."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0) -> None:
+        self.sources, self.seed = tuple(sources), seed
+        self.counts = block_counts(weights)
+        self._slots = _block_slots(tuple(self.counts), seed)
+
+    @property
+    def benchmark_only(self) -> bool:
+        return any(source.benchmark_only for source in self.sources)
+
+    def locate(self, n: int) -> tuple[int, int]:
+        """The source that sample n comes from, and the index of the sample in that source."""
+        block, slot = divmod(n, BLOCK)
+        number, earlier_slots = self._slots[slot]
+        epoch, index = divmod(block * self.counts[number] + earlier_slots, self.sources[number].num_samples)
+        return number, shuffled_index(index, self.sources[number].num_samples, self.seed, number, epoch)
+
+    def sample(self, n: int) -> Sample:
+        number, index = self.locate(n)
+        return self.sources[number].sample(index)
+
+    def fingerprint(self) -> str:
+        """A digest that is equal for equal sequences of samples."""
+        facts = [self.seed, BLOCK, [[s.fingerprint(), c] for s, c in zip(self.sources, self.counts, strict=True)]]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@lru_cache(maxsize=16)
+def _block_slots(counts: tuple[int, ...], seed: int) -> list[tuple[int, int]]:
+    """For each slot of a block, its source and the number of earlier slots of the same source."""
+    owners = [number for number, count in enumerate(counts) for _ in range(count)]
+    num_seen = [0] * len(counts)
+    slots = []
+    for slot in range(BLOCK):
+        number = owners[shuffled_index(slot, BLOCK, seed, "block")]
+        slots.append((number, num_seen[number]))
+        num_seen[number] += 1
+    return slots
+
+
+def block_counts(weights: Sequence[float]) -> list[int]:
+    """How many slots of a block each source gets: by the largest-remainder method, and at least one."""
+    total = sum(weights)
+    num_free = BLOCK - len(weights)  # slots that are left when each source has one
+    shares = [max(0.0, weight / total * BLOCK - 1) for weight in weights]
+    scale = num_free / sum(shares) if sum(shares) else 0
+    exact = [share * scale for share in shares]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: num_free - sum(counts)]:
+        counts[i] += 1
+    return [count + 1 for count in counts]

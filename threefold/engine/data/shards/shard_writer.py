@@ -1,0 +1,138 @@
+"""Writes a token shard: documents are streamed in bounded memory, and the file appears only when it is complete."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from threefold.engine.data.shards.token_shard import (
+    ALIGN,
+    CHUNK_BYTES,
+    HEADER,
+    ShardHeader,
+    content_fingerprint,
+    token_dtype,
+)
+from threefold.findings import Finding, FindingsError
+
+
+class _Section:
+    """One section of the shard: a file, and the digest of what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, array: NDArray[Any]) -> None:
+        self.file.write(array.tobytes())
+        self.digest.update(array.tobytes())
+
+
+class ShardWriter:
+    """`with ShardWriter(path, vocab, tokenizer) as shard: shard.add(tokens)`.
+
+    If the block raises an exception no file appears, and a file that was there stays.
+    """
+
+    def __init__(self, path: str | Path, vocab: int, tokenizer: str) -> None:
+        self.path = Path(path)
+        self.vocab, self.tokenizer = vocab, tokenizer
+        self.num_tokens = self.num_documents = 0
+        self._dtype = token_dtype(vocab)
+        if not self.path.name or self.path.is_dir():
+            raise unwritable(self.path, IsADirectoryError(errno.EISDIR, "it is a folder"))
+        self._partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._tokens = _Section(self._partial.open("wb"))
+            self._mask = _Section(tempfile.TemporaryFile(dir=self.path.parent))  # noqa: SIM115
+            self._offsets = _Section(tempfile.TemporaryFile(dir=self.path.parent))  # noqa: SIM115
+            self._tokens.file.write(bytes(HEADER.size))
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        self._masked = False
+        self._offsets.write(np.zeros(1, "<u8"))
+
+    def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
+        """Add a document. `mask` is 1 for each token that is learned; None means all. Empty documents are skipped."""
+        array = np.asarray(tokens)
+        if not array.size:
+            return
+        if array.min() < 0 or array.max() >= self.vocab:
+            raise ValueError(f"a token outside the vocabulary of {self.vocab}")
+        if mask is not None and not self._masked:
+            self._masked = True
+            self._extend_mask(self.num_tokens)
+        self._tokens.write(array.astype(self._dtype))
+        if mask is not None:
+            self._mask.write(np.asarray(mask, np.uint8))
+        elif self._masked:
+            self._extend_mask(array.size)
+        self.num_tokens += array.size
+        self.num_documents += 1
+        self._offsets.write(np.array([self.num_tokens], "<u8"))
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as failure:
+            raise unwritable(self.path, failure) from failure
+        finally:
+            for section in (self._tokens, self._mask, self._offsets):
+                _close(section.file)
+            self._partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # the disk filled up inside the block
+            raise unwritable(self.path, error) from error
+
+    def _extend_mask(self, count: int) -> None:
+        """Mark `count` tokens as learned: those of documents without a mask."""
+        for start in range(0, count, CHUNK_BYTES):
+            self._mask.write(np.ones(min(CHUNK_BYTES, count - start), np.uint8))
+
+    def _finish(self) -> None:
+        digests = [section.digest.digest() for section in (self._tokens, self._mask, self._offsets)]
+        head = ShardHeader(
+            token_bytes=self._dtype.itemsize,
+            vocab=self.vocab,
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            tokenizer=self.tokenizer,
+            fingerprint=content_fingerprint(digests, self.vocab, self.tokenizer),
+            masked=self._masked,
+        )
+        file = self._tokens.file
+        for section in (self._mask, self._offsets):
+            file.write(bytes(-file.tell() % ALIGN))
+            section.file.seek(0)
+            shutil.copyfileobj(section.file, file, CHUNK_BYTES)
+        file.seek(0)
+        file.write(head.pack())
+        file.flush()
+        os.fsync(file.fileno())
+        self._partial.replace(self.path)
+
+
+def _close(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # on a full disk closing fails too, and the file is deleted anyway
+        file.close()
+
+
+def unwritable(path: Path, error: OSError) -> FindingsError:
+    problem = f"cannot be written: {error.strerror or error}"
+    advice = "give a folder that can be written and has room"
+    return FindingsError([Finding(rule="file-writable", at=str(path), problem=problem, advice=advice)])

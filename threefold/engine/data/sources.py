@@ -1,0 +1,170 @@
+"""Sources of samples: a shard, synthetic tokens, several sources in a row, or a range of a source.
+
+A source returns the same sample for the same index, always. `open_sources` makes the sources of a job, `Mixture` reads
+them.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.engine.data.document_lengths import LONG, WEB, Lengths
+from threefold.engine.data.packing import (
+    Sample,
+    WholeDocuments,
+    concatenated_sample,
+    num_stream_samples,
+    packed_sample,
+    pad_sample,
+)
+from threefold.engine.data.shards.token_shard import TokenShard
+
+SYNTHETIC_SAMPLES = 2**40  # samples of a synthetic source; no run reaches the end
+LONG_TOKENS = 32_768  # sequences of at least this length are packed from long documents
+
+
+class Source(Protocol):
+    """What `Mixture` needs of a source."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def benchmark_only(self) -> bool:
+        """Whether a run on this source says nothing about learning."""
+
+    def sample(self, index: int) -> Sample: ...
+
+    def fingerprint(self) -> str: ...
+
+
+class ShardSource:
+    """The sequences of one shard. Fine-tuning (`sft`) keeps documents whole; otherwise they are one stream."""
+
+    benchmark_only = False
+
+    def __init__(self, shard: TokenShard, seq_len: int, packing: bool, sft: bool = False) -> None:
+        self.name, self.shard, self.seq_len, self.packing = str(shard.path), shard, seq_len, packing
+        self._whole_documents = WholeDocuments(shard, seq_len, uses_mask=True, packs_several=packing) if sft else None
+        if self._whole_documents is not None:
+            self.num_samples = len(self._whole_documents)
+        else:
+            self.num_samples = num_stream_samples(shard.header.num_tokens, seq_len)
+
+    def sample(self, index: int) -> Sample:
+        if self._whole_documents is not None:
+            return self._whole_documents.sample(index)
+        return (packed_sample if self.packing else concatenated_sample)(self.shard, index, self.seq_len)
+
+    def fingerprint(self) -> str:
+        return self.shard.header.fingerprint
+
+
+class SyntheticSource:
+    """Random tokens for benchmarks: uniform, or by Zipf's law (token k in proportion to 1 / (k + 1))."""
+
+    benchmark_only = True
+    num_samples = SYNTHETIC_SAMPLES
+
+    def __init__(
+        self,
+        vocab: int,
+        seq_len: int,
+        packing: bool = False,
+        zipf: bool = False,
+        seed: int = 0,
+        lengths: Lengths | None = None,
+    ) -> None:
+        """`lengths` of the packed documents; None chooses long ones for long sequences, otherwise those of web text."""
+        self.name = "synthetic-zipf" if zipf else "synthetic"
+        self.vocab, self.seq_len, self.packing, self.seed = vocab, seq_len, packing, seed
+        self.lengths = lengths or (LONG if seq_len >= LONG_TOKENS else WEB)
+        self._cumulative: NDArray[np.float64] | None = None
+        if zipf:
+            share = 1 / np.arange(1, vocab + 1)
+            self._cumulative = np.cumsum(share / share.sum())
+
+    def sample(self, index: int) -> Sample:
+        rng = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, index]))
+        if self._cumulative is None:
+            tokens = rng.integers(0, self.vocab, self.seq_len + 1)
+        else:
+            drawn = np.searchsorted(self._cumulative, rng.random(self.seq_len + 1))
+            tokens = np.minimum(drawn, self.vocab - 1)  # rounding can leave the last sum below 1
+        labels = tokens[1:].copy()
+        if not self.packing:
+            return pad_sample(tokens[:-1], labels, self.seq_len)
+        ends = np.cumsum(self.lengths.fill(self.seq_len, rng))
+        labels[ends - 1] = -100
+        return pad_sample(tokens[:-1], labels, self.seq_len, np.concatenate([[0], ends[:-1]]))
+
+    def fingerprint(self) -> str:
+        facts = (self.name, self.vocab, self.seq_len, self.packing, self.seed, self.lengths)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ConcatenatedSource:
+    """Several sources one after another, such as the shards of a folder."""
+
+    name: str
+    parts: tuple[Source, ...]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(part.num_samples for part in self.parts)
+
+    @property
+    def benchmark_only(self) -> bool:
+        return any(part.benchmark_only for part in self.parts)
+
+    def sample(self, index: int) -> Sample:
+        for part in self.parts:
+            if index < part.num_samples:
+                return part.sample(index)
+            index -= part.num_samples
+        raise IndexError(index)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(" ".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class SampleRange:
+    """A range of a source's samples: those held out for evaluation, or the rest for training."""
+
+    source: Source
+    first: int
+    num_samples: int
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def benchmark_only(self) -> bool:
+        return self.source.benchmark_only
+
+    def sample(self, index: int) -> Sample:
+        return self.source.sample(self.first + index)
+
+    def fingerprint(self) -> str:
+        return f"{self.source.fingerprint()}[{self.first}:{self.first + self.num_samples}]"
+
+
+def split_held_out(source: Source, held_out: float, evaluation: bool) -> Source:
+    """The part of a source for evaluation (its last samples) or the part for training (the others).
+
+    `held_out` is the share for evaluation; each part has at least one sample.
+    """
+    num_held_out = round(source.num_samples * held_out)
+    if held_out > 0:
+        num_held_out = min(max(num_held_out, 1), source.num_samples - 1)
+    first = source.num_samples - num_held_out
+    return SampleRange(source, first, num_held_out) if evaluation else SampleRange(source, 0, first)

@@ -1,0 +1,138 @@
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`. `open_tokenizer` makes the one of a name or path."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.findings import Finding, FindingsError
+
+Tokens = NDArray[np.int64]
+
+# Special tokens come after the 256 bytes. Encoding a text never gives one of them.
+BYTE_SPECIALS = {"<|endoftext|>": 256, "<|pad|>": 257, "<|im_start|>": 258, "<|im_end|>": 259}
+# Names of end-of-text tokens that are tried if tokenizer_config.json states none.
+KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|im_end|>")  # noqa: RUF001
+
+
+class Tokenizer(Protocol):
+    """What tokenizing and sampling need of a tokenizer."""
+
+    label: str  # identifies the tokenizer in shards; shards with different labels are not mixed
+    vocab: int
+    end: int | None  # the token that ends a document
+
+    def encode(self, text: str) -> Tokens: ...
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[Tokens]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def special(self, name: str) -> int | None: ...
+
+
+class ByteTokenizer:
+    """One token for each byte of UTF-8, and four special tokens."""
+
+    label = "bytes"
+    vocab = 256 + len(BYTE_SPECIALS)
+    end: int | None = BYTE_SPECIALS["<|endoftext|>"]
+
+    def encode(self, text: str) -> Tokens:
+        # JSON can contain half a surrogate pair, which UTF-8 cannot encode; it becomes a question mark.
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64)
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[Tokens]:
+        return map(self.encode, texts)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+    def special(self, name: str) -> int | None:
+        return BYTE_SPECIALS.get(name)
+
+
+class FileTokenizer:
+    """A `tokenizer.json`. Special tokens that are spelled out in a text stay text, so that data cannot forge them."""
+
+    def __init__(self, path: str | Path, end: str | None = None) -> None:
+        """`end` names the token that ends a document; None takes that of tokenizer_config.json, or a known name."""
+        self.path = Path(path)
+        try:
+            raw = self.path.read_bytes()
+        except OSError as error:
+            raise _refused(self.path, f"cannot be read: {error.strerror or error}") from error
+        self._inner = _load(self.path, raw)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        self.label = f"hf-{hashlib.sha256(raw).hexdigest()[:16]}"
+        self.vocab = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        self.end = self._find_end(end)
+
+    def encode(self, text: str) -> Tokens:
+        return np.array(self._inner.encode(_valid_utf8(text), add_special_tokens=False).ids, np.int64)
+
+    def encode_all(self, texts: Sequence[str]) -> Iterator[Tokens]:
+        """Encode many texts at once, for which the library uses all cores."""
+        encoded = self._inner.encode_batch([_valid_utf8(text) for text in texts], add_special_tokens=False)
+        return (np.array(one.ids, np.int64) for one in encoded)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._inner.decode(list(tokens), skip_special_tokens=True))
+
+    def special(self, name: str) -> int | None:
+        found: int | None = self._inner.token_to_id(name)
+        return found
+
+    def _find_end(self, name: str | None) -> int | None:
+        if name is not None:
+            if (token := self.special(name)) is None:
+                raise _refused(self.path, f"it has no token {name!r} to end documents with", "name a token that it has")
+            return token
+        names = (_configured_end(self.path.with_name("tokenizer_config.json")), *KNOWN_ENDS)
+        return next((token for name in names if name and (token := self.special(name)) is not None), None)
+
+
+def open_tokenizer(name: str, end: str | None = None) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json or of a folder that holds one."""
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name)
+    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end)
+
+
+def _load(path: Path, raw: bytes) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        problem, advice = "the tokenizers library is not installed", "pip install threefold[train], or use bytes"
+        raise FindingsError(
+            [Finding(rule="tokenizers-installed", at=str(path), problem=problem, advice=advice)]
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_buffer(raw)
+    except Exception as error:  # the library raises no narrower type
+        raise _refused(path, f"this is no tokenizer: {error}") from error
+
+
+def _valid_utf8(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _configured_end(path: Path) -> str | None:
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
+
+
+def _refused(path: Path, problem: str, advice: str = "") -> FindingsError:
+    advice = advice or "give bytes, or the tokenizer.json of a Hugging Face model"
+    return FindingsError([Finding(rule="tokenizer-readable", at=str(path), problem=problem, advice=advice)])

@@ -1,0 +1,168 @@
+"""Fully sharded data parallelism by torch's `fully_shard`: weights are sharded too, and gathered for use.
+
+Dense parameters are sharded over one group, experts over another; with HSDP each group is replicas x shards. Weights
+are kept in fp32 where the model computes in sixteen bits, so that they are their own master weights. Gradients are
+reduced every microbatch: full gradients are never kept. Parameters that several chunks use, or that only one rank
+holds, are left to ZeRO-1 (`others`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from threefold.engine.data_parallel.fsdp_units import FsdpWrapper, ShardGroups, WrapPolicy
+from threefold.engine.data_parallel.owned_shards import (
+    DataParallelSettings,
+    OwnedShard,
+    make_owned_shard,
+    norm_zero,
+    sum_of_squares,
+)
+from threefold.engine.data_parallel.protocol import LocalTensor
+from threefold.engine.data_parallel.zero1 import Zero1, collect_entries
+from threefold.engine.dist.collectives import all_gather, all_reduce
+from threefold.engine.dist.mesh import Group
+from threefold.engine.dist.placement import Placement, even_range
+
+
+@dataclass(eq=False)
+class FsdpShard:
+    """The FSDP shard of a parameter on this rank, whether or not this rank owns it."""
+
+    owned: OwnedShard
+    parameter: DTensor
+    groups: ShardGroups
+
+
+class Fsdp:
+    """Sharded weights, gradients and optimizer states; `engine/data_parallel/protocol.py` explains the methods."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        placements: Mapping[str, Placement],
+        shards_of: Callable[[Placement], ShardGroups],
+        replica_group: Callable[[Placement], Group],
+        device_mesh: Callable[..., DeviceMesh],
+        settings: DataParallelSettings,
+        policy: WrapPolicy,
+    ) -> None:
+        entries = collect_entries(chunks, placements)
+        self.zero = norm_zero((entry.parameter for entry in entries), settings.device)
+        sharded = [
+            entry for entry in entries if len(entry.chunks) == 1 and not shards_of(entry.placement).shards.is_trivial
+        ]
+        wrapper = FsdpWrapper(
+            {entry.parameter: shards_of(entry.placement) for entry in sharded}, device_mesh, settings, policy
+        )
+        dtypes = {entry.name: entry.parameter.dtype for entry in sharded}
+        self.modules = [module for chunk in chunks for module in wrapper.wrap(chunk)]
+        parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters() if name in dtypes}
+        self.shards = [
+            _make_shard(s.name, parameters[s.name], s.placement, dtypes[s.name], shards_of(s.placement))
+            for s in sharded
+        ]
+        self.others = Zero1(chunks, placements, replica_group, settings, exclude=parameters.values())
+        non_empty = [shard for shard in self.shards if shard.owned.value.numel()]
+        mine = [shard for shard in non_empty if shard.groups.replicas.rank == 0 and shard.groups.rest.rank == 0]
+        self.owned = [*(shard.owned for shard in mine), *self.others.owned]
+        self.updated = [*(shard.owned for shard in non_empty), *self.others.updated]
+
+    def begin_step(self, passes: int | Mapping[int, int]) -> None:
+        for shard in self.shards:
+            shard.owned.grad = shard.parameter.grad = None
+        self.others.begin_step(passes)
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        self.others.finish_grad_sync()
+        parts: dict[tuple[int, ...], list[Tensor]] = {}
+        groups = {}
+        for shard in self.shards:
+            grad, rest = shard.parameter.grad, shard.groups.rest
+            if grad is not None:
+                assert isinstance(grad, DTensor)
+                shard.owned.grad = grad.to_local().reshape(-1)
+            elif not rest.is_trivial:
+                shard.owned.grad = torch.zeros_like(shard.owned.value)
+            if shard.owned.grad is not None and not rest.is_trivial:
+                parts.setdefault(rest.ranks, []).append(shard.owned.grad)
+                groups[rest.ranks] = rest
+        for ranks, grads in parts.items():
+            flat = torch.cat(grads)
+            all_reduce(flat, groups[ranks]).wait()
+            torch._foreach_copy_(grads, list(flat.split([len(grad) for grad in grads])))
+
+    @torch.no_grad()
+    def grad_sum_of_squares(self) -> Tensor:
+        """The sum of squares of the gradients this rank owns. Added over all ranks it is the square of the norm."""
+        mine = self.owned[: len(self.owned) - len(self.others.owned)]
+        squares = sum_of_squares([owned.grad for owned in mine if owned.grad is not None], self.zero)
+        return squares + self.others.grad_sum_of_squares()
+
+    @torch.no_grad()
+    def scale_grads(self, factor: Tensor) -> None:
+        if grads := [shard.owned.grad for shard in self.shards if shard.owned.grad is not None]:
+            torch._foreach_mul_(grads, factor.to(self.zero))
+        self.others.scale_grads(factor)
+
+    def start_param_sync(self) -> None:
+        """Free gathered weights, which an evaluation may have left and which are out of date; the forward gathers."""
+        for module in self.modules:
+            module.reshard()
+        self.others.start_param_sync()
+
+    def finish_param_sync(self) -> None:
+        self.others.finish_param_sync()
+
+    def local_tensors(self) -> Iterator[LocalTensor]:
+        """All memory that this rank must fill to load weights."""
+        for shard in self.shards:
+            yield shard.owned.name, shard.owned.placement, shard.owned.value, shard.owned.start
+        yield from self.others.local_tensors()
+
+    def unshard(self, name: str, parameter: Tensor) -> Tensor:
+        """The parameter as the model uses it. All ranks that share the parameter must call this."""
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    def gather_shards(
+        self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Gather the values that each rank gives for its shards of `names`.
+
+        All ranks of a group must call this with the same names.
+        """
+        wanted = set(names)
+        for shard in self.shards:
+            if shard.owned.name in wanted:
+                yield shard.owned.name, _gather_shard(shard, values_of)
+        yield from self.others.gather_shards(names, values_of)
+
+
+def _make_shard(
+    name: str, parameter: Tensor, placement: Placement, dtype: torch.dtype, groups: ShardGroups
+) -> FsdpShard:
+    """The local shard of a parameter that `fully_shard` has sharded by rows."""
+    assert isinstance(parameter, DTensor)
+    rows, *rest = placement.local_shape
+    first_row, _ = even_range(rows, groups.shards.rank, groups.shards.size)
+    local = parameter.to_local().detach()
+    start = first_row * torch.Size(rest).numel()
+    return FsdpShard(make_owned_shard(name, local, placement, start, local.view(-1), None, dtype), parameter, groups)
+
+
+def _gather_shard(shard: FsdpShard, values_of: Callable[[OwnedShard], Tensor]) -> Tensor:
+    """All-gather the values of one parameter; shards are padded to the same number of rows."""
+    owned, group = shard.owned, shard.groups.shards
+    rows, *rest = owned.placement.local_shape
+    row = torch.Size(rest).numel()
+    mine = owned.value.new_zeros(-(-rows // group.size) * row)
+    if owned.value.numel():
+        mine[: owned.value.numel()] = values_of(owned)
+    flat = mine.new_empty(group.size * len(mine))
+    all_gather(flat, mine, group).wait()
+    return flat[: rows * row].view(owned.placement.local_shape)

@@ -1,0 +1,65 @@
+"""One rank holds everything: no reduction and no buffers. The reference that ZeRO-1 and FSDP are compared with."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard, norm_zero, sum_of_squares
+from threefold.engine.data_parallel.protocol import LocalTensor
+from threefold.engine.dist.placement import replicated
+
+
+class SingleRank:
+    """All weights and gradients are those of one module; `engine/data_parallel/protocol.py` explains the methods."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @property
+    def owned(self) -> list[OwnedShard]:
+        return [
+            make_owned_shard(
+                name,
+                p,
+                replicated(p.shape, ()),
+                0,
+                p.detach().view(-1),
+                None if p.grad is None else p.grad.view(-1),
+                p.dtype,
+            )
+            for name, p in self.model.named_parameters()
+        ]
+
+    @property
+    def updated(self) -> list[OwnedShard]:
+        return self.owned
+
+    def begin_step(self, passes: int) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def finish_grad_sync(self) -> None:
+        pass
+
+    def start_param_sync(self) -> None:
+        pass
+
+    def finish_param_sync(self) -> None:
+        pass
+
+    def local_tensors(self) -> Iterator[LocalTensor]:
+        for name, p in self.model.named_parameters():
+            yield name, replicated(p.shape, ()), p, None
+
+    @torch.no_grad()
+    def grad_sum_of_squares(self) -> Tensor:
+        first = next(self.model.parameters())
+        return sum_of_squares(self._grads(), norm_zero([first], first.device))
+
+    @torch.no_grad()
+    def scale_grads(self, factor: Tensor) -> None:
+        if grads := self._grads():
+            torch._foreach_mul_(grads, factor)
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -1,0 +1,218 @@
+"""ZeRO-1: the ranks that hold the same weights share the optimizer: each reduces, updates and gathers its own part.
+
+Gradients are summed, never averaged. Collectives start in one order on all ranks, whichever gradients came: a rank
+where a parameter got none sends zeros.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.autograd.linear import use_main_grad_linears
+from threefold.engine.autograd.main_grad import attach_main_grad
+from threefold.engine.data_parallel.buckets import Bucket, ParameterEntry, fill_buckets
+from threefold.engine.data_parallel.owned_shards import (
+    DataParallelSettings,
+    OwnedShard,
+    make_owned_shard,
+    norm_zero,
+    sum_of_squares,
+)
+from threefold.engine.data_parallel.protocol import LocalTensor
+from threefold.engine.data_parallel.wait_before_use import wait_before_use
+from threefold.engine.dist.mesh import Group
+from threefold.engine.dist.placement import Placement
+
+
+class Zero1:
+    """Parameters in buckets, whose gradients are reduce-scattered and whose weights are all-gathered.
+
+    A parameter that no other rank holds, and whose gradient needs no wider dtype, is in no bucket (`unbucketed`).
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        placements: Mapping[str, Placement],
+        replica_group: Callable[[Placement], Group],
+        settings: DataParallelSettings,
+        exclude: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self.settings = settings
+        self.grads_per_pass: dict[str, int] = {}  # gradients that a parameter gets in one pass, if more than one
+        entries = collect_entries(chunks, placements, exclude)
+        self.zero = norm_zero((entry.parameter for entry in entries), settings.device)
+        unbucketed = [entry for entry in entries if self._needs_no_bucket(entry, replica_group)]
+        self.unbucketed = {entry.name: _owned_in_full(entry) for entry in unbucketed}
+        early, late = fill_buckets(
+            [entry for entry in entries if entry.name not in self.unbucketed], replica_group, settings.bucket_elements
+        )
+        self.buckets = [
+            Bucket(group, row, self._grad_dtype(row[0].parameter)) for group, row in (*early, *late)
+        ]  # in the order of their collectives
+        self._num_early, self._next = len(early), 0
+        self._gathering: set[Bucket] = set()
+        self.owned: list[OwnedShard] = [
+            *(one for bucket in self.buckets for one in bucket.owned),
+            *self.unbucketed.values(),
+        ]
+        self.updated = self.owned
+        self._nodes: list[object] = []  # autograd nodes, kept alive because their hooks go with them
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                if settings.grad_accumulation_fusion and bucket.grads.dtype != bucket.dtype:
+                    on_gradient = self._on_gradient(bucket, entry)
+                    self._nodes.append(attach_main_grad(entry.parameter, bucket.grad_views[entry.name], on_gradient))
+                elif settings.overlap_grad_reduce or bucket.grads.dtype != bucket.dtype:
+                    entry.parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, entry))
+        for chunk in chunks:
+            use_main_grad_linears(chunk)
+        if settings.overlap_param_gather:
+            bucket_of = {entry.parameter: bucket for bucket in self.buckets for entry in bucket.entries}
+            for chunk in chunks:
+                wait_before_use(chunk, bucket_of, self._wait_for)
+
+    def _grad_dtype(self, parameter: Tensor) -> torch.dtype:
+        """The dtype of gradient sums: the plan's, or the parameter's own where that has more bits."""
+        return torch.promote_types(parameter.dtype, self.settings.grad_dtype)
+
+    def _needs_no_bucket(self, entry: ParameterEntry, replica_group: Callable[[Placement], Group]) -> bool:
+        return replica_group(entry.placement).is_trivial and self._grad_dtype(entry.parameter) == entry.parameter.dtype
+
+    def begin_step(self, passes: int | Mapping[int, int]) -> None:
+        """Set gradients to zero. `passes` is the number of backward passes that follow, or that number by chunk."""
+
+        def passes_of(entry: ParameterEntry) -> int:
+            times = sum(passes if isinstance(passes, int) else passes[chunk] for chunk in entry.chunks)
+            return times * self.grads_per_pass.get(entry.name, 1)
+
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.begin_step(passes_of)
+        for owned in self.unbucketed.values():
+            owned.grad = owned.parameter.grad = None
+
+    def _on_gradient(self, bucket: Bucket, entry: ParameterEntry) -> Callable[[Tensor], None]:
+        # Weak references: the parameter holds its hook, and Python's garbage collector cannot see that cycle.
+        owner, weak_bucket, weak_entry = ref(self), ref(bucket), ref(entry)
+
+        def on_gradient(parameter: Tensor) -> None:
+            zero1, bucket, entry = owner(), weak_bucket(), weak_entry()
+            if zero1 is None or bucket is None or entry is None:
+                return
+            bucket.check_not_reduced(entry)
+            bucket.accumulate(entry)
+            entry.passes_left -= 1
+            if entry.passes_left == 0:
+                bucket.num_incomplete -= 1
+                if zero1.settings.overlap_grad_reduce and bucket.num_incomplete == 0:
+                    zero1._start_ready()
+
+        return on_gradient
+
+    def _start_ready(self) -> None:
+        """Start the reductions whose gradients are complete, in the order that all ranks keep."""
+        while self._next < self._num_early and self.buckets[self._next].num_incomplete == 0:
+            self.buckets[self._next].start_reduce()
+            self._next += 1
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        """Start what has not started and wait for all: then the gradients of owned elements are complete."""
+        self.finish_param_sync()
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                bucket.accumulate(entry)
+        for bucket in self.buckets[self._next :]:
+            bucket.start_reduce()
+        self._next = len(self.buckets)
+        for bucket in self.buckets:
+            assert bucket.reducing is not None
+            bucket.reducing.wait()
+        for owned in self.unbucketed.values():
+            grad = owned.parameter.grad
+            owned.grad = None if grad is None else grad.reshape(-1)
+
+    def _grads(self) -> list[Tensor]:
+        unbucketed = [owned.grad for owned in self.unbucketed.values() if owned.grad is not None]
+        return [*(bucket.local_shard(bucket.grads) for bucket in self.buckets), *unbucketed]
+
+    @torch.no_grad()
+    def grad_sum_of_squares(self) -> Tensor:
+        """The sum of squares of the gradients this rank owns. Added over all ranks it is the square of the norm."""
+        return sum_of_squares(self._grads(), self.zero)
+
+    @torch.no_grad()
+    def scale_grads(self, factor: Tensor) -> None:
+        if grads := self._grads():
+            torch._foreach_mul_(grads, factor.to(self.zero))
+
+    @torch.no_grad()
+    def start_param_sync(self) -> None:
+        """Bring updated parameters to all replicas, beginning with the parameters that the forward uses first."""
+        for bucket in reversed(self.buckets):
+            bucket.start_gather()
+        self._gathering = set(self.buckets)
+        if not self.settings.overlap_param_gather:
+            self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        self._wait_for(self.buckets)
+
+    def _wait_for(self, buckets: Sequence[Bucket]) -> None:
+        if self._gathering:
+            for bucket in buckets:
+                bucket.wait_for_gather()
+            self._gathering.difference_update(buckets)
+
+    def local_tensors(self) -> Iterator[LocalTensor]:
+        """All memory that this rank must fill to load weights."""
+        for entry in (entry for bucket in self.buckets for entry in bucket.entries):
+            yield entry.name, entry.placement, entry.parameter, None
+        for owned in self.unbucketed.values():
+            yield owned.name, owned.placement, owned.parameter, None
+
+    def unshard(self, name: str, parameter: Tensor) -> Tensor:
+        """The parameter as the model uses it: ZeRO-1 shards no weights."""
+        return parameter
+
+    def gather_shards(
+        self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Gather the values that each rank gives for the elements it owns of `names`.
+
+        All ranks of a group must call this with the same names.
+        """
+        wanted = set(names)
+        for bucket in self.buckets:
+            if wanted.isdisjoint(entry.name for entry in bucket.entries):
+                continue
+            values = {owned.name: values_of(owned) for owned in bucket.owned if owned.name in wanted}
+            for name, value in bucket.gather_parameters(values):
+                if name in wanted:
+                    yield name, value
+        for name, owned in self.unbucketed.items():
+            if name in wanted:
+                yield name, values_of(owned).view(owned.parameter.shape)
+
+
+def collect_entries(
+    chunks: Sequence[nn.Module], placements: Mapping[str, Placement], exclude: Iterable[nn.Parameter] = ()
+) -> list[ParameterEntry]:
+    """Parameters that train, in the order of registration. A parameter that several chunks use is listed once."""
+    found: dict[nn.Parameter, ParameterEntry] = {}
+    excluded = set(exclude)
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter in found:
+                found[parameter].chunks += (number,)
+            elif parameter.requires_grad and parameter not in excluded:
+                found[parameter] = ParameterEntry(name, parameter, placements[name], (number,))
+    return list(found.values())
+
+
+def _owned_in_full(entry: ParameterEntry) -> OwnedShard:
+    p = entry.parameter
+    return make_owned_shard(entry.name, p, entry.placement, 0, p.detach().view(-1), None, p.dtype)

@@ -1,0 +1,158 @@
+"""Rendezvous: from the variables that torchrun or Slurm set to the default process group of a run.
+
+`threefold train` calls `join` once in every rank's process and `leave` at the end.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from threefold.findings import Finding, FindingsError
+from threefold.plan.plan import Plan
+from threefold.plan.ranks import RankEnvironment, rank_environment
+
+JOIN_SECONDS = 300.0  # time for the slowest rank to start: importing torch from a cold file system takes minutes
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process and its rank among all processes of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    attempt: int  # how often all ranks have been restarted
+    store: Store | None = None  # None in a run of one process
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank writes what is written once a run: progress, the contract, metrics."""
+        return self.rank == 0
+
+
+def join(plan: Plan, timeout_seconds: float | None = None, environ: Mapping[str, str] = os.environ) -> World:
+    """Make the default process group of the plan's ranks. A plan of one rank outside of torchrun and Slurm gets none.
+
+    `timeout_seconds` bounds every collective; the watchdog has a shorter limit. The group is bound to no device: torch
+    would otherwise split every further group off this one, and NCCL waits for all ranks of the world at each split. A
+    mesh makes groups by their members alone, some of them on one pipeline stage only.
+    """
+    env = rank_environment(environ)
+    size = env.size if env else 1
+    if size != plan.cluster.gpus:
+        raise _refuse("cluster.gpus", f"the plan is for {plan.cluster.gpus} ranks, {size} were started")
+    device = _device(plan, env)
+    if device.type == "cpu" and env:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // env.local_size))
+    if env is None:
+        return World(0, 1, 0, device, 0)
+    store = _store(env, _address(environ), _port(environ))
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.size,
+        timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else None,
+    )
+    return World(env.rank, env.size, env.local_rank, device, env.attempt, store)
+
+
+def leave() -> None:
+    """Destroy the process groups of this rank, if it has any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# Messages by which gloo and NCCL report that another process is gone.
+_LOST_PEER_MESSAGES = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "ncclRemoteError",
+    "Connection refused",
+)
+
+
+def is_lost_peer_error(error: BaseException) -> bool:
+    """Whether a collective failed because another process of its group is gone."""
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _LOST_PEER_MESSAGES)
+
+
+def _device(plan: Plan, env: RankEnvironment | None) -> torch.device:
+    if plan.cluster.chip == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = env.local_rank if env else 0
+    count = torch.cuda.device_count()
+    if local >= count and env and count == 1:  # Slurm may show each task its own GPU only
+        local = 0
+    if local >= count:
+        raise _refuse("LOCAL_RANK", f"local rank {local} has no GPU of its own: this machine shows {count}")
+    return torch.device("cuda", local)
+
+
+def _store(env: RankEnvironment, address: str, port: int) -> Store:
+    """The key-value store through which ranks find each other.
+
+    Every attempt has a prefix of its own, so that a restarted rank does not read keys of ranks that died. An agent that
+    lives across restarts hosts the store; otherwise rank 0 does, and each attempt has a new store.
+    """
+    try:
+        store = TCPStore(
+            address,
+            port,
+            env.size,
+            is_master=env.rank == 0 and not env.agent_store,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _refuse("MASTER_ADDR", f"{address}:{port} cannot be reached: {str(error).splitlines()[0]}") from None
+    return PrefixStore(f"attempt/{env.attempt if env.agent_store else 0}", store)
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    if found := environ.get("MASTER_ADDR"):
+        return found
+    nodes = environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        raise _refuse("MASTER_ADDR", "not set: ranks do not know where to meet")
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        raise _refuse("MASTER_ADDR", f"not set, and scontrol does not name the first host of {nodes}") from None
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    given = environ.get("MASTER_PORT")
+    if given is None and environ.get("SLURM_JOB_ID", "").isdigit():  # a port per job, as jobs may share a node
+        return 20_000 + int(environ["SLURM_JOB_ID"]) % 20_000
+    if given is None or not given.isdigit() or not 0 < int(given) < 65_536:
+        raise _refuse("MASTER_PORT", f"{given!r} is no port")
+    return int(given)
+
+
+def _refuse(at: str, problem: str) -> FindingsError:
+    advice = "start ranks with `threefold train --nproc`, torchrun, or a script of `threefold launch`"
+    return FindingsError([Finding(rule="ranks-meet", at=at, problem=problem, advice=advice)])
+
+
+def num_devices(plan: Plan) -> int | None:
+    """The number of GPUs of this machine; None for a plan whose ranks run on the CPU."""
+    return None if plan.cluster.chip == "cpu" else torch.cuda.device_count()

@@ -1,0 +1,301 @@
+"""Explanations of the findings that the engine, the data loader, launching and rehearsals raise.
+
+`threefold check --explain SLUG` prints them: what should hold, why, how to confirm a problem, and how to fix it. Rules
+have theirs in their docstrings, parsing in `plan/explain.py`. This module imports no torch.
+"""
+
+from threefold.findings import Explanation
+
+EXPLANATIONS = {
+    "shard-readable": Explanation(
+        what="A token shard is whole and of a known version.",
+        why="A damaged shard would train on noise.",
+        confirm="Open it again after checking size and disk; docs/data.md has the format.",
+        fix="Make it anew with `threefold tokenize`.",
+    ),
+    "text-readable": Explanation(
+        what="Text to be tokenized can be read.",
+        why="A file that is skipped silently changes the data.",
+        confirm="Open the file the message names.",
+        fix="Correct the path or the encoding.",
+    ),
+    "chat-readable": Explanation(
+        what="A chat has messages with a role and text.",
+        why="Loss masks follow the roles.",
+        confirm="Look at the line the message names; docs/data.md has the form.",
+        fix="Correct the line.",
+    ),
+    "data-empty": Explanation(
+        what="There is data to train on.",
+        why="A run without samples would wait for ever.",
+        confirm="Count the documents of the source.",
+        fix="More data, or a shorter job.seq_len.",
+    ),
+    "data-weights": Explanation(
+        what="All entries of a mixture have a weight above 0, or none has.",
+        why="A share of nothing means nothing.",
+        confirm="Read job.data.",
+        fix="Give all a weight (path:0.3), or none: then sizes decide.",
+    ),
+    "data-fits-vocab": Explanation(
+        what="Tokens of the data are in the model's vocabulary.",
+        why="The model has no row for another one.",
+        confirm="Compare the shard's vocabulary with model.vocab.",
+        fix="Tokenize with the model's own tokenizer.",
+    ),
+    "data-one-tokenizer": Explanation(
+        what="Shards of a mixture have one tokenizer.",
+        why="A number would be another word in each of them.",
+        confirm="The message names them.",
+        fix="Tokenize all of them with one.",
+    ),
+    "data-fits-task": Explanation(
+        what="Fine-tuning has data of conversations.",
+        why="The loss is on answers, which a mask tells apart.",
+        confirm="Look how the shard was made.",
+        fix="Tokenize JSONL with messages, or pretrain on it.",
+    ),
+    "data-unchanged": Explanation(
+        what="A resumed run reads the data it began with.",
+        why="Another mixture would continue another run.",
+        confirm="Compare job.data with the run's plan.",
+        fix="Give the data as it was, or start a new run.",
+    ),
+    "tokenizer-readable": Explanation(
+        what="The tokenizer file can be read.",
+        why="Tokens mean nothing without it.",
+        confirm="Open it with the tokenizers library.",
+        fix="Give a tokenizer.json, or use bytes.",
+    ),
+    "tokenizers-installed": Explanation(
+        what="The tokenizers package is there when a tokenizer file is used.",
+        why="It reads the file.",
+        confirm="Import tokenizers.",
+        fix="pip install 'threefold[train]', or use bytes.",
+    ),
+    "file-writable": Explanation(
+        what="Files can be written where they are asked for.",
+        why="A half-written shard is removed again.",
+        confirm="Check space and rights of the folder.",
+        fix="Free space, or choose another path.",
+    ),
+    "hf-weights": Explanation(
+        what="A Hugging Face checkpoint has every weight of the model in the right shape.",
+        why="A missing tensor would stay random.",
+        confirm="Compare the index with the names in the message.",
+        fix="Complete the checkpoint.",
+    ),
+    "convertible": Explanation(
+        what="A checkpoint can be imported or exported here, and what was imported is the plan's model.",
+        why="Nothing is overwritten; a weight that is missing would stay random.",
+        confirm="Look into the folder the message names.",
+        fix="Choose another folder, train first, import again, or train the model that was imported.",
+    ),
+    "checkpoint-whole": Explanation(
+        what="A checkpoint has every file with the checksum it was written with.",
+        why="A flipped bit in a weight trains on unnoticed.",
+        confirm="Compare the file with manifest.json.",
+        fix="Use the checkpoint before it; the engine does so by itself.",
+    ),
+    "checkpoint-writable": Explanation(
+        what="Checkpoints can be written.",
+        why="A run that cannot save loses what it learns.",
+        confirm="Check the space of the run's folder.",
+        fix="Free space; earlier checkpoints are untouched.",
+    ),
+    "run-is-this-plan": Explanation(
+        what="A run folder holds one plan.",
+        why="Going on with another plan would mix two runs.",
+        confirm="Compare plan.toml in the folder.",
+        fix="Another --run folder; job.steps and run.* may change.",
+    ),
+    "run-is-alone": Explanation(
+        what="A folder has one run at a time.",
+        why="Two would write over each other's checkpoints and metrics.",
+        confirm="The message names the process and machine that keep run.lock locked.",
+        fix="Wait for its end, or choose another --run folder.",
+    ),
+    "run-writable": Explanation(
+        what="The run's folder can be written.",
+        why="Metrics and checkpoints go there.",
+        confirm="Check rights and space.",
+        fix="Choose another --run folder.",
+    ),
+    "run-has-checkpoint": Explanation(
+        what="A run that is sampled or exported has a checkpoint.",
+        why="Weights come from it.",
+        confirm="Look into checkpoints/ of the run.",
+        fix="Train it first.",
+    ),
+    "prompt-fits-vocab": Explanation(
+        what="Tokens of a prompt are in the model's vocabulary.",
+        why="The model has no row for another one.",
+        confirm="Compare the tokenizer's vocabulary with model.vocab of the run's plan.",
+        fix="Give the tokenizer that the run's data was made with.",
+    ),
+    "loss-is-finite": Explanation(
+        what="Loss and gradients are finite.",
+        why="A step from a NaN destroys the weights, so it is skipped; many of them mean something is wrong.",
+        confirm="Look at loss and grad_norm in metrics.jsonl.",
+        fix="Lower job.lr, check the data.",
+    ),
+    "engine-family": Explanation(
+        what="The engine has the model's family.",
+        why="A guessed architecture would train something else.",
+        confirm="`threefold models` shows the family.",
+        fix="Use a family the message names.",
+    ),
+    "cores-exist": Explanation(
+        what="The cores of run.cores are there.",
+        why="A process pinned to no core does not run.",
+        confirm="Count the cores of the machine.",
+        fix="Write cores as 0-7,16.",
+    ),
+    "ranks-meet": Explanation(
+        what="Ranks know who they are and where to meet, from torchrun's or Slurm's variables.",
+        why="A rank that waits at the wrong place waits for ever.",
+        confirm="Print the environment of the rank the message names.",
+        fix="Start ranks with `threefold train --nproc`, torchrun, or a script of `threefold launch`.",
+    ),
+    "ranks-match-plan": Explanation(
+        what="The ranks that were started can hold the plan's layout and share its batch.",
+        why="A layout is cut for a number of ranks; more or fewer in whole multiples only change data parallelism.",
+        confirm="`threefold show` prints the grids; divide the ranks by PP x lcm(TP x CP, EP x ETP).",
+        fix="Start as many ranks as the message names, or change the plan.",
+    ),
+    "ranks-start-here": Explanation(
+        what="A run is started where its GPUs are.",
+        why="Two ranks on one GPU share its memory and deadlock NCCL.",
+        confirm="Count the GPUs the machine shows.",
+        fix="`threefold launch --slurm` or `--torchrun` start it on the cluster.",
+    ),
+    "ranks-survive": Explanation(
+        what="Ranks that fail are started again, a few times.",
+        why="A fault that keeps coming back is no accident.",
+        confirm="Read the tail shown above it, and logs/rank-N.log in the run's folder.",
+        fix="Remove the cause and start again: the run goes on from its newest checkpoint; --max-restarts allows more.",
+    ),
+    "collective-arrives": Explanation(
+        what="Every rank of a group comes to each of its collectives within the limit.",
+        why="One missing rank lets all others wait, silently.",
+        confirm="The message says which ranks did not come, and where they are.",
+        fix="Look at those ranks: their machine, their data, their log. A longer limit if they were only slow.",
+    ),
+    "phase-progresses": Explanation(
+        what="A phase with a limit makes progress within it.",
+        why="A rank that stands still stops all others.",
+        confirm="The message names the line it stands at and ranks behind.",
+        fix="Look there, or give the phase a longer limit.",
+    ),
+    "script-options": Explanation(
+        what="Options of a batch script are words its parser takes, and fit the plan.",
+        why="Slurm reads #SBATCH lines before any shell could quote them.",
+        confirm="Compare with `man sbatch`.",
+        fix="Correct the option the message names.",
+    ),
+    "dispatcher-available": Explanation(
+        what="The dispatcher of the plan can be used here.",
+        why="A silent fallback would keep the speed of another one.",
+        confirm="Import deep_ep, and compare its classes and the chip with the message.",
+        fix="Install the package the message names, or set knobs.dispatcher to alltoall.",
+    ),
+    "checkpoint-fits": Explanation(
+        what="A checkpoint has every tensor this plan needs, in its shape.",
+        why="Weights that are not found would stay random.",
+        confirm="Compare the names in the message with tensors in manifest.json.",
+        fix="Go on with the plan the run was started with, or start a new run.",
+    ),
+    "layout-computes-the-same": Explanation(
+        what="A layout computes what one rank computes.",
+        why="Otherwise it trains another model.",
+        confirm="`threefold verify PLAN --scale-down` again, with a layout of fewer axes.",
+        fix="Report it with the plan; meanwhile use a layout that agrees.",
+    ),
+    "verify-fits-here": Explanation(
+        what="The ranks of a verification run on this machine.",
+        why="They are forked, and compute in fp64.",
+        confirm="Count the ranks of the plan.",
+        fix="Add --scale-down.",
+    ),
+    "rehearsal-runs": Explanation(
+        what="The engine gets through a step of the plan.",
+        why="What fails in a rehearsal fails on the cluster.",
+        confirm=(
+            "The message says which rank, module and phase, and what stopped there; `threefold dry-run --ranks N` "
+            "repeats it."
+        ),
+        fix="Change what the place names; where the engine itself is at fault, report it with the plan.",
+    ),
+    "rehearsal-fits-memory": Explanation(
+        what="The rehearsed peak of every stage fits the chip.",
+        why="A rehearsal allocates what the run would, so that a peak over the memory ends the run in its first step.",
+        confirm="`threefold dry-run` prints the peak by term and its largest tensors.",
+        fix="What the message says of the largest term.",
+    ),
+    "rehearsal-is-whole": Explanation(
+        what="A rehearsal covers the whole plan.",
+        why="What the engine does not run yet is not in its peak.",
+        confirm="Compare the names in the message with the plan.",
+        fix="Nothing, if the rest is what you asked about.",
+    ),
+    "rehearsal-has-rank": Explanation(
+        what="The ranks to rehearse are ranks of the plan.",
+        why="Others hold nothing.",
+        confirm="`threefold show` prints the grids.",
+        fix="Numbers below cluster.gpus, or `stages`.",
+    ),
+    "rehearsal-is-alone": Explanation(
+        what="A rehearsal runs in a process that is no rank of a real job.",
+        why="It makes a process group of its own.",
+        confirm="Look for torchrun's variables.",
+        fix="Rehearse in another process.",
+    ),
+    "rehearsal-measures": Explanation(
+        what="A measured rehearsal has a GPU, and memory enough on it.",
+        why="Peaks are read from its allocator.",
+        confirm="Count the GPUs torch shows.",
+        fix="Rehearse with --device cpu.",
+    ),
+    "overlap-ab-runs-here": Explanation(
+        what="The A/B of overlap runs on this machine's CPU.",
+        why="It forks the ranks of the plan.",
+        confirm="cluster.chip of the plan.",
+        fix="Set cluster.chip to cpu, or compare two runs on the cluster.",
+    ),
+    "kernels-are-installed": Explanation(
+        what="Kernels that a plan asks for by name are there and run on this GPU.",
+        why="Others would give another speed than the one that was measured.",
+        confirm="`threefold env` tries each.",
+        fix="Install the package the message names, or delete knobs.expert_kernels.",
+    ),
+    "here-has-torch": Explanation(
+        what="The torch that is here is one the engine runs on, and the one the plan states.",
+        why="Older ones lack kernels and fixes, newer ones were not tried.",
+        confirm="`threefold env` prints the versions.",
+        fix="Install another, or state in the plan what is here.",
+    ),
+    "here-has-chips": Explanation(
+        what="The GPUs the plan is made for are here, as many and as large.",
+        why="Fewer cannot hold its ranks, smaller ones its peak.",
+        confirm="`threefold env` lists them.",
+        fix="Run it where they are, or plan for these.",
+    ),
+    "here-has-packages": Explanation(
+        what="Packages that the plan's knobs lean on are here and import.",
+        why="A run that lacks one stops at its start.",
+        confirm="`threefold env` lists them, with what each would give.",
+        fix="Install the one the message names, or turn the knob back.",
+    ),
+    "here-at-length": Explanation(
+        what="At 128K and beyond the kernels are here that such lengths were measured with.",
+        why="Without them a step takes many times longer, or its scores do not fit.",
+        confirm="`threefold env` tries each.",
+        fix="Install what the message names.",
+    ),
+    "graph-records-backward": Explanation(
+        what="Where a forward was recorded as a graph, its backward can be too.",
+        why="The forward is gone when that turns out to be wrong, and the microbatch with it.",
+        confirm="The message has what the device said.",
+        fix="Take the scope out of knobs.graphs.",
+    ),
+}

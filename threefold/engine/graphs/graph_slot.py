@@ -1,0 +1,77 @@
+"""The CUDA graphs of one microbatch in flight, and their memory pool.
+
+All graphs of a slot are recorded during one microbatch, in the order of its forward and backward, and are replayed in
+that order: memory that one graph frees is used by a later one, as it would be without graphs. Two microbatches in
+flight never share a slot. `ChunkGraphs` makes the slots.
+
+Shapes: B batch, S sequence.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from threefold.engine.graphs.recorder import Recorder
+from threefold.engine.layers.positions import Positions
+
+if TYPE_CHECKING:
+    from threefold.engine.graphs.graphed_function import GraphedFunction
+
+RopeKey = tuple[Any, ...]  # the key of a rotary table of `Positions`
+
+
+class GraphSlot:
+    """The graphs and static tensors that one microbatch in flight uses."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.num_in_flight = 0  # graphed functions whose forward has run and whose backward has not
+        # No graph is recorded after the first microbatch: it would use memory that an earlier graph still needs.
+        self.is_sealed = False
+        self.num_calls: Counter[object] = Counter()  # calls of each part in this microbatch
+        self.functions: defaultdict[object, list[GraphedFunction]] = defaultdict(list)
+        self.input_bytes = 0
+        self._owned_addresses: set[int] = set()
+        self._static_positions: Positions | None = None
+        self._filled_from: Positions | None = None
+
+    def begin_microbatch(self) -> None:
+        """Take the slot for a new microbatch."""
+        for functions_of_part in self.functions.values():
+            self.is_sealed = True
+            for function in functions_of_part:
+                function.copy_grads_out()
+        self.num_calls.clear()
+        self._filled_from = None
+        self.num_in_flight = 0
+
+    def add_owned(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that a graph of this slot writes; a later graph may read them in place."""
+        self._owned_addresses |= {x.data_ptr() for x in tensors}
+
+    def make_static(self, x: Tensor) -> Tensor:
+        """A tensor with the value of `x` at an address that stays: `x` itself if a graph of this slot writes it."""
+        if x.data_ptr() in self._owned_addresses:
+            return x.detach()
+        return self.copy_static(x)
+
+    def copy_static(self, x: Tensor) -> Tensor:
+        self.input_bytes += x.nbytes
+        return x.detach().clone()
+
+    def static_positions(self, given: Positions, keys: Iterable[RopeKey]) -> Positions | None:
+        """`given` at static addresses, copied once a microbatch; None where the shape differs from the recorded one."""
+        if self._static_positions is None:
+            tables = {key: tuple(self.make_static(x) for x in given.rope(*key)) for key in keys}
+            self._static_positions = Positions(self.make_static(given.positions_BS), None, tables)  # type: ignore[arg-type]
+        elif self._static_positions.positions_BS.shape != given.positions_BS.shape:
+            return None
+        elif self._filled_from is not given:
+            self._static_positions.positions_BS.copy_(given.positions_BS)
+            for key, table in self._static_positions._tables.items():
+                for static, x in zip(table, given.rope(*key), strict=True):
+                    static.copy_(x)
+        self._filled_from = given
+        return self._static_positions

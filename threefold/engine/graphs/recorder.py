@@ -1,0 +1,75 @@
+"""Records work on a device as a graph without running it, to be replayed at the same addresses.
+
+`CudaRecorder` captures CUDA graphs; the tests put a recorder for the CPU in its place.
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """The graphs of one recorder share a memory pool and must be replayed in the order in which they were recorded."""
+
+    num_bytes: int  # bytes of the pool
+
+    def prepare(self) -> None:
+        """Call this before the first `record`."""
+        ...
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Graph]:
+        """The result of `work`, which has no values before the first replay, and the graph."""
+        ...
+
+
+class CudaRecorder:
+    """Captures CUDA graphs on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.num_bytes = device, 0
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def prepare(self) -> None:
+        """Empty the allocator's cache, because cached memory cannot be released during a capture."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Graph]:
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        gc_was_enabled = gc.isenabled()
+        gc.disable()  # an object that is collected may wait for the device, which a capture does not allow
+        try:
+            with torch.cuda.stream(stream):
+                # Errors are thread-local because other threads copy batches and watch for hangs meanwhile.
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if gc_was_enabled:
+                gc.enable()
+        self.num_bytes += torch.cuda.memory_reserved(self.device) - reserved
+        return result, graph
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

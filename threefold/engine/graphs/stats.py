@@ -1,0 +1,36 @@
+"""Statistics of the CUDA graphs of a rank, for the metrics and the summary of a run."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from threefold.units import format_bytes
+
+
+@dataclass
+class GraphStats:
+    """Counts of recorded graphs, replays and eager runs."""
+
+    recorded: int = 0
+    replays: int = 0
+    fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)  # runs without a graph, by scope and reason
+    details: dict[tuple[str, str], str] = field(default_factory=dict)  # of the first fallback of each reason
+    num_bytes: int = 0  # memory pools and static inputs
+
+    def count_fallback(self, scope: str, reason: str, detail: str = "") -> None:
+        self.fallbacks[scope, reason] += 1
+        self.details.setdefault((scope, reason), detail)
+
+    def metrics(self) -> dict[str, int]:
+        return {
+            "graphs/replays": self.replays,
+            "graphs/fallbacks": self.fallbacks.total(),
+            "graphs/memory_bytes": self.num_bytes,
+        }
+
+    def summary(self) -> str:
+        text = f"graphs: {self.recorded} recorded, {format_bytes(self.num_bytes)}, {self.replays} replays, "
+        text += f"{self.fallbacks.total()} fallbacks to eager"
+        for (scope, reason), times in self.fallbacks.most_common():
+            detail = self.details[scope, reason]
+            text += f"\n  {scope}: {reason}{f' ({detail})' if detail else ''}, {times} times"
+        return text

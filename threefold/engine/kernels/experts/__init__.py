@@ -1,0 +1,1 @@
+"""Fused kernels of the routed experts: grouped GEMMs, activation, sorting, and their slow references."""

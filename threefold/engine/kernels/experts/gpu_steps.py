@@ -1,0 +1,156 @@
+"""The steps of the experts on a GPU, each with the kernel that a `KernelChoice` names.
+
+A step runs as one Triton kernel of ours, as one CuTe kernel of quack, or as torch's grouped GEMM with row-wise kernels
+of ours beside it. `reference_steps.ReferenceSteps` has the same methods in plain torch, and `fused_experts.py` calls
+both.
+
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
+token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from threefold.engine.kernels.experts import quack_kernels, row_kernels
+from threefold.engine.kernels.experts.fc1_forward import fc1_forward
+from threefold.engine.kernels.experts.fc2_backward import fc2_backward
+from threefold.engine.kernels.experts.grouped_gemm import grouped_gemm
+from threefold.engine.kernels.experts.kernel_choice import KernelChoice
+from threefold.engine.kernels.experts.sorted_rows import SortedRows, expert_of_rows
+from threefold.engine.kernels.experts.tile_schedule import TileTable, experts_by_load, make_tile_table
+from threefold.engine.kernels.experts.wgrad import grouped_wgrad
+from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
+
+
+class GpuSteps:
+    """Forward or backward of experts whose rows end at `ends_E`. `starts_F` is `ends_E` with a zero in front."""
+
+    def __init__(
+        self, ends_E: Tensor, num_rows: int, clamped: bool, choice: KernelChoice, starts_F: Tensor | None = None
+    ) -> None:
+        self.ends_E, self.clamped, self.choice = ends_E, clamped, choice
+        self._num_rows = num_rows
+        # Each is made by the first step that needs it, and cached for the next.
+        self._tiles: dict[int, TileTable] = {}  # by rows of a tile
+        self._gathered: tuple[Tensor, Tensor] | None = None  # a tensor by token, and the same by row
+        self._starts = starts_F
+        self._order: Tensor | None = None
+
+    def up(
+        self, x_XD: Tensor, rows: SortedRows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        config = self.choice.up
+        if isinstance(config, CuteConfig):
+            return quack_kernels.fc1_forward(x_XD, _token_index(rows), weight_R, gate_up_EXD, self._row_starts, config)
+        if config is not None:
+            tiles = self._tile_table(config.m)
+            return fc1_forward(x_XD, _token_index(rows), weight_R, gate_up_EXD, bias_EX, tiles, self.clamped, config)
+        gate_up_RX = F.grouped_mm(self._gather(x_XD, rows), gate_up_EXD.mT, offs=self.ends_E)
+        if bias_EX is not None:
+            gate_up_RX += bias_EX[expert_of_rows(self.ends_E, self._num_rows)]
+        return gate_up_RX, row_kernels.weighted_swiglu(gate_up_RX, weight_R, self.clamped)
+
+    def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
+        config = self.choice.down
+        if isinstance(config, CuteConfig):
+            return quack_kernels.grouped_gemm(act_RH, down_EDH, self._row_starts, config)
+        if config is not None:
+            return grouped_gemm(act_RH, down_EDH, self._tile_table(config.m), True, config)
+        return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
+
+    def act_grad(
+        self, grad_XD: Tensor, rows: SortedRows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.choice.act_grad
+        if isinstance(config, CuteConfig):
+            return quack_kernels.fc2_backward(
+                grad_XD, _token_index(rows), weight_R, down_EDH, gate_up_RX, self._row_starts, config
+            )
+        if config is not None:
+            tiles = self._tile_table(config.m)
+            return fc2_backward(
+                grad_XD, _token_index(rows), weight_R, down_EDH, gate_up_RX, tiles, self.clamped, config
+            )
+        grad_RH = F.grouped_mm(self._gather(grad_XD, rows), down_EDH, offs=self.ends_E)
+        return row_kernels.weighted_swiglu_grad(grad_RH, gate_up_RX, weight_R, self.clamped)
+
+    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
+        config = self.choice.input_grad
+        if isinstance(config, CuteConfig):
+            return quack_kernels.grouped_gemm(
+                grad_RX, gate_up_EXD.mT, self._row_starts, config, self.choice.interleaved
+            )
+        if config is not None:
+            return grouped_gemm(grad_RX, gate_up_EXD, self._tile_table(config.m), False, config)
+        return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
+
+    def up_grad(
+        self, grad_RX: Tensor, x_XD: Tensor, rows: SortedRows | None, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back."""
+        config = self.choice.up_grad
+        if isinstance(config, TritonConfig):
+            return grouped_wgrad(
+                grad_RX, x_XD, _token_index(rows), "right", self.ends_E, self._expert_order, config, main_grad
+            )
+        if isinstance(config, CuteConfig):
+            up_grad = x_XD.new_empty(len(self.ends_E), grad_RX.shape[1], x_XD.shape[1])
+            layout = self._row_starts, config, self.choice.interleaved
+            quack_kernels.grouped_wgrad(x_XD, _token_index(rows), grad_RX, up_grad.mT, *layout)
+        else:
+            up_grad = F.grouped_mm(grad_RX.mT, self._gather(x_XD, rows), offs=self.ends_E)
+        return _add_to_main_grad(up_grad, main_grad)
+
+    def down_grad(
+        self, grad_XD: Tensor, rows: SortedRows | None, act_RH: Tensor, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        config = self.choice.down_grad
+        if isinstance(config, TritonConfig):
+            return grouped_wgrad(
+                grad_XD, act_RH, _token_index(rows), "left", self.ends_E, self._expert_order, config, main_grad
+            )
+        if isinstance(config, CuteConfig):
+            down_grad = act_RH.new_empty(len(self.ends_E), grad_XD.shape[1], act_RH.shape[1])
+            quack_kernels.grouped_wgrad(grad_XD, _token_index(rows), act_RH, down_grad, self._row_starts, config)
+        else:
+            down_grad = F.grouped_mm(self._gather(grad_XD, rows).mT, act_RH, offs=self.ends_E)
+        return _add_to_main_grad(down_grad, main_grad)
+
+    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+        return row_kernels.sum_rows(y_RD, row_TK)
+
+    def _tile_table(self, size: int) -> TileTable:
+        if size not in self._tiles:
+            self._tiles[size] = make_tile_table(self.ends_E, self._num_rows, size)
+        return self._tiles[size]
+
+    def _gather(self, x_XD: Tensor, rows: SortedRows | None) -> Tensor:
+        """x by row. The last result is cached, because two steps of the backward gather the same tensor."""
+        if rows is None:
+            return x_XD
+        if self._gathered is None or self._gathered[0] is not x_XD:
+            self._gathered = x_XD, row_kernels.gather_rows(x_XD, rows.row_TK)
+        return self._gathered[1]
+
+    @property
+    def _row_starts(self) -> Tensor:
+        if self._starts is None:
+            self._starts = F.pad(self.ends_E, (1, 0))
+        return self._starts
+
+    @property
+    def _expert_order(self) -> Tensor:
+        if self._order is None:
+            self._order = experts_by_load(self.ends_E)
+        return self._order
+
+
+def _add_to_main_grad(grad: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    if main_grad is None:
+        return grad
+    main_grad.add_(grad)
+    return None
+
+
+def _token_index(rows: SortedRows | None) -> Tensor | None:
+    return None if rows is None else rows.token_R

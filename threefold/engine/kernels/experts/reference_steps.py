@@ -1,0 +1,90 @@
+"""The steps of the experts in plain torch, one expert after another: the slow reference for any device and dtype.
+
+`gpu_steps.GpuSteps` has the same methods; `kernel_choice.py` says what each step is. These wait for the row counts.
+
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
+token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
+"""
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from threefold.engine.autograd.main_grad import accumulate_gemm
+from threefold.engine.dist.host_sizes import host_sizes
+from threefold.engine.kernels.elementwise.swiglu import gated_activation
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
+
+
+class ReferenceSteps:
+    """Forward and backward of experts whose rows end at `ends_E`."""
+
+    def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool) -> None:
+        self.clamped = clamped
+        sizes = host_sizes(ends_E.diff(prepend=ends_E.new_zeros(1)), num_rows)
+        self.parts = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
+
+    def up(
+        self, x_XD: Tensor, rows: SortedRows | None, weight_R: Tensor, gate_up_EXD: Tensor, bias_EX: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """-> (FC1's output, the activation times the router weight)."""
+        gate_up_RX = self._matmul_by_expert(_gather_rows(x_XD, rows), gate_up_EXD.mT)
+        if bias_EX is not None:
+            for expert, part in enumerate(self.parts):
+                gate_up_RX[part] += bias_EX[expert]
+        return gate_up_RX, self._weighted_activation(gate_up_RX, weight_R)[1]
+
+    def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
+        """FC2."""
+        return self._matmul_by_expert(act_RH, down_EDH.mT)
+
+    def act_grad(
+        self, grad_XD: Tensor, rows: SortedRows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> (gradient of FC1's output, the weighted activation, the gradient of the router weights)."""
+        grad_RH = self._matmul_by_expert(_gather_rows(grad_XD, rows), down_EDH)
+        with torch.enable_grad():
+            gate_up_RX, weight_R = gate_up_RX.detach().requires_grad_(), weight_R.detach().requires_grad_()
+            unrounded_RH, act_RH = self._weighted_activation(gate_up_RX, weight_R)
+            grads = torch.autograd.grad(unrounded_RH, (gate_up_RX, weight_R), grad_RH.to(unrounded_RH.dtype))
+        return grads[0], act_RH.detach(), grads[1]
+
+    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
+        """The gradient of FC1's input, row by row."""
+        return self._matmul_by_expert(grad_RX, gate_up_EXD)
+
+    def up_grad(
+        self, grad_RX: Tensor, x_XD: Tensor, rows: SortedRows | None, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back."""
+        return self._wgrad(grad_RX, _gather_rows(x_XD, rows), main_grad)
+
+    def down_grad(
+        self, grad_XD: Tensor, rows: SortedRows | None, act_RH: Tensor, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        return self._wgrad(_gather_rows(grad_XD, rows), act_RH, main_grad)
+
+    def _wgrad(self, left_RM: Tensor, right_RN: Tensor, main_grad: Tensor | None) -> Tensor | None:
+        if main_grad is None:
+            return torch.stack([left_RM[part].mT @ right_RN[part] for part in self.parts])
+        for total, part in zip(main_grad, self.parts, strict=True):
+            accumulate_gemm(total, left_RM[part].mT, right_RN[part], main_grad.dtype)
+        return None
+
+    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+        """Sum the rows of each token."""
+        return y_RD[row_TK].sum(dim=1)
+
+    def _matmul_by_expert(self, a_RI: Tensor, weight_EIO: Tensor) -> Tensor:
+        return torch.cat([a_RI[part] @ weight for part, weight in zip(self.parts, weight_EIO, strict=True)])
+
+    def _weighted_activation(self, gate_up_RX: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (the weighted activation in the router's precision, the same rounded once to the dtype of the rows)."""
+        gate_RH, up_RH = gate_up_RX.to(weight_R.dtype).chunk(2, dim=-1)
+        act_RH = gated_activation(gate_RH, up_RH, self.clamped) * weight_R[:, None]
+        return act_RH, act_RH.to(gate_up_RX.dtype)
+
+
+def _gather_rows(x_XD: Tensor, rows: SortedRows | None) -> Tensor:
+    return x_XD if rows is None else x_XD[rows.token_R]

@@ -1,0 +1,30 @@
+"""Triton functions that split a tile of results and store it without touching the rows of the next expert."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+
+
+@triton.jit
+def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """-> (left columns, right columns). Whatever follows needs half the registers then."""
+    return acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def store_tile(
+    value, desc, ptr, first, end, col, shift, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, COPY: tl.constexpr = True,
+):  # fmt: skip
+    """Store rows from `first` up to `end` and columns from `col` up to WIDTH, `shift` columns further right.
+
+    COPY permits the copy engine (TMA), which is used for tiles that are full.
+    """
+    if EVEN and COPY and first + BM <= end:
+        desc.store([first, shift + col], value)
+    else:
+        # The copy engine stores whole tiles: it would overwrite the next expert's rows or the next half's columns.
+        row, n = first + tl.arange(0, BM), col + tl.arange(0, BN)
+        mask = (row < end)[:, None] & (n < WIDTH)[None, :]
+        tl.store(ptr + row.to(tl.int64)[:, None] * STRIDE + shift + n[None, :], value, mask=mask)

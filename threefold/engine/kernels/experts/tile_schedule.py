@@ -1,0 +1,95 @@
+"""Which tile of a grouped GEMM belongs to which expert and rows, and in which order tiles and experts are computed.
+
+The table of tiles is made on the device from the ends of the experts' rows, so that the host never waits for a count.
+No tile crosses from one expert to the next. Example: experts with 5 and 3 rows and tiles of 4 rows give three tiles,
+(expert 0, first row 0, end 5), (0, 4, 5) and (1, 5, 8). The grouped GEMMs of `experts/` and `fp8/` read it.
+
+Shapes: E experts, M tiles of rows (an upper bound; the tiles from `total` on are unused).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The tiles of rows of one grouped GEMM."""
+
+    table: Tensor  # (3, M): expert, first row, end of the expert's rows
+    total: Tensor  # (1,): number of tiles in use
+    size: int  # rows of a tile
+
+
+def make_tile_table(ends_E: Tensor, num_rows: int, size: int) -> TileTable:
+    """Cut the rows of every expert, which end at `ends_E`, into tiles of `size` rows."""
+    num_experts = len(ends_E)
+    max_tiles = num_rows // size + num_experts
+    table = torch.empty(3, max_tiles, dtype=torch.int32, device=ends_E.device)
+    total = torch.empty(1, dtype=torch.int32, device=ends_E.device)
+    block = 64
+    grid = (triton.cdiv(max_tiles, block),)
+    _fill_table[grid](ends_E, table, total, num_experts, max_tiles, size, triton.next_power_of_2(num_experts), block)
+    return TileTable(table, total, size)
+
+
+@triton.jit
+def _fill_table(
+    ends_ptr, table_ptr, total_ptr, num_experts, max_tiles, size: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
+):
+    expert = tl.arange(0, E)
+    known = expert < num_experts
+    end = tl.load(ends_ptr + expert, mask=known, other=0)
+    start = tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0)
+    num_tiles = tl.where(known, (end - start + size - 1) // size, 0)
+    tile_end = tl.cumsum(num_tiles, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = (tile[:, None] >= (tile_end - num_tiles)[None, :]) & (tile[:, None] < tile_end[None, :])
+    first = start[None, :] + (tile[:, None] - (tile_end - num_tiles)[None, :]) * size
+    live = tile < max_tiles
+    tl.store(table_ptr + tile, tl.sum(tl.where(mine, expert[None, :], 0), 1), mask=live)
+    tl.store(table_ptr + max_tiles + tile, tl.sum(tl.where(mine, first, 0), 1), mask=live)
+    tl.store(table_ptr + 2 * max_tiles + tile, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=live)
+    tl.store(total_ptr, tl.sum(num_tiles, 0))
+
+
+def experts_by_load(ends_E: Tensor) -> Tensor:
+    """Experts sorted by their number of rows, most rows first: weight-gradient tiles that run at the same time then
+    take about as long."""
+    num_experts, block = len(ends_E), 32
+    order_E = torch.empty_like(ends_E)
+    _rank_experts[(triton.cdiv(num_experts, block),)](
+        ends_E, order_E, num_experts, triton.next_power_of_2(num_experts), block
+    )
+    return order_E
+
+
+@triton.jit
+def _row_counts(ends_ptr, expert, known):
+    end = tl.load(ends_ptr + expert, mask=known, other=0)
+    return tl.where(known, end - tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0), -1)
+
+
+@triton.jit
+def _rank_experts(ends_ptr, order_ptr, num_experts, E: tl.constexpr, BLOCK: tl.constexpr):
+    expert, other = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
+    known = expert < num_experts
+    count = _row_counts(ends_ptr, expert, known)[:, None]
+    others = _row_counts(ends_ptr, other, other < num_experts)[None, :]
+    before = (others > count) | ((others == count) & (other[None, :] < expert[:, None]))
+    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), expert, mask=known)
+
+
+@triton.jit
+def tile_coordinates(tile, total, num_n, GROUP: tl.constexpr):
+    """Tile number -> (tile of rows, tile of columns). Neighbouring tiles share rows and weights, which stay in L2."""
+    width = GROUP * num_n
+    first = (tile // width) * GROUP
+    height = tl.minimum(total - first, GROUP)
+    inside = tile % width
+    return first + inside % height, inside // height

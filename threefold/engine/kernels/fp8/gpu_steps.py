@@ -1,0 +1,128 @@
+"""The steps of the FP8 experts on a GPU, by Triton and Gluon kernels. `fused_experts` calls them in order.
+
+`reference_steps` has the same methods in plain torch, `simulated_steps` for a dry run.
+
+Shapes: R rows sorted by expert, K columns, E experts, H expert dim, X = 2 H, N columns of a result; x_XK has a row for
+each token where `rows` are given, else for each row.
+"""
+
+from functools import cache
+
+import torch
+import triton  # type: ignore
+from torch import Tensor
+
+from threefold.engine.kernels.experts import row_kernels as elementwise
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
+from threefold.engine.kernels.experts.tile_schedule import make_tile_table
+from threefold.engine.kernels.fp8 import (
+    blockwise_quantize,
+    blockwise_swiglu,
+    grouped_gemm,
+    rowwise_quantize,
+    wgrad_gemm,
+)
+from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, Fp8Columns, Fp8Rows, RowBlocks
+from threefold.engine.kernels.launch_config import TritonConfig
+
+_PORTABLE_CONFIG = TritonConfig(m=128, n=128, k=128, stages=4)
+_HOPPER_CONFIG = TritonConfig(m=128, n=256, k=128, stages=4)
+_HOPPER_WGRAD_CONFIG = TritonConfig(m=128, n=256, k=128, stages=4, group=4)
+_HOPPER_FP32_WGRAD_CONFIG = TritonConfig(
+    m=128, n=256, k=128, stages=3, group=4
+)  # an fp32 result takes more shared memory
+_GLUON_RELEASES = (
+    (3, 6),
+    (3, 8),
+)  # `hopper_gluon_kernel` compiles from the first release of triton up to, not with, the second
+
+
+@cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether the Gluon kernels run: a Hopper GPU, and a release of triton they are written for."""
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    known = _GLUON_RELEASES[0] <= release < _GLUON_RELEASES[1] and device.type == "cuda"
+    return known and torch.cuda.get_device_capability(device)[0] == 9
+
+
+class BlockwiseGpuSteps:
+    """The blockwise recipe: 1x128 scales on rows, 128x128 on weights. `ends_E` holds the end of each expert's rows."""
+
+    def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool) -> None:
+        self.clamped, self.ends_E, self.uses_hopper_kernels = clamped, ends_E, has_hopper_kernels(ends_E.device)
+        self.tiles = make_tile_table(ends_E, num_rows, BLOCK)
+        self.blocks = RowBlocks(self.tiles.table, self.tiles.total, blockwise_quantize.block_ends(ends_E))
+
+    def quantize(
+        self, x_XK: Tensor, rows: SortedRows | None, with_columns: bool, square: bool
+    ) -> tuple[Fp8Rows, Fp8Columns | None]:
+        fp8_rows, fp8_columns = blockwise_quantize.quantize_rows_and_columns(
+            x_XK, _token_indices(rows), self.blocks, True, with_columns, square
+        )
+        assert fp8_rows is not None
+        return fp8_rows, fp8_columns
+
+    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
+        if self.uses_hopper_kernels:
+            from threefold.engine.kernels.fp8 import hopper_gemm
+
+            return hopper_gemm.grouped_gemm(a_fp8, value_ENK, scale, self.tiles, _HOPPER_CONFIG)
+        return grouped_gemm.grouped_gemm(a_fp8, value_ENK, scale, self.tiles, _PORTABLE_CONFIG)
+
+    def wgrad(self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype) -> Tensor:
+        if self.uses_hopper_kernels:
+            from threefold.engine.kernels.fp8 import hopper_gemm
+
+            config = _HOPPER_FP32_WGRAD_CONFIG if dtype == torch.float32 else _HOPPER_WGRAD_CONFIG
+            return hopper_gemm.wgrad_gemm(left_fp8, right_fp8, self.blocks.ends_E, dtype, config)
+        return wgrad_gemm.wgrad_gemm(left_fp8, right_fp8, self.blocks.ends_E, dtype, _PORTABLE_CONFIG)
+
+    def swiglu(self, gate_up_RX: Tensor, weight_R: Tensor) -> Fp8Rows:
+        return blockwise_swiglu.swiglu_fp8(gate_up_RX, weight_R, self.clamped)
+
+    def swiglu_grad(
+        self, grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, wants_gate_up: bool, wants_act: bool
+    ) -> tuple[Fp8Rows, Fp8Columns | None, Fp8Columns | None, Tensor]:
+        given = grad_RH, gate_up_RX, weight_R
+        fp8_rows, amax_CR, weight_grad_R = self._swiglu_grad_rows(*given, self.clamped)
+        columns = blockwise_swiglu.swiglu_grad_columns(
+            *given, amax_CR, self.blocks, self.clamped, wants_gate_up, wants_act
+        )
+        return fp8_rows, *columns, weight_grad_R
+
+    _swiglu_grad_rows = staticmethod(blockwise_swiglu.swiglu_grad_rows)
+
+    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
+        return elementwise.sum_rows(y_RD, row_TK)
+
+
+class RowwiseGpuSteps(BlockwiseGpuSteps):
+    """The rowwise recipe: one scale a row. Weight gradients still sum over blocks of 128 rows."""
+
+    _swiglu_grad_rows = staticmethod(rowwise_quantize.swiglu_grad_rows)
+
+    def quantize(
+        self, x_XK: Tensor, rows: SortedRows | None, with_columns: bool, square: bool
+    ) -> tuple[Fp8Rows, Fp8Columns | None]:
+        fp8_rows = rowwise_quantize.quantize_rows(x_XK, _token_indices(rows))
+        if not with_columns:
+            return fp8_rows, None
+        return fp8_rows, blockwise_quantize.quantize_rows_and_columns(
+            x_XK, _token_indices(rows), self.blocks, False, True, square
+        )[1]
+
+    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
+        if self.uses_hopper_kernels:
+            return super().grouped_gemm(a_fp8, value_ENK, scale)
+        # Fast accumulation keeps about 14 bits of a sum, however many terms it has, so it is off.
+        return torch._scaled_grouped_mm(
+            a_fp8.value_RK, value_ENK.mT, a_fp8.scale_CR[0], scale, offs=self.ends_E, out_dtype=torch.bfloat16,
+            use_fast_accum=False,
+        )  # fmt: skip
+
+    def swiglu(self, gate_up_RX: Tensor, weight_R: Tensor) -> Fp8Rows:
+        return rowwise_quantize.swiglu_fp8(gate_up_RX, weight_R, self.clamped)
+
+
+def _token_indices(rows: SortedRows | None) -> Tensor | None:
+    return None if rows is None else rows.token_R

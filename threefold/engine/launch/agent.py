@@ -1,0 +1,183 @@
+"""The agent: starts the ranks of one machine together, restarts them together after a failure, stops them together.
+
+`threefold train --nproc` runs it. Ranks get torchrun's environment variables, so they need not know what started them.
+Torch's own agent is not used, for three reasons: it kills a rank 30 seconds after a SIGTERM, whether its checkpoint is
+written or not; it sends the survivors of a failure that same SIGTERM, which asks our ranks to save; and its ranks
+outlive it when it is killed.
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from threefold.engine.launch.exit_codes import HUNG, LOST_PEER, REFUSED
+from threefold.engine.launch.rank_process import RankProcess, start_rank
+from threefold.engine.run.folder import unwritable_finding
+from threefold.engine.run.progress import write_and_flush
+from threefold.findings import Finding, FindingsError
+
+LOGS, POLL_SECONDS = "logs", 0.05
+INTERRUPT_SECONDS = 15.0  # time that ranks have to end after Ctrl-C
+
+
+@dataclass
+class Agent:
+    """Runs `argv` in `nproc` processes. Rank 0 writes to the output of the agent, the others to `folder`/logs."""
+
+    argv: Sequence[str]
+    nproc: int
+    max_restarts: int
+    folder: Path
+    out: TextIO | None = field(default_factory=lambda: sys.stderr)
+    ranks: list[RankProcess] = field(default_factory=list)
+    stop_signal: int | None = None  # the signal that asked the run to end
+
+    def run(self) -> int:
+        """Run to the end; returns 0, 1 where ranks refused, or 128 + the signal that ended them.
+
+        Raises a finding where ranks kept dying.
+        """
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            with self._signals():
+                for attempt in range(self.max_restarts + 1):
+                    self._start(attempt, store.port)
+                    failed = self._wait()
+                    self._kill_all()
+                    if failed is None:
+                        return 0
+                    code = self._handle_failure(failed, attempt)
+                    if code is not None:
+                        return code
+            raise AssertionError("the last attempt returns or raises")
+        finally:
+            self._kill_all()
+            del store  # the traceback of an error would keep its thread and port
+
+    def _start(self, attempt: int, port: int) -> None:
+        logs = self.folder / LOGS
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FindingsError([unwritable_finding(logs, error)]) from None
+        for number in range(self.nproc):
+            env = _environment(number, self.nproc, attempt, self.max_restarts, port)
+            rank = start_rank(self.argv, env, number, logs / f"rank-{number}.log" if number else None)
+            self.ranks.append(rank)
+            if self.stop_signal:
+                rank.process.send_signal(self.stop_signal)
+
+    def _wait(self) -> RankProcess | None:
+        """Wait until all ranks ended well (None) or one failed; returns the rank whose end explains most."""
+        kill_at: float | None = None
+        while True:
+            ended = [rank for rank in self.ranks if rank.has_ended]
+            failed = [rank for rank in ended if rank.process.returncode]
+            if len(ended) == self.nproc or (failed and self.stop_signal != signal.SIGINT):
+                return min(failed, key=_blame_order, default=None)
+            if self.stop_signal == signal.SIGINT:
+                kill_at = kill_at or time.monotonic() + INTERRUPT_SECONDS
+                if time.monotonic() > kill_at:
+                    self._kill_all()
+            time.sleep(POLL_SECONDS)
+
+    def _handle_failure(self, failed: RankProcess, attempt: int) -> int | None:
+        """Report the failure; returns the exit code, or None to restart all ranks."""
+        code = failed.process.returncode
+        if self.stop_signal and (self.stop_signal == signal.SIGINT or code == -self.stop_signal):
+            return 128 + self.stop_signal  # the end that was asked for, though the ranks could not save
+        head = f"rank {failed.number} of {self.nproc} {failed.end_reason}"
+        restarts = not self.stop_signal and code != REFUSED and attempt < self.max_restarts
+        plan = f"; starting all ranks again ({attempt + 1} of {self.max_restarts} restarts)" if restarts else ""
+        self._say(head + plan, *(f"  | {line}" for line in failed.log_tail()))
+        self.ranks.clear()
+        if restarts:
+            return None
+        if code == REFUSED:
+            return 1
+        raise FindingsError([_kept_dying(failed, attempt, bool(self.stop_signal))])
+
+    def _say(self, *lines: str) -> None:
+        write_and_flush(self.out, "".join(f"{line}\n" for line in lines))
+
+    def _kill_all(self) -> None:
+        for rank in self.ranks:
+            if not rank.has_ended:
+                rank.kill()
+        for rank in self.ranks:
+            rank.process.wait()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Forward signals to the ranks inside the `with` block."""
+
+        def forward(number: int, frame: Any) -> None:
+            if number == signal.SIGINT and self.stop_signal == signal.SIGINT:
+                number = signal.SIGKILL  # the second Ctrl-C
+            else:
+                self.stop_signal = number
+            for rank in self.ranks:
+                if rank.process.poll() is None:
+                    rank.process.send_signal(number)
+
+        # SIGHUP means that the terminal is gone, as after a lost connection: the ranks save, as after SIGTERM.
+        handlers = {signal.SIGTERM: forward, signal.SIGINT: forward, signal.SIGHUP: _as_sigterm(forward)}
+        before: dict[signal.Signals, Any] = {}
+        with suppress(ValueError):  # not in the main thread: the caller handles signals
+            for number, handler in handlers.items():
+                if signal.getsignal(number) != signal.SIG_IGN:  # ignored on purpose, as under nohup
+                    before[number] = signal.signal(number, handler)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def launch_ranks(argv: Sequence[str], nproc: int, max_restarts: int, folder: Path) -> int:
+    """Run `argv` as `nproc` ranks on this machine; returns the exit code."""
+    return Agent(argv, nproc, max_restarts, folder).run()
+
+
+def _environment(rank: int, size: int, attempt: int, restarts: int, port: int) -> dict[str, str]:
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": 0,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+    }
+    texts = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return texts | {name: str(value) for name, value in numbers.items()}
+
+
+def _blame_order(rank: RankProcess) -> tuple[int, int]:
+    """A sort key for ranks that ended at about the same time: the one whose end explains most comes first."""
+    code = rank.process.returncode
+    order = {REFUSED: 0, HUNG: 1, LOST_PEER: 4}
+    return order.get(code, 2 if code < 0 else 3), rank.number
+
+
+def _kept_dying(failed: RankProcess, attempt: int, stopping: bool) -> Finding:
+    log = f"; the end of {failed.log}" if failed.log else ""
+    times = "while it was asked to stop" if stopping else f"on start {attempt + 1} of {attempt + 1}"
+    return Finding(
+        rule="ranks-survive",
+        at=f"rank {failed.number}",
+        problem=f"{failed.end_reason} {times}",
+        advice=f"read what it said above{log}; the run goes on from its newest checkpoint when it is started again",
+    )
+
+
+def _as_sigterm(forward: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    return lambda number, frame: forward(signal.SIGTERM, frame)

@@ -1,0 +1,6 @@
+"""Exit codes by which a rank tells its agent how it ended. The numbers are those of sysexits.h. No torch."""
+
+REFUSED = 78  # a finding that would come again on every start
+HUNG = 75  # the watchdog ended the rank; another start may help
+LOST_PEER = 76  # another rank went away first and has the cause
+FAULT = 70  # an unexpected error, whose traceback is in the log

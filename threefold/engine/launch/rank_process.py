@@ -1,0 +1,93 @@
+"""One rank as a process of this machine: how it starts, how it ended, and the end of its log. The agent uses it."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from threefold.engine.launch.exit_codes import FAULT, HUNG, LOST_PEER, REFUSED
+
+TAIL_LINES = 12
+_END_REASONS = {
+    HUNG: "gave up on a collective or phase that did not end",
+    REFUSED: "cannot run what it was given",
+    LOST_PEER: "lost a rank it was talking to",
+    FAULT: "failed",
+}
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass
+class RankProcess:
+    """A rank that was started, and whose process may have ended."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path | None = None
+    log_start: int = 0  # bytes that earlier attempts wrote
+    children_killed: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended. Processes that it started and left behind are killed then."""
+        if self.process.poll() is None:
+            return False
+        if not self.children_killed:
+            self.children_killed = True  # only once: later the process number may be another process's
+            self.kill()
+        return True
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    @property
+    def end_reason(self) -> str:
+        """How the process ended, in words."""
+        code = self.process.returncode
+        if code in _END_REASONS:
+            return _END_REASONS[code]
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def log_tail(self) -> list[str]:
+        """The last lines that this attempt wrote to the log."""
+        if self.log is None or not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_start, self.log.stat().st_size - 20_000))
+            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+
+
+def start_rank(argv: Sequence[str], env: dict[str, str], number: int, log: Path | None) -> RankProcess:
+    """Start `argv` as a rank that writes to `log`, or to the output of this process."""
+    log_start = log.stat().st_size if log and log.exists() else 0
+    with log.open("ab") if log else nullcontext() as out:
+        process = subprocess.Popen(
+            list(argv),
+            env=os.environ | env,
+            stdout=out,
+            stderr=subprocess.STDOUT if out else None,
+            # Its children can be killed with it, and Ctrl-C reaches it through the agent only.
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),
+        )
+    return RankProcess(number, process, log, log_start)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """A function for the child process that asks the kernel to kill it when the agent dies."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def set_death_signal() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the agent died before the call above
+            os._exit(1)
+
+    return set_death_signal

@@ -1,0 +1,254 @@
+"""The watchdog: names the collective that does not end, its group, and the ranks that did not come to it.
+
+A thread in every rank sends a heartbeat to the store each pulse. A rank that waits too long in a collective reads the
+heartbeats of the others, prints one finding and ends its process, so that the agent restarts all ranks. gloo and the
+store release the GIL while they wait, so the thread runs on. NCCL does not block the host: there a hang is a phase
+without progress, and `enter_phase` needs a limit.
+"""
+
+import math
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
+from threefold.engine.launch.exit_codes import HUNG
+from threefold.engine.launch.hang_report import (
+    OpenCollective,
+    RankReport,
+    describe_lagging_ranks,
+    diagnose,
+    format_ranks,
+    format_seconds,
+)
+from threefold.engine.launch.heartbeat import Heartbeats
+from threefold.engine.run.progress import write_and_flush
+from threefold.findings import Finding
+
+_PYTHON_LIBRARY = str(Path(os.__file__).parent)
+
+
+@dataclass(slots=True)
+class _Communicator:
+    """A communicator and the number of calls on it. Groups of the same ranks share one, whatever their names."""
+
+    key: str
+    ranks: tuple[int, ...]
+    name: str
+    num_calls: int = 0
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """A collective that this rank has started and not ended. Times are those of `Watchdog._now`."""
+
+    communicator: _Communicator
+    group_name: str
+    operation: str
+    number: int
+    started: float
+    diagnosed: float = 0.0  # time of the last diagnosis
+    num_diagnoses: int = 0
+    excused: float = 0.0  # when the late ranks were last seen in a phase that may take long
+
+    def report(self, now: float) -> OpenCollective:
+        on = self.communicator
+        return OpenCollective(self.operation, self.number, on.key, self.group_name, on.ranks, now - self.started)
+
+
+def _end_process(finding: Finding) -> None:
+    write_and_flush(sys.stderr, f"{finding}\n")
+    os._exit(HUNG)  # without cleanup: the main thread may be stuck for good
+
+
+class Watchdog:
+    """A context manager around training. `limit_seconds` is how long one collective may take."""
+
+    def __init__(
+        self,
+        limit_seconds: float,
+        store: Any,
+        rank: int,
+        size: int,
+        alarm: Callable[[Finding], None] = _end_process,
+    ) -> None:
+        self.limit, self.rank, self.size, self.alarm = limit_seconds, rank, size, alarm
+        self.pulse_seconds = min(1.0, limit_seconds / 5)
+        self._heartbeats = Heartbeats(store, rank, self.pulse_seconds)
+        self._communicators: dict[Any, _Communicator] = {}
+        self._open: dict[int, _OpenCall] = {}
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        # Seconds that this process ran, counted by the thread: while a process is stopped it does not wait.
+        self._now = 0.0
+        self._phase, self._last_progress = "", 0.0
+        self._phase_limit: float | None = None
+        self._pulse = 0
+        self._main = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._stack = ExitStack()
+
+    def enter_phase(self, name: str, limit: float | None = None) -> None:
+        """Note that a phase begins, such as a step or the loading of data.
+
+        With a limit, no progress for so many seconds raises the alarm, and other ranks wait for this one as long;
+        `math.inf` sets no bound. Without a limit other ranks wait as long as for any collective.
+        """
+        self._phase_limit = limit
+        self._phase = name
+        self._last_progress = self._now
+
+    @contextmanager
+    def phase(self, name: str, limit: float = math.inf) -> Iterator[None]:
+        """A phase within another, such as writing a checkpoint."""
+        before = self._phase, self._phase_limit
+        self.enter_phase(name, limit)
+        try:
+            yield
+        finally:
+            self.enter_phase(*before)
+
+    def observe(self, call: CollectiveCall) -> Callable[[], None]:
+        """Note that a collective starts; the returned function notes its end."""
+        with self._lock:
+            on = self._communicators.get(call.group.handle) or self._add_communicator(call)
+            on.num_calls += 1
+            self._num_calls = number = self._num_calls + 1
+            self._last_progress = self._now
+            self._open[number] = _OpenCall(on, call.group.name, call.operation, on.num_calls, self._now)
+
+        def ended() -> None:
+            with self._lock:
+                self._open.pop(number, None)
+            self._last_progress = self._now
+
+        return ended
+
+    def _add_communicator(self, call: CollectiveCall) -> _Communicator:
+        ranks = call.group.ranks
+        key = f"{ranks[0]}-{ranks[-1]}/{len(ranks)}/{zlib.crc32(repr(ranks).encode()):08x}"
+        added = self._communicators[call.group.handle] = _Communicator(key, ranks, call.group.name)
+        return added
+
+    def __enter__(self) -> "Watchdog":
+        self._stack.enter_context(observe_collectives(self.observe))
+        self._send_heartbeat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+        self._stop.set()
+        self._thread.join(timeout=10)
+        if isinstance(error, RuntimeError) and self._open:  # a peer is gone, and the error does not name it
+            call = self._oldest_call()
+            if call:
+                self._report_lost_peer(call)
+        self._send_heartbeat(has_left=True)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            self._stop.wait(self.pulse_seconds)
+            self._now += min(time.monotonic() - began, 2 * self.pulse_seconds)
+            began = time.monotonic()
+            self._send_heartbeat()
+            call = self._oldest_call()
+            if call and self._now - call.started > self.limit and self._now - call.diagnosed >= self.limit / 4:
+                self._diagnose(call)
+            elif self._phase_limit is not None and not call and self._now - self._last_progress > self._phase_limit:
+                self._diagnose_phase()
+            self._now += time.monotonic() - began
+
+    def _oldest_call(self) -> _OpenCall | None:
+        with self._lock:
+            return min(self._open.values(), key=lambda call: call.started, default=None)
+
+    def _known_communicators(self) -> list[_Communicator]:
+        with self._lock:
+            return list(self._communicators.values())
+
+    def _send_heartbeat(self, has_left: bool = False) -> None:
+        """Send one small value to the store, which is cheap enough for every pulse."""
+        self._pulse += 1
+        call = self._oldest_call()
+        frame = sys._current_frames().get(self._main or 0)
+        report = RankReport(
+            pulse=self._pulse,
+            sent_at=time.time(),
+            phase=self._phase,
+            idle_seconds=self._now - self._last_progress,
+            phase_limit=self._phase_limit,
+            source_line=_source_line(frame),
+            open_call=call.report(self._now) if call else None,
+            calls={on.key: on.num_calls for on in self._known_communicators()},
+            has_left=has_left,
+        )
+        self._heartbeats.send(report)
+
+    def _diagnose(self, call: _OpenCall) -> None:
+        """Raise the alarm about a call that takes too long, unless the ranks it waits for are excused."""
+        call.diagnosed, call.num_diagnoses = self._now, call.num_diagnoses + 1
+        found = call.report(self._now)
+        if not self._heartbeats.claim_diagnosis(f"{found.communicator}/{found.number}/{call.num_diagnoses}"):
+            return
+        ranks = self._heartbeats.ranks_involved(found)
+        reports, silent = self._heartbeats.listen(ranks, self.limit, self._send_heartbeat)
+        if call is not self._oldest_call():
+            return
+        diagnosis = diagnose(found, f"did not arrive within {format_seconds(self.limit)}", reports, silent, self.rank)
+        if diagnosis.is_excused:
+            call.excused = self._now
+        elif self._now - call.excused > self.limit:  # after an excused phase the late ranks have the whole limit again
+            self.alarm(self._finding(str(found), diagnosis.problem))
+
+    def _diagnose_phase(self) -> None:
+        """Raise the alarm about a phase of this rank without progress."""
+        reports, silent = self._heartbeats.listen(tuple(range(self.size)), self.limit, self._send_heartbeat)
+        phase, limit = self._phase, self._phase_limit
+        if limit is None or self._now - self._last_progress <= limit:
+            return
+        known = self._known_communicators()
+        calls = {on.key: on.num_calls for on in known}
+        names = {on.key: f"{on.name} ({format_ranks(on.ranks)})" for on in known}
+        line = _source_line(sys._current_frames().get(self._main or 0))
+        parts = [f"no progress for {format_seconds(limit)}, at {line}"]
+        parts += [f"rank {rank} has not been heard of for {format_seconds(gone)}" for rank, gone in silent.items()]
+        parts += describe_lagging_ranks(calls, reports, names)
+        at = f"{phase or 'training'} on rank {self.rank}"
+        advice = "look at that line, or give the phase a longer limit"
+        self.alarm(Finding(rule="phase-progresses", at=at, problem="; ".join(parts), advice=advice))
+
+    def _report_lost_peer(self, call: _OpenCall) -> None:
+        """Print which ranks are gone, before the error of the collective is raised further."""
+        found = call.report(self._now)
+        reports, silent = self._heartbeats.listen(found.ranks, 0.0, self._send_heartbeat)
+        gone = {rank for rank, report in reports.items() if report is None or report.has_left or rank in silent}
+        if gone - {self.rank}:
+            diagnosis = diagnose(found, "went away", reports, silent, self.rank)
+            write_and_flush(sys.stderr, f"{self._finding(str(found), diagnosis.problem)}\n")
+
+    def _finding(self, at: str, problem: str) -> Finding:
+        if self._heartbeats.store_error:
+            problem += f"; the store of the run does not answer ({self._heartbeats.store_error})"
+        advice = "the named ranks' logs say what they did; a longer limit if they were only slow"
+        return Finding(rule="collective-arrives", at=at, problem=problem, advice=advice)
+
+
+def _source_line(frame: FrameType | None) -> str:
+    """The innermost line of a thread that lies neither in torch, nor in Python's library, nor in this file."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in file and not file.startswith(_PYTHON_LIBRARY) and file != __file__:
+            return f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""

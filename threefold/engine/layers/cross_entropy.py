@@ -1,0 +1,221 @@
+"""The language-model loss: head GEMM and cross entropy in chunks of tokens, so that all logits never exist at once.
+
+The forward of each chunk computes its logits, its loss and its gradients, and frees the logits. `Decoder.mean_loss`
+calls `cross_entropy_sum`. With tensor parallelism each rank holds some columns of the logits (`VocabShard`): per token
+one maximum and two sums are reduced over ranks, logits never travel.
+
+Shapes: T tokens, C tokens of a chunk, D model dim, V vocabulary, or this rank's shard of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from threefold.engine.autograd.main_grad import accumulate_gemm
+from threefold.engine.device import device_type, is_simulated
+from threefold.engine.dist.collectives import all_reduce
+from threefold.engine.dist.mesh import Group
+from threefold.engine.dtypes import fp32_or_wider
+from threefold.engine.kernels.availability import has_triton_kernels
+
+IGNORE = -100  # a label without a loss, as in torch's cross entropy
+# The limit for the logits of a chunk, counted in fp32. Each chunk adds to the whole gradient of the head: on a GPU that
+# costs as much as the GEMMs of 500 tokens, so a chunk should have thousands.
+_CHUNK_BYTES = {"cuda": 5 * 2**30, "cpu": 256 * 2**20}
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of the vocabulary that this rank holds, with tensor parallelism."""
+
+    first: int  # the first token of the shard
+    width: int  # tokens of the largest shard; the last shards may be smaller
+    group: Group  # the ranks that hold the other shards
+
+
+def cross_entropy_sum(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int | None = None, vocab_shard: VocabShard | None = None
+) -> Tensor:
+    """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32.
+
+    With `vocab_shard` every rank of its group gets the whole sum, and the part of the gradient of x that comes from its
+    own columns. `chunk` is the number of tokens of a chunk; None chooses it by memory.
+    """
+    # Shards may differ in size, but all ranks must make the same number of chunks.
+    width = len(weight_VD) if vocab_shard is None else vocab_shard.width
+    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, width), vocab_shard)
+
+
+def _chunk_size(x_TD: Tensor, vocab: int) -> int:
+    """Tokens of a chunk: chunks of equal size, in whole GEMM tiles."""
+    limit = max(64, _CHUNK_BYTES.get(device_type(x_TD.device), _CHUNK_BYTES["cpu"]) // (4 * vocab))
+    num_chunks = max(1, -(-len(x_TD) // limit))
+    return -(-len(x_TD) // (num_chunks * _TILE)) * _TILE or _TILE
+
+
+def reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """`cross_entropy_sum` with all logits in memory: the oracle of the tests."""
+    logits_TV = F.linear(x_TD, weight_VD).to(fp32_or_wider(x_TD.dtype))
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The gradients are computed in the forward, while the logits exist; computing the logits twice would cost a GEMM.
+
+    They are gradients of the sum and not of the mean, so that the rounding of the softmax in bf16 does not depend on
+    the number of tokens. The backward only scales them.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard):  # type: ignore[no-untyped-def]
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        dtype = fp32_or_wider(x_TD.dtype)
+        loss = x_TD.new_zeros((), dtype=dtype)
+        grad_TD = torch.empty_like(x_TD) if need_x else None
+        grad_VD = None
+        for start in range(0, len(x_TD), chunk):
+            x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
+            if vocab_shard is not None:
+                chunk_loss, logits_grad_CV = _one_chunk_of_shard(x_CD, weight_VD, labels_C, vocab_shard)
+            elif _uses_in_place_kernel(x_TD):
+                chunk_loss, logits_grad_CV = _one_chunk_in_place(x_CD, weight_VD, labels_C)
+            else:
+                chunk_loss, logits_grad_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
+            loss += chunk_loss
+            # Ignored tokens are masked in the tensors of width D, which are much smaller than the logits.
+            ignored_C1 = (labels_C == IGNORE)[:, None]
+            if grad_TD is not None:
+                torch.mm(logits_grad_CV, weight_VD, out=grad_TD[start : start + chunk]).masked_fill_(ignored_C1, 0)
+            if need_weight:
+                x_used_CD = x_CD.masked_fill(ignored_C1, 0)
+                grad_VD = (
+                    logits_grad_CV.T @ x_used_CD
+                    if len(x_TD) <= chunk
+                    else accumulate_gemm(grad_VD, logits_grad_CV.T, x_used_CD, dtype)
+                )
+            del logits_grad_CV  # before the next chunk makes its own
+        if need_weight and grad_VD is None:
+            grad_VD = torch.zeros_like(weight_VD)
+        ctx.save_for_backward(grad_TD, grad_VD)
+        ctx.dtypes = x_TD.dtype, weight_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (
+            *(None if grad_of_sum is None else _scale_grad(grad_of_sum, grad, dtype) for grad_of_sum, dtype in pairs),
+            None,
+            None,
+            None,
+        )
+
+
+def _scale_grad(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor, multiplied in fp32 and rounded once. torch rounds a factor without dims to the dtype of x first."""
+    if has_triton_kernels(x.device) and x.dtype != torch.float64 and x.is_contiguous():
+        from threefold.engine.kernels.elementwise.cross_entropy_triton import scale_and_cast
+
+        return scale_and_cast(x, factor, dtype)
+    return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x, dtype=dtype))
+
+
+def _uses_in_place_kernel(x_TD: Tensor) -> bool:
+    if x_TD.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return is_simulated() or has_triton_kernels(x_TD.device)
+
+
+def _one_chunk_in_place(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """`_one_chunk` by a kernel that overwrites the logits with their gradient; rows of ignored tokens are zeros."""
+    logits_CV = F.linear(x_CD, weight_VD)
+    if is_simulated():
+        return logits_CV.new_empty(len(x_CD), dtype=torch.float32).sum(), logits_CV
+    from threefold.engine.kernels.elementwise.cross_entropy_triton import cross_entropy_in_place
+
+    return cross_entropy_in_place(logits_CV, labels_C, IGNORE).sum(), logits_CV
+
+
+def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """The loss of a chunk, and the gradient of its logits in the dtype of x; rows of ignored tokens are undefined."""
+    log_CV = F.linear(x_CD, weight_VD).log_softmax(dim=-1, dtype=fp32_or_wider(x_CD.dtype))
+    ignored_C = labels_C == IGNORE
+    index_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
+    log_prob_C1 = log_CV.gather(1, index_C1)
+    loss = -log_prob_C1[:, 0].masked_fill(ignored_C, 0).sum()
+    if not needs_grad:
+        return loss, log_CV
+    logits_grad_CV = log_CV if log_CV.dtype == x_CD.dtype else torch.empty_like(log_CV, dtype=x_CD.dtype)
+    torch.exp(log_CV, out=logits_grad_CV)
+    # The gradient at the label is p - 1, which would be 0 where bf16 rounds p to 1; expm1 of log p is exact there.
+    return loss, logits_grad_CV.scatter_(1, index_C1, log_prob_C1.expm1().to(x_CD.dtype))
+
+
+def _one_chunk_of_shard(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """`_one_chunk` where this rank has only some columns of the logits: one max and one sum are reduced over ranks."""
+    logits_CV = F.linear(x_CD, weight_VD)
+    index_C = labels_C - shard.first
+    passes = _InPlacePasses() if _uses_in_place_kernel(x_CD) else _TorchPasses()
+    local_max_C, local_sum_C, label_logit_C = passes.softmax_statistics(logits_CV, index_C)
+    max_C = local_max_C.clone()
+    all_reduce(max_C, shard.group, "max").wait()
+    sums_2C = torch.stack([local_sum_C * (local_max_C - max_C).exp(), label_logit_C])
+    all_reduce(sums_2C, shard.group).wait()
+    log_sum_C = max_C + sums_2C[0].log()
+    loss = (log_sum_C - sums_2C[1]).masked_fill(labels_C == IGNORE, 0).sum()
+    return loss, passes.logits_grad(logits_CV, index_C, log_sum_C)
+
+
+class _TorchPasses:
+    """The passes over a shard of the logits in plain torch."""
+
+    def softmax_statistics(self, logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The maximum, the sum of exp(logit - maximum), and the logit at `index_C`, 0 where that is on another rank."""
+        logits_CV = logits_CV.to(fp32_or_wider(logits_CV.dtype))
+        max_C = logits_CV.new_full((len(logits_CV),), float("-inf"))
+        if not logits_CV.shape[1]:
+            return max_C, torch.zeros_like(max_C), torch.zeros_like(max_C)
+        max_C = logits_CV.amax(dim=-1)
+        is_local_C, index_C1 = _local_index(logits_CV, index_C)
+        label_logit_C = logits_CV.gather(1, index_C1)[:, 0].masked_fill(~is_local_C, 0)
+        return max_C, (logits_CV - max_C[:, None]).exp_().sum(dim=-1), label_logit_C
+
+    def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor) -> Tensor:
+        """softmax minus one at the label, for the columns of this rank."""
+        log_CV = logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]
+        if not logits_CV.shape[1]:
+            return logits_CV
+        is_local_C, index_C1 = _local_index(logits_CV, index_C)
+        logits_grad_CV = log_CV.exp().to(logits_CV.dtype)
+        label_grad_C1 = log_CV.gather(1, index_C1).expm1().to(logits_CV.dtype)
+        return logits_grad_CV.scatter_(
+            1, index_C1, torch.where(is_local_C[:, None], label_grad_C1, logits_grad_CV.gather(1, index_C1))
+        )
+
+
+class _InPlacePasses:
+    """The same passes by kernels that overwrite the logits with their gradient."""
+
+    def softmax_statistics(self, logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if is_simulated():
+            numbers = logits_CV.new_empty(3, len(logits_CV), dtype=torch.float32)
+            return numbers[0], numbers[1], numbers[2]
+        from threefold.engine.kernels.elementwise.cross_entropy_triton import softmax_statistics
+
+        return softmax_statistics(logits_CV, index_C)
+
+    def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor) -> Tensor:
+        if not is_simulated():
+            from threefold.engine.kernels.elementwise.cross_entropy_triton import softmax_grad_in_place
+
+            softmax_grad_in_place(logits_CV, index_C, log_sum_C)
+        return logits_CV
+
+
+def _local_index(logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Which labels lie in this shard, and an index that is safe to gather with for all of them."""
+    is_local_C = (index_C >= 0) & (index_C < logits_CV.shape[1])
+    return is_local_C, index_C.masked_fill(~is_local_C, 0)[:, None]

@@ -1,0 +1,54 @@
+"""RMS norms, with the residual addition in front of them; statistics are in fp32 or wider.
+
+Shapes: D the normed dim, ... any dims before it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threefold.engine.dtypes import fp32_or_wider
+from threefold.engine.kernels.elementwise.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
+from threefold.engine.kernels.fusion_switch import runs_fused
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight. `zero_centered` stores weight - 1, so that weight decay pulls towards 1 (Qwen3-Next)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, zero_centered: bool = False) -> None:
+        super().__init__()
+        self.eps, self.zero_centered = eps, zero_centered
+        self.weight = nn.Parameter(torch.zeros(dim) if zero_centered else torch.ones(dim))
+
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, return_residual: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x. With `return_residual`, the residual stream (x plus `added`) and the norm of it."""
+        assert return_residual or added is None
+        if runs_fused(x):
+            settings = self.weight, self.eps, self.zero_centered
+            if not return_residual:
+                return rms_norm(x, *settings)
+            return residual_rms_norm(x, *settings) if added is None else add_rms_norm(x, added, *settings)
+        if added is not None:
+            x = x + added
+        return (x, self._eager(x)) if return_residual else self._eager(x)
+
+    def _eager(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        y = F.rms_norm(x.to(fp32_or_wider(x.dtype)), self.weight.shape, None, self.eps)
+        return (y * (1 + self.weight.to(y.dtype))).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """The output norm of the gated delta rule: RMS norm of x, times silu(gate)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        y = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return (y * F.silu(gate.to(fp32_or_wider(gate.dtype)))).to(x.dtype)

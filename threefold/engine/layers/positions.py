@@ -1,0 +1,74 @@
+"""Positions and documents of the tokens of a batch, and what the layers derive from them once a forward.
+
+`models/inputs.py` makes one `Positions` a microbatch and every mixer gets it: the rotary tables and the document bounds
+are computed once and shared by the layers. Example: two packed documents [7, 7, 7, 9, 9] have positions [0, 1, 2, 0, 1]
+and cu_seqlens [0, 3, 5].
+
+Shapes: B batch, S sequence.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from threefold.engine.layers import rope
+from threefold.spec.model import RopeScaling
+
+
+@dataclass(frozen=True)
+class DocumentBounds:
+    """Where documents start in the flattened batch, as attention kernels for variable lengths take it."""
+
+    cu_seqlens: Tensor  # int32, one element more than documents; the last one is B * S
+    max_seqlen: int  # tokens of the longest document
+
+
+@dataclass
+class Positions:
+    """The position of each token in its document, and the number of the document."""
+
+    positions_BS: Tensor
+    documents_BS: Tensor | None = None  # None: every row is one document
+    _tables: dict[tuple[int, float, RopeScaling | None], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def from_tokens(
+        cls, tokens_BS: Tensor, documents_BS: Tensor | None = None, positions_BS: Tensor | None = None
+    ) -> "Positions":
+        """Positions count from the start of each document unless they are given."""
+        if positions_BS is None:
+            count_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+            positions_BS = count_BS
+            if documents_BS is not None:
+                start_BS = torch.where(document_starts(documents_BS), count_BS, 0).cummax(dim=1).values
+                positions_BS = count_BS - start_BS
+        return cls(positions_BS, documents_BS)
+
+    def rope(self, dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+        """The cosine and sine tables, shared by every layer with the same frequencies."""
+        key = (dim, theta, scaling)
+        if key not in self._tables:
+            self._tables[key] = rope.rope_tables(self.positions_BS, dim, theta, scaling)
+        return self._tables[key]
+
+    @cached_property
+    def bounds(self) -> DocumentBounds | None:
+        """The bounds of the documents. Computing them waits for the device, so they are cached for the forward."""
+        return None if self.documents_BS is None else document_bounds(self.documents_BS)
+
+
+def document_starts(documents_BS: Tensor) -> Tensor:
+    """True at the first token of each document; every row starts a document."""
+    first_BS = torch.ones_like(documents_BS, dtype=torch.bool)
+    first_BS[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return first_BS
+
+
+def document_bounds(documents_BS: Tensor) -> DocumentBounds:
+    """The bounds of the documents of all rows, one row behind the other. Waits for the device."""
+    flat = document_starts(documents_BS).flatten().nonzero().flatten()
+    end = flat.new_tensor([documents_BS.numel()])
+    edges = torch.cat([flat, end])
+    return DocumentBounds(edges.to(torch.int32), int(edges.diff().max()))

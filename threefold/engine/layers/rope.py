@@ -1,0 +1,97 @@
+"""Rotary position embedding (RoPE): plain and YaRN, on the whole head or a part of it, on halves or interleaved pairs.
+
+The attention modules ask `Positions.rope` for the tables and rotate queries and keys with them.
+
+Shapes: B batch, S sequence, H heads, R rotated dims of a head, F = R / 2 frequencies.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.kernels.elementwise.rotary import RotaryOptions, norm_and_rotate
+from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.layers.norm import RMSNorm
+from threefold.spec.model import RopeScaling
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def logit_scale(scaling: RopeScaling | None) -> float:
+    """DeepSeek's extra factor on the attention logits under YaRN: mscale_all_dim once for q, once for k."""
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def table_scale(scaling: RopeScaling | None) -> float:
+    """YaRN's factor on cos and sin."""
+    if scaling is None:
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor)
+
+
+def frequencies(dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
+    """Radians per position for each pair of dims, in fp32 as every published model was trained."""
+    exponent_F = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    plain_F = 1.0 / theta**exponent_F
+    if scaling is None:
+        return plain_F
+    assert scaling.kind == "yarn"  # build_model refuses others
+    low, high = _yarn_ramp(dim, theta, scaling)
+    position_F = torch.arange(dim // 2, dtype=torch.float32, device=device)
+    slow_F = ((position_F - low) / (high - low)).clamp(0, 1)
+    return plain_F / scaling.factor * slow_F + plain_F * (1 - slow_F)
+
+
+def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
+    """The dims between which YaRN blends from unscaled to interpolated frequencies."""
+
+    def at(turns: float) -> float:
+        return dim * math.log(scaling.original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = at(scaling.beta_fast), at(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    return low, high + 0.001 if low == high else high  # 0.001: as YaRN's code avoids the division by zero
+
+
+def rope_tables(positions_BS: Tensor, dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+    """cos_BSF and sin_BSF in fp32."""
+    freq_F = frequencies(dim, theta, scaling, positions_BS.device)
+    angle_BSF = positions_BS.to(torch.float32)[..., None] * freq_F
+    scale = table_scale(scaling)
+    return angle_BSF.cos() * scale, angle_BSF.sin() * scale
+
+
+def norm_and_rotate_heads(x_BSHd: Tensor, norm: nn.Module, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Projected heads after the norm of queries or keys and the rotation, as (B, H, S, d) for attention."""
+    if isinstance(norm, RMSNorm) and runs_fused(x_BSHd):
+        options = RotaryOptions(eps=norm.eps, zero_centered=norm.zero_centered)
+        return norm_and_rotate(x_BSHd, norm.weight, table, options).transpose(1, 2)
+    return rotate(norm(x_BSHd).transpose(1, 2), table)
+
+
+def rotate(x_BHSR: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
+    """Rotate the first 2F dims of every head and leave the rest.
+
+    With `pairs`, neighbouring dims form a pair (Megatron's `rotary_interleaved`), and the result comes out as two
+    halves: queries and keys are permuted alike, so that their dot products do not change.
+    """
+    if runs_fused(x_BHSR):
+        return norm_and_rotate(x_BHSR.transpose(1, 2), None, table, RotaryOptions(interleaved=pairs)).transpose(1, 2)
+    cos_BSF, sin_BSF = table
+    num_rotated = 2 * cos_BSF.shape[-1]
+    cos, sin = cos_BSF[:, None].to(x_BHSR.dtype), sin_BSF[:, None].to(x_BHSR.dtype)
+    head, rest = x_BHSR[..., :num_rotated], x_BHSR[..., num_rotated:]
+    first, second = (head[..., 0::2], head[..., 1::2]) if pairs else head.chunk(2, dim=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1)

@@ -1,0 +1,289 @@
+"""Recompute and activation offload, applied to a model from outside: one ordered list, like the sharding.
+
+A plan names modules (`knobs.recompute`, `knobs.activation_offload`) or whole layers. `apply_activation_memory` wraps
+the methods that stand for these names; the bodies of the modules know nothing of it, and parameters keep their names.
+What each name means is in the tables below: the method, and for recompute the method inside which its output is
+discarded.
+
+Where tokens are many, full recompute and the recompute of `moe` and `mlp` go through the feed-forward network in
+chunks, and MLA goes through groups of heads, so that the backward holds the tensors of one chunk or group at a time.
+
+Shapes: B batch, S sequence, D model dim, T = B * S tokens, v value dim, H heads, X other widths.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.attention.backend import attend
+from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.attention.gqa import GqaAttention
+from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.autograd.offload import LayerOffloads, offload_activations
+from threefold.engine.autograd.recompute import OutputScope, recompute, recompute_output
+from threefold.engine.autograd.saved_tensors import inside_recompute
+from threefold.engine.autograd.token_chunks import MAX_CHUNK_BYTES, chunk_size, run_in_chunks
+from threefold.engine.layers.input_linears import apply_linears
+from threefold.engine.layers.mlp import Mlp
+from threefold.engine.layers.positions import Positions
+from threefold.engine.models.decoder import Block, Decoder, MtpDepth, NumberedStats, run_layers
+from threefold.engine.moe.balance import RouterStats
+from threefold.engine.moe.experts import Experts
+from threefold.engine.moe.layer import MoeLayer
+from threefold.engine.options import Options
+
+# Recompute by name: the class, the method whose output is discarded, and the methods inside which its consumers run.
+_DISCARDED_OUTPUTS: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], ...]] = {
+    "layernorm": (
+        (Block, ("normalize_for_mixer", "normalize_for_ffn"), ("mix", "feed_forward", "normalize_and_route")),
+    ),
+    "mla_up_proj": ((MlaAttention, ("expand",), ("attend_latents",)),),
+    "core_attn": ((MlaAttention, ("core",), ("attend_latents",)), (GqaAttention, ("core",), ("forward",))),
+    "gdn_norm_out": ((GatedDelta, ("normalize_output",), ("forward",)),),
+    "moe_act": ((Experts, ("activate",), ("forward",)),),
+}
+# Offload by name: the class and the methods whose saved tensors go to the host.
+_OFFLOADED: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = {
+    "attn_norm": ((Block, ("normalize_for_mixer",)),),
+    "mlp_norm": ((Block, ("normalize_for_ffn",)),),
+    "qkv_linear": (
+        (MlaAttention, ("compress", "expand")),
+        (GqaAttention, ("project",)),
+        (GatedDelta, ("project",)),
+    ),
+    "core_attn": ((MlaAttention, ("core",)), (GqaAttention, ("core",)), (GatedDelta, ("core", "normalize_output"))),
+    "attn_proj": (
+        (MlaAttention, ("project_out",)),
+        (GqaAttention, ("project_out",)),
+        (GatedDelta, ("project_out",)),
+    ),
+    "expert_fc1": ((Experts, ("up_proj",)),),
+    "moe_act": ((Experts, ("activate",)),),
+    "fused_group_mlp": ((MoeLayer, ("run_experts", "run_fused_experts")),),
+}
+
+
+def apply_activation_memory(model: Decoder, options: Options) -> None:
+    """Wrap the methods of every block, in place. Called once for a model, before it is split into pipeline chunks.
+
+    The order matters: an offload is outside of a recompute, so that it sees the inputs that the recompute saves.
+    """
+    names, is_full = options.recomputed_modules, "full" in options.recompute
+    for module in model.modules():
+        _discard_outputs(module, names)
+        if isinstance(module, MoeLayer) and "shared_experts" in names:
+            _wrap(module, "compute_shared", lambda function: partial(recompute, function))
+        if isinstance(module, MlaAttention) and ("mla_up_proj" in names or is_full):
+            module.attend_latents = HeadGroups(module, names)  # type: ignore[method-assign]
+        if isinstance(module, Block) and ({"moe", "mlp"} & names or is_full):
+            _recompute_ffn(module, names, options.ffn_chunk)
+        for name in options.activation_offload:
+            for kind, methods in _OFFLOADED[name]:
+                if isinstance(module, kind):
+                    for method in methods:
+                        _wrap(module, method, partial(offload_activations, name))
+    for depth in model.mtp.values():
+        assert isinstance(depth, MtpDepth)
+        (of_no_layer,) = options.for_chunks([0])
+        apply_to_layers(depth, depth.layers, of_no_layer)
+
+
+def apply_to_layers(owner: Decoder | MtpDepth, layers: Iterable[nn.Module], options: Options) -> None:
+    """Recompute and offload of whole layers. Called for each pipeline chunk with the options of that chunk."""
+    if "full" in options.recompute or options.activation_offload or options.activation_offload_layers:
+        owner.run_layers = LayerRunner(options)  # type: ignore[method-assign]
+    for group, is_recomputed in options.layer_groups(list(layers)):
+        for block in group if is_recomputed and len(group) == 1 else []:
+            assert isinstance(block, Block)
+            if isinstance(block.ffn, MoeLayer):
+                _recompute_chunks(block.ffn)
+            block.forward = ChunkedRecompute(block)  # type: ignore[method-assign]
+
+
+def _wrap(module: nn.Module, method: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(module, method, wrapper(getattr(module, method)))
+
+
+def _discard_outputs(module: nn.Module, names: frozenset[str]) -> None:
+    chosen = [
+        (outputs, scopes)
+        for name in names
+        for kind, outputs, scopes in _DISCARDED_OUTPUTS.get(name, ())
+        if isinstance(module, kind)
+    ]
+    if not chosen:
+        return
+    scope = OutputScope()
+    for method in {method for outputs, _ in chosen for method in outputs}:
+        if isinstance(module, Block):
+            _wrap(module, method, partial(_recompute_norm, scope))
+        else:
+            _wrap(module, method, scope.output)
+    for method in {method for _, scopes in chosen for method in scopes}:
+        _wrap(module, method, scope.scope)
+
+
+def _recompute_norm(scope: OutputScope, normalize: Callable[..., Any]) -> Callable[..., Any]:
+    """Recompute a norm, but not the sum of the residual stream before it: the recompute would save both terms."""
+    recomputed = scope.output(normalize)
+
+    def normalized(x_BSD: Tensor, *added_BSD: Tensor) -> Any:
+        for y_BSD in added_BSD:
+            x_BSD = x_BSD + y_BSD
+        return recomputed(x_BSD)
+
+    return normalized
+
+
+class FeedForward:
+    """`Block.run_ffn` with recompute of `moe` or `mlp`, in chunks of tokens where they are many."""
+
+    def __init__(self, block: Block, names: frozenset[str], ffn_chunk: int | None) -> None:
+        self.ffn, self.ffn_chunk = block.ffn, ffn_chunk
+        self.is_moe = isinstance(block.ffn, MoeLayer)
+        self.is_recomputed = ("moe" if self.is_moe else "mlp") in names
+
+    def __call__(self, x_BSD: Tensor, recompute_chunks: bool = False) -> tuple[Tensor, RouterStats | None]:
+        output = self._run(x_BSD, recompute_chunks or self.is_recomputed or inside_recompute())
+        return output if self.is_moe else (output, None)
+
+    def _run(self, x_BSD: Tensor, recompute_chunks: bool) -> Any:
+        if not self.runs_in_chunks(x_BSD):
+            return recompute(self.ffn, x_BSD, enabled=self.is_recomputed)
+        if self.is_moe or not recompute_chunks:
+            return self.ffn(x_BSD)  # MoeLayer goes through its chunks by itself
+        size = self._mlp_chunk_size(x_BSD)
+        return run_in_chunks(self.ffn, size, x_BSD.flatten(0, 1), recompute=True).view_as(x_BSD)
+
+    def runs_in_chunks(self, x_BSD: Tensor) -> bool:
+        if isinstance(self.ffn, MoeLayer):
+            return self.ffn.runs_in_chunks(x_BSD)
+        return self._mlp_chunk_size(x_BSD) < x_BSD.shape[:-1].numel()
+
+    def _mlp_chunk_size(self, x_BSD: Tensor) -> int:
+        """Tokens of a chunk; all of them where tensor parallelism communicates inside the MLP."""
+        assert isinstance(self.ffn, Mlp)
+        num_tokens = x_BSD.shape[:-1].numel()
+        if self.ffn.input_linears is not apply_linears:
+            return num_tokens
+        return chunk_size(num_tokens, self.ffn.gate.out_features * x_BSD.element_size(), self.ffn_chunk)
+
+
+def _recompute_ffn(block: Block, names: frozenset[str], ffn_chunk: int | None) -> None:
+    block.run_ffn = FeedForward(block, names, ffn_chunk)  # type: ignore[method-assign]
+    if isinstance(block.ffn, MoeLayer) and "moe" in names:
+        _recompute_chunks(block.ffn)
+
+
+def _recompute_chunks(moe: MoeLayer) -> None:
+    """Recompute each chunk of tokens by itself, and the router, which sees all tokens at once, apart from them."""
+    moe.recompute_chunks = True
+    route_and_measure = moe.route_and_measure
+
+    def recomputed(num_sequences: int, x_TD: Tensor) -> Any:
+        return recompute(partial(route_and_measure, num_sequences), x_TD, enabled=moe.runs_in_chunks(x_TD))
+
+    moe.route_and_measure = recomputed  # type: ignore[method-assign]
+
+
+class LayerRunner:
+    """`run_layers` with full recompute of groups of layers, and with offload."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __call__(
+        self, layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions
+    ) -> tuple[Tensor, NumberedStats]:
+        router_stats: NumberedStats = []
+        offloads = LayerOffloads(self.options.activation_offload, self.options.activation_offload_layers)
+        for group, is_recomputed in self.options.layer_groups(list(layers)):
+            in_chunks = is_recomputed and len(group) == 1 and _runs_in_chunks(group[0], x_BSD)
+            with offloads.layer(group):
+                run = partial(_run_group, group, positions)
+                x_BSD, more = recompute(run, x_BSD, enabled=is_recomputed and not in_chunks)
+            router_stats += more
+        return x_BSD, router_stats
+
+
+def _run_group(layers: Sequence[nn.Module], positions: Positions, x_BSD: Tensor) -> tuple[Tensor, NumberedStats]:
+    return run_layers(layers, x_BSD, positions)
+
+
+def _runs_in_chunks(block: nn.Module, x_BSD: Tensor) -> bool:
+    assert isinstance(block, Block)
+    assert isinstance(block.run_ffn, FeedForward)
+    return block.run_ffn.runs_in_chunks(x_BSD)
+
+
+class ChunkedRecompute:
+    """`Block.forward` of a layer that is fully recomputed by itself.
+
+    Where its feed-forward network runs in chunks, only the input of the layer is saved all the same, but the network is
+    recomputed chunk by chunk and not together with the mixer.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.eager = block, block.forward
+
+    def __call__(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, RouterStats | None]:
+        block = self.block
+        if not _runs_in_chunks(block, x_BSD):
+            return self.eager(x_BSD, positions)
+        with recompute_output(partial(self._up_to_ffn, positions), x_BSD) as (x_BSD, y_BSD):
+            assert isinstance(block.run_ffn, FeedForward)
+            y_BSD, stats = block.run_ffn(y_BSD, recompute_chunks=True)
+        return x_BSD + y_BSD, stats
+
+    def _up_to_ffn(self, positions: Positions, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block.normalize_for_ffn(*self.block.mix(x_BSD, positions))
+
+
+class HeadGroups:
+    """`MlaAttention.attend_latents` where up projections are recomputed: some heads at a time if all are too large.
+
+    Queries, keys and values of all heads then never exist at once: those of a group are made from the latents, attend,
+    and are made again for their backward.
+    """
+
+    def __init__(self, mla: MlaAttention, names: frozenset[str]) -> None:
+        self.mla, self.eager, self.names = mla, mla.attend_latents, names
+
+    def __call__(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
+        size = self.heads_per_group(latent_BSX)
+        if size < self.mla.num_heads and ("mla_up_proj" in self.names or inside_recompute()):
+            return self._attend_in_groups(positions, (q_BSX, latent_BSX, k_BSr), size)
+        return self.eager(positions, q_BSX, latent_BSX, k_BSr)
+
+    def heads_per_group(self, latent_BSX: Tensor) -> int:
+        """So many heads that their queries fit the limit of a chunk; all where ranks communicate between the steps."""
+        mla = self.mla
+        if mla.attention_fn is not attend or type(mla.kv_up) is not nn.Linear:
+            return mla.num_heads
+        if mla.heads_per_group is not None:
+            return min(mla.heads_per_group, mla.num_heads)
+        head_bytes = latent_BSX.shape[:2].numel() * mla.spec.qk_dim * latent_BSX.element_size()
+        num_groups = max(1, -(-mla.num_heads * head_bytes // MAX_CHUNK_BYTES))
+        return -(-mla.num_heads // num_groups)
+
+    def _attend_in_groups(self, positions: Positions, latents: tuple[Tensor, ...], size: int) -> Tensor:
+        mla, spec = self.mla, self.mla.spec
+        up = mla.q if spec.q_rank is None else mla.q_up
+        q_weights = up.weight.split(size * spec.qk_dim)
+        kv_weights = mla.kv_up.weight.split(size * (spec.nope_dim + spec.v_dim))
+        core = offload_activations("core_attn", partial(recompute, enabled="core_attn" in self.names))
+        outs = []
+        for weights in zip(q_weights, kv_weights, strict=True):
+            expand = partial(MlaAttention.expand, mla, positions, weights=weights)
+            with recompute_output(expand, *latents) as qkv:
+                outs.append(core(partial(MlaAttention.core, mla, positions), *qkv))
+        # The attention kernels save the outputs of their groups: the concatenation is not saved beside them.
+        with recompute_output(_concat_heads, *outs) as out_BSX:
+            return mla.project_out(out_BSX)
+
+
+def _concat_heads(*outs_BSHv: Tensor) -> Tensor:
+    return torch.cat(outs_BSHv, dim=2).flatten(2)

@@ -1,0 +1,46 @@
+"""The model families as data: what a family has beyond its `ModelSpec`, and the mixer of each layer.
+
+`decoder.py` asks here when it builds a model. A new family that has only known mixers is one more entry of `FAMILIES`
+and a reader for its configuration in `spec/hf.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.attention.gqa import GqaAttention
+from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.layers.norm import RMSNorm
+from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    init_std: float = 0.02  # standard deviation of initial weights
+    zero_centered_norms: bool = False  # norms store weight - 1
+
+
+FAMILIES = {
+    "deepseek_v3": Family(init_std=0.006),  # DeepSeek-V3 technical report, section 4.2
+    "gpt_oss": Family(),
+    "llama": Family(),
+    "mixtral": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "qwen3_next": Family(zero_centered_norms=True),
+}
+
+
+def make_mixer(spec: ModelSpec, layer: Layer, make_norm: Callable[[int], nn.Module]) -> nn.Module:
+    """The attention or gated delta rule of one layer."""
+    if layer.mixer == "delta":
+        assert spec.delta is not None
+        return GatedDelta(spec.delta, spec.dim, spec.norm_eps)
+    attention = spec.local_attention if layer.mixer == "window" else spec.attention
+    if isinstance(attention, MlaSpec):
+        # The norms of the latents do not follow rms_norm_eps: they keep 1e-6, as in DeepSeek's code.
+        return MlaAttention(attention, spec.dim, RMSNorm)
+    assert isinstance(attention, GqaSpec)
+    return GqaAttention(attention, spec.dim, make_norm)

@@ -1,0 +1,68 @@
+"""Memory and initial weights for a model built on `meta`, whole or sharded.
+
+Every tensor is drawn from a seed of its own, made of its name, so that initial weights do not depend on the layout.
+"""
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.dist.placement import Placement, replicated
+from threefold.engine.layers.norm import GatedRMSNorm, RMSNorm
+from threefold.engine.moe.router import Router
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Give memory to a model built on `meta`. Unlike `to_empty` this also works on the fake tensors of a dry run."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:  # a tied parameter that another chunk has given memory already
+                continue
+            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, torch.empty_like(buffer, device=device))
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, std: float, seed: int, placements: Mapping[str, Placement] | None = None) -> None:
+    """Draw each parameter as one rank would, and keep this rank's shard of it. Stacked experts are drawn one by one."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            placement = placements[name] if placements else replicated(parameter.shape, ())
+            leaf = name.rpartition(".")[2]
+            if parameter.dim() == 3:
+                experts = [n for start, stop in placement.ranges[0] for n in range(start, stop)]
+                each = Placement(placement.shape[1:], placement.ranges[1:], ())
+                for n, shard in zip(experts, parameter, strict=True):
+                    _draw(module, leaf, shard, std, f"{seed}/{name}/{n}", each)
+            else:
+                _draw(module, leaf, parameter, std, f"{seed}/{name}", placement)
+        if isinstance(module, Router) and module.balance_bias is not None:
+            module.balance_bias.zero_()
+
+
+def _draw(module: nn.Module, leaf: str, shard: Tensor, std: float, key: str, placement: Placement) -> None:
+    generator = torch.Generator(shard.device).manual_seed(zlib.crc32(key.encode()))
+    if placement.local_shape == placement.shape:
+        _init(module, leaf, shard, std, generator)
+    else:
+        drawn = shard.new_empty(placement.shape)
+        _init(module, leaf, drawn, std, generator)
+        shard.copy_(placement.extract_shard(drawn))
+
+
+def _init(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    if isinstance(module, RMSNorm | GatedRMSNorm):
+        parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.zero_centered else 1.0)
+    elif isinstance(module, GatedDelta) and name == "a_log":
+        # 0.01 to 16: transformers' Qwen3-Next; the lower end keeps the logarithm finite.
+        parameter.uniform_(0.01, 16, generator=generator).log_()
+    elif isinstance(module, GatedDelta) and name == "dt_bias":
+        parameter.fill_(1.0)
+    elif name.endswith("bias"):
+        parameter.zero_()
+    else:
+        parameter.normal_(0.0, std, generator=generator)

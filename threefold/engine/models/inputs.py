@@ -1,0 +1,66 @@
+"""The inputs of a forward: tokens, positions and targets of a microbatch, sharded over context-parallel ranks.
+
+Labels of MTP depths and positions of packed documents depend on neighbouring tokens. They are derived from the whole
+sequence first, and then each rank takes its shard.
+
+Shapes: B batch, S sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.layers.positions import Positions
+
+ShardSequence = Callable[[Tensor], Tensor]  # takes this rank's shard of a whole sequence (B, S)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The tokens of one prediction depth and the labels that it predicts."""
+
+    tokens_BS: Tensor  # on this rank
+    labels_BS: Tensor  # on this rank
+    num_labels: Tensor  # of the whole sequence
+
+
+@dataclass(frozen=True)
+class Inputs:
+    tokens_BS: Tensor
+    positions: Positions
+    targets: tuple[Target, ...]  # the next token first, then each MTP depth; empty without labels
+
+
+def make_inputs(
+    tokens_BS: Tensor,
+    labels_BS: Tensor | None,
+    documents_BS: Tensor | None,
+    positions_BS: Tensor | None,
+    depths: int,
+    shard_sequence: ShardSequence,
+) -> Inputs:
+    """Build the inputs of this rank. Label i is the token after position i already; IGNORE where there is none."""
+    whole = Positions.from_tokens(tokens_BS, documents_BS, positions_BS)
+    targets = []
+    for depth in range(depths + 1) if labels_BS is not None else ():
+        assert labels_BS is not None
+        wanted_BS = shift_left(labels_BS, depth, IGNORE)
+        if depth and documents_BS is not None:
+            # A token predicts nothing beyond the end of its document.
+            other_BS = shift_left(documents_BS, depth, -1) != documents_BS
+            wanted_BS = wanted_BS.masked_fill(other_BS, IGNORE)
+        targets.append(
+            Target(
+                shard_sequence(shift_left(tokens_BS, depth, 0)), shard_sequence(wanted_BS), (wanted_BS != IGNORE).sum()
+            )
+        )
+    positions = Positions(shard_sequence(whole.positions_BS), whole.documents_BS)
+    return Inputs(shard_sequence(tokens_BS), positions, tuple(targets))
+
+
+def shift_left(x_BS: Tensor, steps: int, fill: int) -> Tensor:
+    """Each position gets the value `steps` further on; beyond the end it gets `fill`."""
+    return F.pad(x_BS[:, steps:], (0, min(steps, x_BS.shape[1])), value=fill) if steps else x_BS

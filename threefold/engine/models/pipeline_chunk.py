@@ -1,0 +1,41 @@
+"""Pipeline chunks: a decoder without the layers and ends that other chunks hold. `shard/order.py` extracts them.
+
+Parameters keep their names, so that a checkpoint does not depend on how the model was split.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+
+from torch import nn
+
+from threefold.engine.models.decoder import Decoder
+from threefold.layout.stages import Chunk
+
+
+def extract_chunk(whole: Decoder, chunks: Sequence[Chunk], number: int) -> Decoder:
+    """The decoder of chunk `number`, which shares its modules with `whole`.
+
+    The final norm belongs to the first chunk that needs its output: the one with the first MTP depth, or with the loss.
+    """
+    model = copy(whole)
+    model._modules = dict(whole._modules)
+    chunk = chunks[number]
+    first_end = next(n for n, c in enumerate(chunks) if c.mtp or c.loss)
+    first_depth = sum(c.mtp for c in chunks[:number])
+    model.layers = nn.ModuleDict({str(n): whole.layers[str(n)] for n in chunk.layers})
+    model.depths = range(first_depth, first_depth + chunk.mtp)
+    used = {min(depth, whole.num_mtp_sets - 1) for depth in model.depths}
+    model.mtp = nn.ModuleDict({str(n): whole.mtp[str(n)] for n in sorted(used)})
+    model.has_loss = chunk.loss
+    if number != first_end:
+        model.norm = None
+    if not (chunk.embedding or chunk.mtp or (chunk.loss and whole.spec.tied)):
+        model.embed = None
+    if not chunk.loss:
+        model.head = None
+    return model
+
+
+def num_hidden_states(chunks: Sequence[Chunk], number: int) -> int:
+    """How many hidden states chunk `number` hands on: the main one, and one for each MTP depth so far."""
+    return 1 + sum(chunk.mtp for chunk in chunks[: number + 1])

@@ -1,0 +1,119 @@
+"""What a person sees of a run: a live line on a terminal, plain lines elsewhere, TensorBoard and Weights & Biases."""
+
+import errno
+import os
+import sys
+import time
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any, TextIO
+
+from threefold.units import format_bytes
+
+
+class _NullStream(StringIO):
+    """Discards what is written, for ranks that print nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+NULL_STREAM = _NullStream()
+_READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe whose reader closed it, a terminal that is gone
+
+
+def write_and_flush(out: TextIO | None, text: str) -> None:
+    """Write and flush a text, and ignore a reader that is gone: it is no reason to end a run.
+
+    Later writes to such a stream are discarded, also those of other code and those at Python's exit.
+    """
+    if out is None:  # the process was started without this stream
+        return
+    try:
+        out.write(text)
+        out.flush()
+    except OSError as error:
+        if error.errno in _READER_GONE:
+            _redirect_to_null(out)
+
+
+def _redirect_to_null(out: TextIO) -> None:
+    with suppress(OSError):  # the stream has no file descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, out.fileno())
+        os.close(null)
+
+
+class Progress:
+    """Loss, speed, memory and the time left, rewritten in place on a terminal."""
+
+    def __init__(self, steps: int, out: TextIO | None = None) -> None:
+        self.steps, self.out = steps, out or sys.stderr or NULL_STREAM
+        self.live = self.out.isatty()
+        self.began = time.monotonic()
+        self.first_step: int | None = None  # of this process
+
+    def show(self, step: int, values: dict[str, Any]) -> None:
+        self.first_step = step if self.first_step is None else self.first_step
+        done = step + 1 - self.first_step
+        left = (time.monotonic() - self.began) / done * (self.steps - step - 1)
+        line = (
+            f"step {step + 1}/{self.steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{values['tflops']:.2f} TFLOP/s  {format_bytes(values['memory_bytes'])}  {_clock(left)} left"
+        )
+        write_and_flush(self.out, f"\r\033[K{line}" if self.live else f"{line}\n")
+
+    def say(self, text: str) -> None:
+        write_and_flush(self.out, f"\r\033[K{text}\n" if self.live else f"{text}\n")
+
+    def close(self) -> None:
+        if self.live:
+            write_and_flush(self.out, "\n")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class ExperimentTrackers:
+    """Sends metrics to TensorBoard and Weights & Biases, where the plan asks for them and they are installed."""
+
+    def __init__(self, folder: Path, tensorboard: bool, wandb: str | None, config: dict[str, Any], say: Any) -> None:
+        self._say = say
+        self._writer: Any = None
+        self._wandb: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._writer = SummaryWriter(str(folder / "tensorboard"))
+            except ImportError:
+                say("TensorBoard is not installed: metrics.jsonl alone is written (pip install tensorboard)")
+        if wandb:
+            try:
+                import wandb as service
+
+                self._wandb = service.init(project=wandb, dir=str(folder), config=config, resume="allow")
+            except ImportError:
+                say("wandb is not installed: nothing is sent (pip install wandb)")
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        scalars = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        try:
+            for name, value in scalars.items() if self._writer else ():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            self._writer = None
+            self._say(f"TensorBoard is not written any more: {error}")
+        if self._wandb:
+            self._wandb.log(scalars, step=step)
+
+    def close(self) -> None:
+        if self._writer:
+            with suppress(OSError):  # the disk may be full
+                self._writer.close()
+        if self._wandb:
+            self._wandb.finish()

@@ -1,0 +1,226 @@
+"""One microbatch through a pipeline chunk, cut into graph nodes at the expert-parallel exchanges.
+
+It computes what `Decoder.forward_chunk` and `compute_loss` compute, but as a generator that stops wherever an exchange
+has started; `interleave.py` then lets another microbatch compute. A layer with experts is
+
+    attention   mixer, norm, router; the counts leave                             a short stop
+    dispatch    rows leave                                                        stop
+    shared      shared experts, beside the dispatch, and beside its gradients' way back
+    experts     rows land, are computed
+    combine     rows leave for home                                               stop
+    sum         rows land, are summed and added
+
+and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. What has no
+stop between in the backward is one node: attention and dispatch, with the sum of the layer before; experts and combine.
+Any other layer is one node.
+
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, S rows as sent.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.dispatch.local import LocalDispatcher
+from threefold.engine.models.inputs import Inputs
+from threefold.engine.models.decoder import Block, Decoder, MtpDepth
+from threefold.engine.moe.balance import RouterStats, attach_loss
+from threefold.engine.moe.layer import MoeLayer
+from threefold.engine.autograd.offload import LayerOffloads
+from threefold.engine.schedule.graph_cuts import CutEdge, NodeValue
+from threefold.engine.schedule.graph_nodes import NodeInput, DeferredValue, GraphNodes, single_value
+from threefold.engine.schedule.microbatch_pass import PassSteps
+
+Report = Callable[[dict[str, Tensor], float | Tensor], None]
+Values = tuple[NodeValue, ...]
+_NODES = 6  # at most, in a layer
+
+
+class OverlappedPass:
+    """Forward, backward and weight gradients of one microbatch through `model`.
+
+    `report` is called with the losses and statistics of the forward and with `share`, the microbatch's label share.
+    `wgrad` says when weight gradients are computed: "now" with the input gradients, "soon" while the next exchange is
+    under way, "later" when `finish` is called.
+    """
+
+    def __init__(
+        self, model: Decoder, inputs: Inputs, share: float | Tensor, report: Report, wgrad: str = "now"
+    ) -> None:
+        self.model, self.inputs, self.share, self.report, self.wgrad = model, inputs, share, report, wgrad
+        self.nodes = GraphNodes(wgrad != "now", model)
+        self._router_numbers: list[int] = []
+        self._router_stats: list[RouterStats] = []
+        self._losses: list[list[NodeValue]] = []
+        self._input: CutEdge | None = None
+        self._result: CutEdge | None = None
+
+    def forward(self, x_KBSD: Tensor | None) -> PassSteps[Tensor]:
+        """Hidden states in, hidden states or the loss out."""
+        states: list[NodeInput] = []
+        if x_KBSD is not None:
+            self.model.run_with_parameters(lambda: None)  # FSDP takes whatever it sees first for the root
+            self._input = CutEdge(None)
+            states = list(self.nodes.run("enter", "", lambda x: x.unbind(0), NodeValue(x_KBSD, self._input)))
+        states = yield from self._advance(states)
+        result = single_value(self.nodes.run("end", "", self._end, *states, *(v for row in self._losses for v in row)))
+        self._result = result.cut_edge
+        return result.tensor
+
+    def backward(self, grad: Tensor | None = None) -> PassSteps[Tensor | None]:
+        """From the gradient of the result (None: it is the loss) to that of the hidden states."""
+        if self._result is not None:
+            self._result.add(torch.ones((), dtype=self._dtype, device=self._device) if grad is None else grad)
+        while self.nodes:
+            node = self.nodes.run_backward()
+            if node.ends_exchange_of is not None:
+                if node.name == "experts":
+                    self.fill_gap()
+                # Weight gradients behind a sum are left for the gap in which the other forward waits for its counts.
+                yield "rows"
+                self.fill_gap()
+        self.fill_gap()
+        self.nodes.end()
+        return None if self._input is None else self._input.grad
+
+    def fill_gap(self) -> None:
+        if self.wgrad == "soon":
+            self.nodes.run_wgrads()
+
+    def finish_wgrads(self) -> None:
+        self.nodes.run_wgrads()
+
+    def _advance(self, states: list[NodeInput]) -> PassSteps[list[NodeInput]]:
+        model, inputs, run = self.model, self.inputs, self.nodes.run
+        depths = model.depths if inputs.targets else range(0)
+        embedded: Values = ()
+        if not states or depths:
+            tokens = [] if states else [inputs.tokens_BS]
+            tokens += [inputs.targets[depth + 1].tokens_BS for depth in depths]
+            # In one node: the embedding then has one gradient a pass, as the reduction of gradients expects.
+            embedded = run("embedding", "", lambda: tuple(map(model.embed, tokens)), owner=model)  # type: ignore[arg-type]
+        if not states:
+            states, embedded = [embedded[0]], embedded[1:]
+        hidden = yield from self._layers(model.layers.items(), states.pop())
+        if model.norm is not None:
+            hidden = single_value(run("norm", "", model.norm, hidden, owner=model))
+        states.append(hidden)
+        for depth, ahead in zip(depths, embedded, strict=True):
+            number = str(min(depth, model.num_mtp_sets - 1))
+            hidden = yield from self._depth(f"mtp.{number}", model.mtp[number], hidden, ahead)
+            states.append(hidden)
+        return states
+
+    def _depth(self, name: str, module: nn.Module, hidden: NodeInput, embedded: NodeValue) -> PassSteps[NodeValue]:
+        assert isinstance(module, MtpDepth)
+        x: NodeInput = single_value(
+            self.nodes.run("join", name, module.join_embedding, hidden, embedded, owner=self.model)
+        )
+        x = yield from self._layers(((f"{name}.{key}", block) for key, block in module.layers.named_children()), x)
+        return single_value(self.nodes.run("norm", name, module.norm, x, owner=self.model))
+
+    def _layers(self, layers: Iterable[tuple[str, nn.Module]], x: NodeInput) -> PassSteps[NodeInput]:
+        options = self.model.options
+        for number, (name, block) in enumerate(layers):
+            assert isinstance(block, Block)
+            whole = number < options.activation_offload_layers
+            self._away = partial(LayerOffloads(options.activation_offload, _NODES if whole else 0).layer, [block])
+            if isinstance(block.ffn, MoeLayer) and not isinstance(block.ffn.dispatcher, LocalDispatcher):
+                x = yield from self._moe(name, block, block.ffn, x)
+            else:
+                x = self._whole(name, block, x)
+        return x
+
+    def _whole(self, name: str, block: Block, x: NodeInput) -> NodeValue:
+        """A layer without an exchange."""
+        found: list[RouterStats | None] = []
+
+        def work(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            x_BSD, stats = block(x_BSD, self.inputs.positions)
+            found.append(stats)
+            return x_BSD, *(stats.losses.values() if stats else ())
+
+        with self._away():
+            value, *losses = self.nodes.run("layer", name, work, x)
+        self._note(block, found[0], losses)
+        return value
+
+    def _moe(self, name: str, block: Block, moe: MoeLayer, x: NodeInput) -> PassSteps[DeferredValue]:
+        dispatcher, away, nodes = moe.dispatcher, self._away, self.nodes
+        found: list[Any] = []
+
+        def attend(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            x_BSD, normed_BSD, routing = block.normalize_and_route(*block.mix(x_BSD, self.inputs.positions))
+            state = dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
+            stats = moe.compute_stats(routing, state, len(x_BSD))
+            found.extend((state, stats))
+            return x_BSD, normed_BSD, routing.weight_TK, *stats.losses.values()
+
+        def send(x_BSD: Tensor, normed_BSD: Tensor, weight_TK: Tensor, *losses: Tensor) -> tuple[Tensor, ...]:
+            rows = dispatcher.token_dispatch(normed_BSD.flatten(0, 1), weight_TK, found[0])
+            return x_BSD, *rows, *losses, *(() if moe.shared is None else (normed_BSD,))
+
+        with away():
+            node = nodes.open("attention", name, attend, x, owner=block)
+        del x
+        state, stats = found
+        yield "counts"
+        with away():
+            nodes.extend(node, "dispatch", send)
+        beside, x_PD, weight_P, *rest = nodes.close(node)
+        num_losses = len(stats.losses)
+        self._note(block, stats, rest[:num_losses])
+        normed = rest[num_losses:]
+        del rest
+        yield "rows"
+        shared: Values = ()
+        if normed:
+            with away():
+                shared = nodes.run("shared", name, lambda n: moe.compute_shared(n.flatten(0, 1)), *normed, owner=block)
+        del normed
+        with away():
+            node = nodes.open(
+                "experts", name, lambda r, w: moe.compute(r, w, state), x_PD, weight_P, ends_exchange=True
+            )
+        del x_PD, weight_P
+        with away():
+            nodes.extend(node, "combine", lambda y: dispatcher.token_combine(y, state))
+        rows = nodes.close(node)
+        yield "rows"
+
+        def add(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
+            y_TD = dispatcher.combine_postprocess(y_SD, state)
+            for each_TD in shared_TD:
+                y_TD = y_TD + each_TD
+            return x_BSD + y_TD.view_as(x_BSD)
+
+        return DeferredValue("sum", name, add, (*rows, beside, *shared))
+
+    def _note(self, block: Block, stats: RouterStats | None, losses: list[NodeValue]) -> None:
+        if stats is not None:
+            self._router_numbers.append(block.router_number)
+            self._router_stats.append(stats)
+            self._losses.append(losses)
+
+    def _end(self, *tensors: Tensor) -> Tensor:
+        """Losses of routers come behind the hidden states."""
+        model, rest = self.model, list(tensors)
+        router_stats: list[tuple[int, RouterStats]] = []
+        for row, stats in zip(reversed(self._router_numbers), reversed(self._router_stats), strict=True):
+            losses = {name: rest.pop() for name in reversed(stats.losses)}
+            router_stats.insert(0, (row, replace(stats, losses=losses)))
+        if model.has_loss:
+            out = model.compute_loss(rest, router_stats, self.inputs)
+            assert out.loss is not None
+            result, aux = out.loss * self.share, out.aux
+        else:
+            total, aux = model.sum_losses({}, router_stats)
+            result = torch.stack(rest)
+            result = result if total is None else attach_loss(result, total * self.share)
+        self.report(aux, self.share)
+        self._dtype, self._device = result.dtype, result.device
+        return result

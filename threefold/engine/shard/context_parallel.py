@@ -1,0 +1,111 @@
+"""Context parallelism: each rank holds a shard of every sequence, and attention works over all of them.
+
+`order.py` calls `shard_context`, which replaces the attention function of every mixer.
+
+Shapes: B batch, H query heads, G key/value heads, S this rank's shard of the sequence, D head dim.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+
+from torch import Tensor
+
+from threefold.engine.attention.backend import attend
+from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.attention.gqa import GqaAttention
+from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
+from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
+from threefold.engine.layers.positions import DocumentBounds
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.shard.gated_delta_context import ContextParallelDelta
+from threefold.engine.shard.ring_attention import AllGatherAttention, RingAttention, ShardedMask
+from threefold.engine.shard.zigzag import heads_to_sequence, sequence_to_heads, shard_sequence
+from threefold.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class ContextParallelAttention:
+    """`backend.attend` where each rank holds a zigzag shard of the sequence; documents and bounds are of the whole.
+
+    The knob `cp_comm` says how: `p2p` passes keys and values round a ring, `all_gather` gathers them, `a2a` exchanges
+    sequence for heads (Ulysses), and `a2a+p2p` does the exchange inside a fast domain and the ring between domains.
+    """
+
+    cp_comm: str
+    group: Group
+    inner_group: Group = TRIVIAL_GROUP  # for `a2a+p2p`: the ranks that exchange heads
+    outer_group: Group = TRIVIAL_GROUP  # for `a2a+p2p`: the ranks of the ring
+
+    def __post_init__(self) -> None:
+        if self.cp_comm == "a2a+p2p":
+            assert self.inner_group.size * self.outer_group.size == self.group.size
+            assert self.outer_group.rank * self.inner_group.size + self.inner_group.rank == self.group.rank
+
+    def __call__(
+        self,
+        q_BHSD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        documents_BS: Tensor | None = None,
+        bounds: DocumentBounds | None = None,
+    ) -> Tensor:
+        ulysses_group = {"a2a": self.group, "a2a+p2p": self.inner_group}.get(self.cp_comm, TRIVIAL_GROUP)
+        ring_group = {"a2a": TRIVIAL_GROUP, "a2a+p2p": self.outer_group}.get(self.cp_comm, self.group)
+        length = self.group.size * q_BHSD.shape[2]
+        q, k, v = _to_heads((q_BHSD, k_BGSD, v_BGSD), ulysses_group)
+        if sinks is not None:
+            sinks = sinks.chunk(ulysses_group.size)[ulysses_group.rank]
+        if ring_group.is_trivial:
+            out = attend(q, k, v, scale=scale, window=window, sinks=sinks, documents_BS=documents_BS, bounds=bounds)
+        else:
+            documents = None if documents_BS is None else host_documents(documents_BS, bounds)
+            sharded_mask = ShardedMask(ring_group, AttentionMask(window, documents), length, scale)
+            function = AllGatherAttention if self.cp_comm == "all_gather" else RingAttention
+            out = function.apply(q, k, v, sinks, sharded_mask)
+        return heads_to_sequence(out.transpose(1, 2), ulysses_group).transpose(1, 2)
+
+
+def _to_heads(parts: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+    """`sequence_to_heads` for tensors that are laid out as (B, H, S, D)."""
+    return [x.transpose(1, 2) for x in sequence_to_heads([x.transpose(1, 2) for x in parts], group)]
+
+
+def shard_context(model: Decoder, mesh: Mesh, plan: Plan) -> None:
+    """Let every mixer work over the ranks of `cp`, and let the model shard the sequences it is given."""
+    group = mesh.group("cp")
+    if group.is_trivial:
+        return
+    inner_group, outer_group = _inner_and_outer_groups(mesh, plan)
+    model.shard_sequence = partial(shard_sequence, group=group, dim=1)
+    for name, module in model.named_modules():
+        cp_comm = _cp_comm_of_layer(plan, name)
+        if isinstance(module, GatedDelta):
+            module.mix_over_ranks = ContextParallelDelta(cp_comm, group)
+        elif isinstance(module, GqaAttention | MlaAttention):
+            module.attention_fn = ContextParallelAttention(cp_comm, group, inner_group, outer_group)
+
+
+def _cp_comm_of_layer(plan: Plan, name: str) -> str:
+    """The knob's value for the layer in a module's name; MTP depths do as the last layer does."""
+    layer_choices = plan.knobs.cp_comm
+    if isinstance(layer_choices, str):
+        return layer_choices
+    parts = name.split(".")
+    return layer_choices[int(parts[1])] if parts[0] == "layers" and len(parts) > 1 else layer_choices[-1]
+
+
+def _inner_and_outer_groups(mesh: Mesh, plan: Plan) -> tuple[Group, Group]:
+    """For `a2a+p2p`: ranks of one fast domain exchange heads; within a single domain only the ring is left."""
+    group, link = mesh.group("cp"), plan.link("cp")
+    if "a2a+p2p" not in {plan.knobs.cp_comm, *plan.knobs.cp_comm}:
+        return TRIVIAL_GROUP, TRIVIAL_GROUP
+    size = gcd(group.size, link.in_domain) if link.link == "network" else 1
+    first = group.rank // size * size
+    inner_group = mesh.of_ranks("cp inner", group.ranks[first : first + size])
+    return inner_group, mesh.of_ranks("cp outer", group.ranks[group.rank % size :: size])

@@ -1,0 +1,79 @@
+"""Expert parallelism: blocks of experts are sharded over `ep`, the width of each over `etp`.
+
+Every MoE layer gets the dispatcher that sends token rows to the ranks of their experts. `order.py` calls this.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from threefold.engine.dispatch.capacity import order_by_position
+from threefold.engine.dispatch.protocol import AnyDispatcher
+from threefold.engine.dispatch.select import make_dispatcher
+from threefold.engine.dist.mesh import Mesh
+from threefold.engine.dist.placement import Placement, Range, even_range, shard_parameter
+from threefold.engine.moe.experts import Experts
+from threefold.engine.moe.layer import MoeLayer
+from threefold.engine.shard.zigzag import rank_spans
+from threefold.plan.plan import Plan
+
+
+def shard_experts(model: nn.Module, mesh: Mesh, plan: Plan) -> dict[str, Placement]:
+    """Shard the experts of a model on the meta device; the placement of each of their parameters, by name."""
+    placements = {}
+    dispatchers: dict[int, AnyDispatcher] = {}  # shared by layers, because the buffers of one can be gigabytes
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, MoeLayer):
+            num_experts = len(layer.experts.down)
+            if num_experts not in dispatchers:
+                dispatchers[num_experts] = _make_dispatcher(layer, mesh, plan)
+            layer.dispatcher, layer.token_group = dispatchers[num_experts], mesh.group("cp", "tp")
+            layer.router.expert_group_rank = mesh.group("ep", "etp").rank
+            layer.experts.adds_bias = mesh.coordinate("etp") == 0
+            for name, placement in _expert_placements(layer.experts, mesh).items():
+                shard_parameter(layer.experts, name, placement)
+                placements[f"{path}.experts.{name}" if path else f"experts.{name}"] = placement
+    return placements
+
+
+def _make_dispatcher(layer: MoeLayer, mesh: Mesh, plan: Plan) -> AnyDispatcher:
+    token_group, capacity = mesh.group("cp", "tp"), layer.options.capacity_factor
+    token_order = None
+    if capacity is not None and token_group.size > 1:
+        token_order = order_by_position(_positions_by_rank(plan.job.seq_len, mesh.layout.cp, mesh.layout.tp))
+    return make_dispatcher(
+        plan.knobs.dispatcher,
+        len(layer.experts.down),
+        mesh.group("ep"),
+        mesh.group("etp"),
+        token_group=token_group,
+        capacity_factor=capacity,
+        token_order=token_order,
+        chip=plan.cluster.chip,
+        num_sms=plan.knobs.dispatch_sms,
+        fp8_rows=plan.knobs.fp8_dispatch,
+        count_group=mesh.second_communicator(mesh.group("ep")) if plan.knobs.ep_overlap else None,
+    )
+
+
+def _positions_by_rank(length: int, cp: int, tp: int) -> Tensor:
+    """The positions of a sequence on each rank of cp x tp: a cp rank's zigzag shard, in equal parts for tp."""
+    positions = [position for rank in range(cp) for span in rank_spans(length, cp, rank) for position in span]
+    return torch.tensor(positions).view(cp * tp, -1)
+
+
+def _expert_placements(experts: Experts, mesh: Mesh) -> dict[str, Placement]:
+    num_experts, dim, width = experts.down.shape
+    layout = mesh.layout
+    local_experts = (even_range(num_experts, mesh.coordinate("ep"), layout.ep),)
+    columns = even_range(width, mesh.coordinate("etp"), layout.etp)
+    # The fused weight holds all columns of gate, then all columns of up; a rank takes the same columns of both.
+    up_columns = width + columns[0], width + columns[1]
+    gate_and_up: tuple[Range, ...] = ((0, 2 * width),) if layout.etp == 1 else (columns, up_columns)
+    whole_dim = ((0, dim),)
+    placements = {
+        "gate_up": Placement((num_experts, 2 * width, dim), (local_experts, gate_and_up, whole_dim), ("edp",)),
+        "down": Placement((num_experts, dim, width), (local_experts, whole_dim, (columns,)), ("edp",)),
+        "gate_up_bias": Placement((num_experts, 2 * width), (local_experts, gate_and_up), ("edp",)),
+        "down_bias": Placement((num_experts, dim), (local_experts, whole_dim), ("edp", "etp")),
+    }
+    return {name: placement for name, placement in placements.items() if getattr(experts, name) is not None}

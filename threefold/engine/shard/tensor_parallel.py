@@ -1,0 +1,171 @@
+"""Tensor parallelism with sequence parallelism: heads, FFN widths and the vocabulary are sharded over `tp`.
+
+Between modules a rank holds a shard of the sequence. A sharded module gathers it (`input_linears`), computes with its
+heads or columns, and its last linear reduces over ranks and scatters along the sequence (`RowParallelLinear`). Parts
+that are not sharded (norms, routers, latents) work on the rank's shard of the sequence, so their gradients are partial
+sums over `tp`. `order.py` calls `shard_tensors`.
+
+Shapes: B batch, S sequence, D model dim, V this rank's shard of the vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.attention.gqa import GqaAttention
+from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.autograd.linear import linear
+from threefold.engine.autograd.recompute import is_recomputed, recompute_output
+from threefold.engine.dist.collectives import gather_along, reduce_scatter_along
+from threefold.engine.dist.mesh import Group, Mesh
+from threefold.engine.dist.placement import Placement, Range, even_range, replicated, shard_parameter
+from threefold.engine.layers.cross_entropy import VocabShard
+from threefold.engine.layers.input_linears import apply_linears
+from threefold.engine.layers.mlp import Mlp
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.precision.low_precision_linear import LowPrecisionLinear, low_precision_linears
+from threefold.engine.shard.ring_linear import all_gather_linears, linear_reduce_scatter
+
+ParameterShards = Iterator[tuple[str, int, list[Range], int]]  # parameter, dim, ranges, tp ranks with the same shard
+# The axes along which ranks hold the same values of a parameter: one that tp shards, and one that every tp rank copies.
+REPLICAS_OF_SHARDED, REPLICAS_OF_COPIED = ("dp", "cp"), ("dp", "cp", "tp")
+
+
+class RowParallelLinear(nn.Module):
+    """A linear whose inner dim is sharded: outputs are reduced over ranks and scattered along the sequence, then the
+    bias is added."""
+
+    def __init__(self, inner: nn.Linear, group: Group, overlap: bool) -> None:
+        super().__init__()
+        self.weight, self.group, self.overlap = inner.weight, group, overlap
+        self.bias: nn.Parameter | None = inner.bias
+        self.precision = inner.precision if isinstance(inner, LowPrecisionLinear) else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.overlap:
+            y = linear_reduce_scatter(x, self.weight, self.group)
+        else:
+            y = reduce_scatter_along(self._gemm(x), self.group, dim=-2)
+        return y if self.bias is None else y + self.bias
+
+    def _gemm(self, x: Tensor) -> Tensor:
+        return (
+            linear(x, self.weight)
+            if self.precision is None
+            else low_precision_linears(x, [(self.weight, self.precision)])[0]
+        )
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows are sharded: tokens of other ranks are zeros here, and the ranks' outputs are summed."""
+
+    def __init__(self, inner: nn.Embedding, vocab_shard: VocabShard) -> None:
+        super().__init__()
+        self.weight, self.vocab_shard = inner.weight, vocab_shard
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        index_BS = tokens_BS - self.vocab_shard.first
+        is_remote_BS = (index_BS < 0) | (index_BS >= len(self.weight))
+        if len(self.weight):
+            x_BSD = F.embedding(index_BS.masked_fill(is_remote_BS, 0), self.weight)
+            x_BSD = x_BSD.masked_fill(is_remote_BS[..., None], 0)
+        else:  # there are more ranks than rows to share
+            x_BSD = self.weight.new_zeros(*tokens_BS.shape, self.weight.shape[1]) + self.weight.sum()
+        return reduce_scatter_along(x_BSD, self.vocab_shard.group, dim=1)
+
+
+def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placement]:
+    """Shard a model on the meta device; the placement of every parameter except those of experts, by name.
+
+    With `overlap` the sequence travels in pieces while GEMMs compute; MLA's small latents are gathered at once.
+    """
+    group = mesh.group("tp")
+    dense = {name: p for name, p in model.named_parameters() if ".experts." not in name}
+    placements = {name: replicated(p.shape, REPLICAS_OF_COPIED) for name, p in dense.items()}
+    if group.is_trivial:
+        return placements
+    for path, module in list(model.named_modules()):
+        for name, dim, ranges, shared_by in _parameter_shards(module, model, group):
+            full = f"{path}.{name}" if path else name
+            placements[full] = _shard_placement(placements[full], dim, ranges, shared_by)
+            owner, _, leaf = full.rpartition(".")
+            shard_parameter(model.get_submodule(owner), leaf, placements[full])
+        if isinstance(module, MlaAttention):
+            module.gather_latents = partial(gather_along, group=group, dim=-2)
+        elif isinstance(module, GqaAttention | GatedDelta | Mlp):
+            module.input_linears = partial(all_gather_linears if overlap else _gather_then_apply, group=group)
+        else:
+            continue
+        last = "down" if isinstance(module, Mlp) else "out"
+        setattr(module, last, RowParallelLinear(getattr(module, last), group, overlap))
+    first, _ = even_range(model.spec.vocab, group.rank, group.size)
+    vocab_shard = VocabShard(first, -(-model.spec.vocab // group.size), group)
+    model.vocab_shard, model.gather_loss_input = vocab_shard, partial(gather_along, group=group, dim=1)
+    if model.embed is not None:
+        assert isinstance(model.embed, nn.Embedding)
+        model.embed = VocabParallelEmbedding(model.embed, vocab_shard)
+    return placements
+
+
+def _gather_then_apply(x: Tensor, linears: Sequence[nn.Linear], group: Group) -> list[Tensor]:
+    with recompute_output(partial(gather_along, group=group, dim=-2), x, enabled=is_recomputed(x)) as whole_x:
+        return apply_linears(whole_x, linears)
+
+
+def _shard_placement(old: Placement, dim: int, ranges: list[Range], shared_by: int) -> Placement:
+    parts = tuple(tuple(ranges) if d == dim else unchanged for d, unchanged in enumerate(old.ranges))
+    return Placement(old.shape, parts, REPLICAS_OF_SHARDED, tp_replicas=shared_by)
+
+
+def _parameter_shards(module: nn.Module, model: Decoder, group: Group) -> ParameterShards:
+    rank, degree = group.rank, group.size
+    if isinstance(module, GqaAttention):
+        yield from _gqa_shards(module, rank, degree)
+    elif isinstance(module, MlaAttention):
+        up = "q.weight" if module.spec.q_rank is None else "q_up.weight"
+        for name, dim in ((up, 0), ("kv_up.weight", 0), ("out.weight", 1)):
+            yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+    elif isinstance(module, GatedDelta):
+        yield from _delta_shards(module, rank, degree)
+    elif isinstance(module, Mlp):
+        for name, dim in (("gate.weight", 0), ("up.weight", 0), ("down.weight", 1)):
+            yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+    elif module is model:
+        for name in ("embed.weight", "head.weight"):
+            if getattr(model, name.partition(".")[0]) is not None:
+                yield name, 0, [even_range(model.spec.vocab, rank, degree)], 1
+
+
+def _even_range(module: nn.Module, name: str, dim: int, rank: int, degree: int) -> Range:
+    return even_range(module.get_parameter(name).shape[dim], rank, degree)
+
+
+def _gqa_shards(module: GqaAttention, rank: int, degree: int) -> ParameterShards:
+    """Ranks get whole heads. With more ranks than key/value heads, neighbouring ranks hold the same one."""
+    spec = module.spec
+    num_shards = min(degree, spec.num_kv_heads)
+    copies = degree // num_shards
+    kinds = ("weight", "bias") if spec.bias else ("weight",)
+    for kind in kinds:
+        yield f"q.{kind}", 0, [_even_range(module, f"q.{kind}", 0, rank, degree)], 1
+        for name in (f"k.{kind}", f"v.{kind}"):
+            yield name, 0, [_even_range(module, name, 0, rank // copies, num_shards)], copies
+    yield "out.weight", 1, [_even_range(module, "out.weight", 1, rank, degree)], 1
+    if spec.sinks:
+        yield "sinks", 0, [even_range(spec.num_heads, rank, degree)], 1
+
+
+def _delta_shards(module: GatedDelta, rank: int, degree: int) -> ParameterShards:
+    """Ranks get whole key heads. The channels of the convolution are all queries, then all keys, then all values."""
+    spec = module.spec
+    for name, dim in (("qkvz.weight", 0), ("ba.weight", 0), ("dt_bias", 0), ("a_log", 0), ("out.weight", 1)):
+        yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+    ranges, first = [], 0
+    for width in (spec.keys, spec.keys, spec.values):
+        start, stop = even_range(width, rank, degree)
+        ranges.append((first + start, first + stop))
+        first += width
+    yield "conv", 0, ranges, 1

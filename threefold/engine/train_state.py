@@ -1,0 +1,151 @@
+"""The state of a run on one rank: what is saved and loaded, where it resumes, and what the loop counts.
+
+`train.py` advances it step by step. A checkpoint holds `model.*` (weights and router biases), `optimizer.*`, `rng.*`
+and a few facts: the step, the number of skipped steps, and the position in the data.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from threefold.engine.build import Parts, device_of, dtype_of, options_of
+from threefold.engine.dist.consensus import capture_outcome, run_on_all_ranks
+from threefold.engine.dist.join import World
+from threefold.engine.launch.watchdog import Watchdog
+from threefold.engine.models.build import build_model
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.run.checkpoints import Checkpoints
+from threefold.engine.run.dcp import CheckpointShard
+from threefold.engine.run.folder import CHECKPOINTS, read_run_plan, write_contract
+from threefold.engine.run.rng_state import random_state, restore_random_state
+from threefold.engine.weights.initial_weights import INITIAL, start_from_initial_weights
+from threefold.findings import Finding, FindingsError
+from threefold.plan.plan import Plan
+
+Tensors = dict[str, Tensor | CheckpointShard]
+
+
+@dataclass
+class TrainState:
+    """A run in progress on one rank."""
+
+    plan: Plan
+    folder: Path
+    parts: Parts
+    checkpoints: Checkpoints
+    world: World  # this process among all ranks
+    watchdog: Watchdog | None = None
+    step: int = 0  # steps that are done
+    bad_steps: int = 0  # steps whose loss or gradient was not finite, and which changed nothing
+    asked_to_stop: bool = False  # set by the signal handler of this rank and by nothing else, so that no signal is lost
+    stopping: bool = False  # agreed by all ranks between two steps
+    last: dict[str, Any] = field(default_factory=dict)  # metrics of the last step
+    seconds: list[float] = field(default_factory=list)  # duration of each step since the start or resume
+    load_LE: Tensor | None = None  # tokens of each expert in the last step
+
+    def tensors(self) -> Tensors:
+        """What this rank saves, by name. Over all ranks every element is saved once."""
+        parts = self.parts
+        parts.data.finish_param_sync()
+        placed = {owned.name: owned for owned in parts.data.owned}
+        state: Tensors = {
+            f"model.{name}": CheckpointShard(o.placement, o.value.to(o.dtype), o.start) for name, o in placed.items()
+        }
+        for name, value in parts.optimizer.state_dict().items():
+            of = name.partition(".")[2]
+            if of in placed:
+                state[f"optimizer.{name}"] = CheckpointShard(placed[of].placement, value.view(-1), placed[of].start)
+            elif not of and self.world.is_leader:
+                state[f"optimizer.{name}"] = value
+        if not any(parts.mesh.coordinate(axis) for axis in ("dp", "cp", "tp")):
+            state |= {f"model.{name}": buffer for name, buffer in self.buffers()}
+        if self.world.is_leader:
+            state |= random_state()
+        return state
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return (pair for chunk in self.parts.chunks.values() for pair in chunk.named_buffers())
+
+    def weights(self) -> Tensors:
+        """Every weight and buffer that this rank holds."""
+        held = self.parts.data.local_tensors()
+        state: Tensors = {
+            f"model.{name}": CheckpointShard(placement, memory, start) for name, placement, memory, start in held
+        }
+        state |= {f"model.{name}": buffer for name, buffer in self.buffers()}
+        return state
+
+    def tensors_to_load(self) -> Tensors:
+        """What this rank reads from a checkpoint: all that it holds, whichever rank saved it."""
+        parts = self.parts
+        updated = {owned.name: owned for owned in parts.data.updated}
+        # FSDP's weights are master weights: the optimizer's state fills them.
+        masters = {f"model.{name}" for name, owned in updated.items() if owned.value.dtype != owned.dtype}
+        state: Tensors = {name: value for name, value in self.weights().items() if name not in masters}
+        for name, value in parts.optimizer.state_dict().items():
+            of = name.partition(".")[2]
+            owned = updated.get(of)
+            state[f"optimizer.{name}"] = (
+                CheckpointShard(owned.placement, value.view(-1), owned.start) if owned else value
+            )
+        state |= random_state()
+        return state
+
+    def facts(self) -> dict[str, Any]:
+        assert self.parts.loader is not None
+        return {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
+
+    def restore(self, found: Tensors, facts: dict[str, Any]) -> None:
+        """Take over counters and random state after the tensors were filled in place."""
+        assert self.parts.loader is not None
+        self.parts.optimizer.steps = int(cast(Tensor, found["optimizer.steps"]))
+        restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
+        self.parts.loader.load_state(facts["loader"])
+        self.step, self.bad_steps = int(facts["step"]), int(facts["bad_steps"])
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """Tell the watchdog of a phase beside the steps, which may take as long as it likes."""
+        return self.watchdog.phase(phase) if self.watchdog else nullcontext()
+
+    def save(self, wait: bool = False) -> None:
+        self.checkpoints.save(self.step, self.tensors(), self.facts(), wait)
+
+
+def start_or_resume(state: TrainState, tell: Callable[[str], None]) -> None:
+    """Continue from the newest checkpoint, start from imported weights, or start with initial ones."""
+    plan, folder, parts = state.plan, state.folder, state.parts
+    assert parts.loader is not None
+    state.checkpoints.remove_partial()
+    tensors = state.tensors_to_load()
+    facts = state.checkpoints.load_latest(tell, tensors)
+    if facts:
+        state.restore(tensors, facts)
+        tell(f"resuming behind step {state.step} of {plan.job.steps}")
+        return
+    model = {name.removeprefix("model."): value for name, value in state.weights().items()}
+    filled = capture_outcome(state.checkpoints.group, lambda: start_from_initial_weights(folder, model, plan))
+    run_on_all_ranks(state.checkpoints.group, filled.result)
+    if filled.value:
+        parts.optimizer.refresh()
+        tell(f"starting from the weights in {folder / INITIAL}")
+    if state.world.is_leader:
+        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), parts.loader.benchmark_only)
+
+
+def load_run(folder: Path) -> Decoder:
+    """The model of a run at its newest checkpoint, whole, for sampling."""
+    plan = read_run_plan(folder)
+    found = Checkpoints(folder / CHECKPOINTS, plan.run.keep).load_latest(lambda text: None)
+    if found is None:
+        problem = Finding(
+            rule="run-has-checkpoint", at=str(folder), problem="no checkpoint yet", advice="train it first"
+        )
+        raise FindingsError([problem])
+    model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), options_of(plan))
+    prefix = "model."
+    model.load_state_dict({n.removeprefix(prefix): v for n, v in found[0].items() if n.startswith(prefix)})
+    return model

@@ -1,0 +1,1 @@
+"""Comparisons of a layout with one rank (the oracle), and the A/B measurement of expert-parallel overlap."""

@@ -1,0 +1,172 @@
+"""Differences between the ranks of a layout and one rank, and reasons why the differences would mean nothing.
+
+`oracle.py` runs both and calls `compare_results`. Differences are relative to the largest element of the one-rank
+tensor. A comparison can be empty: a tensor that no rank sent, an axis that no collective used, or a gradient that is
+zero everywhere. `Comparison.problems` and `idle` name these.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from threefold.layout.degrees import AXES
+from threefold.plan.plan import Plan
+
+# One rectangle of a tensor each: name, full shape, offsets in the full tensor, values.
+ShardValues = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+@dataclass
+class RankResults:
+    """Everything that one rank computed in a few steps, for the comparison."""
+
+    losses: list[dict[str, float]] = field(default_factory=list)  # of each step, by name
+    norms: list[float] = field(default_factory=list)  # gradient norms of each step
+    skipped: int = 0  # steps that changed nothing
+    gradients: ShardValues = field(default_factory=list)  # after the first step, before clipping; what this rank owns
+    weights: ShardValues = field(default_factory=list)  # after the last step; all that this rank holds
+    states: ShardValues = field(default_factory=list)  # of the optimizer, after the last step; what this rank owns
+    biases: dict[str, Tensor] = field(default_factory=dict)  # buffers, such as router biases
+    near_ties: int = 0  # choices of experts that a small change of the scores would turn
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # collectives by group and operation
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest relative differences to one rank, and what casts doubt on them."""
+
+    loss: float  # of every loss, of every step, on every rank
+    norm: float
+    gradient: float
+    weight: float
+    state: float
+    bias: float
+    worst: str  # the parameter with the largest difference of gradients
+    near_ties: int
+    num_parameters: int  # parameters whose gradients were compared
+    steps: tuple[tuple[float, float], ...]  # cross entropy on one rank and on the layout
+    idle: tuple[str, ...]  # gradients and biases that are zero on one rank: agreement there says little
+    problems: tuple[str, ...]  # why the numbers above would mean nothing
+
+    @property
+    def largest(self) -> float:
+        differences = (self.loss, self.norm, self.gradient, self.weight, self.state, self.bias)
+        return math.inf if self.problems else max(differences)
+
+
+def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResults]) -> Comparison:
+    """Compare the results of all ranks with those of one rank."""
+    problems = [f"{rank.skipped} steps changed nothing" for rank in (one_rank, *ranks) if rank.skipped]
+    problems += [f"nothing travelled along {axis}" for axis in _unused_axes(plan, ranks)]
+    gradients = _assemble([one_rank.gradients])[0]
+    by_name = dict(_differences("gradient", gradients, [rank.gradients for rank in ranks], problems))
+    worst = max(by_name, key=lambda name: by_name[name], default="")
+    states = _differences("state", _assemble([one_rank.states])[0], [rank.states for rank in ranks], problems)
+    weights = _assemble([one_rank.weights])[0]
+    if weights.keys() != gradients.keys():
+        problems.append(f"no gradient of {sorted(weights.keys() ^ gradients.keys())}")
+    _assemble_checked("weight", weights, [rank.weights for rank in ranks], problems, once=False)
+    if one_rank.biases.keys() != {name for rank in ranks for name in rank.biases}:
+        problems.append("router biases are missing")
+    biases = [
+        relative_difference(value, one_rank.biases[name]) for rank in ranks for name, value in rank.biases.items()
+    ]
+    idle = [name for name, value in (*gradients.items(), *one_rank.biases.items()) if not value.any()]
+    return Comparison(
+        loss=_largest_gap(_loss_gaps(one_rank, rank) for rank in ranks),
+        norm=_largest_gap(_gaps(one_rank.norms, rank.norms) for rank in ranks),
+        gradient=by_name.get(worst, 0.0),
+        weight=max(_copy_differences(weights, ranks), default=0.0),
+        state=max((gap for _, gap in states), default=0.0),
+        bias=max(biases, default=0.0),
+        worst=worst,
+        near_ties=sum(rank.near_ties for rank in (one_rank, *ranks)),
+        num_parameters=len(by_name),
+        steps=tuple((a["ce"], b["ce"]) for a, b in zip(one_rank.losses, ranks[0].losses, strict=True)),
+        idle=tuple(sorted(idle)),
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+def _unused_axes(plan: Plan, ranks: Sequence[RankResults]) -> Iterator[str]:
+    """Axes of the layout on which no collective ran: then the ranks did not run that layout."""
+    calls = {call for rank in ranks for call in rank.calls}
+    reduced = {word for name, call in calls if call in ("reduce_scatter", "fsdp") for word in re.findall(r"\w+", name)}
+    used = {name.partition(" ")[0] for name, call in calls if " x " not in name and call != "all_reduce"}
+    used = (used - {"dp", "edp"}) | reduced.intersection({"dp", "edp"})
+    for axis in AXES:
+        if plan.layout.degree(axis) > 1 and axis not in used and (axis != "edp" or plan.model.is_moe):
+            yield axis
+
+
+def _largest_gap(gaps: Iterator[Iterator[float]]) -> float:
+    return max((gap for of_rank in gaps for gap in of_rank), default=0.0)
+
+
+def _loss_gaps(one_rank: RankResults, rank: RankResults) -> Iterator[float]:
+    for wanted, found in zip(one_rank.losses, rank.losses, strict=True):
+        assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
+        yield from _gaps(list(wanted.values()), [found[name] for name in wanted])
+
+
+def _gaps(wanted: Sequence[float], found: Sequence[float]) -> Iterator[float]:
+    return (_finite(abs(a - b), abs(a)) for a, b in zip(wanted, found, strict=True))
+
+
+def _differences(
+    what: str, wanted: dict[str, Tensor], ranks: list[ShardValues], problems: list[str]
+) -> list[tuple[str, float]]:
+    found = _assemble_checked(what, wanted, ranks, problems, once=True)
+    return [(name, relative_difference(found[name], value)) for name, value in wanted.items() if name in found]
+
+
+def _assemble_checked(
+    what: str, wanted: dict[str, Tensor], ranks: list[ShardValues], problems: list[str], once: bool
+) -> dict[str, Tensor]:
+    """Full tensors from the values of all ranks. Elements that nobody sent, or with `once` sent twice, are problems."""
+    found, times = _assemble(ranks)
+    if wanted.keys() != found.keys():
+        problems.append(f"{what}: missing or unknown {sorted(wanted.keys() ^ found.keys())}")
+    for name, count in times.items():
+        if count.numel() and (int(count.min()) < 1 or (once and int(count.max()) > 1)):
+            problems.append(f"{what} of {name}: elements on {int(count.min())} to {int(count.max())} ranks")
+    return found
+
+
+def _assemble(ranks: list[ShardValues]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Full tensors, and how many ranks sent each element."""
+    full: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for name, shape, offsets, values in (values for rank in ranks for values in rank):
+        if name not in full:
+            full[name] = torch.zeros(shape, dtype=values.dtype)
+            times[name] = torch.zeros(shape, dtype=torch.int)
+        at = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        full[name][at] = values
+        times[name][at] += 1
+    return full, times
+
+
+def _copy_differences(wanted: dict[str, Tensor], ranks: Sequence[RankResults]) -> Iterator[float]:
+    """Differences of every copy of a weight on every rank, not only of the owner's."""
+    for rank in ranks:
+        for name, _, offsets, values in rank.weights:
+            at = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            if values.numel() and name in wanted:
+                yield _finite(float((values - wanted[name][at]).abs().max()), float(wanted[name].abs().max()))
+
+
+def relative_difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference relative to the largest element; absolute where one rank has only zeros."""
+    return _finite(float((found - wanted).abs().max()), float(wanted.abs().max())) if wanted.numel() else 0.0
+
+
+def _finite(gap: float, size: float) -> float:
+    """The quotient; infinite where it is NaN, which `max` would pass over."""
+    quotient = gap / (size or 1.0)
+    return quotient if math.isfinite(quotient) else math.inf

@@ -1,0 +1,177 @@
+"""The oracle: a layout must give the losses, the gradients and, after some steps, the weights of one rank, in fp64.
+
+`threefold verify` and the tests call `compare_with_one_rank`. Every rank sends the rectangles that it owns; together
+they must be every parameter, once. The one-rank run works on the same microbatches. Near ties of the router would make
+the comparison a matter of luck, so they are counted.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threefold.engine.batch import Batch
+from threefold.engine.build import Parts, build, options_of
+from threefold.engine.data_parallel.fsdp import Fsdp
+from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
+from threefold.engine.dist.mesh import Mesh
+from threefold.engine.dist.placement import Placement
+from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.moe.router import Router
+from threefold.engine.options import Options
+from threefold.engine.run.dcp import CheckpointShard
+from threefold.engine.schedule.microbatches import Pipelined
+from threefold.engine.step import StepResult, train_step
+from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
+from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
+from threefold.layout.degrees import Layout
+from threefold.plan.plan import Knobs, Plan
+
+LR = 1e-3
+# Relative change of the router's scores on which no choice of experts may depend: a thousand times the rounding in
+# fp64, a few times in fp32, where more would find ties everywhere.
+_NUDGE = {torch.float64: 1e-9, torch.float32: 1e-6}
+
+
+def compare_with_one_rank(
+    plan: Plan,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float64,
+    options: Options | None = None,
+    limit: float = LIMIT_SECONDS,
+) -> Comparison:
+    """Run the plan on forked ranks and on one rank, and compare."""
+    options = options or replace(options_of(plan), expert_backend="loop")
+    one_rank = run_one_rank(plan, steps, dtype, options, limit)
+    ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, limit=limit)
+    return compare_results(plan, one_rank, ranks)
+
+
+def run_one_rank(
+    plan: Plan, steps: int, dtype: torch.dtype, options: Options, limit: float = LIMIT_SECONDS
+) -> RankResults:
+    """Train the unsharded model on the same microbatches, one after the other, with the plainest knobs."""
+    job = replace(plan.job, dynamic_length=False)
+    knobs = Knobs(precision=plan.knobs.precision, optimizer_dtype=plan.knobs.optimizer_dtype, dispatcher="local")
+    plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
+    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
+    one_rank_plan = replace(plan, layout=Layout(), job=job, knobs=knobs)
+    # This rank is forked too: with a GPU in the machine, a process that has run a backward cannot fork ranks that do.
+    (one_rank,) = run_ranks(1, run_rank, one_rank_plan, steps, dtype, plain, limit=limit)
+    return one_rank
+
+
+def run_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> RankResults:
+    """Train some steps as one rank of the plan's layout and return what it computed."""
+    mesh = Mesh(plan.layout, rank)
+    parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
+    results = RankResults()
+
+    def count(call: CollectiveCall) -> None:
+        results.calls[call.group.name, call.operation] += 1
+
+    with _TieFinder(parts, results), observe_collectives(count):
+        for step in range(steps):
+            batches = [synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches)]
+            recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
+            result = train_step(recording, batches, LR, plan.job)
+            results.losses.append(_losses(result))
+            results.norms.append(result.grad_norm)
+            results.skipped += not result.applied
+    _count_unobserved_calls(parts, results)
+    _record_weights_and_states(parts, results)
+    return results
+
+
+def _losses(result: StepResult) -> dict[str, float]:
+    """The losses, and of the routers' metrics the exact ones: others are rounded to fp32, or are of this rank alone."""
+    aux = {n: value for n, value in result.aux.items() if n == "router/dropped" or not n.startswith("router/")}
+    return {"ce": result.loss, **aux}
+
+
+def _count_unobserved_calls(parts: Parts, results: RankResults) -> None:
+    """Count the calls that torch's FSDP and the pipeline make, which no observer sees, by what they had to carry."""
+    if isinstance(parts.runner, Pipelined):
+        results.calls["pp", "send"] += sum(count for _, count in parts.runner.pipeline.traffic())
+    if isinstance(parts.data, Fsdp):
+        for shard in parts.data.shards:
+            results.calls[shard.groups.shards.name, "fsdp"] += 1
+            if not shard.groups.replicas.is_trivial:
+                results.calls[shard.groups.replicas.name, "fsdp"] += 1
+
+
+def _record_weights_and_states(parts: Parts, results: RankResults) -> None:
+    parts.data.finish_param_sync()
+    for name, placement, memory, start in parts.data.local_tensors():
+        results.weights += shard_values(name, placement, memory.detach(), start)
+    owned = {one.name: one for one in parts.data.owned}
+    for name, value in parts.optimizer.state_dict().items():
+        one = owned.get(name.partition(".")[2])
+        if one is not None:
+            results.states += shard_values(name, one.placement, value.view(-1), one.start)
+    for chunk in parts.chunks.values():
+        results.biases |= {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+
+
+class _GradientRecorder:
+    """The plan's data parallelism, which also records the gradients when they are complete."""
+
+    def __init__(self, parts: Parts, into: ShardValues) -> None:
+        self.parts, self.inner, self.into = parts, parts.data, into
+
+    def finish_grad_sync(self) -> None:
+        self.inner.finish_grad_sync()
+        for owned in self.inner.owned:
+            grad = torch.zeros_like(owned.value) if owned.grad is None else owned.grad
+            self.into += shard_values(owned.name, owned.placement, grad, owned.start)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def shard_values(name: str, placement: Placement, memory: Tensor, start: int | None) -> ShardValues:
+    """Copies of the rectangles that a shard, or its flat elements from `start` on, holds."""
+    chunks = CheckpointShard(placement, memory, start).chunks
+    return [(name, placement.shape, offsets, chunk.clone()) for offsets, chunk in chunks.items()]
+
+
+def synthetic_batch(plan: Plan, step: int, microbatch: int, dp_rank: int) -> Batch:
+    """A made-up microbatch: documents of uneven length, some labels missing, every sample different."""
+    job = plan.job
+    first = (microbatch * plan.layout.dp + dp_rank) * job.micro_batch + step * job.global_batch
+    rows = [_sample(plan, first + n) for n in range(job.micro_batch)]
+    tokens, labels, documents = (torch.stack(each) for each in zip(*rows, strict=True))
+    return Batch(tokens, labels, documents if job.packing else None)
+
+
+def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1000 + number)
+    length = plan.job.seq_len
+    tokens = torch.randint(plan.model.vocab, (length + 1,), generator=draw)
+    ignored = torch.rand(length, generator=draw) < 0.1 * (1 + number % 3)
+    starts = torch.rand(length, generator=draw) < 3.0 / length
+    return tokens[:-1], tokens[1:].masked_fill(ignored, IGNORE), starts.long().cumsum(0)
+
+
+class _TieFinder:
+    """Counts choices of experts that a small change of the scores would turn."""
+
+    def __init__(self, parts: Parts, results: RankResults) -> None:
+        self.routers = [r for chunk in parts.chunks.values() for r in chunk.routers() if not r.forced_balance]
+        self.results = results
+
+    def __enter__(self) -> None:
+        self.handles = [router.register_forward_hook(self._count_ties) for router in self.routers]
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _count_ties(self, router: Router, inputs: Any, routing: Any) -> None:
+        draw = torch.Generator().manual_seed(0)
+        size = _NUDGE[routing.logits_TE.dtype]
+        noise = 1 + size * (torch.rand(routing.logits_TE.shape, generator=draw, dtype=torch.float64) - 0.5)
+        logits = (routing.logits_TE.detach() * noise).to(routing.logits_TE.dtype)
+        scores = (routing.scores_TE.detach() * noise).to(routing.scores_TE.dtype)
+        self.results.near_ties += int((router.choose_experts(logits, scores) != routing.expert_TK).sum())

@@ -1,0 +1,136 @@
+"""Makes a Hugging Face config.json for a model that was not imported: the inverse of `spec/hf.py`.
+
+`write_hf` calls `hf_config_of`.
+"""
+
+from typing import Any
+
+from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeScaling
+
+_CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+_LAYER_TYPES = {"attention": "full_attention", "window": "sliding_attention", "delta": "linear_attention"}
+
+
+def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
+    """The configuration from which `spec/hf.py` reads the same spec."""
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[spec.family]],
+        "model_type": spec.family,
+        "hidden_size": spec.dim,
+        "vocab_size": spec.vocab,
+        "num_hidden_layers": spec.num_layers,
+        "intermediate_size": spec.dense_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    attention = spec.attention
+    assert attention is not None
+    config |= _mla(attention) if isinstance(attention, MlaSpec) else _gqa(attention)
+    config |= _rope(attention)
+    if spec.moe is not None:
+        config |= _moe(spec, spec.moe)
+    if spec.delta is not None:
+        config |= _delta(spec.delta)
+    if spec.local_attention is not None:
+        config["sliding_window"] = spec.local_attention.window
+    if spec.family in ("gpt_oss", "qwen3_next"):
+        config["layer_types"] = [_LAYER_TYPES[layer.mixer] for layer in spec.layers]
+    if spec.mtp_layers or spec.family == "deepseek_v3":
+        config["num_nextn_predict_layers"] = spec.mtp_layers
+    return config
+
+
+def _gqa(spec: GqaSpec) -> dict[str, Any]:
+    window = {} if spec.window is None else {"sliding_window": spec.window}
+    return {
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "attention_bias": spec.bias,
+        **window,
+    }
+
+
+def _mla(spec: MlaSpec) -> dict[str, Any]:
+    return {
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_heads,
+        "q_lora_rank": spec.q_rank,
+        "kv_lora_rank": spec.kv_rank,
+        "qk_nope_head_dim": spec.nope_dim,
+        "qk_rope_head_dim": spec.rope_dim,
+        "v_head_dim": spec.v_dim,
+        "rope_interleave": spec.rope_pairs,
+    }
+
+
+def _rope(spec: GqaSpec | MlaSpec) -> dict[str, Any]:
+    """RoPE settings, twice: transformers 4 reads `rope_theta`, transformers 5 reads `rope_parameters`."""
+    fraction = spec.rope_fraction if isinstance(spec, GqaSpec) else 1.0
+    part = {} if fraction == 1.0 else {"partial_rotary_factor": fraction}
+    scaling = {"rope_type": "default"} if spec.rope_scaling is None else _scaling(spec.rope_scaling)
+    config: dict[str, Any] = {
+        "rope_theta": spec.rope_theta,
+        "rope_parameters": {"rope_theta": spec.rope_theta, **scaling, **part},
+        **part,
+    }
+    if spec.rope_scaling is not None:
+        config["max_position_embeddings"] = int(spec.rope_scaling.factor * spec.rope_scaling.original_len)
+    return config
+
+
+def _scaling(spec: RopeScaling) -> dict[str, Any]:
+    optional = {
+        "attention_factor": spec.attention_factor,
+        "mscale": spec.mscale,
+        "mscale_all_dim": spec.mscale_all_dim,
+    }
+    return {
+        "rope_type": spec.kind,
+        "factor": spec.factor,
+        "original_max_position_embeddings": spec.original_len,
+        "beta_fast": spec.beta_fast,
+        "beta_slow": spec.beta_slow,
+        "truncate": spec.truncate,
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+
+
+def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
+    config: dict[str, Any] = {"num_experts_per_tok": moe.top_k}
+    if spec.family in ("gpt_oss", "mixtral"):
+        return {**config, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_dim}
+    config |= {"moe_intermediate_size": moe.expert_dim, "norm_topk_prob": moe.norm_topk}
+    if spec.family != "deepseek_v3":
+        shared = {"shared_expert_intermediate_size": moe.shared_width} if moe.num_shared else {}
+        return {**config, "num_experts": moe.num_experts, **shared}
+    return {
+        **config,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.num_shared,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+        "routed_scaling_factor": moe.scale,
+        "first_k_dense_replace": spec.num_dense_layers,
+    }
+
+
+def _delta(spec: DeltaSpec) -> dict[str, Any]:
+    return {
+        "linear_num_key_heads": spec.num_k_heads,
+        "linear_num_value_heads": spec.num_v_heads,
+        "linear_key_head_dim": spec.k_dim,
+        "linear_value_head_dim": spec.v_dim,
+        "linear_conv_kernel_dim": spec.conv,
+    }
