@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.layers import rope
 from threefold.engine.dispatch.rows import sort_by_expert
 from threefold.engine.kernels.fusion_switch import without_fused_kernels
-from threefold.engine.layers.mlp import swiglu
+from threefold.engine.layers import rope
+from threefold.engine.layers.input_linears import apply_linears
+from threefold.engine.layers.mlp import gated_silu
+from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.moe import balance
 from threefold.engine.moe.router import Router
-from threefold.engine.layers.norm import RMSNorm
-from threefold.engine.layers.input_linears import apply_linears
 from threefold.spec.model import MoeSpec
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, TOP_K, DENSE_DIM, SEQ_LEN = 2048, 32, 4, 128, 128, 8, 6144, 4096
@@ -54,7 +54,9 @@ def pieces(tokens: int) -> Iterator[Piece]:
     through = Piece("norm, residual goes on", lambda x, w: norm(x, return_residual=True), [x, norm.weight])
     through.read_values, through.grad_values = 2 * values, 4 * values
     yield through
-    yield Piece("residual + norm", lambda *g: norm(*g[:2], return_residual=True), [x, y, norm.weight], 4 * values, 4 * values)
+    yield Piece(
+        "residual + norm", lambda *g: norm(*g[:2], return_residual=True), [x, y, norm.weight], 4 * values, 4 * values
+    )
     table = rope.rope_tables(torch.arange(SEQ_LEN, device=DEVICE).expand(batch, -1), HEAD_DIM, 1e6, None)
     for name, heads in (("queries", HEADS), ("keys", KV_HEADS)):
         q, head_norm = leaf(batch, SEQ_LEN, heads, HEAD_DIM), RMSNorm(HEAD_DIM).to(DEVICE, DTYPE)
@@ -62,13 +64,19 @@ def pieces(tokens: int) -> Iterator[Piece]:
         yield Piece(f"norm and rotary, {name}", place, [q, head_norm.weight], 2 * q.numel(), 3 * q.numel())
     q = leaf(batch, SEQ_LEN, HEADS, HEAD_DIM)
     yield Piece(
-        "rotary, queries", lambda q: rope.norm_and_rotate_heads(q, nn.Identity(), table), [q], 2 * q.numel(), 2 * q.numel()
+        "rotary, queries",
+        lambda q: rope.norm_and_rotate_heads(q, nn.Identity(), table),
+        [q],
+        2 * q.numel(),
+        2 * q.numel(),
     )
     gate, up = leaf(tokens, DENSE_DIM), leaf(tokens, DENSE_DIM)
-    yield Piece("silu(gate) * up", swiglu, [gate, up], 3 * gate.numel(), 5 * gate.numel())
+    yield Piece("silu(gate) * up", gated_silu, [gate, up], 3 * gate.numel(), 5 * gate.numel())
     widths = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
     linears = [nn.Linear(DIM, width, bias=False).to(DEVICE, DTYPE) for width in widths]
-    yield Piece("q, k, v products", lambda x, *w: apply_linears(x, linears), [x, *(linear.weight for linear in linears)])
+    yield Piece(
+        "q, k, v products", lambda x, *w: apply_linears(x, linears), [x, *(linear.weight for linear in linears)]
+    )
     yield from experts(leaf(tokens, DIM))
 
 
@@ -88,8 +96,8 @@ def experts(x_TD: Tensor) -> Iterator[Piece]:
     yield Piece("the same, aux and z loss", route("aux", "z"), [x_TD, router.weight])
     rows, _ = sort_by_expert(router(x_TD).expert_TK, EXPERTS)
     values = x_TD.numel() * (1 + TOP_K)
-    yield Piece("tokens to rows", rows.of_tokens, [x_TD], values, values)
-    yield Piece("rows summed by token", rows.sum_by_token, [leaf(len(x_TD) * TOP_K, DIM)], values, values)
+    yield Piece("tokens to rows", rows.permute_tokens, [x_TD], values, values)
+    yield Piece("rows summed by token", rows.unpermute_sum, [leaf(len(x_TD) * TOP_K, DIM)], values, values)
 
 
 def device_us(work: Callable[[], object], repeats: int) -> float:

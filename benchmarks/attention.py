@@ -1,4 +1,4 @@
-"""Which attention kernel is fastest, by length and head size: the source of the table in engine/attention/kernel_speeds.py.
+"""Which attention kernel is fastest, by length and head size: the source of `engine/attention/kernel_speeds.py`.
 
 python benchmarks/attention.py [--shapes qwen3 mla ...] [--lengths 4096 32768 131072] [--repeats 3] [--json FILE]
 
@@ -22,22 +22,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from threefold.engine.attention.backend import reference
 from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
 from threefold.engine.attention.torch_kernels import SDPA
-from threefold.engine.tune.attention_kernels import Heads
+from threefold.engine.tune.attention_kernels import AttentionHeads
 from threefold.units import GIB
 
 SHAPES = {
-    "qwen3": Heads(32, 4, 128, 128),
-    "qwen3-next": Heads(16, 2, 256, 256),
-    "qwen3 of 8 heads": Heads(8, 1, 128, 128),
-    "mla": Heads(128, 128, 192, 128),
-    "mla of 16 heads": Heads(16, 16, 192, 128),
-    "d64": Heads(64, 8, 64, 64),
+    "qwen3": AttentionHeads(32, 4, 128, 128),
+    "qwen3-next": AttentionHeads(16, 2, 256, 256),
+    "qwen3 of 8 heads": AttentionHeads(8, 1, 128, 128),
+    "mla": AttentionHeads(128, 128, 192, 128),
+    "mla of 16 heads": AttentionHeads(16, 16, 192, 128),
+    "d64": AttentionHeads(64, 8, 64, 64),
 }
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 TURN_GFLOP = 5000.0  # about 10 ms
 
 
-def kernels(heads: Heads) -> Iterator[tuple[str, Attention]]:
+def kernels(heads: AttentionHeads) -> Iterator[tuple[str, Attention]]:
     """By name; `padded` has values widened to the keys' dim."""
     for name, kind in SDPA.items():
         yield name, _plain(heads, kind)
@@ -47,7 +47,7 @@ def kernels(heads: Heads) -> Iterator[tuple[str, Attention]]:
         yield "fa4", lambda q, k, v: flash_attention_4(q, k, v, scale=heads.dim**-0.5)
 
 
-def _plain(heads: Heads, kind: SDPBackend) -> Attention:
+def _plain(heads: AttentionHeads, kind: SDPBackend) -> Attention:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with _only(kind):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads.num != heads.num_kv)
@@ -59,11 +59,11 @@ def _only(kind: SDPBackend) -> AbstractContextManager[Any]:
     return sdpa_kernel([kind]) if torch.cuda.is_available() else nullcontext()
 
 
-def _padded(heads: Heads, inner: Attention) -> Attention:
+def _padded(heads: AttentionHeads, inner: Attention) -> Attention:
     return lambda q, k, v: inner(q, k, F.pad(v, (0, heads.dim - heads.value_dim)))[..., : heads.value_dim]
 
 
-def inputs(heads: Heads, length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def inputs(heads: AttentionHeads, length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """As a projection leaves them: heads inside of the sequence."""
     draw = torch.Generator(device).manual_seed(length)
     sizes = (heads.num, heads.dim), (heads.num_kv, heads.dim), (heads.num_kv, heads.value_dim)
@@ -71,7 +71,7 @@ def inputs(heads: Heads, length: int, dtype: torch.dtype, device: torch.device) 
     return [x.to(dtype).transpose(1, 2).requires_grad_() for x in made]
 
 
-def error(call: Attention, heads: Heads, device: torch.device) -> float:
+def error(call: Attention, heads: AttentionHeads, device: torch.device) -> float:
     """The largest of output and gradients, against fp32 with every score in memory."""
     given = inputs(heads, 512, torch.bfloat16, device)
     slope = torch.randn(1, heads.num, 512, heads.value_dim, device=device).bfloat16()
@@ -84,7 +84,7 @@ def error(call: Attention, heads: Heads, device: torch.device) -> float:
     return max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-def timed(call: Attention, heads: Heads, length: int, repeats: int, device: torch.device) -> dict[str, float]:
+def timed(call: Attention, heads: AttentionHeads, length: int, repeats: int, device: torch.device) -> dict[str, float]:
     """The best of some turns, each of as many calls in a row as hide what the host takes to start one."""
     given = inputs(heads, length, torch.bfloat16, device)
     flops = heads.flops(length) / 1e9

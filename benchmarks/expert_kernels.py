@@ -25,9 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
 from threefold.engine.kernels.availability import has_cute_kernels, quack_version
-from threefold.engine.kernels.experts.kernel_choice import choose_kernels
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts
-from threefold.engine.tune.expert_kernels import tune
+from threefold.engine.kernels.experts.kernel_choice import choose_kernels
+from threefold.engine.tune.expert_kernels import tune_experts
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128  # Qwen3-30B-A3B
@@ -48,11 +48,13 @@ def both(layer: Callable[[], Tensor], wanted: list[Tensor], slope: Tensor) -> ob
 
 def experts(name: str, repeats: int) -> dict[str, Any]:
     case = CASES[name]
-    best = tune(shape_of(case), max(case.top_k, 1), DEVICE)
+    best = tune_experts(shape_of(case), max(case.top_k, 1), DEVICE)
     arguments, wanted, slope = inputs(case, DEVICE)
     found = measured(sides(case, arguments, wanted, slope), case.flops, repeats)
     kinds = {
-        kind: str(choose_kernels(shape_of(case), arguments[0], kind)) for kind in ("triton", "cute", "auto") if kind in found
+        kind: str(choose_kernels(shape_of(case), arguments[0], kind))
+        for kind in ("triton", "cute", "auto")
+        if kind in found
     }
     shown(name, found, "auto")
     return {"auto": str(best), "choices": kinds, "sides": found}

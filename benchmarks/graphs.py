@@ -21,8 +21,8 @@ import torch
 from step import BETAS, LR, TINY, facts_of, free, plan_of, timed
 from torch import Tensor
 
-from threefold.engine.build import Parts, options_of, parts_alone
 from threefold.engine.batch import Batch
+from threefold.engine.build import Parts, options_of, parts_alone
 from threefold.engine.kernels.fusion_switch import without_fused_kernels
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.models.build import build_model
@@ -102,7 +102,11 @@ class Bench:
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         graph_stats = parts.runner.graph_stats
         if graph_stats is not None:
-            row |= {"graph_gib": graph_stats.num_bytes / GIB, "replays": graph_stats.replays, "said": graph_stats.summary()}
+            row |= {
+                "graph_gib": graph_stats.num_bytes / GIB,
+                "replays": graph_stats.replays,
+                "said": graph_stats.summary(),
+            }
         return row
 
 

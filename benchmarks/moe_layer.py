@@ -34,9 +34,14 @@ from moe_peers import Side, peers
 from moe_torch import gathered_layer, grouped_layer, grouped_rows, split_rows
 from torch import Tensor
 
-from threefold.engine.kernels.experts.kernel_choice import ExpertShape, choose_kernels
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts
-from threefold.engine.kernels.fp8.fused_experts import supports_sizes, fp8_experts, fp8_experts_of_tokens, quantize_weights
+from threefold.engine.kernels.experts.kernel_choice import ExpertShape, choose_kernels
+from threefold.engine.kernels.fp8.fused_experts import (
+    fp8_experts,
+    fp8_experts_of_tokens,
+    quantize_weights,
+    supports_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -244,9 +249,9 @@ def main() -> int:
     for name in args.cases:
         case = CASES[name]
         if args.tune:
-            from threefold.engine.tune.expert_kernels import tune
+            from threefold.engine.tune.expert_kernels import tune_experts
 
-            tune(shape_of(case), max(case.top_k, 1), device)
+            tune_experts(shape_of(case), max(case.top_k, 1), device)
         row = measure(case, device, args.repeats, args.precision, args.peers)
         choice = choose_kernels(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))
         rows[name] = {"case": asdict(case), "choice": asdict(choice) if choice else None, **row}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from held_exchanges import HeldDispatcher, Transport
 
-from threefold.engine.build import build
 from threefold.engine.batch import Batch
+from threefold.engine.build import build
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Mesh
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.verify.oracle import synthetic_batch
-from threefold.engine.verify.intervals import intersection, total_length, union
-from threefold.engine.schedule.microbatches import Sequential, Overlapped, MicrobatchRunner
+from threefold.engine.schedule.microbatches import MicrobatchRunner, Overlapped, Sequential
 from threefold.engine.train import to_device
+from threefold.engine.verify.intervals import intersection, total_length, union
+from threefold.engine.verify.oracle import synthetic_batch
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MoeSpec
@@ -136,7 +136,9 @@ class Bench:
         ends = 2 * self.plan.model.num_layers
         exchanges = self.transport.seen[ends:-ends]
         under_way = union(exchange.under_way for exchange in exchanges)
-        return total_length(under_way), total_length(intersection(under_way, [exchange.waited for exchange in exchanges]))
+        return total_length(under_way), total_length(
+            intersection(under_way, [exchange.waited for exchange in exchanges])
+        )
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

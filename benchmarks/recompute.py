@@ -220,7 +220,7 @@ def optimizer_row(shape: Shape, part: float, device: torch.device, repeats: int)
             torch.cuda.synchronize()
         began = time.perf_counter()
         optimizer.step(1e-4)
-        optimizer.host.settle()
+        optimizer.host.synchronize()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.build import options_of, parts_alone
 from threefold.engine.batch import Batch
+from threefold.engine.build import options_of, parts_alone
 from threefold.engine.kernels.experts.kernel_choice import choose_kernels
-from threefold.engine.tune.expert_kernels import shape_of
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.step import train_step
+from threefold.engine.tune.expert_kernels import expert_shape_of
 from threefold.engine.weights.hf_config import hf_config_of
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
@@ -275,7 +275,7 @@ def main() -> int:
     for layers in args.layers:
         for micro in args.micro:
             plan = plan_of(model, layers, micro, seq_len, more)
-            choice = choose_kernels(shape_of(plan), torch.empty(0, dtype=torch.bfloat16, device=device))
+            choice = choose_kernels(expert_shape_of(plan), torch.empty(0, dtype=torch.bfloat16, device=device))
             row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "set": more}
             row["experts"] = str(choice)
             for side in args.sides:

@@ -33,7 +33,7 @@ threefold train "$small" --run "$work/run" 2>&1 | awk 'NR % 20 == 1 || !/^step/'
 
 python - "$work/run/metrics.jsonl" <<'PY'
 import json, sys
-from threefold.engine.data.corpus import embedded_corpus, unigram_entropy
+from threefold.engine.data.embedded_corpus import embedded_corpus, unigram_entropy
 losses = [json.loads(line)["loss"] for line in open(sys.argv[1]) if '"loss"' in line]
 first, last = losses[0], sum(losses[-10:]) / 10
 print(f"\nloss {first:.2f} -> {last:.2f} nats a byte; guessing by frequency alone would give {unigram_entropy(embedded_corpus()):.2f}")

@@ -48,6 +48,22 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"train", "sample"},
         {"verify", "tune"},
     ),
+    "cost": (
+        {"layer_work", "rates", "stack_traits", "stage_contents"},
+        {"chip_file", "formats", "rank_params"},
+        {"memory", "traffic"},
+        {"time"},
+        {"estimate"},
+    ),
+    "cost/memory": ({"stages"}, {"megatron", "threefold"}, {"by_stack"}),
+    "cost/traffic": ({"transfers"}, {"data_parallel", "dispatch"}, {"megatron", "threefold"}, {"by_stack"}),
+    "dryrun": (
+        {"tracking"},
+        {"simulated", "error_findings", "optimizer_step", "representatives"},
+        {"rehearse_rank"},
+        {"memory_fit"},
+        {"rehearse_plan", "measured"},
+    ),
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -86,7 +102,7 @@ def test_imports_point_down(file: Path) -> None:
 def test_folders_inside_point_down(package: str) -> None:
     """Imports inside functions and under TYPE_CHECKING count too."""
     level = {unit: number for number, units in enumerate(INSIDE[package]) for unit in units}
-    root = PACKAGE / package
+    root, prefix = PACKAGE / package, ["threefold", *package.split("/")]
     units = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert units - {"__init__"} == level.keys(), "every folder and module has a place in the order"
     wrong = []
@@ -94,8 +110,8 @@ def test_folders_inside_point_down(package: str) -> None:
         unit = file.relative_to(root).with_suffix("").parts[0]
         for module in imports(file):
             parts = module.split(".")
-            if parts[:2] == ["threefold", package] and len(parts) > 2 and parts[2] in level:
-                other = parts[2]
+            if parts[: len(prefix)] == prefix and len(parts) > len(prefix) and parts[len(prefix)] in level:
+                other = parts[len(prefix)]
                 if other != unit and (unit not in level or level[other] >= level[unit]):
                     wrong.append(f"{file.relative_to(root)} imports {module}")
     assert not wrong

@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import GARBAGE, run
 from repository import ROOT
 
-from threefold.cli.main import VERBS, main
+from threefold.cli.main import VERBS
 
 COMMAND = [sys.executable, "-m", "threefold"]
 RECIPE = str(ROOT / "recipes" / "deepseek-v3-128k-256xh100-fp8.toml")
-
-
-def run(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    try:
-        code = main(words)
-    except SystemExit as stop:  # argparse ends so on a wrong command line
-        code = int(stop.code or 0)
-    out, err = capsys.readouterr()
-    return code, out, err
 
 
 def as_json(text: str) -> Any:
@@ -103,24 +95,6 @@ def test_a_wrong_command_line_is_2(words: list[str], capsys: pytest.CaptureFixtu
     assert code == 2
     assert err
     assert "Traceback" not in out + err
-
-
-GARBAGE: dict[str, bytes] = {
-    "truncated": b'model = "qwen3-30b-a3b"\n[layout\nep = ',
-    "types": b'model = 3\n[layout]\nep = "eight"\ntp = 1.5\nstages = 4\n[knobs]\ngraphs = 1\nep_overlap = "yes"\n',
-    "keys": b'model = "qwen3-30b-a3b"\nfoo = 1\n[layout]\nepp = 8\n[bar]\nx = 1\n',
-    "degrees": b'model = "qwen3-30b-a3b"\n[layout]\nep = -8\ntp = 99999999999999999999\npp = 0\n',
-    "encoding": b"model = \xff\xfe\x00\n",
-    "nul": b"\x00\x00\x00\x00",
-    "empty": b"",
-    "blank": b"\n\n  \n",
-    "nested": b"a = " + b"[" * 5000 + b"]" * 5000,
-    "model": b'model = "no-such-model"\n',
-    "hf": b'model = "hf:/no/such/place"\n',
-    "stages": b'model = "qwen3-30b-a3b"\n[layout]\npp = 2\nstages = "E(t*9999)*9999L"\n',
-    "array": b'model = "qwen3-30b-a3b"\n[[layout]]\nep = 1\n',
-    "draft": b'model = "qwen3-30b-a3b"\n[layout]\nep = "auto"\n',
-}
 
 
 @pytest.mark.parametrize("verb", ["check", "show"])

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import GARBAGE, run
 from repository import ROOT
-from tests.test_cli import GARBAGE, run
 
 from threefold.cli.main import main
 from threefold.cost.chip_file import read_chip_file
@@ -345,7 +345,9 @@ def test_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_plot_without_matplotlib_names_the_extra() -> None:
     program = "import sys; sys.modules['matplotlib'] = None; import threefold.cli.main as m; sys.exit(m.main())"
     words = ["sweep", QWEN, "--over", "layout.ep=16", "--plot", "x.png"]
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=ROOT, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
     assert done.returncode == 1
     assert "threefold[report]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""The figures that docs/reference/estimate.md states, from the benchmark itself; the bounds are those the planner promises."""
+"""The figures of docs/reference/estimate.md, from the benchmark itself; the bounds are those the planner promises."""
 
 import json
 import subprocess

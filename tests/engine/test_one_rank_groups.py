@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from threefold.engine.verify.forked_ranks import run_ranks
 from tiny_models import spec_of
 from tiny_runs import tiny_plan
 
@@ -20,6 +19,7 @@ from threefold.engine.dist.collectives import CollectiveCall, observe_collective
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.step import train_step
 from threefold.engine.train import to_device
+from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import synthetic_batch
 
 CASES = {

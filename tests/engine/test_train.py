@@ -181,7 +181,7 @@ def test_narrow_moments_stay_close(dtype: str) -> None:
     drive(AdamW(wide.items(), 0.0), wide)
     optimizer = AdamW(narrow.items(), 0.0, dtype)
     drive(optimizer, narrow)
-    assert all(value.dtype.itemsize == 2 for value in (optimizer.first | optimizer.second).values())
+    assert all(value.dtype.itemsize == 2 for value in (optimizer.exp_avg | optimizer.exp_avg_sq).values())
     for name in SHAPES:
         moved = (wide[name] - start[name]).norm()
         # bf16 rounds a moment by up to 2^-9 a step; the second one remembers about 20 steps: some 20^0.5 x 0.2% = 1%.
@@ -213,7 +213,7 @@ def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, ...]) -
 def test_a_stack_of_matrices_is_made_orthogonal_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.randn(5, 8, 24, generator=torch.Generator().manual_seed(0))
     whole = orthogonalise(stack)
-    monkeypatch.setattr("threefold.engine.optim.muon._AT_ONCE", 2 * 8 * 24)
+    monkeypatch.setattr("threefold.engine.optim.muon._MAX_NUMEL_AT_ONCE", 2 * 8 * 24)
     torch.testing.assert_close(orthogonalise(stack), whole)
     torch.testing.assert_close(whole[3], orthogonalise(stack[3]))
 

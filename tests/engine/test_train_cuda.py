@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, spec_of
 
 from threefold.engine.attention.backend import attend, reference
 from threefold.engine.models.build import build_model
-from threefold.engine.moe.experts import Experts, grouped_works
+from threefold.engine.moe.experts import Experts, can_use_grouped_mm
 from threefold.engine.options import Options
 
 BF16 = 2e-2  # relative to the largest entry: bf16 keeps 8 bits, and attention rounds twice
@@ -64,7 +64,7 @@ def test_others_keep_the_order_of_attention_kernels_that_torch_chose() -> None:
 
 
 def test_grouped_product_is_used_in_bf16() -> None:
-    assert grouped_works(torch.empty(3, 8, device="cuda", dtype=torch.bfloat16), torch.empty(2, 8, 16))
+    assert can_use_grouped_mm(torch.empty(3, 8, device="cuda", dtype=torch.bfloat16), torch.empty(2, 8, 16))
 
 
 @pytest.mark.parametrize("counts", [[40, 0, 3, 21], [0, 0, 64, 0], [0, 0, 0, 0]], ids=str)

@@ -1,6 +1,5 @@
 """Runs that others measured: their settings must pass our rules, or be impossible for a reason we name."""
 
-
 import pytest
 from repository import ROOT
 

@@ -1,6 +1,5 @@
 """Model FLOPs against the check values of data/README.md and against published TFLOP/s over tokens/s."""
 
-
 import pytest
 from repository import ROOT
 

@@ -61,7 +61,7 @@ def loss_takes_the_maximum_of_its_own_columns() -> None:
 
 @breaks("tp")
 def alike_losses_are_counted_by_every_rank() -> None:
-    replace_attribute(step, "_ALIKE", ())
+    replace_attribute(step, "_SAME_ON_TP_RANKS", ())
 
 
 @breaks("tp")
@@ -158,7 +158,7 @@ def states_pass_in_the_order_of_ranks() -> None:
 def mtp_looks_ahead_within_the_share() -> None:
     def targets(old: Callable[..., Any], tokens: Tensor, *rest: Any) -> Any:
         made, cut = old(tokens, *rest), rest[-1]
-        ahead = [replace(t, tokens_BS=inputs.ahead(cut(tokens), n, 0)) for n, t in enumerate(made.targets)]
+        ahead = [replace(t, tokens_BS=inputs.shift_left(cut(tokens), n, 0)) for n, t in enumerate(made.targets)]
         return replace(made, targets=tuple(ahead))
 
     wrap_attribute(decoder, "make_inputs", targets)

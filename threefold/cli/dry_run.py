@@ -14,8 +14,8 @@ from threefold.rules.all import errors
 
 if TYPE_CHECKING:
     from threefold.dryrun.measured.measure import Measurement
-    from threefold.dryrun.rehearse_rank import RankRehearsal
     from threefold.dryrun.rehearse_plan import Rehearsal
+    from threefold.dryrun.rehearse_rank import RankRehearsal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

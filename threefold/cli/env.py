@@ -38,12 +38,12 @@ def _tune(args: argparse.Namespace) -> int:
     if parsed.plan is None:
         return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
     try:
-        from threefold.engine.tune.attention_kernels import tuned as tuned_attention
-        from threefold.engine.tune.expert_kernels import tuned
+        from threefold.engine.tune.attention_kernels import tune_attention_of_plan
+        from threefold.engine.tune.expert_kernels import tune_experts_of_plan
     except ModuleNotFoundError as error:
         return missing_package("env", error)
-    found = {key: str(choice) for key, choice in tuned(parsed.plan).items()}
-    for one in tuned_attention(parsed.plan, lambda text: print(text, file=sys.stderr)):
+    found = {key: str(choice) for key, choice in tune_experts_of_plan(parsed.plan).items()}
+    for one in tune_attention_of_plan(parsed.plan, lambda text: print(text, file=sys.stderr)):
         found[f"attention dim {one.dim} length {one.length}"] = ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked())
     if not found:
         print("threefold env: nothing to tune, or no GPU here that has kernels for it", file=sys.stderr)

@@ -9,9 +9,9 @@ from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.cli.rehearse import shares_from, skew_problem
 from threefold.cost.chip_file import read_chip_file
 from threefold.cost.estimate import estimate
+from threefold.cost.layer_work import expert_skew
 from threefold.cost.rates import calibration
 from threefold.cost.traffic.by_stack import traffic
-from threefold.cost.layer_work import expert_skew
 from threefold.findings import in_order
 from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text

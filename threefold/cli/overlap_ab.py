@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(blocking), args.json)
     useless = [finding for finding in found if finding.rule == "ep-overlap-needs-microbatches"]
     try:
-        from threefold.engine.verify.overlap_ab import loss_difference, run_variants, summarize
         from threefold.engine.verify.forked_ranks import RankError, run_ranks
+        from threefold.engine.verify.overlap_ab import loss_difference, run_variants, summarize
     except ModuleNotFoundError as error:
         return missing_package("overlap-ab", error)
     print(f"{plan.layout.gpus} ranks, {args.warmup} + {args.steps} steps of each variant", file=sys.stderr)

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if blocking:
         return print_findings(in_order(blocking), args.json)
     try:
-        from threefold.engine.verify.oracle import compare_with_one_rank
         from threefold.engine.verify.forked_ranks import RankError
+        from threefold.engine.verify.oracle import compare_with_one_rank
     except ModuleNotFoundError as error:
         return missing_package("verify", error)
     if not args.json:

@@ -9,8 +9,15 @@ from functools import partial
 import torch
 
 from threefold.engine.data.loader import Loader
-from threefold.engine.kernels.experts.kernel_choice import require_kernels
+from threefold.engine.data_parallel.fsdp import Fsdp
+from threefold.engine.data_parallel.fsdp_units import WrapPolicy
+from threefold.engine.data_parallel.full_matrices import FullMatrices
+from threefold.engine.data_parallel.owned_shards import data_parallel_settings
+from threefold.engine.data_parallel.protocol import DataParallel
+from threefold.engine.data_parallel.single_rank import SingleRank
+from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
+from threefold.engine.kernels.experts.kernel_choice import require_kernels
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.experts import Experts
@@ -19,15 +26,8 @@ from threefold.engine.optim.muon import Muon
 from threefold.engine.options import Options
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
-from threefold.engine.schedule.microbatches import Sequential, Overlapped, Pipelined, MicrobatchRunner
-from threefold.engine.data_parallel.zero1 import Zero1
-from threefold.engine.data_parallel.fsdp import Fsdp
-from threefold.engine.data_parallel.fsdp_units import WrapPolicy
-from threefold.engine.data_parallel.full_matrices import FullMatrices
-from threefold.engine.shard.order import replica_group, shard_group, shard_model, fsdp_groups
-from threefold.engine.data_parallel.owned_shards import data_parallel_settings
-from threefold.engine.data_parallel.protocol import DataParallel
-from threefold.engine.data_parallel.single_rank import SingleRank
+from threefold.engine.schedule.microbatches import MicrobatchRunner, Overlapped, Pipelined, Sequential
+from threefold.engine.shard.order import fsdp_groups, replica_group, shard_group, shard_model
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 
@@ -39,7 +39,7 @@ _WRAPPING = WrapPolicy(
     is_experts=lambda module: isinstance(module, Experts),
     methods=("forward_chunk", "compute_loss", "run_with_parameters"),
     block_methods=("run_with_parameters",),
-    experts_methods=("of_tokens",),
+    experts_methods=("forward_tokens",),
 )
 
 
@@ -181,8 +181,8 @@ def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleR
     named = next(iter(chunks.values())).named_parameters() if isinstance(data, SingleRank) else data.updated
     if plan.job.optimizer == "adamw":
         return AdamW(named, decay, state_dtype, master=master, offload=plan.knobs.optimizer_offload)
-    wholes = None if isinstance(data, SingleRank) else FullMatrices(data, partial(shard_group, mesh))
-    return Muon(named, decay, state_dtype, wholes=wholes, master=master)
+    gatherer = None if isinstance(data, SingleRank) else FullMatrices(data, partial(shard_group, mesh))
+    return Muon(named, decay, state_dtype, gatherer=gatherer, master=master)
 
 
 def _loader(plan: Plan, mesh: Mesh, evaluation: bool = False) -> Loader:

@@ -10,7 +10,7 @@ EXPLANATIONS = {
     "shard-readable": Explanation(
         what="A token shard is whole and of a known version.",
         why="A damaged shard would train on noise.",
-        confirm="Open it again after checking size and disk; docs/data.md has the format.",
+        confirm="Open it again after checking size and disk; docs/reference/data-format.md has the format.",
         fix="Make it anew with `threefold tokenize`.",
     ),
     "text-readable": Explanation(
@@ -22,7 +22,7 @@ EXPLANATIONS = {
     "chat-readable": Explanation(
         what="A chat has messages with a role and text.",
         why="Loss masks follow the roles.",
-        confirm="Look at the line the message names; docs/data.md has the form.",
+        confirm="Look at the line the message names; docs/reference/data-format.md has the form.",
         fix="Correct the line.",
     ),
     "data-empty": Explanation(

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.build import Parts
 from threefold.engine.batch import Batch
+from threefold.engine.build import Parts
+from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.moe.balance import router_metrics, update_bias
 from threefold.engine.precision.weight_cache import mark_weights_changed
 from threefold.engine.schedule.microbatches import StepSums
-from threefold.engine.dist.collectives import all_reduce
 from threefold.plan.plan import Job
 
 # Every rank of a tensor-parallel group computes the same value of these; of everything else it computes its part.
@@ -47,7 +47,7 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
     reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, len(batches))})
     # Reading the numbers is the only wait of the host for the device. An optimizer that checks the factor by itself is
     # launched before that, so that the device does not wait for the host.
-    early = parts.optimizer.in_one_pass
+    early = parts.optimizer.uses_fused_kernel
     if early:
         update(parts, seen, lr, job, torch.where(norm.isfinite() & seen["ce"].isfinite(), factor, torch.nan))
     aux = reading.values()
@@ -104,7 +104,7 @@ class AsyncRead:
 def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:
     """The factor that clips gradients. It is applied here, unless the optimizer multiplies by it as it reads them."""
     factor = torch.clamp(job.clip_norm / (norm + 1e-6), max=1.0) if job.clip_norm > 0 else torch.ones_like(norm)
-    if job.clip_norm > 0 and not parts.optimizer.in_one_pass:
+    if job.clip_norm > 0 and not parts.optimizer.uses_fused_kernel:
         parts.data.scale_grads(factor)
     return factor
 

@@ -79,11 +79,11 @@ def this_machine(try_kernels: bool = True) -> Machine:
     versions: dict[str, str | None] = {}
     kernels: tuple[KernelProbe, ...] = ()
     if next(status for status in packages if status.package.name == "torch").works:
-        from threefold.engine.tune.kernel_probe import gpus_here, probed, versions_here
+        from threefold.engine.tune.kernel_probe import local_gpus, probe_kernels, torch_versions
 
-        versions = versions_here()
-        gpus = tuple(Gpu(*facts) for facts in gpus_here()) or gpus
-        kernels = _probes(probed() if try_kernels else ())
+        versions = torch_versions()
+        gpus = tuple(Gpu(*facts) for facts in local_gpus()) or gpus
+        kernels = _probes(probe_kernels() if try_kernels else ())
     return Machine(platform.python_version(), platform.platform(), gpus, driver, versions, packages, kernels)
 
 

@@ -84,7 +84,7 @@ def _stages(found: Rehearsal) -> str:
 
 
 def _stage_range(stages: Sequence[int]) -> str:
-    """ "1-3" for three or more consecutive stages, otherwise "0,2"."""
+    """The stages as text: 1-3 for three or more consecutive ones, otherwise a list such as 0,2."""
     if len(stages) > 2 and list(stages) == list(range(stages[0], stages[-1] + 1)):
         return f"{stages[0]}-{stages[-1]}"
     return ",".join(map(str, stages))

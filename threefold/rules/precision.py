@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from threefold.cost.formats import is_emulated, experts_are_emulated, starting_precision
+from threefold.cost.formats import experts_are_emulated, is_emulated, starting_precision
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
@@ -35,7 +35,7 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
 
     Why: emulation rounds as the format does and multiplies in a wider one. Experts have kernels of their own for
         fp8-blockwise and fp8-rowwise on Hopper, without biases and in widths that are multiples of 128.
-    Confirm: `threefold chips` lists the peak rates by format, docs/precision.md who multiplies on which chip.
+    Confirm: `threefold chips` lists the peak rates by format, docs/reference/precision.md who multiplies on which chip.
     Fix: the platform's starting point when speed matters, or bf16 where that is emulated too.
     """
     if is_emulated(plan):

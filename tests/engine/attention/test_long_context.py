@@ -108,7 +108,7 @@ def test_two_layers_recomputed_together() -> None:
 
 
 @pytest.mark.parametrize("names", [("layernorm", "moe"), ("full",)])
-def test_what_chunks_leave_may_wait_on_the_host(names: tuple[str, ...]) -> None:
+def test_saved_tensors_of_chunks_can_be_offloaded(names: tuple[str, ...]) -> None:
     wanted = trained(make("qwen3_moe"))
     assert_close(trained(make("qwen3_moe", ffn_chunk=5, recompute=names, activation_offload_layers=2)), wanted)
     offload = ("attn_norm", "qkv_linear", "core_attn", "mlp_norm", "fused_group_mlp")
@@ -116,7 +116,7 @@ def test_what_chunks_leave_may_wait_on_the_host(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("names", "times"), [((), 1), (("moe",), 2), (("full",), 2)])
-def test_each_chunk_is_made_again_once(names: tuple[str, ...], times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_is_recomputed_once(names: tuple[str, ...], times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[int] = Counter()
     inner = MoeLayer._compute_chunk
 
@@ -131,14 +131,14 @@ def test_each_chunk_is_made_again_once(names: tuple[str, ...], times: int, monke
 
 
 def test_a_capacity_is_of_all_tokens() -> None:
-    """Whom an expert drops depends on all that come: such a layer is not cut."""
+    """The copies that an expert drops depend on all tokens, so a layer with a capacity does not run in chunks."""
     layer = make("qwen3_moe", ffn_chunk=5, capacity_factor=1.0).layers["0"].ffn
     assert isinstance(layer, MoeLayer)
     assert not layer.runs_in_chunks(torch.zeros(2, 16, 32))
 
 
 class Most(LiveTensors):
-    """The most bytes that lived at once."""
+    """Measures the largest number of bytes that were alive at once."""
 
     most = 0
 
@@ -183,7 +183,7 @@ def test_groups_of_heads_change_no_gradient(
 
 
 def test_latent_attention_keeps_latents_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the forward, groups of heads leave what all heads at once leave."""
+    """After the forward, groups of heads have saved the same tensors as all heads at once."""
     model = make("deepseek_v3", recompute=("mla_up_proj",))
     tokens = torch.zeros(1, 64, dtype=torch.long)
     kept = []
@@ -244,29 +244,30 @@ def test_what_this_machine_measured_comes_before_the_table() -> None:
 def test_speeds_are_found_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    monkeypatch.setattr(tuning, "kernels", lambda heads, device: {})
-    monkeypatch.setattr(tuning, "speeds", lambda *given: HERE.kernels)
-    tuning.measured_here.cache_clear()
+    monkeypatch.setattr(tuning, "runnable_kernels", lambda heads, device: {})
+    monkeypatch.setattr(tuning, "measure_tflops", lambda *given: HERE.kernels)
+    tuning.speeds_measured_here.cache_clear()
     gpu = torch.device("cuda")
-    assert tuning.measured_here(gpu) == ()
-    assert tuning.tune(tuning.Heads(32, 4, 128, 128), 8192, gpu, print) == HERE
-    assert tuning.measured_here(gpu) == (HERE,)
+    assert tuning.speeds_measured_here(gpu) == ()
+    assert tuning.tune_attention(tuning.AttentionHeads(32, 4, 128, 128), 8192, gpu, print) == HERE
+    assert tuning.speeds_measured_here(gpu) == (HERE,)
     (kept,) = (tmp_path / "threefold").glob("attention-a-gpu-*.json")
     kept.write_text("[1", encoding="utf-8")
-    tuning.measured_here.cache_clear()
-    assert tuning.measured_here(gpu) == ()
+    tuning.speeds_measured_here.cache_clear()
+    assert tuning.speeds_measured_here(gpu) == ()
     kept.unlink()
-    monkeypatch.setattr(tuning, "speeds", lambda *given: {})
-    assert tuning.tune(tuning.Heads(32, 4, 128, 128), 2**24, gpu, print).kernels == {}
+    monkeypatch.setattr(tuning, "measure_tflops", lambda *given: {})
+    assert tuning.tune_attention(tuning.AttentionHeads(32, 4, 128, 128), 2**24, gpu, print).kernels == {}
     assert not kept.exists()
-    tuning.measured_here.cache_clear()
+    tuning.speeds_measured_here.cache_clear()
 
 
 def test_kernels_that_do_not_run_are_left_out_and_named() -> None:
     """On a CPU torch's flash kernel runs, cuDNN's does not."""
     cpu = torch.device("cpu")
-    heads, said = tuning.Heads(4, 2, 16, 8), []
-    assert set(tuning.speeds(heads, (1, 64), cpu, tuning.kernels(heads, cpu), said.append)) == {"flash"}
+    heads, said = tuning.AttentionHeads(4, 2, 16, 8), []
+    kernels = tuning.runnable_kernels(heads, cpu)
+    assert set(tuning.measure_tflops(heads, (1, 64), cpu, kernels, said.append)) == {"flash"}
     assert [line.split(":")[0] for line in said] == ["attention by cudnn does not run here"]
 
 
@@ -281,9 +282,9 @@ def test_flash_attention_4_attends_where_it_was_fastest(
         calls.append(scale)
         return reference(q, k, v, scale=scale)
 
-    monkeypatch.setattr(backend, "measured_here", lambda device: (HERE,))
-    monkeypatch.setattr(backend, "flash4_works", lambda device: works)
-    monkeypatch.setattr(backend, "flash4", flash4)
+    monkeypatch.setattr(backend, "speeds_measured_here", lambda device: (HERE,))
+    monkeypatch.setattr(backend, "has_flash_attention_4", lambda device: works)
+    monkeypatch.setattr(backend, "flash_attention_4", flash4)
     out = backend._sdpa(q, k, v, 0.1, backend._Masking(None, None, None, None))
     torch.testing.assert_close(out, reference(q, k, v, scale=0.1))
     assert calls == [0.1] * called
@@ -291,11 +292,11 @@ def test_flash_attention_4_attends_where_it_was_fastest(
 
 def test_heads_to_measure_are_those_of_a_rank() -> None:
     plan = build({"model": "deepseek-v3", "target": "threefold", "cluster.gpus": 64, "layout.tp": 4, "layout.ep": 8})
-    assert tuning.heads_of(plan) == tuning.Heads(32, 32, 192, 128)
+    assert tuning.attention_heads_of(plan) == tuning.AttentionHeads(32, 32, 192, 128)
     plan = build({"model": "qwen3-30b-a3b", "target": "threefold", "cluster.gpus": 64, "layout.tp": 8, "layout.ep": 8})
-    assert tuning.heads_of(plan) == tuning.Heads(4, 1, 128, 128)
+    assert tuning.attention_heads_of(plan) == tuning.AttentionHeads(4, 1, 128, 128)
     sinks = build({"model": "gpt-oss-20b", "target": "threefold", "cluster.gpus": 8, "layout.ep": 8})
-    assert tuning.heads_of(sinks) is None
+    assert tuning.attention_heads_of(sinks) is None
 
 
 def test_one_document_a_row_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +310,7 @@ def test_one_document_a_row_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The CPU's kernel in place of cuDNN's -> how many query heads each backward had."""
+    """Put the CPU kernel in place of cuDNN's; the list receives the number of query heads of each backward."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     heads: list[int] = []
@@ -345,7 +346,7 @@ def test_a_backward_by_groups_of_heads_is_the_whole_one(
 @pytest.mark.parametrize(
     ("tokens", "size"), [(4096, 4), (131072, 4), (131073, 2), (262144, 2), (524288, 1), (2**21, 1)]
 )
-def test_heads_at_a_time(tokens: int, size: int) -> None:
+def test_kv_heads_per_group(tokens: int, size: int) -> None:
     assert kv_heads_per_group(torch.empty(1, 32, tokens, 128, device="meta"), 4) == size
 
 

@@ -187,20 +187,22 @@ def test_a_rehearsal_holds_nothing_of_what_leaves() -> None:
 
 
 def test_fraction_takes_whole_parameters() -> None:
-    assert hosted.chosen([10, 40, 30, 20], 0.0) == set()
-    assert hosted.chosen([10, 40, 30, 20], 1.0) == {0, 1, 2, 3}
-    assert hosted.chosen([10, 40, 30, 20], 0.4) == {1}
-    assert hosted.chosen([10, 40, 30, 20], 0.5) in ({1, 0}, {1, 2, 0}, {1, 3})
+    assert hosted.choose_offloaded([10, 40, 30, 20], 0.0) == set()
+    assert hosted.choose_offloaded([10, 40, 30, 20], 1.0) == {0, 1, 2, 3}
+    assert hosted.choose_offloaded([10, 40, 30, 20], 0.4) == {1}
+    assert hosted.choose_offloaded([10, 40, 30, 20], 0.5) in ({1, 0}, {1, 2, 0}, {1, 3})
     for fraction in (0.1, 0.25, 0.5, 0.75):
-        share = len(hosted.chosen([3] * 40, fraction)) / 40
+        share = len(hosted.choose_offloaded([3] * 40, fraction)) / 40
         assert abs(share - fraction) <= 1 / 40
-    assert hosted.chosen([], 0.5) == set()
+    assert hosted.choose_offloaded([], 0.5) == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 def test_hosted_states_move_alike(dtype: torch.dtype, state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "PIECE", 64)  # whole vectors of the CPU's kernel, so that its tail is the last piece's
+    monkeypatch.setattr(
+        adamw, "CHUNK_NUMEL", 64
+    )  # whole vectors of the CPU's kernel, so that its tail is the last piece's
     shapes = {"a": (33, 17), "b": (3, 8, 8), "c": (29,), "d_bias": (2, 5)}
     draw = torch.Generator().manual_seed(0)
     first = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
@@ -208,7 +210,7 @@ def test_hosted_states_move_alike(dtype: torch.dtype, state_dtype: str, monkeypa
     optimizers = [
         AdamW(side.items(), 0.1, state_dtype, offload=part) for side, part in zip(sides, (0, 0.5, 1), strict=True)
     ]
-    assert [len(optimizer.hosted) for optimizer in optimizers][::2] == [0, 4]
+    assert [len(optimizer.offloaded) for optimizer in optimizers][::2] == [0, 4]
     for step in range(4):
         for name, shape in shapes.items():
             grad = torch.randn(shape, generator=draw).to(dtype)
@@ -232,8 +234,8 @@ def test_a_plan_hosts_a_fraction() -> None:
     results = []
     for part in (0.0, 0.3, 1.0):
         parts = build(replace(plan, knobs=replace(plan.knobs, optimizer_offload=part)), with_data=False)
-        sizes = {item.name: item.value.numel() for item in parts.optimizer.items}
-        share = sum(sizes[name] for name in parts.optimizer.hosted) / sum(sizes.values())
+        sizes = {param.name: param.value.numel() for param in parts.optimizer.params}
+        share = sum(sizes[name] for name in parts.optimizer.offloaded) / sum(sizes.values())
         assert share == pytest.approx(part, abs=max(sizes.values()) / sum(sizes.values()))
         for step in range(2):
             batches = [synthetic_batch(plan, step, m, 0) for m in range(plan.num_microbatches)]

@@ -62,7 +62,7 @@ def test_same_bits(family: str, packed: bool, options: dict[str, Any], monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_hosted_states_move_alike(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "PIECE", 1 << 16)
+    monkeypatch.setattr(adamw, "CHUNK_NUMEL", 1 << 16)
     draw = torch.Generator("cuda").manual_seed(0)
     first = [torch.randn(700, 900, device="cuda", generator=draw).to(dtype) for _ in range(4)]
     sides = [[value.clone().requires_grad_() for value in first] for _ in range(2)]

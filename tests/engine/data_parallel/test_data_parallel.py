@@ -106,16 +106,16 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The head's weight is used without calling the head, as in a fused loss."""
 
-    def __init__(self, pieces: dict[str, Tensor]) -> None:
+    def __init__(self, shards: dict[str, Tensor]) -> None:
         super().__init__()
         tree: dict[str, dict[str, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
-        for name, piece in pieces.items():
+        for name, shard in shards.items():
             if name.startswith("layers"):
                 _, number, leaf, last = name.split(".")
-                tree[number][leaf][last] = piece
-        self.embed = Leaf("embed.", {"weight": pieces["embed.weight"]})
+                tree[number][leaf][last] = shard
+        self.embed = Leaf("embed.", {"weight": shards["embed.weight"]})
         self.layers = nn.ModuleList(Block(f"layers.{n}.", leaves) for n, leaves in tree.items())
-        self.head = Leaf("head.", {"weight": pieces["head.weight"]})
+        self.head = Leaf("head.", {"weight": shards["head.weight"]})
 
     def forward(self, data: dict[str, Tensor]) -> "Output":
         return self.conclude(self.advance(data), data)
@@ -222,7 +222,7 @@ def train_one(mesh: Mesh, case: Case) -> Seen:
     if case.optimizer == "adamw":
         optimizer: Any = AdamW(data.updated, DECAY)
     else:
-        optimizer = Muon(data.updated, DECAY, wholes=FullMatrices(data, lambda place: shard_group(mesh, place)))
+        optimizer = Muon(data.updated, DECAY, gatherer=FullMatrices(data, lambda place: shard_group(mesh, place)))
     calls: list[CollectiveCall] = []
     norms, during = [], 0
     with observe_collectives(calls.append):
@@ -366,7 +366,7 @@ def test_collectives_are_as_counted_by_hand(folded: list[Seen]) -> None:
 
 
 def test_state_is_kept_once(folded: list[Seen]) -> None:
-    """Over all ranks each element of the whole has its moments once; experts are cut, not copied, over ep."""
+    """Over all ranks each element of the whole has its moments once; experts are sharded, not replicated, over ep."""
     for kind in ("first", "second"):
         for name, shape in SHAPES.items():
             kept = sum(torch.Size(seen.state.get(f"{kind}.{name}", (0,))).numel() for seen in folded)

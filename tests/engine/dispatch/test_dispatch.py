@@ -13,7 +13,6 @@ import fake_deepep as flex_standin
 import plans
 import pytest
 import torch
-from threefold.engine.verify.forked_ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher
@@ -30,6 +29,7 @@ from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
 from threefold.engine.options import Options
 from threefold.engine.shard.expert_parallel import shard_experts
+from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.findings import FindingsError
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
@@ -134,7 +134,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_on_ranks_equal_one_rank(name: str) -> None:
-    """As many tokens on each rank; unlike counts with none on one; all to the two experts of one rank."""
+    """Equal token counts; unequal ones with no token on one rank; all tokens to the experts of one rank."""
     layout, options = LAYOUTS[name], Options(shared_overlap=name == "ep4", expert_backend="loop")
     amounts = [[5] * layout.gpus, [7, 0, 3, 1][: layout.gpus], [0, 4, 2, 5][: layout.gpus]]
     cases = [(options, favour, *tokens_of(counts)) for favour, counts in zip((None, None, 6), amounts, strict=True)]
@@ -147,7 +147,7 @@ def test_experts_on_ranks_equal_one_rank(name: str) -> None:
 
 
 def equal_tokens(num_sequences: int, length: int) -> tuple[Any, Any]:
-    """Of five kinds only, so that weights tie."""
+    """Tokens of only five kinds, so that weights tie."""
     generator = torch.Generator().manual_seed(11)
     kinds = torch.randint(-2, 3, (5, DIM), generator=generator).double()
     pick = torch.randint(0, 5, (num_sequences, length), generator=generator)
@@ -239,7 +239,7 @@ def compare_microbatches(
 
 
 def microbatches(parts: list[Any], layout: Layout) -> list[Any]:
-    """Of the ranks that share one."""
+    """The microbatches, each joined from the ranks that share it."""
     shared = layout.tp * layout.cp
     return [side_by_side(parts[first : first + shared]) for first in range(0, len(parts), shared)]
 
@@ -288,7 +288,7 @@ def cut_apart(layer: MoeLayer, x_BSD: Any, coefficients: Any) -> tuple[Any, Any]
     return y_TD.detach().view_as(x_BSD), x_TD.grad.view_as(x_BSD)
 
 
-def test_phases_run_apart_and_again() -> None:
+def test_phases_run_apart_and_recomputed() -> None:
     for runs in run_ranks(2, apart, Layout(ep=2, gpus=2)):
         for at_once, recomputed, phases in runs:
             assert all(torch.equal(one, other) for one, other in zip(at_once, recomputed, strict=True))
@@ -408,7 +408,7 @@ def test_a_dispatcher_that_is_not_there_is_a_finding(monkeypatch: pytest.MonkeyP
 
 def test_packages_are_told_apart_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     class Buffer:
-        """Of another package: no layout, other arguments."""
+        """A class of another package, without `get_dispatch_layout` and with other arguments."""
 
         def dispatch(self, x: Any) -> None: ...
 
@@ -427,7 +427,9 @@ def test_packages_are_told_apart_by_signature(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["local", "alltoall", "deepep", "hybridep"])
 def test_with_all_experts_here_nothing_travels(name: str) -> None:
     assert make_dispatcher(name, 8) == LocalDispatcher(8)
-    assert make_dispatcher(name, 8, trivial_group("ep"), trivial_group("etp"), capacity_factor=1.0) == LocalDispatcher(8, 1.0)
+    assert make_dispatcher(name, 8, trivial_group("ep"), trivial_group("etp"), capacity_factor=1.0) == LocalDispatcher(
+        8, 1.0
+    )
 
 
 def on_one_rank(rank: int) -> tuple[str, Any]:
@@ -446,24 +448,24 @@ def test_real_groups_of_one_rank_run_every_exchange() -> None:
         torch.testing.assert_close(found[parameter], grad, **EXACT)
 
 
-def counts_beside(rank: int) -> list[bool]:
+def counts_on_second_communicator(rank: int) -> list[bool]:
     mesh = Mesh(Layout(ep=2, gpus=2), rank)
     ep = mesh.group("ep")
-    news = mesh.second_communicator(ep)
-    counts = RowCounts(torch.arange(4) + rank, 6 + 4 * rank, news, mesh.group("etp"))
+    count_group = mesh.second_communicator(ep)
+    counts = RowCounts(torch.arange(4) + rank, 6 + 4 * rank, count_group, mesh.group("etp"))
     splits = counts.split_sizes()
     other = 1 - rank
     came = [2 * at + 4 * rank + 1 for at in range(2)]  # two experts here, and who sends adds its number
     return [
-        news.handle is not ep.handle,
-        mesh.second_communicator(ep).handle is news.handle,  # one for all layers: a communicator costs memory
-        news.ranks == ep.ranks,
+        count_group.handle is not ep.handle,
+        mesh.second_communicator(ep).handle is count_group.handle,  # one for all layers: a communicator costs memory
+        count_group.ranks == ep.ranks,
         mesh.second_communicator(mesh.group("tp")).is_trivial,
         splits.received == came,
         splits.sent[other] == sum(range(2 * other, 2 * other + 2)) + 2 * rank,
     ]
 
 
-def test_counts_have_a_way_of_their_own() -> None:
-    for found in run_ranks(2, counts_beside):
+def test_counts_have_a_communicator_of_their_own() -> None:
+    for found in run_ranks(2, counts_on_second_communicator):
         assert all(found), found

@@ -1,4 +1,4 @@
-"""Graphs of parts of a step: the numbers of the eager model, whatever is replayed, and what happens where it cannot be.
+"""CUDA graphs give the numbers of the eager model, and a part runs eagerly where its graph cannot be used.
 
 On the CPU a stand-in records; where there is a GPU, CUDA graphs do.
 """
@@ -65,7 +65,7 @@ def batches(model: Decoder, count: int, seed: int, length: int = LENGTH, packed:
 
 
 class Run:
-    """A model that trains by plain steps, and all that came out."""
+    """A model, its graphs, and plain training steps that return losses and gradients."""
 
     def __init__(self, model: Decoder, graphs: ChunkGraphs | None) -> None:
         self.model, self.model_graphs = model, ModelGraphs(model, graphs)
@@ -97,7 +97,7 @@ def pair(family: str, scopes: tuple[str, ...], recorder: type = StandIn, **optio
     "family", [one if one in OFTEN else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES]
 )
 def test_same_numbers(family: str, scopes: tuple[str, ...]) -> None:
-    """Over steps that change the weights, with gradients of two microbatches added."""
+    """Several steps change the weights, with gradients of two microbatches added."""
     plain, graphed = pair(family, scopes, recompute=FINE)
     for seed in range(3):
         same(graphed.step(batches(graphed.model, 2, seed)), plain.step(batches(plain.model, 2, seed)))
@@ -124,7 +124,7 @@ def test_full_recompute_inside_of_a_whole_microbatch() -> None:
         same(graphed.step(batches(graphed.model, 2, seed)), plain.step(batches(plain.model, 2, seed)))
 
 
-def test_counts_are_those_of_the_pieces() -> None:
+def test_counts_are_those_of_the_graphed_parts() -> None:
     _, graphed = pair("qwen3_moe", ("attn", "moe_router"))
     for seed in range(3):
         graphed.step(batches(graphed.model, 2, seed))
@@ -165,7 +165,7 @@ def test_packed_documents_run_eagerly(scopes: tuple[str, ...]) -> None:
 
 
 def test_an_eager_microbatch_between_two_replayed_ones() -> None:
-    """Its gradients are added to those of a graph, and a graph's to its."""
+    """The gradients of an eager microbatch are added to those of a graph, and those of a graph to them."""
     plain, graphed = pair("qwen3_moe", ("full_iteration",))
     for seed in range(3):
         given = [batches(run.model, 3, seed) for run in (graphed, plain)]
@@ -210,7 +210,7 @@ def test_a_backward_that_cannot_be_recorded_is_said() -> None:
 
 
 def test_microbatches_in_flight_have_slots_of_their_own() -> None:
-    """As in a pipeline: forwards first, then the backwards, in the same order."""
+    """Microbatches run as in a pipeline: forwards first, then the backwards, in the same order."""
     plain, graphed = pair("qwen3_moe", EVERY)
     graphs = graphed.model_graphs.graphs
     assert graphs is not None
@@ -232,7 +232,7 @@ def test_microbatches_in_flight_have_slots_of_their_own() -> None:
 
 
 def test_memory_of_the_eager_part_is_not_the_graphs() -> None:
-    """What a graph returns is overwritten by the next microbatch; the statistics of a step are copies."""
+    """The next microbatch overwrites the outputs of a graph, so the statistics of a step must be copies."""
     _, graphed = pair("qwen3_moe", ("full_iteration",))
     given = batches(graphed.model, 2, 0)
     for _ in range(2):
@@ -242,7 +242,7 @@ def test_memory_of_the_eager_part_is_not_the_graphs() -> None:
 
 
 def graphed_on_ranks(model: Decoder, graph_stats: GraphStats | None = None) -> ModelGraphs:
-    """Graphs where there are several ranks: the one that they are held against has none."""
+    """Graphs in runs of several ranks only: the one-rank reference runs eagerly."""
     return ModelGraphs(model, ChunkGraphs(StandIn, graph_stats) if dist.get_world_size() > 1 else None)
 
 
@@ -258,7 +258,7 @@ def graphed_on_ranks(model: Decoder, graph_stats: GraphStats | None = None) -> M
     ids=lambda one: one.name,
 )
 def test_ranks_with_graphs_are_one_rank_without(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients on their way to other ranks, weights that come from them, microbatches in flight."""
+    """Graphs together with gradient reduction, parameter gathering and several microbatches in flight."""
     monkeypatch.setattr(runner, "make_model_graphs", graphed_on_ranks)
     plan = replace(layout.plan, knobs=replace(layout.plan.knobs, graphs=EVERY))
     found = compare_with_one_rank(plan)
@@ -286,7 +286,11 @@ def test_compiled_parts_give_the_same_numbers(family: str, recompute: tuple[str,
 
 
 def test_a_run_tells_of_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "make_model_graphs", lambda model, graph_stats=None: ModelGraphs(model, ChunkGraphs(StandIn, graph_stats)))
+    monkeypatch.setattr(
+        runner,
+        "make_model_graphs",
+        lambda model, graph_stats=None: ModelGraphs(model, ChunkGraphs(StandIn, graph_stats)),
+    )
     said: list[str] = []
     plan = tiny_plan({"job.data": tiny_shard(tmp_path / "tokens"), "job.steps": 3, "knobs.graphs": ["attn"]})
     train(plan, tmp_path / "run", said.append)
@@ -331,7 +335,7 @@ def test_same_bits_on_a_gpu(family: str, scopes: tuple[str, ...], options: dict[
 
 
 def test_the_benchmark_holds_every_variant_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each begins with the same weights: on a CPU all are eager, and so their losses are the same numbers."""
+    """Every variant starts from the same weights. On a CPU all run eagerly, so their losses are equal."""
     pytest.importorskip("triton")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import graphs

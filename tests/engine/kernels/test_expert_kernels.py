@@ -266,12 +266,12 @@ def test_never_waits_for_the_gpu_and_repeats_itself() -> None:
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("gathered", [True, False])
 def test_a_tuned_shape_is_found_again(gathered: bool, tmp_path: Any, monkeypatch: Any) -> None:
-    from threefold.engine.tune.expert_kernels import tune
+    from threefold.engine.tune.expert_kernels import tune_experts
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernel_choice._tuned_choices.cache_clear()
     shape, device = ExpertShape(1024, 8, 256, 128, gathered), torch.device("cuda", 0)
-    choice = tune(shape, 4, device)
+    choice = tune_experts(shape, 4, device)
     assert kernel_choice.choose_kernels(shape, torch.zeros(1, device=device, dtype=torch.bfloat16)) == choice
     kernel_choice._tuned_choices.cache_clear()
 

@@ -16,7 +16,7 @@ from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.layers import cross_entropy as loss
 from threefold.engine.layers.positions import Positions, document_bounds
 from threefold.engine.moe import balance
-from threefold.engine.moe.experts import Experts, grouped_works, rows_of
+from threefold.engine.moe.experts import Experts, can_use_grouped_mm, gather_bias_rows
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
 from threefold.engine.options import Options
@@ -164,15 +164,15 @@ def test_router_weight_before_fc2_is_the_weight_after_it() -> None:
 def test_gradient_of_a_bias_in_bf16_counts_every_row() -> None:
     """Ones added up in bf16 would stop at 256."""
     bias = leaf(3, 5, dtype=torch.bfloat16)
-    rows_of(bias, torch.tensor([1000, 0, 24]), 1024).backward(torch.ones(1024, 5, dtype=torch.bfloat16))
+    gather_bias_rows(bias, torch.tensor([1000, 0, 24]), 1024).backward(torch.ones(1024, 5, dtype=torch.bfloat16))
     assert bias.grad[:, 0].tolist() == [1000, 0, 24]
 
 
 def test_grouped_product_is_used_only_where_it_works() -> None:
     down = torch.empty(2, 8, 12)
-    assert grouped_works(torch.empty(3, 8), down)
-    assert not grouped_works(torch.empty(3, 8), torch.empty(2, 8, 13))
-    assert not grouped_works(torch.empty(3, 8, dtype=torch.float64), down.double())
+    assert can_use_grouped_mm(torch.empty(3, 8), down)
+    assert not can_use_grouped_mm(torch.empty(3, 8), torch.empty(2, 8, 13))
+    assert not can_use_grouped_mm(torch.empty(3, 8, dtype=torch.float64), down.double())
 
 
 def plain_moe(layer: MoeLayer, x_BSD: Any) -> Any:

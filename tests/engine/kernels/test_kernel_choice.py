@@ -159,14 +159,14 @@ def test_a_plan_knows_the_shape_of_its_experts() -> None:
     recipe = ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml"
     plan = read_plan(str(recipe), []).plan
     assert plan is not None
-    assert tune.shape_of(plan) == ExpertShape(4096 * 8 * plan.job.micro_batch, 8, 2048, 768, gathered=False)
+    assert tune.expert_shape_of(plan) == ExpertShape(4096 * 8 * plan.job.micro_batch, 8, 2048, 768, gathered=False)
     alone = change(plan, {"cluster.gpus": 1, "layout.ep": 1, "job.micro_batch": 2, "job.global_batch": 2})
-    assert tune.shape_of(alone) == ExpertShape(2 * 4096 * 8, 128, 2048, 768, gathered=True)
+    assert tune.expert_shape_of(alone) == ExpertShape(2 * 4096 * 8, 128, 2048, 768, gathered=True)
     # 2 GiB of rows hold 65,536 tokens: 2,048 wide, in two bytes, to eight experts.
     long = change(alone, {"job.micro_batch": 1, "job.seq_len": 131_072})
-    assert tune.shape_of(long).num_rows == 65_536 * 8
+    assert tune.expert_shape_of(long).num_rows == 65_536 * 8
     spread = change(plan, {"job.seq_len": 131_072})
-    assert tune.shape_of(spread).num_rows == 131_072 * 8
+    assert tune.expert_shape_of(spread).num_rows == 131_072 * 8
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_capacity_limits_the_rows_of_a_plan(factor: float, alone: int, spread: i
     fields = {"job.micro_batch": 1, "job.capacity_factor": factor}
     plan = change(read_plan(str(recipe), []).plan, fields)
     one = change(plan, {"cluster.gpus": 1, "layout.ep": 1, "job.global_batch": 1})
-    assert tune.shape_of(one) == ExpertShape(alone, 128, 2048, 768, gathered=False)
-    assert tune.shape_of(plan) == ExpertShape(spread, 8, 2048, 768, gathered=False)
+    assert tune.expert_shape_of(one) == ExpertShape(alone, 128, 2048, 768, gathered=False)
+    assert tune.expert_shape_of(plan) == ExpertShape(spread, 8, 2048, 768, gathered=False)
     _, count_E = capacity.sort_and_pad(torch.arange(32_768).view(4096, 8) % 128, torch.rand(4096, 8))
     assert int(count_E.sum()) == alone
 
@@ -211,11 +211,11 @@ def test_the_fastest_kernels_that_fit_together_are_kept(monkeypatch: pytest.Monk
         steps = STEPS if timed[0] != timed[1] else timed[:1]
         return FakeEvent(0), FakeEvent(sum(cost(step, getattr(choice, step)) for step in steps))
 
-    monkeypatch.setattr(tuning, "_work", lambda *given: run)
+    monkeypatch.setattr(tuning, "_make_workload", lambda *given: run)
     monkeypatch.setattr(tuning, "has_cute_kernels", lambda device: True)
     monkeypatch.setattr(tuning, "save_choice", lambda device, shape, choice, kind="auto": kept.update({kind: choice}))
     monkeypatch.setattr(tuning.torch.cuda, "synchronize", lambda: None)
-    best = tuning.tune(QWEN, 8, torch.device("cuda"))
+    best = tuning.tune_experts(QWEN, 8, torch.device("cuda"))
     assert kept.keys() == {"torch", "triton", "cute", "auto"}
     assert best == kept["auto"]
     # Ours for FC1 and its activation backward takes 2 + 2, quack for the four GEMMs takes 4: less than quack's 9 + 5.
@@ -250,7 +250,7 @@ def test_experts_with_biases_and_clamps_are_measured_with_them(
     monkeypatch.setattr(tuning, "GpuSteps", RecordingSteps)
     monkeypatch.setattr(tuning, "counting_sort", sort_rows)
     monkeypatch.setattr(tuning.torch.cuda, "Event", lambda **given: SimpleNamespace(record=lambda: None))
-    work = tuning._work(ExpertShape(24, 3, 16, 8, gathered, plain), 2, torch.device("cpu"))
+    work = tuning._make_workload(ExpertShape(24, 3, 16, 8, gathered, plain), 2, torch.device("cpu"))
     work(KernelChoice(), (STEPS[0], STEPS[-1]))
     bias = None if plain else (3, 16)
     assert seen == [(not plain, bias), (not plain, bias), (not plain, None)]

@@ -137,7 +137,7 @@ def test_quantized_is_near_and_has_the_scales_of_its_spec(name: str, shape: tupl
 
 @pytest.mark.parametrize("name", ["fp8-blockwise input", "fp8-blockwise input_t", "mxfp8 input"])
 def test_quantizing_twice_changes_nothing(name: str) -> None:
-    """With power-of-two scales bf16 represents the quantized numbers exactly, and quantizing them again keeps all bits."""
+    """With power-of-two scales bf16 represents the quantized numbers exactly; quantizing them again keeps all bits."""
     x_MK = torch.randn(130, 384) * torch.rand(130, 1).exp2()
     once = quantize(x_MK, SPECS[name])
     assert torch.equal(once.dequantize(torch.bfloat16).float(), once.dequantize())
@@ -230,7 +230,7 @@ def test_three_gemms_of_a_layer(name: str, sizes: tuple[int, int, int]) -> None:
 
 
 def test_sums_are_taken_in_fp32() -> None:
-    """Of 32,768 equal numbers, a sum in bf16 would stop growing at 256."""
+    """The sum of 32,768 equal numbers would stop growing at 256 in bf16."""
     x, weight = torch.full((2, 32_768), 1.0, dtype=torch.bfloat16), torch.full((3, 32_768), 0.5, dtype=torch.bfloat16)
     assert low_precision_linear(x, weight, RECIPES["fp8-blockwise"]).tolist() == [[16_384.0] * 3] * 2
 

@@ -122,8 +122,8 @@ def small(recipe: Recipe, block: int = 4, turned: bool = True) -> Recipe:
     return Recipe(recipe.name, *sides, *turn)
 
 
-# Sums in another order move numbers by 1e-15. A number between two of e4m3 may then round to the other one, a small step
-# where the number is small. A key head replicated on two ranks would be quantized in parts, so no case has one.
+# Sums in another order move numbers by 1e-15. A number between two of e4m3 may then round to the other one, a small
+# step where the number is small. A key head replicated on two ranks would be quantized in parts, so no case has one.
 EXACT = 1e-5
 DENSE = ["tp pp", "cp", "dp tp", "hsdp"]
 EXPERTS = ["dp tp ep edp", "tp pp vpp etp", "fsdp tp ep etp", "ep over cp, pipeline", "tp cp", "recompute of modules"]
@@ -181,9 +181,9 @@ def test_packed_rows_have_eight_bits_and_come_out_quantized(dtype: Any) -> None:
     assert not bool(unpack_fp8(pack_fp8(x_SD), dtype)[3].isfinite().all())
 
 
-def _dispatch(rank: int, narrow: bool) -> tuple[Any, ...]:
+def _dispatch(rank: int, fp8_rows: bool) -> tuple[Any, ...]:
     mesh = Mesh(Layout(gpus=2, ep=2), rank)
-    dispatcher = AllToAllDispatcher(4, mesh.group("ep"), narrow=narrow)
+    dispatcher = AllToAllDispatcher(4, mesh.group("ep"), fp8_rows=fp8_rows)
     draw = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(9, 256, generator=draw).requires_grad_()
     expert_TK = torch.rand(9, 4, generator=draw).topk(2).indices
@@ -195,11 +195,11 @@ def _dispatch(rank: int, narrow: bool) -> tuple[Any, ...]:
 
 
 def test_quantizing_before_the_exchange_equals_quantizing_after_it() -> None:
-    plain, narrow = run_ranks(2, _dispatch, False), run_ranks(2, _dispatch, True)
-    for (x_RD, count_e, _, grad), (x8_RD, count8_e, _, grad8) in zip(plain, narrow, strict=True):
-        assert torch.equal(count_e, count8_e)
-        assert torch.equal(x8_RD, quantize(x_RD, RECIPES["fp8-blockwise"].input).dequantize())
-        assert torch.equal(grad, grad8)  # gradients travel unquantized
+    plain, quantized = run_ranks(2, _dispatch, False), run_ranks(2, _dispatch, True)
+    for (x_RD, count_e, _, grad), (fp8_RD, fp8_count_e, _, fp8_grad) in zip(plain, quantized, strict=True):
+        assert torch.equal(count_e, fp8_count_e)
+        assert torch.equal(fp8_RD, quantize(x_RD, RECIPES["fp8-blockwise"].input).dequantize())
+        assert torch.equal(grad, fp8_grad)  # gradients travel unquantized
 
 
 def test_fp8_dispatch_gives_experts_the_same_bits() -> None:
@@ -218,7 +218,7 @@ def test_fp8_dispatch_gives_experts_the_same_bits() -> None:
 
 @pytest.mark.parametrize("name", ["fp8-blockwise", "fp8-rowwise"])
 def test_fused_experts_match_experts_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference steps stand in for the kernels. Weights that are not cached are quantized again to the same bits."""
+    """The reference steps stand in for the kernels. Weights that are not cached are quantized to the same bits."""
     experts = Experts(4, 64, 128)
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.1)

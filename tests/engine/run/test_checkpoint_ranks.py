@@ -39,8 +39,8 @@ def state(rank: int, world: int, step: int) -> State:
     return {"model.weight": CheckpointShard(rows(rank, world), torch.full((ROWS // world, 8), float(step)))}
 
 
-def save(kept: Checkpoints, rank: int, world: int, step: int) -> None:
-    kept.save(step, state(rank, world, step), {"step": step}, wait=True)
+def save(saved: Checkpoints, rank: int, world: int, step: int) -> None:
+    saved.save(step, state(rank, world, step), {"step": step}, wait=True)
 
 
 def told_by(act: Callable[[], object]) -> list[str]:
@@ -49,14 +49,14 @@ def told_by(act: Callable[[], object]) -> list[str]:
     return [f"{finding.rule} {finding.at} {finding.problem}" for finding in caught.value.findings]
 
 
-def loaded(kept: Checkpoints, rank: int, world: int, said: list[str]) -> int:
+def loaded(saved: Checkpoints, rank: int, world: int, said: list[str]) -> int:
     """The step that was loaded: every element has its number."""
     want = state(rank, world, -1)
-    facts = kept.load_latest(said.append, want)
+    facts = saved.load_latest(said.append, want)
     assert facts is not None
-    piece = want["model.weight"]
-    assert isinstance(piece, CheckpointShard)
-    assert bool((piece.memory == facts["step"]).all())
+    shard = want["model.weight"]
+    assert isinstance(shard, CheckpointShard)
+    assert bool((shard.memory == facts["step"]).all())
     return int(facts["step"])
 
 
@@ -64,17 +64,17 @@ def loaded(kept: Checkpoints, rank: int, world: int, said: list[str]) -> int:
 
 
 def one_rank_fails(rank: int, folder: Path) -> list[str]:
-    kept = checkpoints(rank, 3, folder)
-    save(kept, rank, 3, 1)
+    saved = checkpoints(rank, 3, folder)
+    save(saved, rank, 3, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (32 * KIB, before[1]))
-    told = told_by(lambda: save(kept, rank, 3, 2))
+    told = told_by(lambda: save(saved, rank, 3, 2))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-    assert loaded(kept, rank, 3, []) == 1
-    save(kept, rank, 3, 2)  # the same objects go on
-    assert loaded(kept, rank, 3, []) == 2
+    assert loaded(saved, rank, 3, []) == 1
+    save(saved, rank, 3, 2)  # the same objects go on
+    assert loaded(saved, rank, 3, []) == 2
     return told
 
 
@@ -89,9 +89,9 @@ def test_a_rank_that_cannot_write_fails_all_with_one_finding(tmp_path: Path) -> 
 
 def mistakes(rank: int, folder: Path) -> list[str]:
     """Each is made by one rank, or seen by one."""
-    kept = checkpoints(rank, 3, folder)
+    saved = checkpoints(rank, 3, folder)
     mine = state(rank, 3, 1)
-    save(kept, rank, 3, 1)
+    save(saved, rank, 3, 1)
     twice = {**mine, "optimizer.steps": torch.tensor(1)} if rank else mine
     lost = {} if rank == 2 else mine
     other = (
@@ -101,14 +101,14 @@ def mistakes(rank: int, folder: Path) -> list[str]:
     )
     gone = {"model.weight": torch.empty(3, device="meta")} if rank == 1 else mine
     told = [
-        *told_by(lambda: kept.save(2, twice, {}, wait=True)),
-        *told_by(lambda: kept.save(2, lost, {}, wait=True)),
-        *told_by(lambda: kept.save(2, other, {}, wait=True)),
-        *told_by(lambda: kept.save(2, gone, {}, wait=True)),
-        *told_by(lambda: kept.save(2, mine, {"step": object()} if rank == 0 else {}, wait=True)),
+        *told_by(lambda: saved.save(2, twice, {}, wait=True)),
+        *told_by(lambda: saved.save(2, lost, {}, wait=True)),
+        *told_by(lambda: saved.save(2, other, {}, wait=True)),
+        *told_by(lambda: saved.save(2, gone, {}, wait=True)),
+        *told_by(lambda: saved.save(2, mine, {"step": object()} if rank == 0 else {}, wait=True)),
     ]
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-    assert loaded(kept, rank, 3, []) == 1
+    assert loaded(saved, rank, 3, []) == 1
     assert threading.active_count() == 1
     return told
 
@@ -136,22 +136,22 @@ def flip(path: Path) -> None:
 
 
 def a_bit_flips(rank: int, folder: Path) -> tuple[list[str], list[str], list[str]]:
-    kept = checkpoints(rank, 3, folder)
+    saved = checkpoints(rank, 3, folder)
     for step in (1, 2, 3):
-        save(kept, rank, 3, step)
+        save(saved, rank, 3, step)
     if rank == 0:
-        flip(kept.path(3) / "__2_0.distcp")
-        flip(kept.path(2) / ".metadata")
+        flip(saved.path(3) / "__2_0.distcp")
+        flip(saved.path(2) / ".metadata")
     dist.barrier()
     said: list[str] = []
-    assert loaded(kept, rank, 3, said) == 1
+    assert loaded(saved, rank, 3, said) == 1
     misfit = {"model.weight": torch.zeros(5)} if rank == 1 else {}
     more = {"model.bias": torch.zeros(5)} if rank == 2 else {}
-    told = told_by(lambda: kept.load_latest(print, misfit)) + told_by(lambda: kept.load_latest(print, more))
+    told = told_by(lambda: saved.load_latest(print, misfit)) + told_by(lambda: saved.load_latest(print, more))
     if rank == 0:
-        flip(kept.path(1) / "__0_0.distcp")
+        flip(saved.path(1) / "__0_0.distcp")
     dist.barrier()
-    return said, told, told_by(lambda: kept.load_latest(print, {}))
+    return said, told, told_by(lambda: saved.load_latest(print, {}))
 
 
 def test_damaged_checkpoints_are_passed_over_by_all(tmp_path: Path) -> None:
@@ -178,14 +178,14 @@ def test_no_checkpoint_is_none_on_all(tmp_path: Path) -> None:
 
 def saves_go_on(rank: int, folder: Path) -> list[int]:
     """Steps communicate on their own group while a save is under way."""
-    kept = checkpoints(rank, 3, folder, keep=2)
+    saved = checkpoints(rank, 3, folder, keep=2)
     for step in (1, 2, 3, 4):
-        kept.save(step, state(rank, 3, step), {"step": step})
+        saved.save(step, state(rank, 3, step), {"step": step})
         for _ in range(20):
             dist.all_reduce(torch.ones(8))
-    kept.finish()
+    saved.finish()
     dist.barrier()
-    return kept.steps()
+    return saved.steps()
 
 
 def test_saves_in_the_background_keep_the_newest(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_saves_in_the_background_keep_the_newest(tmp_path: Path) -> None:
 
 
 def killed_while_writing(rank: int, folder: Path, victim: int, where: str) -> None:
-    kept = checkpoints(rank, 2, folder)
-    save(kept, rank, 2, 1)
+    saved = checkpoints(rank, 2, folder)
+    save(saved, rank, 2, 1)
     if rank == victim:
 
         def die(*args: Any, **more: Any) -> None:
@@ -207,15 +207,15 @@ def killed_while_writing(rank: int, folder: Path, victim: int, where: str) -> No
             torch.save = die  # the file is open and empty
         else:
             Path.rename = die  # type: ignore[assignment, method-assign]  # all is written
-    save(kept, rank, 2, 2)
+    save(saved, rank, 2, 2)
 
 
 def goes_on(rank: int, folder: Path) -> list[int]:
-    kept = checkpoints(rank, 3, folder)
-    found = [loaded(kept, rank, 3, [])]
-    kept.remove_partial()
-    save(kept, rank, 3, 2)
-    return [*found, loaded(kept, rank, 3, []), *kept.steps()]
+    saved = checkpoints(rank, 3, folder)
+    found = [loaded(saved, rank, 3, [])]
+    saved.remove_partial()
+    save(saved, rank, 3, 2)
+    return [*found, loaded(saved, rank, 3, []), *saved.steps()]
 
 
 @pytest.mark.parametrize(("victim", "where"), [(1, "data"), (0, "data"), (0, "rename")])
@@ -229,10 +229,10 @@ def test_a_kill_during_a_save_leaves_the_one_before(victim: int, where: str, tmp
 
 def test_a_rank_lost_during_a_save_is_no_finding(tmp_path: Path) -> None:
     """A finding would end the run for good; a lost rank makes all of them start again."""
-    kept = Checkpoints(tmp_path, 2)
-    kept._failure = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40879")
+    saved = Checkpoints(tmp_path, 2)
+    saved._failure = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40879")
     with pytest.raises(RuntimeError, match="closed by peer"):
-        kept.finish()
-    kept._failure = RuntimeError("No space left on device")
+        saved.finish()
+    saved._failure = RuntimeError("No space left on device")
     with pytest.raises(FindingsError, match="checkpoint-writable"):
-        kept.finish()
+        saved.finish()

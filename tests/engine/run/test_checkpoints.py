@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, named when damaged, and nothing lost when a save fails."""
+"""Checkpoints: complete or absent, reported when damaged, and nothing lost when a save fails."""
 
 import errno
 import json
@@ -240,7 +240,7 @@ def trained_on(folder: Path) -> TrainState:
 
 
 def flat(value: Tensor | CheckpointShard) -> Tensor:
-    """On one rank a piece holds every element."""
+    """On one rank a shard holds every element."""
     return (value.memory if isinstance(value, CheckpointShard) else value).detach().flatten()
 
 

@@ -100,7 +100,7 @@ def test_one_process_reads_whole_tensors_of_any_layout(layout: TensorLayout, sav
 
 
 def test_ranks_write_only_what_they_own(saved: Path) -> None:
-    """Of eight ranks that cut everything but norm and scale: the rectangles in the index add up to each whole once."""
+    """Eight ranks shard everything but norm and scale; the rectangles in the index cover each full tensor once."""
     index = FileSystemReader(folder_of(saved, LAYOUTS[7]) / "step-00000001").read_metadata()
     for name, facts in index.state_dict_metadata.items():
         assert sum(chunk.sizes.numel() for chunk in facts.chunks) == facts.size.numel(), name
@@ -139,8 +139,8 @@ def tiny_weights(run: Path) -> dict[str, Tensor]:
     return {f"model.{name}": value for name, value in model.state_dict().items()}
 
 
-def cut_for(name: str, shape: tuple[int, ...], rank: int) -> Placement:
-    """Two by two for experts (gate and up each by half), by rows or by columns for matrices, whole for vectors."""
+def placement_for(name: str, shape: tuple[int, ...], rank: int) -> Placement:
+    """Experts are sharded two by two (gate and up each by half), matrices by rows or by columns, vectors not at all."""
     ranges = [((0, size),) for size in shape]
     if len(shape) == 3:
         ranges[0] = half(shape[0], rank // 2)
@@ -155,24 +155,24 @@ def cut_for(name: str, shape: tuple[int, ...], rank: int) -> Placement:
     return Placement(shape, tuple(ranges), ())
 
 
-def half(size: int, place: int) -> tuple[tuple[int, int], ...]:
-    return ((size // 2 * place, size // 2 * (place + 1)),)
+def half(size: int, index: int) -> tuple[tuple[int, int], ...]:
+    return ((size // 2 * index, size // 2 * (index + 1)),)
 
 
 def save_in_four(rank: int, folder: Path, weights: dict[str, Tensor]) -> None:
-    pieces: dict[str, Tensor | CheckpointShard] = {}
-    for name, whole in weights.items():
+    shards: dict[str, Tensor | CheckpointShard] = {}
+    for name, full in weights.items():
         if name.endswith("balance_bias"):  # a buffer, alike everywhere
-            pieces |= {name: whole} if rank == 3 else {}
+            shards |= {name: full} if rank == 3 else {}
             continue
-        placements = [cut_for(name, tuple(whole.shape), other) for other in range(4)]
-        copies = [other for other in range(4) if placements[other] == placements[rank]]
-        flat = placements[rank].extract_shard(whole).flatten()
-        ends = [0, *(flat.numel() * n // len(copies) + 3 for n in range(1, len(copies))), flat.numel()]
-        first, after = ends[copies.index(rank)], ends[copies.index(rank) + 1]
-        pieces[name] = CheckpointShard(placements[rank], flat[first:after], first)
+        placements = [placement_for(name, tuple(full.shape), other) for other in range(4)]
+        replicas = [other for other in range(4) if placements[other] == placements[rank]]
+        flat = placements[rank].extract_shard(full).flatten()
+        ends = [0, *(flat.numel() * n // len(replicas) + 3 for n in range(1, len(replicas))), flat.numel()]
+        start, stop = ends[replicas.index(rank)], ends[replicas.index(rank) + 1]
+        shards[name] = CheckpointShard(placements[rank], flat[start:stop], start)
     group = Group("checkpoint", (0, 1, 2, 3), rank, dist.new_group(backend="gloo"))
-    Checkpoints(folder, 1, group).save(1, pieces, {"step": 1}, wait=True)
+    Checkpoints(folder, 1, group).save(1, shards, {"step": 1}, wait=True)
 
 
 def test_export_is_the_same_from_four_ranks_as_from_one(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_export_is_the_same_from_four_ranks_as_from_one(tmp_path: Path) -> None:
 
 
 class Share(nn.Module):
-    """A rank's part of a model: pieces as parameters, without memory for what it does not have."""
+    """A rank's part of a model: shards as parameters, without memory for what it does not have."""
 
     def __init__(self, layout: TensorLayout, rank: int) -> None:
         super().__init__()
@@ -208,17 +208,17 @@ class Share(nn.Module):
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[5], LAYOUTS[6], LAYOUTS[7]], ids=str)
 def test_imported_weights_go_into_pieces(layout: TensorLayout, tmp_path: Path) -> None:
-    whole = {name: noise(shape, dtype, 3) for name, (shape, dtype, _, _) in TENSORS.items()}
-    names = sorted(whole)
+    full = {name: noise(shape, dtype, 3) for name, (shape, dtype, _, _) in TENSORS.items()}
+    names = sorted(full)
     (tmp_path / INITIAL).mkdir()
-    save_file({n: whole[n] for n in names[:3]} | {"balance_bias": torch.ones(8)}, tmp_path / INITIAL / "0.safetensors")
-    save_file({n: whole[n] for n in names[3:]}, tmp_path / INITIAL / "1.safetensors")
+    save_file({n: full[n] for n in names[:3]} | {"balance_bias": torch.ones(8)}, tmp_path / INITIAL / "0.safetensors")
+    save_file({n: full[n] for n in names[3:]}, tmp_path / INITIAL / "1.safetensors")
     for rank in range(layout.world):
         share = Share(layout, rank)
         placements = None if layout.world == 1 else share.placements
         assert load_initial_weights(tmp_path, share, placements)
         for name, value in share.named_parameters():
-            assert same_bits(value.detach(), share.placements[name].extract_shard(whole[name]))
+            assert same_bits(value.detach(), share.placements[name].extract_shard(full[name]))
         assert torch.equal(share.balance_bias, torch.ones(8))
 
 

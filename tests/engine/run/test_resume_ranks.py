@@ -127,7 +127,7 @@ def loads_and_saves(rank: int, plan: Plan, folders: list[Path], out: list[Path])
         )
 
 
-def whole(folder: Path) -> dict[str, Tensor]:
+def full_tensors(folder: Path) -> dict[str, Tensor]:
     return read_checkpoint(folder / CHECKPOINTS / STEP)[0]
 
 
@@ -136,11 +136,11 @@ def pairs(config: Path, root: Path, chosen: list[int]) -> Iterator[tuple[dict[st
     plans = {n: tiny(config, LAYOUTS[n], "bf16") for n in chosen}
     for n, plan in plans.items():
         run_ranks(plan.layout.gpus, saves, plan, root / f"{n}", 1e-3 * (n + 1))
-    saved = {n: whole(root / f"{n}") for n in chosen}
+    saved = {n: full_tensors(root / f"{n}") for n in chosen}
     for n, plan in plans.items():
         again = [root / f"{m}-{n}" for m in chosen]
         run_ranks(plan.layout.gpus, loads_and_saves, plan, [root / f"{m}" for m in chosen], again)
-        yield from ((saved[m], whole(root / f"{m}-{n}")) for m in chosen)
+        yield from ((saved[m], full_tensors(root / f"{m}-{n}")) for m in chosen)
 
 
 def check_pairs(config: Path, root: Path, chosen: list[int]) -> None:

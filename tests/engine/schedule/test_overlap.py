@@ -1,4 +1,4 @@
-"""The merged schedule computes what one rank computes, and each exchange has compute beside it."""
+"""The overlapped schedule computes what one rank computes, and every exchange overlaps with compute."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ from weakref import ref
 
 import pytest
 import torch
-from threefold.engine.verify.forked_ranks import run_ranks
 from oracle_layouts import FOUR, FSDP, HSDP, MTP1, ODD, PACKED, TIED, Case, case
 from torch.distributed.pipelining.schedules import FORWARD, FULL_BACKWARD, OVERLAP_F_B
 
@@ -23,6 +22,7 @@ from threefold.engine.schedule.graph_nodes import DeferredValue, GraphNodes, obs
 from threefold.engine.schedule.interleave import interleave_steps, run_overlap_pairs
 from threefold.engine.schedule.pipeline_order import pipeline_actions
 from threefold.engine.step import train_step
+from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.intervals import intersection, total_length, union
 from threefold.engine.verify.oracle import compare_with_one_rank, synthetic_batch
 from threefold.engine.verify.overlap_ab import Trial, VariantSummary, loss_difference
@@ -80,7 +80,7 @@ def test_overlap_is_one_rank(one: Case) -> None:
     assert max(found.loss, found.gradient) <= EXACT, found
 
 
-def test_streams_take_turns() -> None:
+def test_streams_are_interleaved() -> None:
     said: list[str] = []
 
     def stream(name: str, stops: list[Any]) -> Iterator[Any]:
@@ -94,7 +94,7 @@ def test_streams_take_turns() -> None:
 
 
 class Noted:
-    """A passage with two exchanges each way."""
+    """A pass with two exchanges in each direction, which notes what it runs."""
 
     def __init__(self, number: int, said: list[str]) -> None:
         self.number, self.said = number, said
@@ -115,7 +115,7 @@ class Noted:
 
 
 def test_pairs_follow_each_other_without_a_gap() -> None:
-    """Whenever one has started an exchange the other computes; only the ends have nothing beside them."""
+    """Whenever one pass has started an exchange the other computes; only the first and the last part run alone."""
     said: list[str] = []
     run_overlap_pairs(lambda number: Noted(number, said), 3)  # type: ignore[arg-type,return-value]
     first, last = ["F0a", "F0d", "F0e"], ["B2e", "B2d", "B2a"]
@@ -124,7 +124,7 @@ def test_pairs_follow_each_other_without_a_gap() -> None:
 
 
 class Log(list[tuple[Any, ...]]):
-    """Nodes and exchanges as they come: ("node", part, name, layer), ("start", n), ("wait", n)."""
+    """Nodes and exchanges in the order they run: ("node", part, name, layer), ("start", n), ("wait", n)."""
 
     @contextmanager
     def node(self, part: str, name: str, layer: str) -> Iterator[None]:
@@ -153,7 +153,7 @@ def log_of(rank: int, plan: Any) -> Log:
     return Log(log)
 
 
-def beside(log: Log) -> dict[int, set[str]]:
+def computed_during(log: Log) -> dict[int, set[str]]:
     """For each exchange, the parts of nodes that computed between its start and the node that waits for it."""
     found: dict[int, set[str]] = {}
     for at, entry in enumerate(log):
@@ -173,7 +173,7 @@ def test_every_steady_exchange_has_compute_beside_it(delayed: bool) -> None:
     plan = case("", "deepseek_v3", 2, ep=2, knobs=knobs, spec={**FOUR, **MTP1}, job=EIGHT).plan
     (log, other) = run_ranks(2, log_of, plan)
     assert log == other, "ranks started their collectives in different orders"
-    found = beside(log)
+    found = computed_during(log)
     layers, microbatches = 4, 4  # three of four layers and the MTP depth have experts
     a_pass = 3 * layers  # of rows: rows and weights there, rows back; so again in the backward
     assert len(found) == 2 * a_pass * microbatches
@@ -190,7 +190,7 @@ def test_every_steady_exchange_has_compute_beside_it(delayed: bool) -> None:
 
 
 def simulate(actions: dict[int, list[Any]], num_chunks: int) -> int:
-    """Run every rank's actions as soon as what they need is there; rounds it took. Stuck fails."""
+    """The number of rounds if each action of each rank runs as soon as its inputs exist; fails on a deadlock."""
     done: set[tuple[str, int, int]] = set()
     at, rounds = dict.fromkeys(actions, 0), 0
     while any(at[rank] < len(actions[rank]) for rank in actions):
@@ -227,9 +227,12 @@ def can(action: Any, done: set[tuple[str, int, int]], num_chunks: int) -> bool:
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize("vpp", [2, 3])
 @pytest.mark.parametrize("rounds", [1, 2, 4])
-def test_merged_interleaved_order_ends(pp: int, vpp: int, rounds: int) -> None:
+def test_overlapped_interleaved_order_ends(pp: int, vpp: int, rounds: int) -> None:
     count = pp * rounds
-    actions = {rank: [a for a in row if a] for rank, row in pipeline_actions("interleaved", pp, vpp, count, overlap_f_b=True).items()}
+    actions = {
+        rank: [a for a in row if a]
+        for rank, row in pipeline_actions("interleaved", pp, vpp, count, overlap_f_b=True).items()
+    }
     simulate(actions, pp * vpp)
     for row in actions.values():
         each = [part for action in row for part in parts_of(action)]
@@ -240,8 +243,8 @@ def test_merged_interleaved_order_ends(pp: int, vpp: int, rounds: int) -> None:
     assert pairs == vpp * count - (vpp - 1) * pp - 1
 
 
-def test_borders_hold_no_memory() -> None:
-    """A cut keeps what an uncut graph would: nothing of a tensor that no backward needs."""
+def test_cuts_hold_no_memory() -> None:
+    """A cut holds no more memory than an uncut graph: a tensor that no backward needs is freed."""
     weight = torch.ones(4, requires_grad=True)
     nodes = GraphNodes(False, torch.nn.Module())
     (middle,) = nodes.run("one", "", lambda: weight * 3)
@@ -249,16 +252,16 @@ def test_borders_hold_no_memory() -> None:
     (end,) = nodes.run("two", "", lambda x: x + 1, middle)
     del middle
     assert alive() is None
-    assert end.border is not None
-    end.border.add(torch.full((4,), 2.0))
+    assert end.cut_edge is not None
+    end.cut_edge.add(torch.full((4,), 2.0))
     while nodes:
         nodes.run_backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [6.0] * 4
 
 
-def test_what_is_late_belongs_to_the_node_that_takes_it() -> None:
-    """One run of autograd for both, and the values are let go when it begins, whoever still has it in hand."""
+def test_deferred_values_belong_to_the_node_that_consumes_them() -> None:
+    """Both run in one call of autograd, and the inputs are freed when the node starts, even if the caller holds it."""
     x = torch.tensor([2.0], requires_grad=True)
     nodes = GraphNodes(False, torch.nn.Module())
     (one,) = nodes.run("one", "a", lambda: x * x)
@@ -266,21 +269,21 @@ def test_what_is_late_belongs_to_the_node_that_takes_it() -> None:
     del one
     (end,) = nodes.run("two", "b", lambda y: y * y, late)
     assert alive() is None
-    end.border.add(torch.ones(1))  # type: ignore[union-attr]
+    end.cut_edge.add(torch.ones(1))  # type: ignore[union-attr]
     ran = [nodes.run_backward(), nodes.run_backward()]
     assert [(node.name, node.ends_exchange_of) for node in ran] == [("two", "a"), ("one", None)]
     assert x.grad.tolist() == [4 * 2 * (2 * 2 + 1.0)]  # type: ignore[union-attr]  # d (x^2 + 1)^2 = 4 x (x^2 + 1)
     assert not nodes
 
 
-def test_gradients_of_several_uses_meet_at_the_border() -> None:
+def test_gradients_of_several_uses_add_up_at_the_cut() -> None:
     x = torch.tensor([2.0], requires_grad=True)
     nodes = GraphNodes(False, torch.nn.Module())
     (one,) = nodes.run("", "", lambda: x * x)
     (two,) = nodes.run("", "", lambda y: y * 3, one)
     (end,) = nodes.run("", "", lambda y, z: y + z, one, two)
     assert isinstance(end, NodeValue)
-    end.border.add(torch.ones(1))  # type: ignore[union-attr]
+    end.cut_edge.add(torch.ones(1))  # type: ignore[union-attr]
     while nodes:
         nodes.run_backward()
     assert x.grad.tolist() == [4 * 2 * 2.0]  # type: ignore[union-attr]  # d(4 x^2) = 8 x
@@ -348,7 +351,9 @@ def test_json_of_a_loss_that_is_no_number(
     tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("threefold.engine.verify.overlap_ab.loss_difference", lambda ranks: inf)
-    monkeypatch.setattr("threefold.engine.verify.overlap_ab.summarize", lambda ranks: [VariantSummary("one", 1, 0, 1, 0, {})] * 2)
+    monkeypatch.setattr(
+        "threefold.engine.verify.overlap_ab.summarize", lambda ranks: [VariantSummary("one", 1, 0, 1, 0, {})] * 2
+    )
     monkeypatch.setattr("threefold.engine.verify.forked_ranks.run_ranks", lambda *args, **more: [])
     code, text = ab(tmp_path, capsys, "--json")
     found = json.loads(text, parse_constant=lambda name: pytest.fail(name))

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from threefold.engine.verify.forked_ranks import run_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining.schedules import OVERLAP_F_B
@@ -25,6 +24,7 @@ from threefold.engine.moe.balance import attach_loss
 from threefold.engine.schedule.p2p import P2PChannel
 from threefold.engine.schedule.pipeline import Pipeline
 from threefold.engine.schedule.pipeline_order import pipeline_actions
+from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.findings import FindingsError
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import chunk_rank
@@ -73,7 +73,7 @@ def _parameter(seed: int, *shape: int) -> nn.Parameter:
 
 
 class Layer(nn.Module):
-    """A product cut over the group (one all-reduce each way), a whole one, and an auxiliary loss."""
+    """A GEMM sharded over the group (one all-reduce in each direction), a local one, and an auxiliary loss."""
 
     def __init__(self, seed: int, group: Group) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 class ToyChunk(nn.Module):
-    """What a string says: E embedding, t layers, L loss; nothing at all hands its input on."""
+    """The chunk that a string describes: E embedding, t layer, L loss; an empty string passes its input on."""
 
     def __init__(self, text: str, first: int, group: Group, tokens: Tensor) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def _train(
     delay: bool = True,
     how: Any = None,
 ) -> list[dict]:
-    """Evaluate, train, evaluate, train again; what one rank of pp x tp found."""
+    """Evaluate, train, evaluate and train a second time; the results of one rank of pp x tp."""
     mesh = Mesh(Layout(gpus=num_shares * pp, tp=num_shares, pp=pp), rank)
     stage, tp = mesh.group("pp"), mesh.group("tp")
     mine = [n for n in range(len(texts)) if chunk_rank(n, pp, schedule == "dualpipev") == stage.rank]
@@ -243,7 +243,7 @@ def _merge(pipeline: Pipeline) -> None:
 
 
 def test_forward_and_backward_can_be_merged() -> None:
-    """The place where a schedule of our own will hide an exchange behind the other direction's work."""
+    """A custom function runs a forward and a backward as one action, as the overlapped schedule does."""
     _check(run_ranks(2, _train, 2, 1, "dualpipev", ["E", "tt", "", "tL"], [6], True, _merge), [6], 1)
 
 
@@ -287,7 +287,7 @@ def _sends(rank: int, pp: int, schedule: str, num_chunks: int, train: bool) -> t
 
 @pytest.mark.parametrize("train", [True, False])
 def test_traffic_is_what_is_sent(train: bool) -> None:
-    """Borders of (n + 2) x 8 in bf16, so that each has its own size; by hand for two ranks, four microbatches."""
+    """Hidden states of (n + 2) x 8 in bf16, so that each boundary has its own size; by hand for two ranks."""
     interleaved = run_ranks(2, _sends, 2, "interleaved", 4, train)
     v_shaped = run_ranks(2, _sends, 2, "dualpipev", 4, train)
     for made, said in interleaved + v_shaped:
@@ -360,11 +360,11 @@ def test_wrong_shapes_are_not_sent() -> None:
 
 
 class TestDelay:
-    """Against autograd's own gradients."""
+    """Delayed weight gradients against autograd's own."""
 
     @staticmethod
     def both(run: Callable[[Tensor], Tensor], *weights: nn.Parameter) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Gradients of autograd, those with delay, and the input's difference; nothing waits but what should."""
+        """Compare gradients of autograd with delayed ones; only the weight gradients may be delayed."""
         grads, inputs = [], []
         for delay in (None, WgradQueue()):
             x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -417,7 +417,7 @@ class TestDelay:
         assert len(runs) == 4  # forward and recompute, without and with delay
 
     def test_the_gradient_of_one_parameter_at_a_time(self) -> None:
-        """Each is told of before the next one's is made, and what it was made of has gone."""
+        """Each gradient is delivered before the next one is computed, and its inputs are freed."""
         first, second, delay = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(2, 4, 4)), WgradQueue()
         said: list[str] = []
         first.register_post_accumulate_grad_hook(lambda _: said.append("first"))
@@ -459,7 +459,7 @@ class TestDelay:
 
 
 class _Sent:
-    """What a send gives back, with nothing left to do."""
+    """The handle of a send that has completed."""
 
     def is_completed(self) -> bool:
         return True
@@ -467,13 +467,13 @@ class _Sent:
     def wait(self) -> None: ...
 
 
-def test_a_border_lets_go_of_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only when it is asked in the end: the tensors would stay as long."""
+def test_a_channel_frees_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completed send frees its tensor at the next send, not only at the end of the run."""
     monkeypatch.setattr(dist, "isend", lambda x, group, group_dst: _Sent())
     group = Group("pp", (0, 1, 2, 3), 0, None)
-    border = P2PChannel("hidden states", (4,), torch.float32, torch.device("cpu"), group, 1, lambda text: None)
+    channel = P2PChannel("hidden states", (4,), torch.float32, torch.device("cpu"), group, 1, lambda text: None)
     sent = [torch.zeros(4) for _ in range(3)]
     alive = [weakref.ref(x) for x in sent]
     while sent:
-        border.send(sent.pop(0))
+        channel.send(sent.pop(0))
     assert [x() is not None for x in alive] == [False, False, True]

@@ -1,4 +1,4 @@
-"""Context parallel against one rank: outputs, gradients, bytes sent, and how evenly the work lies.
+"""Context parallelism against one rank: outputs, gradients, bytes sent, and how even the work is.
 
 Shapes: B batch, H query heads, G key/value heads, S sequence, D head dim.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import plans
 import pytest
 import torch
-from threefold.engine.verify.forked_ranks import run_ranks
 from tiny_models import spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +34,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.shard.context_parallel import ContextParallelAttention, shard_context
 from threefold.engine.shard.gated_delta_context import ContextParallelDelta
 from threefold.engine.shard.zigzag import apply_zigzag, rank_spans, shard_sequence, undo_zigzag, zigzag_pieces
+from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 from threefold.spec.model import DeltaSpec
@@ -80,7 +80,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 def tensors(case: dict[str, Any], heads: tuple[int, int], dtype: Any) -> tuple[list[Any], Any, dict[str, Any]]:
-    """q, k, v and perhaps sinks; the output's gradient; and what is asked."""
+    """q, k, v and the sinks of a case, the gradient of the output, and the mask arguments."""
     generator = torch.Generator().manual_seed(0)
     rows, values = len(LENGTHS), case.get("values", 8)
     shapes = [(rows, heads[0], LENGTH, 8), (rows, heads[1], LENGTH, 8), (rows, heads[1], LENGTH, values)]
@@ -139,7 +139,7 @@ def test_attention_equals_one_rank_on_8() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
-def test_narrow_dtypes_stay_close_to_fp64(dtype: Any, tolerance: float) -> None:
+def test_low_precision_stays_close_to_fp64(dtype: Any, tolerance: float) -> None:
     """Rounding of 24 and of 8 bits: inputs are alike, outputs and each step of the travelling gradients round."""
     check(2, (8, 4), dtype, tolerance)
 
@@ -158,7 +158,7 @@ def test_zigzag_pieces_and_orders_are_inverse() -> None:
 
 
 def tiles_as_mask(mask: AttentionMask, here: list[range], there: list[range], rows: int) -> Any:
-    """Every pair of places that the tiles let see each other; fails where two tiles hold the same pair."""
+    """The tiles as a mask of (query, key) pairs; fails where two tiles hold the same pair."""
     q, k = torch.zeros(rows, 1, sum(map(len, here)), 1), torch.zeros(rows, 1, sum(map(len, there)), 1)
     counts = torch.zeros(rows, q.shape[2], k.shape[2], dtype=torch.int)
     for tile in mask.tiles_between(here, there):
@@ -173,7 +173,7 @@ def tiles_as_mask(mask: AttentionMask, here: list[range], there: list[range], ro
 
 @pytest.mark.parametrize(("window", "documents", "cp"), [*product([None, 1, 3, 8, 21, 63], [False, True], [1, 2, 4])])
 def test_tiles_are_what_a_token_may_read(window: int | None, documents: bool, cp: int) -> None:
-    """Pair by pair, by the definition: not later, not further back than the window, of the same document."""
+    """A key is visible if it is not later, not further back than the window, and of the same document."""
     ids = packed() if documents else torch.zeros(3, LENGTH, dtype=torch.long)
     mask = AttentionMask(window, host_documents(ids) if documents else None)
     for rank, other in product(range(cp), range(cp)):
@@ -186,7 +186,7 @@ def test_tiles_are_what_a_token_may_read(window: int | None, documents: bool, cp
         assert torch.equal(tiles_as_mask(mask, here, there, 3), expected)
 
 
-def test_documents_are_read_again_when_their_buffer_is_filled_anew() -> None:
+def test_documents_are_reread_when_their_buffer_is_overwritten() -> None:
     ids = packed()
     first = host_documents(ids)
     assert host_documents(ids) is first
@@ -228,7 +228,7 @@ def test_causal_work_is_even_and_complete_and_no_block_too_many() -> None:
     for name in ("ring", "gathered"):
         assert sum(of_rank[name][1] for of_rank in work) == LENGTH * (LENGTH + 1) // 2
         assert {of_rank[name][1] for of_rank in work} == {2 * piece * (piece + 1) // 2 + 7 * piece * piece}
-    # Of 4 * cp blocks a rank computes 3 of its own and 2 of each other rank's.
+    # A rank computes 3 of the 4 * cp blocks with its own keys and 2 with the keys of each other rank.
     assert {of_rank["ring"][0] for of_rank in work} == {2 * cp + 1}
     # A window of one piece: each piece reads itself and, but for piece 0, the one before.
     assert [of_rank["window"][0] for of_rank in work] == [3, 4, 4, 4]
@@ -339,24 +339,24 @@ def test_delta_bytes_are_the_hand_count() -> None:
     """2 x 16 tokens of 8 bytes; 4 key heads of 6, 8 value heads of 5; half of it goes to the other rank."""
     into, out = 2 * 24 + 40 + 2 * 8, 40
     assert run_ranks(2, delta_bytes, 2, "a2a") == [Counter({"all_to_all": 32 * 8 * (into + out) // 2})] * 2
-    # Of two pieces: 3 tokens of 2 rows and 88 channels, and of 8 heads and 2 rows a 6 x (5 + 6).
+    # For both pieces: 3 tokens of 2 rows with 88 channels, and a 6 x (5 + 6) matrix for each of 8 heads and 2 rows.
     passed = 8 * 2 * (2 * 3 * 88 + 2 * 8 * 6 * 11)
     assert run_ranks(2, delta_bytes, 2, "p2p") == [Counter({"all_gather": passed})] * 2
 
 
-def test_shares_of_the_delta_heads_sum_to_the_layer() -> None:
-    """What tensor parallel does: each rank's projections hold some key heads, its output a part of a sum."""
+def test_shards_of_the_delta_heads_sum_to_the_layer() -> None:
+    """Tensor parallelism: the projections of each rank hold some key heads, and its output is a partial sum."""
     layer, (x, _, ids) = delta_layer(4), delta_case(24, True)
-    places, parts = Positions(torch.zeros(2, 24), ids), []
-    for place in range(2):
-        part, share = delta_layer(4), layer.share(place, 2)
-        part.conv, part.dt_bias, part.a_log = map(torch.nn.Parameter, (share.conv_WT, share.dt_bias_H, share.a_log_H))
+    positions, parts = Positions(torch.zeros(2, 24), ids), []
+    for rank in range(2):
+        part, heads = delta_layer(4), layer.head_weights(rank, 2)
+        part.conv, part.dt_bias, part.a_log = map(torch.nn.Parameter, (heads.conv_WT, heads.dt_bias_H, heads.a_log_H))
         for name, dim in (("qkvz", 0), ("ba", 0), ("out", 1)):
             linear = getattr(part, name)
-            linear.weight = torch.nn.Parameter(linear.weight.chunk(2, dim)[place])
+            linear.weight = torch.nn.Parameter(linear.weight.chunk(2, dim)[rank])
         part.input_linears = lambda x, linears: [linear(x / 2) for linear in linears]
-        parts.append(part(2 * x, places))
-    torch.testing.assert_close(sum(parts), layer(x, places))
+        parts.append(part(2 * x, positions))
+    torch.testing.assert_close(sum(parts), layer(x, positions))
 
 
 def model_errors(rank: int, plan: Plan) -> dict[str, float]:
@@ -427,8 +427,11 @@ def test_32k_tokens_in_fp32(kind: str) -> None:
 
 
 def simulate(cp: int, inputs: list[Any], slope: Any, mask: AttentionMask, kernel: Any) -> list[Any]:
-    """All ranks in one process, without groups: block by block as a ring reads, then backward; natural order."""
-    share = [[shard_sequence(x, Group("cp", tuple(range(cp)), rank, None), 2) for x in (*inputs, slope)] for rank in range(cp)]
+    """Ring attention of all ranks in one process, without groups: forward and backward tile by tile."""
+    share = [
+        [shard_sequence(x, Group("cp", tuple(range(cp)), rank, None), 2) for x in (*inputs, slope)]
+        for rank in range(cp)
+    ]
     outs, grads = [], [[torch.zeros_like(x, dtype=torch.float32) for x in share[rank][:3]] for rank in range(cp)]
     for rank, (q, _, _, slope_here) in enumerate(share):
         out, lse = empty_output(q, inputs[2])

@@ -1,6 +1,6 @@
-"""The oracle sees what it should: one collective, scale, group, mask or cut is broken at a time, and each is caught.
+"""The oracle notices mistakes: one collective, scale, group, mask or sharding is broken at a time, and each is caught.
 
-A mutation changes the engine inside the forked ranks only; the one rank they are compared with stays whole.
+A mutation changes the engine inside the forked ranks only; the one rank they are compared with stays intact.
 """
 
 import re
@@ -24,12 +24,12 @@ from threefold.engine.verify.forked_ranks import RankError, run_ranks
 from threefold.engine.verify.oracle import run_one_rank, run_rank
 from threefold.plan.plan import Plan
 
-TOLERANCE = 1e-10  # test_oracle.FP64: what a whole engine keeps
+TOLERANCE = 1e-10  # as FP64 in test_oracle.py, which the intact engine keeps
 STEPS = 2  # the second shows what the first left behind
 
 
 @cache
-def whole(name: str) -> tuple[Plan, Options, RankResults]:
+def intact_run(name: str) -> tuple[Plan, Options, RankResults]:
     torch.set_num_threads(1)
     [case] = [case for case in CASES if case.name == name]
     plan = case.plan
@@ -37,7 +37,7 @@ def whole(name: str) -> tuple[Plan, Options, RankResults]:
     return plan, options, run_one_rank(plan, STEPS, torch.float64, options)
 
 
-def broken(rank: int, mutate: Callable[[], None], plan: Plan, options: Options) -> RankResults:
+def run_broken_rank(rank: int, mutate: Callable[[], None], plan: Plan, options: Options) -> RankResults:
     mutate()
     return run_rank(rank, plan, STEPS, torch.float64, options)
 
@@ -48,20 +48,20 @@ def marked(mutation: Mutation) -> Any:
 
 @pytest.mark.parametrize("mutation", [marked(mutation) for mutation in MUTATIONS])
 def test_mutation_is_caught(mutation: Mutation) -> None:
-    plan, options, alone = whole(mutation.case)
+    plan, options, one_rank = intact_run(mutation.case)
     try:
-        ranks = run_ranks(plan.layout.gpus, broken, mutation.mutate, plan, options)
+        ranks = run_ranks(plan.layout.gpus, run_broken_rank, mutation.mutate, plan, options)
     except RankError as error:
         if mutation.error and re.search(mutation.error, str(error)):
             return
-        raise  # the mutation itself failed, which catches completed_call
-    assert compare_results(plan, alone, ranks).largest > TOLERANCE
+        raise  # the mutation itself failed, so the oracle has caught nothing
+    assert compare_results(plan, one_rank, ranks).largest > TOLERANCE
 
 
 def test_nothing_broken_is_not_caught() -> None:
-    plan, options, alone = whole("dp")
-    ranks = run_ranks(plan.layout.gpus, broken, lambda: None, plan, options)
-    assert compare_results(plan, alone, ranks).largest <= TOLERANCE
+    plan, options, one_rank = intact_run("dp")
+    ranks = run_ranks(plan.layout.gpus, run_broken_rank, lambda: None, plan, options)
+    assert compare_results(plan, one_rank, ranks).largest <= TOLERANCE
 
 
 def test_there_are_enough() -> None:

@@ -98,13 +98,22 @@ def test_set_covers_knobs_and_jobs() -> None:
         assert run_one_rank(plan, 1, torch.float64, options).losses[0]["router/dropped"] > 0
 
 
-# What is made again in a backward, and what waits for it on the host.
-AGAIN = ([], [], ["layernorm"], ["moe_act", "mlp"], ["core_attn", "mla_up_proj"], ["moe"], ["shared_experts"], ["full"])
-AWAY = ([], [], [], ["core_attn"], ["moe_act"], ["expert_fc1"])
+# Modules whose forward is recomputed in the backward, and modules whose activations are offloaded to the host.
+RECOMPUTE = (
+    [],
+    [],
+    ["layernorm"],
+    ["moe_act", "mlp"],
+    ["core_attn", "mla_up_proj"],
+    ["moe"],
+    ["shared_experts"],
+    ["full"],
+)
+OFFLOAD = ([], [], [], ["core_attn"], ["moe_act"], ["expert_fc1"])
 
 
 def random_knobs(draw: random.Random, merged: bool) -> dict[str, object]:
-    """What trades time for memory, or hides it, and may change nothing else."""
+    """Knobs that trade time for memory, or hide it, and must change nothing else."""
     return {
         "grad_reduce_overlap": draw.choice((True, False)),
         "tp_overlap": draw.choice((True, False)),
@@ -112,8 +121,8 @@ def random_knobs(draw: random.Random, merged: bool) -> dict[str, object]:
         "delay_wgrad": merged and draw.choice((True, False)),
         "shared_expert_overlap": not merged and draw.choice((True, False)),
         "expert_fusion": draw.choice((True, False)),
-        "recompute": draw.choice(AGAIN),
-        "activation_offload": draw.choice(AWAY),
+        "recompute": draw.choice(RECOMPUTE),
+        "activation_offload": draw.choice(OFFLOAD),
         "optimizer_offload": draw.choice((0.0, 0.0, 0.5, 1.0)),
     }
 
@@ -125,8 +134,8 @@ def a_random_case(draw: random.Random, merged: bool = False) -> Case:
     degrees["vpp"] = draw.choice((1, 2)) if degrees["pp"] > 1 else 1
     ranks = degrees["pp"] * math.lcm(degrees["tp"] * degrees["cp"], degrees["ep"] * degrees["etp"])
     degrees["gpus"] = ranks * draw.choice((1, 1, 2))
-    way = draw.choice(("zero1", "zero1", "fsdp", "hsdp"))
-    degrees["replicate"] = 2 if way == "hsdp" else 1
+    data_parallel = draw.choice(("zero1", "zero1", "fsdp", "hsdp"))
+    degrees["replicate"] = 2 if data_parallel == "hsdp" else 1
     schedules = ("zero-bubble", "dualpipev", None) if degrees["vpp"] > 1 else ("zero-bubble", None)
     job = {
         "seq_len": 24,
@@ -137,7 +146,7 @@ def a_random_case(draw: random.Random, merged: bool = False) -> Case:
         "capacity_factor": draw.choice((None, None, 1.0)),
         "optimizer": draw.choice(("adamw", "adamw", "muon")),
     }
-    knobs = {"data_parallel": way, "cp_comm": draw.choice(CP_COMM), **random_knobs(draw, merged)}
+    knobs = {"data_parallel": data_parallel, "cp_comm": draw.choice(CP_COMM), **random_knobs(draw, merged)}
     spec = {"odd": draw.choice((False, True))}
     if not family.startswith("qwen3_next"):
         spec["num_hidden_layers"] = draw.choice((2, 4))
@@ -161,17 +170,17 @@ def test_random_layout_is_one_rank(number: int) -> None:
     assert found.largest <= FP64, (where, found)
 
 
-# The judge must not be satisfied by nothing
+# An empty comparison must not pass
 
 
 def seen(**changes: object) -> RankResults:
-    piece = ("w", (4,), (0,), torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    state = ("first.w", *piece[1:])
-    one = RankResults([{"ce": 2.0}], [1.0], 0, [piece], [piece], [state], {"bias": torch.ones(2)})
+    values = ("w", (4,), (0,), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    state = ("first.w", *values[1:])
+    one = RankResults([{"ce": 2.0}], [1.0], 0, [values], [values], [state], {"bias": torch.ones(2)})
     return replace(one, **changes)  # type: ignore[arg-type]
 
 
-def judged(*ranks: RankResults, alone: RankResults | None = None, case: str = "dp") -> Comparison:
+def compared(*ranks: RankResults, alone: RankResults | None = None, case: str = "dp") -> Comparison:
     [chosen] = [one for one in CASES if one.name == case]
     used = [replace(rank, calls={("dp x cp", "reduce_scatter"): 1, ("edp", "reduce_scatter"): 1}) for rank in ranks]
     return compare_results(chosen.plan, alone or seen(), used)
@@ -185,9 +194,9 @@ def owned(name: str, values: object) -> list[object]:
     return [(name, (4,), (0,), torch.tensor(values))]
 
 
-def test_judge_accepts_what_is_the_same() -> None:
+def test_comparison_accepts_what_is_the_same() -> None:
     both = [seen(gradients=half(0, 1, 2), states=[]), seen(gradients=half(2, 3, 4))]
-    found = judged(*both)
+    found = compared(*both)
     assert (found.largest, found.problems, found.idle, found.num_parameters) == (0.0, (), (), 1)
     assert found.steps == ((2.0, 2.0),)
 
@@ -204,8 +213,8 @@ def test_judge_accepts_what_is_the_same() -> None:
         ({"skipped": 1}, "1 steps changed nothing"),
     ],
 )
-def test_judge_tells_what_is_missing(changes: dict[str, object], told: str) -> None:
-    found = judged(seen(**changes))
+def test_comparison_tells_what_is_missing(changes: dict[str, object], told: str) -> None:
+    found = compared(seen(**changes))
     assert found.problems == (told,)
     assert found.largest == math.inf
 
@@ -223,17 +232,17 @@ def test_judge_tells_what_is_missing(changes: dict[str, object], told: str) -> N
         ({"biases": {"bias": torch.tensor([1.0, 0.0])}}, "bias", 1.0),
     ],
 )
-def test_judge_sees_a_difference(changes: dict[str, object], name: str, gap: float) -> None:
-    found = judged(seen(**changes))
+def test_comparison_sees_a_difference(changes: dict[str, object], name: str, gap: float) -> None:
+    found = compared(seen(**changes))
     assert found.problems == ()
     assert (getattr(found, name), found.largest) == (gap, gap)
 
 
-def test_judge_names_what_does_not_move() -> None:
+def test_comparison_names_what_does_not_move() -> None:
     still = {"gradients": owned("w", [0.0] * 4), "biases": {"bias": torch.zeros(2)}}
-    assert judged(seen(**still), alone=seen(**still)).idle == ("bias", "w")
+    assert compared(seen(**still), alone=seen(**still)).idle == ("bias", "w")
 
 
 @pytest.mark.parametrize(("case", "axis"), [("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("ep", "ep"), ("etp", "etp")])
-def test_judge_misses_an_axis_that_was_not_used(case: str, axis: str) -> None:
-    assert f"nothing travelled along {axis}" in judged(seen(), case=case).problems
+def test_comparison_misses_an_axis_that_was_not_used(case: str, axis: str) -> None:
+    assert f"nothing travelled along {axis}" in compared(seen(), case=case).problems

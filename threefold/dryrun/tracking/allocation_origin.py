@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from threefold.engine.schedule.microbatches import ChunkForward
+
 _MAX_SEQUENCE_NUMBER = 2**63  # nodes that accumulate into `.grad` have numbers from here on and belong to no module
 
 
@@ -53,7 +55,7 @@ class OriginTracker:
         self._last_owner = self._owners[0]
 
     def register_modules(self, chunks: Mapping[int, nn.Module]) -> None:
-        """Learn the paths of all modules. A call of a whole chunk starts a microbatch."""
+        """Learn the paths of all modules. Without a pipeline, a call of the whole model starts a microbatch."""
         for chunk in chunks.values():
             self._paths |= {module: path for path, module in chunk.named_modules()}
         self._roots = set(chunks.values())
@@ -96,8 +98,7 @@ class OriginTracker:
         if module in self._roots:
             self._microbatch = 0 if self._microbatch is None else self._microbatch + 1
         elif module not in self._paths:
-            # The pipeline calls a stage with (inputs, microbatch number).
-            if len(args) == 2 and isinstance(args[1], int):
+            if isinstance(module, ChunkForward):  # the pipeline calls it with (hidden states, microbatch)
                 self._microbatch = args[1]
             return
         self._stack.append(self._paths[module])

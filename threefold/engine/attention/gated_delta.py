@@ -36,7 +36,7 @@ class GatedDelta(nn.Module):
         self.norm = GatedRMSNorm(spec.v_dim, eps)
         self.out = nn.Linear(spec.values, dim, bias=False)
         self.input_linears: InputLinears = apply_linears
-        self.mix_over_ranks: Mix | None = None
+        self.mix_over_ranks: MixFn | None = None
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
         qkv_BSKX, ba_BSKY, z_BSHv = self.project(x_BSD)
@@ -58,7 +58,7 @@ class GatedDelta(nn.Module):
 
     def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, and step and decay, by the key heads that the weights hold; the output's gate."""
-        spec, shared = self.spec, self.values_of_key
+        spec, shared = self.spec, self.values_per_key
         qkvz_BSX, ba_BSX = self.input_linears(x_BSD, (self.qkvz, self.ba))
         values = shared * spec.v_dim
         qkvz_BSKX = qkvz_BSX.unflatten(-1, (-1, 2 * spec.k_dim + 2 * values))
@@ -67,43 +67,43 @@ class GatedDelta(nn.Module):
         return qkv_BSKX, ba_BSX.unflatten(-1, (-1, 2 * shared)), z_BSHv
 
     def mix(
-        self, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, share: "Share | None" = None
+        self, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, head_weights: "HeadWeights | None" = None
     ) -> Tensor:
         """Over whole sequences, before the norm; of the heads that the weights or a share of them belong to."""
-        share = share or Share(self.conv, self.dt_bias, self.a_log)
+        head_weights = head_weights or HeadWeights(self.conv, self.dt_bias, self.a_log)
         mixed_BSW = self.channels(qkv_BSKX)
-        q, k, v = self.heads(F.silu(short_conv(mixed_BSW, share.conv_WT, documents_BS)))
-        g_BSH, beta_BSH = share.gates(ba_BSKY)
+        q, k, v = self.heads(F.silu(short_conv(mixed_BSW, head_weights.conv_WT, documents_BS)))
+        g_BSH, beta_BSH = head_weights.gates(ba_BSKY)
         rule = _fused_rule if q.is_cuda and _has_fused_rule() else delta_rule
         return rule(q, k, v, g_BSH, beta_BSH, documents_BS)
 
     @property
-    def values_of_key(self) -> int:
+    def values_per_key(self) -> int:
         return self.spec.num_v_heads // self.spec.num_k_heads
 
     def channels(self, qkv_BSKX: Tensor) -> Tensor:
         """What the convolution mixes, as all queries, all keys, all values."""
         k_dim = self.spec.k_dim
-        parts = qkv_BSKX.split([k_dim, k_dim, self.values_of_key * self.spec.v_dim], dim=-1)
+        parts = qkv_BSKX.split([k_dim, k_dim, self.values_per_key * self.spec.v_dim], dim=-1)
         return torch.cat([part.flatten(2) for part in parts], dim=-1)
 
     def heads(self, mixed_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of each value head."""
-        spec, each = self.spec, self.values_of_key
+        spec, each = self.spec, self.values_per_key
         keys = mixed_BSW.shape[-1] // (2 * spec.k_dim + each * spec.v_dim) * spec.k_dim
         q, k, v = mixed_BSW.split([keys, keys, mixed_BSW.shape[-1] - 2 * keys], dim=-1)
         q, k = (part.unflatten(-1, (-1, spec.k_dim)).repeat_interleave(each, dim=2) for part in (q, k))
         return q, k, v.unflatten(-1, (-1, spec.v_dim))
 
-    def share(self, place: int, degree: int) -> "Share":
+    def head_weights(self, rank: int, degree: int) -> "HeadWeights":
         """The weights of an even part of the key heads."""
-        keys = len(self.a_log) // self.values_of_key * self.spec.k_dim
+        keys = len(self.a_log) // self.values_per_key * self.spec.k_dim
         parts = self.conv.split([keys, keys, len(self.conv) - 2 * keys])
-        conv_WT = torch.cat([part.chunk(degree)[place] for part in parts])
-        return Share(conv_WT, self.dt_bias.chunk(degree)[place], self.a_log.chunk(degree)[place])
+        conv_WT = torch.cat([part.chunk(degree)[rank] for part in parts])
+        return HeadWeights(conv_WT, self.dt_bias.chunk(degree)[rank], self.a_log.chunk(degree)[rank])
 
 
-class Mix(Protocol):
+class MixFn(Protocol):
     """`GatedDelta.mix`, or what takes its place where a sequence is spread over ranks; documents are of the whole."""
 
     def __call__(
@@ -112,7 +112,7 @@ class Mix(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class HeadWeights:
     """Weights of some heads."""
 
     conv_WT: Tensor
@@ -133,10 +133,10 @@ def short_conv(x_BSW: Tensor, weight_WT: Tensor, documents_BS: Tensor | None) ->
     if documents_BS is None:
         x_BWS = F.pad(x_BSW.transpose(1, 2), (taps - 1, 0))
         return F.conv1d(x_BWS, weight_WT[:, None], groups=x_BSW.shape[2]).transpose(1, 2)
-    run_BS = runs(documents_BS)
+    document_BS = document_numbers(documents_BS)
     out_BSW = x_BSW * weight_WT[:, -1]
     for back in range(1, min(taps, x_BSW.shape[1])):
-        same_BS1 = (run_BS[:, back:] == run_BS[:, :-back])[..., None]
+        same_BS1 = (document_BS[:, back:] == document_BS[:, :-back])[..., None]
         term = x_BSW[:, :-back] * weight_WT[:, -1 - back] * same_BS1
         out_BSW = out_BSW + F.pad(term, (0, 0, back, 0))
     return out_BSW
@@ -173,11 +173,11 @@ def delta_rule(
     chunk: int = CHUNK,
 ) -> Tensor:
     """Chunk by chunk: matrix products inside, the state passed on between. State and sums in fp32 at least."""
-    run_BS = None if documents_BS is None else runs(documents_BS)
-    return chunk_delta_rule(q_BSHk, k_BSHk, v_BSHv, g_BSH, beta_BSH, run_BS, chunk=chunk).output()
+    document_BS = None if documents_BS is None else document_numbers(documents_BS)
+    return chunk_delta_rule(q_BSHk, k_BSHk, v_BSHv, g_BSH, beta_BSH, document_BS, chunk=chunk).output()
 
 
-def runs(documents_BS: Tensor) -> Tensor:
+def document_numbers(documents_BS: Tensor) -> Tensor:
     """Documents counted from 1 along each row."""
     return document_starts(documents_BS).cumsum(dim=1)
 

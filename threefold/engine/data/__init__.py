@@ -1,1 +1,4 @@
-"""Training data: token shards on disk, packing, the mixture of sources, and batches. See docs/data.md."""
+"""Training data: token shards on disk, packing, the mixture of sources, and batches.
+
+docs/reference/data-format.md describes formats and order.
+"""

@@ -27,7 +27,7 @@ class ShardGroups:
 
 @dataclass(frozen=True)
 class WrapPolicy:
-    """What is gathered together: each block, the experts inside a block on their own, then the rest of a chunk.
+    """The units that are gathered together: each block, experts inside a block on their own, then the rest of a chunk.
 
     The methods are those that are called in place of a module's forward and need gathered weights too.
     """

@@ -14,8 +14,8 @@ from threefold.engine.data_parallel.protocol import ShardGatherer
 from threefold.engine.dist.collectives import all_gather
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.placement import Placement, Range
-from threefold.engine.optim.muon import by_muon
-from threefold.engine.optim.optimizer_params import Item, is_matrix
+from threefold.engine.optim.muon import uses_muon
+from threefold.engine.optim.optimizer_params import OptimizerParam, is_matrix
 
 Ranges = tuple[tuple[Range, ...], ...]
 ShardInfo = tuple[Ranges, bool]  # where a rank's shard of a matrix lies, and whether the rank owns any of it
@@ -72,7 +72,7 @@ class FullMatrices:
         chosen = [
             (name, placement, tensor.device)
             for name, placement, tensor, _ in data.local_tensors()
-            if by_muon(name, is_matrix(name, placement.shape))
+            if uses_muon(name, is_matrix(name, placement.shape))
         ]
         by_group: dict[tuple[int, ...], tuple[Group, dict[str, Placement]]] = {}
         for name, placement, _ in chosen:
@@ -83,17 +83,19 @@ class FullMatrices:
             infos = exchange_shard_info(group, placements, self.owned.keys(), chosen[0][2])
             self.matrices |= _sharded_matrices(group, placements, infos)
 
-    def each(self, items: list[Item], update_of: Callable[[Item], Tensor]) -> Iterator[tuple[Item, Tensor]]:
+    def full_updates(
+        self, params: list[OptimizerParam], update_of: Callable[[OptimizerParam], Tensor]
+    ) -> Iterator[tuple[OptimizerParam, Tensor]]:
         """The full matrix of updates for each parameter that this rank owns a part of."""
         for name, shard in self.data.gather_shards(list(self.matrices), update_of):
             full = self.matrices[name].gather(shard)
             if full is not None and name in self.owned:
                 yield self.owned[name], full
 
-    def part(self, item: Item, whole: Tensor) -> Tensor:
+    def local_part(self, param: OptimizerParam, whole: Tensor) -> Tensor:
         """The elements of a full matrix that this rank owns, flat."""
-        owned = self.owned[item.name]
-        return self.matrices[item.name].extract_shard(whole).flatten()[owned.start : owned.stop]
+        owned = self.owned[param.name]
+        return self.matrices[param.name].extract_shard(whole).flatten()[owned.start : owned.stop]
 
 
 def _sharded_matrices(

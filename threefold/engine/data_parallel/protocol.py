@@ -28,7 +28,7 @@ LocalTensor = tuple[str, Placement, Tensor, int | None]
 
 
 class DataParallel(Protocol):
-    """Who holds which weights and gradients, and how they are brought together."""
+    """Decides which rank holds which weights and gradients, and brings them together."""
 
     @property
     def owned(self) -> list[OwnedShard]:
@@ -61,12 +61,12 @@ class DataParallel(Protocol):
 
 
 class ShardGatherer(Protocol):
-    """What `FullMatrices` needs of a way of data parallelism that spreads parameters over ranks."""
+    """The part of ZeRO-1 and FSDP that `FullMatrices` uses."""
 
     updated: list[OwnedShard]
 
     def local_tensors(self) -> Iterator[LocalTensor]:
-        """As in `DataParallel`."""
+        """All memory that this rank must fill to load weights."""
 
     def gather_shards(
         self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]

@@ -47,7 +47,7 @@ def _holds_layers(module: nn.Module) -> bool:
 
 
 def _last_index_in_module(root: nn.Module, index: Mapping[nn.Parameter, int]) -> list[int]:
-    """For each parameter, the index of the last parameter of the module that holds it."""
+    """The index of the last parameter of the module that holds a parameter, for each parameter."""
     ends = list(range(len(index)))
     for module in root.modules():
         indices = [index[parameter] for parameter in module.parameters(recurse=False)]

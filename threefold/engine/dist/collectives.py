@@ -39,7 +39,7 @@ class CollectiveCall:
 
 
 class CallListener:
-    """What an observer may return in order to follow one call from its start to its end."""
+    """Follows one call from its start to its end. An observer may return one."""
 
     def on_start(self, work: Any) -> None:
         """The call was handed to the backend, which returned `work`."""

@@ -21,7 +21,7 @@ class RankFailedError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an action returned, or how it failed."""
+    """The result of an action, or how it failed."""
 
     value: Any = None
     problem: str | None = None  # the message of an unexpected error

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threefold.engine.batch import Batch
 from threefold.engine.graphs.full_iteration import Aux, FullIterationGraph, LabelShare
 from threefold.engine.graphs.graphed_part import ChunkGraphs, cuda_graphs
-from threefold.engine.graphs.scopes import attach
+from threefold.engine.graphs.scopes import attach_graphs
 from threefold.engine.graphs.stats import GraphStats
 from threefold.engine.models.decoder import Decoder
 
@@ -24,7 +24,7 @@ class ModelGraphs:
             if "full_iteration" in model.options.graphs:
                 self._full_iteration = FullIterationGraph(model, graphs)
             else:
-                attach(model, model.options.graphs, graphs)
+                attach_graphs(model, model.options.graphs, graphs)
 
     def reset(self) -> None:
         if self.graphs is not None:

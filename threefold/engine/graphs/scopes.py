@@ -1,4 +1,7 @@
-"""Which parts of a layer the scopes of a plan mean, each put in the place of the layer's own method.
+"""CUDA graph scopes of a plan (`attn`, `mlp`, `moe`, `moe_router`, `moe_preprocess`): what each records of a block.
+
+`model_graphs.py` calls `attach_graphs`, which replaces methods of blocks by objects that replay a graph, or run the
+method eagerly where no graph fits.
 
 Shapes: B batch, S sequence, D model dim, T = B * S tokens, K experts of a token, E experts.
 """
@@ -17,20 +20,20 @@ from threefold.engine.moe.balance import RouterStats, compute_router_stats
 from threefold.engine.moe.layer import MoeLayer
 
 
-def attach(model: Decoder, scopes: Collection[str], graphs: ChunkGraphs) -> None:
-    """`attn`, `mlp` and `moe` whole, or of the latter what comes before dispatch."""
+def attach_graphs(model: Decoder, scopes: Collection[str], graphs: ChunkGraphs) -> None:
+    """Record `attn`, `mlp` and `moe` whole, or only the part of `moe` before the dispatch."""
     for block in model.blocks():
         if "attn" in scopes:
-            block.mix = Mixer(block, graphs)  # type: ignore[method-assign]
+            block.mix = GraphedMixer(block, graphs)  # type: ignore[method-assign]
         moe = isinstance(block.ffn, MoeLayer)
         if ("moe" if moe else "mlp") in scopes:
-            block.feed_forward = Feed(block, graphs)  # type: ignore[method-assign,assignment]
+            block.feed_forward = GraphedFeedForward(block, graphs)  # type: ignore[method-assign,assignment]
         elif moe and "moe_router" in scopes:
-            block.feed_forward = Routed(block, graphs, "moe_preprocess" in scopes)  # type: ignore[method-assign,assignment]
+            block.feed_forward = GraphedRouter(block, graphs, "moe_preprocess" in scopes)  # type: ignore[method-assign,assignment]
 
 
-class Mixer:
-    """Norm and mixer."""
+class GraphedMixer:
+    """`Block.mix`: norm and mixer in one graph."""
 
     def __init__(self, block: Block, graphs: ChunkGraphs) -> None:
         self.graphs, self.eager = graphs, block.mix
@@ -57,8 +60,8 @@ class Mixer:
         return self.part.replay(lambda x: self.eager(x, fixed), x_BSD)
 
 
-class Feed:
-    """All behind the mixer."""
+class GraphedFeedForward:
+    """`Block.feed_forward`: everything behind the mixer in one graph."""
 
     def __init__(self, block: Block, graphs: ChunkGraphs) -> None:
         self.eager = block.feed_forward
@@ -77,10 +80,11 @@ class Feed:
         return y_BSD, *(() if stats is None else _tensors(stats))
 
 
-class Routed:
-    """Norm, router and its losses, and with `sorts` the order of the rows; then, eagerly, the experts.
+class GraphedRouter:
+    """`Block.feed_forward`: norm, router and its losses in one graph, and with `sorts` the sorting of rows; then the
+    experts run eagerly.
 
-    The normed tokens come out of the graph and stay: recompute of norms saves nothing here.
+    The normed tokens are an output of the graph and stay in memory, so that recompute of norms saves nothing here.
     """
 
     def __init__(self, block: Block, graphs: ChunkGraphs, sorts: bool) -> None:
@@ -90,7 +94,7 @@ class Routed:
         self.padded = False
 
     def __call__(self, *given_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
-        made = self.part.replay(self._before, *given_BSD)
+        made = self.part.replay(self._up_to_dispatch, *given_BSD)
         if made is None:
             return self.eager(*given_BSD)
         x_BSD, y_BSD, weight_TK, expert_TK, *rest = made
@@ -103,7 +107,7 @@ class Routed:
         y_BSD, num_dropped = self.moe.compute_routed(y_BSD, weight_TK, expert_TK, order)
         return x_BSD + y_BSD, stats if num_dropped is None else replace(stats, num_dropped=num_dropped)
 
-    def _before(self, *given_BSD: Tensor) -> tuple[Tensor, ...]:
+    def _up_to_dispatch(self, *given_BSD: Tensor) -> tuple[Tensor, ...]:
         moe = self.moe
         x_BSD, y_BSD, routing = self.block.normalize_and_route(*given_BSD)
         sorts = self.sorts and not moe.runs_fused(x_BSD) and not moe.runs_in_chunks(x_BSD)

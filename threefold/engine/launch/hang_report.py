@@ -33,7 +33,7 @@ class RankReport:
     """The heartbeat of one rank."""
 
     pulse: int  # number of this heartbeat
-    sent_at: float  # wall time, to tell a person how long the rank is silent; decides nothing
+    sent_at: float  # wall time, which gives the length of a silence
     phase: str
     idle_seconds: float  # since a call or phase last began or ended
     phase_limit: float | None = None  # seconds; None: the limit of collectives, infinity: no limit
@@ -129,7 +129,7 @@ def _is_in_other_call(report: RankReport, call: OpenCollective) -> bool:
 
 
 def _describe(rank: int, report: RankReport | None, silent: Mapping[int, float]) -> str:
-    """Where a late rank is, in words."""
+    """The position of a late rank, in words."""
     if report is None:
         return f"rank {rank} was never heard of"
     if report.has_left:

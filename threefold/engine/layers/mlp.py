@@ -11,7 +11,7 @@ from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return silu_mul(gate, up) if runs_fused(gate, up) else F.silu(gate) * up
 
@@ -28,4 +28,4 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.input_linears(x, (self.gate, self.up))
-        return self.down(swiglu(gate, up))
+        return self.down(gated_silu(gate, up))

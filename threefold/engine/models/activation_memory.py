@@ -14,6 +14,7 @@ Shapes: B batch, S sequence, D model dim, T = B * S tokens, v value dim, H heads
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,11 @@ from threefold.engine.options import Options
 # Recompute by name: the class, the method whose output is discarded, and the methods inside which its consumers run.
 _DISCARDED_OUTPUTS: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], ...]] = {
     "layernorm": (
-        (Block, ("normalize_for_mixer", "normalize_for_ffn"), ("mix", "feed_forward", "normalize_and_route")),
+        (
+            Block,
+            ("normalize_for_mixer", "normalize_for_ffn"),
+            ("mix", "ffn_branch", "normalize_and_route", "mix_and_route"),
+        ),
     ),
     "mla_up_proj": ((MlaAttention, ("expand",), ("attend_latents",)),),
     "core_attn": ((MlaAttention, ("core",), ("attend_latents",)), (GqaAttention, ("core",), ("forward",))),
@@ -104,7 +109,20 @@ def apply_to_layers(owner: Decoder | MtpDepth, layers: Iterable[nn.Module], opti
 
 
 def _wrap(module: nn.Module, method: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    setattr(module, method, wrapper(getattr(module, method)))
+    setattr(module, method, wrapper(_weak_method(module, method)))
+
+
+def _weak_method(module: nn.Module, method: str) -> Callable[..., Any]:
+    """The method as it is now, bound weakly: a module that holds itself is freed by the garbage collector only."""
+    if method in module.__dict__:
+        wrapped: Callable[..., Any] = module.__dict__[method]
+        return wrapped
+    function, weak_module = getattr(type(module), method), ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(weak_module(), *args, **kwargs)
+
+    return call
 
 
 def _discard_outputs(module: nn.Module, names: frozenset[str]) -> None:
@@ -181,10 +199,10 @@ def _recompute_ffn(block: Block, names: frozenset[str], ffn_chunk: int | None) -
 def _recompute_chunks(moe: MoeLayer) -> None:
     """Recompute each chunk of tokens by itself, and the router, which sees all tokens at once, apart from them."""
     moe.recompute_chunks = True
-    route_and_measure = moe.route_and_measure
+    route_and_measure, runs_in_chunks = _weak_method(moe, "route_and_measure"), _weak_method(moe, "runs_in_chunks")
 
     def recomputed(num_sequences: int, x_TD: Tensor) -> Any:
-        return recompute(partial(route_and_measure, num_sequences), x_TD, enabled=moe.runs_in_chunks(x_TD))
+        return recompute(partial(route_and_measure, num_sequences), x_TD, enabled=runs_in_chunks(x_TD))
 
     moe.route_and_measure = recomputed  # type: ignore[method-assign]
 
@@ -227,7 +245,13 @@ class ChunkedRecompute:
     """
 
     def __init__(self, block: Block) -> None:
-        self.block, self.eager = block, block.forward
+        self._block, self.eager = ref(block), _weak_method(block, "forward")
+
+    @property
+    def block(self) -> Block:
+        block = self._block()
+        assert block is not None
+        return block
 
     def __call__(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, RouterStats | None]:
         block = self.block
@@ -250,7 +274,13 @@ class HeadGroups:
     """
 
     def __init__(self, mla: MlaAttention, names: frozenset[str]) -> None:
-        self.mla, self.eager, self.names = mla, mla.attend_latents, names
+        self._mla, self.eager, self.names = ref(mla), _weak_method(mla, "attend_latents"), names
+
+    @property
+    def mla(self) -> MlaAttention:
+        mla = self._mla()
+        assert mla is not None
+        return mla
 
     def __call__(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
         size = self.heads_per_group(latent_BSX)

@@ -67,9 +67,13 @@ class Block(nn.Module):
 
     def feed_forward(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
         """Everything behind the mixer."""
-        x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
-        y_BSD, stats = self.run_ffn(y_BSD)
+        x_BSD, y_BSD, stats = self.ffn_branch(x_BSD, *added_BSD)
         return x_BSD + y_BSD, stats
+
+    def ffn_branch(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, RouterStats | None]:
+        """The residual stream, and what the feed-forward network adds to it."""
+        x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
+        return x_BSD, *self.run_ffn(y_BSD)
 
     def normalize_for_mixer(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream and its norm."""
@@ -85,9 +89,18 @@ class Block(nn.Module):
         return self.ffn(x_BSD) if isinstance(self.ffn, MoeLayer) else (self.ffn(x_BSD), None)
 
     def normalize_and_route(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """The residual stream, its norm, and the router's choice: for schedules that run the experts apart."""
+        """The residual stream, its norm, and the router's choice: for CUDA graphs that run the experts eagerly."""
         assert isinstance(self.ffn, MoeLayer)
         x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
+        return x_BSD, y_BSD, self.ffn.router(y_BSD.flatten(0, 1))
+
+    def mix_and_route(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Routing]:
+        """The same from the beginning of the layer: for schedules that run the experts apart.
+
+        The mixer's output is freed before the router runs, which `normalize_and_route(*mix(...))` would hold on to.
+        """
+        assert isinstance(self.ffn, MoeLayer)
+        x_BSD, y_BSD = self.normalize_for_ffn(*self.mix(x_BSD, positions))
         return x_BSD, y_BSD, self.ffn.router(y_BSD.flatten(0, 1))
 
     def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:

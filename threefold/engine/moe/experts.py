@@ -84,7 +84,7 @@ class Experts(nn.Module):
             return y_RD
         if not self.adds_bias:
             return y_RD + self.down_bias[:0].sum()  # nothing, with a gradient of zeros: every copy has one to sum
-        return y_RD + weigh(rows_of(self.down_bias, count_E, len(x_RD)), weight_R)
+        return y_RD + scale_by_router_weight(gather_bias_rows(self.down_bias, count_E, len(x_RD)), weight_R)
 
     def up_proj(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """FC1: gate and up of every row by its expert."""
@@ -93,7 +93,7 @@ class Experts(nn.Module):
 
     def activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
         """The activation, times the router weight of each row."""
-        return weigh(self.activation(gate_up_RX), weight_R)
+        return scale_by_router_weight(self.activation(gate_up_RX), weight_R)
 
     def down_proj(self, hidden_RH: Tensor, count_E: Tensor) -> Tensor:
         """FC2, without its bias."""
@@ -101,7 +101,7 @@ class Experts(nn.Module):
         return run(hidden_RH, self.down, None, count_E)
 
     def _linear(self, x_RX: Tensor) -> Callable[..., Tensor]:
-        use_grouped = self.backend == "grouped" or (self.backend == "auto" and grouped_works(x_RX, self.down))
+        use_grouped = self.backend == "grouped" or (self.backend == "auto" and can_use_grouped_mm(x_RX, self.down))
         return grouped_linear if use_grouped else looped_linear
 
     def _forward_fused(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Experts(nn.Module):
         y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
         return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
 
-    def of_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    def forward_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """The fused experts where all of them are here: tokens in, tokens out, rows gathered as they are read."""
         if self.low_precision is not None:
             clamped = self.activation is clamped_swiglu
@@ -129,7 +129,7 @@ class Experts(nn.Module):
         return self.fusion and (not x.is_cuda or supports_experts(x, *self.down.shape[1:]))
 
 
-def weigh(x_RX: Tensor, weight_R: Tensor) -> Tensor:
+def scale_by_router_weight(x_RX: Tensor, weight_R: Tensor) -> Tensor:
     """Multiply rows by their router weights, in the fp32 of the weights, and round once."""
     return _Weigh.apply(x_RX, weight_R)
 
@@ -149,7 +149,7 @@ class _Weigh(torch.autograd.Function):
         return x_grad, (grad_RX.to(weight_R.dtype) * x_RX).sum(dim=-1)
 
 
-def rows_of(bias_EX: Tensor, count_E: Tensor, num_rows: int) -> Tensor:
+def gather_bias_rows(bias_EX: Tensor, count_E: Tensor, num_rows: int) -> Tensor:
     """The bias of each row's expert. The number of rows is given, so that the host does not wait for the device."""
     expert_E = torch.arange(len(count_E), device=count_E.device)
     return _RowsOf.apply(bias_EX, expert_E.repeat_interleave(count_E, output_size=num_rows))
@@ -180,7 +180,7 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, cou
         return linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
     ends_E = count_E.cumsum(0).to(torch.int32)
     y_RO = grouped_gemm(x_RI, weight_EOI.transpose(-2, -1), ends_E)
-    return y_RO if bias_EO is None else y_RO + rows_of(bias_EO, count_E, len(x_RI))
+    return y_RO if bias_EO is None else y_RO + gather_bias_rows(bias_EO, count_E, len(x_RI))
 
 
 def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, coun
     return torch.cat([linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
 
 
-def grouped_works(x_RD: Tensor, down_EDH: Tensor) -> bool:
+def can_use_grouped_mm(x_RD: Tensor, down_EDH: Tensor) -> bool:
     """Whether both GEMMs of these experts can use `F.grouped_mm` on this device."""
     sizes = down_EDH.shape[1:]
     aligned = all(size * x_RD.element_size() % _ALIGN_BYTES == 0 for size in sizes)

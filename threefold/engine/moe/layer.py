@@ -150,4 +150,4 @@ class MoeLayer(nn.Module):
         return y_TD if self.shared is None else y_TD + self.compute_shared(x_TD)
 
     def run_fused_experts(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        return self.experts.of_tokens(x_TD, weight_TK, expert_TK)
+        return self.experts.forward_tokens(x_TD, weight_TK, expert_TK)

@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers (AdamW, Muon), their CPU offload, and learning-rate schedules."""

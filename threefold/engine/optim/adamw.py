@@ -1,4 +1,7 @@
-"""AdamW with fp32 master weights for narrow parameters, and moments in the dtype the plan asks for."""
+"""AdamW with fp32 master weights for 16-bit parameters, moments in the plan's dtype, and CPU offload of states.
+
+`build.py` makes one for each rank, over whole parameters or over the shards that the rank owns. `step.py` calls `step`.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -7,25 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.kernels.availability import has_triton_kernels
-from threefold.engine.optim.cpu_offload import PIECE, Host, chosen
-from threefold.engine.optim.optimizer_params import Item, as_items, kept_dtype, make_master, needs_master
 from threefold.engine.device import is_simulated
+from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.optim.cpu_offload import CHUNK_NUMEL, HostStates, choose_offloaded
+from threefold.engine.optim.optimizer_params import (
+    OptimizerParam,
+    as_optimizer_params,
+    make_master_weight,
+    needs_master_weight,
+    state_dtype_of,
+)
 
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AdamW:
-    """Decoupled weight decay on matrices, none on vectors.
+    """AdamW with decoupled weight decay on matrices and none on vectors.
 
     A GPU with triton updates each parameter in one pass over its memory, in fp32. Elsewhere, and in fp64, torch's fused
-    kernel takes all at once whose weights, gradients and moments have one dtype; any other parameter is widened to
-    fp32, updated and rounded on its own, so that only one of them is held twice.
+    kernel updates all parameters at once whose weights, gradients and moments have one dtype. Any other parameter is
+    converted to fp32, updated and rounded on its own, so that only one parameter exists twice at a time.
     """
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor] | Item],
+        named: Iterable[tuple[str, Tensor] | OptimizerParam],
         weight_decay: float,
         state_dtype: str = "fp32",
         betas: tuple[float, float] = (0.9, 0.95),
@@ -33,104 +42,119 @@ class AdamW:
         master: bool = True,
         offload: float = 0.0,
     ) -> None:
-        """Without `master`, narrow parameters are updated in place: half the memory, and small updates round away.
+        """Without `master`, 16-bit parameters are updated in place: half the memory, but small updates round away.
 
         `offload` is the fraction of the states that stays in host memory.
         """
-        self.items = as_items(named)
-        places = chosen([item.value.numel() for item in self.items], offload)
-        self.hosted = {item.name for n, item in enumerate(self.items) if n in places}
-        self.host = Host(self.items[0].value.device if self.items else torch.device("cpu"))
-        narrow = all(item.value.dtype != torch.float64 for item in self.items)
-        self.in_one_pass = narrow and (is_simulated() or has_triton_kernels(self.host.device))
+        self.params = as_optimizer_params(named)
+        indices = choose_offloaded([param.value.numel() for param in self.params], offload)
+        self.offloaded = {param.name for n, param in enumerate(self.params) if n in indices}
+        self.host = HostStates(self.params[0].value.device if self.params else torch.device("cpu"))
+        no_fp64 = all(param.value.dtype != torch.float64 for param in self.params)
+        self.uses_fused_kernel = no_fp64 and (is_simulated() or has_triton_kernels(self.host.device))
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.dtype = STATE_DTYPES[state_dtype]
         self.steps = 0
         self._factor: Tensor | None = None
-        self.master = {item.name: self._master(item) for item in self.items if master and needs_master(item)}
-        self.first = {item.name: self._zeros(item) for item in self.items}
-        self.second = {item.name: self._zeros(item) for item in self.items}
+        self.master = {
+            param.name: self._master(param) for param in self.params if master and needs_master_weight(param)
+        }
+        self.exp_avg = {param.name: self._zeros(param) for param in self.params}
+        self.exp_avg_sq = {param.name: self._zeros(param) for param in self.params}
 
-    def _zeros(self, item: Item) -> Tensor:
-        dtype = kept_dtype(item, self.dtype)
+    def _zeros(self, param: OptimizerParam) -> Tensor:
+        dtype = state_dtype_of(param, self.dtype)
         return (
-            self.host.zeros(item.value, dtype)
-            if item.name in self.hosted
-            else torch.zeros_like(item.value, dtype=dtype)
+            self.host.zeros(param.value, dtype)
+            if param.name in self.offloaded
+            else torch.zeros_like(param.value, dtype=dtype)
         )
 
-    def _master(self, item: Item) -> Tensor:
-        made = make_master(item)
-        return self.host.take(made) if made is not item.value and item.name in self.hosted else made
+    def _master(self, param: OptimizerParam) -> Tensor:
+        master = make_master_weight(param)
+        offloads = master is not param.value and param.name in self.offloaded
+        return self.host.copy_to_host(master) if offloads else master
 
     @torch.no_grad()
     def step(self, lr: float, factor: Tensor | None = None) -> None:
-        """One update; what has no gradient keeps its value and state.
+        """Update all parameters that have a gradient.
 
-        `factor` multiplies every gradient, in passing: only where `in_one_pass` holds.
+        `factor` multiplies every gradient within the update; only the fused kernel (`uses_fused_kernel`) takes it.
         """
         self.steps += 1
         self._factor = factor
-        # The largest first: what a launch costs the host is hidden behind them.
-        items = sorted(self.items, key=lambda item: -item.value.numel()) if self.in_one_pass else self.items
+        # The largest go first, so that the host launches the other kernels while the GPU is busy.
+        params = sorted(self.params, key=lambda param: -param.value.numel()) if self.uses_fused_kernel else self.params
         for matrix, decay in ((True, self.weight_decay), (False, 0.0)):
-            alike: dict[torch.dtype, list[Item]] = defaultdict(list)
-            apart: list[Item] = []
-            hosted = []
-            for item in items:
-                if item.matrix != matrix or item.grad is None:
+            same_dtype: dict[torch.dtype, list[OptimizerParam]] = defaultdict(list)
+            separate: list[OptimizerParam] = []
+            offloaded = []
+            for param in params:
+                if param.matrix != matrix or param.grad is None:
                     continue
-                if item.name in self.hosted:
-                    hosted += self._pieces(item)
+                if param.name in self.offloaded:
+                    offloaded += self._chunks(param)
                 else:
-                    dtypes = {item.grad.dtype, *(x.dtype for x in self._kept(item))}
-                    together = len(dtypes) == 1 and not self.in_one_pass
-                    (alike[dtypes.pop()] if together else apart).append(item)
-            for group in alike.values():
-                self._together(group, lr, decay)
-            for item in apart:
-                assert item.grad is not None
-                self._one(item.value, item.grad, self._kept(item), lr, decay)
-            for (value, grad, home), here in zip(hosted, self.host.visit(home for _, _, home in hosted), strict=True):
-                self._one(value, grad, here if len(home) == 3 else [value, *here], lr, decay)
+                    dtypes = {param.grad.dtype, *(x.dtype for x in self._states(param))}
+                    together = len(dtypes) == 1 and not self.uses_fused_kernel
+                    (same_dtype[dtypes.pop()] if together else separate).append(param)
+            for group in same_dtype.values():
+                self._update_group(group, lr, decay)
+            for param in separate:
+                assert param.grad is not None
+                self._update_one(param.value, param.grad, self._states(param), lr, decay)
+            streamed = self.host.stream_to_device(on_host for _, _, on_host in offloaded)
+            for (value, grad, on_host), states in zip(offloaded, streamed, strict=True):
+                self._update_one(value, grad, states if len(on_host) == 3 else [value, *states], lr, decay)
 
-    def _pieces(self, item: Item) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
-        """Flat parts of value and gradient, with their states on the host."""
-        assert item.grad is not None
-        weight, first, second = self._kept(item)
-        home = [first, second] if weight is item.value else [weight, first, second]
-        parts = zip(*(x.detach().reshape(-1).split(PIECE) for x in (item.value, item.grad, *home)), strict=True)
-        return [(value, grad, list(rest)) for value, grad, *rest in parts]
+    def _chunks(self, param: OptimizerParam) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Flat chunks of value and gradient, each with its states on the host."""
+        assert param.grad is not None
+        weight, exp_avg, exp_avg_sq = self._states(param)
+        on_host = [exp_avg, exp_avg_sq] if weight is param.value else [weight, exp_avg, exp_avg_sq]
+        parts = zip(
+            *(x.detach().reshape(-1).split(CHUNK_NUMEL) for x in (param.value, param.grad, *on_host)), strict=True
+        )
+        return [(value, grad, list(states)) for value, grad, *states in parts]
 
-    def _kept(self, item: Item) -> tuple[Tensor, Tensor, Tensor]:
-        name = item.name
-        return self.master.get(name, item.value), self.first[name], self.second[name]
+    def _states(self, param: OptimizerParam) -> tuple[Tensor, Tensor, Tensor]:
+        """The weight that is updated (the master if there is one) and both moments."""
+        name = param.name
+        return self.master.get(name, param.value), self.exp_avg[name], self.exp_avg_sq[name]
 
-    def _together(self, items: list[Item], lr: float, decay: float) -> None:
-        weights, first, second = (list(each) for each in zip(*map(self._kept, items), strict=True))
-        grads = [item.grad for item in items if item.grad is not None]
-        self._fused(weights, grads, first, second, lr, decay)
-        for item, weight in zip(items, weights, strict=True):
-            if weight is not item.value:
-                item.value.copy_(weight)
+    def _update_group(self, params: list[OptimizerParam], lr: float, decay: float) -> None:
+        weights, exp_avg, exp_avg_sq = (list(tensors) for tensors in zip(*map(self._states, params), strict=True))
+        grads = [param.grad for param in params if param.grad is not None]
+        self._torch_fused_adamw(weights, grads, exp_avg, exp_avg_sq, lr, decay)
+        for param, weight in zip(params, weights, strict=True):
+            if weight is not param.value:
+                param.value.copy_(weight)
 
-    def _one(self, value: Tensor, grad: Tensor, kept: Sequence[Tensor], lr: float, decay: float) -> None:
-        """`kept` are the weight that is updated, which may be the value, and the moments."""
-        if self.in_one_pass:
-            self._pass(value, grad, *kept, lr=lr, decay=decay)
+    def _update_one(self, value: Tensor, grad: Tensor, states: Sequence[Tensor], lr: float, decay: float) -> None:
+        """Update one tensor. `states` are the weight that is updated, which may be `value` itself, and both moments."""
+        if self.uses_fused_kernel:
+            self._update_fused(value, grad, *states, lr=lr, decay=decay)
             return
-        alike = len({x.dtype for x in (grad, *kept)}) == 1
+        same_dtype = len({x.dtype for x in (grad, *states)}) == 1
         dtype = torch.promote_types(value.dtype, torch.float32)
-        weight, first, second = wide = [x if alike else x.to(dtype) for x in kept]
-        self._fused([weight], [grad if alike else grad.to(dtype)], [first], [second], lr, decay)
-        for old, new in zip(kept, wide, strict=True):
+        weight, exp_avg, exp_avg_sq = converted = [x if same_dtype else x.to(dtype) for x in states]
+        self._torch_fused_adamw([weight], [grad if same_dtype else grad.to(dtype)], [exp_avg], [exp_avg_sq], lr, decay)
+        for old, new in zip(states, converted, strict=True):
             if old is not new:
                 old.copy_(new)
-        if kept[0] is not value:
+        if states[0] is not value:
             value.copy_(weight)
 
-    def _pass(
-        self, value: Tensor, grad: Tensor, weight: Tensor, first: Tensor, second: Tensor, *, lr: float, decay: float
+    def _update_fused(
+        self,
+        value: Tensor,
+        grad: Tensor,
+        weight: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        lr: float,
+        decay: float,
     ) -> None:
         if is_simulated():
             return
@@ -138,14 +162,14 @@ class AdamW:
 
         factor = value.new_ones((), dtype=torch.float32) if self._factor is None else self._factor
         settings = {"betas": self.betas, "eps": self.eps, "steps": self.steps}
-        adamw_step(value, grad.contiguous(), weight, first, second, factor, lr=lr, decay=decay, **settings)  # type: ignore
+        adamw_step(value, grad.contiguous(), weight, exp_avg, exp_avg_sq, factor, lr=lr, decay=decay, **settings)  # type: ignore
 
-    def _fused(
+    def _torch_fused_adamw(
         self,
         weights: list[Tensor],
         grads: list[Tensor],
-        first: list[Tensor],
-        second: list[Tensor],
+        exp_avg: list[Tensor],
+        exp_avg_sq: list[Tensor],
         lr: float,
         decay: float,
     ) -> None:
@@ -153,8 +177,8 @@ class AdamW:
         torch._fused_adamw_(
             weights,
             grads,
-            first,
-            second,
+            exp_avg,
+            exp_avg_sq,
             [],
             [count] * len(weights),
             lr=lr,
@@ -167,27 +191,28 @@ class AdamW:
         )
 
     def refresh(self) -> None:
-        """Take the parameters as they are now, after weights were loaded behind the optimizer's back."""
-        self.host.settle()
-        refresh(self.items, self.master)
+        """Copy the parameters into the master weights, after weights were loaded without the optimizer's states."""
+        self.host.synchronize()
+        refresh_master_weights(self.params, self.master)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, for a checkpoint; those on the host as they are there."""
-        self.host.settle()
+        """Tensors by name, for a checkpoint. Offloaded states are the host tensors themselves."""
+        self.host.synchronize()
         state: dict[str, Any] = {"steps": torch.tensor(self.steps)}
-        for kind, values in (("master", self.master), ("first", self.first), ("second", self.second)):
+        for kind, values in (("master", self.master), ("first", self.exp_avg), ("second", self.exp_avg_sq)):
             state |= {f"{kind}.{name}": value for name, value in values.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = int(state["steps"])
-        self.host.settle()
-        for kind, values in (("master", self.master), ("first", self.first), ("second", self.second)):
+        self.host.synchronize()
+        for kind, values in (("master", self.master), ("first", self.exp_avg), ("second", self.exp_avg_sq)):
             for name, value in values.items():
                 value.copy_(state[f"{kind}.{name}"])
 
 
-def refresh(items: Iterable[Item], masters: dict[str, Tensor]) -> None:
-    for item in items:
-        if item.name in masters and masters[item.name] is not item.value:
-            masters[item.name].copy_(item.value)
+def refresh_master_weights(params: Iterable[OptimizerParam], masters: dict[str, Tensor]) -> None:
+    """Copy each parameter into its master weight."""
+    for param in params:
+        if param.name in masters and masters[param.name] is not param.value:
+            masters[param.name].copy_(param.value)

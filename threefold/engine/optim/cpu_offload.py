@@ -1,7 +1,8 @@
-"""Optimizer states that live in host memory and visit the device for their update, piece by piece.
+"""CPU offload of optimizer states: they live in host memory and are copied to the device by chunks for the update.
 
-While one piece is updated the next is on its way in and the one before on its way out, each way on a stream of its own.
-A model on the CPU is its own host: the states are where they belong, and the same steps run without a copy.
+While one chunk is updated, the next is copied in and the one before is copied out, each on its own stream. Where the
+model is on the CPU, the states stay where they are, and the same steps run without a copy. `AdamW` uses it
+(`knobs.optimizer_offload`).
 """
 
 from collections import deque
@@ -13,84 +14,92 @@ from torch import Tensor
 
 from threefold.engine.device import is_simulated
 
-PIECE = 2**24  # elements: long enough to fill the link, short enough that three of them are little memory
+CHUNK_NUMEL = 2**24  # elements of a chunk: enough to saturate the link; three chunks on the device take little memory
 
 
-class Host:
-    """Whoever reads a host tensor outside of `visit` settles first."""
+class HostStates:
+    """Optimizer states in host memory. Call `synchronize` before reading them outside of `stream_to_device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @cached_property
-    def _ways(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         return torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """A copy of it there."""
-        there = self.zeros(tensor, tensor.dtype) if is_simulated() or self.device.type == "cuda" else tensor
-        return there if is_simulated() else there.copy_(tensor)
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor in host memory."""
+        on_host = self.zeros(tensor, tensor.dtype) if is_simulated() or self.device.type == "cuda" else tensor
+        return on_host if is_simulated() else on_host.copy_(tensor)
 
     def zeros(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        if is_simulated():  # takes no memory of the device that a rehearsal looks at
+        """Zeros of the shape of `like` in (pinned) host memory."""
+        if is_simulated():  # a dry run must not count it as device memory
             return torch.zeros((), dtype=dtype, device=self.device).expand(like.shape)
         if self.device.type == "cuda":
             return torch.zeros(like.shape, dtype=dtype, pin_memory=True)
         return torch.zeros_like(like, dtype=dtype)
 
-    def visit(self, groups: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
-        """Each group on the device; what is in it when the next is asked for is taken home."""
+    def stream_to_device(self, groups: Iterable[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+        """Yield device copies of each group. Requesting the next group writes the copies back to the host."""
         if self.device.type != "cuda":
             yield from ([x.clone() if is_simulated() else x for x in group] for group in groups)
             return
-        inward, outward = self._ways
-        now = torch.cuda.current_stream(self.device)
-        inward.wait_stream(outward)
-        waiting: tuple[Sequence[Tensor], list[Tensor], torch.cuda.Event] | None = None
-        gone: deque[torch.cuda.Event] = deque()
+        copy_in_stream, copy_out_stream = self._streams
+        compute_stream = torch.cuda.current_stream(self.device)
+        copy_in_stream.wait_stream(copy_out_stream)
+        current: tuple[Sequence[Tensor], list[Tensor], torch.cuda.Event] | None = None
+        pending: deque[torch.cuda.Event] = deque()
         for group in [*groups, None]:
-            if len(gone) > 1:  # the host must not run ahead: every piece that is under way takes memory
-                gone.popleft().synchronize()
-            coming = None if group is None else (group, *self._bring(group, inward))
-            if waiting is not None:
-                home, here, arrived = waiting
-                now.wait_event(arrived)
-                yield here
-                gone.append(self._take_home(home, here, now, outward))
-            waiting = coming
+            if len(pending) > 1:  # the host must not run ahead: every chunk in flight takes device memory
+                pending.popleft().synchronize()
+            next_group = None if group is None else (group, *self._copy_in(group, copy_in_stream))
+            if current is not None:
+                host_group, device_group, copied = current
+                compute_stream.wait_event(copied)
+                yield device_group
+                pending.append(self._copy_out(host_group, device_group, compute_stream, copy_out_stream))
+            current = next_group
 
-    def _bring(self, group: Sequence[Tensor], inward: torch.cuda.Stream) -> tuple[list[Tensor], torch.cuda.Event]:
-        with torch.cuda.stream(inward):
-            here = [tensor.to(self.device, non_blocking=True) for tensor in group]
-        arrived = torch.cuda.Event()
-        arrived.record(inward)
-        return here, arrived
+    def _copy_in(
+        self, group: Sequence[Tensor], copy_in_stream: torch.cuda.Stream
+    ) -> tuple[list[Tensor], torch.cuda.Event]:
+        with torch.cuda.stream(copy_in_stream):
+            device_group = [tensor.to(self.device, non_blocking=True) for tensor in group]
+        copied = torch.cuda.Event()
+        copied.record(copy_in_stream)
+        return device_group, copied
 
-    def _take_home(
-        self, home: Sequence[Tensor], here: list[Tensor], now: torch.cuda.Stream, outward: torch.cuda.Stream
+    def _copy_out(
+        self,
+        host_group: Sequence[Tensor],
+        device_group: list[Tensor],
+        compute_stream: torch.cuda.Stream,
+        copy_out_stream: torch.cuda.Stream,
     ) -> torch.cuda.Event:
-        outward.wait_stream(now)
-        with torch.cuda.stream(outward):
-            for target, source in zip(home, here, strict=True):
+        copy_out_stream.wait_stream(compute_stream)
+        with torch.cuda.stream(copy_out_stream):
+            for target, source in zip(host_group, device_group, strict=True):
                 target.copy_(source, non_blocking=True)
-                # Made on the inward stream, used on two others: its memory is free when all three are past it.
-                source.record_stream(now)
-                source.record_stream(outward)
-        gone = torch.cuda.Event()
-        gone.record(outward)
-        return gone
+                # Allocated on the copy-in stream, used on two others: its memory is free when all three are done.
+                source.record_stream(compute_stream)
+                source.record_stream(copy_out_stream)
+        copied = torch.cuda.Event()
+        copied.record(copy_out_stream)
+        return copied
 
-    def settle(self) -> None:
-        if "_ways" in self.__dict__:
-            self._ways[1].synchronize()
+    def synchronize(self) -> None:
+        """Wait until all copies to the host are done."""
+        if "_streams" in self.__dict__:
+            self._streams[1].synchronize()
 
 
-def chosen(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Which of them go to the host: whole ones, the largest first, as near to the fraction of all as they come."""
-    left = fraction * sum(sizes)
-    found = set()
-    for place in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        if left > sizes[place] / 2:
-            found.add(place)
-            left -= sizes[place]
-    return found
+def choose_offloaded(sizes: Sequence[int], fraction: float) -> set[int]:
+    """The indices of the tensors to offload: the largest first, as near to the fraction of all elements as possible."""
+    remaining = fraction * sum(sizes)
+    chosen = set()
+    for index in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        if remaining > sizes[index] / 2:
+            chosen.add(index)
+            remaining -= sizes[index]
+    return chosen

@@ -1,4 +1,4 @@
-"""Learning rate by step: warm-up, then cosine, warm-up-stable-decay, or constant."""
+"""Learning-rate schedules: warm-up, then cosine, warm-up-stable-decay, or constant. `train.py` asks for each step."""
 
 import math
 
@@ -13,15 +13,16 @@ def learning_rate(job: Job, step: int) -> float:
 
 
 def _after_warmup(job: Job, step: int) -> float:
-    low = job.min_lr
+    """The factor of `job.lr` after warm-up; `job.min_lr` is the smallest one."""
+    floor = job.min_lr
     if job.lr_schedule == "constant":
         return 1.0
     last = max(1, job.steps - 1)
     if job.lr_schedule == "cosine":
         span = max(1, last - job.warmup_steps)
         done = min(1.0, (step - job.warmup_steps) / span)
-        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
     first = last - round(job.decay_fraction * job.steps)
     if step <= first:
         return 1.0
-    return low + (1 - low) * max(0.0, (last - step) / max(1, last - first))
+    return floor + (1 - floor) * max(0.0, (last - step) / max(1, last - first))

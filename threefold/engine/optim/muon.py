@@ -1,4 +1,8 @@
-"""Muon for matrices: momentum, orthogonalised by a few Newton-Schulz steps. Everything else goes to AdamW."""
+"""Muon for matrices: momentum, orthogonalised by a few Newton-Schulz steps. All other parameters go to AdamW.
+
+`build.py` makes it (`job.optimizer = "muon"`). With data parallelism, `data_parallel/full_matrices.py` gathers the
+matrices whose shards are spread over ranks.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -6,31 +10,39 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threefold.engine.optim.adamw import AdamW, refresh
-from threefold.engine.optim.optimizer_params import Item, as_items, kept_dtype, make_master, needs_master
+from threefold.engine.optim.adamw import AdamW, refresh_master_weights
+from threefold.engine.optim.optimizer_params import (
+    OptimizerParam,
+    as_optimizer_params,
+    make_master_weight,
+    needs_master_weight,
+    state_dtype_of,
+)
 
 # Coefficients of the quintic iteration that pushes singular values towards 1 (Jordan et al., 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-_AT_ONCE = 2**26  # elements
+_MAX_NUMEL_AT_ONCE = 2**26  # elements that are orthogonalised together
 
 
-# A row of these stands for one token or one channel: their columns mean nothing together.
+# A row of these is one token or one channel, so that they are no linear maps and stay with AdamW.
 _LEFT_TO_ADAMW = ("embed", "head", "conv")
 
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly. Of a stack some matrices at a time: what is made on the way is
-    several times as large as they are."""
+    """Approximate the nearest semi-orthogonal matrix.
+
+    A stack is processed some matrices at a time, because intermediate results are several times as large.
+    """
     x = update if update.dtype == torch.float64 else update.float()
     if x.dim() == 2:
-        return _orthogonal(x, steps)
-    made, at_once = torch.empty_like(x), max(1, _AT_ONCE // (x.size(-2) * x.size(-1)))
+        return _newton_schulz(x, steps)
+    made, at_once = torch.empty_like(x), max(1, _MAX_NUMEL_AT_ONCE // (x.size(-2) * x.size(-1)))
     for some, out in zip(x.split(at_once), made.split(at_once), strict=True):
-        out.copy_(_orthogonal(some, steps))
+        out.copy_(_newton_schulz(some, steps))
     return made
 
 
-def _orthogonal(x: Tensor, steps: int) -> Tensor:
+def _newton_schulz(x: Tensor, steps: int) -> Tensor:
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -40,96 +52,108 @@ def _orthogonal(x: Tensor, steps: int) -> Tensor:
     return x.mT if tall else x
 
 
-def by_muon(name: str, matrix: bool) -> bool:
+def uses_muon(name: str, matrix: bool) -> bool:
+    """Whether Muon, not AdamW, updates the parameter of this name."""
     return matrix and not any(word in name for word in _LEFT_TO_ADAMW)
 
 
-class Wholes(Protocol):
-    """Brings the parts of a matrix together where ranks share it."""
+class MatrixGatherer(Protocol):
+    """Gathers full matrices from the shards of several ranks, and extracts the local shard again."""
 
-    def each(self, items: list[Item], update_of: Callable[[Item], Tensor]) -> Iterator[tuple[Item, Tensor]]: ...
+    def full_updates(
+        self, params: list[OptimizerParam], update_of: Callable[[OptimizerParam], Tensor]
+    ) -> Iterator[tuple[OptimizerParam, Tensor]]: ...
 
-    def part(self, item: Item, whole: Tensor) -> Tensor: ...
+    def local_part(self, param: OptimizerParam, whole: Tensor) -> Tensor: ...
 
 
-class OneRank:
-    def each(self, items: list[Item], update_of: Callable[[Item], Tensor]) -> Iterator[tuple[Item, Tensor]]:
-        return ((item, update_of(item)) for item in items if item.grad is not None)
+class LocalMatrices:
+    """The gatherer of one rank, which holds every matrix in full."""
 
-    def part(self, item: Item, whole: Tensor) -> Tensor:
+    def full_updates(
+        self, params: list[OptimizerParam], update_of: Callable[[OptimizerParam], Tensor]
+    ) -> Iterator[tuple[OptimizerParam, Tensor]]:
+        return ((param, update_of(param)) for param in params if param.grad is not None)
+
+    def local_part(self, param: OptimizerParam, whole: Tensor) -> Tensor:
         return whole
 
 
 class Muon:
-    """Matrices inside the layers by Muon, the rest by AdamW; one learning rate for both.
+    """Muon for the matrices inside the layers, AdamW for the rest, with one learning rate for both.
 
-    The update is scaled to AdamW's usual size (0.2 x sqrt of the longer side), so that rates carry over.
+    The update is scaled to AdamW's usual size (0.2 x sqrt of the longer side), so that learning rates carry over.
     """
 
-    in_one_pass = False
+    uses_fused_kernel = False
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor] | Item],
+        named: Iterable[tuple[str, Tensor] | OptimizerParam],
         weight_decay: float,
         state_dtype: str = "fp32",
         momentum: float = 0.95,
-        wholes: Wholes | None = None,
+        gatherer: MatrixGatherer | None = None,
         master: bool = True,
     ) -> None:
-        every = as_items(named)
-        self.items = [item for item in every if by_muon(item.name, item.matrix)]
-        kept = {item.name for item in self.items}
-        self.rest = AdamW([item for item in every if item.name not in kept], weight_decay, state_dtype, master=master)
+        all_params = as_optimizer_params(named)
+        self.params = [param for param in all_params if uses_muon(param.name, param.matrix)]
+        names = {param.name for param in self.params}
+        self.adamw = AdamW(
+            [param for param in all_params if param.name not in names], weight_decay, state_dtype, master=master
+        )
         self.weight_decay, self.momentum = weight_decay, momentum
-        self.wholes = wholes or OneRank()
+        self.gatherer = gatherer or LocalMatrices()
         self.buffer = {
-            item.name: torch.zeros_like(item.value, dtype=kept_dtype(item, torch.float32)) for item in self.items
+            param.name: torch.zeros_like(param.value, dtype=state_dtype_of(param, torch.float32))
+            for param in self.params
         }
-        self.master = {item.name: make_master(item) for item in self.items if master and needs_master(item)}
+        self.master = {
+            param.name: make_master_weight(param) for param in self.params if master and needs_master_weight(param)
+        }
 
     @property
     def matrices(self) -> list[tuple[str, Tensor]]:
-        return [(item.name, item.value) for item in self.items]
+        return [(param.name, param.value) for param in self.params]
 
     @property
     def steps(self) -> int:
-        return self.rest.steps
+        return self.adamw.steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self.rest.steps = steps
+        self.adamw.steps = steps
 
     @torch.no_grad()
     def step(self, lr: float, factor: Tensor | None = None) -> None:
-        for item, whole in self.wholes.each(self.items, self._update):
+        for param, whole in self.gatherer.full_updates(self.params, self._update):
             size = max(whole.size(-2), whole.size(-1))
-            master = self.master.get(item.name, item.value)
+            master = self.master.get(param.name, param.value)
             master.mul_(1 - lr * self.weight_decay)
-            master.add_(self.wholes.part(item, orthogonalise(whole)), alpha=-lr * 0.2 * size**0.5)
-            if master is not item.value:
-                item.value.copy_(master)
-        self.rest.step(lr)
+            master.add_(self.gatherer.local_part(param, orthogonalise(whole)), alpha=-lr * 0.2 * size**0.5)
+            if master is not param.value:
+                param.value.copy_(master)
+        self.adamw.step(lr)
 
-    def _update(self, item: Item) -> Tensor:
-        """Nesterov momentum. What got no gradient on this rank counts as zero: others may wait for it."""
-        buffer = self.buffer[item.name]
-        grad = torch.zeros_like(buffer) if item.grad is None else item.grad.to(buffer.dtype)
+    def _update(self, param: OptimizerParam) -> Tensor:
+        """Nesterov momentum. A missing gradient counts as zero, because other ranks may wait in the gather."""
+        buffer = self.buffer[param.name]
+        grad = torch.zeros_like(buffer) if param.grad is None else param.grad.to(buffer.dtype)
         buffer.mul_(self.momentum).add_(grad)
         return grad.add(buffer, alpha=self.momentum)
 
     def refresh(self) -> None:
-        refresh(self.items, self.master)
-        self.rest.refresh()
+        refresh_master_weights(self.params, self.master)
+        self.adamw.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        mine = {f"buffer.{name}": value for name, value in self.buffer.items()}
-        mine |= {f"muon_master.{name}": value for name, value in self.master.items()}
-        return mine | self.rest.state_dict()
+        state = {f"buffer.{name}": value for name, value in self.buffer.items()}
+        state |= {f"muon_master.{name}": value for name, value in self.master.items()}
+        return state | self.adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self.buffer.items():
             value.copy_(state[f"buffer.{name}"])
         for name, value in self.master.items():
             value.copy_(state[f"muon_master.{name}"])
-        self.rest.load_state_dict(state)
+        self.adamw.load_state_dict(state)

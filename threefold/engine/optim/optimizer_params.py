@@ -1,4 +1,7 @@
-"""What an optimizer updates: a whole parameter, or the part of one that this rank keeps the state of."""
+"""The parameters that an optimizer updates: whole ones, or the shard whose optimizer state this rank owns.
+
+`ModelParam` wraps a parameter of the model; `data_parallel/owned_shards.py` has the shards.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -7,20 +10,20 @@ import torch
 from torch import Tensor
 
 
-class Item(Protocol):
-    """`value` may be wider than `dtype`, the model's own: then it is its own master weight."""
+class OptimizerParam(Protocol):
+    """One tensor that an optimizer updates."""
 
     name: str
-    value: Tensor
-    matrix: bool
-    dtype: torch.dtype
+    value: Tensor  # fp32 where `dtype` is 16-bit: then it is its own master weight
+    matrix: bool  # whether the full parameter is a matrix or a stack of matrices
+    dtype: torch.dtype  # of the model's parameter
 
     @property
     def grad(self) -> Tensor | None: ...
 
 
-class Named:
-    """A parameter with its `.grad`."""
+class ModelParam:
+    """A whole parameter with its `.grad`."""
 
     def __init__(self, name: str, value: Tensor) -> None:
         self.name, self.value, self.dtype = name, value, value.dtype
@@ -31,30 +34,32 @@ class Named:
         return self.value.grad
 
 
-def as_items(named: Iterable[tuple[str, Tensor] | Item]) -> list[Item]:
-    """Without what does not train."""
-    items: list[Item] = []
-    for one in named:
-        if not isinstance(one, tuple):
-            items.append(one)
-        elif one[1].requires_grad:
-            items.append(Named(*one))
-    return items
+def as_optimizer_params(named: Iterable[tuple[str, Tensor] | OptimizerParam]) -> list[OptimizerParam]:
+    """The given parameters as `OptimizerParam`, without those that do not require a gradient."""
+    params: list[OptimizerParam] = []
+    for entry in named:
+        if not isinstance(entry, tuple):
+            params.append(entry)
+        elif entry[1].requires_grad:
+            params.append(ModelParam(*entry))
+    return params
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Matrices, and stacks of them. A bias is a vector, also where the experts' are stacked."""
+    """Whether a parameter is a matrix or a stack of matrices. A bias is a vector, also where experts stack theirs."""
     return len(shape) >= 2 and not name.endswith("bias")
 
 
-def kept_dtype(item: Item, dtype: torch.dtype) -> torch.dtype:
-    """Of the state kept in `dtype`. An fp64 model is an oracle: nothing of it is rounded."""
-    return torch.float64 if item.value.dtype == torch.float64 else dtype
+def state_dtype_of(param: OptimizerParam, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an optimizer state: `dtype`, or fp64 for an fp64 model, an oracle that must not be rounded."""
+    return torch.float64 if param.value.dtype == torch.float64 else dtype
 
 
-def needs_master(item: Item) -> bool:
-    return item.dtype not in (torch.float32, torch.float64)
+def needs_master_weight(param: OptimizerParam) -> bool:
+    """Whether the model's parameter has less than 32 bits."""
+    return param.dtype not in (torch.float32, torch.float64)
 
 
-def make_master(item: Item) -> Tensor:
-    return item.value if item.value.dtype == torch.float32 else item.value.detach().float().clone()
+def make_master_weight(param: OptimizerParam) -> Tensor:
+    """An fp32 copy of the parameter, or its value itself where that is fp32."""
+    return param.value if param.value.dtype == torch.float32 else param.value.detach().float().clone()

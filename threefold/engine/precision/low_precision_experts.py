@@ -59,7 +59,7 @@ class LowPrecisionExperts:
     def forward_tokens(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EXD: Tensor, down_EDH: Tensor, clamped: bool
     ) -> Tensor:
-        """Run the fused kernels on tokens, as `Experts.of_tokens` does."""
+        """Run the fused kernels on tokens, as `Experts.forward_tokens` does."""
         arguments = x_TD, weight_TK, expert_TK, up_EXD, down_EDH
         fp8_weights = self._quantized_weights(up_EXD, down_EDH)
         return fused.fp8_experts_of_tokens(*arguments, fp8_weights, _FUSED_RECIPES[self.recipe.name], clamped)

@@ -1,4 +1,7 @@
-"""What a person sees of a run: a live line on a terminal, plain lines elsewhere, TensorBoard and Weights & Biases."""
+"""Progress of a run for people: a live line on a terminal, plain lines elsewhere, TensorBoard, Weights & Biases.
+
+`engine/train.py` writes to it after every step. Ranks other than the first print to `NULL_STREAM`.
+"""
 
 import errno
 import os

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.models.compile import compile_parts
 from threefold.engine.batch import Batch
+from threefold.engine.dist.mesh import Mesh
 from threefold.engine.graphs.model_graphs import ModelGraphs, make_model_graphs
 from threefold.engine.graphs.stats import GraphStats
-from threefold.engine.models.inputs import Inputs, make_inputs
-from threefold.engine.dist.mesh import Mesh
-from threefold.engine.models.pipeline_chunk import num_hidden_states
+from threefold.engine.models.compile import compile_parts
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.models.inputs import Inputs, make_inputs
+from threefold.engine.models.pipeline_chunk import num_hidden_states
 from threefold.engine.moe.balance import attach_loss
 from threefold.engine.schedule.interleave import run_overlap_pairs
 from threefold.engine.schedule.overlapped_pass import OverlappedPass

@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.autograd.offload import LayerOffloads
 from threefold.engine.dispatch.local import LocalDispatcher
-from threefold.engine.models.inputs import Inputs
 from threefold.engine.models.decoder import Block, Decoder, MtpDepth
+from threefold.engine.models.inputs import Inputs
 from threefold.engine.moe.balance import RouterStats, attach_loss
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.autograd.offload import LayerOffloads
 from threefold.engine.schedule.graph_cuts import CutEdge, NodeValue
-from threefold.engine.schedule.graph_nodes import NodeInput, DeferredValue, GraphNodes, single_value
+from threefold.engine.schedule.graph_nodes import DeferredValue, GraphNodes, NodeInput, single_value
 from threefold.engine.schedule.microbatch_pass import PassSteps
 
 Report = Callable[[dict[str, Tensor], float | Tensor], None]
 Values = tuple[NodeValue, ...]
-_NODES = 6  # at most, in a layer
+_MAX_NODES = 6  # nodes of a layer
 
 
 class OverlappedPass:
@@ -60,19 +60,21 @@ class OverlappedPass:
         self._result: CutEdge | None = None
 
     def forward(self, x_KBSD: Tensor | None) -> PassSteps[Tensor]:
-        """Hidden states in, hidden states or the loss out."""
+        """From the hidden states of the chunk before (None for the first) to the hidden states, or to the loss."""
         states: list[NodeInput] = []
         if x_KBSD is not None:
-            self.model.run_with_parameters(lambda: None)  # FSDP takes whatever it sees first for the root
+            self.model.run_with_parameters(lambda: None)  # FSDP takes the module that it sees first for the root
             self._input = CutEdge(None)
             states = list(self.nodes.run("enter", "", lambda x: x.unbind(0), NodeValue(x_KBSD, self._input)))
-        states = yield from self._advance(states)
-        result = single_value(self.nodes.run("end", "", self._end, *states, *(v for row in self._losses for v in row)))
+        states = yield from self._forward_chunk(states)
+        result = single_value(
+            self.nodes.run("end", "", self._finish_forward, *states, *(v for row in self._losses for v in row))
+        )
         self._result = result.cut_edge
         return result.tensor
 
     def backward(self, grad: Tensor | None = None) -> PassSteps[Tensor | None]:
-        """From the gradient of the result (None: it is the loss) to that of the hidden states."""
+        """From the gradient of the result (None where it is the loss) to the gradient of the hidden states."""
         if self._result is not None:
             self._result.add(torch.ones((), dtype=self._dtype, device=self._device) if grad is None else grad)
         while self.nodes:
@@ -94,14 +96,14 @@ class OverlappedPass:
     def finish_wgrads(self) -> None:
         self.nodes.run_wgrads()
 
-    def _advance(self, states: list[NodeInput]) -> PassSteps[list[NodeInput]]:
+    def _forward_chunk(self, states: list[NodeInput]) -> PassSteps[list[NodeInput]]:
         model, inputs, run = self.model, self.inputs, self.nodes.run
         depths = model.depths if inputs.targets else range(0)
         embedded: Values = ()
         if not states or depths:
             tokens = [] if states else [inputs.tokens_BS]
             tokens += [inputs.targets[depth + 1].tokens_BS for depth in depths]
-            # In one node: the embedding then has one gradient a pass, as the reduction of gradients expects.
+            # One node for all embeddings gives the parameter one gradient a pass, as the gradient reduction expects.
             embedded = run("embedding", "", lambda: tuple(map(model.embed, tokens)), owner=model)  # type: ignore[arg-type]
         if not states:
             states, embedded = [embedded[0]], embedded[1:]
@@ -111,11 +113,11 @@ class OverlappedPass:
         states.append(hidden)
         for depth, ahead in zip(depths, embedded, strict=True):
             number = str(min(depth, model.num_mtp_sets - 1))
-            hidden = yield from self._depth(f"mtp.{number}", model.mtp[number], hidden, ahead)
+            hidden = yield from self._mtp_depth(f"mtp.{number}", model.mtp[number], hidden, ahead)
             states.append(hidden)
         return states
 
-    def _depth(self, name: str, module: nn.Module, hidden: NodeInput, embedded: NodeValue) -> PassSteps[NodeValue]:
+    def _mtp_depth(self, name: str, module: nn.Module, hidden: NodeInput, embedded: NodeValue) -> PassSteps[NodeValue]:
         assert isinstance(module, MtpDepth)
         x: NodeInput = single_value(
             self.nodes.run("join", name, module.join_embedding, hidden, embedded, owner=self.model)
@@ -128,15 +130,17 @@ class OverlappedPass:
         for number, (name, block) in enumerate(layers):
             assert isinstance(block, Block)
             whole = number < options.activation_offload_layers
-            self._away = partial(LayerOffloads(options.activation_offload, _NODES if whole else 0).layer, [block])
+            self._offloading = partial(
+                LayerOffloads(options.activation_offload, _MAX_NODES if whole else 0).layer, [block]
+            )
             if isinstance(block.ffn, MoeLayer) and not isinstance(block.ffn.dispatcher, LocalDispatcher):
-                x = yield from self._moe(name, block, block.ffn, x)
+                x = yield from self._layer_with_exchange(name, block, block.ffn, x)
             else:
-                x = self._whole(name, block, x)
+                x = self._layer_without_exchange(name, block, x)
         return x
 
-    def _whole(self, name: str, block: Block, x: NodeInput) -> NodeValue:
-        """A layer without an exchange."""
+    def _layer_without_exchange(self, name: str, block: Block, x: NodeInput) -> NodeValue:
+        """A dense layer, or one whose experts are all on this rank, as one node."""
         found: list[RouterStats | None] = []
 
         def work(x_BSD: Tensor) -> tuple[Tensor, ...]:
@@ -144,70 +148,70 @@ class OverlappedPass:
             found.append(stats)
             return x_BSD, *(stats.losses.values() if stats else ())
 
-        with self._away():
+        with self._offloading():
             value, *losses = self.nodes.run("layer", name, work, x)
-        self._note(block, found[0], losses)
+        self._record_stats(block, found[0], losses)
         return value
 
-    def _moe(self, name: str, block: Block, moe: MoeLayer, x: NodeInput) -> PassSteps[DeferredValue]:
-        dispatcher, away, nodes = moe.dispatcher, self._away, self.nodes
+    def _layer_with_exchange(self, name: str, block: Block, moe: MoeLayer, x: NodeInput) -> PassSteps[DeferredValue]:
+        dispatcher, offloading, nodes = moe.dispatcher, self._offloading, self.nodes
         found: list[Any] = []
 
-        def attend(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, normed_BSD, routing = block.normalize_and_route(*block.mix(x_BSD, self.inputs.positions))
+        def mix_and_route(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            x_BSD, normed_BSD, routing = block.mix_and_route(x_BSD, self.inputs.positions)
             state = dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
             stats = moe.compute_stats(routing, state, len(x_BSD))
             found.extend((state, stats))
             return x_BSD, normed_BSD, routing.weight_TK, *stats.losses.values()
 
-        def send(x_BSD: Tensor, normed_BSD: Tensor, weight_TK: Tensor, *losses: Tensor) -> tuple[Tensor, ...]:
+        def dispatch_rows(x_BSD: Tensor, normed_BSD: Tensor, weight_TK: Tensor, *losses: Tensor) -> tuple[Tensor, ...]:
             rows = dispatcher.token_dispatch(normed_BSD.flatten(0, 1), weight_TK, found[0])
             return x_BSD, *rows, *losses, *(() if moe.shared is None else (normed_BSD,))
 
-        with away():
-            node = nodes.open("attention", name, attend, x, owner=block)
+        with offloading():
+            node = nodes.open("attention", name, mix_and_route, x, owner=block)
         del x
         state, stats = found
         yield "counts"
-        with away():
-            nodes.extend(node, "dispatch", send)
-        beside, x_PD, weight_P, *rest = nodes.close(node)
+        with offloading():
+            nodes.extend(node, "dispatch", dispatch_rows)
+        residual, x_PD, weight_P, *rest = nodes.close(node)
         num_losses = len(stats.losses)
-        self._note(block, stats, rest[:num_losses])
+        self._record_stats(block, stats, rest[:num_losses])
         normed = rest[num_losses:]
         del rest
         yield "rows"
         shared: Values = ()
         if normed:
-            with away():
+            with offloading():
                 shared = nodes.run("shared", name, lambda n: moe.compute_shared(n.flatten(0, 1)), *normed, owner=block)
         del normed
-        with away():
+        with offloading():
             node = nodes.open(
                 "experts", name, lambda r, w: moe.compute(r, w, state), x_PD, weight_P, ends_exchange=True
             )
         del x_PD, weight_P
-        with away():
+        with offloading():
             nodes.extend(node, "combine", lambda y: dispatcher.token_combine(y, state))
         rows = nodes.close(node)
         yield "rows"
 
-        def add(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
+        def add_to_residual(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
             y_TD = dispatcher.combine_postprocess(y_SD, state)
             for each_TD in shared_TD:
                 y_TD = y_TD + each_TD
             return x_BSD + y_TD.view_as(x_BSD)
 
-        return DeferredValue("sum", name, add, (*rows, beside, *shared))
+        return DeferredValue("sum", name, add_to_residual, (*rows, residual, *shared))
 
-    def _note(self, block: Block, stats: RouterStats | None, losses: list[NodeValue]) -> None:
+    def _record_stats(self, block: Block, stats: RouterStats | None, losses: list[NodeValue]) -> None:
         if stats is not None:
             self._router_numbers.append(block.router_number)
             self._router_stats.append(stats)
             self._losses.append(losses)
 
-    def _end(self, *tensors: Tensor) -> Tensor:
-        """Losses of routers come behind the hidden states."""
+    def _finish_forward(self, *tensors: Tensor) -> Tensor:
+        """The loss, or the hidden states with the router losses attached, from hidden states and router losses."""
         model, rest = self.model, list(tensors)
         router_stats: list[tuple[int, RouterStats]] = []
         for row, stats in zip(reversed(self._router_numbers), reversed(self._router_stats), strict=True):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threefold.engine.attention.delta_chunks import chunk_delta_rule
-from threefold.engine.attention.gated_delta import GatedDelta, Share, runs, short_conv
+from threefold.engine.attention.gated_delta import GatedDelta, HeadWeights, document_numbers, short_conv
 from threefold.engine.dist.collectives import gather_along
 from threefold.engine.dist.mesh import Group
 from threefold.engine.shard.zigzag import heads_to_sequence, rank_spans, sequence_to_heads, undo_zigzag
@@ -36,17 +36,17 @@ class ContextParallelDelta:
 
     def _exchange_heads(self, layer: GatedDelta, qkv: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
         qkv, ba = sequence_to_heads([qkv, ba], self.group)
-        share = layer.share(self.group.rank, self.group.size)
-        return heads_to_sequence(layer.mix(qkv, ba, documents_BS, share), self.group)
+        head_weights = layer.head_weights(self.group.rank, self.group.size)
+        return heads_to_sequence(layer.mix(qkv, ba, documents_BS, head_weights), self.group)
 
     def _pass_states(self, layer: GatedDelta, qkv: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
         spans = rank_spans(qkv.shape[1] * self.group.size, self.group.size, self.group.rank)
         sizes = [len(span) for span in spans]
         mixed_BsW = layer.channels(qkv)
         convolved = self._convolve(mixed_BsW.split(sizes, dim=1), spans, layer.conv, documents_BS)
-        g_BsH, beta_BsH = Share(layer.conv, layer.dt_bias, layer.a_log).gates(ba)
+        g_BsH, beta_BsH = HeadWeights(layer.conv, layer.dt_bias, layer.a_log).gates(ba)
         gates = zip(g_BsH.split(sizes, dim=1), beta_BsH.split(sizes, dim=1), strict=True)
-        document_BS = None if documents_BS is None else runs(documents_BS)
+        document_BS = None if documents_BS is None else document_numbers(documents_BS)
         parts = [
             chunk_delta_rule(*layer.heads(mixed), g, beta, *_document_numbers(span, document_BS))
             for mixed, span, (g, beta) in zip(convolved, spans, gates, strict=True)

@@ -52,8 +52,8 @@ def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, se
         model.options = chunk_options
         apply_to_layers(model, model.layers.values(), chunk_options)
     placements = {
-        name: replace(place, also_on_pp_ranks=tuple(sorted(pp_ranks[name] - {pp_rank})))
-        for name, place in placements_of_whole.items()
+        name: replace(placement, also_on_pp_ranks=tuple(sorted(pp_ranks[name] - {pp_rank})))
+        for name, placement in placements_of_whole.items()
         if pp_rank in pp_ranks[name]
     }
     for model in chunks.values():

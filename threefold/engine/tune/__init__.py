@@ -1,1 +1,1 @@
-"""Measurements of kernels on this GPU, kept for later runs, and probes of what runs here."""
+"""Measurements on this machine for `threefold env`: the fastest attention and expert kernels, and which kernels run."""

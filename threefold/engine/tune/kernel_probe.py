@@ -1,4 +1,7 @@
-"""What torch says of this machine, and which kernels run on its GPU: each tried once, tiny, forward and backward."""
+"""Facts about this machine from torch, and which kernels run on its GPU: each is tried once on tiny inputs.
+
+`machine/inventory.py` calls it for `threefold env`.
+"""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -9,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-def versions_here() -> dict[str, str | None]:
-    """Of torch and of what came with it; None where this build has none."""
+def torch_versions() -> dict[str, str | None]:
+    """The versions of torch and of the libraries that come with it; None where this build has none."""
     cudnn, cuda = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None, torch.version.cuda
     return {
         "torch": torch.__version__,
@@ -20,41 +23,41 @@ def versions_here() -> dict[str, str | None]:
     }
 
 
-def gpus_here() -> list[tuple[str, int, tuple[int, int]]]:
-    """(name, bytes, compute capability) of each."""
+def local_gpus() -> list[tuple[str, int, tuple[int, int]]]:
+    """The name, memory in bytes and compute capability of each GPU."""
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
-    return [(one.name, one.total_memory, (one.major, one.minor)) for one in found]
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [(gpu.name, gpu.total_memory, (gpu.major, gpu.minor)) for gpu in properties]
 
 
-def probed() -> Iterator[tuple[str, str]]:
-    """(kernel, why it does not run here). Nothing without a GPU: on a CPU the engine runs plain torch."""
+def probe_kernels() -> Iterator[tuple[str, str]]:
+    """Yield each kernel and why it does not run ("" if it does). Nothing without a GPU: then all is plain torch."""
     if not torch.cuda.is_available():
         return
-    for name, work in _PROBES.items():
+    for name, probe in _PROBES.items():
         try:
-            work()
+            probe()
             torch.cuda.synchronize()
             yield name, ""
         except Exception as error:
-            said = str(error).strip().splitlines()
-            yield name, said[0] if said else type(error).__name__
+            lines = str(error).strip().splitlines()
+            yield name, lines[0] if lines else type(error).__name__
 
 
-def _made(*sizes: int) -> Tensor:
+def _ones(*sizes: int) -> Tensor:
     return torch.ones(*sizes, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
 
-def _ran(y: Tensor) -> None:
+def _run_backward(y: Tensor) -> None:
     y.float().sum().backward()
     if not bool(y.isfinite().all()):
         raise RuntimeError("the result is not finite")
 
 
-def _grouped() -> None:
+def _grouped_gemm() -> None:
     ends = torch.tensor([16, 32], device="cuda", dtype=torch.int32)
-    _ran(F.grouped_mm(_made(32, 64), _made(2, 64, 64), offs=ends) * 1.0)
+    _run_backward(F.grouped_mm(_ones(32, 64), _ones(2, 64, 64), offs=ends) * 1.0)
 
 
 def _experts(kernels: str) -> Callable[[], None]:
@@ -68,51 +71,53 @@ def _experts(kernels: str) -> Callable[[], None]:
         require_kernels(kernels, torch.device("cuda"))
         expert_TK = torch.arange(128, device="cuda").view(64, 2) % 4
         weight_TK = torch.full((64, 2), 0.5, device="cuda")
-        _ran(fused_experts(_made(64, 64), weight_TK, expert_TK, _made(4, 128, 64), _made(4, 64, 64), choice=kernels))
+        _run_backward(
+            fused_experts(_ones(64, 64), weight_TK, expert_TK, _ones(4, 128, 64), _ones(4, 64, 64), choice=kernels)
+        )
 
     return run
 
 
 def _attention(kernel: SDPBackend) -> Callable[[], None]:
     def run() -> None:
-        q, k, v = _made(1, 2, 128, 64), _made(1, 1, 128, 64), _made(1, 1, 128, 64)
+        q, k, v = _ones(1, 2, 128, 64), _ones(1, 1, 128, 64), _ones(1, 1, 128, 64)
         with sdpa_kernel(kernel):
-            _ran(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+            _run_backward(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
 
     return run
 
 
-def _fa4() -> None:
+def _flash_attention_4() -> None:
     from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
 
     if not has_flash_attention_4(torch.device("cuda")):
         raise RuntimeError("flash-attn-4 is not installed, does not import, or this GPU is no Hopper or Blackwell")
-    _ran(flash_attention_4(_made(1, 2, 128, 64), _made(1, 1, 128, 64), _made(1, 1, 128, 64), scale=0.125))
+    _run_backward(flash_attention_4(_ones(1, 2, 128, 64), _ones(1, 1, 128, 64), _ones(1, 1, 128, 64), scale=0.125))
 
 
-def _delta() -> None:
+def _gated_delta_rule() -> None:
     if find_spec("fla") is None:
         raise RuntimeError("flash-linear-attention is not installed: plain torch takes its place, slowly")
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    q, k, v = (_made(1, 64, 2, 64) for _ in range(3))
-    g, beta = -torch.ones(1, 64, 2, device="cuda"), _made(1, 64, 2)
-    _ran(chunk_gated_delta_rule(q * 0.01, k * 0.01, v, g, beta)[0])
+    q, k, v = (_ones(1, 64, 2, 64) for _ in range(3))
+    g, beta = -torch.ones(1, 64, 2, device="cuda"), _ones(1, 64, 2)
+    _run_backward(chunk_gated_delta_rule(q * 0.01, k * 0.01, v, g, beta)[0])
 
 
-def _fp8() -> None:
-    low = torch.ones(32, 64, device="cuda").to(torch.float8_e4m3fn)
-    one = torch.ones((), device="cuda")
-    torch._scaled_mm(low, low[:16].mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+def _fp8_matmul() -> None:
+    values = torch.ones(32, 64, device="cuda").to(torch.float8_e4m3fn)
+    gpu = torch.ones((), device="cuda")
+    torch._scaled_mm(values, values[:16].mT, scale_a=gpu, scale_b=gpu, out_dtype=torch.bfloat16)
 
 
 _PROBES: dict[str, Callable[[], None]] = {
-    "grouped products (torch)": _grouped,
+    "grouped products (torch)": _grouped_gemm,
     "experts (triton)": _experts("triton"),
     "experts (cute)": _experts("cute"),
     "attention (cuDNN)": _attention(SDPBackend.CUDNN_ATTENTION),
     "attention (flash)": _attention(SDPBackend.FLASH_ATTENTION),
-    "attention (FlashAttention-4)": _fa4,
-    "gated delta rule (fla)": _delta,
-    "FP8 products (torch)": _fp8,
+    "attention (FlashAttention-4)": _flash_attention_4,
+    "gated delta rule (fla)": _gated_delta_rule,
+    "FP8 products (torch)": _fp8_matmul,
 }

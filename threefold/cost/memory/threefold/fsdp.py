@@ -35,9 +35,7 @@ class FsdpUnits:
     previous: float = 0.0  # the unit that is gathered next in the backward, of the layer before this one
     last_reduced: float = 0.0  # the unit that was reduced last before this layer's backward
     after_core: float = 0.0  # weights after the core of the mixer, whose gradients wait for the rest of the unit
-    mtp_root: float = (
-        0.0  # root weights with gradients from multi-token prediction, which wait for the rest of the root
-    )
+    mtp_root: float = 0.0  # root weights whose gradients MTP has made, which wait for the rest of the root
 
 
 def num_local_experts(plan: Plan) -> int:

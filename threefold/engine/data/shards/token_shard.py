@@ -1,7 +1,8 @@
-"""The token shard: a memory-mapped file that holds documents as tokens. docs/data.md describes the format.
+"""The token shard: a memory-mapped file that holds documents as tokens.
 
-The file is little-endian and has a header of 128 bytes, the tokens, the loss mask if there is one, and the document
-offsets. Each section begins at a multiple of 8 bytes. `TokenShard` opens a file, `ShardWriter` writes one.
+docs/reference/data-format.md describes the format. The file is little-endian and has a header of 128 bytes, the tokens,
+the loss mask if there is one, and the document offsets. Each section begins at a multiple of 8 bytes. `TokenShard`
+opens a file, `ShardWriter` writes one.
 """
 
 import hashlib

@@ -1,0 +1,52 @@
+"""Operators of a rehearsal save and allocate what the GPU kernels do."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from threefold.dryrun.simulated.expert_kernels import EmptyExpertSteps, empty_expert_steps
+from threefold.dryrun.simulated.gpu_operators import WORKSPACES, use_gpu_operators
+from threefold.dryrun.tracking.allocation_origin import OriginTracker
+from threefold.dryrun.tracking.memory_tracker import MemoryTracker
+from threefold.engine.kernels.experts import fused_experts
+
+
+def test_a_norm_keeps_its_input_and_one_number_a_row_as_the_gpu_kernel() -> None:
+    tracker = MemoryTracker(OriginTracker())
+    with FakeTensorMode(), tracker, use_gpu_operators():
+        x = torch.zeros(256, 1024, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.ones(1024, dtype=torch.bfloat16)
+        given = tracker.live_bytes
+        node = nn.functional.rms_norm(x, (1024,), weight).grad_fn  # the result itself is gone
+        assert tracker.live_bytes - given == 256 * 4
+        del node
+
+
+def test_attention_keeps_output_and_log_sum_exp_and_widens_query_gradients() -> None:
+    tracker = MemoryTracker(OriginTracker(), workspaces=WORKSPACES)
+    shape, heads = (1, 8, 512, 64), 8
+    with FakeTensorMode(), tracker, use_gpu_operators():
+        q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        base = tracker.live_bytes
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        size = q.numel() * 2
+        assert tracker.live_bytes - base == pytest.approx(size + 4 * heads * 512, abs=64)  # fp32, one a query and head
+        grad = torch.zeros(shape, dtype=torch.bfloat16)
+        at = tracker.live_bytes
+        tracker.peak_bytes = at
+        out.backward(grad)
+        # dq, dk, dv and, while the kernel runs, dq in fp32 with a correction a query.
+        assert tracker.peak_bytes - at == pytest.approx(3 * size + 2 * size + 4 * heads * 512, abs=64)
+
+
+def public_methods(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("_")}
+
+
+def test_empty_expert_steps_have_every_step_of_the_kernels() -> None:
+    assert public_methods(EmptyExpertSteps) == public_methods(fused_experts.ReferenceSteps)
+    replaced, replacement = fused_experts._make_steps, empty_expert_steps
+    assert [*inspect.signature(replaced).parameters] == [*inspect.signature(replacement).parameters]
