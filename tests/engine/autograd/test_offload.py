@@ -133,7 +133,7 @@ def test_parameters_stay() -> None:
     model = make("qwen3_moe", torch.float64, activation_offload_layers=2)
     sent = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "_send", lambda x, send=offload._send: sent.append(x) or send(x))
+        patch.setattr(offload, "_copy_to_host", lambda x, copy=offload._copy_to_host: sent.append(x) or copy(x))
         forward(model).loss.backward()
     assert sent
     assert not {x.untyped_storage()._cdata for x in sent} & {p.untyped_storage()._cdata for p in model.parameters()}
@@ -142,26 +142,27 @@ def test_parameters_stay() -> None:
 def test_a_layer_is_on_its_way_when_the_one_behind_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, int]] = []
     order: list[int] = []
-    fetch, back, init = offload.Load.fetch, offload.Load.back, offload.Load.__init__
+    layer_class = offload.OffloadedLayer
+    prefetch, restore, init = layer_class.prefetch, layer_class.restore, layer_class.__init__
 
     def noted_init(self: Any, *args: Any) -> None:
         order.append(id(self))
         alive.append(self)
         init(self, *args)
 
-    def noted_fetch(self: Any) -> None:
-        if self._items:
+    def noted_prefetch(self: Any) -> None:
+        if self._copies:
             said.append(("fetch", order.index(id(self))))
-        fetch(self)
+        prefetch(self)
 
-    def noted_back(self: Any, *args: Any) -> Any:
+    def noted_restore(self: Any, *args: Any) -> Any:
         said.append(("back", order.index(id(self))))
-        return back(self, *args)
+        return restore(self, *args)
 
     alive: list[Any] = []
-    monkeypatch.setattr(offload.Load, "__init__", noted_init)
-    monkeypatch.setattr(offload.Load, "fetch", noted_fetch)
-    monkeypatch.setattr(offload.Load, "back", noted_back)
+    monkeypatch.setattr(layer_class, "__init__", noted_init)
+    monkeypatch.setattr(layer_class, "prefetch", noted_prefetch)
+    monkeypatch.setattr(layer_class, "restore", noted_restore)
     out = forward(make("llama", torch.float32, num_layers=4, activation_offload=("attn_norm", "core_attn")))
     assert said == []
     out.loss.backward()
@@ -176,7 +177,7 @@ def test_a_rehearsal_holds_nothing_of_what_leaves() -> None:
         make("llama", torch.float64).spec, 0, torch.float64, options=Options(activation_offload_layers=2)
     )
     with pytest.MonkeyPatch.context() as patch, simulate("cuda"), LiveTensors() as living:
-        patch.setattr(offload, "LEAST_BYTES", 1)
+        patch.setattr(offload, "MIN_BYTES", 1)
         out = forward(model)
         stays = living.num_bytes
     del out

@@ -28,7 +28,7 @@ from threefold.engine.kernels.fp8.quantized_tensors import (
 )
 
 _E4M3_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
-_SMALLEST_AMAX: tl.constexpr = tl.constexpr(E4M3_MAX * SMALLEST_SCALE)  # exact: 448 times a power of two
+_SMALLEST_SCALE: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
 
 def empty_rows(num_rows: int, width: int, device: torch.device) -> Fp8Rows:
@@ -124,10 +124,8 @@ def power_of_two_scale(amax):
 @triton.jit
 def fp32_scale(amax):
     """The fp32 scale by which `amax` becomes 448; SMALLEST_SCALE at least, 1 for zeros."""
-    # Clamping the numerator gives the same bits as clamping the quotient, and no division has a tiny numerator.
-    clamped = tl.where(amax < _SMALLEST_AMAX, _SMALLEST_AMAX, amax)
-    scale = tl.div_rn(clamped, _E4M3_MAX + tl.zeros_like(amax))
-    return tl.where(amax == 0.0, 1.0, scale)
+    scale = tl.div_rn(amax, _E4M3_MAX + tl.zeros_like(amax))
+    return tl.where(amax == 0.0, 1.0, tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale))
 
 
 @triton.jit
@@ -142,6 +140,20 @@ def divide_by_scalar(value, scale):
     """Divide all values by one scale."""
     inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     return divide_rn(value, scale + tl.zeros_like(value), inverse + tl.zeros_like(value))
+
+
+@triton.jit
+def transpose_fp8(value, fp8, x_ptr):
+    """The transpose of `fp8`, which is `value` as e4m3, in a kernel that loaded its numbers from `x_ptr`.
+
+    Triton 3.6 transposes e4m3 tiles of 128x128 wrongly on Hopper where the tile was loaded as fp32: half of the rows
+    become constant. Such tiles are transposed before the cast; tiles loaded as bf16 are right, and faster, after it.
+    """
+    if x_ptr.dtype.element_ty == tl.float32:
+        transposed = value.T.to(tl.float8e4nv)
+    else:
+        transposed = fp8.T
+    return transposed
 
 
 @triton.jit
@@ -246,8 +258,10 @@ def _quantize_weight(weight_ptr, value_ptr, transposed_ptr, scale_ptr, outer, in
     at = start + o[:, None] * inner + i[None, :]
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
     scale = fp32_scale(tl.max(tl.max(tl.abs(weight), 1), 0))
-    fp8 = divide_by_scalar(weight, scale).to(tl.float8e4nv)
+    scaled = divide_by_scalar(weight, scale)
+    fp8 = scaled.to(tl.float8e4nv)
     tl.store(value_ptr + at, fp8, mask=mask)
-    transposed = start + i[:, None] * outer + o[None, :]
-    tl.store(transposed_ptr + transposed, fp8.T, mask=(i < inner)[:, None] & (o < outer)[None, :])
+    at = start + i[:, None] * outer + o[None, :]
+    transposed = transpose_fp8(scaled, fp8, weight_ptr)
+    tl.store(transposed_ptr + at, transposed, mask=(i < inner)[:, None] & (o < outer)[None, :])
     tl.store(scale_ptr + (expert * tl.num_programs(1) + block_o) * tl.num_programs(0) + block_i, scale)

@@ -1,0 +1,31 @@
+"""Row counts that were computed on the device, brought to the host. The one place where the host reads them.
+
+Uneven splits need their sizes as Python integers. A dry run has no values to read, so `sizes_from` puts a function in
+place of the device: it says how many rows go where, balanced or as a run recorded it.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from threefold.engine.context import context, override
+
+# (number of sizes, total, exact) -> sizes. Where `exact` is False the total is only what even routing would give.
+SizeSource = Callable[[int, int, bool], list[int]]
+
+
+def sizes_from(source: SizeSource) -> AbstractContextManager[None]:
+    """Take sizes from `source` inside the `with` block: for tensors without values, or for loads of another router."""
+    return override("size_source", source)
+
+
+def even_sizes(parts: int, total: int, exact: bool = True) -> list[int]:
+    """A size source with balanced loads."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def host_sizes(count_X: Tensor, total: int) -> list[int]:
+    """`count_X`, which adds up to `total`, as integers; reading it waits for the device."""
+    source = context.size_source
+    return source(len(count_X), total, True) if source else count_X.tolist()
