@@ -49,9 +49,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: not _forks(item))
 
 
+_FORKS = re.compile(r"\b(run_ranks|compare_with_one_rank)\(")
+
+
 def _forks(item: pytest.Item) -> bool:
-    source = inspect.getsource(item.function) if isinstance(item, pytest.Function) else ""
-    return "run_ranks(" in source or "compare_with_one_rank(" in source
+    """Whether a test forks ranks, by itself or through a function of its file."""
+    if not isinstance(item, pytest.Function):
+        return False
+    functions = {name: value for name, value in vars(item.module).items() if inspect.isfunction(value)}
+    known, new = {item.function}, {item.function}
+    while new:
+        sources = [inspect.getsource(function) for function in new]
+        if any(_FORKS.search(source) for source in sources):
+            return True
+        called = {functions[name] for name in functions for source in sources if f"{name}(" in source}
+        known, new = known | called, called - known
+    return False
 
 
 @pytest.fixture

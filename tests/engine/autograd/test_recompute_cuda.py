@@ -51,7 +51,7 @@ def gradients(family: str, packed: bool, **options: Any) -> dict[str, Any]:
     ids=["fine", "each", "full", "offload", "layers"],
 )
 def test_same_bits(family: str, packed: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
     plain, once_more, found = (gradients(family, packed, **each) for each in ({}, {}, options))
     for name, wanted in plain.items():
         if torch.equal(wanted, once_more[name]):  # some kernels add in no fixed order

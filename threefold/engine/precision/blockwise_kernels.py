@@ -107,10 +107,10 @@ def _quantize_128x128(
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = _load_block(x_ptr, m, k, M, K, stride)
     scale = fp32_scale(tl.max(tl.max(tl.abs(x), 1), 0))
-    scaled = divide_by_scalar(x, scale)
-    fp8 = scaled.to(tl.float8e4nv)
+    fp8 = divide_by_scalar(x, scale).to(tl.float8e4nv)
     tl.store(value_ptr + m.to(tl.int64)[:, None] * padded_k + k[None, :], fp8)
-    at = k.to(tl.int64)[:, None] * padded_m + m[None, :]
-    tl.store(transposed_ptr + at, transpose_fp8(scaled, fp8, x_ptr))
+    back = m.to(tl.int64)[None, :] * stride + k[:, None]
+    transposed = transpose_fp8(fp8, scale, x_ptr, back, (k < K)[:, None] & (m < M)[None, :])
+    tl.store(transposed_ptr + k.to(tl.int64)[:, None] * padded_m + m[None, :], transposed)
     tl.store(scale_ptr + tl.program_id(0) * scales_k + tl.program_id(1), scale)
     tl.store(transposed_scale_ptr + tl.program_id(1) * scales_m + tl.program_id(0), scale)

@@ -143,14 +143,17 @@ def divide_by_scalar(value, scale):
 
 
 @triton.jit
-def transpose_fp8(value, fp8, x_ptr):
-    """The transpose of `fp8`, which is `value` as e4m3, in a kernel that loaded its numbers from `x_ptr`.
+def transpose_fp8(fp8, scale, x_ptr, back, back_mask):
+    """The transpose of a tile `fp8` that was quantized by one scale.
 
-    Triton 3.6 transposes e4m3 tiles of 128x128 wrongly on Hopper where the tile was loaded as fp32: half of the rows
-    become constant. Such tiles are transposed before the cast; tiles loaded as bf16 are right, and faster, after it.
+    `back` and `back_mask` load the tile from `x_ptr` in transposed order.
+
+    Triton 3.6 transposes a tile of 128x128 wrongly on Hopper where it was loaded as fp32: half of the rows become
+    constant, whether the tile is transposed before the cast or after it. Such a tile is loaded once more, transposed.
     """
     if x_ptr.dtype.element_ty == tl.float32:
-        transposed = value.T.to(tl.float8e4nv)
+        x = tl.load(x_ptr + back, mask=back_mask, other=0.0)
+        transposed = divide_by_scalar(x, scale).to(tl.float8e4nv)
     else:
         transposed = fp8.T
     return transposed
@@ -258,10 +261,10 @@ def _quantize_weight(weight_ptr, value_ptr, transposed_ptr, scale_ptr, outer, in
     at = start + o[:, None] * inner + i[None, :]
     weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
     scale = fp32_scale(tl.max(tl.max(tl.abs(weight), 1), 0))
-    scaled = divide_by_scalar(weight, scale)
-    fp8 = scaled.to(tl.float8e4nv)
+    fp8 = divide_by_scalar(weight, scale).to(tl.float8e4nv)
     tl.store(value_ptr + at, fp8, mask=mask)
-    at = start + i[:, None] * outer + o[None, :]
-    transposed = transpose_fp8(scaled, fp8, weight_ptr)
-    tl.store(transposed_ptr + at, transposed, mask=(i < inner)[:, None] & (o < outer)[None, :])
+    back = start + o[None, :] * inner + i[:, None]
+    back_mask = (i < inner)[:, None] & (o < outer)[None, :]
+    transposed = transpose_fp8(fp8, scale, weight_ptr, back, back_mask)
+    tl.store(transposed_ptr + start + i[:, None] * outer + o[None, :], transposed, mask=back_mask)
     tl.store(scale_ptr + (expert * tl.num_programs(1) + block_o) * tl.num_programs(0) + block_i, scale)
