@@ -15,7 +15,7 @@ def grouped_layer(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, gate_up: T
 
 
 def gathered_layer(x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Of several ways to write it, the one that compiles to the fastest code."""
+    """The way to write it that compiles to the fastest code, among several."""
     (_, order_R), rows = prepared(x_TD, weight_TK, expert_TK, len(down))
     place_R = torch.arange(len(order_R), device=order_R.device)
     row_TK = torch.empty_like(order_R).scatter_(0, order_R, place_R).view_as(expert_TK)

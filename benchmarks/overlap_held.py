@@ -71,7 +71,7 @@ class Steady:
 
     @property
     def seconds(self) -> float:
-        """Of one microbatch more."""
+        """The seconds of one microbatch more."""
         return (statistics.median(self.more) - statistics.median(self.few)) / (MORE - FEW)
 
     @property
@@ -199,7 +199,7 @@ def _row(hold: float, found: dict[str, Steady]) -> dict[str, Any]:
 
 
 def _bytes_that_leave(plan: Plan) -> int:
-    """Of one exchange of rows, on one of eight ranks that hold equal parts of the experts; bf16."""
+    """The bytes that leave in one exchange of rows, on one of eight ranks that hold equal parts of the experts; bf16."""
     assert plan.model.moe
     rows = plan.job.micro_batch * plan.job.seq_len * plan.model.moe.top_k
     return rows * plan.model.dim * 2 * (RANKS - 1) // RANKS

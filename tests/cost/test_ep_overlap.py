@@ -82,7 +82,7 @@ def test_merged_passes_take_what_was_predicted_elsewhere(name: str, changes: dic
 
 
 def in_order(schedule: str, pp: int, vpp: int, stage: int, count: int) -> Iterator[OverlapPair]:
-    """Of torch's schedule: what each chunk holds before a pair. A merged action comes as its two parts."""
+    """What each chunk of torch's schedule holds before a pair. A merged action comes as its two parts."""
     mine = [stage, 2 * pp - 1 - stage] if schedule == "dualpipev" else [stage + pp * chunk for chunk in range(vpp)]
     held = dict.fromkeys(mine, 0)
     for action in pipeline_actions(schedule, pp, vpp, count, overlap_f_b=True)[stage]:

@@ -219,7 +219,7 @@ def test_an_mtp_depth_is_in_the_terms_of_its_layers() -> None:
 
 @pytest.mark.parametrize("sharding", ["zero1", "fsdp"])
 def test_what_is_frozen_needs_no_gradients_of_weights(sharding: str) -> None:
-    """Of three products forward and backward two are left; nothing of the language model is reduced or updated."""
+    """Two of three GEMMs are left of forward and backward; nothing of the language model is reduced or updated."""
     fields = {**QWEN, "model": "qwen3-vl-30b-a3b", "job.images": 2.0, "knobs.data_parallel": sharding}
     both, frozen = (build({**fields, "job.freeze": parts}) for parts in ([], ["language"]))
     before, after = (step_time(plan, RATES).terms for plan in (both, frozen))
@@ -281,23 +281,23 @@ def test_recomputed_experts_take_what_was_measured(measured: str, shape: str) ->
     assert added == pytest.approx(rows["moe"]["added_percent"], abs=1.5)
 
 
-def again_seconds(plan: Plan, *names: str) -> float:
-    """Of forward and backward, by what is recomputed in them."""
+def recompute_seconds(plan: Plan, *names: str) -> float:
+    """The seconds that recompute of these modules adds to a step."""
     plain, more = (step_time(change(plan, {"knobs.recompute": each}), RATES) for each in ([], names))
     return more.step_seconds - plain.step_seconds
 
 
 def test_what_lies_inside_a_recomputed_module_is_priced_with_it() -> None:
     plan = build({**ONE_H200, "model": "deepseek-v3", "job.global_batch": 1, **SHAPES["deepseek-v3"]})
-    moe = again_seconds(plan, "moe")
-    assert again_seconds(plan, "moe", "shared_experts", "moe_act") == moe
-    assert moe > again_seconds(plan, "shared_experts", "moe_act") > again_seconds(plan, "moe_act") > 0
+    moe = recompute_seconds(plan, "moe")
+    assert recompute_seconds(plan, "moe", "shared_experts", "moe_act") == moe
+    assert moe > recompute_seconds(plan, "shared_experts", "moe_act") > recompute_seconds(plan, "moe_act") > 0
 
 
 def test_fused_experts_have_no_activation_to_repeat() -> None:
     plan = build({**ONE_H200, "model": "qwen3-30b-a3b", "knobs.expert_fusion": True, **SHAPES["qwen3-30b-a3b"]})
-    assert again_seconds(plan, "moe_act") == 0
-    assert again_seconds(change(plan, {"knobs.expert_fusion": False}), "moe_act") > 0
+    assert recompute_seconds(plan, "moe_act") == 0
+    assert recompute_seconds(change(plan, {"knobs.expert_fusion": False}), "moe_act") > 0
 
 
 def test_the_norm_behind_the_delta_rule_has_its_price() -> None:
@@ -323,7 +323,7 @@ def test_offloaded_activations_take_time(target: str) -> None:
     compute = sum(size for name, size in before.terms.items() if name not in ("dp", "optimizer", "other")) / drift
 
     def shows(**changes: Any) -> float:
-        """Of the copies' time."""
+        """The part of the copies' time that is exposed."""
         plan = change(plain, {f"knobs.{name}": value for name, value in changes.items()})
         after = step_time(plan, RATES)
         assert after.step_seconds - after.terms["offload"] == pytest.approx(before.step_seconds)
@@ -413,7 +413,7 @@ def test_full_recompute_of_some_layers_costs_their_part(target: str) -> None:
 
 
 def test_muon_multiplies_whole_matrices() -> None:
-    """Of one expert's two matrices, five steps: a square of 1,536 rows, its square, and a product with each."""
+    """Five steps for the two matrices of one expert: a square of 1,536 rows, its square, and a product with each."""
     plan = build({**QWEN, "target": "threefold", "cluster.gpus": 1, "layout.ep": 1})
     added = [step_time(change(plan, {"job.optimizer": name}), RATES).terms["optimizer"] for name in ("muon", "adamw")]
     gate_up = 5 * (4 * 1536**2 * 2048 + 2 * 1536**3)

@@ -17,14 +17,13 @@ from threefold.plan.file import read_plan
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
 from threefold.rules.all import check, errors
-from threefold.search.explore import is_last_resort
+from threefold.search.explore import is_last_resort, with_balanced_stages
 from threefold.search.knobs import selective_sets
 from threefold.search.neighbours import attempt
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import complexity, pareto, ranked
 from threefold.search.search import SearchResult, search
 from threefold.search.space import default_batch, layouts, read_draft
-from threefold.search.stages import weighed
 
 RECIPES = ROOT / "recipes"
 SMALL: dict[str, Any] = {
@@ -253,7 +252,7 @@ def test_stages_are_weighed_by_seconds() -> None:
     space = read_draft(dict(plan.written))
     pricer = Pricer(space)
     plain = pricer.priced(replace(plan, layout=replace(plan.layout, stages=None)))
-    other = weighed(pricer, plain)
+    other = with_balanced_stages(pricer, plain)
     assert other.tokens_per_second >= plain.tokens_per_second
     if other.plan.layout.stages is not None:
         assert other.plan.chunks != balance(61, 32, 1)

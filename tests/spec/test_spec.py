@@ -384,7 +384,7 @@ def test_rope_parameters_win_over_older_keys() -> None:
 
 
 def test_yarn_reads_from_either_key() -> None:
-    """Of gpt-oss: rope_scaling before transformers 5, rope_parameters since."""
+    """gpt-oss has rope_scaling before transformers 5, rope_parameters since."""
     old = {**CONFIGS["gpt_oss"], "model_type": "gpt_oss"}
     new = {key: value for key, value in old.items() if key not in ("rope_scaling", "rope_theta")}
     new["rope_parameters"] = {**old["rope_scaling"], "rope_theta": old["rope_theta"]}

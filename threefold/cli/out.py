@@ -35,7 +35,7 @@ class Out:
         try:
             act(*given)
         except OSError as error:
-            # What waits in buffers goes there too: Python writes it when it ends, and would fail again.
+            # Buffered text goes there too: Python writes it when it ends, and would fail again.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 
 from threefold.layout.degrees import Layout
+from threefold.layout.stages import balance, format_stages
 from threefold.plan.plan import Knobs, Plan
 from threefold.rules.memory import state_bytes
 from threefold.search.knobs import graph_scopes, overlaps, precisions, shardings, transports
@@ -12,7 +13,8 @@ from threefold.search.ladder import Choice, Ladder
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.search.space import Space, layouts, micro_batches
-from threefold.search.stages import weighed
+
+MIN_STAGE_GAIN = 0.005  # a predicted gain from which a written pipeline layout is worth its line
 
 WINDOW = 0.12  # below the best, how far promises are still followed: about one error band
 DEFAULT_FAVOUR = 0.01  # another transport than the platform's has to be this much faster
@@ -78,7 +80,7 @@ def _follow(pricer: Pricer, ladder: Ladder, choice: Choice, key: Key, floor: flo
     if plan is None or faults(plan):
         return True
     found.feasible += 1
-    one = weighed(pricer, pricer.priced(plan))
+    one = with_balanced_stages(pricer, pricer.priced(plan))
     if known is None or _better(one, known):
         found.best[key] = one
         found.fastest = max(found.fastest, one.sure)
@@ -142,3 +144,19 @@ def _modes(pricer: Pricer, layout: Layout, size: int, ways: list[Knobs], allowed
         best = min(options, key=dearness)
         chosen += [replace(best, graphs=graphs) for graphs in graph_scopes(pricer.space)]
     return chosen
+
+
+def with_balanced_stages(pricer: Pricer, one: Priced) -> Priced:
+    """The same plan with stages balanced by seconds, where that is clearly faster and fits."""
+    plan = one.plan
+    layout = plan.layout
+    if layout.pp == 1 or layout.stages is not None or not pricer.space.free("layout.stages"):
+        return one
+    layers, mtp, loss = pricer.parts(plan)
+    weights = [layers[kind] for kind in plan.model.layers]
+    chunks = balance(len(weights), layout.chunks, plan.mtp, weights, 0.0, mtp, loss)
+    if chunks == plan.chunks or any(not str(chunk) for chunk in chunks):
+        return one
+    other = pricer.priced(replace(plan, layout=replace(layout, stages=format_stages(chunks))))
+    better = other.tokens_per_second > one.tokens_per_second * (1 + MIN_STAGE_GAIN)
+    return other if better and other.device_bytes <= pricer.limit else one

@@ -117,7 +117,7 @@ def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
 
 
 def next_better(pricer: Pricer, short: list[Plan], best: Priced) -> NextBetter | None:
-    """Of the plans that are faster and do not fit, the one that lacks the least memory."""
+    """The plan that lacks the least memory among those that are faster and do not fit."""
     bar = best.tokens_per_second * (1 + FASTER)
     promising = [plan for plan in short if pricer.promise(plan.layout, plan.job.micro_batch, plan.knobs) > bar]
 

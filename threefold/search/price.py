@@ -128,7 +128,7 @@ class Pricer:
         if key not in self._factors:
             one = estimate(self.plan(layout, self.space.base.job.micro_batch, knobs))
             band = one.seconds_band[1] / one.time.step_seconds - 1
-            # Of the published runs that calibrate the estimate next to none trains experts under FSDP.
+            # Next to none of the published runs that calibrate the estimate trains experts under FSDP.
             unseen = sharded and self.space.base.model.is_moe and not self.space.base.is_vlm
             self._factors[key] = 1 + band * (2 if unseen else 1)
         return self._factors[key]

@@ -80,7 +80,7 @@ def _theta(c: Config, default: float = 10_000.0) -> float:
 
 
 def _scaling(c: Config) -> RopeScaling | None:
-    """Of `rope_scaling` (before transformers 5) or `rope_parameters`; the type was once called `type`."""
+    """The scaling in `rope_scaling` (before transformers 5) or `rope_parameters`; its type was once called `type`."""
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":

@@ -11,12 +11,12 @@ from rehearsal_plans import GPU
 from threefold.dryrun.rehearse_rank import rehearse_rank
 from threefold.dryrun.simulated.deepep_package import fake_deepep_package, rank_visit_probability
 from threefold.dryrun.simulated.expert_load import ExpertLoads
-from threefold.engine.dispatch.flex_packages import PACKAGE
+from threefold.engine.dispatch.packages.find_package import PACKAGE
 
 
 @pytest.mark.parametrize("name", ["deepep", "hybridep"])
 def test_flex_dispatchers_send_a_token_once_to_a_rank(name: str) -> None:
-    """Of 8 of 128 experts a token has any on one of 8 ranks with 1 - C(112, 8) / C(128, 8) = 67 %."""
+    """A token with 8 of 128 experts has any on one of 8 ranks with 1 - C(112, 8) / C(128, 8) = 67 %."""
     chance = 1 - math.comb(112, 8) / math.comb(128, 8)
     assert rank_visit_probability(128, 8, 8) == pytest.approx(chance)
     sent = [e for e in rehearse_rank(build({**GPU, "knobs.dispatcher": name}), 0).collectives if e.axis == "ep"]

@@ -352,7 +352,7 @@ def folded() -> list[Seen]:
 
 
 def test_collectives_are_as_counted_by_hand(folded: list[Seen]) -> None:
-    """Of 8 bytes: each parameter in multiples of 64, each bucket in multiples of 64 a rank."""
+    """Bytes of elements of 8 bytes: each parameter in multiples of 64, each bucket in multiples of 64 a rank."""
     # down 120, down_bias 20, gate_up 240 -> 128 + 64 + 256, padded to 512: half of it to the other rank.
     experts = 512 // 2 * 8
     # gate_up 120, out 40, proj 80 -> 128 + 64 + 128, padded to 384.
@@ -394,7 +394,7 @@ def leaf(name: str, shape: tuple[int, ...]) -> Leaf:
 
 
 def gradient(data: Tensor) -> Tensor:
-    """Of tanh(0.5 x data), by the textbook."""
+    """The gradient of tanh(0.5 x data), by the textbook."""
     return data / torch.cosh(0.5 * data).square()
 
 

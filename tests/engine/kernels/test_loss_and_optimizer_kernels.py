@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from threefold.engine.kernels.elementwise.adamw_triton import adamw_step
-from threefold.engine.kernels.elementwise.cross_entropy_triton import (
+from threefold.engine.kernels.loss_and_optimizer.adamw_triton import adamw_step
+from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import (
     cross_entropy_in_place,
     scale_and_cast,
     softmax_grad_in_place,
     softmax_statistics,
 )
-from threefold.engine.kernels.elementwise.sum_of_squares_triton import sum_of_squares
+from threefold.engine.kernels.loss_and_optimizer.sum_of_squares_triton import sum_of_squares
 from threefold.engine.layers.cross_entropy import IGNORE, cross_entropy_sum, reference
 from threefold.engine.optim.adamw import AdamW
 

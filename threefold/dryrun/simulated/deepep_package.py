@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.engine.dispatch.flex_packages import PACKAGE
+from threefold.engine.dispatch.packages.find_package import PACKAGE
 from threefold.engine.dist.host_sizes import SizeSource
 
 RecordTraffic = Callable[[str, int, Sequence[int]], None]  # operation, bytes sent, ranks

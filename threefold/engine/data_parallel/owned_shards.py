@@ -71,7 +71,7 @@ def sum_of_squares(grads: list[Tensor], like: Tensor) -> Tensor:
     if not grads:
         return torch.zeros_like(like)
     if like.dtype == torch.float32 and has_triton_kernels(like.device):
-        from threefold.engine.kernels.elementwise.sum_of_squares_triton import sum_of_squares as in_one_pass
+        from threefold.engine.kernels.loss_and_optimizer.sum_of_squares_triton import sum_of_squares as in_one_pass
 
         return in_one_pass(grads)
     return torch.stack(torch._foreach_norm(grads, 2, dtype=like.dtype)).square().sum()

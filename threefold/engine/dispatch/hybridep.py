@@ -15,7 +15,7 @@ from torch import Tensor
 from threefold.engine.dispatch.async_exchange import AsyncExchange, Wait, start_exchange
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.flex_base import FlexDispatcher, FlexState, to_fp32
-from threefold.engine.dispatch.flex_packages import argument_names, find_buffer_class
+from threefold.engine.dispatch.packages.find_package import argument_names, find_buffer_class
 from threefold.engine.dist.mesh import Group
 
 

@@ -117,7 +117,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _scale_grad(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x * factor, multiplied in fp32 and rounded once. torch rounds a factor without dims to the dtype of x first."""
     if has_triton_kernels(x.device) and x.dtype != torch.float64 and x.is_contiguous():
-        from threefold.engine.kernels.elementwise.cross_entropy_triton import scale_and_cast
+        from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import scale_and_cast
 
         return scale_and_cast(x, factor, dtype)
     return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x, dtype=dtype))
@@ -134,7 +134,7 @@ def _one_chunk_in_place(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor) -> tu
     logits_CV = F.linear(x_CD, weight_VD)
     if is_simulated():
         return logits_CV.new_empty(len(x_CD), dtype=torch.float32).sum(), logits_CV
-    from threefold.engine.kernels.elementwise.cross_entropy_triton import cross_entropy_in_place
+    from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import cross_entropy_in_place
 
     return cross_entropy_in_place(logits_CV, labels_C, IGNORE).sum(), logits_CV
 
@@ -203,13 +203,13 @@ class _InPlacePasses:
         if is_simulated():
             numbers = logits_CV.new_empty(3, len(logits_CV), dtype=torch.float32)
             return numbers[0], numbers[1], numbers[2]
-        from threefold.engine.kernels.elementwise.cross_entropy_triton import softmax_statistics
+        from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import softmax_statistics
 
         return softmax_statistics(logits_CV, index_C)
 
     def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor) -> Tensor:
         if not is_simulated():
-            from threefold.engine.kernels.elementwise.cross_entropy_triton import softmax_grad_in_place
+            from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import softmax_grad_in_place
 
             softmax_grad_in_place(logits_CV, index_C, log_sum_C)
         return logits_CV

@@ -158,7 +158,7 @@ class AdamW:
     ) -> None:
         if is_simulated():
             return
-        from threefold.engine.kernels.elementwise.adamw_triton import adamw_step
+        from threefold.engine.kernels.loss_and_optimizer.adamw_triton import adamw_step
 
         factor = value.new_ones((), dtype=torch.float32) if self._factor is None else self._factor
         settings = {"betas": self.betas, "eps": self.eps, "steps": self.steps}
