@@ -13,8 +13,8 @@ from torch import Tensor
 
 from threefold.engine.dispatch.async_exchange import AsyncExchange, Wait, start_exchange
 from threefold.engine.dispatch.capacity import Capacity
-from threefold.engine.dispatch.packages.deepep_buffers import ClassicBuffers, DeepEpBuffers, ElasticBuffers
 from threefold.engine.dispatch.flex_base import FlexDispatcher, FlexState, to_fp32
+from threefold.engine.dispatch.packages.deepep_buffers import ClassicBuffers, DeepEpBuffers, ElasticBuffers
 from threefold.engine.dispatch.packages.find_package import find_buffer_class
 from threefold.engine.dispatch.rows import sort_with_drops
 from threefold.engine.dist.mesh import Group
