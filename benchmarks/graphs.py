@@ -58,8 +58,8 @@ GRAPHS = [
 COMPILED = [Variant(plain=True), Variant(compiled=True, plain=True)]  # our kernels leave it nothing in this model
 
 
-# The tolerance of the loss. Graphs replay what eager runs; other kernels round each bf16 otherwise, by up to 1 / 512, and a loss is
-# the mean of thousands of tokens.
+# The tolerance of the loss. Graphs replay what eager runs; other kernels round each bf16 otherwise, by up to 1 / 512,
+# and a loss is the mean of thousands of tokens.
 FAR = 1e-3
 
 

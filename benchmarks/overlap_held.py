@@ -199,7 +199,7 @@ def _row(hold: float, found: dict[str, Steady]) -> dict[str, Any]:
 
 
 def _bytes_that_leave(plan: Plan) -> int:
-    """The bytes that leave in one exchange of rows, on one of eight ranks that hold equal parts of the experts; bf16."""
+    """The bytes that leave one of eight ranks in an exchange of bf16 rows; ranks hold equal parts of the experts."""
     assert plan.model.moe
     rows = plan.job.micro_batch * plan.job.seq_len * plan.model.moe.top_k
     return rows * plan.model.dim * 2 * (RANKS - 1) // RANKS
