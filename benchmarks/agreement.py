@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from threefold.engine.models.build import build_model
 from threefold.engine.run.folder import METRICS
 from threefold.engine.train import train
-from threefold.engine.weights.initial_weights import INITIAL
+from threefold.engine.weights.imported_weights import INITIAL
 from threefold.plan.parse import parse
 
 

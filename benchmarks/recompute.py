@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim.adamw import AdamW
-from threefold.engine.options import Options
 from threefold.plan.parse import parse
 from threefold.spec.model import DeltaSpec, MlaSpec, ModelSpec
 from threefold.units import GIB

@@ -35,7 +35,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.step import train_step
 from threefold.engine.tune.expert_kernels import expert_shape_of
-from threefold.engine.weights.hf_config import hf_config_of
+from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token

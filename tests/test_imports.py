@@ -30,12 +30,12 @@ TORCH_PARTS = {"engine", "dryrun"}
 # The folders and top-level modules of engine/ and cost/, by the same rule: each can be read from the bottom up.
 INSIDE: dict[str, tuple[set[str], ...]] = {
     "engine": (
-        {"context", "dtypes", "batch", "explain"},
+        {"context", "accumulation_dtype", "batch", "finding_explanations"},
         {"device"},
         {"dist", "autograd"},
         {"kernels"},
         {"precision", "optim"},
-        {"options"},
+        {"model_options"},
         {"layers", "dispatch", "data_parallel"},
         {"attention", "moe"},
         {"models"},
@@ -50,12 +50,12 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
     ),
     "cost": (
         {"layer_work", "rates", "stack_traits", "stage_contents"},
-        {"chip_file", "formats", "rank_params"},
+        {"chip_file", "format_support", "rank_params"},
         {"memory", "traffic"},
         {"time"},
         {"estimate"},
     ),
-    "cost/memory": ({"stages"}, {"megatron", "threefold"}, {"by_stack"}),
+    "cost/memory": ({"stage_memory"}, {"megatron", "threefold"}, {"by_stack"}),
     "cost/traffic": ({"transfers"}, {"data_parallel", "dispatch"}, {"megatron", "threefold"}, {"by_stack"}),
     "dryrun": (
         {"tracking"},

@@ -14,7 +14,7 @@ from simulated_schedule import most_held, order
 
 from threefold.cost.estimate import estimate
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory.stages import StageMemory, in_flight
+from threefold.cost.memory.stage_memory import StageMemory, in_flight
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes
 from threefold.cost.memory.threefold.local_sizes import LocalSizes

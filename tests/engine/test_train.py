@@ -25,11 +25,11 @@ from threefold.engine.batch import Batch
 from threefold.engine.build import build, parts_alone
 from threefold.engine.data.embedded_corpus import embedded_corpus, unigram_entropy
 from threefold.engine.dist.join import join
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.optim.muon import Muon, orthogonalise
-from threefold.engine.options import Options
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint, write_checkpoint
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, METRICS

@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
 from tiny_models import FAMILIES, spec_of
 
 from threefold.engine.attention.backend import attend, reference
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.moe.experts import Experts, can_use_grouped_mm
-from threefold.engine.options import Options
 
 BF16 = 2e-2  # relative to the largest entry: bf16 keeps 8 bits, and attention rounds twice
 

@@ -7,7 +7,7 @@ from plans import build
 
 from threefold.cli.main import main
 from threefold.cost.estimate import estimate
-from threefold.cost.formats import experts_are_emulated, has_expert_kernels
+from threefold.cost.format_support import experts_are_emulated, has_expert_kernels
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan

@@ -19,8 +19,8 @@ from threefold.engine.models import decoder, inputs
 from threefold.engine.shard import context_parallel as context
 from threefold.engine.shard import gated_delta_context as delta
 from threefold.engine.shard import ring_attention as ring
+from threefold.engine.shard import sequence_layout as zigzag
 from threefold.engine.shard import tensor_parallel as tensor
-from threefold.engine.shard import zigzag
 
 # Tensor parallel
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.engine.dist.mesh import Group, trivial_group
-from threefold.engine.dist.placement import Placement, Range
+from threefold.engine.dist.shard_placement import Placement, Range
 from threefold.engine.run.dcp import CheckpointShard
 
 # name: shape, dtype, how it is sharded (dim, axis), and whether it lies in the start pipeline stage or the last.

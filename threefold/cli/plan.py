@@ -10,7 +10,7 @@ from typing import Any
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, print_findings
 from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
-from threefold.cost.formats import starting_precision
+from threefold.cost.format_support import starting_precision
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise, parse

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
-from threefold.engine.run.progress import write_and_flush
+from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory.stages import Memory
+from threefold.cost.memory.stage_memory import Memory
 from threefold.cost.rates import Calibration, Rates, calibration, gemm_format, peak_flops
 from threefold.cost.time.step import StepTime, step_time
 from threefold.plan.plan import Plan

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory.stages import ALLOCATOR_SLACK
+from threefold.cost.memory.stage_memory import ALLOCATOR_SLACK
 from threefold.dryrun.rehearse_rank import RankRehearsal
 from threefold.findings import Finding
 from threefold.plan.plan import Plan

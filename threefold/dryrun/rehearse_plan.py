@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory.stages import Memory, StageMemory
+from threefold.cost.memory.stage_memory import Memory, StageMemory
 from threefold.dryrun.memory_fit import device_bytes, memory_findings
 from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
 from threefold.dryrun.representatives import distinct_stages

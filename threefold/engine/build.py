@@ -18,15 +18,15 @@ from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.kernels.experts.kernel_choice import require_kernels
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.experts import Experts
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
-from threefold.engine.options import Options
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
-from threefold.engine.schedule.microbatches import MicrobatchRunner, Overlapped, Pipelined, Sequential
+from threefold.engine.schedule.microbatch_loop import MicrobatchRunner, Overlapped, Pipelined, Sequential
 from threefold.engine.shard.order import fsdp_groups, replica_group, shard_group, shard_model
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan

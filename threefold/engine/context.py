@@ -34,7 +34,7 @@ class EngineContext:
     offloaded_layer: Any = None
     # autograd/delayed_wgrad.py: where linear layers leave their weight gradients; None computes them at once.
     wgrad_queue: Any = None
-    # schedule/graph_nodes.py: entered around the forward, backward and weight gradients of every node.
+    # schedule/autograd_nodes.py: entered around the forward, backward and weight gradients of every node.
     node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None
 
 

@@ -24,7 +24,7 @@ from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.cpu_affinity import pin_to_cores
 from threefold.engine.run.folder import CHECKPOINTS, Metrics, append_timing, open_run, write_expert_loads
 from threefold.engine.run.lock import RunLock
-from threefold.engine.run.progress import NULL_STREAM, ExperimentTrackers, Progress
+from threefold.engine.run.progress_display import NULL_STREAM, ExperimentTrackers, Progress
 from threefold.engine.step import StepResult, count_labels, train_step
 from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError

@@ -22,7 +22,7 @@ from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, read_run_plan, write_contract
 from threefold.engine.run.rng_state import random_state, restore_random_state
-from threefold.engine.weights.initial_weights import INITIAL, start_from_initial_weights
+from threefold.engine.weights.imported_weights import INITIAL, start_from_initial_weights
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from threefold.cost.estimate import WALLS, Estimate
-from threefold.cost.memory.stages import StageMemory
+from threefold.cost.memory.stage_memory import StageMemory
 from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding
 from threefold.plan.plan import Plan

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from threefold.engine.explain import EXPLANATIONS as ENGINE
+from threefold.engine.finding_explanations import EXPLANATIONS as ENGINE
 from threefold.findings import Explanation, Finding, FindingsError, Severity, in_order
 from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.parse import change

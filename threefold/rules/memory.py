@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from threefold.cost.formats import STATE_BYTES
+from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.memory.by_stack import memory
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from threefold.cost.formats import experts_are_emulated, is_emulated, starting_precision
+from threefold.cost.format_support import experts_are_emulated, is_emulated, starting_precision
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from threefold.cost.formats import starting_precision
+from threefold.cost.format_support import starting_precision
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import INSIDE_MOE, Knobs, Plan

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate
-from threefold.cost.formats import experts_are_emulated
+from threefold.cost.format_support import experts_are_emulated
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

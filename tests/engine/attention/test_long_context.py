@@ -22,10 +22,10 @@ from threefold.engine.attention.torch_kernels import SDPA
 from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
 from threefold.engine.build import options_of
 from threefold.engine.layers.positions import document_bounds
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.options import Options
 from threefold.engine.tune import attention_kernels as tuning
 from threefold.engine.verify.compare import compare_results
 from threefold.engine.verify.forked_ranks import run_ranks

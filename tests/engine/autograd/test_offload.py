@@ -13,11 +13,11 @@ from tiny_models import FAMILIES
 from threefold.engine.autograd import offload
 from threefold.engine.build import build, options_of
 from threefold.engine.device import simulate
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.optim import adamw
 from threefold.engine.optim import cpu_offload as hosted
 from threefold.engine.optim.adamw import AdamW
-from threefold.engine.options import Options
 from threefold.engine.step import train_step
 from threefold.engine.verify.compare import compare_results
 from threefold.engine.verify.forked_ranks import run_ranks

@@ -16,10 +16,10 @@ from threefold.cost.time.step import step_time
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.autograd.recompute import recompute, recompute_output
 from threefold.engine.build import options_of
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder, Output
 from threefold.engine.moe import experts
-from threefold.engine.options import Options
 from threefold.engine.verify.compare import compare_results
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import run_one_rank, run_rank

@@ -12,10 +12,10 @@ from test_recompute import EACH, FINE
 from tiny_models import spec_of
 
 from threefold.engine.autograd import offload
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.optim import adamw
 from threefold.engine.optim.adamw import AdamW
-from threefold.engine.options import Options
 from threefold.plan.plan import OFFLOAD_MODULES
 
 # Heads and widths that every kernel takes.

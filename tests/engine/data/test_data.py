@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from threefold.cli import tokenize as verb
 from threefold.engine.data import loader
 from threefold.engine.data.cache_folder import cache_folder
-from threefold.engine.data.document_lengths import LENGTHS, LONG, WEB, draw_lengths
 from threefold.engine.data.embedded_corpus import corpus_path, embedded_corpus, unigram_entropy
+from threefold.engine.data.length_distributions import LENGTHS, LONG, WEB, draw_lengths
 from threefold.engine.data.mixture import BLOCK, Mixture, block_counts
 from threefold.engine.data.open_sources import DataEntry, open_sources, parse_entries
 from threefold.engine.data.packing import (

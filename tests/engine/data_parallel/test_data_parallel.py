@@ -20,7 +20,7 @@ from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.dist.placement import Placement, even_range, replicated
+from threefold.engine.dist.shard_placement import Placement, even_range, replicated
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
 from threefold.engine.shard.order import fsdp_groups, replica_group, shard_group

@@ -22,12 +22,12 @@ from threefold.engine.dispatch.split_sizes import RowCounts
 from threefold.engine.dist.collectives import observe_collectives
 from threefold.engine.dist.host_sizes import even_sizes, sizes_from
 from threefold.engine.dist.mesh import Group, Mesh, trivial_group
-from threefold.engine.dist.placement import Placement, replicated
+from threefold.engine.dist.shard_placement import Placement, replicated
+from threefold.engine.model_options import Options
 from threefold.engine.models.init_weights import materialize
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
-from threefold.engine.options import Options
 from threefold.engine.shard.expert_parallel import shard_experts
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.findings import FindingsError

@@ -21,12 +21,12 @@ from threefold.engine.batch import Batch
 from threefold.engine.graphs.graphed_part import ChunkGraphs, cuda_graphs
 from threefold.engine.graphs.model_graphs import ModelGraphs
 from threefold.engine.graphs.stats import GraphStats
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.compile import compile_parts
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.options import Options
-from threefold.engine.schedule import microbatches as runner
-from threefold.engine.schedule.microbatches import Sequential
+from threefold.engine.schedule import microbatch_loop as runner
+from threefold.engine.schedule.microbatch_loop import Sequential
 from threefold.engine.train import train
 from threefold.engine.verify.oracle import compare_with_one_rank
 from threefold.findings import FindingsError

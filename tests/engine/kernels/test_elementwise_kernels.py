@@ -403,8 +403,8 @@ def test_a_model_is_the_same_with_fused_kernels(family: str, recompute: tuple[st
     """Loss and gradients in fp32, in which attention has a plain form on every device."""
     from tiny_models import spec_of
 
+    from threefold.engine.model_options import Options
     from threefold.engine.models.build import build_model
-    from threefold.engine.options import Options
 
     tokens = (torch.arange(26).view(2, 13) * 5 % 67).to(DEVICE)
     options = Options(aux_loss=0.01, z_loss=0.001, expert_backend="loop", recompute=recompute)

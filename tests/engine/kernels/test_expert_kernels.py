@@ -281,8 +281,8 @@ def test_a_model_with_fused_experts_equals_one_without(family: str) -> None:
     """knobs.expert_fusion, in fp64 on the CPU: the reference steps in place of the kernels, the same wiring."""
     from tiny_models import spec_of
 
+    from threefold.engine.model_options import Options
     from threefold.engine.models.build import build_model
-    from threefold.engine.options import Options
 
     tokens = torch.arange(26).view(2, 13) * 5 % 67
     found = []

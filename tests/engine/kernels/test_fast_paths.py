@@ -15,11 +15,11 @@ from threefold.engine.attention.gated_delta import delta_rule, delta_rule_by_tok
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.layers import cross_entropy as loss
 from threefold.engine.layers.positions import Positions, document_bounds
+from threefold.engine.model_options import Options
 from threefold.engine.moe import balance
 from threefold.engine.moe.experts import Experts, can_use_grouped_mm, gather_bias_rows
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
-from threefold.engine.options import Options
 from threefold.spec.model import MoeSpec
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 1 + [2] * 7, [0] * 13])

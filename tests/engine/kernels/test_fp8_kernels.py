@@ -551,7 +551,7 @@ def test_interpreted(counts: list[int]) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 def test_interpreted_rows_of_one_scale() -> None:
     """Each row has amax 448 and otherwise 448 divided by powers of two: scales are 1, and nothing is rounded."""
-    from threefold.engine.kernels.fp8 import rowwise_quantize as rowwise
+    from threefold.engine.kernels.fp8 import rowwise_kernels as rowwise
 
     def of(*sizes: int) -> Any:
         return (448.0 / 2 ** torch.randint(3, sizes) * (torch.randint(2, sizes) * 2 - 1)).to(torch.bfloat16)
@@ -573,7 +573,7 @@ def test_interpreted_rows_of_one_scale() -> None:
 def test_interpreted_numbers_as_small_as_can_be(top: float) -> None:
     """A GPU gets any numbers; the interpreter only those that e4m3 represents exactly."""
     from threefold.engine.kernels.fp8 import blockwise_quantize as quantize
-    from threefold.engine.kernels.fp8 import rowwise_quantize as rowwise
+    from threefold.engine.kernels.fp8 import rowwise_kernels as rowwise
     from threefold.engine.kernels.fp8.gpu_steps import RowwiseGpuSteps
 
     part = torch.rand(1, 136, 144) if HAS_HOPPER else 0.5 ** torch.randint(3, (1, 136, 144))
@@ -657,7 +657,7 @@ def test_every_kernel_on_a_gpu(counts: list[int], dim: int, half: int) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 def test_rows_of_one_scale_on_a_gpu() -> None:
-    from threefold.engine.kernels.fp8 import rowwise_quantize as rowwise
+    from threefold.engine.kernels.fp8 import rowwise_kernels as rowwise
 
     counts = [130, 0, 60]
     *inputs, _ = made(counts, 384, 128, "cuda")

@@ -38,8 +38,8 @@ from threefold.engine.kernels.experts.kernel_choice import (
 from threefold.engine.kernels.experts.reference_steps import ReferenceSteps
 from threefold.engine.kernels.experts.sorted_rows import sort_rows
 from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
+from threefold.engine.model_options import Options
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.options import Options
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change

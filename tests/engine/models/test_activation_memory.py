@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, spec_of
 
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
-from threefold.engine.options import Options
 
 WRAPPED: dict[str, dict[str, Any]] = {
     "modules": {

@@ -16,10 +16,10 @@ import transformers
 from tiny_models import FAMILIES, config_of, spec_of
 
 from threefold.engine.layers.positions import Positions
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.router import Router
-from threefold.engine.options import Options
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.read_hf import read_hf
 from threefold.engine.weights.write_hf import write_hf
@@ -138,7 +138,7 @@ def test_yarn_of_published_models_equals_hugging_face() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     from threefold.engine.layers.rope import frequencies, table_scale
-    from threefold.engine.weights.hf_config import hf_config_of
+    from threefold.engine.weights.make_hf_config import hf_config_of
 
     for name, dim in (("deepseek-v3", 64), ("gpt-oss-20b", 64)):
         spec = MODELS[name]

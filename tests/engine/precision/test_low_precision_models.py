@@ -18,9 +18,9 @@ from threefold.engine.build import options_of
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher
 from threefold.engine.dispatch.fp8_rows import pack_fp8, unpack_fp8
 from threefold.engine.dist.mesh import Mesh
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.moe.experts import Experts
-from threefold.engine.options import Options
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.engine.precision.low_precision_linear import LowPrecisionLinear, low_precision_linear
 from threefold.engine.precision.quantize import QuantSpec, quantize

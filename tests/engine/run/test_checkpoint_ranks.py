@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.verify.forked_ranks import run_ranks

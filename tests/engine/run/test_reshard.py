@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from threefold.engine.build import device_of, dtype_of, options_of
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint
 from threefold.engine.run.dcp import CheckpointShard, StoredTensors
 from threefold.engine.run.folder import CHECKPOINTS, open_run
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.weights.convert import export_hf
-from threefold.engine.weights.initial_weights import INITIAL, load_initial_weights
+from threefold.engine.weights.imported_weights import INITIAL, load_initial_weights
 from threefold.findings import FindingsError
 
 WORLD = max(layout.world for layout in LAYOUTS)

@@ -21,7 +21,7 @@ from threefold.engine.run import lock as lock_module
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, METRICS, Metrics
 from threefold.engine.run.lock import LOCK, RunLock
-from threefold.engine.run.progress import ExperimentTrackers, Progress
+from threefold.engine.run.progress_display import ExperimentTrackers, Progress
 from threefold.engine.train import train
 from threefold.findings import FindingsError
 

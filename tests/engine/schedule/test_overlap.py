@@ -17,8 +17,8 @@ from threefold.cli.main import main
 from threefold.engine.build import build, options_of
 from threefold.engine.dist.collectives import CallListener, CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.schedule.graph_cuts import NodeValue
-from threefold.engine.schedule.graph_nodes import DeferredValue, GraphNodes, observe_nodes
+from threefold.engine.schedule.autograd_cuts import NodeValue
+from threefold.engine.schedule.autograd_nodes import DeferredValue, GraphNodes, observe_nodes
 from threefold.engine.schedule.interleave import interleave_steps, run_overlap_pairs
 from threefold.engine.schedule.pipeline_order import pipeline_actions
 from threefold.engine.step import train_step

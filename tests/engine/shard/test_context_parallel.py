@@ -15,10 +15,7 @@ import torch
 from tiny_models import spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threefold.engine.attention.backend import attend, reference
-from threefold.engine.attention.gated_delta import GatedDelta
-from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
-from threefold.engine.attention.tiled import (
+from threefold.engine.attention.attend_tiles import (
     CPU,
     EAGER,
     FLASH,
@@ -27,13 +24,16 @@ from threefold.engine.attention.tiled import (
     empty_output,
     tile_mask,
 )
+from threefold.engine.attention.backend import attend, reference
+from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
 from threefold.engine.dist.collectives import CollectiveCall, all_reduce, observe_collectives
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
 from threefold.engine.layers.positions import Positions
 from threefold.engine.models.build import build_model
 from threefold.engine.shard.context_parallel import ContextParallelAttention, shard_context
 from threefold.engine.shard.gated_delta_context import ContextParallelDelta
-from threefold.engine.shard.zigzag import apply_zigzag, rank_spans, shard_sequence, undo_zigzag, zigzag_pieces
+from threefold.engine.shard.sequence_layout import apply_zigzag, rank_spans, shard_sequence, undo_zigzag, zigzag_pieces
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan

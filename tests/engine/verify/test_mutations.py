@@ -18,7 +18,7 @@ from mutation_registry import MUTATIONS, Mutation
 from oracle_layouts import CASES
 
 from threefold.engine.build import options_of
-from threefold.engine.options import Options
+from threefold.engine.model_options import Options
 from threefold.engine.verify.compare import RankResults, compare_results
 from threefold.engine.verify.forked_ranks import RankError, run_ranks
 from threefold.engine.verify.oracle import run_one_rank, run_rank

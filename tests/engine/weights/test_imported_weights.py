@@ -13,7 +13,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoints import read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS
 from threefold.engine.train import train
-from threefold.engine.weights.initial_weights import INITIAL, start_from_initial_weights
+from threefold.engine.weights.imported_weights import INITIAL, start_from_initial_weights
 from threefold.findings import FindingsError
 
 

@@ -5,7 +5,7 @@ of a layer. A new stack implements `MemoryModel` (`memory/stages.py`) and gets a
 """
 
 from threefold.cost.memory.megatron.model import MegatronMemory
-from threefold.cost.memory.stages import Memory, MemoryModel, Terms, stage_memory
+from threefold.cost.memory.stage_memory import Memory, MemoryModel, Terms, stage_memory
 from threefold.cost.memory.threefold.model import ThreefoldMemory
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer

@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.formats import expert_gemm_precision, experts_are_emulated, gemm_precision
+from threefold.cost.format_support import expert_gemm_precision, experts_are_emulated, gemm_precision
 from threefold.cost.layer_work import BF16, LayerCase, Work, gemms_per_weight, layer_case, layer_work
 from threefold.cost.rates import Rates, gemm_rate, peak_flops
 from threefold.cost.stage_contents import NotRecomputedLayer

@@ -1,6 +1,6 @@
 """Seconds of the optimizer step: the update of this rank's shard on the GPU and on the host, and Muon's GEMMs."""
 
-from threefold.cost.formats import STATE_BYTES
+from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.rank_params import rank_params, trained_params
 from threefold.cost.rates import Rates
 from threefold.cost.stack_traits import STACK_TRAITS

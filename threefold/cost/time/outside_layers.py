@@ -3,7 +3,7 @@
 All of them are forward and backward together; `time/step.py` adds them to the stages that hold these parts.
 """
 
-from threefold.cost.formats import gemm_precision
+from threefold.cost.format_support import gemm_precision
 from threefold.cost.layer_work import IMAGE_PATCHES, gemms_per_weight
 from threefold.cost.rates import Rates, gemm_rate
 from threefold.plan.plan import Plan

@@ -6,7 +6,7 @@ recomputed.
 
 from dataclasses import dataclass
 
-from threefold.cost.formats import uses_fused_experts
+from threefold.cost.format_support import uses_fused_experts
 from threefold.cost.layer_work import BF16, Work
 from threefold.cost.rates import Rates
 from threefold.cost.stack_traits import STACK_TRAITS

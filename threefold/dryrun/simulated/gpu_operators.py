@@ -18,7 +18,7 @@ from torch import Tensor
 
 from threefold.dryrun.simulated.expert_kernels import empty_expert_steps
 from threefold.dryrun.tracking.memory_tracker import Workspace
-from threefold.engine.dtypes import fp32_or_wider
+from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.kernels.experts import fused_experts
 from threefold.units import MIB
 

@@ -14,7 +14,7 @@ import torch
 from threefold.engine.data_parallel import full_matrices
 from threefold.engine.data_parallel.full_matrices import Ranges, ShardInfo
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.placement import Placement, Range, even_range
+from threefold.engine.dist.shard_placement import Placement, Range, even_range
 
 
 def computed_placements(

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.engine.data.document_lengths import LONG, WEB, Lengths
+from threefold.engine.data.length_distributions import LONG, WEB, Lengths
 from threefold.engine.data.packing import (
     Sample,
     WholeDocuments,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard
 from threefold.engine.dist.collectives import PendingCollective, all_gather, reduce_scatter
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 
 ALIGN = 64  # elements: a view of any dtype starts at 64 bytes or a multiple, as kernels want
 

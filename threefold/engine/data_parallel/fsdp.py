@@ -26,7 +26,7 @@ from threefold.engine.data_parallel.protocol import LocalTensor
 from threefold.engine.data_parallel.zero1 import Zero1, collect_entries
 from threefold.engine.dist.collectives import all_gather, all_reduce
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.placement import Placement, even_range
+from threefold.engine.dist.shard_placement import Placement, even_range
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from threefold.engine.data_parallel.owned_shards import OwnedShard
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 
 # A tensor that a rank must fill to load weights: the parameter's name, its placement, the memory, and where that memory
 # begins in the flattened shard. None as the last means that the memory is the whole shard.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard, norm_zero, sum_of_squares
 from threefold.engine.data_parallel.protocol import LocalTensor
-from threefold.engine.dist.placement import replicated
+from threefold.engine.dist.shard_placement import replicated
 
 
 class SingleRank:

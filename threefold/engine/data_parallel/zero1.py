@@ -23,7 +23,7 @@ from threefold.engine.data_parallel.owned_shards import (
 from threefold.engine.data_parallel.protocol import LocalTensor
 from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 
 
 class Zero1:

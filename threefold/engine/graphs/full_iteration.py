@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.batch import Batch
-from threefold.engine.dtypes import fp32_or_wider
 from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.graphed_function import make_aliases, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from threefold.engine.launch.exit_codes import HUNG, LOST_PEER, REFUSED
 from threefold.engine.launch.rank_process import RankProcess, start_rank
 from threefold.engine.run.folder import unwritable_finding
-from threefold.engine.run.progress import write_and_flush
+from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError
 
 LOGS, POLL_SECONDS = "logs", 0.05

@@ -30,7 +30,7 @@ from threefold.engine.launch.hang_report import (
     format_seconds,
 )
 from threefold.engine.launch.heartbeat import Heartbeats
-from threefold.engine.run.progress import write_and_flush
+from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding
 
 _PYTHON_LIBRARY = str(Path(os.__file__).parent)

@@ -30,11 +30,11 @@ from threefold.engine.autograd.token_chunks import MAX_CHUNK_BYTES, chunk_size, 
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.positions import Positions
+from threefold.engine.model_options import Options
 from threefold.engine.models.decoder import Block, Decoder, MtpDepth, NumberedStats, run_layers
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.options import Options
 
 # Recompute by name: the class, the method whose output is discarded, and the methods inside which its consumers run.
 _DISCARDED_OUTPUTS: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...], tuple[str, ...]], ...]] = {

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 import torch
 
+from threefold.engine.model_options import Options
 from threefold.engine.models.activation_memory import apply_activation_memory, apply_to_layers
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.models.families import FAMILIES
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.low_precision import apply_low_precision
 from threefold.engine.moe.experts import ACTIVATIONS
-from threefold.engine.options import Options
 from threefold.findings import Finding, FindingsError
 from threefold.spec.model import MlaSpec, ModelSpec
 

@@ -21,12 +21,12 @@ from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.layers.positions import Positions
+from threefold.engine.model_options import Options
 from threefold.engine.models.families import FAMILIES, make_mixer
 from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_inputs
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
-from threefold.engine.options import Options
 from threefold.spec.model import Layer, ModelSpec
 
 NumberedStats = list[

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.gated_delta import GatedDelta
-from threefold.engine.dist.placement import Placement, replicated
+from threefold.engine.dist.shard_placement import Placement, replicated
 from threefold.engine.layers.norm import GatedRMSNorm, RMSNorm
 from threefold.engine.moe.router import Router
 

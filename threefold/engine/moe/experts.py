@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from threefold.engine.autograd.linear import grouped_gemm, linear
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.dist.host_sizes import host_sizes
-from threefold.engine.kernels.elementwise.swiglu import gated_activation
+from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts

@@ -18,10 +18,10 @@ from threefold.engine.dispatch.protocol import AnyDispatcher, DispatchState
 from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.layers.mlp import Mlp
+from threefold.engine.model_options import Options
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.router import Router, Routing
-from threefold.engine.options import Options
 from threefold.spec.model import MoeSpec
 
 

@@ -26,13 +26,13 @@ class BlockwiseBackend(EmulatedBackend):
     """FP8 in 1x128 and 128x128 blocks with power-of-two scales; weights in 128x128 blocks with fp32 scales."""
 
     def quantize_rows(self, x_MK: Tensor, spec: QuantSpec) -> Quantized:
-        from threefold.engine.precision.blockwise_kernels import quantize_blocks
+        from threefold.engine.precision.quantize_for_cublas import quantize_blocks
 
         (value, scale), _ = quantize_blocks(_contiguous_rows(x_MK), rows=True, columns=False, square=False)
         return Quantized(value, scale, None, _shape(x_MK), spec)
 
     def quantize_transposed(self, x_MK: Tensor, spec: QuantSpec) -> Quantized:
-        from threefold.engine.precision.blockwise_kernels import quantize_blocks
+        from threefold.engine.precision.quantize_for_cublas import quantize_blocks
 
         _, (value, scale) = quantize_blocks(
             _contiguous_rows(x_MK), rows=False, columns=True, square=_has_square_blocks(spec)
@@ -40,7 +40,7 @@ class BlockwiseBackend(EmulatedBackend):
         return Quantized(value, scale, None, _shape(x_MK.T), spec)
 
     def quantize_both(self, x_MK: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quantized, Quantized]:
-        from threefold.engine.precision.blockwise_kernels import quantize_blocks
+        from threefold.engine.precision.quantize_for_cublas import quantize_blocks
 
         rows, columns = quantize_blocks(
             _contiguous_rows(x_MK), rows=True, columns=True, square=_has_square_blocks(spec_t)
@@ -48,7 +48,7 @@ class BlockwiseBackend(EmulatedBackend):
         return Quantized(*rows, None, _shape(x_MK), spec), Quantized(*columns, None, _shape(x_MK.T), spec_t)
 
     def quantize_weight(self, weight_MK: Tensor, spec: QuantSpec) -> tuple[Quantized, Quantized]:
-        from threefold.engine.precision.blockwise_kernels import quantize_square_blocks
+        from threefold.engine.precision.quantize_for_cublas import quantize_square_blocks
 
         forward, transposed = quantize_square_blocks(_contiguous_rows(weight_MK))
         return Quantized(*forward, None, _shape(weight_MK), spec), Quantized(
@@ -71,7 +71,7 @@ class RowwiseBackend(BlockwiseBackend):
     def quantize_rows(self, x_MK: Tensor, spec: QuantSpec) -> Quantized:
         assert spec.format.dtype is not None
         if spec.block == (1, None):
-            from threefold.engine.kernels.fp8.rowwise_quantize import quantize_rows
+            from threefold.engine.kernels.fp8.rowwise_kernels import quantize_rows
 
             made = quantize_rows(x_MK.contiguous(), None)
             return Quantized(made.value_RK, made.scale_CR.T, None, _shape(x_MK), spec)

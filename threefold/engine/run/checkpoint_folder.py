@@ -14,8 +14,8 @@ from torch import Tensor
 
 from threefold.engine.dist.consensus import Outcome, RankFailedError, run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
+from threefold.engine.run.checkpoint_manifest import checksum, fsync_folder, read_manifest, verify_files, write_manifest
 from threefold.engine.run.dcp import RankFile, State, StoredTensors, write_index, write_rank_file
-from threefold.engine.run.manifest import checksum, fsync_folder, read_manifest, verify_files, write_manifest
 from threefold.findings import Finding, FindingsError
 
 FACTS = "facts.json"

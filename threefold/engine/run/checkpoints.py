@@ -32,8 +32,8 @@ from threefold.engine.run.checkpoint_folder import (
     read_facts,
     write_checkpoint,
 )
+from threefold.engine.run.checkpoint_manifest import MANIFEST, read_manifest, verify_files
 from threefold.engine.run.dcp import CheckpointShard, State
-from threefold.engine.run.manifest import MANIFEST, read_manifest, verify_files
 from threefold.findings import Finding, FindingsError
 
 __all__ = ["MANIFEST", "CheckpointShard", "Checkpoints", "read_checkpoint", "write_checkpoint"]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from threefold.engine.dist.placement import Placement, ShardRegion, replicated
+from threefold.engine.dist.shard_placement import Placement, ShardRegion, replicated
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,8 +31,8 @@ from threefold.engine.models.decoder import Block, Decoder, MtpDepth
 from threefold.engine.models.inputs import Inputs
 from threefold.engine.moe.balance import RouterStats, attach_loss
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.schedule.graph_cuts import CutEdge, NodeValue
-from threefold.engine.schedule.graph_nodes import DeferredValue, GraphNodes, NodeInput, single_value
+from threefold.engine.schedule.autograd_cuts import CutEdge, NodeValue
+from threefold.engine.schedule.autograd_nodes import DeferredValue, GraphNodes, NodeInput, single_value
 from threefold.engine.schedule.microbatch_pass import PassSteps
 
 Report = Callable[[dict[str, Tensor], float | Tensor], None]

@@ -21,7 +21,7 @@ from threefold.engine.layers.positions import DocumentBounds
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.shard.gated_delta_context import ContextParallelDelta
 from threefold.engine.shard.ring_attention import AllGatherAttention, RingAttention, ShardedMask
-from threefold.engine.shard.zigzag import heads_to_sequence, sequence_to_heads, shard_sequence
+from threefold.engine.shard.sequence_layout import heads_to_sequence, sequence_to_heads, shard_sequence
 from threefold.plan.plan import Plan
 
 

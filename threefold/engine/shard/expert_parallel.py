@@ -10,10 +10,10 @@ from threefold.engine.dispatch.capacity import order_by_position
 from threefold.engine.dispatch.protocol import AnyDispatcher
 from threefold.engine.dispatch.select import make_dispatcher
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.dist.placement import Placement, Range, even_range, shard_parameter
+from threefold.engine.dist.shard_placement import Placement, Range, even_range, shard_parameter
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.shard.zigzag import rank_spans
+from threefold.engine.shard.sequence_layout import rank_spans
 from threefold.plan.plan import Plan
 
 

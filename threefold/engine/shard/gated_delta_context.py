@@ -19,7 +19,7 @@ from threefold.engine.attention.delta_chunks import chunk_delta_rule
 from threefold.engine.attention.gated_delta import GatedDelta, HeadWeights, document_numbers, short_conv
 from threefold.engine.dist.collectives import gather_along
 from threefold.engine.dist.mesh import Group
-from threefold.engine.shard.zigzag import heads_to_sequence, rank_spans, sequence_to_heads, undo_zigzag
+from threefold.engine.shard.sequence_layout import heads_to_sequence, rank_spans, sequence_to_heads, undo_zigzag
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 
 from threefold.engine.data_parallel.fsdp_units import ShardGroups
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
+from threefold.engine.model_options import Options
 from threefold.engine.models.activation_memory import apply_activation_memory, apply_to_layers
 from threefold.engine.models.build import make_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.pipeline_chunk import extract_chunk
-from threefold.engine.options import Options
 from threefold.engine.shard.context_parallel import shard_context
 from threefold.engine.shard.expert_parallel import shard_experts
 from threefold.engine.shard.tensor_parallel import shard_tensors

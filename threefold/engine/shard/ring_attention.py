@@ -1,6 +1,6 @@
 """Ring attention and all-gather attention: queries of this rank, keys and values of all context-parallel ranks.
 
-Both compute tile by tile (`attention/tiled.py`) and merge by log-sum-exp. `context_parallel.py` calls them.
+Both compute tile by tile (`attention/attend_tiles.py`) and merge by log-sum-exp. `context_parallel.py` calls them.
 
 Shapes: B batch, H query heads, G key/value heads, s this rank's shard of the sequence, S the whole, D head dim.
 """
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.engine.accumulation_dtype import fp32_or_wider
+from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_backward, empty_output
 from threefold.engine.attention.backend import add_sink, sink_gradient
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile
-from threefold.engine.attention.tiled import attend_tiles, attend_tiles_backward, empty_output
 from threefold.engine.dist.collectives import PendingCollective, all_gather, reduce_scatter, send_recv
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dtypes import fp32_or_wider
-from threefold.engine.shard.zigzag import apply_zigzag, rank_spans, undo_zigzag
+from threefold.engine.shard.sequence_layout import apply_zigzag, rank_spans, undo_zigzag
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from threefold.engine.autograd.linear import linear
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.dist.collectives import gather_along, reduce_scatter_along
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.dist.placement import Placement, Range, even_range, replicated, shard_parameter
+from threefold.engine.dist.shard_placement import Placement, Range, even_range, replicated, shard_parameter
 from threefold.engine.layers.cross_entropy import VocabShard
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from threefold.engine.dist.collectives import CallListener, CollectiveCall, observe_collectives
-from threefold.engine.schedule.graph_nodes import observe_nodes
+from threefold.engine.schedule.autograd_nodes import observe_nodes
 from threefold.engine.verify.intervals import Interval, intersection, total_length, union
 
 # The phase of an exchange by the part and name of the graph node that starts it.

@@ -16,12 +16,12 @@ from threefold.engine.build import Parts, build, options_of
 from threefold.engine.data_parallel.fsdp import Fsdp
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.model_options import Options
 from threefold.engine.moe.router import Router
-from threefold.engine.options import Options
 from threefold.engine.run.dcp import CheckpointShard
-from threefold.engine.schedule.microbatches import Pipelined
+from threefold.engine.schedule.microbatch_loop import Pipelined
 from threefold.engine.step import StepResult, train_step
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from threefold.engine.run.checkpoint_manifest import read_manifest, verify_files
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import StoredTensors
 from threefold.engine.run.folder import CHECKPOINTS, PLAN, read_run_plan
-from threefold.engine.run.manifest import read_manifest, verify_files
-from threefold.engine.weights.initial_weights import INITIAL, convertible_finding
+from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
 from threefold.engine.weights.read_hf import HfWeights, open_hf
 from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError

@@ -12,8 +12,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from threefold.engine.weights.hf_config import hf_config_of
 from threefold.engine.weights.hf_names import HfTensor, duplicated_keys, hf_layouts
+from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.safetensors_files import INDEX, SINGLE, refuse
 from threefold.spec.model import ModelSpec
 

@@ -8,7 +8,7 @@ formats.
 from functools import lru_cache
 
 from threefold.cost.layer_work import BF16, LayerCase
-from threefold.cost.memory.stages import Terms
+from threefold.cost.memory.stage_memory import Terms
 from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec, VisionSpec
 
 FP32 = 4

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from threefold.cost.layer_work import BF16, IMAGE_PATCHES, layer_case
 from threefold.cost.memory.megatron.activations import layer_activations, vision_activations
 from threefold.cost.memory.megatron.states import gemm_input_bytes, state_terms
-from threefold.cost.memory.stages import StagePeak, Terms, fraction_on_device, in_flight, layer_kinds
+from threefold.cost.memory.stage_memory import StagePeak, Terms, fraction_on_device, in_flight, layer_kinds
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import (
     NotRecomputedLayer,

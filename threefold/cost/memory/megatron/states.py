@@ -4,8 +4,8 @@
 states; FSDP shards all of them.
 """
 
-from threefold.cost.formats import STATE_BYTES
-from threefold.cost.memory.stages import Terms
+from threefold.cost.format_support import STATE_BYTES
+from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents
 from threefold.plan.plan import Plan

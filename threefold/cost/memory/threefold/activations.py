@@ -7,7 +7,7 @@ in flight.
 
 from collections.abc import Sequence
 
-from threefold.cost.memory.stages import Terms, fraction_on_device
+from threefold.cost.memory.stage_memory import Terms, fraction_on_device
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.plan.plan import Plan

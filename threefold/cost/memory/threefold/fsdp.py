@@ -10,7 +10,7 @@ torch's `fully_shard` splits the first dimension of each weight: with more ranks
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.memory.stages import Terms
+from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.peak_points import LayerPosition, PeakPoint
 from threefold.cost.memory.threefold.transients import embedding_transients

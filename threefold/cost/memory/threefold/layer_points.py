@@ -8,7 +8,7 @@ mixer; under FSDP also the gathering and the reduction of its experts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import (
     late_recomputed_bytes,
     layer_activations,

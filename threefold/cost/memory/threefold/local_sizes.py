@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from threefold.cost import stage_contents
-from threefold.cost.formats import uses_fused_experts
+from threefold.cost.format_support import uses_fused_experts
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec
 from threefold.units import GIB

@@ -7,7 +7,7 @@ time.
 
 from collections.abc import Iterator
 
-from threefold.cost.memory.stages import StagePeak, Terms, in_flight, layer_kinds
+from threefold.cost.memory.stage_memory import StagePeak, Terms, in_flight, layer_kinds
 from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations

@@ -8,7 +8,7 @@ come back.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import (
     expert_bytes,
     gathered_input_bytes,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from threefold.cost.memory.stages import Terms
+from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.activations import recomputed_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes, dgrad_transients, wgrad_transients
 from threefold.cost.memory.threefold.fsdp import fsdp_units, quantized_expert_bytes

@@ -8,7 +8,7 @@ top.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import num_pipeline_buffers
 from threefold.cost.memory.threefold.delayed_wgrad import chunk_wgrad_bytes, splits_backward, wgrad_transients
 from threefold.cost.memory.threefold.fsdp import fsdp_units, root_points

@@ -6,7 +6,7 @@ moments of the schedule. A `LayerPosition` says how far the backward of a chunk 
 
 from dataclasses import dataclass, field
 
-from threefold.cost.memory.stages import Terms, add_terms
+from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.stage_contents import chunk_layers, layers_per_recompute
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan

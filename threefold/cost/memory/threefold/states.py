@@ -4,8 +4,8 @@
 with one microbatch, and under FSDP, a gradient takes memory only from its layer's backward on.
 """
 
-from threefold.cost.formats import STATE_BYTES
-from threefold.cost.memory.stages import Terms
+from threefold.cost.format_support import STATE_BYTES
+from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts, num_vocab_tables
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.peak_points import at_chunk_end

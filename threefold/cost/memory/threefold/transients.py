@@ -6,7 +6,7 @@ hold at the same time. `b` below is the bytes of an element, `rows` the bytes of
 
 import math
 
-from threefold.cost.memory.stages import Terms
+from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes
 from threefold.cost.stage_contents import StageContents
 from threefold.spec.model import Layer, MlaSpec

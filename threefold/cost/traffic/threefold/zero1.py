@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from threefold.cost.traffic.threefold.calls import Call, MicrobatchSizes, all_gather, reduce_scatter
-from threefold.cost.traffic.threefold.parameters import LocalParameter, stage_parameters
+from threefold.cost.traffic.threefold.local_parameters import LocalParameter, stage_parameters
 from threefold.plan.plan import Plan
 
 _ALIGN = 64  # elements; each parameter begins at a multiple

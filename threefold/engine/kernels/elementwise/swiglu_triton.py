@@ -1,6 +1,6 @@
 """SwiGLU and GPT-OSS's clamped form as Triton functions, forward and backward, on fp32 values in registers.
 
-The kernels of `silu_mul_triton.py`, `experts/` and `fp8/` call them. `swiglu.py` is the same in plain torch.
+The kernels of `silu_mul_triton.py`, `experts/` and `fp8/` call them. `swiglu_torch.py` is the same in plain torch.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -8,7 +8,7 @@ The kernels of `silu_mul_triton.py`, `experts/` and `fp8/` call them. `swiglu.py
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 
-from threefold.engine.kernels.elementwise import swiglu as torch_form
+from threefold.engine.kernels.elementwise import swiglu_torch as torch_form
 
 CLAMP: tl.constexpr = tl.constexpr(torch_form.CLAMP)
 ALPHA: tl.constexpr = tl.constexpr(torch_form.ALPHA)

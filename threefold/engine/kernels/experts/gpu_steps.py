@@ -18,7 +18,7 @@ from threefold.engine.kernels.experts.grouped_gemm import grouped_gemm
 from threefold.engine.kernels.experts.kernel_choice import KernelChoice
 from threefold.engine.kernels.experts.sorted_rows import SortedRows, expert_of_rows
 from threefold.engine.kernels.experts.tile_schedule import TileTable, experts_by_load, make_tile_table
-from threefold.engine.kernels.experts.wgrad import grouped_wgrad
+from threefold.engine.kernels.experts.wgrad_gemm import grouped_wgrad
 from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
 
 

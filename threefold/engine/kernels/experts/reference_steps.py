@@ -13,7 +13,7 @@ from torch import Tensor
 
 from threefold.engine.autograd.main_grad import accumulate_gemm
 from threefold.engine.dist.host_sizes import host_sizes
-from threefold.engine.kernels.elementwise.swiglu import gated_activation
+from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 
 

@@ -2,7 +2,7 @@
 
 One pass writes all layouts that the later GEMMs read: by rows, by columns, and for weights also the transpose.
 `gpu_steps` and `fused_experts` call the launch functions; the other kernels of this folder and
-`precision/blockwise_kernels.py` use the scale and division functions.
+`precision/quantize_for_cublas.py` use the scale and division functions.
 
 Shapes: R rows sorted by expert, K columns, C blocks of columns, B blocks of rows, P = B * BLOCK rows with each expert's
 padded to whole blocks, E experts, O rows of a weight, I its columns.

@@ -21,7 +21,8 @@ from threefold.engine.device import is_simulated
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.kernels.experts.fused_experts import sort_by_expert, values_by_token, weights_by_row
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
-from threefold.engine.kernels.fp8 import reference_steps, simulated_steps
+from threefold.engine.kernels.fp8 import dry_run_steps as simulated_steps
+from threefold.engine.kernels.fp8 import reference_steps
 from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, Fp8Columns, Fp8ExpertWeights, Fp8Weight
 
 Recipe = Literal["blockwise", "rowwise"]
@@ -80,7 +81,8 @@ def quantize_weight(weight_EOI: Tensor, recipe: Recipe = "blockwise") -> Fp8Weig
     if not has_triton_kernels(weight_EOI.device):
         plain = {"blockwise": reference_steps.quantize_weight, "rowwise": reference_steps.quantize_weight_rowwise}
         return plain[recipe](weight_EOI)
-    from threefold.engine.kernels.fp8 import blockwise_quantize, rowwise_quantize
+    from threefold.engine.kernels.fp8 import blockwise_quantize
+    from threefold.engine.kernels.fp8 import rowwise_kernels as rowwise_quantize
 
     return (blockwise_quantize if recipe == "blockwise" else rowwise_quantize).quantize_weight(weight_EOI)
 

@@ -1,6 +1,6 @@
 """The steps of the FP8 experts on a GPU, by Triton and Gluon kernels. `fused_experts` calls them in order.
 
-`reference_steps` has the same methods in plain torch, `simulated_steps` for a dry run.
+`reference_steps` has the same methods in plain torch, `dry_run_steps` for a dry run.
 
 Shapes: R rows sorted by expert, K columns, E experts, H expert dim, X = 2 H, N columns of a result; x_XK has a row for
 each token where `rows` are given, else for each row.
@@ -15,13 +15,8 @@ from torch import Tensor
 from threefold.engine.kernels.experts import row_kernels as elementwise
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.experts.tile_schedule import make_tile_table
-from threefold.engine.kernels.fp8 import (
-    blockwise_quantize,
-    blockwise_swiglu,
-    grouped_gemm,
-    rowwise_quantize,
-    wgrad_gemm,
-)
+from threefold.engine.kernels.fp8 import blockwise_quantize, blockwise_swiglu, grouped_gemm, wgrad_gemm
+from threefold.engine.kernels.fp8 import rowwise_kernels as rowwise_quantize
 from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, Fp8Columns, Fp8Rows, RowBlocks
 from threefold.engine.kernels.launch_config import TritonConfig
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.kernels.elementwise.swiglu import gated_activation
+from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.fp8.quantized_tensors import (
     BLOCK,

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from threefold.engine.dist.placement import Placement
+from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.models.build import build_model
 from threefold.engine.run.dcp import CheckpointShard, State
 from threefold.engine.weights.safetensors_files import abbreviate

@@ -1,6 +1,6 @@
 """FSDP with a backward that runs node by node: torch's FSDP ends a backward pass when autograd returns.
 
-In an overlapped pass (`graph_nodes.py`) one backward is many calls of autograd, with forwards of another microbatch
+In an overlapped pass (`autograd_nodes.py`) one backward is many calls of autograd, with forwards of another microbatch
 between them. This module is the only one that touches torch's private FSDP state.
 """
 

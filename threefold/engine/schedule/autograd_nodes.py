@@ -1,7 +1,7 @@
 """The forward of one microbatch as a list of graph nodes, each of which can run its backward on its own.
 
 A node has three parts: its forward, its input gradients, and its weight gradients, which may be delayed. Tensors that
-go from node to node are cut from the autograd graph (`graph_cuts.py`); their gradients wait at the cut until the node
+go from node to node are cut from the autograd graph (`autograd_cuts.py`); their gradients wait at the cut until the node
 that made them runs its backward. Each node costs the host a call of autograd: there are as few as the exchanges allow.
 `overlapped_pass.py` builds the nodes.
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.context import context, override
-from threefold.engine.schedule.fsdp_pass import FsdpBackward
-from threefold.engine.schedule.graph_cuts import CutEdge, NodeValue, cut_from_graph, reenter_graph
+from threefold.engine.schedule.autograd_cuts import CutEdge, NodeValue, cut_from_graph, reenter_graph
+from threefold.engine.schedule.fsdp_node_backward import FsdpBackward
 
 Work = Callable[..., Any]  # tensors -> a tensor or a tuple of them
 
