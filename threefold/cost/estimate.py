@@ -1,7 +1,8 @@
-"""The estimate of a plan: memory by stage and term, time by term, throughput, the wall, and how far off it may be.
+"""The estimate of a plan: memory by stage and term, time by term, throughput, the limit that binds, and its error.
 
-`threefold estimate` and `plan`, the search and the rules call `estimate(plan)`; it takes about a millisecond and never
-changes its input. `Estimate.to_json()` is what `--json` prints.
+The limit that binds is called the wall: memory where it is nearly full or whole layers are recomputed, else the kind of
+work that takes most of the time. `threefold estimate` and `plan` and the search call `estimate(plan)`; it takes about a
+millisecond and never changes its input. `Estimate.to_json()` is what `--json` prints.
 """
 
 from dataclasses import dataclass

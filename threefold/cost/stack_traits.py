@@ -1,7 +1,7 @@
 """What differs between the two stacks in number formats and in time, as data.
 
-`format_support` and the modules of `time/` ask `STACK_TRAITS[plan.target]`. Memory and traffic differ too much for a few
-traits: there each stack has a whole model (`memory/by_stack.py`, `traffic/by_stack.py`).
+`format_support` and the modules of `time/` ask `STACK_TRAITS[plan.target]`. Memory and traffic differ too much for a
+few traits: there each stack has a whole model (`memory/by_stack.py`, `traffic/by_stack.py`).
 """
 
 from dataclasses import dataclass

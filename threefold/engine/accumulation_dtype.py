@@ -1,4 +1,4 @@
-"""The dtype in which sums, norms and softmaxes are taken."""
+"""The dtype in which norms, softmaxes, losses and routers take their sums: fp32, or fp64 in a model in fp64."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Which device's code path to take: the tensor's own, or the GPU that a dry run simulates.
+"""Says which device's code path to take: that of the tensor's device, or that of the GPU that a dry run simulates.
 
 The tensors of a dry run have no memory and lie on no GPU, because a backward on CUDA tensors needs a driver. Kernels,
 buffer sizes and chunk sizes depend on the answer. `dryrun` enters `simulate("cuda")`; everything else asks

@@ -1,7 +1,8 @@
 """Explanations of the findings that the engine, the data loader, launching and rehearsals raise.
 
-`threefold check --explain SLUG` prints them: what should hold, why, how to confirm a problem, and how to fix it. Rules
-have theirs in their docstrings, parsing in `plan/explain.py`. This module imports no torch.
+A finding is a problem that is reported to the user (`threefold/findings.py`), named by its slug. `threefold check
+--explain SLUG` prints the explanation: what should hold, why, how to confirm a problem, and how to fix it. Explanations
+of rules are the rules' docstrings, and those of parsing are in `plan/explain.py`. This module imports no torch.
 """
 
 from threefold.findings import Explanation

@@ -1,5 +1,7 @@
 """One optimizer step: microbatches, gradient norm, clipping, update, and the numbers it reports.
 
+`train.py`, `verify/oracle.py` and `verify/overlap_ab.py` call `train_step`.
+
 Shapes: L layers with experts, E experts.
 """
 

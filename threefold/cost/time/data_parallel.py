@@ -1,4 +1,7 @@
-"""Seconds of data-parallel communication in a step: gradients reduced and weights gathered, less what compute hides."""
+"""Seconds of data-parallel communication in a step: gradients reduced and weights gathered, less what compute hides.
+
+`time/step.py` calls `data_parallel_seconds`.
+"""
 
 from threefold.cost.rank_params import rank_params, trained_params
 from threefold.cost.rates import Rates

@@ -1,15 +1,17 @@
 """EP overlap in time: what runs beside each exchange of an MoE layer, and how much of the exchange still shows.
 
-Exchanges and pieces of compute alternate between the forward of one microbatch and the backward of another:
+Exchanges and pieces of compute alternate between the forward of one microbatch and the backward of another. "To
+experts" is the direction from the ranks of the tokens, "back" the opposite one:
 
-    started by                 exchange                  runs beside it
-    backward, combine          output gradients, out     forward: mixer, router
-    forward, router            rows, out                 forward: shared experts; backward: experts
-    backward, experts          row gradients, back       forward: experts; backward: shared experts
-    forward, experts           results, back             backward: shared experts, mixer
+    started by                 exchange                      runs beside it
+    backward, combine          output gradients, to experts  forward: mixer, router
+    forward, router            rows, to experts              forward: shared experts; backward: experts
+    backward, experts          row gradients, back           forward: experts; backward: shared experts
+    forward, experts           results, back                 backward: shared experts, mixer
 
-Delayed weight gradients leave the backward's pieces: those of experts run while the row gradients travel back, those of
-the mixer beside the next output gradients. `time/layer.py` asks for the hidden seconds of a layer.
+With delayed wgrad the weight gradients move out of the backward's pieces: those of experts run while the row gradients
+travel back, and those of the mixer run beside the next output gradients. `time/layer.py` asks for the hidden seconds of
+a layer.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Activation offload in time: copies to the host and back, and the part of them that compute does not hide.
 
-Saved activations leave while the forward runs and come back while the backward runs, on streams of their own. By
-measurement both directions hide behind both passes together: from the offloaded bytes this gives every step timed on an
-H200 within 2 % (`benchmarks/results/recompute-h200.json` and `recompute-fused-h200.json`). `time/step.py` calls
-`offload_seconds` per stage.
+Saved activations leave while the forward runs and come back while the backward runs, on streams of their own. As
+measured on an H200, copies in both directions hide behind forward and backward together; with this rule the estimate is
+within 2 % of every timed step (`benchmarks/results/recompute-h200.json` and `recompute-fused-h200.json`).
+`time/step.py` calls `offload_seconds` per stage.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Seconds of the optimizer step: the update of this rank's shard on the GPU and on the host, and Muon's GEMMs."""
+"""Seconds of the optimizer step: the update of this rank's shard on the GPU and on the host, and Muon's GEMMs.
+
+`time/step.py` calls `optimizer_seconds`.
+"""
 
 from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.rank_params import rank_params, trained_params

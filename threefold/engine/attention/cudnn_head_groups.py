@@ -1,8 +1,8 @@
 """cuDNN's causal attention with a backward that runs over groups of heads, to bound its workspace.
 
-The kernel sums the gradient of the queries in fp32. Where query heads share keys and values, it first computes the
-gradients of keys and values for each query head. Together that is eight bytes for every element of the queries, which
-itself has two. `backend.py` chooses this path for long sequences.
+Besides its inputs the backward kernel needs eight bytes of workspace per element of the queries: the fp32 gradient of
+the queries and, where query heads share keys and values, the gradients of keys and values per query head. `backend.py`
+chooses this path for long sequences.
 
 Shapes: B batch, H query heads, G key/value heads, S sequence, D head dim.
 """

@@ -1,5 +1,7 @@
 """Causal attention by FlashAttention-4 (CuTe), an optional package for Hopper and Blackwell in bf16 and fp16.
 
+`backend.py` chooses it, and `tune/attention_kernels.py` times it.
+
 Shapes: B batch, H query heads, G key/value heads, S sequence, D head dim.
 """
 

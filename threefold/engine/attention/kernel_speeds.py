@@ -1,8 +1,8 @@
-"""Speeds of the attention kernels by head dims and length, to choose the fastest: causal training in bf16 on an H200.
+"""How fast each attention kernel is, by head dims and sequence length; `backend.py` asks `fastest_first`.
 
-They were measured by `benchmarks/attention.py` (torch 2.11, cuDNN 9.19; `benchmarks/results/attention-h200.json`);
-`engine/tune/attention_kernels.py` measures them on the machine at hand. MLA has values narrower than keys: only cuDNN
-takes them as they are, flash wants them padded. `backend.py` asks `fastest_first`.
+The built-in table holds causal training in bf16 on an H200, measured by `benchmarks/attention.py` (torch 2.11, cuDNN
+9.19; `benchmarks/results/attention-h200.json`). `engine/tune/attention_kernels.py` measures the kernels on the machine
+at hand. MLA has values narrower than keys: cuDNN takes them as they are, and flash needs them padded.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """The attention mask as tiles: rectangles of queries and keys that kernels compute without a mask or with a simple one.
 
-A token attends to itself and to the tokens before it in its document, at most `window` tokens in all. Between a span of
-queries and an earlier span of keys only one document can reach over both: a prefix of the queries attends to a suffix
-of the keys. In such a rectangle every query has at least one key, so that no kernel meets an empty row.
-`shard/ring_attention.py` asks for the tiles, and `attend_tiles.py` computes them.
+A token attends to itself and to the tokens before it in its document, at most `window` tokens in all. At most one
+document has tokens both in a span of queries and in an earlier span of keys; its queries are a prefix of the first span
+and its keys a suffix of the second. In such a rectangle every query has at least one key, so that no kernel meets an
+empty row. `shard/ring_attention.py` asks for the tiles, and `attend_tiles.py` computes them.
 
 A span is a range of positions in the whole sequence. Shapes: B batch, S sequence.
 """

@@ -1,4 +1,6 @@
-"""torch's attention kernels by name, and its flash-attention operators, which return and take log-sum-exps.
+"""torch's attention kernels: SDPA backends by the names of `kernel_speeds.py`, and flash operators with log-sum-exps.
+
+`backend.py`, `attend_tiles.py` and `tune/attention_kernels.py` use them.
 
 Shapes: ... any leading dims, D head dim.
 """

@@ -1,11 +1,11 @@
 """Activation offload: saved tensors of named modules, or of whole layers, wait for the backward in host memory.
 
-Copies run beside the compute on CUDA streams of their own. The backward works one layer ahead: when it first needs a
-tensor of a layer, that layer's copies have been under way since the backward reached the layer behind it. On a CPU the
-copies are made all the same, so that tests run the same code.
+Copies run beside the compute on CUDA streams of their own. The backward fetches one layer ahead: when it first needs a
+tensor of a layer, the copies of the layer that it reaches next start too. On a CPU the copies are made all the same, so
+that tests run the same code.
 
-`LayerOffloads` is made once a forward by whoever runs the layers (`models/activation_memory.py`, or the overlapped
-schedule); `offload_activations` wraps the methods of a module that a plan can name.
+`models/activation_memory.py` makes one `LayerOffloads` per forward, and `schedule/overlapped_pass.py` makes one per
+layer. `offload_activations` wraps the methods of a module that a plan can name.
 """
 
 from collections.abc import Callable, Iterable, Iterator

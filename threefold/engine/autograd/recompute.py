@@ -1,9 +1,9 @@
 """Activation recompute: only a function's inputs are saved; its backward runs the function once more.
 
-`recompute` drops what the function saves inside. `recompute_output` drops the function's outputs too: what later
-functions save of them inside the `with` block is made again as well (Megatron's output-discarding checkpoint).
-`OutputScope` is the same for functions whose consumers are in the body of a module: `models/activation_memory.py` wraps
-methods with it, so that the body itself says nothing of recompute.
+`recompute` drops the tensors that the function saves inside. `recompute_output` also drops the function's outputs:
+later functions inside the `with` block that saved such an output get the recomputed one (Megatron's output-discarding
+checkpoint). `OutputScope` does this for a method whose output is consumed by the rest of its module:
+`models/activation_memory.py` wraps methods with it, so that the module itself has no code for recompute.
 
 The backward runs over the graph of the first forward, so that hooks, delayed weight gradients and collectives come in
 the order that they have without recompute. No random state is stored: no module of the engine draws random numbers.

@@ -1,8 +1,8 @@
 """Several linear layers of one input, such as the projections to queries, keys and values.
 
 The gradient of the input is accumulated inside the GEMMs of the layers, where autograd would add the parts in passes of
-their own. Weight gradients can be delayed and can accumulate in `main_grad`, as in `linear.py`. Called by
-`layers/input_linears.py` on devices that have fused kernels.
+their own. Weight gradients can be delayed and can accumulate in `main_grad`, as in `linear.py`.
+`layers/input_linears.py` calls it on devices that have fused kernels.
 
 Shapes: N rows, I dim in, O dim out, ... any dims before.
 """

@@ -1,7 +1,8 @@
-"""Functions that treat every token alike, run over chunks of tokens to bound the memory of their largest tensor.
+"""Runs a function that treats every token alike over chunks of tokens, to bound the memory of its largest tensor.
 
-Called for the experts of one rank and for dense MLPs. With 128K tokens and top-8 routing the rows of all experts at
-once would take more memory than the model; 2 GiB of them at a time cost no speed.
+`moe/layer.py` uses it for the experts of one rank, and `models/activation_memory.py` for dense MLPs that are
+recomputed. With 128K tokens and top-8 routing the rows of all experts at once would take more memory than the model;
+chunks of 2 GiB of rows cost no speed.
 
 Shapes: T tokens, ... any dims behind.
 """

@@ -1,4 +1,7 @@
-"""The folder for files that can be made again: the embedded corpus, and shards made from JSONL."""
+"""The folder for files that can be made again, used by `embedded_corpus.py` and `open_sources.py`.
+
+It holds the embedded corpus, and shards made from JSONL.
+"""
 
 import os
 from pathlib import Path

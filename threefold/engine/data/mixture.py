@@ -1,9 +1,9 @@
 """Mixes sources by weight into one endless sequence of samples. Sample n is computed directly from n.
 
-The sequence consists of blocks of 4096 slots. Every block has the same number of slots for a source, the nearest to its
-weight, at the same shuffled slots, so that shares are exact to within one sample a block. Each source gives all of its
-samples once, in a shuffled order, before any is repeated: that is an epoch, and each epoch has another order. `Loader`
-makes the mixture and asks it for samples.
+The sequence consists of blocks of 4096 slots. Every block gives each source the same shuffled slots, as many as its
+weight says, rounded, so that shares are exact to within one sample per block. Each source gives all of its samples
+once, in a shuffled order, before any is repeated: that is an epoch, and each epoch has another order. `Loader` makes
+the mixture and asks it for samples.
 """
 
 import hashlib

@@ -1,5 +1,6 @@
-"""`OwnedShard`: elements of a parameter that one rank owns: it keeps their optimizer state, saves and counts them.
+"""`OwnedShard`: the elements of a parameter that one rank owns, with their values and gradients.
 
+The rank keeps the optimizer state of these elements, saves them in checkpoints and counts them in the gradient norm.
 ZeRO-1 and FSDP list what a rank owns; optimizers, checkpoints, the gradient norm and the oracle read the list.
 """
 

@@ -1,4 +1,7 @@
-"""One rank holds everything: no reduction and no buffers. The reference that ZeRO-1 and FSDP are compared with."""
+"""Data parallelism on one rank: nothing is reduced or buffered.
+
+`build.py` chooses it where one rank holds everything. ZeRO-1 and FSDP are compared with it.
+"""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,8 @@
-"""ZeRO-1: the ranks that hold the same weights share the optimizer: each reduces, updates and gathers its own part.
+"""ZeRO-1: ranks that hold the same weights split the optimizer state.
 
-Gradients are summed, never averaged. Collectives start in one order on all ranks, whichever gradients came: a rank
-where a parameter got none sends zeros.
+Each rank reduces the gradients of its own part, updates that part, and gathers the updated weights of the others.
+Gradients are summed, never averaged. Collectives start in the same order on all ranks; a parameter that got no gradient
+on a rank is sent as zeros. `build.py` makes the `Zero1` of a rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""Token dispatchers: they carry tokens to the experts and back. One transport a file, one protocol (`protocol.py`)."""
+"""Token dispatchers carry tokens to the experts and back: one transport per file, one protocol (`protocol.py`)."""

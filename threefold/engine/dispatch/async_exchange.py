@@ -1,8 +1,9 @@
 """Asynchronous exchanges as two autograd nodes: one starts the exchange, the other waits for it.
 
-A dispatcher makes an `AsyncExchange` a microbatch, calls `start_exchange` in one phase and `finish_exchange` in the
-next. In the backward the order turns round: the node of `finish_exchange` starts sending the gradients and the node of
-`start_exchange` waits for them. So whatever runs between the two calls overlaps with the exchange in both directions.
+A dispatcher makes one `AsyncExchange` per microbatch. It calls `start_exchange` in one phase and `finish_exchange` in
+the next. In the backward the order turns round: the node of `finish_exchange` starts sending the gradients and the node
+of `start_exchange` waits for them. So whatever runs between the two calls overlaps with the exchange in both
+directions.
 """
 
 from collections.abc import Callable, Sequence

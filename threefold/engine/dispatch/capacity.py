@@ -72,7 +72,7 @@ def order_by_position(position_XS: Tensor) -> TokenOrder:
 
 
 def drop_and_pad(expert_TK: Tensor, weight_TK: Tensor, num_experts: int, capacity: int) -> tuple[RowMap, Tensor]:
-    """Exactly `capacity` rows an expert: its tokens of largest weight (the earlier of equals), then padding."""
+    """Exactly `capacity` rows per expert: its tokens of largest weight (the earlier of equals), then padding."""
     expert_X, device = expert_TK.flatten(), expert_TK.device
     heaviest = weight_TK.detach().flatten().argsort(descending=True, stable=True)
     order = heaviest[expert_X[heaviest].argsort(stable=True)]

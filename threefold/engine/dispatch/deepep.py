@@ -1,7 +1,7 @@
 """The DeepEP dispatcher: a token travels once to each rank that holds any of its experts, and is permuted there.
 
-This adapter has never run with the real package. It follows the package's documentation and is tested against a
-stand-in with the same signatures. Rows travel in bf16.
+`select.py` makes it. This adapter has never run with the real package. It follows the package's documentation and is
+tested against a stand-in with the same signatures. Rows travel in bf16.
 
 Shapes: T tokens, N tokens received, D model dim, K experts of a token, R rows by local expert, e experts held here.
 """

@@ -1,8 +1,8 @@
 """The all-to-all of rows in FP8 (knob `fp8_dispatch`): half the bytes of bf16 on the way to the experts.
 
 A packed row has one byte for each number, followed by one byte for each block of 128, the exponent of its scale. Scales
-are powers of two: bf16 rows come out exactly as they were rounded, and quantizing them again in the same blocks, as
-experts in fp8-blockwise do, changes nothing. Gradients travel unquantized. `AllToAllDispatcher` calls this.
+are powers of two, so dequantizing to bf16 is exact, and quantizing again in the same blocks, as experts in
+fp8-blockwise do, changes nothing. Gradients travel unquantized. `AllToAllDispatcher` calls this module.
 
 Shapes: S rows sent, P rows received, D model dim, B = D + D / 128 bytes of a row.
 """

@@ -1,7 +1,8 @@
 """The HybridEP dispatcher (the hybrid-ep branch of DeepEP): rows arrive sorted by expert.
 
-This adapter has never run with the real package. It follows the package's documentation and is tested against a
-stand-in with the same signatures. Rows travel in bf16, and every rank must have the same number of tokens.
+`select.py` makes it. This adapter has never run with the real package. It follows the package's documentation and is
+tested against a stand-in with the same signatures. Rows travel in bf16, and every rank must have the same number of
+tokens.
 
 Shapes: T tokens, D model dim, K experts of a token, R rows by local expert, E experts, e experts held here.
 """

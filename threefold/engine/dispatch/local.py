@@ -1,5 +1,7 @@
 """The local dispatcher: this rank holds all experts, so token copies are only permuted and nothing travels.
 
+`MoeLayer` has it by default, and `select.py` makes it for a plan.
+
 Shapes: T tokens, D model dim, K experts of a token, R rows, E experts.
 """
 

@@ -1,8 +1,8 @@
 """Sorts the rows that a rank has received by local expert, and undoes it; with ETP it gathers and reduces as well.
 
-Rows arrive in blocks, one a source rank, each sorted by expert; the experts want all rows of an expert together. With
+Rows arrive in blocks, one per source rank, each sorted by expert; the experts want all rows of an expert together. With
 expert tensor parallelism each rank of the etp group holds a slice of the width of each expert: it needs the rows of the
-whole group, and its outputs are partial sums. The dispatchers make one `ReceivedRows` a microbatch.
+whole group, and its outputs are partial sums. The dispatchers make one `ReceivedRows` per microbatch.
 
 Shapes: P rows received by this rank, R rows of the etp group by expert, B blocks, e experts held here, D model dim.
 """

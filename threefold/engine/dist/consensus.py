@@ -1,8 +1,9 @@
-"""Actions after which all ranks know the same: it went well on all of them, or all raise the same error.
+"""Runs an action on ranks and makes all of them agree on its outcome: it succeeded, or all ranks raise the same error.
 
-Checkpoints and the start of a run use this: one rank's full disk must end the run on every rank with one finding. The
-calls here are not observed by the watchdog, because a slow disk is no hang. They need a group of their own on the CPU,
-because a background thread may send through it while a step communicates.
+Checkpoints and the start of a run use this: one rank's full disk must end the run on every rank with one finding
+(`threefold/findings.py`, the report of a problem to the user). The calls here are not observed by the watchdog, because
+a slow disk is no hang. They need a group of their own on the CPU, because a background thread may send through it while
+a step communicates.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Row counts that were computed on the device, brought to the host. The one place where the host reads them.
+"""Brings row counts that were computed on the device to the host, where uneven splits need them as Python integers.
 
-Uneven splits need their sizes as Python integers. A dry run has no values to read, so `sizes_from` puts a function in
-place of the device: it says how many rows go where, balanced or as a run recorded it.
+Experts and dispatchers call `host_sizes`. A dry run has no values to read, so it installs a function with `sizes_from`
+that supplies the counts, balanced or as a run recorded them.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rendezvous: from the variables that torchrun or Slurm set to the default process group of a run.
+"""Makes the default process group of a run from the environment variables of torchrun or Slurm.
 
 `threefold train` calls `join` once in every rank's process and `leave` at the end.
 """
@@ -34,7 +34,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank writes what is written once a run: progress, the contract, metrics."""
+        """Whether this rank writes what is written once per run: progress, the contract, metrics."""
         return self.rank == 0
 
 

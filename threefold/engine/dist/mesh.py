@@ -1,4 +1,4 @@
-"""The process groups of a rank on the two grids (dense and expert). The only module that makes process groups.
+"""Makes all process groups of a rank, on the dense and the expert grid. No other module makes process groups.
 
 Every rank makes the groups it belongs to and no others, in one order of axes, so that no two ranks wait for each other
 in different groups. Groups of the same ranks share one communicator, because a communicator costs memory. The default

@@ -2,8 +2,8 @@
 
 Tensor and expert parallelism (`engine/shard`) make a `Placement` for every parameter; data parallelism, checkpoints and
 the oracle read it. A shard is a set of ranges in each dim: usually one range, several where a fused matrix holds parts
-side by side. For example, rank 1 of two holds of a `gate_up` of shape (8, 4) the rows ((2, 4), (6, 8)). Replicas of a
-shard see different tokens or heads, so that their gradients are parts of a sum.
+side by side. For example, rank 1 of two ranks holds the rows ((2, 4), (6, 8)) of a `gate_up` of shape (8, 4), that is
+rows 2-3 and 6-7. Replicas of a shard see different tokens or heads, so that their gradients are parts of a sum.
 """
 
 from collections.abc import Iterator, Sequence

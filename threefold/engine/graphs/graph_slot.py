@@ -2,7 +2,7 @@
 
 All graphs of a slot are recorded during one microbatch, in the order of its forward and backward, and are replayed in
 that order: memory that one graph frees is used by a later one, as it would be without graphs. Two microbatches in
-flight never share a slot. `ChunkGraphs` makes the slots.
+flight never share a slot. `ChunkGraphs` (`graphed_part.py`) makes the slots.
 
 Shapes: B batch, S sequence.
 """
@@ -62,7 +62,7 @@ class GraphSlot:
         return x.detach().clone()
 
     def static_positions(self, given: Positions, keys: Iterable[RopeKey]) -> Positions | None:
-        """`given` at static addresses, copied once a microbatch; None where the shape differs from the recorded one."""
+        """`given` at static addresses, copied once per microbatch; None where the shape is not the recorded one."""
         if self._static_positions is None:
             tables = {key: tuple(self.make_static(x) for x in given.rope(*key)) for key in keys}
             self._static_positions = Positions(self.make_static(given.positions_BS), None, tables)  # type: ignore[arg-type]

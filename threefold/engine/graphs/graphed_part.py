@@ -1,7 +1,7 @@
 """Parts of a model that are replayed as CUDA graphs where their inputs match, and run eagerly elsewhere.
 
-`scopes.py` makes a `GraphedPart` for each part of a layer that a plan's scopes name. `ChunkGraphs` gives every
-microbatch in flight a slot of memory of its own (`graph_slot.py`).
+`scopes.py` makes a `GraphedPart` for each part of a layer that a plan's scopes name. `ChunkGraphs`, also defined here,
+gives every microbatch in flight a slot of memory of its own (`graph_slot.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,7 @@
-"""Statistics of the CUDA graphs of a rank, for the metrics and the summary of a run."""
+"""Statistics of the CUDA graphs of a rank, for the metrics and the summary of a run.
+
+`graphed_part.py` counts, and `schedule/microbatch_loop.py` passes the counts on.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field

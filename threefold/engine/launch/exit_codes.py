@@ -1,4 +1,7 @@
-"""Exit codes by which a rank tells its agent how it ended. The numbers are those of sysexits.h. No torch."""
+"""Exit codes by which a rank tells its agent how it ended. This module does not import torch.
+
+The numbers are those of sysexits.h.
+"""
 
 REFUSED = 78  # a finding that would come again on every start
 HUNG = 75  # the watchdog ended the rank; another start may help

@@ -1,9 +1,9 @@
 """The watchdog: names the collective that does not end, its group, and the ranks that did not come to it.
 
-A thread in every rank sends a heartbeat to the store each pulse. A rank that waits too long in a collective reads the
-heartbeats of the others, prints one finding and ends its process, so that the agent restarts all ranks. gloo and the
-store release the GIL while they wait, so the thread runs on. NCCL does not block the host: there a hang is a phase
-without progress, and `enter_phase` needs a limit.
+`train.py` runs one around the training of every rank. A thread sends a heartbeat to the store each pulse. A rank that
+waits too long in a collective reads the heartbeats of the others, prints one finding and ends its process, so that the
+agent restarts all ranks. gloo and the store release the GIL while they wait, so the thread runs on. NCCL calls return
+at once, so under NCCL a hang is a phase that makes no progress within the limit given to `enter_phase`.
 """
 
 import math

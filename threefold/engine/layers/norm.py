@@ -1,5 +1,7 @@
 """RMS norms, with the residual addition in front of them; statistics are in fp32 or wider.
 
+The decoder, the gated delta rule and the norms of heads (`rope.py`) use them.
+
 Shapes: D the normed dim, ... any dims before it.
 """
 

@@ -1,8 +1,8 @@
-"""Positions and documents of the tokens of a batch, and what the layers derive from them once a forward.
+"""Positions and documents of the tokens of a batch, and what the layers derive from them once per forward.
 
-`models/inputs.py` makes one `Positions` a microbatch and every mixer gets it: the rotary tables and the document bounds
-are computed once and shared by the layers. Example: two packed documents [7, 7, 7, 9, 9] have positions [0, 1, 2, 0, 1]
-and cu_seqlens [0, 3, 5].
+`models/inputs.py` makes one `Positions` per microbatch and every mixer gets it: the rotary tables and the document
+bounds are computed once and shared by the layers. Example: two packed documents [7, 7, 7, 9, 9] have positions [0, 1,
+2, 0, 1] and cu_seqlens [0, 3, 5].
 
 Shapes: B batch, S sequence.
 """

@@ -1,9 +1,9 @@
-"""Recompute and activation offload, applied to a model from outside: one ordered list, like the sharding.
+"""Applies recompute and activation offload to a built model by wrapping methods of its modules.
 
 A plan names modules (`knobs.recompute`, `knobs.activation_offload`) or whole layers. `apply_activation_memory` wraps
-the methods that stand for these names; the bodies of the modules know nothing of it, and parameters keep their names.
-What each name means is in the tables below: the method, and for recompute the method inside which its output is
-discarded.
+the methods that stand for these names; the bodies of the modules have no code for it, and parameters keep their names.
+The tables below say what each name means: the method, and for recompute the method inside which its output is
+discarded. `models/build.py` and `shard/order.py` call it.
 
 Where tokens are many, full recompute and the recompute of `moe` and `mlp` go through the feed-forward network in
 chunks, and MLA goes through groups of heads, so that the backward holds the tensors of one chunk or group at a time.

@@ -1,8 +1,8 @@
 """Load balancing of the experts: balancing losses, the aux-loss-free bias, and metrics of the routers.
 
-`MoeLayer` computes one `RouterStats` a microbatch; the decoder adds its losses to the loss. `step.py` updates the bias
-and writes the metrics once a step. With CP or TP the tokens of a microbatch are spread over a group of ranks, each with
-the same number of every sequence. Then losses, loads and means are this rank's parts of a sum over the group.
+`MoeLayer` computes one `RouterStats` per microbatch; the decoder adds its losses to the loss. `step.py` updates the
+bias and writes the metrics once per step. With CP or TP each rank of a group holds equally many tokens of every
+sequence; losses, loads and means are then partial sums over the group.
 
 Shapes: B sequences, S tokens of each, T = B * S, E experts, K experts of a token, L layers with experts.
 """

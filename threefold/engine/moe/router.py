@@ -1,7 +1,7 @@
 """The top-k router: which experts a token visits and with which weights, in fp32 (fp64 in an fp64 model).
 
-`MoeLayer` calls the router once a microbatch. Its result, a `Routing`, goes to the dispatcher (experts and weights) and
-to `balance.py` (losses and statistics). Of equal scores the lower expert number wins, on every device.
+`MoeLayer` calls the router once per microbatch. Its result, a `Routing`, goes to the dispatcher (experts and weights)
+and to `balance.py` (losses and statistics). Ties go to the expert with the lower number, on every device.
 
 Shapes: T tokens, D model dim, E experts, e experts of a group, K experts of a token, G groups.
 """

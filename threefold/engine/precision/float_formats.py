@@ -73,7 +73,7 @@ def to_storage(x: Tensor, float_format: FloatFormat) -> Tensor:
 
 
 def decode(stored: Tensor, float_format: FloatFormat, width: int) -> Tensor:
-    """The stored numbers in fp32, `width` a row."""
+    """The stored numbers in fp32, `width` per row."""
     if float_format.dtype is not None:
         return stored.to(torch.float32)[..., :width]
     table = torch.tensor([*_CODES, *(-code for code in _CODES)], device=stored.device)

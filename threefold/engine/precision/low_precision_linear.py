@@ -1,8 +1,8 @@
 """Linear layers whose three GEMMs (forward, input gradient, weight gradient) run in low precision.
 
-For the backward only the input is saved, transposed and quantized as the weight-gradient GEMM reads it: one byte a
-number in FP8, and once for all layers that share the input. Where the input is recomputed, or another operation saves
-it anyway, the unquantized input is saved, which costs nothing, and is quantized in the backward.
+For the backward only the input is saved, transposed and quantized as the weight-gradient GEMM reads it: one byte
+per number in FP8, and once for all layers that share the input. Where the input is recomputed, or another operation
+saves it anyway, the unquantized input is saved, which costs nothing, and is quantized in the backward.
 
 `models/low_precision.py` replaces `nn.Linear` by `LowPrecisionLinear`; `layers/input_linears.py` and
 `shard/tensor_parallel.py` call `low_precision_linears`.

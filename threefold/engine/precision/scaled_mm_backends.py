@@ -1,6 +1,6 @@
 """Backends that multiply quantized matrices with the device's kernels, through torch's `scaled_mm`.
 
-Hopper has FP8 in blocks of 128, by rows and with one scale a matrix. Blackwell's MXFP8 and NVFP4 follow torch's
+Hopper has FP8 in blocks of 128, by rows and with one scale per matrix. Blackwell's MXFP8 and NVFP4 follow torch's
 documentation and have not yet run on a GPU. `choose_backend` picks one of them; a dry run gets `SimulatedBackend`.
 
 Shapes: M rows, K columns, N rows of the other matrix.
@@ -66,7 +66,7 @@ class BlockwiseBackend(EmulatedBackend):
 
 
 class RowwiseBackend(BlockwiseBackend):
-    """FP8 with one scale a row, or one for the whole matrix; weight gradients in blocks where the recipe says so."""
+    """FP8 with one scale per row, or one for the whole matrix; weight gradients in blocks where the recipe says so."""
 
     def quantize_rows(self, x_MK: Tensor, spec: QuantSpec) -> Quantized:
         assert spec.format.dtype is not None

@@ -1,6 +1,6 @@
 """A cache of quantized weights: made once an optimizer step, used by microbatches, recompute and the backward.
 
-Low-precision layers hold one `WeightCache` a weight. `engine/step.py` calls `mark_weights_changed` after the update.
+Low-precision layers hold one `WeightCache` per weight. `engine/step.py` calls `mark_weights_changed` after the update.
 """
 
 from collections.abc import Callable

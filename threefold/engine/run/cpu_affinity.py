@@ -1,4 +1,4 @@
-"""Pinning of a rank to CPU cores (`run.cores`), such as "0-7,16"."""
+"""Pinning of a rank to CPU cores (`run.cores`), such as "0-7,16". `train.py` calls it."""
 
 import os
 

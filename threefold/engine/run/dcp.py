@@ -1,8 +1,8 @@
 """Shards of tensors in torch's distributed checkpoint format (DCP), so that any layout reads what another wrote.
 
 Each rank writes one file with the rectangles it owns; the index says where each rectangle lies in its full tensor.
-Names are those of a checkpoint of one rank, whose only rectangle is the full tensor. There are no collectives here:
-callers (`checkpoint_folder.py`, `weights/convert.py`) bring the ranks together.
+Tensors have the same names in every layout; on one rank the only rectangle is the full tensor. There are no collectives
+here: callers (`checkpoint_folder.py`, `weights/convert.py`) bring the ranks together.
 """
 
 from collections import Counter, defaultdict

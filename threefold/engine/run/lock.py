@@ -1,4 +1,7 @@
-"""The lock of a run's folder: two runs in one folder would overwrite each other's checkpoints."""
+"""The lock of a run's folder: two runs in one folder would overwrite each other's checkpoints.
+
+`train.py` makes it, and `folder.py` acquires it when it opens the run.
+"""
 
 import fcntl
 import os

@@ -1,7 +1,7 @@
 """Cuts in the autograd graph: tensors that leave one graph node and enter another without an autograd edge between.
 
-`autograd_nodes.py` cuts the graph of a microbatch so that the backward of each node can run on its own. A cut keeps only
-the gradient edge of a tensor, not the tensor: it costs no memory that an uncut graph would not hold.
+`autograd_nodes.py` cuts the graph of a microbatch so that the backward of each node can run on its own. A cut keeps
+only the gradient edge of a tensor, not the tensor: it costs no memory that an uncut graph would not hold.
 """
 
 from collections.abc import Sequence

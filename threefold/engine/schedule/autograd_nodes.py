@@ -1,9 +1,9 @@
 """The forward of one microbatch as a list of graph nodes, each of which can run its backward on its own.
 
 A node has three parts: its forward, its input gradients, and its weight gradients, which may be delayed. Tensors that
-go from node to node are cut from the autograd graph (`autograd_cuts.py`); their gradients wait at the cut until the node
-that made them runs its backward. Each node costs the host a call of autograd: there are as few as the exchanges allow.
-`overlapped_pass.py` builds the nodes.
+go from node to node are cut from the autograd graph (`autograd_cuts.py`); their gradients wait at the cut until the
+node that made them runs its backward. Each node costs the host a call of autograd: there are as few as the exchanges
+allow. `overlapped_pass.py` builds the nodes.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
-"""FSDP with a backward that runs node by node: torch's FSDP ends a backward pass when autograd returns.
+"""Makes torch's FSDP work in an overlapped pass, where one backward is many calls of autograd.
 
-In an overlapped pass (`autograd_nodes.py`) one backward is many calls of autograd, with forwards of another microbatch
-between them. This module is the only one that touches torch's private FSDP state.
+torch's FSDP ends its backward pass when a call of autograd returns, which would be after the first node.
+`autograd_nodes.py` calls `FsdpBackward` around each node; forwards of another microbatch run between the nodes. This
+module is the only one that touches torch's private FSDP state.
 """
 
 from collections.abc import Iterator

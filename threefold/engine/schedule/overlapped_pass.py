@@ -1,20 +1,22 @@
 """One microbatch through a pipeline chunk, cut into graph nodes at the expert-parallel exchanges.
 
 It computes what `Decoder.forward_chunk` and `compute_loss` compute, but as a generator that stops wherever an exchange
-has started; `interleave.py` then lets another microbatch compute. A layer with experts is
+has started; `interleave.py` then lets another microbatch compute. The forward of a layer with experts has these parts:
 
-    attention   mixer, norm, router; the counts leave                             a short stop
-    dispatch    rows leave                                                        stop
-    shared      shared experts, beside the dispatch, and beside its gradients' way back
-    experts     rows land, are computed
-    combine     rows leave for home                                               stop
-    sum         rows land, are summed and added
+    attention   runs mixer, norm and router; starts the exchange of counts        then a short stop
+    dispatch    starts sending the rows                                           then a stop
+    shared      runs the shared experts while the rows travel
+    experts     waits for the rows and computes them
+    combine     starts sending the results back                                   then a stop
+    sum         waits for the results, sums them and adds them to the residual stream
 
-and in the backward the same from the end: gradients leave behind `sum` and `experts`, and there it stops. What has no
-stop between in the backward is one node: attention and dispatch, with the sum of the layer before; experts and combine.
-Any other layer is one node.
+The backward goes through the parts from the end. It stops after `sum` and after `experts`, where it has started to send
+gradients, and runs the backward of `shared` while the gradients of the rows travel. Parts with no stop between them in
+the backward share one node: (sum of the layer before, attention, dispatch) and (experts, combine). Any other layer is
+one node.
 
-Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel, S rows as sent.
+Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel. In y_SD alone, S
+is the number of rows that this rank sent, as in `dispatch/protocol.py`.
 """
 
 from collections.abc import Callable, Iterable

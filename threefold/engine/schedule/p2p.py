@@ -1,7 +1,8 @@
 """Pipeline point-to-point channels: hidden states and their gradients between neighbouring chunks.
 
 A `Stage` has up to four channels. The peer chunk is on another rank, or on the same one with a V-shaped schedule. These
-calls are not in `dist/collectives.py` because they have two ranks of a group, and many are under way at once.
+calls are not in `dist/collectives.py`, because each involves only two ranks of the pp group and many are in flight at
+once.
 """
 
 from collections import deque

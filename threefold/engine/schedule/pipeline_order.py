@@ -1,7 +1,7 @@
 """The order of actions of each pipeline rank, for every schedule.
 
 Chunk i is on rank i mod PP, or down the ranks and back up for DualPipeV (`chunk_rank`). So "zero-bubble" is ZB-H1 with
-one chunk a rank and its interleaved form with several, never ZB-V. `pipeline.py` and the dry run ask for the actions.
+one chunk per rank and its interleaved form with several, never ZB-V. `pipeline.py` and the dry run ask for the actions.
 Example: 1F1B on the first of two ranks with three microbatches is F0 F1 B0 F2 B1 B2.
 """
 
@@ -34,7 +34,7 @@ _MULTI_CHUNK: dict[str, type[PipelineScheduleMulti]] = {
 def pipeline_actions(
     schedule: str, pp: int, vpp: int, num_microbatches: int, overlap_f_b: bool = False
 ) -> PipelineActions:
-    """The actions of every rank. With one chunk a rank any number of microbatches works; torch orders several chunks.
+    """The actions of every rank. With one chunk per rank any number of microbatches works; torch orders several chunks.
 
     `overlap_f_b` joins a forward and a backward into one action where the schedule does not do so by itself.
     """

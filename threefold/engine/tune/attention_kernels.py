@@ -1,8 +1,9 @@
 """Measures the attention kernels of a plan on this device and stores their speeds (`threefold env --tune`).
 
 `attention/kernel_speeds.py` reads them to order the kernels. The built-in table is that of an H200; a measurement is
-needed for another GPU, another release, and FlashAttention-4 where it is installed. Attention is causal, in bf16,
-forward and backward. Kernels are run in turns, because a GPU at its power limit is as slow as what ran before made it.
+needed for another GPU, another release of torch, and FlashAttention-4 where it is installed. Attention is causal, in
+bf16, forward and backward. Kernels are timed in turns, because at its power limit a GPU's clock depends on what it ran
+just before.
 """
 
 import statistics

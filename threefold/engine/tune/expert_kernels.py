@@ -3,9 +3,9 @@
 It takes some seconds, or a minute where the optional package compiles its kernels for the first time, and runs only on
 request. `kernels/experts/kernel_choice.py` reads the result.
 
-Each step is timed amid the others, and kernels take turns at every run, because a GPU at its power limit is as slow as
-what ran in the last second made it. The fastest kernels of each step make a few choices, whose steps are then timed
-together.
+Each step is timed amid the others, and kernels take turns at every run, because at its power limit a GPU's clock
+depends on what it ran in the last second. The fastest kernels per step form a few combinations, which are then timed as
+a whole.
 
 Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim.
 """

@@ -1,8 +1,8 @@
-"""Differences between the ranks of a layout and one rank, and reasons why the differences would mean nothing.
+"""Compares results of a parallel layout with those of one rank, and reports when a comparison proves nothing.
 
 `oracle.py` runs both and calls `compare_results`. Differences are relative to the largest element of the one-rank
-tensor. A comparison can be empty: a tensor that no rank sent, an axis that no collective used, or a gradient that is
-zero everywhere. `Comparison.problems` and `idle` name these.
+tensor. A comparison proves nothing for a tensor that no rank sent, an axis that no collective used, or a gradient that
+is zero everywhere. `Comparison.problems` and `idle` name these.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Times at which the expert-parallel all-to-alls of a step were under way, and at which compute waited for them.
 
-An exchange is exposed while some code waits for it, and hidden the rest of its time. Times are the host's on a CPU,
-where compute is what the host does, and those of events on the compute stream of a GPU. `overlap_ab.py` records steps.
+An exchange is exposed while some code waits for it, and hidden the rest of its time. On a CPU times are wall-clock
+times of the host; on a GPU they come from events on the compute stream. `overlap_ab.py` records steps.
 """
 
 import time

@@ -1,4 +1,7 @@
-"""Unions and intersections of time intervals: durations of things that run at once must not be added up."""
+"""Unions and intersections of time intervals: durations of things that run at once must not be added up.
+
+`exchange_times.py` uses them.
+"""
 
 from collections.abc import Iterable
 

@@ -1,8 +1,8 @@
-"""The oracle: a layout must give the losses, the gradients and, after some steps, the weights of one rank, in fp64.
+"""The oracle: trains a model in a layout and on one rank in fp64, and checks that losses, gradients and weights agree.
 
 `threefold verify` and the tests call `compare_with_one_rank`. Every rank sends the rectangles that it owns; together
-they must be every parameter, once. The one-rank run works on the same microbatches. Near ties of the router would make
-the comparison a matter of luck, so they are counted.
+they must cover each parameter exactly once. The one-rank run works on the same microbatches. Near ties of the router
+would make the comparison a matter of luck, so they are counted.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Activations that our own engine saves from forward to backward, by memory term: of a layer, and of a pipeline rank.
+"""Bytes of activations that our own engine saves from forward to backward, per layer and per pipeline rank.
 
-Bytes are counted from the code of `engine/`, tensor by tensor; rehearsals, which run that code, hold these numbers to
-it. `layer_activations` is for one layer and one microbatch; `add_stage_activations` sums over layers and microbatches
-in flight.
+They are given by memory term and counted from the code of `engine/`, tensor by tensor. Rehearsals run that code and
+check these numbers against it. `layer_activations` is for one layer and one microbatch; `add_stage_activations` sums
+over layers and microbatches in flight.
 """
 
 from collections.abc import Sequence

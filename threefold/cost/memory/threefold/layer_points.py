@@ -1,8 +1,8 @@
-"""The points at one layer at which a rank of our own engine may hold most, and the tables they are made from.
+"""Lists the points around one layer at which the memory of a rank of our own engine may peak.
 
-`peak.py` makes the tables once per plan and asks for the points of each layer position. A layer has up to four points:
-the end of its forward, a second forward that recompute runs, the backward of its feed-forward part, and that of its
-mixer; under FSDP also the gathering and the reduction of its experts.
+`peak.py` makes the tables of sizes (`layer_tables`) once per plan and asks for the `PeakPoint`s of each layer position.
+A layer has up to four points: the end of its forward, a second forward that recompute runs, the backward of its
+feed-forward part, and that of its mixer; under FSDP also the gathering and the reduction of its experts.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
-"""The points inside a pass at which a rank of our own engine may hold most: at a layer, or at an end of the model.
+"""Defines `PeakPoint`, a point of a pass at which memory may peak, and `LayerPosition`, how far a backward has come.
 
-`peak.py` and `fsdp.py` make a `PeakPoint` for every such point, and `peak.py` picks the largest sum over points and
-moments of the schedule. A `LayerPosition` says how far the backward of a chunk has come.
+`layer_points.py` makes the points of a layer, `fsdp.py` those of FSDP's gathered experts and root, and `peak.py` those
+at the ends of the model. `peak.py` then picks the largest sum over points and moments of the schedule.
+`layer_positions` here lists the positions of a chunk at which to look.
 """
 
 from dataclasses import dataclass, field

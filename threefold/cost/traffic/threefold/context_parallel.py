@@ -1,4 +1,7 @@
-"""Calls of our own engine for context parallelism: one mixer and one microbatch on one rank, forward and backward."""
+"""Calls of our own engine for context parallelism: one mixer and one microbatch on one rank, forward and backward.
+
+`traffic/threefold/step.py` adds them up.
+"""
 
 from collections.abc import Iterator
 from math import gcd

@@ -1,4 +1,7 @@
-"""Calls of our own engine's ZeRO-1 in a step: buckets of gradients are reduce-scattered, of weights gathered."""
+"""Collective calls of our own engine's ZeRO-1 in a step. `traffic/threefold/step.py` adds them to the others.
+
+Every bucket has a reduce-scatter of its gradients and an all-gather of its weights.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

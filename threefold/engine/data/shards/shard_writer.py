@@ -1,4 +1,7 @@
-"""Writes a token shard: documents are streamed in bounded memory, and the file appears only when it is complete."""
+"""Writes a token shard: documents are streamed in bounded memory, and the file appears only when it is complete.
+
+`text/tokenize_files.py` and `embedded_corpus.py` use it.
+"""
 
 import contextlib
 import errno

@@ -1,6 +1,6 @@
 """Permute and unpermute: copy tokens to rows sorted by expert, and sum the rows of each token.
 
-Called by `dispatch/rows.py`. With `padded`, some rows belong to no token (token -1) and some copies of a token have no
+`dispatch/rows.py` calls it. With `padded`, some rows belong to no token (token -1) and some copies of a token have no
 row (row -1).
 
 Shapes: T tokens, D model dim, K experts of a token, R rows.

@@ -1,4 +1,4 @@
-"""RMSNorm fused with the addition to the residual stream before it. Called by `layers/norm.py`.
+"""RMSNorm fused with the addition to the residual stream before it. `layers/norm.py` calls it.
 
 `residual_rms_norm` and `add_rms_norm` return the residual stream beside the normed tensor. Its gradient then arrives in
 the backward of the norm, which adds it to the norm's own gradient in the same kernel. Only the residual stream is saved

@@ -1,6 +1,6 @@
 """The Triton kernels of `rms_norm.py`.
 
-Forward, one program takes one row. Backward, a program goes on from row to row and sums its part of the weight
+In the forward one program takes one row. In the backward each program takes many rows and sums their part of the weight
 gradient, and a second kernel adds the parts. Fractions such as `eps` are constants of the kernels in this folder,
 because `torch.compile` would pass them as fp64.
 

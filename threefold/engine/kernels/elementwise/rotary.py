@@ -1,4 +1,4 @@
-"""Rotary embedding of queries or keys, fused with the norm of each head (QK norm). Called by `layers/rope.py`.
+"""Rotary embedding of queries or keys, fused with the norm of each head (QK norm). `layers/rope.py` calls it.
 
 Only the heads as the projection gave them are saved for the backward. The result lies in memory as (B, S, H, d),
 whatever the strides of the input: attention takes it as a view and returns its own result in the same order.

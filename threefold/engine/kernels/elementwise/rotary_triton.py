@@ -1,7 +1,8 @@
-"""The Triton kernels of `rotary.py`. A tile is some heads, and a head has three parts.
+"""The Triton kernels of `rotary.py`.
 
-The parts are the first and the second dim of every rotated pair, and the rest, which is not rotated. The result has all
-first dims before all second dims, whether or not the input is interleaved.
+A program takes a tile of heads and splits each head into three parts: the first dims of the rotated pairs, their second
+dims, and the rest, which is not rotated. The result has all first dims before all second dims, whether or not the input
+is interleaved.
 
 Shapes: T tokens, H heads, d head dim, N = T * H, F frequencies, P programs.
 """

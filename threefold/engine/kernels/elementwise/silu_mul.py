@@ -1,4 +1,4 @@
-"""silu(gate) * up of a dense MLP in one kernel, which saves gate and up for the backward. Called by `layers/mlp.py`."""
+"""silu(gate) * up of a dense MLP in one kernel, which saves gate and up for the backward. `layers/mlp.py` calls it."""
 
 from typing import Any
 

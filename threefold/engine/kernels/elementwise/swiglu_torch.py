@@ -1,5 +1,7 @@
 """SwiGLU and GPT-OSS's clamped form in plain torch, with GPT-OSS's constants. `swiglu_triton.py` has both in Triton.
 
+`moe/experts.py` and the reference steps of `experts/` and `fp8/` call it.
+
 Shapes: R rows, H expert dim.
 """
 

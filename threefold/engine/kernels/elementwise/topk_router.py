@@ -1,9 +1,9 @@
 """The router in two steps: logits by a bf16 GEMM, then one kernel for top-k, weights, loads and entropy.
 
-Called by `moe/router.py`. Products of bf16 numbers are exact in fp32, and tensor cores sum them in fp32, so the logits
+`moe/router.py` calls it. Products of bf16 numbers are exact in fp32, and tensor cores sum them in fp32, so the logits
 are as good as those of fp32 copies. The gradient of the logits is split into two bf16 parts with 16 significant bits
-together, and the gradients that are computed from it are rounded to 8. The router's input, the logits and the chosen
-experts are saved for the backward.
+together; the gradients that are computed from it are bf16. The router's input, the logits and the chosen experts are
+saved for the backward.
 
 Shapes: T tokens, D model dim, E experts, K experts of a token, P programs, X = 2 E.
 """

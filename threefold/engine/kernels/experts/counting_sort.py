@@ -1,6 +1,6 @@
 """A counting sort of token copies by expert in Triton: two passes over the chosen experts, a running sum between them.
 
-It gives what `sorted_rows.sort_rows` gives. Called by `fused_experts.sort_by_expert` and by `dispatch/rows.py`.
+It gives what `sorted_rows.sort_rows` gives. `fused_experts.sort_by_expert` and `dispatch/rows.py` call it.
 
 Shapes: T tokens, K experts of a token, R = T * K rows, E experts, C chunks of rows.
 """

@@ -1,9 +1,10 @@
 """FC1 of all experts as one Triton kernel: gather of tokens, grouped GEMM, bias, SwiGLU and router weight.
 
-Called by `gpu_steps.py` for the step `up`. The gather happens in the loads of the GEMM, and the activation is computed
+`gpu_steps.py` calls it for the step `up`. The gather happens in the loads of the GEMM, and the activation is computed
 before the tile leaves the registers.
 
-Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H.
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H; the first dim
+of x_XD is T with a gather and R without one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

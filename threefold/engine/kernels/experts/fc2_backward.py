@@ -1,9 +1,10 @@
 """Backward of FC2 and of the activation before it as one Triton kernel, for all experts.
 
-Called by `gpu_steps.py` for the step `act_grad`. It gives the gradient of FC1's output, the weighted activation once
+`gpu_steps.py` calls it for the step `act_grad`. It gives the gradient of FC1's output, the weighted activation once
 more (the weight gradient of FC2 needs it), and the gradient of the router weights.
 
-Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H.
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H; the first dim
+of grad_XD is T with a gather and R without one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -4,8 +4,9 @@ A step runs as one Triton kernel of ours, as one CuTe kernel of quack, or as tor
 of ours beside it. `reference_steps.ReferenceSteps` has the same methods in plain torch, and `fused_experts.py` calls
 both.
 
-Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
-token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, K experts of a token. As
+a dim of weights and of FC1's output X is 2 H (gate and up). As the first dim of x_XD and grad_XD it is T where `rows`
+are given, because the step gathers the rows then, and R otherwise.
 """
 
 import torch.nn.functional as F

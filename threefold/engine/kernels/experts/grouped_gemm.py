@@ -1,6 +1,6 @@
 """Grouped GEMM in Triton: the rows of each expert times its own weight.
 
-Called by `gpu_steps.py` for FC2 forward (step `down`) and for the gradient of FC1's input (step `input_grad`).
+`gpu_steps.py` calls it for FC2 forward (step `down`) and for the gradient of FC1's input (step `input_grad`).
 
 Shapes: R rows sorted by expert, E experts, K summed over, N columns of the result.
 """

@@ -1,11 +1,11 @@
-"""The steps of the experts with the CuTe kernels of quack-kernels, an optional package. Called by `gpu_steps.py`.
+"""The steps of the experts with the CuTe kernels of quack-kernels, an optional package. `gpu_steps.py` calls them.
 
 The package's kernels hold gate and up of one column side by side. So FC1's output and its gradient are `interleaved`
 between these steps. The weights keep gate and up in two halves, and the kernels read and write them that way.
 
-Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H; x_XD and
-grad_XD have a row for each token where `token_R` is given, else for each row. starts_F are the E + 1 edges of the
-experts' rows.
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim. As a dim of weights and
+of FC1's output X is 2 H (gate and up). As the first dim of x_XD and grad_XD it is T where `token_R` is given, because
+the kernel gathers the rows then, and R otherwise. starts_F are the E + 1 edges of the experts' rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

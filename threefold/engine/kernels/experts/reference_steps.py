@@ -1,9 +1,11 @@
 """The steps of the experts in plain torch, one expert after another: the slow reference for any device and dtype.
 
-`gpu_steps.GpuSteps` has the same methods; `kernel_choice.py` says what each step is. These wait for the row counts.
+`gpu_steps.GpuSteps` has the same methods; `kernel_choice.py` says what each step is, and `fused_experts.py` calls them.
+The reference steps copy the row counts to the host, so they synchronize.
 
-Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, X = 2 H, K experts of a
-token; x_XD and grad_XD have a row for each token where `rows` are given, else for each row.
+Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, K experts of a token. As
+a dim of weights and of FC1's output X is 2 H (gate and up). As the first dim of x_XD and grad_XD it is T where `rows`
+are given, because the step gathers the rows then, and R otherwise.
 """
 
 from itertools import accumulate, pairwise

@@ -1,4 +1,7 @@
-"""Triton functions that split a tile of results and store it without touching the rows of the next expert."""
+"""Triton functions that split a tile of results and store it without touching the rows of the next expert.
+
+The GEMM kernels of this folder and `fp8/grouped_gemm.py` call them.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

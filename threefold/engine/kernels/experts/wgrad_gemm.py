@@ -1,6 +1,6 @@
 """Weight gradients of the experts in Triton: one GEMM over the rows of each expert, with the gather in its loads.
 
-Called by `gpu_steps.py` for FC1 (step `up_grad`) and FC2 (step `down_grad`).
+`gpu_steps.py` calls it for FC1 (step `up_grad`) and FC2 (step `down_grad`).
 
 Shapes: T tokens, R rows (token copies sorted by expert), E experts, M rows of the weight, N columns.
 """

@@ -2,8 +2,9 @@
 
 `reference_steps` has the same methods in plain torch, `dry_run_steps` for a dry run.
 
-Shapes: R rows sorted by expert, K columns, E experts, H expert dim, X = 2 H, N columns of a result; x_XK has a row for
-each token where `rows` are given, else for each row.
+Shapes: T tokens, R rows sorted by expert, K columns, E experts, H expert dim, N columns of a result. As the last dim of
+a tensor X is 2 H (gate and up). As the first dim of x_XK it is T where `rows` are given, because the step gathers the
+rows then, and R otherwise.
 """
 
 from functools import cache
@@ -92,7 +93,7 @@ class BlockwiseGpuSteps:
 
 
 class RowwiseGpuSteps(BlockwiseGpuSteps):
-    """The rowwise recipe: one scale a row. Weight gradients still sum over blocks of 128 rows."""
+    """The rowwise recipe: one scale per row. Weight gradients still sum over blocks of 128 rows."""
 
     _swiglu_grad_rows = staticmethod(rowwise_quantize.swiglu_grad_rows)
 

@@ -1,8 +1,8 @@
 """FP8 tensors that the kernels of this folder exchange: e4m3 values with their scales, laid out as the GEMMs read them.
 
-The number that is meant is `value * scale`. Rows and columns of activations and gradients have power-of-two scales: the
-smallest one by which the block fits under 448. Weights, and the rows of the rowwise recipe, have fp32 scales from
-SMALLEST_SCALE on, by which the largest magnitude (amax) of the block becomes 448. A block of zeros has scale 1.
+The number that is meant is `value * scale`. Weights, and the rows of the rowwise recipe, have the fp32 scale amax /
+448, at least SMALLEST_SCALE, where amax is the largest magnitude of the block. Rows and columns of activations and
+gradients have that scale rounded up to a power of two. A block of zeros has scale 1.
 
 A block is BLOCK long along the dim that the GEMM sums over: 1x128 for the columns of a row, 128x1 for the rows of one
 expert, and 128x128 ("square") for the right-hand side: weights, and inputs in the weight-gradient GEMM.
@@ -28,7 +28,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows quantized in 1x128 blocks, or with one scale a row (C = 1), for a GEMM that sums over columns."""
+    """Rows quantized in 1x128 blocks, or with one scale per row (C = 1), for a GEMM that sums over columns."""
 
     value_RK: Tensor
     scale_CR: Tensor

@@ -4,7 +4,8 @@ They run on any device, are slow and wait for the token counts. `fused_experts` 
 and tests compare the kernels with them bit for bit.
 
 Shapes: R rows sorted by expert, K columns, C blocks of columns, B blocks of rows, P = B * BLOCK rows with each expert's
-padded to whole blocks, E experts, H expert dim, X = 2 H, O rows of a weight, I its columns, N columns of a result.
+padded to whole blocks, E experts, H expert dim, X = 2 H, O rows of a weight, I its columns, N columns of a result; the
+first dim of x_XK is the number of tokens where `rows` are given and R otherwise.
 """
 
 from itertools import pairwise
@@ -118,7 +119,7 @@ class BlockwiseReferenceSteps:
     ) -> tuple[Fp8Rows, Fp8Columns | None]:
         """Quantize by rows, and by columns if `with_columns`, which then have 128x128 blocks if `square`, else 128x1.
 
-        With `rows`, x has one row a token, and each row reads its token.
+        With `rows`, x has one row per token, and each row reads its token.
         """
         x_RK = x_XK if rows is None else x_XK[rows.token_R]
         return self.quantize_input_rows(x_RK), self.quantize_columns(x_RK, square) if with_columns else None
@@ -173,7 +174,7 @@ class BlockwiseReferenceSteps:
 
 
 class RowwiseReferenceSteps(BlockwiseReferenceSteps):
-    """The rowwise recipe: one scale a row. Weight gradients still sum over blocks of 128 rows."""
+    """The rowwise recipe: one scale per row. Weight gradients still sum over blocks of 128 rows."""
 
     quantize_input_rows = staticmethod(quantize_rows_rowwise)
 

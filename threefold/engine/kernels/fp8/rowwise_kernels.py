@@ -3,7 +3,8 @@
 They quantize rows, weights, and the SwiGLU activation with its gradient. `gpu_steps.RowwiseGpuSteps` calls them, and
 `precision/scaled_mm_backends.py` calls `quantize_rows`.
 
-Shapes: R rows sorted by expert, K columns, H expert dim, X = 2 H.
+Shapes: R rows sorted by expert, K columns, H expert dim, X = 2 H; the first dim of x_XK is the number of tokens with
+`token_R` and R without it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -66,7 +67,7 @@ def swiglu_fp8(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Fp8Rows:
 def swiglu_grad_rows(
     grad_RH: Tensor, gate_up_RX: Tensor, weight_R: Tensor, clamped: bool
 ) -> tuple[Fp8Rows, Tensor, Tensor]:
-    """Return the same as `blockwise_swiglu.swiglu_grad_rows`, with one scale a row."""
+    """Return the same as `blockwise_swiglu.swiglu_grad_rows`, with one scale per row."""
     num_rows, expert_dim = grad_RH.shape
     fp8_rows, weight_grad_R = _empty_rows(num_rows, 2 * expert_dim, grad_RH.device), torch.empty_like(weight_R)
     amax_CR = torch.empty(num_blocks(expert_dim), num_rows, device=grad_RH.device)

@@ -1,6 +1,6 @@
 """One AdamW step of a tensor in one pass over memory, for any dtypes of gradient, weight, master weight and moments.
 
-Called by `optim/adamw.py`.
+`optim/adamw.py` calls it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

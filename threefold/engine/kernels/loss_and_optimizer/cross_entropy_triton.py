@@ -1,6 +1,6 @@
 """Cross entropy in Triton: the loss of each token, and the gradient of the logits in place of the logits.
 
-Called by `layers/cross_entropy.py`. The logits are read twice, the second time mostly from the L2 cache. Where the
+`layers/cross_entropy.py` calls it. The logits are read twice, the second time mostly from the L2 cache. Where the
 vocabulary is sharded over ranks, the two passes are two kernels: `softmax_statistics` of the shard, then a reduction
 over ranks by the caller, then `softmax_grad_in_place`.
 

@@ -1,8 +1,8 @@
-"""The sum of squares of many tensors in Triton, each read once: the square of a gradient norm.
+"""Sums the squares of many tensors in Triton, reading each tensor once.
 
-Called by `data_parallel/owned_shards.py`.
+`data_parallel/owned_shards.py` uses it for the gradient norm.
 
-Shapes: P programs of all tensors.
+Shapes: P programs, counted over all tensors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
