@@ -30,7 +30,7 @@ TORCH_PARTS = {"engine", "dryrun"}
 # The folders and top-level modules of engine/ and cost/, by the same rule: each can be read from the bottom up.
 INSIDE: dict[str, tuple[set[str], ...]] = {
     "engine": (
-        {"context", "accumulation_dtype", "batch", "finding_explanations"},
+        {"context", "sum_dtype", "batch", "finding_explanations"},
         {"device"},
         {"dist", "autograd"},
         {"kernels"},

@@ -16,7 +16,7 @@ from threefold.engine.data_parallel.owned_shards import data_parallel_settings
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.layers import cross_entropy as loss
-from threefold.engine.schedule.microbatch_loop import Pipelined
+from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.engine.step import train_step
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import synthetic_batch

@@ -15,7 +15,7 @@ from threefold.engine.data_parallel.fsdp_units import FsdpWrapper
 from threefold.engine.data_parallel.full_matrices import ShardedMatrix
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.models import decoder
-from threefold.engine.schedule import microbatch_loop as runner
+from threefold.engine.schedule import microbatch_runners as runner
 
 # Data parallel
 

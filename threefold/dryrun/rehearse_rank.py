@@ -40,7 +40,7 @@ from threefold.engine.device import simulate
 from threefold.engine.dist.collectives import observe_collectives
 from threefold.engine.dist.host_sizes import sizes_from
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.schedule.microbatch_loop import Pipelined
+from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.plan.plan import Plan
 
 ALLOCATOR_GRANULE_BYTES = 512  # torch's CUDA allocator rounds sizes up to a multiple

@@ -1,6 +1,6 @@
 """One microbatch of token ids as the loader hands it to a rank.
 
-`data/loader.py` makes batches; `step.py` and `schedule/microbatch_loop.py` read them.
+`data/loader.py` makes batches; `step.py` and `schedule/microbatch_runners.py` read them.
 
 Shapes: B sequences of a microbatch, S tokens of a sequence.
 """

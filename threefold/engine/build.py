@@ -26,7 +26,7 @@ from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
-from threefold.engine.schedule.microbatch_loop import MicrobatchRunner, Overlapped, Pipelined, Sequential
+from threefold.engine.schedule.microbatch_runners import MicrobatchRunner, Overlapped, Pipelined, Sequential
 from threefold.engine.shard.order import fsdp_groups, replica_group, shard_group, shard_model
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan

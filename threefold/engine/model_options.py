@@ -1,6 +1,7 @@
-"""The options of a plan that a model's forward depends on.
+"""The options of a plan that a model's forward depends on: router losses, expert kernels, chunks, recompute, offload.
 
-`build.options_of` makes them from a plan; tests make them directly. The model keeps them as `model.options`.
+`engine/build.py` (`options_of`) makes them from a plan; tests make them directly. The model keeps them as
+`model.options`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -18,7 +18,7 @@ from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.moe.balance import router_metrics, update_bias
 from threefold.engine.precision.weight_cache import mark_weights_changed
-from threefold.engine.schedule.microbatch_loop import StepSums
+from threefold.engine.schedule.microbatch_runners import StepSums
 from threefold.plan.plan import Job
 
 # Every rank of a tensor-parallel group computes the same value of these; of everything else it computes its part.

@@ -79,7 +79,7 @@ def this_machine(try_kernels: bool = True) -> Machine:
     versions: dict[str, str | None] = {}
     kernels: tuple[KernelProbe, ...] = ()
     if next(status for status in packages if status.package.name == "torch").works:
-        from threefold.engine.tune.kernel_probe import local_gpus, probe_kernels, torch_versions
+        from threefold.engine.tune.runnable_kernels import local_gpus, probe_kernels, torch_versions
 
         versions = torch_versions()
         gpus = tuple(Gpu(*facts) for facts in local_gpus()) or gpus

@@ -25,8 +25,8 @@ from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.compile import compile_parts
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.schedule import microbatch_loop as runner
-from threefold.engine.schedule.microbatch_loop import Sequential
+from threefold.engine.schedule import microbatch_runners as runner
+from threefold.engine.schedule.microbatch_runners import Sequential
 from threefold.engine.train import train
 from threefold.engine.verify.oracle import compare_with_one_rank
 from threefold.findings import FindingsError

@@ -23,7 +23,7 @@ from threefold.engine.dist.join import is_lost_peer_error
 from threefold.engine.dist.mesh import Group
 from threefold.engine.launch import watchdog as watchdog_module
 from threefold.engine.launch.exit_codes import HUNG
-from threefold.engine.launch.hang_report import (
+from threefold.engine.launch.hang_diagnosis import (
     OpenCollective,
     RankReport,
     describe_lagging_ranks,

@@ -1,7 +1,7 @@
 """Memory of a plan by the model of its stack: the one place where a target picks its memory model.
 
 `estimate`, `rules/memory.py`, `search/` and `dryrun/` call `memory(plan)`; `time/offload.py` asks for the activations
-of a layer. A new stack implements `MemoryModel` (`memory/stages.py`) and gets a line in `MEMORY_MODELS`.
+of a layer. A new stack implements `MemoryModel` (`memory/stage_memory.py`) and gets a line in `MEMORY_MODELS`.
 """
 
 from threefold.cost.memory.megatron.model import MegatronMemory

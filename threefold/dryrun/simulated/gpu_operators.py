@@ -18,8 +18,8 @@ from torch import Tensor
 
 from threefold.dryrun.simulated.expert_kernels import empty_expert_steps
 from threefold.dryrun.tracking.memory_tracker import Workspace
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.kernels.experts import fused_experts
+from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.units import MIB
 
 _LIBRARY = torch.library.Library("threefold", "FRAGMENT")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from threefold.engine.schedule.microbatch_loop import ChunkForward
+from threefold.engine.schedule.microbatch_runners import ChunkForward
 
 _MAX_SEQUENCE_NUMBER = 2**63  # nodes that accumulate into `.grad` have numbers from here on and belong to no module
 

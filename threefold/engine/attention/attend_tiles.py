@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.attention import torch_kernels as flash
 from threefold.engine.attention.mask_tiles import Tile
 from threefold.engine.device import device_type
+from threefold.engine.sum_dtype import fp32_or_wider
 
 
 @dataclass(frozen=True)

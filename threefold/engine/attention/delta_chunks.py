@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
+from threefold.engine.sum_dtype import fp32_or_wider
 
 CHUNK = 64  # tokens; as flash-linear-attention and transformers choose it
 

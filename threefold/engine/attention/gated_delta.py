@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.attention.delta_chunks import CHUNK, chunk_delta_rule, l2_normalize
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 from threefold.engine.layers.norm import GatedRMSNorm
 from threefold.engine.layers.positions import Positions, document_bounds, document_starts
+from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import DeltaSpec
 
 

@@ -4,7 +4,7 @@ Copies run beside the compute on CUDA streams of their own. The backward fetches
 tensor of a layer, the copies of the layer that it reaches next start too. On a CPU the copies are made all the same, so
 that tests run the same code.
 
-`models/activation_memory.py` makes one `LayerOffloads` per forward, and `schedule/overlapped_pass.py` makes one per
+`models/activation_memory.py` makes one `LayerOffloads` per forward, and `schedule/overlappable_pass.py` makes one per
 layer. `offload_activations` wraps the methods of a module that a plan can name.
 """
 

@@ -15,7 +15,7 @@ from threefold.engine.dist.collectives import all_gather
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement, Range
 from threefold.engine.optim.muon import uses_muon
-from threefold.engine.optim.updated_params import OptimizerParam, is_matrix
+from threefold.engine.optim.optimizer_targets import OptimizerParam, is_matrix
 
 Ranges = tuple[tuple[Range, ...], ...]
 ShardInfo = tuple[Ranges, bool]  # where a rank's shard of a matrix lies, and whether the rank owns any of it

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.kernels.availability import has_triton_kernels
-from threefold.engine.optim.updated_params import is_matrix
+from threefold.engine.optim.optimizer_targets import is_matrix
 from threefold.plan.plan import Knobs
 
 _CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ A layer is cut at the two exchanges, so that a schedule can compute something el
     token_combine         y_PD -> y_SD                         starts sending rows back to the ranks of their tokens
     combine_postprocess   y_SD -> y_TD                         waits for the rows and sums the K rows of each token
 
-`MoeLayer` calls the phases one after another. `schedule/overlapped_pass.py` calls the same phases, and runs a part of
+`MoeLayer` calls the phases one after another. `schedule/overlappable_pass.py` calls the same phases, and runs a part of
 the other microbatch between `token_dispatch` and `dispatch_postprocess`, and between `token_combine` and
 `combine_postprocess`. In the backward the phases run in reverse, and the exchanges of gradients are started and awaited
 in the same way (`async_exchange.py`).

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.batch import Batch
 from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.graphed_function import make_aliases, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs
 from threefold.engine.graphs.recorder import Graph
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.sum_dtype import fp32_or_wider
 
 Aux = dict[str, Tensor]
 LabelShare = float | Tensor  # the fraction of the step's labels that a microbatch has

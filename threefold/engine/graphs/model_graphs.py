@@ -1,6 +1,6 @@
 """The CUDA graphs of a model as its options ask for them: none, of parts of its layers, or of whole microbatches.
 
-`schedule/microbatch_loop.py` makes one `ModelGraphs` for each model chunk and enters it around each microbatch.
+`schedule/microbatch_runners.py` makes one `ModelGraphs` for each model chunk and enters it around each microbatch.
 """
 
 from contextlib import AbstractContextManager, nullcontext

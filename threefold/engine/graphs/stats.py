@@ -1,6 +1,6 @@
-"""Statistics of the CUDA graphs of a rank, for the metrics and the summary of a run.
+"""Counts of the CUDA graphs of a rank: recorded, replayed, fallbacks to eager by reason, and bytes.
 
-`graphed_part.py` counts, and `schedule/microbatch_loop.py` passes the counts on.
+`graphed_part.py` counts, and `schedule/microbatch_runners.py` passes the counts on.
 """
 
 from collections import Counter

@@ -1,7 +1,8 @@
 """Which of the optional kernels this process can launch: ours in Triton, and those of the package quack-kernels.
 
-Every caller that has both a kernel and a plain torch form asks here first: the experts, the fused elementwise parts,
-the loss and the optimizer. Nothing in this module imports triton or quack before it knows that they are installed.
+Experts, loss and optimizer ask here whether to launch a kernel or run plain torch; the elementwise parts ask
+`fusion_switch.py`, which asks here. Nothing in this module imports triton or quack before it knows that they are
+installed.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 The modules that have both forms (norms, rotary embedding, router, MLP, permutation) all ask here. The plain torch forms
 serve other devices, and they are the reference of the kernels' tests. THREEFOLD_FUSED=0 in the environment or
-`without_fused_kernels` switches all fused kernels off.
+`without_fused_kernels` switches these off; experts, loss and optimizer keep theirs.
 """
 
 from contextlib import AbstractContextManager

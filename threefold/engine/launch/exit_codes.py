@@ -1,6 +1,7 @@
 """Exit codes by which a rank tells its agent how it ended. This module does not import torch.
 
-The numbers are those of sysexits.h.
+The agent starts all ranks again after a hang, a lost peer or a fault, and gives up after a refusal, which would come
+again on every start. The numbers are those of sysexits.h.
 """
 
 REFUSED = 78  # a finding that would come again on every start

@@ -21,7 +21,7 @@ from typing import Any
 
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.launch.exit_codes import HUNG
-from threefold.engine.launch.hang_report import (
+from threefold.engine.launch.hang_diagnosis import (
     OpenCollective,
     RankReport,
     describe_lagging_ranks,

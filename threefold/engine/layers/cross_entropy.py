@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.autograd.main_grad import accumulate_gemm
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.mesh import Group
 from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.sum_dtype import fp32_or_wider
 
 IGNORE = -100  # a label without a loss, as in torch's cross entropy
 # The limit for the logits of a chunk, counted in fp32. Each chunk adds to the whole gradient of the head: on a GPU that

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.kernels.elementwise.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.sum_dtype import fp32_or_wider
 
 
 class RMSNorm(nn.Module):

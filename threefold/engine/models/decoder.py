@@ -2,7 +2,7 @@
 
 The body of a block is mathematics only. Its small methods are points that others wrap or replace from outside without
 changing the names of parameters: `models/activation_memory.py` (recompute, offload), `graphs/scopes.py` (CUDA graphs),
-`shard/` (collectives at the inputs of modules) and `schedule/overlapped_pass.py`, which runs the methods one by one.
+`shard/` (collectives at the inputs of modules) and `schedule/overlappable_pass.py`, which runs the methods one by one.
 A pipeline chunk is a decoder without the parts that other chunks hold (`models/pipeline_chunk.py`).
 
 Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E experts.

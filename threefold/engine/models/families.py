@@ -1,4 +1,4 @@
-"""The model families as data: what a family has beyond its `ModelSpec`, and the mixer of each layer.
+"""The model families as data: initial standard deviation and kind of norm of each family, and the mixer of a layer.
 
 `decoder.py` asks here when it builds a model. A new family that has only known mixers is one more entry of `FAMILIES`
 and a reader for its configuration in `spec/hf.py`.

@@ -1,6 +1,7 @@
 """The routed experts of one rank: fused kernels, grouped GEMMs over rows sorted by expert, or a loop over experts.
 
-`moe/layer.py` calls them with the rows that a dispatcher brought.
+`moe/layer.py` calls them with the rows that a dispatcher brought. The fused kernels run where the plan asks for them
+and the device has them, grouped GEMMs where `F.grouped_mm` works, and the loop elsewhere.
 
 Shapes: R rows (token copies sorted by expert), D model dim, E experts, H expert dim.
 

@@ -1,6 +1,6 @@
 """A Mixture-of-Experts layer: route, dispatch, compute, combine, and shared experts beside them.
 
-Each phase is a method, so that `schedule/overlapped_pass.py` can run the phases of two microbatches alternately and
+Each phase is a method, so that `schedule/overlappable_pass.py` can run the phases of two microbatches alternately and
 `graphs/scopes.py` can record some of them. `models/activation_memory.py` wraps `run_experts`, `run_fused_experts`,
 `route_and_measure` and `compute_shared` where a plan recomputes or offloads them.
 

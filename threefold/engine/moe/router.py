@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.autograd.linear import linear
 from threefold.engine.kernels.elementwise.topk_router import TopKOptions, fused_topk, router_logits
 from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import MoeSpec
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from threefold.engine.device import is_simulated
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.optim.cpu_offload import CHUNK_NUMEL, HostStates, choose_offloaded
-from threefold.engine.optim.updated_params import (
+from threefold.engine.optim.optimizer_targets import (
     OptimizerParam,
     as_optimizer_params,
     make_master_weight,

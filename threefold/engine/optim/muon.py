@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.optim.adamw import AdamW, refresh_master_weights
-from threefold.engine.optim.updated_params import (
+from threefold.engine.optim.optimizer_targets import (
     OptimizerParam,
     as_optimizer_params,
     make_master_weight,

@@ -8,8 +8,8 @@ Shapes: M rows, K columns, N rows of the other matrix.
 import torch
 from torch import Tensor
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.precision.quantize import Quantized, QuantSpec, quantize
+from threefold.engine.sum_dtype import fp32_or_wider
 
 
 class EmulatedBackend:

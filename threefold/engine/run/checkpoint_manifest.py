@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: the checksum of every file and of the manifest itself, and the shapes of tensors.
 
-`checkpoint_folder.py` writes it; `checkpoints.py` and `weights/convert.py` read it. For example: {"files":
+`checkpoint_io.py` writes it; `checkpoints.py` and `weights/convert.py` read it. For example: {"files":
 {"__0_0.distcp": "9f86d0..."}, "tensors": {"model.embed.weight": ["torch.float32", [512, 64]]}, "sha256": "..."}.
 """
 

@@ -1,4 +1,6 @@
-"""The checkpoints of a run: torch DCP files, written aside, verified by checksum, put in place by one rename.
+"""The checkpoints of a run: saves in the background, keeps the newest, and loads the newest that verifies.
+
+`checkpoint_io.py` writes and reads one of them: torch DCP files, written aside, put in place by one rename.
 
 A folder `step-00000100` is complete by construction: it appears by a rename after every file and its checksum were on
 disk. A save that was killed leaves a folder that ends in `.partial` and is never loaded.
@@ -24,7 +26,7 @@ from threefold.engine.dist.consensus import (
 )
 from threefold.engine.dist.join import is_lost_peer_error
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
-from threefold.engine.run.checkpoint_folder import (
+from threefold.engine.run.checkpoint_io import (
     Loaded,
     allocate_tensors,
     fill_from,

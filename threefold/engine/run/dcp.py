@@ -2,7 +2,7 @@
 
 Each rank writes one file with the rectangles it owns; the index says where each rectangle lies in its full tensor.
 Tensors have the same names in every layout; on one rank the only rectangle is the full tensor. There are no collectives
-here: callers (`checkpoint_folder.py`, `weights/convert.py`) bring the ranks together.
+here: callers (`checkpoint_io.py`, `weights/convert.py`) bring the ranks together.
 """
 
 from collections import Counter, defaultdict

@@ -1,6 +1,7 @@
 """Torch's random state as tensors, so that a resumed run draws the numbers that an uninterrupted one would draw.
 
-`build.py` seeds it; `train_state.py` saves and restores it.
+Stochastic rounding of low-precision gradients draws from it. `engine/build.py` seeds it; `engine/train_state.py` saves
+and restores it.
 """
 
 import torch

@@ -3,7 +3,7 @@
 A node has three parts: its forward, its input gradients, and its weight gradients, which may be delayed. Tensors that
 go from node to node are cut from the autograd graph (`autograd_cuts.py`); their gradients wait at the cut until the
 node that made them runs its backward. Each node costs the host a call of autograd: there are as few as the exchanges
-allow. `overlapped_pass.py` builds the nodes.
+allow. `overlappable_pass.py` builds the nodes.
 """
 
 from collections.abc import Callable, Sequence

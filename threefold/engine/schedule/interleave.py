@@ -1,7 +1,8 @@
 """Overlap of two microbatches: whenever one has started an exchange, the other one computes.
 
 The order never depends on how long anything takes, so every rank starts its collectives in the same order.
-`microbatch_loop.py` calls `run_overlap_pairs` without a pipeline; `pipeline.py` calls `interleave_steps` for each pair.
+`microbatch_runners.py` calls `run_overlap_pairs` without a pipeline; `pipeline.py` calls `interleave_steps` for each
+pair.
 """
 
 from collections.abc import Callable, Generator

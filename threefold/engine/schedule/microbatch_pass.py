@@ -1,7 +1,7 @@
 """The protocol of one microbatch's pass through a model chunk, in steps that a schedule may interleave with another's.
 
-`Stage` (pipeline) and `interleave.py` run passes. `UnsplitPass` is the plain one; `overlapped_pass.py` has the one that
-pauses at the expert-parallel exchanges.
+`Stage` (pipeline) and `interleave.py` run passes. `UnsplitPass` is the plain one; `overlappable_pass.py` has the one
+that pauses at the expert-parallel exchanges.
 """
 
 from collections.abc import Callable, Generator

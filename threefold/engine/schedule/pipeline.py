@@ -1,7 +1,7 @@
 """The pipeline of one rank: runs all microbatches of a step through its chunks, in the order of the schedule.
 
-`microbatches.Pipelined` makes it. The order comes from `pipeline_order.py`, the sends and receives from torch's
-schedule runtime and `p2p.py`, the work on a chunk from `stage.py`.
+`microbatch_runners.Pipelined` makes it. The order comes from `pipeline_order.py`; torch's schedule runtime walks
+through it and says when to send and receive; `p2p.py` does that, and `stage.py` runs a chunk.
 """
 
 import logging

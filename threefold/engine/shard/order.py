@@ -1,7 +1,8 @@
 """Builds this rank's part of a model: every sharding axis in one visible order, each a no-op where its degree is 1.
 
-`build.py` calls `shard_model`; it also asks which ranks hold copies of a parameter (`replica_group`), to reduce its
-gradient over them.
+The order is: tensor parallel, expert parallel, context parallel, recompute and offload, pipeline chunks, and only then
+memory and initial weights. `engine/build.py` calls `shard_model`; it also asks which ranks hold copies of a parameter
+(`replica_group`), to reduce its gradient over them.
 """
 
 from dataclasses import dataclass, replace

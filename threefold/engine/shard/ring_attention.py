@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.accumulation_dtype import fp32_or_wider
 from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_backward, empty_output
 from threefold.engine.attention.backend import add_sink, sink_gradient
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile
 from threefold.engine.dist.collectives import PendingCollective, all_gather, reduce_scatter, send_recv
 from threefold.engine.dist.mesh import Group
 from threefold.engine.shard.sequence_layout import apply_zigzag, rank_spans, undo_zigzag
+from threefold.engine.sum_dtype import fp32_or_wider
 
 
 @dataclass(frozen=True)

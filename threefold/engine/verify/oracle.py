@@ -21,7 +21,7 @@ from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.model_options import Options
 from threefold.engine.moe.router import Router
 from threefold.engine.run.dcp import CheckpointShard
-from threefold.engine.schedule.microbatch_loop import Pipelined
+from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.engine.step import StepResult, train_step
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks

@@ -10,10 +10,11 @@ has started; `interleave.py` then lets another microbatch compute. The forward o
     combine     starts sending the results back                                   then a stop
     sum         waits for the results, sums them and adds them to the residual stream
 
-The backward goes through the parts from the end. It stops after `sum` and after `experts`, where it has started to send
-gradients, and runs the backward of `shared` while the gradients of the rows travel. Parts with no stop between them in
-the backward share one node: (sum of the layer before, attention, dispatch) and (experts, combine). Any other layer is
-one node.
+After a short stop the other pass only fills the gap with delayed weight gradients; after a stop it computes until its
+own next stop. The backward goes through the parts from the end. It stops after `sum` and after `experts`, where it has
+started to send gradients, and runs the backward of `shared` while the gradients of the rows travel. Parts with no stop
+between them in the backward share one node: (sum of the layer before, attention, dispatch) and (experts, combine). Any
+other layer is one node.
 
 Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows that travel. In y_SD alone, S
 is the number of rows that this rank sent, as in `dispatch/protocol.py`.

@@ -1,6 +1,7 @@
 """The parameters that an optimizer updates: whole ones, or the shard whose optimizer state this rank owns.
 
-`ModelParam` wraps a parameter of the model; `data_parallel/owned_shards.py` has the shards.
+Each target offers a name, a value, a gradient, and whether it is a matrix. `ModelParam` wraps a parameter of the
+model; `data_parallel/owned_shards.py` has the shards.
 """
 
 from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ from threefold.engine.models.inputs import Inputs, make_inputs
 from threefold.engine.models.pipeline_chunk import num_hidden_states
 from threefold.engine.moe.balance import attach_loss
 from threefold.engine.schedule.interleave import run_overlap_pairs
-from threefold.engine.schedule.overlapped_pass import OverlappedPass
+from threefold.engine.schedule.overlappable_pass import OverlappedPass
 from threefold.engine.schedule.pipeline import Pipeline
 from threefold.plan.plan import Plan
 
@@ -74,7 +74,7 @@ class Sequential:
 
 
 class Overlapped:
-    """Each microbatch's forward beside the backward of the one before (`overlapped_pass.py`), through a whole model."""
+    """Each microbatch's forward beside the backward of the one before, through a whole model."""
 
     def __init__(self, model: Decoder, delay_wgrad: bool) -> None:
         self.model, self.wgrad = model, "soon" if delay_wgrad else "now"
