@@ -40,27 +40,31 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there is a GPU, a process that has run a backward can fork no ranks that will: tests that fork go first."""
+    """Where there is a GPU, a process that has run a backward can fork no ranks that will: tests that fork go first.
+
+    A rehearsal runs a backward in this process, so those that fork and rehearse come after those that only fork.
+    """
     try:
         import torch
     except ImportError:
         return
     if torch.cuda.is_available():
-        items.sort(key=lambda item: not _forks(item))
+        items.sort(key=lambda item: (not _uses(item, _FORKS), _uses(item, _REHEARSES)))
 
 
 _FORKS = re.compile(r"\b(run_ranks|compare_with_one_rank)\(")
+_REHEARSES = re.compile(r"\brehearse\w*\(")
 
 
-def _forks(item: pytest.Item) -> bool:
-    """Whether a test forks ranks, by itself or through a function of its file."""
+def _uses(item: pytest.Item, pattern: re.Pattern[str]) -> bool:
+    """Whether a test calls such a function, by itself or through a function of its file."""
     if not isinstance(item, pytest.Function):
         return False
     functions = {name: value for name, value in vars(item.module).items() if inspect.isfunction(value)}
     known, new = {item.function}, {item.function}
     while new:
         sources = [inspect.getsource(function) for function in new]
-        if any(_FORKS.search(source) for source in sources):
+        if any(pattern.search(source) for source in sources):
             return True
         called = {functions[name] for name in functions for source in sources if f"{name}(" in source}
         known, new = known | called, called - known
