@@ -20,23 +20,27 @@ settings.load_profile("repeat")
 
 # The planner installs without these packages. A test file that needs one of them says so by its imports.
 _OPTIONAL = {
-    name: re.compile(pattern, re.MULTILINE)
-    for name, pattern in {
-        "torch": r"^(import torch|from torch|from threefold\.(engine|dryrun)|from (tiny_models|tiny_runs) )",
-        "triton": r"^(import triton|from triton|from threefold\.engine\.kernels\.(elementwise|fp8))",
-        "transformers": r"^import transformers",
-        "safetensors": r"^(import safetensors|from safetensors|from threefold\.engine\.(weights|models)\b)",
-    }.items()
+    "torch": r"^(import torch|from torch|from threefold\.(engine|dryrun))",
+    "triton": r"^(import triton|from triton|from threefold\.engine\.kernels\.(elementwise|fp8|loss_and_optimizer))",
+    "transformers": r"^import transformers",
+    "safetensors": r"^(import safetensors|from safetensors|from threefold\.engine\.(weights|models)\b)",
 }
-_MISSING = [pattern for name, pattern in _OPTIONAL.items() if find_spec(name) is None]
+_MISSING = [re.compile(pattern, re.MULTILINE) for name, pattern in _OPTIONAL.items() if find_spec(name) is None]
+_SUPPORT = {path.stem: path for path in (Path(__file__).parent / "support").glob("*.py")}
+
+
+def _needs_missing(file: Path) -> bool:
+    """Whether a file imports a package that is not installed, by itself or through a module of tests/support."""
+    source = file.read_text(encoding="utf-8")
+    if any(pattern.search(source) for pattern in _MISSING):
+        return True
+    names = re.findall(r"^(?:from|import) (\w+)", source, flags=re.MULTILINE)
+    return any(_needs_missing(_SUPPORT[name]) for name in names if name in _SUPPORT)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out test files whose packages are not installed: then only the planner is tested."""
-    if not _MISSING or collection_path.suffix != ".py":
-        return None
-    source = collection_path.read_text(encoding="utf-8")
-    return True if any(pattern.search(source) for pattern in _MISSING) else None
+    return True if _MISSING and collection_path.suffix == ".py" and _needs_missing(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
