@@ -107,6 +107,17 @@ CASES = {
     "cp by layer": plan_of("mixtral", 2, cp=2, knobs_cp_comm=["a2a", "p2p"]),
     "cp delta states": plan_of("qwen3_next", 4, cp=2, tp=2, ep=2),
     "cp delta heads": plan_of("qwen3_next", 2, ODD, cp=2, knobs_cp_comm="a2a", job_micro_batch=2),
+    # Latents that travel in place of keys and values; without a rank of queries their hidden states do.
+    "latents p2p": plan_of("deepseek_v3", 2, ODD, cp=2, knobs_cp_exchange="latents", knobs_precision="bf16"),
+    "latents all_gather": plan_of(
+        "deepseek_v3", 4, cp=4, knobs_cp_exchange="latents", knobs_cp_comm="all_gather", job_micro_batch=2
+    ),
+    "latents a2a": plan_of(
+        "deepseek_v3", 4, {"q_lora_rank": None}, cp=2, tp=2, knobs_cp_exchange="latents", knobs_cp_comm="a2a"
+    ),
+    "latents a2a+p2p": plan_of(
+        "deepseek_v3", 4, MTP, cp=4, knobs_cp_exchange="latents", knobs_cp_comm="a2a+p2p", knobs_cp_inner=2
+    ),
     # Experts: folded over all of cp, rows that do not divide, biases on two grids, a capacity.
     "ep over cp": plan_of("deepseek_v3", 4, cp=4, ep=4, job_z_loss=0.001, job_aux_loss=0.0),
     "ep uneven rows": plan_of("gpt_oss", 6, cp=3, ep=3, job_seq_len=30),

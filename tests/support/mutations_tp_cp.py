@@ -15,9 +15,11 @@ from threefold.engine.dist.collectives import PendingCollective
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.layers import cross_entropy as loss
 from threefold.engine.layers.cross_entropy import VocabShard
+from threefold.engine.layers.positions import Positions
 from threefold.engine.models import decoder, inputs
 from threefold.engine.shard import context_parallel as context
 from threefold.engine.shard import gated_delta_context as delta
+from threefold.engine.shard import latent_attention as latents
 from threefold.engine.shard import ring_attention as ring
 from threefold.engine.shard import sequence_layout as zigzag
 from threefold.engine.shard import tensor_parallel as tensor
@@ -141,7 +143,7 @@ def window_is_forgotten() -> None:
 
 @breaks("cp all-gather, latents")
 def gathered_keys_stay_in_the_order_of_ranks() -> None:
-    replace_attribute(ring, "undo_zigzag", lambda x, cp, dim: x)
+    replace_attribute(zigzag, "undo_zigzag", lambda x, cp, dim: x)
 
 
 @breaks("cp a2a, latents")
@@ -175,7 +177,60 @@ def gradients_of_gathered_keys_are_not_summed() -> None:
         out.copy_(local_chunk(x, group, 0))
         return completed_call()
 
-    replace_attribute(ring, "reduce_scatter", scatter)
+    replace_attribute(zigzag, "reduce_scatter", scatter)
+
+
+@breaks("latents by a2a+p2p", often=True)
+def latents_are_expanded_for_the_heads_of_another_rank() -> None:
+    def rows(old: Callable[..., Any], up: Any, weight: Tensor, group: Any, recipe: Any) -> None:
+        old(up, weight, replace(group, rank=(group.rank + 1) % group.size), recipe)
+
+    wrap_attribute(latents._UpProjection, "__init__", rows)
+
+
+@breaks("latents by a2a+p2p")
+def gradients_of_latents_are_not_summed_over_heads() -> None:
+    def own(old: Callable[..., Any], x: Tensor, group: Any, dim: int, in_zigzag: bool = False) -> Any:
+        return lambda: local_chunk(x, group, dim) if in_zigzag else zigzag.shard_sequence(x, group, dim)
+
+    wrap_attribute(latents, "start_sequence_reduce", own)
+
+
+@breaks("latents by p2p")
+def gradients_of_latents_do_not_come_home() -> None:
+    def forgetful(grads: ring.GradientRing, parts: list[Tensor]) -> None:
+        if grads._pending is not None:
+            grads._pending.wait()
+
+    replace_attribute(ring.GradientRing, "_add_passed", forgetful)
+
+
+@breaks("latents by all-gather")
+def gathered_latents_belong_to_the_next_rank() -> None:
+    wrap_attribute(
+        latents.LatentExchange,
+        "latents",
+        lambda old, own, x: ((rank ^ 1, part) for rank, part in old(own, x)),
+    )
+
+
+@breaks("latents by a2a+p2p")
+def gathered_queries_have_the_positions_of_one_span() -> None:
+    wrap_attribute(Positions, "at", lambda old, own, spans: old(own, [spans[0]] * len(spans)))
+
+
+@breaks("latents by p2p")
+def weight_gradient_is_that_of_the_last_block() -> None:
+    def last(old: Callable[..., Any], up: Any, *args: Any) -> Any:
+        up.weight_grad = None
+        return old(up, *args)
+
+    wrap_attribute(latents._UpProjection, "backward", last)
+
+
+@breaks("latents by a2a+p2p")
+def outputs_return_in_the_order_of_heads() -> None:
+    wrap_attribute(latents, "heads_to_sequence", lambda old, x, group: old(x.flip(2).contiguous(), group))
 
 
 @breaks("cp passes states")

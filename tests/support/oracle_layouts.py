@@ -81,6 +81,7 @@ def case(name: str, family: str, gpus: int, often: bool = False, **more: Any) ->
 
 FSDP, HSDP, MUON = {"data_parallel": "fsdp"}, {"data_parallel": "hsdp"}, {"optimizer": "muon"}
 PACKED, NO_OVERLAP = {"packing": True}, {"grad_reduce_overlap": False, "param_gather_overlap": False}
+LATENTS = {"cp_exchange": "latents"}
 FOUR, FIVE, SIX = ({"num_hidden_layers": n} for n in (4, 5, 6))
 ODD, TIED = {"odd": True}, {"tie_word_embeddings": True}
 MTP1, MTP2 = {"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 2}
@@ -123,6 +124,22 @@ COMMUNICATION = [
     case("cp by layer", "deepseek_v3", 2, cp=2, knobs={"cp_comm": ["p2p", "a2a", "all_gather"]},
          spec={"num_hidden_layers": 3, **MTP1}),
     case("cp passes states", "qwen3_next", 4, cp=4, job=PACKED, spec=ODD),
+    case("latents by p2p", "deepseek_v3", 4, cp=4, knobs=LATENTS, job=PACKED, spec=MTP2),
+    case("latents by all-gather", "deepseek_v3", 2, cp=2, knobs={**LATENTS, "cp_comm": "all_gather"}, job=PACKED),
+    case("latents by a2a", "deepseek_v3", 4, cp=4, knobs={**LATENTS, "cp_comm": "a2a"}, spec=MTP1),
+    case("latents by a2a+p2p", "deepseek_v3", 4, often=True, cp=4, job=PACKED, spec=MTP1,
+         knobs={**LATENTS, "cp_comm": "a2a+p2p", "cp_inner": 2, "recompute": ["mla_up_proj", "layernorm", "moe"]}),
+    case("latents of a ring, recomputed", "deepseek_v3", 4, cp=2, ep=2, job=PACKED, spec=MTP1,
+         knobs={**LATENTS, "recompute": ["core_attn", "mla_up_proj"]}),
+    case("latents, full recompute", "deepseek_v3", 4, cp=4, job=PACKED,
+         knobs={**LATENTS, "cp_comm": "a2a+p2p", "cp_inner": 2, "recompute": ["full"]}),
+    case("latents tp", "deepseek_v3", 4, tp=2, cp=2, job=MUON, knobs=LATENTS, spec=MTP1),
+    case("latents tp a2a", "deepseek_v3", 4, tp=2, cp=2, knobs={**LATENTS, "cp_comm": "a2a"}),
+    case("latents pp vpp", "deepseek_v3", 4, cp=2, pp=2, vpp=2, ep=2, knobs=LATENTS, spec={**FOUR, **MTP1}),
+    case("latents zero-bubble", "deepseek_v3", 4, cp=2, pp=2, schedule="zero-bubble", knobs=LATENTS, spec=FOUR),
+    case("latents ep overlap", "deepseek_v3", 4, cp=4, ep=4,
+         knobs={**LATENTS, "ep_overlap": True, "delay_wgrad": True, "cp_comm": "a2a+p2p", "cp_inner": 2}),
+    case("latents fsdp", "deepseek_v3", 4, cp=2, ep=2, knobs={**LATENTS, **FSDP}, job=PACKED),
 ]  # fmt: skip
 PAIRS = [
     case("dp tp", "qwen3", 4, tp=2, knobs=NO_OVERLAP),

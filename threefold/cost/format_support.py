@@ -13,6 +13,7 @@ from threefold.plan.plan import Plan
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION
 
+BF16_BYTES = 2
 # Bytes of an element of a gradient or of an optimizer state.
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
@@ -46,6 +47,32 @@ def uses_fused_experts(plan: Plan) -> bool:
     """Whether the engine runs all of an expert in kernels that save only its input (or that in FP8) and FC1's
     output."""
     return has_expert_kernels(plan) if plan.low_precision else plan.knobs.expert_fusion
+
+
+def runs_fused_experts(plan: Plan) -> bool:
+    """Whether experts run in fused kernels on the plan's chip.
+
+    Our engine's in low precision are always fused; in 16 bits the plan asks for it, and Hopper and later have kernels.
+    Megatron asks Transformer Engine for it, which fuses no experts with biases.
+    """
+    if not STACK_TRAITS[plan.target].emulates_formats:
+        return plan.knobs.expert_fusion and plan.model.moe is not None and not plan.model.moe.bias
+    if plan.low_precision:
+        return not experts_are_emulated(plan)
+    return plan.knobs.expert_fusion and plan.chip.architecture not in ("ampere", "cpu")
+
+
+def can_fuse_experts(plan: Plan) -> bool:
+    """Whether `knobs.expert_fusion` has kernels that are known to run: ours in 16 bits, whose copies want rows of whole
+    16 bytes; Transformer Engine's in MXFP8 on Blackwell, as in published runs."""
+    moe = plan.model.moe
+    if moe is None:
+        return False
+    asked = replace(plan, knobs=replace(plan.knobs, expert_fusion=True))
+    if not STACK_TRAITS[plan.target].emulates_formats:
+        return runs_fused_experts(asked) and plan.chip.architecture == "blackwell" and plan.knobs.precision == "mxfp8"
+    aligned = all(size * BF16_BYTES % 16 == 0 for size in (plan.model.dim, moe.expert_dim // plan.layout.etp))
+    return plan.knobs.precision in ("bf16", "fp16") and aligned and runs_fused_experts(asked)
 
 
 def starting_precision(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from threefold.plan.plan import Plan
-from threefold.spec.chips import ChipSpec
+from threefold.spec.chips import ChipSpec, gemm_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Rates:
     attention: float = 0.55  # attention kernel, of the bf16 peak
     attention_blackwell: float = 0.50  # the same on Blackwell
     attention_latent: float = 0.52  # rate of MLA (large keys, small values) over that of GQA
-    sink_passes: float = 8.0  # passes over the scores, forward and backward, of 16-bit attention with sinks
+    sink_passes: float = 8.0  # loss of 16-bit attention with sinks, in passes over `layer_work.SINK_SCORES` scores
     memory: float = 0.80  # memory-bound kernels, of HBM bandwidth
     passes: float = 1.5  # elementwise passes over those that `layer_work` counts
     quant_passes: float = 1.0  # quantization passes over one read and two writes
@@ -94,19 +94,10 @@ def rates_to(rates: Rates) -> dict[str, Any]:
     return asdict(rates)
 
 
-def gemm_format(precision: str) -> str:
-    """The format, as named in a chip's peaks, that GEMMs of a precision run in."""
-    if precision in ("bf16", "fp16"):
-        return "bf16"
-    if precision == "nvfp4":
-        return "fp4"
-    return "fp32" if precision == "fp32" else "fp8"
-
-
 def peak_flops(chip: ChipSpec, precision: str) -> float:
     """Dense peak in FLOP/s of a precision's GEMM format. A format that the chip lacks is emulated at the peak of
     bf16."""
-    return chip.peak_flops.get(gemm_format(precision), chip.peak_flops["bf16"])
+    return chip.dense_peak(precision)[1]
 
 
 def gemm_rate(rates: Rates, plan: Plan, precision: str, rows: float) -> float:

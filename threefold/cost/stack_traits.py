@@ -16,10 +16,12 @@ class StackTraits:
     # Recomputing "moe" covers every module inside the MoE layer, and the backward of fused experts recomputes
     # the activation whether the plan names it or not.
     recomputes_moe_as_one: bool
-    # "gdn_norm_out" is a module that can be recomputed, so that it has a price.
-    recomputes_delta_norm: bool
+    # "gdn_norm_out" is a module that can be recomputed, and "core_attn" covers the delta rule too.
+    recomputes_delta_rule: bool
     # Weight gradients can be delayed even where FSDP shards the weights.
     delays_sharded_wgrad: bool
+    # 16-bit attention with sinks is slower than without: published runs were, and ours has one kernel for both.
+    sinks_slow_attention: bool
     # The format of Muon's orthogonalization, and the fraction of that format's peak at which it is priced.
     muon_format: str
     muon_fraction_gpu: float
@@ -30,8 +32,9 @@ STACK_TRAITS = {
     "megatron-bridge": StackTraits(
         emulates_formats=False,
         recomputes_moe_as_one=False,
-        recomputes_delta_norm=False,
+        recomputes_delta_rule=False,
         delays_sharded_wgrad=True,
+        sinks_slow_attention=True,
         muon_format="bf16",
         muon_fraction_gpu=1 / 2,
         muon_fraction_cpu=1 / 2,
@@ -39,8 +42,9 @@ STACK_TRAITS = {
     "threefold": StackTraits(
         emulates_formats=True,
         recomputes_moe_as_one=True,
-        recomputes_delta_norm=True,
+        recomputes_delta_rule=True,
         delays_sharded_wgrad=False,
+        sinks_slow_attention=False,
         muon_format="fp32",
         muon_fraction_gpu=1 / 8,  # a GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give
         muon_fraction_cpu=1.0,

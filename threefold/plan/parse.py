@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     parsed = parse(kept, given, model=None if touches_model else plan.model)
     if parsed.plan is None:
         raise FindingsError(parsed.findings or free_findings(parsed.free))
-    same_chip = parsed.plan.cluster.chip == plan.cluster.chip
-    return parsed.plan.on_chip(plan.cluster.measured) if same_chip and plan.cluster.measured else parsed.plan
+    changed = replace(parsed.plan, stated=parsed.plan.stated | (plan.stated - set(changes)))
+    same_chip = changed.cluster.chip == plan.cluster.chip
+    return changed.on_chip(plan.cluster.measured) if same_chip and plan.cluster.measured else changed
 
 
 def free_findings(free: tuple[str, ...]) -> list[Finding]:
@@ -197,6 +198,7 @@ def _build(fields: Fields, model: ModelSpec) -> Plan:
         run=Run(**tables["run"]),
         stack=Stack(**tables["stack"]),
         written=written,
+        stated=frozenset(fields),
     )
 
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from threefold.fields import MAX_INT, MAX_RANKS, item
@@ -12,7 +13,7 @@ from threefold.layout.links import AxisLink, axis_link, domain_ranks
 from threefold.layout.stages import Chunk, balance, parse_stages
 from threefold.plan.budget import budget_bytes
 from threefold.spec.chips import CHIPS, ChipSpec
-from threefold.spec.model import ModelSpec
+from threefold.spec.model import MlaSpec, ModelSpec
 
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
 DISPATCHERS = ("local", "alltoall", "deepep", "hybridep")
@@ -41,6 +42,7 @@ OFFLOAD_MODULES = (
     "fused_group_mlp",
 )
 CP_COMM = ("p2p", "all_gather", "a2a", "a2a+p2p")
+CP_EXCHANGE = ("latents", "expanded")
 STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 
@@ -101,7 +103,17 @@ class Job:
     lr_schedule: str = item("after warm-up", "cosine", choices=("cosine", "wsd", "constant"))
     decay_fraction: float = item("of the steps, how many the wsd schedule decays", 0.1, at_least=0, at_most=1)
     weight_decay: float = item("decoupled weight decay of matrices", 0.1, at_least=0, at_most=10)
+    adam_beta1: float = item("decay of Adam's first moment", 0.9, at_least=0, at_most=0.999999)
+    adam_beta2: float = item("decay of Adam's second moment", 0.95, at_least=0, at_most=0.999999)
+    adam_eps: float = item("added to the root of Adam's second moment", 1e-8, at_least=1e-15, at_most=1)
     clip_norm: float = item("gradient norm to clip to; 0: never", 1.0, at_least=0)
+    initial_loss_scale: float = item(
+        "loss scale that fp16 begins with; it halves where gradients overflow", 2.0**32, at_least=1, at_most=2.0**64
+    )
+    loss_scale_window: int = item(
+        "steps without an overflow after which fp16's loss scale doubles", 1000, at_least=1, at_most=MAX_INT
+    )
+    mtp_weight: float = item("weight of the multi-token-prediction loss", 0.3, at_least=0, at_most=10)
     aux_loss: float = item("weight of the load-balancing loss", 0.001, at_least=0, at_most=10)
     seq_aux_loss: float = item("weight of the load-balancing loss within a sequence", 0.0, at_least=0, at_most=10)
     z_loss: float = item("weight of the router's z loss", 0.0, at_least=0, at_most=10)
@@ -159,6 +171,15 @@ class Knobs:
     cp_comm: str | tuple[str, ...] = item(
         "context-parallel communication, for all layers or one a layer", "p2p", choices=CP_COMM
     )
+    cp_exchange: str | None = item(
+        "what context-parallel ranks exchange in MLA: latents, or expanded heads; absent: the cheaper by estimate",
+        choices=CP_EXCHANGE,
+    )
+    cp_inner: int | None = item(
+        "ranks that trade heads in a2a+p2p; absent: those of a CP group in one NVLink domain",
+        at_least=1,
+        at_most=MAX_RANKS,
+    )
     max_connections: int | None = item(
         "CUDA_DEVICE_MAX_CONNECTIONS; absent: the launcher chooses", at_least=1, at_most=32
     )
@@ -176,7 +197,9 @@ class Run:
     tensorboard: bool = item("write TensorBoard events where the package is installed", True)
     wandb: str | None = item("Weights & Biases project to log to; absent: none")
     bad_steps: int = item("non-finite steps skipped before the run stops", 5, at_least=0, at_most=MAX_INT)
-    cores: str | None = item("CPU cores to stay on, such as 0-7,16; absent: wherever the system puts it")
+    cores: str | None = item(
+        "CPU cores to stay on: one set (0-7,16), one a local rank (0-7;8-15), or auto: near the rank's GPU; absent: any"
+    )
     hang_seconds: float = item(
         "seconds a collective may take before the run ends and names the ranks that did not come; 0: for ever",
         600.0,
@@ -211,6 +234,7 @@ class Plan:
     run: Run
     stack: Stack
     written: tuple[tuple[str, Any], ...] = ()  # the fields that differ from their defaults, in order
+    stated: frozenset[str] = field(default=frozenset(), compare=False)  # the fields given, also at their defaults
 
     @property
     def chip(self) -> ChipSpec:
@@ -270,6 +294,22 @@ class Plan:
             return parse_stages(self.layout.stages)
         most = self.model.num_layers + self.mtp + 2  # more chunks than items: a rule says so
         return balance(self.model.num_layers, min(self.layout.chunks, most), self.mtp)
+
+    @property
+    def exchanges_latents(self) -> bool:
+        """Whether context-parallel ranks exchange MLA's latents. An absent `cp_exchange` is resolved when a plan is
+        read (`search/cp_exchange.py`); in a plan that nobody resolved it means expanded heads."""
+        is_mla = isinstance(self.model.attention, MlaSpec)
+        return is_mla and self.layout.cp > 1 and self.knobs.cp_exchange == "latents"
+
+    @property
+    def cp_inner(self) -> int:
+        """Ranks that trade heads in `a2a+p2p`: the knob's, or those of a CP group that share a fast domain; 1 where
+        one domain holds the whole group, so that only the ring is left."""
+        if self.knobs.cp_inner is not None:
+            return self.knobs.cp_inner
+        link = self.link("cp")
+        return gcd(self.layout.cp, link.in_domain) if link.link == "network" else 1
 
     def link(self, axis: str) -> AxisLink:
         return axis_link(self.layout, axis, self.cluster.domain_ranks)

@@ -1,4 +1,8 @@
-"""A plan shrunk to a few ranks and a tiny model that keep its pattern of axes, for a rehearsal of its mathematics."""
+"""A plan shrunk to a few ranks that keep its pattern of axes.
+
+`scale_down` also shrinks the model and what does not run on a CPU: `threefold verify` computes the small plan.
+`scale_ranks` leaves widths and knobs as they are: `threefold dry-run --ranks all` rehearses every rank of it.
+"""
 
 import math
 from dataclasses import replace
@@ -9,6 +13,10 @@ from threefold.plan.plan import Knobs, Plan
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec
 
 MAX_RANKS = 16
+MAX_REHEARSED_RANKS = 32
+_MAX_RANK_LAYERS = 256  # ranks times layers of the model
+MAX_TOKENS = 8192  # of a sequence of a plan with the widths it had
+_TOKENS_A_SHARE = 16
 _WIDTH = 4  # of a head, in multiples that rotary embedding and every cut like
 
 
@@ -49,10 +57,68 @@ def scale_down(plan: Plan) -> tuple[Plan, list[str]]:
     return small, [*said, *more]
 
 
-def _layout(plan: Plan) -> tuple[Layout, list[str]]:
-    """Every axis in use stays in use, at 2; what EP folds over stays folded."""
+def scale_ranks(plan: Plan) -> tuple[Plan, list[str]]:
+    """The plan on few ranks and with few layers, each as wide as it was; and what was replaced, in words."""
+    # Four stages have ones in the middle; four ranks of a hierarchical CP group have an inner and an outer group.
+    max_cp = 4 if _is_hierarchical(plan) else 2
+    tried = [_layout(plan, cp, pp) for cp, pp in ((max_cp, 4), (max_cp, 2), (2, 2))]
+    layout, said = next((one for one in tried if one[0].gpus <= MAX_REHEARSED_RANKS), tried[-1])
+    chunks = _chunks(plan, layout)
+    layers = sum(len(chunk.layers) for chunk in chunks)
+    model = replace(
+        plan.model,
+        num_layers=layers,
+        num_dense_layers=min(1, plan.model.num_dense_layers),
+        mtp_layers=min(2, plan.model.mtp_layers),
+        moe=_fewer_experts(plan, plan.model.moe, layout) if plan.model.moe else None,
+    )
+    if layers != plan.model.num_layers:
+        said.append(f"{plan.model.num_layers} layers by {layers}")
+    if model.num_experts != plan.model.num_experts:
+        said.append(f"{plan.model.num_experts} experts by {model.num_experts}")
+    shares = 2 * layout.tp * layout.cp
+    num_microbatches = 2 * layout.pp if layout.pp > 1 else 2 + plan.knobs.ep_overlap
+    job = replace(
+        plan.job,
+        seq_len=max(_TOKENS_A_SHARE * shares, min(plan.job.seq_len, MAX_TOKENS) // shares * shares),
+        global_batch=plan.job.micro_batch * layout.dp * min(num_microbatches, plan.num_microbatches),
+        mtp=min(2, plan.mtp),
+    )
+    knobs = replace(plan.knobs, cp_comm=_cp_comm(plan.knobs, layers), cp_inner=None)
+    small = replace(
+        plan,
+        model=model,
+        job=job,
+        knobs=knobs,
+        layout=replace(layout, stages=format_stages(chunks) if layout.pp > 1 else None),
+        cluster=replace(plan.cluster, gpus=layout.gpus, domain=_domain(plan, layout)),
+    )
+    return small, said
+
+
+def _fewer_experts(plan: Plan, old: MoeSpec, layout: Layout) -> MoeSpec:
+    """As many experts on a rank as before, and enough for the router to choose from."""
+    unit = math.lcm(layout.ep, 2 * old.num_groups)
+    wanted = max(old.num_experts // plan.layout.ep * layout.ep, 2 * old.top_k * old.num_groups // old.top_groups)
+    return replace(old, num_experts=-(-wanted // unit) * unit)
+
+
+def is_small(plan: Plan) -> bool:
+    """Whether every rank of a plan can be rehearsed in a minute, without scaling it down."""
+    return plan.layout.gpus <= MAX_REHEARSED_RANKS and plan.layout.gpus * plan.model.num_layers <= _MAX_RANK_LAYERS
+
+
+def _is_hierarchical(plan: Plan) -> bool:
+    """Whether context parallelism trades heads in an inner group, which takes four ranks to show."""
+    kinds = (plan.knobs.cp_comm,) if isinstance(plan.knobs.cp_comm, str) else plan.knobs.cp_comm
+    return "a2a+p2p" in kinds
+
+
+def _layout(plan: Plan, max_cp: int = 2, max_pp: int = 2) -> tuple[Layout, list[str]]:
+    """Every axis in use stays in use, at 2 or the limits given; what EP folds over stays folded."""
     old = plan.layout
-    degrees = {axis: min(2, old.degree(axis)) for axis in ("tp", "cp", "pp", "dp", "etp")}
+    limits = {"tp": 2, "cp": max_cp, "pp": max_pp, "dp": 2, "etp": 2}
+    degrees = {axis: min(limit, old.degree(axis)) for axis, limit in limits.items()}
     etp = degrees["etp"]
     stage = degrees["tp"] * degrees["cp"] * degrees["dp"]
     if old.ep == 1:
@@ -181,8 +247,7 @@ def _knobs(plan: Plan, layers: int) -> tuple[Knobs, list[str]]:
     if old.dispatcher not in ("local", "alltoall"):
         changes["dispatcher"] = "alltoall"
         said.append(f"dispatcher {old.dispatcher} by alltoall")
-    if not isinstance(old.cp_comm, str):
-        changes["cp_comm"] = tuple(old.cp_comm[i % len(old.cp_comm)] for i in range(layers))
+    changes |= {"cp_comm": _cp_comm(old, layers), "cp_inner": None}
     off = {
         "graphs": (),
         "compile": False,
@@ -201,7 +266,13 @@ def _knobs(plan: Plan, layers: int) -> tuple[Knobs, list[str]]:
     return replace(old, **changes), said  # type: ignore[arg-type]
 
 
+def _cp_comm(knobs: Knobs, layers: int) -> str | tuple[str, ...]:
+    """One kind for all layers, or the kinds of the layers that are left."""
+    if isinstance(knobs.cp_comm, str):
+        return knobs.cp_comm
+    return tuple(knobs.cp_comm[i % len(knobs.cp_comm)] for i in range(layers))
+
+
 def _domain(plan: Plan, layout: Layout) -> int | None:
     """The hierarchical kind of context parallelism trades heads inside a domain: of two neighbours here."""
-    kinds = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
-    return layout.tp * max(1, layout.cp // 2) if "a2a+p2p" in kinds else plan.cluster.domain
+    return layout.tp * max(1, layout.cp // 2) if _is_hierarchical(plan) else plan.cluster.domain

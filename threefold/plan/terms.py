@@ -20,5 +20,5 @@ MEMORY_TERMS = (
     "graphs",
     "workspace",
 )
-# What the device holds besides the allocator's tensors.
-RESERVE_TERMS = ("slack", "context", "communication")
+# What the device holds besides the allocator's tensors. Attention that is captured in graphs lies in their own pools.
+RESERVE_TERMS = ("attention_in_graphs", "slack", "context", "communication")

@@ -28,6 +28,21 @@ class ChipSpec:
         """NVLink reaches past the node, as in NVL72."""
         return self.domain > self.gpus_per_node
 
+    def dense_peak(self, precision: str) -> tuple[str, float]:
+        """The GEMM format of a precision and its dense FLOP/s. A format that the chip lacks is emulated in bf16."""
+        wanted = gemm_format(precision)
+        found = wanted if wanted in self.peak_flops else "bf16"
+        return found, self.peak_flops[found]
+
+
+def gemm_format(precision: str) -> str:
+    """The format, as named in a chip's peaks, that GEMMs of a precision run in."""
+    if precision in ("bf16", "fp16"):
+        return "bf16"
+    if precision == "nvfp4":
+        return "fp4"
+    return "fp32" if precision == "fp32" else "fp8"
+
 
 _NVIDIA_SMI = "nvidia-smi memory.total as commonly reported for the part; read by us on an H200 only"
 

@@ -3,6 +3,7 @@
 Counts are forward FLOPs for one token; training is three times that.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,7 +65,7 @@ def layer_flops(model: ModelSpec, layer: Layer, seq_len: int, old: bool = False)
 def flops_per_token(model: ModelSpec, seq_len: int, mtp: int, tp: int = 1, release: str | None = None) -> float:
     """Training FLOPs for one token, as `gflops_per_token` of published runs counts them."""
     old = old_formula(release)
-    layers = sum(layer_flops(model, layer, seq_len, old).counted for layer in model.layers)
+    layers = sum(layer_flops(model, layer, seq_len, old).counted * n for layer, n in Counter(model.layers).items())
     depth = sum(layer_flops(model, layer, seq_len, old).counted for layer in model.mtp_depth)
     h = model.dim
     join = 2.0 * (3 * h + 2 * h * h) if model.mamba is None else 0.0  # the formula of hybrids leaves it out

@@ -1,6 +1,9 @@
 """Software stacks: who runs a plan, what each one can run, and defaults that experience suggests."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from threefold.spec.model import MlaSpec, ModelSpec
 
 TARGETS = ("threefold", "megatron-bridge")
 
@@ -41,6 +44,26 @@ STACKS = {
         "models named in Megatron Bridge's recipes and verification cards, 2026-08",
     ),
 }
+
+
+ENGINE_ACTIVATIONS = ("silu", "clamped swiglu")  # those of `engine/moe/experts.py`
+ENGINE_ROPE_SCALING = ("yarn",)
+
+
+def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """What our own engine lacks for a model: a problem and an advice for each part. The engine itself asks here too."""
+    families = STACKS["threefold"].families
+    if model.family not in families:
+        yield f"the engine has no {model.family} model", f"choose one of {', '.join(sorted(families))}"
+    if model.vision is not None:
+        yield "the engine has no vision encoder", "choose the text model"
+    if isinstance(model.attention, MlaSpec) and model.attention.indexer:
+        yield "the engine has no sparse attention", "choose a model without an indexer"
+    if model.activation not in ENGINE_ACTIVATIONS:
+        yield f"the engine has no activation {model.activation!r}", f"known: {', '.join(ENGINE_ACTIVATIONS)}"
+    scaling = model.attention.rope_scaling if model.attention else None
+    if scaling is not None and scaling.kind not in ENGINE_ROPE_SCALING:
+        yield f"the engine has no rotary scaling {scaling.kind!r}", "use yarn or none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -434,7 +434,7 @@ def simulate(cp: int, inputs: list[Any], slope: Any, mask: AttentionMask, kernel
     ]
     outs, grads = [], [[torch.zeros_like(x, dtype=torch.float32) for x in share[rank][:3]] for rank in range(cp)]
     for rank, (q, _, _, slope_here) in enumerate(share):
-        out, lse = empty_output(q, inputs[2])
+        out, lse = empty_output(q, inputs[2].shape[-1])
         tiles = [mask.tiles_between(rank_spans(LENGTH, cp, rank), rank_spans(LENGTH, cp, other)) for other in range(cp)]
         for other in range(cp):
             attend_tiles(out, lse, q, *share[other][1:3], 0.4, tiles[other], kernel)

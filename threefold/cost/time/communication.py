@@ -1,17 +1,14 @@
-"""Seconds of a layer's communication: expert-parallel exchanges, tensor-parallel collectives, context-parallel rings.
+"""Seconds of a layer's communication: expert-parallel exchanges and tensor-parallel collectives.
 
 `time/layer.py` calls these for one layer and one microbatch; all results are those of the forward. `collective_seconds`
 is also what `time/data_parallel.py` uses. A link is a bandwidth times a rate of `Rates`, plus a latency.
 """
-
-from dataclasses import dataclass
 
 from threefold.cost.layer_work import BF16, LayerCase, Work
 from threefold.cost.rates import Rates
 from threefold.cost.traffic.dispatch import dispatch_bytes
 from threefold.layout.links import AxisLink
 from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, MlaSpec
 
 LATENCY_SECONDS = {"domain": 10e-6, "network": 25e-6, "none": 0.0}
 
@@ -64,59 +61,3 @@ def tensor_parallel_seconds(plan: Plan, case: LayerCase, work: Work, rates: Rate
     if plan.model.moe and layer.ffn == "moe" and plan.model.moe.shared_width:
         parts += 1
     return 2 * parts * collective_seconds(plan, plan.link("tp"), work.sequence_bytes, rates)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextSeconds:
-    """Context-parallel communication of one layer."""
-
-    hidden: float  # seconds that can hide behind attention
-    exposed: float  # seconds that cannot
-
-
-def context_parallel_seconds(plan: Plan, case: LayerCase, rates: Rates) -> ContextSeconds:
-    """Keys and values that travel, by communication type. Network hops are point to point, one port per GPU."""
-    cp, model = plan.layout.cp, plan.model
-    if cp == 1:
-        return ContextSeconds(0.0, 0.0)
-    column = BF16 * case.tokens / plan.layout.tp
-    if case.layer.mixer == "delta" and model.delta:  # heads for sequence and back
-        payload = column * (3 * model.delta.keys + 3 * model.delta.values)
-        return ContextSeconds(0.0, _heads_exchange_seconds(plan, payload, rates))
-    if case.layer.mixer == "mamba" and model.mamba:
-        return ContextSeconds(0.0, _heads_exchange_seconds(plan, column * 3 * model.mamba.inner_dim, rates))
-    if case.layer.mixer not in ("attention", "window"):
-        return ContextSeconds(0.0, 0.0)
-    queries, keys = _attention_widths(plan)
-    cp_comm = plan.knobs.cp_comm if isinstance(plan.knobs.cp_comm, str) else plan.knobs.cp_comm[0]
-    link, chip = plan.link("cp"), plan.chip
-    inside, outside = chip.domain_bandwidth * rates.hybridep, chip.network_bandwidth * rates.network * 0.9
-    if cp_comm == "a2a":
-        return ContextSeconds(0.0, _heads_exchange_seconds(plan, column * 2 * (queries + keys), rates))
-    if cp_comm == "all_gather":
-        return ContextSeconds(0.0, collective_seconds(plan, link, column * keys * cp, rates))
-    if cp_comm == "a2a+p2p" and link.link == "network" and link.in_domain > 1:
-        laps = cp // link.in_domain - 1
-        return ContextSeconds(laps * column * keys / outside, column * 2 * (queries + keys) / inside)
-    hop = column * keys / (inside if link.link == "domain" else outside) + LATENCY_SECONDS[link.link]
-    return ContextSeconds((cp - 1) * hop, 0.0)
-
-
-def _attention_widths(plan: Plan) -> tuple[float, float]:
-    """The width of queries, and of keys with values, as attention reads them."""
-    spec = plan.model.attention
-    if isinstance(spec, MlaSpec):
-        return float(spec.num_heads * spec.qk_dim), float(spec.num_heads * (spec.qk_dim + spec.v_dim))
-    if isinstance(spec, GqaSpec):
-        return float(spec.q_dim), 2.0 * spec.kv_dim
-    return 0.0, 0.0
-
-
-def _heads_exchange_seconds(plan: Plan, payload: float, rates: Rates) -> float:
-    """An all-to-all of `payload` bytes per rank that trades heads for sequence."""
-    link, chip = plan.link("cp"), plan.chip
-    remote = (link.degree - link.in_domain) / link.degree
-    local = (link.in_domain - 1) / link.degree
-    inside = payload * local / (chip.domain_bandwidth * rates.alltoall)
-    outside = payload * remote / (chip.network_bandwidth * rates.alltoall * rates.network)
-    return max(inside, outside) + LATENCY_SECONDS[link.link]

@@ -6,16 +6,17 @@
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.format_support import expert_gemm_precision, experts_are_emulated, gemm_precision
+from threefold.cost.format_support import expert_gemm_precision, gemm_precision, runs_fused_experts
 from threefold.cost.layer_work import BF16, LayerCase, Work, gemms_per_weight, layer_case, layer_work
 from threefold.cost.rates import Rates, gemm_rate, peak_flops
+from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.cost.stage_contents import NotRecomputedLayer
 from threefold.cost.time.communication import (
-    context_parallel_seconds,
     dispatch_seconds,
     expert_tensor_parallel_seconds,
     tensor_parallel_seconds,
 )
+from threefold.cost.time.context_parallel import context_parallel_seconds, latent_expansion_seconds
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
 from threefold.cost.time.host_launches import host_seconds
 from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
@@ -65,8 +66,11 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     forward = ForwardSeconds(gemm_once, experts_once, attention / 3.5, elementwise / 3, quantize_once, sequence)
     gemm, quantize, tp = passes * gemm_once, passes * quantize_once, 2.5 * sequence
     context = context_parallel_seconds(plan, case, rates)
-    cp = max(0.1 * 3 * context.hidden, 3 * context.hidden - attention) + 2.5 * context.exposed
-    recompute = recompute_seconds(plan, layer, forward, work, rates)
+    cp = max(0.1 * context.hidden, context.hidden - attention) + context.exposed
+    expansion = latent_expansion_seconds(plan, case, rates)
+    gemm += expansion.gemm
+    elementwise += expansion.moved_bytes * rates.passes / _memory_bandwidth(plan, rates)
+    recompute = recompute_seconds(plan, layer, forward, work, rates) + expansion.recompute
     exchange = dispatch_seconds(plan, work, rates) + expert_tensor_parallel_seconds(plan, work, rates)
     ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
     busy = gemm + experts + attention + elementwise + quantize + recompute
@@ -102,10 +106,8 @@ def _expert_seconds(plan: Plan, work: Work, rates: Rates) -> tuple[float, float]
 
 
 def _fusion_factor(plan: Plan, rates: Rates) -> float:
-    """The part of the experts' elementwise passes that fusion leaves. No fused kernel takes biased or emulated
-    experts."""
-    can_fuse = plan.model.moe is None or not (plan.model.moe.bias or experts_are_emulated(plan))
-    return rates.fusion if plan.knobs.expert_fusion and can_fuse else 1.0
+    """The part of the experts' elementwise passes that fusion leaves."""
+    return rates.fusion if runs_fused_experts(plan) else 1.0
 
 
 def _dispatcher_copies(plan: Plan, work: Work) -> float:
@@ -141,8 +143,8 @@ def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     fraction *= rates.attention_latent if isinstance(spec, MlaSpec) else 1.0
     # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often.
     seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (peak * fraction)
-    if work.score_bytes and not plan.knobs.fp8_attention:
-        seconds += work.score_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
+    if STACK_TRAITS[plan.target].sinks_slow_attention and not plan.knobs.fp8_attention:
+        seconds += work.sink_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
     return seconds
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from threefold.cost.memory.by_stack import layer_activation_bytes
 from threefold.cost.rates import Rates
+from threefold.cost.stage_contents import PlacedLayer
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 
@@ -25,6 +26,8 @@ def offloaded_bytes(plan: Plan, layers: Sequence[Layer], skew: float = 1.0) -> f
     knobs = plan.knobs
     if not (layers and (knobs.activation_offload or knobs.activation_offload_layers)):
         return 0.0
+    # Whole layers count below, as a fraction of all.
+    layers = [replace(layer, is_offloaded=False) if isinstance(layer, PlacedLayer) else layer for layer in layers]
     without = replace(plan, knobs=replace(knobs, activation_offload=()))
     on_device = {layer: sum(layer_activation_bytes(plan, layer, skew).values()) for layer in set(layers)}
     by_name = {

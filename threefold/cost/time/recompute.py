@@ -58,6 +58,8 @@ def recompute_seconds(plan: Plan, layer: Layer, forward: ForwardSeconds, work: W
     seconds = 0.0
     if "core_attn" in names:
         seconds += forward.attention
+        if layer.mixer == "delta" and traits.recomputes_delta_rule:
+            seconds += work.scan_bytes * rates.scan / bandwidth + plan.job.seq_len / 64 * rates.chunk_seconds / 3
     if "layernorm" in names:
         norms = 2 * 3 * BF16 * plan.model.dim * work.dense_rows / plan.layout.tp
         seconds += norms * rates.passes / bandwidth
@@ -71,12 +73,13 @@ def recompute_seconds(plan: Plan, layer: Layer, forward: ForwardSeconds, work: W
             seconds += gemm * flops.shared / dense
     elif "mlp" in names and layer.ffn == "dense":
         seconds += gemm * flops.ffn / dense + forward.tp / 4  # its input is gathered once more
-    if "mla_up_proj" in names and layer.mixer == "attention" and isinstance(plan.model.attention, MlaSpec):
+    recomputes_heads = "mla_up_proj" in names and not plan.exchanges_latents  # latents: `time/context_parallel.py`
+    if recomputes_heads and layer.mixer == "attention" and isinstance(plan.model.attention, MlaSpec):
         spec = plan.model.attention
         up = spec.num_heads * ((spec.q_rank or 0) * spec.qk_dim + spec.kv_rank * (spec.nope_dim + spec.v_dim))
         seconds += gemm * 2 * up / dense
-    recomputes_delta_norm = "gdn_norm_out" in names and traits.recomputes_delta_norm
-    if recomputes_delta_norm and layer.mixer == "delta" and plan.model.delta:
+    recomputes_norm = "gdn_norm_out" in names and traits.recomputes_delta_rule
+    if recomputes_norm and layer.mixer == "delta" and plan.model.delta:
         # The delta rule's output and the gate are read, and their product is written.
         moved = 3 * BF16 * plan.model.delta.values * work.dense_rows / plan.layout.tp
         seconds += moved * rates.passes / bandwidth

@@ -44,6 +44,7 @@ class StepTime:
 
     step_seconds: float  # the sum of `terms`
     terms: dict[str, float]
+    stage: int = 0  # the pipeline rank with most to do for a microbatch, whose time the terms of layers are
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     terms["other"] = rates.step_seconds
     drift = rates.drift.get(plan.stack.release or "", 1.0)
     terms = {name: value * drift for name, value in terms.items()}
-    return StepTime(sum(terms.values()), terms)
+    return StepTime(sum(terms.values()), terms, slowest)
 
 
 def _stage_work(plan: Plan) -> list[StageWork]:

@@ -36,10 +36,10 @@ def select_kernel(q: Tensor) -> TileKernel:
     return FLASH if flash.flash_supports(q) else EAGER
 
 
-def empty_output(q_BHSD: Tensor, v_BGSD: Tensor) -> tuple[Tensor, Tensor]:
+def empty_output(q_BHSD: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries that have attended to no key yet, for `attend_tiles` to merge into."""
     dtype = fp32_or_wider(q_BHSD.dtype)
-    out = q_BHSD.new_zeros(*q_BHSD.shape[:3], v_BGSD.shape[-1], dtype=dtype)
+    out = q_BHSD.new_zeros(*q_BHSD.shape[:3], value_dim, dtype=dtype)
     return out, q_BHSD.new_full(q_BHSD.shape[:3], float("-inf"), dtype=dtype)
 
 

@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA): queries, keys and values from low-rank latents, and one rotated key for all heads.
 
 The forward has four steps: `compress` (down projections), `expand` (up projections to heads), `core` (attention) and
-`project_out`. `shard/` puts its own functions in place of `gather_latents` (gathers the latents) and `attention_fn`.
+`project_out`. `shard/` puts its own functions in place of `gather_latents` (gathers the latents) and `attention_fn`, or
+sets `attend_over_ranks`, which takes the latents and does the work of `expand` and `core` over context-parallel ranks.
 `models/activation_memory.py` wraps the steps where a plan recomputes or offloads them.
 
 Shapes: B batch, S sequence, D model dim, H heads, n unrotated head dim, r rotated head dim, v value dim,
@@ -9,6 +10,7 @@ X other widths.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +42,14 @@ class MlaAttention(nn.Module):
         self.out = nn.Linear(spec.num_heads * spec.v_dim, dim, bias=False)
         self.gather_latents: InputHook = identity
         self.attention_fn: AttentionFn = attend
+        self.attend_over_ranks: LatentAttentionFn | None = None
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
         return self.attend_latents(positions, *self.compress(x_BSD))
 
     def attend_latents(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
+        if self.attend_over_ranks is not None:
+            return self.project_out(self.core_over_ranks(positions, q_BSX, latent_BSX, k_BSr).flatten(2))
         q_BHSd, k_BHSd, v_BHSv = self.expand(positions, q_BSX, latent_BSX, k_BSr)
         return self.project_out(self.core(positions, q_BHSd, k_BHSd, v_BHSv).flatten(2))
 
@@ -63,6 +68,13 @@ class MlaAttention(nn.Module):
             q_BHSd, k_BHSd, v_BHSv, scale=self.scale, documents_BS=positions.documents_BS, bounds=bounds
         ).transpose(1, 2)
 
+    def core_over_ranks(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
+        """The outputs of all heads for this rank's tokens, by way of the latents of other ranks."""
+        assert self.attend_over_ranks is not None
+        table = positions.rope(self.spec.rope_dim, self.spec.rope_theta, self.spec.rope_scaling)
+        k_BSr = rotate(k_BSr[:, None], table, self.spec.rope_pairs)[:, 0]
+        return self.attend_over_ranks(self, positions, q_BSX, torch.cat([latent_BSX, k_BSr], dim=-1))
+
     def expand(
         self,
         positions: Positions,
@@ -74,19 +86,18 @@ class MlaAttention(nn.Module):
         """Queries, keys and values from their latents: of all heads, or of those whose `weights` are given."""
         spec = self.spec
         table = positions.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
-        up = self.q if spec.q_rank is None else self.q_up
         q_BSX, kv_BSX = (
-            (up(q_BSX), self.kv_up(latent_BSX))
+            (self.query_up(q_BSX), self.kv_up(latent_BSX))
             if weights is None
             else (linear(q_BSX, weights[0]), linear(latent_BSX, weights[1]))
         )
-        q_BHSd = q_BSX.unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
-        q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)
+        k_BSr = rotate(k_BSr[:, None], table, spec.rope_pairs)[:, 0]
+        return query_heads(spec, q_BSX, table), *key_value_heads(spec, kv_BSX, k_BSr)
 
-        kv_BHSX = kv_BSX.unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).transpose(1, 2)
-        k_BHSn, v_BHSv = kv_BHSX.split([spec.nope_dim, spec.v_dim], dim=-1)
-        k_BHSr = rotate(k_BSr[:, None], table, spec.rope_pairs).expand(-1, k_BHSn.shape[1], -1, -1)
-        return _joined(q_BHSn, rotate(q_BHSr, table, spec.rope_pairs)), _joined(k_BHSn, k_BHSr), v_BHSv
+    @property
+    def query_up(self) -> nn.Linear:
+        """The linear that makes the heads of queries."""
+        return self.q if self.spec.q_rank is None else self.q_up
 
     def compress(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The latents of queries and of keys with values, and the rotated key.
@@ -106,6 +117,26 @@ class MlaAttention(nn.Module):
             )
         q_BSX, latent_BSX, k_BSr = parts
         return q_BSX, latent_BSX, k_BSr
+
+
+class LatentAttentionFn(Protocol):
+    """Attention over ranks that exchange latents; the last argument is the latent and the rotated key side by side."""
+
+    def __call__(self, mla: MlaAttention, positions: Positions, q_BSX: Tensor, kv_BSX: Tensor, /) -> Tensor: ...
+
+
+def query_heads(spec: MlaSpec, q_BSX: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries ready to attend, (B, H, S, d), from what the up projection made of them."""
+    q_BHSd = q_BSX.unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
+    q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)
+    return _joined(q_BHSn, rotate(q_BHSr, table, spec.rope_pairs))
+
+
+def key_value_heads(spec: MlaSpec, kv_BSX: Tensor, k_BSr: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, (B, H, S, d), from what the up projection made of them and the rotated key of all heads."""
+    kv_BHSX = kv_BSX.unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).transpose(1, 2)
+    k_BHSn, v_BHSv = kv_BHSX.split([spec.nope_dim, spec.v_dim], dim=-1)
+    return _joined(k_BHSn, k_BSr[:, None].expand(-1, k_BHSn.shape[1], -1, -1)), v_BHSv
 
 
 def _joined(x_BHSn: Tensor, x_BHSr: Tensor) -> Tensor:

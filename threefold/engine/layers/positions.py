@@ -7,6 +7,7 @@ bounds are computed once and shared by the layers. Example: two packed documents
 Shapes: B batch, S sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,6 +32,7 @@ class Positions:
 
     positions_BS: Tensor
     documents_BS: Tensor | None = None  # None: every row is one document
+    whole_BS: Tensor | None = None  # positions of the whole sequence, where `positions_BS` are a rank's shard of it
     _tables: dict[tuple[int, float, RopeScaling | None], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -52,6 +54,11 @@ class Positions:
         if key not in self._tables:
             self._tables[key] = rope.rope_tables(self.positions_BS, dim, theta, scaling)
         return self._tables[key]
+
+    def at(self, spans: Sequence[range]) -> Tensor:
+        """The positions of spans of the whole sequence, one behind the other."""
+        whole_BS = self.positions_BS if self.whole_BS is None else self.whole_BS
+        return torch.cat([whole_BS[:, span.start : span.stop] for span in spans], dim=1)
 
     @cached_property
     def bounds(self) -> DocumentBounds | None:

@@ -46,7 +46,11 @@ _DISCARDED_OUTPUTS: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...], tupl
         ),
     ),
     "mla_up_proj": ((MlaAttention, ("expand",), ("attend_latents",)),),
-    "core_attn": ((MlaAttention, ("core",), ("attend_latents",)), (GqaAttention, ("core",), ("forward",))),
+    "core_attn": (
+        (MlaAttention, ("core", "core_over_ranks"), ("attend_latents",)),
+        (GqaAttention, ("core",), ("forward",)),
+        (GatedDelta, ("core",), ("forward",)),
+    ),
     "gdn_norm_out": ((GatedDelta, ("normalize_output",), ("forward",)),),
     "moe_act": ((Experts, ("activate",), ("forward",)),),
 }
@@ -59,7 +63,11 @@ _OFFLOADED: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = {
         (GqaAttention, ("project",)),
         (GatedDelta, ("project",)),
     ),
-    "core_attn": ((MlaAttention, ("core",)), (GqaAttention, ("core",)), (GatedDelta, ("core", "normalize_output"))),
+    "core_attn": (
+        (MlaAttention, ("core", "core_over_ranks")),
+        (GqaAttention, ("core",)),
+        (GatedDelta, ("core", "normalize_output")),
+    ),
     "attn_proj": (
         (MlaAttention, ("project_out",)),
         (GqaAttention, ("project_out",)),
@@ -291,7 +299,7 @@ class HeadGroups:
     def heads_per_group(self, latent_BSX: Tensor) -> int:
         """So many heads that their queries fit the limit of a chunk; all where ranks communicate between the steps."""
         mla = self.mla
-        if mla.attention_fn is not attend or type(mla.kv_up) is not nn.Linear:
+        if mla.attention_fn is not attend or mla.attend_over_ranks is not None or type(mla.kv_up) is not nn.Linear:
             return mla.num_heads
         if mla.heads_per_group is not None:
             return min(mla.heads_per_group, mla.num_heads)
@@ -301,8 +309,7 @@ class HeadGroups:
 
     def _attend_in_groups(self, positions: Positions, latents: tuple[Tensor, ...], size: int) -> Tensor:
         mla, spec = self.mla, self.mla.spec
-        up = mla.q if spec.q_rank is None else mla.q_up
-        q_weights = up.weight.split(size * spec.qk_dim)
+        q_weights = mla.query_up.weight.split(size * spec.qk_dim)
         kv_weights = mla.kv_up.weight.split(size * (spec.nope_dim + spec.v_dim))
         core = offload_activations("core_attn", partial(recompute, enabled="core_attn" in self.names))
         outs = []

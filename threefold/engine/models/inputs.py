@@ -58,7 +58,7 @@ def make_inputs(
                 shard_sequence(shift_left(tokens_BS, depth, 0)), shard_sequence(wanted_BS), (wanted_BS != IGNORE).sum()
             )
         )
-    positions = Positions(shard_sequence(whole.positions_BS), whole.documents_BS)
+    positions = Positions(shard_sequence(whole.positions_BS), whole.documents_BS, whole.positions_BS)
     return Inputs(shard_sequence(tokens_BS), positions, tuple(targets))
 
 

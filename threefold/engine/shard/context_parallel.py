@@ -7,7 +7,6 @@ Shapes: B batch, H query heads, G key/value heads, S this rank's shard of the se
 
 from dataclasses import dataclass
 from functools import partial
-from math import gcd
 
 from torch import Tensor
 
@@ -16,10 +15,12 @@ from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
 from threefold.engine.layers.positions import DocumentBounds
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.shard.gated_delta_context import ContextParallelDelta
+from threefold.engine.shard.latent_attention import LatentExchange
 from threefold.engine.shard.ring_attention import AllGatherAttention, RingAttention, ShardedMask
 from threefold.engine.shard.sequence_layout import heads_to_sequence, sequence_to_heads, shard_sequence
 from threefold.plan.plan import Plan
@@ -58,22 +59,26 @@ class ContextParallelAttention:
         ulysses_group = {"a2a": self.group, "a2a+p2p": self.inner_group}.get(self.cp_comm, TRIVIAL_GROUP)
         ring_group = {"a2a": TRIVIAL_GROUP, "a2a+p2p": self.outer_group}.get(self.cp_comm, self.group)
         length = self.group.size * q_BHSD.shape[2]
-        q, k, v = _to_heads((q_BHSD, k_BGSD, v_BGSD), ulysses_group)
         if sinks is not None:
             sinks = sinks.chunk(ulysses_group.size)[ulysses_group.rank]
-        if ring_group.is_trivial:
-            out = attend(q, k, v, scale=scale, window=window, sinks=sinks, documents_BS=documents_BS, bounds=bounds)
-        else:
-            documents = None if documents_BS is None else host_documents(documents_BS, bounds)
-            sharded_mask = ShardedMask(ring_group, AttentionMask(window, documents), length, scale)
-            function = AllGatherAttention if self.cp_comm == "all_gather" else RingAttention
-            out = function.apply(q, k, v, sinks, sharded_mask)
+        # Where queries, keys and values are recomputed, their exchanged copies are recomputed with them.
+        exchange = partial(_to_heads, ulysses_group, self.cp_comm in ("p2p", "a2a+p2p"))
+        with recompute_output(exchange, q_BHSD, k_BGSD, v_BGSD, enabled=is_recomputed(v_BGSD)) as (q, k, v):
+            if ring_group.is_trivial:
+                out = attend(q, k, v, scale=scale, window=window, sinks=sinks, documents_BS=documents_BS, bounds=bounds)
+            else:
+                documents = None if documents_BS is None else host_documents(documents_BS, bounds)
+                sharded_mask = ShardedMask(ring_group, AttentionMask(window, documents), length, scale)
+                function = AllGatherAttention if self.cp_comm == "all_gather" else RingAttention
+                out = function.apply(q, k, v, sinks, sharded_mask)
         return heads_to_sequence(out.transpose(1, 2), ulysses_group).transpose(1, 2)
 
 
-def _to_heads(parts: tuple[Tensor, ...], group: Group) -> list[Tensor]:
-    """`sequence_to_heads` for tensors that are laid out as (B, H, S, D)."""
-    return [x.transpose(1, 2) for x in sequence_to_heads([x.transpose(1, 2) for x in parts], group)]
+def _to_heads(group: Group, is_ring: bool, *parts: Tensor) -> tuple[Tensor, ...]:
+    """`sequence_to_heads` for queries, keys and values of shape (B, H, S, D); a ring sends contiguous keys and
+    values."""
+    q, k, v = (x.transpose(1, 2) for x in sequence_to_heads([x.transpose(1, 2) for x in parts], group))
+    return (q, k.contiguous(), v.contiguous()) if is_ring else (q, k, v)
 
 
 def shard_context(model: Decoder, mesh: Mesh, plan: Plan) -> None:
@@ -87,6 +92,12 @@ def shard_context(model: Decoder, mesh: Mesh, plan: Plan) -> None:
         cp_comm = _cp_comm_of_layer(plan, name)
         if isinstance(module, GatedDelta):
             module.mix_over_ranks = ContextParallelDelta(cp_comm, group)
+        elif isinstance(module, MlaAttention) and plan.exchanges_latents:
+            inner, outer = {
+                "a2a": (group, TRIVIAL_GROUP),
+                "a2a+p2p": (inner_group, outer_group),
+            }.get(cp_comm, (TRIVIAL_GROUP, group))
+            module.attend_over_ranks = LatentExchange(inner, outer, gathers_outer=cp_comm == "all_gather")
         elif isinstance(module, GqaAttention | MlaAttention):
             module.attention_fn = ContextParallelAttention(cp_comm, group, inner_group, outer_group)
 
@@ -102,10 +113,9 @@ def _cp_comm_of_layer(plan: Plan, name: str) -> str:
 
 def _inner_and_outer_groups(mesh: Mesh, plan: Plan) -> tuple[Group, Group]:
     """For `a2a+p2p`: ranks of one fast domain exchange heads; within a single domain only the ring is left."""
-    group, link = mesh.group("cp"), plan.link("cp")
+    group, size = mesh.group("cp"), plan.cp_inner
     if "a2a+p2p" not in {plan.knobs.cp_comm, *plan.knobs.cp_comm}:
         return TRIVIAL_GROUP, TRIVIAL_GROUP
-    size = gcd(group.size, link.in_domain) if link.link == "network" else 1
     first = group.rank // size * size
     inner_group = mesh.of_ranks("cp inner", group.ranks[first : first + size])
     return inner_group, mesh.of_ranks("cp outer", group.ranks[group.rank % size :: size])

@@ -5,7 +5,9 @@ Both compute tile by tile (`attention/attend_tiles.py`) and merge by log-sum-exp
 Shapes: B batch, H query heads, G key/value heads, s this rank's shard of the sequence, S the whole, D head dim.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor
 from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_backward, empty_output
 from threefold.engine.attention.backend import add_sink, sink_gradient
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile
-from threefold.engine.dist.collectives import PendingCollective, all_gather, reduce_scatter, send_recv
+from threefold.engine.dist.collectives import PendingCollective, send_recv
 from threefold.engine.dist.mesh import Group
-from threefold.engine.shard.sequence_layout import apply_zigzag, rank_spans, undo_zigzag
+from threefold.engine.shard.sequence_layout import rank_spans, start_sequence_gather, start_sequence_reduce
 from threefold.engine.sum_dtype import fp32_or_wider
+
+MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,21 @@ class ShardedMask:
         """The tiles of this rank's queries with the keys of the whole sequence."""
         return self.mask.tiles_over_sequence(self.spans(self.group.rank))
 
+    def blocks_of_sequence(self, max_tokens: int) -> Iterator[tuple[slice, list[Tile]]]:
+        """Blocks of keys of the whole sequence that some query of this rank attends to, and the tiles of each.
+
+        A block ends where a span of queries begins or ends, as tiles want it, or after `max_tokens`.
+        """
+        queries = self.spans(self.group.rank)
+        edges = sorted({0, *(edge for span in queries for edge in (span.start, span.stop))})
+        for first, last in pairwise(edges):
+            is_query_span = range(first, last) in queries
+            step = last - first if is_query_span else max_tokens
+            for start in range(first, last, step):
+                keys = range(start, min(start + step, last))
+                if tiles := self.mask.tiles_between(queries, [keys]):
+                    yield slice(keys.start, keys.stop), tiles
+
 
 def _add_sinks_and_save(
     ctx: Any, sharded_mask: ShardedMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Any
@@ -59,14 +78,60 @@ def _sink_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> 
     return sink_gradient(grad, out, lse, sinks.view(-1, 1)).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-def _zeros(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros(x.shape, dtype=fp32_or_wider(x.dtype), device=x.device) for x in tensors)
+def zeros_to_sum(x: Tensor) -> Tensor:
+    """Zeros to add gradients of x to, in fp32 or wider."""
+    return torch.zeros(x.shape, dtype=fp32_or_wider(x.dtype), device=x.device)
 
 
 def _pass_to_next(x: list[Tensor], group: Group) -> tuple[list[Tensor], PendingCollective]:
     """Start sending tensors to the next rank and receiving the same shapes from the rank before."""
-    out = [torch.empty_like(t) for t in x]
+    out = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in x]
     return out, send_recv(out, x, group, (group.rank + 1) % group.size, (group.rank - 1) % group.size)
+
+
+def around_ring(x: list[Tensor], group: Group) -> Iterator[tuple[int, list[Tensor]]]:
+    """The tensors of every rank in turn, beginning with this rank's; the next ones travel while these are used."""
+    for step in range(group.size):
+        following, pending = x, PendingCollective.completed()
+        if step < group.size - 1:
+            following, pending = _pass_to_next(x, group)
+        yield (group.rank - step) % group.size, x
+        pending.wait()
+        x = following
+
+
+class GradientRing:
+    """Gradients of what goes `around_ring`. They travel one step behind it and end on the rank that owns them.
+
+    The owner's own contribution comes first and never travels. Gradients travel in `dtype`; None leaves theirs.
+    """
+
+    def __init__(self, group: Group, dtype: torch.dtype | None = None) -> None:
+        self.group, self.dtype = group, dtype
+        self._local: list[Tensor] = []
+        self._passed: list[Tensor] = []
+        self._pending: PendingCollective | None = None
+
+    def add(self, parts: list[Tensor]) -> None:
+        """This rank's contribution to the gradients of the tensors that it holds now."""
+        if not self._local:
+            self._local = parts
+            return
+        self._add_passed(parts)
+        self._passed, self._pending = _pass_to_next(
+            [x if self.dtype is None else x.to(self.dtype) for x in parts], self.group
+        )
+
+    def _add_passed(self, parts: list[Tensor]) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            for mine, theirs in zip(parts, self._passed, strict=True):
+                mine.add_(theirs)
+
+    def total(self) -> list[Tensor]:
+        """The gradients of this rank's tensors from all ranks."""
+        self._add_passed(self._local)
+        return self._local
 
 
 class RingAttention(torch.autograd.Function):
@@ -74,75 +139,24 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sharded_mask: ShardedMask) -> Tensor:
-        group = sharded_mask.group
-        k, v = k.contiguous(), v.contiguous()
-        out, lse = empty_output(q, v)
-        kv, next_kv, pending = [k, v], [k, v], None
-        for step in range(group.size):
-            if step < group.size - 1:
-                next_kv, pending = _pass_to_next(kv, group)
-            tiles = sharded_mask.tiles_for_rank((group.rank - step) % group.size)
-            attend_tiles(out, lse, q, kv[0], kv[1], sharded_mask.scale, tiles)
-            if pending is not None:
-                pending.wait()
-            kv = next_kv
+        out, lse = empty_output(q, v.shape[-1])
+        for rank, (k_now, v_now) in around_ring([k, v], sharded_mask.group):
+            attend_tiles(out, lse, q, k_now, v_now, sharded_mask.scale, sharded_mask.tiles_for_rank(rank))
         return _add_sinks_and_save(ctx, sharded_mask, q, k, v, out, lse, sinks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of keys and values travel one step behind them and end on the rank that owns them.
-
-        The owner's own contribution is computed in the first step and never travels.
-        """
         q, k, v, out, lse, sinks = ctx.saved_tensors
         sharded_mask: ShardedMask = ctx.sharded_mask
-        group = sharded_mask.group
-        (dq,) = _zeros(q)
-        kv, next_kv, pending = [k, v], [k, v], None
-        local_grads: tuple[Tensor, ...] = ()
-        passed_grads: list[Tensor] = []
-        pending_grads: PendingCollective | None = None
-        for step in range(group.size):
-            if step < group.size - 1:
-                next_kv, pending = _pass_to_next(kv, group)
-            part = _zeros(k, v)
-            tiles = sharded_mask.tiles_for_rank((group.rank - step) % group.size)
-            attend_tiles_backward((dq, part[0], part[1]), grad, q, kv[0], kv[1], out, lse, sharded_mask.scale, tiles)
-            if step == 0:
-                local_grads = part
-            else:
-                if pending_grads is not None:
-                    pending_grads.wait()
-                    part = tuple(mine.add_(theirs) for mine, theirs in zip(part, passed_grads, strict=True))
-                passed_grads, pending_grads = _pass_to_next([x.to(k.dtype) for x in part], group)
-            if pending is not None:
-                pending.wait()
-            kv = next_kv
-        if pending_grads is not None:
-            pending_grads.wait()
-            local_grads = tuple(mine.add_(theirs) for mine, theirs in zip(local_grads, passed_grads, strict=True))
-        dk, dv = local_grads
+        dq = zeros_to_sum(q)
+        ring = GradientRing(sharded_mask.group, k.dtype)
+        for rank, (k_now, v_now) in around_ring([k, v], sharded_mask.group):
+            dk, dv = zeros_to_sum(k), zeros_to_sum(v)
+            tiles = sharded_mask.tiles_for_rank(rank)
+            attend_tiles_backward((dq, dk, dv), grad, q, k_now, v_now, out, lse, sharded_mask.scale, tiles)
+            ring.add([dk, dv])
+        dk, dv = ring.total()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), _sink_grad(grad, out, lse, sinks), None
-
-
-def _start_gather(x_BGsD: Tensor, group: Group) -> tuple[Tensor, PendingCollective]:
-    front = x_BGsD.movedim(2, 0).contiguous()
-    out = front.new_empty(group.size * front.shape[0], *front.shape[1:])
-    return out, all_gather(out, front, group)
-
-
-def _gather_keys_and_values(k: Tensor, v: Tensor, group: Group) -> list[Tensor]:
-    """Keys and values of the whole sequence."""
-    started = [_start_gather(x, group) for x in (k, v)]
-    for _, pending in started:
-        pending.wait()
-    return [undo_zigzag(x, group.size, 0).movedim(0, 2) for x, _ in started]
-
-
-def _start_reduce_scatter(x_BGSD: Tensor, like: Tensor, group: Group) -> tuple[Tensor, PendingCollective]:
-    front = apply_zigzag(x_BGSD.to(like.dtype).movedim(2, 0), group.size, 0).contiguous()
-    out = front.new_empty(front.shape[0] // group.size, *front.shape[1:])
-    return out, reduce_scatter(out, front, group)
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -150,21 +164,32 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sharded_mask: ShardedMask) -> Tensor:
-        out, lse = empty_output(q, v)
+        out, lse = empty_output(q, v.shape[-1])
         all_k, all_v = _gather_keys_and_values(k, v, sharded_mask.group)
         attend_tiles(out, lse, q, all_k, all_v, sharded_mask.scale, sharded_mask.tiles_for_sequence())
         return _add_sinks_and_save(ctx, sharded_mask, q, k, v, out, lse, sinks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of keys and values are summed in fp32 for one block of keys at a time, and sent in their dtype."""
         q, k, v, out, lse, sinks = ctx.saved_tensors
         sharded_mask: ShardedMask = ctx.sharded_mask
         all_k, all_v = _gather_keys_and_values(k, v, sharded_mask.group)
-        dq, dk, dv = _zeros(q, all_k, all_v)
-        tiles = sharded_mask.tiles_for_sequence()
-        attend_tiles_backward((dq, dk, dv), grad, q, all_k, all_v, out, lse, sharded_mask.scale, tiles)
-        started = [_start_reduce_scatter(whole, x, sharded_mask.group) for whole, x in ((dk, k), (dv, v))]
-        for _, pending in started:
-            pending.wait()
-        (dk, _), (dv, _) = started
-        return dq.to(q.dtype), dk.movedim(0, 2), dv.movedim(0, 2), _sink_grad(grad, out, lse, sinks), None
+        dq = zeros_to_sum(q)
+        dk, dv = torch.zeros_like(all_k), torch.zeros_like(all_v)
+        token_bytes = 4 * k.shape[0] * k.shape[1] * (k.shape[-1] + v.shape[-1])
+        for keys, tiles in sharded_mask.blocks_of_sequence(max(1, MAX_BLOCK_BYTES // token_bytes)):
+            k_block, v_block = all_k[:, :, keys], all_v[:, :, keys]
+            sums = dq, zeros_to_sum(k_block), zeros_to_sum(v_block)
+            attend_tiles_backward(sums, grad, q, k_block, v_block, out, lse, sharded_mask.scale, tiles)
+            dk[:, :, keys], dv[:, :, keys] = sums[1:]
+            del sums
+        waits = [start_sequence_reduce(whole, sharded_mask.group, dim=2) for whole in (dk, dv)]
+        dk, dv = (wait() for wait in waits)
+        return dq.to(q.dtype), dk, dv, _sink_grad(grad, out, lse, sinks), None
+
+
+def _gather_keys_and_values(k: Tensor, v: Tensor, group: Group) -> list[Tensor]:
+    """Keys and values of the whole sequence."""
+    waits = [start_sequence_gather(x, group, dim=2) for x in (k, v)]
+    return [wait() for wait in waits]

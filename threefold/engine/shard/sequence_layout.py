@@ -8,12 +8,12 @@ rank 0 holds the spans 0..1 and 6..7, and rank 1 the spans 2..3 and 4..5. `conte
 Shapes: B batch, S the whole sequence, s a rank's shard of it, H heads, h a rank's heads, d any columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from threefold.engine.dist.collectives import all_to_all_rows
+from threefold.engine.dist.collectives import all_gather, all_to_all_rows, reduce_scatter
 from threefold.engine.dist.mesh import Group
 
 
@@ -53,6 +53,43 @@ def apply_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
         return x
     pieces = x.chunk(2 * cp, dim)
     return torch.cat([pieces[piece] for rank in range(cp) for piece in zigzag_pieces(cp, rank)], dim)
+
+
+def start_sequence_gather(x: Tensor, group: Group, dim: int, keep_zigzag: bool = False) -> Callable[[], Tensor]:
+    """Start gathering the shards of all ranks. -> a function that waits and returns the sequence in its own order.
+
+    With `keep_zigzag` the shards stay one behind the other, in the order of ranks. There is no backward.
+    """
+    if group.is_trivial:
+        return lambda: x
+    front = x.movedim(dim, 0).contiguous()
+    whole = front.new_empty(group.size * front.shape[0], *front.shape[1:])
+    pending = all_gather(whole, front, group)
+
+    def wait() -> Tensor:
+        pending.wait()
+        return (whole if keep_zigzag else undo_zigzag(whole, group.size, 0)).movedim(0, dim)
+
+    return wait
+
+
+def start_sequence_reduce(x: Tensor, group: Group, dim: int, in_zigzag: bool = False) -> Callable[[], Tensor]:
+    """Start summing a whole sequence over ranks. -> a function that waits and returns this rank's shard of the sum.
+
+    With `in_zigzag` the sequence consists of the shards of all ranks already. There is no backward.
+    """
+    if group.is_trivial:
+        return lambda: x
+    whole = x.movedim(dim, 0)
+    whole = whole.contiguous() if in_zigzag else apply_zigzag(whole, group.size, 0)
+    shard = whole.new_empty(whole.shape[0] // group.size, *whole.shape[1:])
+    pending = reduce_scatter(shard, whole, group)
+
+    def wait() -> Tensor:
+        pending.wait()
+        return shard.movedim(0, dim)
+
+    return wait
 
 
 def sequence_to_heads(parts: Sequence[Tensor], group: Group) -> list[Tensor]:

@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterator
-from math import gcd
 
 from threefold.cost.traffic.threefold.calls import (
     Call,
@@ -33,10 +32,15 @@ def context_parallel_calls(plan: Plan, layer: Layer, cp_comm: str, sizes: Microb
     if cp_comm == "a2a":
         heads_size, kv_size = cp, 1
     elif cp_comm == "a2a+p2p":
-        heads_size = _num_inner_ranks(plan)
+        heads_size = plan.cp_inner
         heads_group, kv_group, kv_size = "cp inner", "cp outer", cp // heads_size
     # Between modules tokens are sharded over tp; inside attention heads are.
     column = sizes.tokens * plan.layout.tp * sizes.element_bytes
+    if plan.exchanges_latents and isinstance(spec, MlaSpec):
+        sum_column = sizes.tokens * plan.layout.tp * sizes.sum_bytes
+        groups = (heads_group, heads_size), (kv_group, kv_size)
+        yield from _latent_calls(plan, spec, cp_comm, groups, (column, sum_column))
+        return
     queries, keys, values, out = _attention_columns(spec, plan.layout.tp)
     for _ in ("forward", "backward"):
         yield from all_to_all(heads_group, heads_size, column * (queries + keys + values))
@@ -50,10 +54,31 @@ def context_parallel_calls(plan: Plan, layer: Layer, cp_comm: str, sizes: Microb
         yield from [(kv_group, "send", column * (keys + values))] * (3 * (kv_size - 1))
 
 
-def _num_inner_ranks(plan: Plan) -> int:
-    """Ranks of one fast domain that trade heads; 1 where a domain holds the whole context-parallel group."""
-    link = plan.link("cp")
-    return gcd(plan.layout.cp, link.in_domain) if link.link == "network" else 1
+def _latent_calls(
+    plan: Plan,
+    spec: MlaSpec,
+    cp_comm: str,
+    groups: tuple[tuple[str, int], tuple[str, int]],
+    columns: tuple[int, int],
+) -> Iterator[Call]:
+    """MLA that exchanges latents. Inner ranks gather them in both passes and sum their gradients; the output is traded
+    for the sequence, and with its gradient back in the backward. `columns` are bytes of a column and of a sum of it."""
+    (inner_group, inner), (outer_group, outer) = groups
+    column, sum_column = columns
+    queries, latents = spec.q_rank or plan.model.dim, spec.kv_rank + spec.rope_dim
+    out = spec.num_heads // plan.layout.tp * spec.v_dim
+    yield from 2 * all_gather(inner_group, inner, column * queries)
+    yield from reduce_scatter(inner_group, inner, sum_column * queries)
+    yield from all_to_all(inner_group, inner, column * out)
+    yield from all_to_all(inner_group, inner, column * 2 * out)
+    if cp_comm == "all_gather":
+        yield from 2 * all_gather(outer_group, outer, column * latents)
+        yield from reduce_scatter(outer_group, outer, sum_column * latents)
+        return
+    yield from 2 * outer * all_gather(inner_group, inner, column * latents)
+    yield from outer * reduce_scatter(inner_group, inner, sum_column * latents)
+    yield from [(outer_group, "send", column * latents)] * (2 * (outer - 1))
+    yield from [(outer_group, "send", sum_column * latents)] * (outer - 1)
 
 
 def _attention_columns(spec: GqaSpec | MlaSpec, tp: int) -> tuple[int, int, int, int]:
