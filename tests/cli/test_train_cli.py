@@ -114,6 +114,10 @@ def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.Captu
         (["knobs.precision=fp8-tensor"], "engine-has-knob"),
         (["model=nemotron-3-nano"], "stack-runs-family"),
         (["run.cores=999"], "cores-exist"),
+        (["run.cores=3-1"], "cores-exist"),
+        (["cluster.gpus=4", "job.global_batch=4", "job.micro_batch=1", "run.cores=0-1;2-3"], "cores-exist"),
+        (["knobs.optimizer_dtype=fp8"], "engine-has-knob"),
+        (["knobs.optimizer_dtype=fp16"], "engine-has-knob"),
         (["job.data=/no/such/shard.tok"], "shard-readable"),
         (["job.global_batch=7"], "batch-divides-dp"),
     ],
@@ -216,3 +220,23 @@ def test_every_finding_of_the_engine_explains_itself() -> None:
     slugs = set(re.findall(r'(?:rule=|_(?:refuse|one|finding)\(\s*)"([a-z]+(?:-[a-z]+)+)"', text))
     assert len(slugs) > 10
     assert [slug for slug in sorted(slugs) if explain(slug) is None] == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_moments_in_each_dtype_that_is_not_refused(dtype: str, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", "job.steps=2", f"knobs.optimizer_dtype={dtype}") == 0
+
+
+def test_a_run_stops_at_a_step_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", RECIPE, *SHORT, "job.steps=4", "--run", str(tmp_path / "run")]
+    assert main([*words, "--stop-at", "2"]) == 0
+    assert "stopped at step 2 of 4" in capsys.readouterr().out
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "resuming behind step 2 of 4" in err
+    assert "finished at step 4 of 4" in out
+
+
+def test_a_run_says_how_many_threads_it_chose_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "run", "job.steps=1") == 0
+    assert "CPU threads of a rank: 1 (as --threads says)" in capsys.readouterr().err

@@ -483,6 +483,12 @@ def test_all_findings_at_once() -> None:
     [
         ("comm_overlap.overlap_moe_expert_parallel_comm", True, "knobs.ep_overlap", True),
         ("overlap_moe_expert_parallel_comm", True, "knobs.ep_overlap", True),
+        ("optimizer.adam_beta1", 0.8, "job.adam_beta1", 0.8),
+        ("optimizer.adam_beta2", 0.98, "job.adam_beta2", 0.98),
+        ("optimizer.adam_eps", 1e-5, "job.adam_eps", 1e-5),
+        ("model.mtp_loss_scaling_factor", 0.1, "job.mtp_weight", 0.1),
+        ("optimizer.initial_loss_scale", 65536.0, "job.initial_loss_scale", 65536.0),
+        ("optimizer.loss_scale_window", 500, "job.loss_scale_window", 500),
         ("--overlap-moe-expert-parallel-comm", True, "knobs.ep_overlap", True),
         ("model.expert_model_parallel_size", 8, "layout.ep", 8),
         ("cfg.model.expert_model_parallel_size", 8, "layout.ep", 8),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
+from threefold.engine.run.cpu_affinity import AUTO, core_sets
+from threefold.engine.run.cpu_threads import sleep_while_waiting
 from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
@@ -21,7 +23,12 @@ TARGET = "threefold"  # whatever stack the plan is for: it is judged by the limi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument("--run", type=Path, help="the run's folder (default: runs/PLAN-HASH)")
-    parser.add_argument("--threads", type=int, help="CPU threads to compute with (default: all, shared by the ranks)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of a rank (default: the cores over the ranks, fewer for small models)"
+    )
+    parser.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="save and stop behind this step; the same command goes on later"
+    )
     parser.add_argument("--nproc", type=int, help="ranks to start on this machine (default: cluster.gpus)")
     parser.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="starts after failures of ranks (default 3)"
@@ -29,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("threads", 1), ("nproc", 1), ("max_restarts", 0)):
+    for name, least in (("threads", 1), ("nproc", 1), ("max_restarts", 0), ("stop_at", 1)):
         given = getattr(args, name)
         if given is not None and given < least:
             print(f"threefold train: --{name.replace('_', '-')} {given} is below {least}", file=sys.stderr)
             return 2
+    sleep_while_waiting(os.environ)
     try:
         place = rank_environment(os.environ)
         if place is None or place.size == 1:
@@ -97,11 +105,11 @@ def _say_changes(given: Plan, plan: Plan) -> None:
 
 
 def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
-    from threefold.engine.dist.join import join, leave
-    from threefold.engine.train import train
+    from threefold.engine.dist.join import leave
+    from threefold.engine.train import enter_world, train
 
-    world = join(plan, timeout_seconds=4 * plan.run.hang_seconds or None)  # the watch speaks first
-    trainer = train(plan, folder, threads=args.threads, world=world)
+    world = enter_world(plan)
+    trainer = train(plan, folder, threads=args.threads, world=world, stop_at=args.stop_at)
     leave()
     done = trainer.step >= plan.job.steps
     if world.is_leader:
@@ -124,8 +132,11 @@ def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
             advice="start them on the cluster: `threefold launch --slurm` writes a script, --torchrun the commands",
         )
         return print_findings([finding], args.json)
+    if plan.run.cores and plan.run.cores != AUTO:
+        core_sets(plan.run.cores, ranks)  # one finding here, and not one a rank
     words = [args.plan, *args.overrides, "--run", str(folder)]
     words += ["--threads", str(args.threads)] if args.threads else []
+    words += ["--stop-at", str(args.stop_at)] if args.stop_at else []
     words += ["--target", args.target] if args.target else []
     words += ["--json"] if args.json else []
     argv = [sys.executable, "-m", "threefold", "train", *words]

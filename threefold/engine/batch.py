@@ -16,9 +16,11 @@ class Batch:
 
     Labels are shifted already: label i is the token after token i, and -100 where nothing is learned. With packed
     documents, `documents_BS` numbers the documents of each sequence from 0 and `positions_BS` restarts in each.
+    `lengths` are the tokens of each sequence that are no padding; None where there is none.
     """
 
     tokens_BS: Tensor
     labels_BS: Tensor
     documents_BS: Tensor | None = None
     positions_BS: Tensor | None = None
+    lengths: tuple[int, ...] | None = None

@@ -23,6 +23,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.experts import Experts
 from threefold.engine.optim.adamw import AdamW
+from threefold.engine.optim.loss_scaler import LossScaler
 from threefold.engine.optim.muon import Muon
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
@@ -54,6 +55,7 @@ class Parts:
     mesh: Mesh
     loader: Loader | None = None
     held_out: Loader | None = None
+    loss_scaler: LossScaler | None = None  # of an fp16 model
 
     @property
     def model(self) -> Decoder:
@@ -88,6 +90,7 @@ def options_of(plan: Plan) -> Options:
         aux_loss=job.aux_loss,
         seq_aux_loss=job.seq_aux_loss,
         z_loss=job.z_loss,
+        mtp_loss=job.mtp_weight,
         capacity_factor=job.capacity_factor if job.capacity_scope == "expert" else None,
         forced_balance=job.routing == "forced-balance",
         shared_overlap=plan.knobs.shared_expert_overlap,
@@ -124,7 +127,9 @@ def build(
     chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan), seed)
     _count_uses(plan, chunks, data)
     optimizer = _optimizer(plan, mesh, chunks, data)
-    parts = Parts(chunks, _runner(plan, mesh, chunks, dtype or dtype_of(plan)), data, optimizer, mesh)
+    dtype = dtype or dtype_of(plan)
+    scaler = LossScaler(plan.job.initial_loss_scale, plan.job.loss_scale_window) if dtype == torch.float16 else None
+    parts = Parts(chunks, _runner(plan, mesh, chunks, dtype), data, optimizer, mesh, loss_scaler=scaler)
     return replace(parts, loader=_loader(plan, mesh), held_out=_held_out(plan, mesh)) if with_data else parts
 
 
@@ -137,7 +142,8 @@ def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
 def _model_and_data(
     plan: Plan, mesh: Mesh, dtype: torch.dtype, options: Options, seed: int | None
 ) -> tuple[dict[int, Decoder], SingleRank | Zero1 | Fsdp]:
-    settings = replace(data_parallel_settings(plan.knobs, mesh.device), grad_accumulation_fusion=_fuses(plan))
+    fuses = plan.knobs.grad_accum_fusion and why_not_fused(plan) is None
+    settings = replace(data_parallel_settings(plan.knobs, mesh.device), grad_accumulation_fusion=fuses)
     # The gradients of one microbatch need no sum; those of several are summed in the dtype that the plan names.
     sums_wider = plan.num_microbatches > 1 and torch.promote_types(dtype, settings.grad_dtype) != dtype
     if plan.layout.gpus == 1 and not mesh.with_single_rank_groups and not sums_wider:
@@ -153,10 +159,11 @@ def _model_and_data(
     )
 
 
-def _fuses(plan: Plan) -> bool:
-    """Whether weight-gradient GEMMs add into the gradient buffer: not in a pipeline, nor with CUDA graphs."""
-    knobs = plan.knobs
-    return knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and plan.layout.pp == 1 and not knobs.graphs
+def why_not_fused(plan: Plan) -> str | None:
+    """Why weight-gradient GEMMs cannot add into the gradient buffer; None where they can."""
+    if plan.knobs.data_parallel != "zero1":
+        return f"{plan.knobs.data_parallel} reduces the gradients that autograd makes"
+    return "CUDA graphs record the gradients that autograd makes" if plan.knobs.graphs else None
 
 
 def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp) -> None:
@@ -177,12 +184,14 @@ def _runner(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], dtype: torch.dty
 
 
 def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp) -> AdamW | Muon:
-    decay, state_dtype, master = plan.job.weight_decay, plan.knobs.optimizer_dtype, plan.knobs.master_weights
+    job, knobs = plan.job, plan.knobs
+    decay, state_dtype, master = job.weight_decay, knobs.optimizer_dtype, knobs.master_weights
+    betas, eps = (job.adam_beta1, job.adam_beta2), job.adam_eps
     named = next(iter(chunks.values())).named_parameters() if isinstance(data, SingleRank) else data.updated
-    if plan.job.optimizer == "adamw":
-        return AdamW(named, decay, state_dtype, master=master, offload=plan.knobs.optimizer_offload)
+    if job.optimizer == "adamw":
+        return AdamW(named, decay, state_dtype, betas, eps, master=master, offload=knobs.optimizer_offload)
     gatherer = None if isinstance(data, SingleRank) else FullMatrices(data, partial(shard_group, mesh))
-    return Muon(named, decay, state_dtype, gatherer=gatherer, master=master)
+    return Muon(named, decay, state_dtype, betas=betas, eps=eps, gatherer=gatherer, master=master)
 
 
 def _loader(plan: Plan, mesh: Mesh, evaluation: bool = False) -> Loader:

@@ -149,8 +149,8 @@ EXPLANATIONS = {
     "cores-exist": Explanation(
         what="The cores of run.cores are there.",
         why="A process pinned to no core does not run.",
-        confirm="Count the cores of the machine.",
-        fix="Write cores as 0-7,16.",
+        confirm="Count the cores of the machine, and its ranks where a set is written for each.",
+        fix="Write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto.",
     ),
     "ranks-meet": Explanation(
         what="Ranks know who they are and where to meet, from torchrun's or Slurm's variables.",
@@ -232,6 +232,12 @@ EXPLANATIONS = {
         why="A rehearsal allocates what the run would, so that a peak over the memory ends the run in its first step.",
         confirm="`threefold dry-run` prints the peak by term and its largest tensors.",
         fix="What the message says of the largest term.",
+    ),
+    "collectives-match": Explanation(
+        what="All ranks of a process group call the same collectives in the same order, and messages find a receiver.",
+        why="Otherwise ranks wait for each other until the watchdog ends the run, or read a tensor as another one.",
+        confirm="`threefold dry-run PLAN --ranks all` names the first call, its ranks and their lines.",
+        fix="It is a fault of the engine: report it with the plan. Meanwhile do without what the named modules share.",
     ),
     "rehearsal-is-whole": Explanation(
         what="A rehearsal covers the whole plan.",

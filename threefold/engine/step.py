@@ -35,15 +35,19 @@ class StepResult:
     applied: bool  # False where loss or gradients were not finite, and nothing was changed
     aux: dict[str, float]  # other losses and router metrics, by name
     load_LE: Tensor | None = None  # tokens of each expert, on the device
+    loss_scale: float | None = None  # with which fp16 gradients were computed
+    overflowed: bool = False  # fp16 gradients were not finite at this scale: a smaller one is tried
 
 
 def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepResult:
     """Forward and backward over the microbatches, clip, update. The loss is the mean over all labels of the step."""
+    scaler = parts.loss_scaler
+    scale = scaler.scale if scaler else None
     share_M, labels = count_labels(parts, batches)
     parts.data.begin_step(len(batches))
-    sums = parts.runner.run(batches, list(share_M))
+    sums = parts.runner.run(batches, list(share_M if scale is None else share_M * scale))
     parts.data.finish_grad_sync()
-    seen = add_over_ranks(parts, sums, parts.data.grad_sum_of_squares())
+    seen = unscale(add_over_ranks(parts, sums, parts.data.grad_sum_of_squares()), scale)
     norm = seen.pop("squares").sqrt()
     factor = clip(parts, norm, job)
     reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, len(batches))})
@@ -55,11 +59,24 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
     aux = reading.values()
     loss, norm_value, num_labels = (aux.pop(name) for name in ("ce", "norm", "labels"))
     applied = math.isfinite(loss) and math.isfinite(norm_value)
+    overflowed = scaler is not None and math.isfinite(loss) and not applied and scaler.can_shrink
     if early and not applied:
         parts.optimizer.steps -= 1
     if applied and not early:
-        update(parts, seen, lr, job, None)
-    return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"))
+        update(parts, seen, lr, job, factor if scaler else None)
+    if scaler and (applied or overflowed):
+        scaler.update(overflowed)
+    return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed)
+
+
+def unscale(seen: StepSums, scale: float | None) -> StepSums:
+    """The losses and the sum of squared gradients as they would be without the loss scale."""
+    if scale is None:
+        return seen
+    powers = {"squares": 2}
+    return StepSums(
+        {name: value / scale ** powers.get(name, 1) if value.dim() == 0 else value for name, value in seen.items()}
+    )
 
 
 def update(parts: Parts, seen: StepSums, lr: float, job: Job, factor: Any) -> None:
@@ -104,8 +121,14 @@ class AsyncRead:
 
 
 def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:
-    """The factor that clips gradients. It is applied here, unless the optimizer multiplies by it as it reads them."""
+    """The factor that clips gradients, and divides them by the loss scale.
+
+    It is applied here, unless the optimizer multiplies by it as it reads them. With a loss scale the optimizer always
+    does: in fp16 small gradients would be 0 without the scale.
+    """
     factor = torch.clamp(job.clip_norm / (norm + 1e-6), max=1.0) if job.clip_norm > 0 else torch.ones_like(norm)
+    if parts.loss_scaler:
+        return factor / parts.loss_scaler.scale
     if job.clip_norm > 0 and not parts.optimizer.uses_fused_kernel:
         parts.data.scale_grads(factor)
     return factor

@@ -1,7 +1,7 @@
 """The training loop: batches, steps, evaluation, saving, stopping. `threefold train` calls `train` on every rank."""
 
 import gc
-import resource
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from threefold.engine.batch import Batch
-from threefold.engine.build import build
+from threefold.engine.build import build, device_of, why_not_fused
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.consensus import run_on_first_rank
 from threefold.engine.dist.join import World, join
@@ -22,14 +22,16 @@ from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.cpu_affinity import pin_to_cores
+from threefold.engine.run.cpu_threads import choose_threads
 from threefold.engine.run.folder import CHECKPOINTS, Metrics, append_timing, open_run, write_expert_loads
 from threefold.engine.run.lock import RunLock
 from threefold.engine.run.progress_display import NULL_STREAM, ExperimentTrackers, Progress
+from threefold.engine.run.throughput import Throughput
 from threefold.engine.step import StepResult, count_labels, train_step
 from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
-from threefold.spec.flops import flops_per_token
+from threefold.plan.ranks import rank_environment
 
 
 def train(
@@ -38,15 +40,15 @@ def train(
     say: Callable[[str], None] | None = None,
     threads: int | None = None,
     world: World | None = None,
+    stop_at: int | None = None,
 ) -> TrainState:
-    """Run a plan to its last step, or go on with the run in the folder. Every rank of `world` calls it alike."""
-    if threads:
-        torch.set_num_threads(threads)
-    if plan.run.cores:
-        pin_to_cores(plan.run.cores)
-    world = world or join(
-        plan, timeout_seconds=4 * plan.run.hang_seconds or None
-    )  # the watchdog reports a hang before torch does
+    """Run a plan to its last step, or go on with the run in the folder. Every rank of `world` calls it alike.
+
+    With `stop_at` the run stops and saves behind that step, as it does after SIGTERM.
+    """
+    world = world or enter_world(plan)
+    num_threads, why = choose_threads(plan, _local_size(), threads, world.device.type == "cuda")
+    torch.set_num_threads(num_threads)
     mesh = Mesh(plan.layout, world.rank, world.device)
     apart = mesh.checkpoint_group()
     with ExitStack() as ending:  # each part is closed, whatever the others raise
@@ -62,7 +64,10 @@ def train(
         state = TrainState(
             plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep, apart), world, watchdog
         )
+        state.stop_at = stop_at
         start_or_resume(state, tell)
+        tell(f"CPU threads of a rank: {num_threads} ({why})")
+        _say_what_is_off(plan, tell)
         boards = (plan.run.tensorboard, plan.run.wandb) if world.is_leader else (False, None)
         board = ExperimentTrackers(folder, *boards, dict(plan.written), tell)
         ending.callback(board.close)
@@ -71,6 +76,22 @@ def train(
             ending.callback(metrics.close)
         _run(state, metrics, board, progress, tell)
     return state
+
+
+def enter_world(plan: Plan) -> World:
+    """Pin this process to its cores and join the other ranks. Threads that are started later stay on those cores."""
+    if plan.run.cores:
+        env = rank_environment(os.environ)
+        place = (env.local_rank, env.local_size) if env else (0, 1)
+        pin_to_cores(plan.run.cores, *place, on_gpu=device_of(plan).type == "cuda")
+    return join(
+        plan, timeout_seconds=4 * plan.run.hang_seconds or None
+    )  # the watchdog reports a hang before torch does
+
+
+def _local_size() -> int:
+    env = rank_environment(os.environ)
+    return env.local_size if env else 1
 
 
 def _run(
@@ -97,6 +118,13 @@ def _run(
         tell(state.parts.runner.graph_stats.summary())
 
 
+def _say_what_is_off(plan: Plan, tell: Callable[[str], None]) -> None:
+    """Say which knob of the plan has no effect in this layout."""
+    reason = why_not_fused(plan)
+    if plan.knobs.grad_accum_fusion and reason and plan.knobs.precision != "fp32":
+        tell(f"weight gradients are not added in their GEMMs (knobs.grad_accum_fusion): {reason}")
+
+
 def _watchdog(plan: Plan, world: World) -> AbstractContextManager[Watchdog | None]:
     if world.store is None or not plan.run.hang_seconds:
         return nullcontext()
@@ -106,7 +134,7 @@ def _watchdog(plan: Plan, world: World) -> AbstractContextManager[Watchdog | Non
 def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers, progress: Progress) -> None:
     plan, parts = state.plan, state.parts
     assert parts.loader is not None
-    flops = flops_per_token(plan.model, plan.job.seq_len, plan.mtp)
+    throughput = Throughput(plan, parts.mesh)
     while state.step < plan.job.steps and not _agree_to_stop(state, metrics):
         began = time.perf_counter()
         if state.watchdog:
@@ -114,10 +142,10 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         batches = [to_device(parts.loader.batch(state.step, m), parts.device) for m in range(plan.num_microbatches)]
         lr = learning_rate(plan.job, state.step)
         result = train_step(parts, batches, lr, plan.job)
-        if not result.applied:
-            state.bad_steps += 1
-            progress.say(f"step {state.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: skipped")
-        values = _step_metrics(state, result, lr, time.perf_counter() - began, flops)
+        _count_skipped(state, result, progress)
+        work = throughput.count_work(batches)
+        seconds = time.perf_counter() - began
+        values = _step_metrics(state, result, lr, seconds, throughput.metrics(work, seconds))
         if state.step % plan.run.log_every == 0 or state.step == plan.job.steps - 1:
             if metrics:
                 metrics.write(values)
@@ -126,16 +154,34 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         state.last, state.load_LE = values, result.load_LE
         state.seconds.append(values["seconds"])
         state.step += 1
-        if state.bad_steps > plan.run.bad_steps and not result.applied:
+        if state.bad_steps > plan.run.bad_steps and not result.applied and not result.overflowed:
             raise _too_many_bad(state)
         with state.during("evaluating or saving"):
             _at_intervals(state, metrics, progress)
 
 
+def _count_skipped(state: TrainState, result: StepResult, progress: Progress) -> None:
+    """Count a step that changed nothing. One that overflowed in fp16 is no bad step: the loss scale was too large."""
+    if result.applied:
+        return
+    head = f"step {state.step + 1}:"
+    if result.overflowed:
+        assert state.parts.loss_scaler is not None
+        state.overflow_steps += 1
+        progress.say(
+            f"{head} gradients overflow at loss scale {result.loss_scale:g}: skipped, "
+            f"next {state.parts.loss_scaler.scale:g}"
+        )
+        return
+    state.bad_steps += 1
+    progress.say(f"{head} loss {result.loss}, gradient norm {result.grad_norm}: skipped")
+
+
 def _agree_to_stop(state: TrainState, metrics: Metrics | None) -> bool:
     """Whether any rank was asked to stop or cannot write its metrics any more: all ranks stop after the same step."""
     mute = metrics is not None and metrics.problem is not None
-    asked = torch.tensor(int(state.asked_to_stop or mute), device=state.parts.device)
+    is_there = state.stop_at is not None and state.step >= state.stop_at
+    asked = torch.tensor(int(state.asked_to_stop or mute or is_there), device=state.parts.device)
     all_reduce(asked, state.parts.mesh.world, "max").wait()
     state.stopping = bool(asked)
     return state.stopping
@@ -201,27 +247,22 @@ def _too_many_bad(state: TrainState) -> FindingsError:
     return FindingsError([found])
 
 
-def _step_metrics(state: TrainState, result: StepResult, lr: float, seconds: float, flops: float) -> dict[str, Any]:
-    tokens = state.plan.tokens_per_step
+def _step_metrics(
+    state: TrainState, result: StepResult, lr: float, seconds: float, speed: dict[str, Any]
+) -> dict[str, Any]:
+    scaling = {"loss_scale": result.loss_scale, "overflow_steps": state.overflow_steps}
     return {
         "step": state.step,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": lr,
         "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "tflops": flops * tokens / seconds / 1e12,
-        "memory_bytes": _peak_memory_bytes(state.parts.device),
+        **speed,
         "skipped_steps": state.bad_steps,
+        **({} if result.loss_scale is None else scaling),
         **(state.parts.runner.graph_stats.metrics() if state.parts.runner.graph_stats else {}),
         **result.aux,
     }
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager

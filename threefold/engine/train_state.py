@@ -1,7 +1,7 @@
 """The state of a run on one rank: what is saved and loaded, where it resumes, and what the loop counts.
 
 `train.py` advances it step by step. A checkpoint holds `model.*` (weights and router biases), `optimizer.*`, `rng.*`
-and a few facts: the step, the number of skipped steps, and the position in the data.
+and a few facts: the step, the number of skipped steps, the position in the data, and fp16's loss scale.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,9 @@ class TrainState:
     watchdog: Watchdog | None = None
     step: int = 0  # steps that are done
     bad_steps: int = 0  # steps whose loss or gradient was not finite, and which changed nothing
+    overflow_steps: int = 0  # steps that changed nothing because fp16's loss scale was too large
     asked_to_stop: bool = False  # set by the signal handler of this rank and by nothing else, so that no signal is lost
+    stop_at: int | None = None  # the step behind which the run stops as if it were asked to
     stopping: bool = False  # agreed by all ranks between two steps
     last: dict[str, Any] = field(default_factory=dict)  # metrics of the last step
     seconds: list[float] = field(default_factory=list)  # duration of each step since the start or resume
@@ -97,7 +99,10 @@ class TrainState:
 
     def facts(self) -> dict[str, Any]:
         assert self.parts.loader is not None
-        return {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
+        facts = {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
+        if self.parts.loss_scaler:
+            facts |= {"loss_scaler": self.parts.loss_scaler.state(), "overflow_steps": self.overflow_steps}
+        return facts
 
     def restore(self, found: Tensors, facts: dict[str, Any]) -> None:
         """Take over counters and random state after the tensors were filled in place."""
@@ -106,6 +111,9 @@ class TrainState:
         restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
         self.parts.loader.load_state(facts["loader"])
         self.step, self.bad_steps = int(facts["step"]), int(facts["bad_steps"])
+        if self.parts.loss_scaler and "loss_scaler" in facts:  # runs of earlier versions have none
+            self.parts.loss_scaler.load_state(facts["loss_scaler"])
+            self.overflow_steps = int(facts["overflow_steps"])
 
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Tell the watchdog of a phase beside the steps, which may take as long as it likes."""

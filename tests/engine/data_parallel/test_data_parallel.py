@@ -409,7 +409,8 @@ def shared_gradients(rank: int, kind: str) -> tuple[dict[str, Any], dict[str, An
         mesh = Mesh(layout, rank)
         here = mesh.coordinate("pp")
         tied = replicated((11, 10), ("dp", "cp", "tp"))
-        where = {"embed.weight": replace(tied, also_on_pp_ranks=(1 - here,) if layout.pp > 1 else ())}
+        others = (1 - here,) if layout.pp > 1 else ()
+        where = {"embed.weight": replace(tied, also_on_pp_ranks=others, in_several_chunks=layout.pp == 1)}
         where |= {f"{name}.weight": replicated((7,), ("dp", "cp", "tp")) for name in ("first", "last")}
         embed = leaf("embed", (11, 10))
         chunks = [

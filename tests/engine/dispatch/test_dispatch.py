@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher
+from threefold.engine.dispatch.async_exchange import AsyncExchange, finish_exchange, start_exchange
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.dispatch.select import make_dispatcher
 from threefold.engine.dispatch.split_sizes import RowCounts
@@ -469,3 +470,17 @@ def counts_on_second_communicator(rank: int) -> list[bool]:
 def test_counts_have_a_communicator_of_their_own() -> None:
     for found in run_ranks(2, counts_on_second_communicator):
         assert all(found), found
+
+
+def test_gradients_that_were_sent_take_no_memory() -> None:
+    """Autograd holds on to what the node that starts the exchange of gradients returns, until the rest has run."""
+    received = torch.ones(3, 4)
+    exchange = AsyncExchange(lambda x: ([x * 2], lambda: None), lambda grad: ([received], lambda: None))
+    x = torch.zeros(3, 4, requires_grad=True)
+    (started,) = start_exchange(exchange, x)
+    (arrived,) = finish_exchange(exchange, started)
+    sent: list[torch.Tensor] = []
+    started.register_hook(sent.append)
+    arrived.backward(torch.full((3, 4), 5.0))
+    assert torch.equal(x.grad, received)
+    assert sent[0].untyped_storage().nbytes() == sent[0].element_size()

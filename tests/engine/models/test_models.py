@@ -17,8 +17,10 @@ from tiny_models import FAMILIES, config_of, spec_of
 
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
+from threefold.engine.models import families
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.moe.experts import ACTIVATIONS
 from threefold.engine.moe.router import Router
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.read_hf import read_hf
@@ -26,6 +28,7 @@ from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError
 from threefold.spec.hf import model_from_config
 from threefold.spec.models import MODELS
+from threefold.spec.stacks import ENGINE_ACTIVATIONS, STACKS
 
 # Hugging Face's plainest code; its grouped product refuses odd sizes.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -265,3 +268,9 @@ def test_runs_on_fake_tensors(family: str) -> None:
         tokens = torch.zeros(2, 13, dtype=torch.long)
         engine(tokens, tokens).loss.backward()
         assert all(parameter.grad is not None for parameter in engine.parameters())
+
+
+def test_the_table_of_what_the_engine_has_is_the_engine_s_own() -> None:
+    """`rules` and `search` judge by it without torch."""
+    assert STACKS["threefold"].families == set(families.FAMILIES)
+    assert set(ENGINE_ACTIVATIONS) == set(ACTIVATIONS)

@@ -44,5 +44,7 @@ def accumulate_gemm(total_OI: Tensor | None, a_OR: Tensor, b_RI: Tensor, dtype: 
         if total_OI is None:
             return torch.mm(a_OR, b_RI, out_dtype=dtype)
         return torch.addmm(total_OI, a_OR, b_RI, out_dtype=dtype, out=total_OI)
+    if a_OR.dtype == torch.float16:  # a CPU would round the result to fp16, where long sums overflow
+        a_OR, b_RI = a_OR.to(dtype), b_RI.to(dtype)
     gemm_OI = a_OR @ b_RI
     return gemm_OI.to(dtype) if total_OI is None else total_OI.add_(gemm_OI)

@@ -200,6 +200,8 @@ def _stack(rows: list[Sample], length: int) -> Batch:
     def stacked(name: str) -> Tensor:
         return torch.from_numpy(np.stack([getattr(row, name)[:length] for row in rows]))
 
+    lengths = tuple(len(row.tokens_S) - row.num_padding for row in rows)
+    tokens_BS, labels_BS = stacked("tokens_S"), stacked("labels_S")
     if rows[0].documents_S is None:
-        return Batch(stacked("tokens_S"), stacked("labels_S"))
-    return Batch(stacked("tokens_S"), stacked("labels_S"), stacked("documents_S"), stacked("positions_S"))
+        return Batch(tokens_BS, labels_BS, lengths=lengths)
+    return Batch(tokens_BS, labels_BS, stacked("documents_S"), stacked("positions_S"), lengths)

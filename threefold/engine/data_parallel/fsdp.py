@@ -53,8 +53,11 @@ class Fsdp:
     ) -> None:
         entries = collect_entries(chunks, placements)
         self.zero = norm_zero((entry.parameter for entry in entries), settings.device)
+        # Whether several chunks use a parameter is asked of all pipeline ranks, because all its ranks must shard alike.
         sharded = [
-            entry for entry in entries if len(entry.chunks) == 1 and not shards_of(entry.placement).shards.is_trivial
+            entry
+            for entry in entries
+            if not entry.placement.in_several_chunks and not shards_of(entry.placement).shards.is_trivial
         ]
         wrapper = FsdpWrapper(
             {entry.parameter: shards_of(entry.placement) for entry in sharded}, device_mesh, settings, policy

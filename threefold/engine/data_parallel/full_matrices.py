@@ -19,7 +19,7 @@ from threefold.engine.optim.optimizer_targets import OptimizerParam, is_matrix
 
 Ranges = tuple[tuple[Range, ...], ...]
 ShardInfo = tuple[Ranges, bool]  # where a rank's shard of a matrix lies, and whether the rank owns any of it
-_INFO_WORDS = 64  # integers that carry one ShardInfo
+INFO_WORDS = 64  # integers that carry one ShardInfo
 
 
 class ShardedMatrix:
@@ -114,17 +114,17 @@ def exchange_shard_info(
     """All-gather where each rank's shards lie and whether the rank owns any of each; one list for each rank."""
     rows = [_encode(placement.ranges, name in owned) for name, placement in placements.items()]
     mine = torch.tensor(rows, device=device)
-    every = mine.new_empty(group.size * len(rows), _INFO_WORDS)
+    every = mine.new_empty(group.size * len(rows), INFO_WORDS)
     all_gather(every, mine, group).wait()
-    return [list(map(_decode, rank)) for rank in every.view(group.size, len(rows), _INFO_WORDS).tolist()]
+    return [list(map(_decode, rank)) for rank in every.view(group.size, len(rows), INFO_WORDS).tolist()]
 
 
 def _encode(ranges: Ranges, owns: bool) -> list[int]:
     words = [int(owns), len(ranges)]
     for parts in ranges:
         words += [len(parts), *(end for part in parts for end in part)]
-    assert len(words) <= _INFO_WORDS, ranges
-    return words + [0] * (_INFO_WORDS - len(words))
+    assert len(words) <= INFO_WORDS, ranges
+    return words + [0] * (INFO_WORDS - len(words))
 
 
 def _decode(words: list[int]) -> ShardInfo:

@@ -81,7 +81,9 @@ class _FinishExchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.exchange.start_backward(grads)
-        return None, *grads
+        # The node of `start_exchange` takes what was received. Autograd holds on to what is returned here, so it gets
+        # gradients that take no memory.
+        return None, *(grad.new_zeros(()).expand_as(grad) for grad in grads)
 
 
 def all_to_all_exchange(group: Group, sizes: Sequence[int], out_sizes: Sequence[int]) -> AsyncExchange | None:

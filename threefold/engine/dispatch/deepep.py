@@ -41,13 +41,15 @@ class DeepEpDispatcher(FlexDispatcher):
             self.buffers = ClassicBuffers(buffer_class, ep.handle, num_experts, num_sms)
 
     def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: FlexState) -> tuple[Tensor, Tensor]:
+        arrival, expert_TK = state.arrival, state.expert_TK
+
         def forward(x_TD: Tensor, weight_TK: Tensor) -> tuple[Sequence[Tensor], Wait]:
-            received = self.buffers.dispatch(x_TD, state.expert_TK, weight_TK)
-            state.handle, state.received = received.handle, (received.expert_NK, received.counts)
+            received = self.buffers.dispatch(x_TD, expert_TK, weight_TK)
+            arrival.handle, arrival.received = received.handle, (received.expert_NK, received.counts)
             return (received.x_ND, received.weight_NK), received.wait
 
         def backward(grad_ND: Tensor, grad_NK: Tensor) -> tuple[Sequence[Tensor], Wait]:
-            x_TD, weight_TK, wait = self.buffers.combine(grad_ND.contiguous(), grad_NK.contiguous(), state.handle)
+            x_TD, weight_TK, wait = self.buffers.combine(grad_ND.contiguous(), grad_NK.contiguous(), arrival.handle)
             assert weight_TK is not None
             return (x_TD, weight_TK), wait
 
@@ -56,23 +58,26 @@ class DeepEpDispatcher(FlexDispatcher):
         return x_ND, weight_NK
 
     def permute(self, x: Tensor, weight: Tensor, state: FlexState) -> tuple[Tensor, Tensor, Tensor]:
-        expert_NK, counts = state.received
+        expert_NK, counts = state.arrival.received
+        state.arrival.received = None  # the sorted rows say it all from here on
         rows, _ = sort_with_drops(expert_NK.long(), len(counts))
-        state.received = rows = rows.truncate(sum(counts))
+        state.sorted_rows = rows = rows.truncate(sum(counts))
         count_e = torch.tensor(counts, dtype=torch.long).to(x.device, non_blocking=True)
         return rows.permute_tokens(x), rows.permute_weights(weight), count_e
 
     def unpermute(self, y_PD: Tensor, state: FlexState) -> Tensor:
-        summed: Tensor = state.received.unpermute_sum(y_PD)
+        summed: Tensor = state.sorted_rows.unpermute_sum(y_PD)
         return summed
 
     def make_combine_exchange(self, state: FlexState) -> AsyncExchange:
+        arrival = state.arrival
+
         def forward(y_ND: Tensor) -> tuple[Sequence[Tensor], Wait]:
-            y_TD, _, wait = self.buffers.combine(y_ND.contiguous(), None, state.handle)
+            y_TD, _, wait = self.buffers.combine(y_ND.contiguous(), None, arrival.handle)
             return (y_TD,), wait
 
         def backward(grad_TD: Tensor) -> tuple[Sequence[Tensor], Wait]:
-            grad_ND, wait = self.buffers.dispatch_with_handle(grad_TD.contiguous(), state.handle)
+            grad_ND, wait = self.buffers.dispatch_with_handle(grad_TD.contiguous(), arrival.handle)
             return (grad_ND,), wait
 
         return AsyncExchange(forward, backward)

@@ -8,7 +8,7 @@ D model dim.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +24,25 @@ from threefold.engine.dist.mesh import Group
 
 
 @dataclass
+class Arrival:
+    """What the package told of the rows that arrived.
+
+    The functions of an exchange hold this and not the state. The state holds the exchange, and a cycle would keep the
+    tensors of both until Python's garbage collector runs.
+    """
+
+    handle: Any = None  # the package's own record of which row went where
+    received: Any = None  # what the subclass needs to know of the rows received
+
+
+@dataclass
 class FlexState:
     """The state of one microbatch's dispatch; the phases fill it in one after another."""
 
     expert_TK: Tensor  # -1: this copy of the token is dropped
     num_dropped: Tensor | None
-    handle: Any = None  # the package's own record of which row went where
-    received: Any = None  # what the subclass needs to know of the rows received
+    arrival: Arrival = field(default_factory=Arrival)
+    sorted_rows: Any = None  # how the subclass sorted the rows by local expert, if it did
     dispatch_exchange: AsyncExchange | None = None
     combine_exchange: AsyncExchange | None = None
     received_rows: ReceivedRows | None = None  # with ETP: rows of the other slices

@@ -64,16 +64,18 @@ class HybridEpDispatcher(FlexDispatcher):
         weight_TE = weight_TE.scatter_add(1, expert_TK, weight_TK.masked_fill(~kept_TK, 0))
         routed_TE = torch.zeros_like(weight_TE, dtype=torch.long).scatter_add_(1, expert_TK, kept_TK.long()).bool()
 
+        arrival = state.arrival
+
         def forward(x_TD: Tensor, weight_TE: Tensor) -> tuple[Sequence[Tensor], Wait]:
-            x_RD, weight_R, _, count_e, state.handle = self._fit(*x_TD.shape).dispatch_with_permute(
+            x_RD, weight_R, _, count_e, arrival.handle = self._fit(*x_TD.shape).dispatch_with_permute(
                 hidden=x_TD, routing_map=routed_TE, probs=weight_TE
             )
-            state.received = count_e, len(x_RD)
+            arrival.received = count_e, len(x_RD)
             return (x_RD, weight_R), _wait
 
         def backward(grad_RD: Tensor, grad_R: Tensor) -> tuple[Sequence[Tensor], Wait]:
             grad_TD, grad_TE = self._buffer.combine_with_unpermute(
-                hidden=grad_RD.contiguous(), probs=grad_R.contiguous(), handle=state.handle
+                hidden=grad_RD.contiguous(), probs=grad_R.contiguous(), handle=arrival.handle
             )
             return (grad_TD, grad_TE), _wait
 
@@ -82,19 +84,21 @@ class HybridEpDispatcher(FlexDispatcher):
         return x_RD, weight_R
 
     def permute(self, x: Tensor, weight: Tensor, state: FlexState) -> tuple[Tensor, Tensor, Tensor]:
-        return x, weight, state.received[0].to(x.device, torch.long)
+        return x, weight, state.arrival.received[0].to(x.device, torch.long)
 
     def unpermute(self, y_PD: Tensor, state: FlexState) -> Tensor:
         return y_PD
 
     def make_combine_exchange(self, state: FlexState) -> AsyncExchange:
+        arrival = state.arrival
+
         def forward(y_RD: Tensor) -> tuple[Sequence[Tensor], Wait]:
-            y_TD, _ = self._buffer.combine_with_unpermute(hidden=y_RD.contiguous(), handle=state.handle)
+            y_TD, _ = self._buffer.combine_with_unpermute(hidden=y_RD.contiguous(), handle=arrival.handle)
             return (y_TD,), _wait
 
         def backward(grad_TD: Tensor) -> tuple[Sequence[Tensor], Wait]:
             grad_RD, *_ = self._buffer.dispatch_with_permute(
-                hidden=grad_TD.contiguous(), handle=state.handle, num_permuted_tokens=state.received[1]
+                hidden=grad_TD.contiguous(), handle=arrival.handle, num_permuted_tokens=arrival.received[1]
             )
             return (grad_RD,), _wait
 

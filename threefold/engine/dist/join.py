@@ -50,9 +50,6 @@ def join(plan: Plan, timeout_seconds: float | None = None, environ: Mapping[str,
     if size != plan.cluster.gpus:
         raise _refuse("cluster.gpus", f"the plan is for {plan.cluster.gpus} ranks, {size} were started")
     device = _device(plan, env)
-    if device.type == "cpu" and env:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // env.local_size))
     if env is None:
         return World(0, 1, 0, device, 0)
     store = _store(env, _address(environ), _port(environ))

@@ -40,7 +40,7 @@ class Group:
 
 
 # All ranks make their groups in this order.
-_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "dp cp", "dp cp tp", "cp tp", "edp etp", "ep etp")
+GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "dp cp", "dp cp tp", "cp tp", "edp etp", "ep etp")
 TRIVIAL_GROUP = Group("alone", (0,), 0, None)
 
 
@@ -63,7 +63,7 @@ class Mesh:
     _second_handles: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)  # by ranks
 
     def __post_init__(self) -> None:
-        for axes in _GROUPS:
+        for axes in GROUPS:
             self.group(*axes.split())
 
     def coordinate(self, axis: str) -> int:

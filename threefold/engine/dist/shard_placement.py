@@ -42,6 +42,7 @@ class Placement:
     replica_axes: tuple[str, ...]  # the axes along which ranks hold the same shard
     also_on_pp_ranks: tuple[int, ...] = ()  # other pipeline ranks that hold the same shard (tied embeddings)
     tp_replicas: int = 1  # neighbours along tp that hold the same shard (replicated key/value heads)
+    in_several_chunks: bool = False  # whether any pipeline rank uses the shard in more than one of its chunks
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -76,6 +76,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = x_TD.new_zeros((), dtype=dtype)
         grad_TD = torch.empty_like(x_TD) if need_x else None
         grad_VD = None
+        # fp16 ends at 65504, and no loss scale has shrunk this sum over all tokens yet.
+        sums_wider = len(x_TD) > chunk or x_TD.dtype == torch.float16
         for start in range(0, len(x_TD), chunk):
             x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
             if vocab_shard is not None:
@@ -92,10 +94,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if need_weight:
                 x_used_CD = x_CD.masked_fill(ignored_C1, 0)
                 grad_VD = (
-                    logits_grad_CV.T @ x_used_CD
-                    if len(x_TD) <= chunk
-                    else accumulate_gemm(grad_VD, logits_grad_CV.T, x_used_CD, dtype)
+                    accumulate_gemm(grad_VD, logits_grad_CV.T, x_used_CD, dtype)
+                    if sums_wider
+                    else logits_grad_CV.T @ x_used_CD
                 )
+                del x_used_CD
             del logits_grad_CV  # before the next chunk makes its own
         if need_weight and grad_VD is None:
             grad_VD = torch.zeros_like(weight_VD)

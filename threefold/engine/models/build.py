@@ -8,12 +8,11 @@ import torch
 from threefold.engine.model_options import Options
 from threefold.engine.models.activation_memory import apply_activation_memory, apply_to_layers
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.models.families import FAMILIES
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.low_precision import apply_low_precision
-from threefold.engine.moe.experts import ACTIVATIONS
 from threefold.findings import Finding, FindingsError
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import ModelSpec
+from threefold.spec.stacks import engine_lacks
 
 
 def build_model(
@@ -43,7 +42,7 @@ def build_model(
 
 def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Options) -> Decoder:
     """A model on the `meta` device: parameters have shapes and no memory. Low precision is applied here."""
-    problems = [Finding(rule="engine-family", at="model", problem=p, advice=a) for p, a in _unsupported(spec)]
+    problems = [Finding(rule="engine-family", at="model", problem=p, advice=a) for p, a in engine_lacks(spec)]
     if problems:
         raise FindingsError(problems)
     with _default_dtype(dtype), torch.device("meta"):
@@ -51,21 +50,6 @@ def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Op
         if options.recipe is not None:
             apply_low_precision(model, options.recipe, options.cache_quantized_weights)
         return model
-
-
-def _unsupported(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """A problem and an advice for each part of the model that the engine cannot run."""
-    if spec.family not in FAMILIES:
-        yield f"the engine has no {spec.family} model", f"choose one of {', '.join(FAMILIES)}"
-    if spec.vision is not None:
-        yield "the engine has no vision encoder", "choose the text model"
-    if isinstance(spec.attention, MlaSpec) and spec.attention.indexer:
-        yield "the engine has no sparse attention", "choose a model without an indexer"
-    if spec.activation not in ACTIVATIONS:
-        yield f"the engine has no activation {spec.activation!r}", f"known: {', '.join(ACTIVATIONS)}"
-    scaling = spec.attention.rope_scaling if spec.attention else None
-    if scaling is not None and scaling.kind != "yarn":
-        yield f"the engine has no rotary scaling {scaling.kind!r}", "use yarn or none"
 
 
 @contextmanager

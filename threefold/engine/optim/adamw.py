@@ -21,7 +21,8 @@ from threefold.engine.optim.optimizer_targets import (
     state_dtype_of,
 )
 
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Without scales of their own, second moments below sixteen bits or in fp16 would be 0 (`engine-has-knob` refuses them).
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class AdamW:
@@ -79,7 +80,8 @@ class AdamW:
     def step(self, lr: float, factor: Tensor | None = None) -> None:
         """Update all parameters that have a gradient.
 
-        `factor` multiplies every gradient within the update; only the fused kernel (`uses_fused_kernel`) takes it.
+        `factor` multiplies every gradient within the update. Where it is NaN, the fused kernel (`uses_fused_kernel`)
+        changes nothing; torch's kernel takes finite factors only, and rounds them to fp32.
         """
         self.steps += 1
         self._factor = factor
@@ -174,6 +176,7 @@ class AdamW:
         decay: float,
     ) -> None:
         count = torch.full((), float(self.steps), device=weights[0].device)
+        scale = None if self._factor is None else self._factor.reciprocal().float()  # torch divides by it
         torch._fused_adamw_(
             weights,
             grads,
@@ -188,6 +191,7 @@ class AdamW:
             eps=self.eps,
             amsgrad=False,
             maximize=False,
+            grad_scale=scale,
         )
 
     def refresh(self) -> None:

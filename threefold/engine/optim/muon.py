@@ -95,14 +95,17 @@ class Muon:
         momentum: float = 0.95,
         gatherer: MatrixGatherer | None = None,
         master: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
     ) -> None:
+        """`betas` and `eps` are those of AdamW, for the parameters that are left to it."""
         all_params = as_optimizer_params(named)
         self.params = [param for param in all_params if uses_muon(param.name, param.matrix)]
         names = {param.name for param in self.params}
-        self.adamw = AdamW(
-            [param for param in all_params if param.name not in names], weight_decay, state_dtype, master=master
-        )
+        rest = [param for param in all_params if param.name not in names]
+        self.adamw = AdamW(rest, weight_decay, state_dtype, betas, eps, master=master)
         self.weight_decay, self.momentum = weight_decay, momentum
+        self._factor: Tensor | None = None
         self.gatherer = gatherer or LocalMatrices()
         self.buffer = {
             param.name: torch.zeros_like(param.value, dtype=state_dtype_of(param, torch.float32))
@@ -126,6 +129,8 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float, factor: Tensor | None = None) -> None:
+        """Update all parameters. `factor` multiplies every gradient within the update."""
+        self._factor = factor
         for param, whole in self.gatherer.full_updates(self.params, self._update):
             size = max(whole.size(-2), whole.size(-1))
             master = self.master.get(param.name, param.value)
@@ -133,12 +138,14 @@ class Muon:
             master.add_(self.gatherer.local_part(param, orthogonalise(whole)), alpha=-lr * 0.2 * size**0.5)
             if master is not param.value:
                 param.value.copy_(master)
-        self.adamw.step(lr)
+        self.adamw.step(lr, factor)
 
     def _update(self, param: OptimizerParam) -> Tensor:
         """Nesterov momentum. A missing gradient counts as zero, because other ranks may wait in the gather."""
         buffer = self.buffer[param.name]
         grad = torch.zeros_like(buffer) if param.grad is None else param.grad.to(buffer.dtype)
+        if self._factor is not None:
+            grad = grad * self._factor.to(buffer.dtype)
         buffer.mul_(self.momentum).add_(grad)
         return grad.add(buffer, alpha=self.momentum)
 

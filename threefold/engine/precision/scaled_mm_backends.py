@@ -20,6 +20,7 @@ from threefold.engine.precision.recipes import Recipe
 from threefold.engine.precision.scale_swizzle import swizzle_scales
 
 _ALIGN = 16  # bytes: rows must begin at a multiple
+_SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
 
 
 class BlockwiseBackend(EmulatedBackend):
@@ -152,7 +153,8 @@ class SimulatedBackend(EmulatedBackend):
         multiple = 1 if spec.format.dtype is None else block_columns or 1
         width = -(-K // multiple) * multiple
         values = x_MK.new_empty(M, width if spec.format.dtype else -(-K // 2), dtype=spec.format.dtype or torch.uint8)
-        scales = x_MK.new_empty(-(-M // (block_rows or M)), -(-K // (block_columns or K)), dtype=torch.float32)
+        scale_dtype = _SCALE_DTYPES.get(spec.scale, torch.float32)
+        scales = x_MK.new_empty(-(-M // (block_rows or M)), -(-K // (block_columns or K)), dtype=scale_dtype)
         global_scale = x_MK.new_empty((), dtype=torch.float32) if spec.scale == "e4m3" else None
         return Quantized(values, scales, global_scale, _shape(x_MK), spec)
 

@@ -1,21 +1,118 @@
-"""Pinning of a rank to CPU cores (`run.cores`), such as "0-7,16". `train.py` calls it."""
+"""Pinning of a rank to CPU cores (`run.cores`), before its process starts threads. `threefold train` calls it.
+
+`run.cores` is "auto", one set of cores for all ranks of a machine ("0-7,16"), or one set for each local rank
+("0-7;8-15"). "auto" gives each rank cores of the NUMA node of its GPU; ranks whose GPUs share a node divide its cores.
+Where there are no GPUs, ranks divide all cores of the machine.
+"""
 
 import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from threefold.findings import Finding, FindingsError
 
+AUTO = "auto"
+SYSFS = Path("/sys")
 
-def pin_to_cores(cores: str) -> None:
-    """Keep this process on these cores, so that the scheduler does not move its kernel launches about."""
+
+def pin_to_cores(cores: str, local_rank: int = 0, local_size: int = 1, on_gpu: bool = False) -> set[int]:
+    """Keep this process on its cores, so that the scheduler does not move it away from its GPU; returns the cores."""
+    sets = auto_core_sets(local_size, on_gpu) if cores == AUTO else core_sets(cores, local_size)
+    chosen = sets[min(local_rank, len(sets) - 1)]
     try:
-        chosen = {core for part in cores.split(",") for core in _core_range(part)}
         os.sched_setaffinity(0, chosen)
-    except (ValueError, OSError) as error:
-        problem = f"{cores!r} names no cores of this machine: {error}"
-        finding = Finding(rule="cores-exist", at="run.cores", problem=problem, advice="write cores as 0-7,16")
-        raise FindingsError([finding]) from None
+    except OSError as error:
+        raise _refuse(f"{cores!r} names no cores of this machine: {error.strerror}") from None
+    missing = chosen - os.sched_getaffinity(0)
+    if missing:
+        raise _refuse(f"{cores!r}: this machine has no core {min(missing)} to give")
+    return chosen
+
+
+def core_sets(cores: str, local_size: int) -> list[set[int]]:
+    """The sets that are written in `cores`: one for all ranks of a machine, or one for each of them."""
+    try:
+        sets = [{core for part in one.split(",") for core in _core_range(part)} for one in cores.split(";")]
+    except ValueError as error:
+        raise _refuse(f"{cores!r} names no cores: {error}") from None
+    if len(sets) > 1 and len(sets) < local_size:
+        raise _refuse(f"{cores!r} has {len(sets)} sets of cores for {local_size} ranks of a machine")
+    return sets
+
+
+def auto_core_sets(local_size: int, on_gpu: bool, sysfs: Path = SYSFS) -> list[set[int]]:
+    """Cores for each local rank: of the NUMA node of its GPU, divided by the ranks that share them."""
+    available = os.sched_getaffinity(0)
+    near = [_cores_near(address, sysfs) & available for address in visible_gpus()] if on_gpu else []
+    if len(near) == 1 and local_size > 1 and near[0]:
+        return near  # Slurm may show each task its own GPU only, so that nobody knows who shares the node
+    near = [*near[:local_size], *[available] * (local_size - len(near))]
+    near = [cores or available for cores in near]
+    sets = []
+    for rank, cores in enumerate(near):
+        sharing = [other for other, of_other in enumerate(near) if of_other == cores]
+        sets.append(_divide(_siblings_together(cores, sysfs), len(sharing))[sharing.index(rank)])
+    return sets
+
+
+def visible_gpus() -> list[str]:
+    """The PCI addresses, as sysfs spells them, of the GPUs that this process sees, in CUDA's order; from nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [index for index, _, _ in rows] if shown is None else [name.strip() for name in shown.split(",")]
+    found = []
+    for name in names:
+        matches = [address for index, uuid, address in rows if name == index or (name and uuid.startswith(name))]
+        found += [address.lower()[-12:] for address in matches[:1]]  # nvidia-smi writes eight digits of the domain
+    return found
+
+
+def _cores_near(address: str, sysfs: Path) -> set[int]:
+    try:
+        text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii")
+        return {core for part in text.strip().split(",") for core in _core_range(part)}
+    except (OSError, ValueError):
+        return set()
+
+
+def _siblings_together(cores: Iterable[int], sysfs: Path) -> list[int]:
+    """The cores in an order that keeps hardware threads of one physical core together."""
+
+    def first_sibling(core: int) -> int:
+        try:
+            path = sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+            return _core_range(path.read_text(encoding="ascii").strip().split(",")[0]).start
+        except (OSError, ValueError):
+            return core
+
+    return sorted(cores, key=lambda core: (first_sibling(core), core))
+
+
+def _divide(cores: Sequence[int], count: int) -> list[set[int]]:
+    """The cores in `count` parts, as equal as possible. Where there are too few, several parts share a core."""
+    if len(cores) < count:
+        return [{cores[n % len(cores)]} for n in range(count)]
+    return [set(cores[len(cores) * n // count : len(cores) * (n + 1) // count]) for n in range(count)]
 
 
 def _core_range(part: str) -> range:
-    first, _, last = part.strip().partition("-")
-    return range(int(first), int(last or first) + 1)
+    first, dash, last = part.strip().partition("-")
+    found = range(int(first), int(last if dash else first) + 1)
+    if not found:
+        raise ValueError(f"{part.strip()!r} ends before it begins")
+    return found
+
+
+def _refuse(problem: str) -> FindingsError:
+    advice = "write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto"
+    return FindingsError([Finding(rule="cores-exist", at="run.cores", problem=problem, advice=advice)])

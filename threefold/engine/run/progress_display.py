@@ -62,8 +62,8 @@ class Progress:
         done = step + 1 - self.first_step
         left = (time.monotonic() - self.began) / done * (self.steps - step - 1)
         line = (
-            f"step {step + 1}/{self.steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
-            f"{values['tflops']:.2f} TFLOP/s  {format_bytes(values['memory_bytes'])}  {_clock(left)} left"
+            f"step {step + 1}/{self.steps}  loss {values['loss']:.4f}  {_speed(values)}  "
+            f"{format_bytes(values['memory_bytes'])}  {_clock(left)} left"
         )
         write_and_flush(self.out, f"\r\033[K{line}" if self.live else f"{line}\n")
 
@@ -73,6 +73,14 @@ class Progress:
     def close(self) -> None:
         if self.live:
             write_and_flush(self.out, "\n")
+
+
+def _speed(values: dict[str, Any]) -> str:
+    """Tokens and FLOPs per second. Padding is named where there is some, MFU where the chip's peak is known."""
+    tokens, useful = values["tokens_per_second"], values["useful_tokens_per_second"]
+    of_them = f" ({useful:,.0f} useful)" if useful < tokens else ""
+    mfu = f"  MFU {values['mfu']:.1%} of {values['mfu_peak']}" if "mfu" in values else ""
+    return f"{tokens:,.0f} tokens/s{of_them}  {values['tflops_per_gpu']:.3g} TFLOP/s a rank{mfu}"
 
 
 def _clock(seconds: float) -> str:
@@ -88,6 +96,7 @@ class ExperimentTrackers:
         self._say = say
         self._writer: Any = None
         self._wandb: Any = None
+        self._texts: dict[str, str] = {}  # written already
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -105,13 +114,20 @@ class ExperimentTrackers:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        texts = {
+            name: value for name, value in values.items() if isinstance(value, str) and self._texts.get(name) != value
+        }
+        self._texts |= texts  # such as the peak behind MFU, which does not change from step to step
         try:
+            for name, text in texts.items() if self._writer else ():
+                self._writer.add_text(name, text, step)
             for name, value in scalars.items() if self._writer else ():
                 self._writer.add_scalar(name, value, step)
         except OSError as error:
             self._writer = None
             self._say(f"TensorBoard is not written any more: {error}")
         if self._wandb:
+            self._wandb.config.update(texts, allow_val_change=True)
             self._wandb.log(scalars, step=step)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ memory and initial weights. `engine/build.py` calls `shard_model`; it also asks 
 (`replica_group`), to reduce its gradient over them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -45,7 +46,7 @@ def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, se
     placements_of_whole |= shard_experts(whole, mesh, plan)
     shard_context(whole, mesh, plan)
     apply_activation_memory(whole, options)
-    pp_ranks = _pipeline_ranks_by_parameter(plan, whole)
+    num_chunks = _num_chunks_by_parameter(plan, whole)
     pp_rank = mesh.coordinate("pp")
     chunks = {n: extract_chunk(whole, plan.chunks, n) for n in chunks_on_rank(plan, pp_rank)}
     sizes = [len(model.layers) for model in chunks.values()]
@@ -53,9 +54,13 @@ def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, se
         model.options = chunk_options
         apply_to_layers(model, model.layers.values(), chunk_options)
     placements = {
-        name: replace(placement, also_on_pp_ranks=tuple(sorted(pp_ranks[name] - {pp_rank})))
+        name: replace(
+            placement,
+            also_on_pp_ranks=tuple(sorted(num_chunks[name].keys() - {pp_rank})),
+            in_several_chunks=max(num_chunks[name].values()) > 1,
+        )
         for name, placement in placements_of_whole.items()
-        if pp_rank in pp_ranks[name]
+        if pp_rank in num_chunks[name]
     }
     for model in chunks.values():
         materialize(model, mesh.device)
@@ -112,11 +117,11 @@ def _ranks_alike_along(layout: Layout, axes: tuple[str, ...], ranks: tuple[int, 
     return [other for other in ranks if [layout.coordinate(axis, other) for axis in axes] == coordinates]
 
 
-def _pipeline_ranks_by_parameter(plan: Plan, whole: Decoder) -> dict[str, set[int]]:
-    """The pipeline ranks that hold each parameter."""
-    pp_ranks: dict[str, set[int]] = {}
+def _num_chunks_by_parameter(plan: Plan, whole: Decoder) -> dict[str, Counter[int]]:
+    """The pipeline ranks that hold each parameter, and in how many of its chunks each of them does."""
+    num_chunks: dict[str, Counter[int]] = {}
     for rank in range(plan.layout.pp):
         for number in chunks_on_rank(plan, rank):
             for name, _ in extract_chunk(whole, plan.chunks, number).named_parameters():
-                pp_ranks.setdefault(name, set()).add(rank)
-    return pp_ranks
+                num_chunks.setdefault(name, Counter())[rank] += 1
+    return num_chunks
