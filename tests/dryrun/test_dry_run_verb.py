@@ -85,6 +85,34 @@ def test_a_picture_that_cannot_be_drawn_loses_no_rehearsal(
     assert "x.json" in err
 
 
+def test_whose_engine_is_rehearsed_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", str(TINY), *SMALL, "--target", "megatron-bridge", "job.packing=true"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert "Threefold's own engine is rehearsed, not megatron-bridge" in first
+    assert "left out of the rehearsal:" in rest
+    assert not any("megatron-bridge" in line for line in rest)
+
+
+def test_all_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dry-run", str(TINY), *SMALL, "cluster.gpus=2", "layout.ep=2", "--ranks", "all"]
+    assert main(words) == 0
+    assert " ranks compared: all of them match" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in said["ranks"]] == [0, 1]
+    assert said["compared_calls"] > 0
+
+
+def test_all_ranks_of_a_large_plan_are_those_of_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cluster.gpus=64", "layout.ep=4", "layout.tp=4", "job.global_batch=128", "model.num_layers=8"]
+    assert main(["dry-run", str(TINY), "--ranks", "all", *words, "job.seq_len=128"]) == 0
+    said = capsys.readouterr().out
+    assert "scaled down, so that every rank can be rehearsed:" in said
+    assert "  TP 4 by 2" in said
+    assert "peak, GiB" not in said
+    assert ": all of them match" in said
+
+
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", str(TINY), "--ranks", "first"]) == 2
     assert main(["dry-run", str(TINY), "--skew", "3"]) == 2  # EP 1: nobody to take less

@@ -1,5 +1,6 @@
 """Rehearsals of one rank against what they predict: real tensors, real ranks, hand counts."""
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -160,6 +161,23 @@ def test_nothing_is_compiled_for_a_rehearsal(monkeypatch: pytest.MonkeyPatch) ->
     plain = tiny("tiny-qwen3-moe", 2, layout__ep=2, job__seq_len=16)
     compiled = tiny("tiny-qwen3-moe", 2, layout__ep=2, job__seq_len=16, knobs__compile=True)
     assert rehearse_rank(compiled).peak_bytes == rehearse_rank(plain).peak_bytes
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep", "hybridep"])
+def test_no_tensor_waits_for_the_garbage_collector(dispatcher: str) -> None:
+    """A tensor in a cycle of references lives until Python happens to collect, on a GPU too."""
+    fields = {**GPU, "knobs.dispatcher": dispatcher, "knobs.recompute": ["moe"], "knobs.grad_dtype": "bf16"}
+    plan = build(fields)  # bf16 gradients: two microbatches are run
+    thresholds = gc.get_threshold()
+    gc.collect()
+    try:
+        gc.set_threshold(0)
+        never = rehearse_rank(plan, 0)
+        gc.set_threshold(50)
+        often = rehearse_rank(plan, 0)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert never.timeline == often.timeline
 
 
 def test_skewed_loads_take_more() -> None:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument(
-        "--ranks", default="stages", help="ranks such as 0,8,16, or stages: one of every distinct stage (default)"
+        "--ranks",
+        default="stages",
+        help="ranks such as 0,8,16; stages: one of every distinct stage (default); "
+        "all: every rank, of a plan scaled down to 32 at most, and whether their collectives match",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: run the rank and measure it")
     parser.add_argument(
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     ranks = _ranks(args.ranks)
     if ranks is None:
-        print(f"threefold dry-run: --ranks {args.ranks!r} is neither numbers nor stages", file=sys.stderr)
+        print(f"threefold dry-run: --ranks {args.ranks!r} is neither numbers nor stages nor all", file=sys.stderr)
         return 2
     if not math.isfinite(args.skew) or (args.jobs is not None and args.jobs < 1):
         print("threefold dry-run: --skew and --jobs are numbers of at least 1", file=sys.stderr)
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(text: str) -> list[int] | str | None:
-    if text == "stages":
+    if text in ("stages", "all"):
         return text
     try:
         return [int(part) for part in text.split(",")]

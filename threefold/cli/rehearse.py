@@ -28,7 +28,7 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with what the engine lacks put back to defaults, and what that was, in words; raises what is left."""
     said = []
     if plan.target != TARGET:
-        said.append(f"target: {plan.target}; it is this engine that is rehearsed")
+        said.append(f"target: Threefold's own engine is rehearsed, not {plan.target}, for which the plan is")
         plan = change(plan, {"target": TARGET})
     for finding in [f for f in check(plan) if f.rule in ENGINE_LIMITS and f.fix_data]:
         plan = change(plan, finding.fix_data or {})

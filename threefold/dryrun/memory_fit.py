@@ -48,7 +48,7 @@ def memory_findings(plan: Plan, rank: RankRehearsal) -> Iterator[Finding]:
     short = device_bytes(plan, rank) - plan.chip.memory_bytes
     if short <= 0:
         return
-    largest, advice = largest_term_advice(plan, rank)
+    largest, advice = largest_term_advice(rank)
     need = format_bytes(device_bytes(plan, rank))
     yield Finding(
         rule="rehearsal-fits-memory",
@@ -61,15 +61,14 @@ def memory_findings(plan: Plan, rank: RankRehearsal) -> Iterator[Finding]:
     )
 
 
-def largest_term_advice(plan: Plan, rank: RankRehearsal) -> tuple[str, str]:
+def largest_term_advice(rank: RankRehearsal) -> tuple[str, str]:
     """The largest memory term and what makes it smaller.
 
-    If weights, gradients and optimizer states fill more than half of the chip, only these are considered; otherwise
-    only the other terms are.
+    It is one of the model's states if weights, gradients and optimizer states together are more than all other terms,
+    and otherwise one of those: which of the two is larger decides whether a change of the layout or of the activations
+    helps.
     """
     states = sum(rank.terms.get(name, 0) for name in _STATES)
-    candidates = (
-        _STATES if states > plan.chip.memory_bytes / 2 else [name for name in rank.terms if name not in _STATES]
-    )
-    largest = max(candidates, key=lambda name: rank.terms.get(name, 0))
+    is_state = 2 * states > sum(rank.terms.values())
+    largest = max((name for name in rank.terms if (name in _STATES) == is_state), key=lambda name: rank.terms[name])
     return largest, _ADVICE.get(largest, "spread the model over more ranks")

@@ -37,4 +37,5 @@ def run_step(parts: Parts, plan: Plan, origins: OriginTracker, num_microbatches:
         seen = add_over_ranks(parts, sums, parts.data.grad_sum_of_squares())
         factor = clip(parts, seen.pop("squares").sqrt(), plan.job)
     with origins.in_phase("optimizer"):
-        update(parts, seen, plan.job.lr, plan.job, factor if parts.optimizer.uses_fused_kernel else None)
+        multiplies = parts.optimizer.uses_fused_kernel or parts.loss_scaler is not None
+        update(parts, seen, plan.job.lr, plan.job, factor if multiplies else None)

@@ -1,8 +1,8 @@
-"""Rehearses a plan: the ranks that are asked for, or one rank of every distinct pipeline stage.
+"""Rehearses a plan: the ranks that are asked for, one rank of every distinct pipeline stage, or all ranks.
 
 `threefold dry-run`, `check --rehearse` and `plan --rehearse` call `rehearse`. It runs `rehearse_rank` in several
 processes and returns a `Rehearsal`: the ranks, their peaks beside the estimated ones, and a finding for each that does
-not fit.
+not fit. Where all ranks are rehearsed, their collectives are compared too (`collective_match.py`).
 """
 
 import multiprocessing
@@ -16,6 +16,7 @@ from typing import Any
 
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import Memory, StageMemory
+from threefold.dryrun.collective_match import match_findings
 from threefold.dryrun.memory_fit import device_bytes, memory_findings
 from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
 from threefold.dryrun.representatives import distinct_stages
@@ -23,9 +24,11 @@ from threefold.dryrun.simulated.expert_load import ExpertLoads
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
+from threefold.plan.scale import is_small, scale_ranks
 
 Say = Callable[[str], None]
 STAGES = "stages"
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Rehearsal:
     seconds: float
     skew: float = 1.0  # load of the busiest expert-parallel rank over the mean
     left_out: tuple[str, ...] = ()  # what the plan asks for and the engine cannot run yet, in words
+    mismatches: tuple[Finding, ...] | None = None  # of collectives; None where not all ranks were rehearsed
+    scaled: tuple[str, ...] = ()  # what was replaced to scale the plan down, in words; its memory is not the plan's
 
     @property
     def worst(self) -> RankRehearsal:
@@ -54,7 +59,13 @@ class Rehearsal:
 
     @property
     def findings(self) -> list[Finding]:
-        return [finding for rank in self.ranks for finding in memory_findings(self.plan, rank)]
+        in_memory = [] if self.scaled else [f for rank in self.ranks for f in memory_findings(self.plan, rank)]
+        return [*(self.mismatches or ()), *in_memory]
+
+    @property
+    def num_calls(self) -> int:
+        """Collectives and messages that were compared."""
+        return sum(len(rank.calls.calls) for rank in self.ranks if rank.calls)
 
     def estimated(self) -> Memory:
         return memory(self.plan, self.skew)
@@ -83,6 +94,8 @@ class Rehearsal:
             "collectives": [entry.to_json() for entry in self.collectives],
             "seconds": round(self.seconds, 2),
             "left_out": list(self.left_out),
+            "scaled": list(self.scaled),
+            **({} if self.mismatches is None else {"compared_calls": self.num_calls}),
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -99,14 +112,18 @@ def rehearse(
 
     Args:
         plan: a plan without errors that the engine can run.
-        ranks: global ranks, or "stages" for one rank of every distinct pipeline stage.
+        ranks: global ranks, "stages" for one rank of every distinct pipeline stage, or "all". All ranks of a large
+            plan are those of the plan scaled down.
         loads: how tokens are distributed over experts; None if balanced.
         say: called with a line of text after each rank.
         jobs: number of processes, by default one for each core; with one process, or one rank, nothing is forked.
         left_out: what the engine cannot run of the plan; stored in the result.
     """
     began = time.perf_counter()
-    tasks = [_make_task(plan, rank, stages, loads) for rank, stages in _select_ranks(plan, ranks, loads)]
+    scaled: list[str] = []
+    if ranks == ALL and not is_small(plan):
+        plan, scaled = scale_ranks(plan)
+    tasks = [_make_task(plan, rank, stages, loads, ranks == ALL) for rank, stages in _select_ranks(plan, ranks, loads)]
     jobs = min(len(tasks), jobs or len(os.sched_getaffinity(0)))
     found: dict[int, RankRehearsal] = {}
     for rehearsed in _run_sequentially(tasks) if jobs == 1 else _run_in_processes(tasks, jobs):
@@ -115,28 +132,34 @@ def rehearse(
             say(f"stage {rehearsed.stage}, rank {rehearsed.rank}: {len(found)} of {len(tasks)} rehearsed")
     in_order = tuple(found[rank] for rank in sorted(found))
     skew = loads.skew(plan.layout.ep) if loads else 1.0
-    return Rehearsal(plan, in_order, time.perf_counter() - began, skew, tuple(left_out))
+    sequences = {rank.rank: rank.calls for rank in in_order if rank.calls}
+    mismatches = tuple(match_findings(plan.layout, sequences)) if ranks == ALL else None
+    seconds = time.perf_counter() - began
+    return Rehearsal(plan, in_order, seconds, skew, tuple(left_out), mismatches, tuple(scaled))
 
 
-Task = tuple[Plan, int, ExpertLoads | None, tuple[int, ...]]  # arguments of `rehearse_rank`
+Task = tuple[Plan, int, ExpertLoads | None, tuple[int, ...], bool]  # arguments of `rehearse_rank`
 
 
-def _make_task(plan: Plan, rank: int, stages: Sequence[int], loads: ExpertLoads | None) -> Task:
-    if loads is not None and loads.shares:
-        loads = replace(loads, ep_rank=plan.layout.coordinate("ep", rank))
-    return plan, rank, loads, tuple(stages)
+def _make_task(plan: Plan, rank: int, stages: Sequence[int], loads: ExpertLoads | None, with_calls: bool) -> Task:
+    if with_calls or (loads is not None and loads.shares):
+        ep_rank = plan.layout.coordinate("ep", rank)
+        loads = replace(loads or ExpertLoads(), ep_rank=ep_rank, agree_by_pair=with_calls)
+    return plan, rank, loads, tuple(stages), with_calls
 
 
 def _select_ranks(plan: Plan, ranks: Sequence[int] | str, loads: ExpertLoads | None) -> list[tuple[int, list[int]]]:
     """Ranks to rehearse, each with the stages it represents. Of a stage, the rank with the highest load is taken."""
     layout = plan.layout
+    if ranks == ALL:
+        ranks = range(layout.gpus)
     if isinstance(ranks, str):
         offset = loads.busiest(layout.ep) * layout.stride("ep") if loads else 0
         return [(first * layout.stride("pp") + offset, stages) for first, stages in distinct_stages(plan).items()]
     missing = [rank for rank in ranks if not 0 <= rank < layout.gpus]
     if missing:
         problem = f"rank {missing[0]} of {layout.gpus} ranks"
-        advice = f"name ranks from 0 to {layout.gpus - 1}, or {STAGES}"
+        advice = f"name ranks from 0 to {layout.gpus - 1}, {STAGES} or {ALL}"
         raise FindingsError([Finding(rule="rehearsal-has-rank", at="--ranks", problem=problem, advice=advice)])
     return [(rank, [layout.coordinate("pp", rank)]) for rank in dict.fromkeys(ranks)]
 

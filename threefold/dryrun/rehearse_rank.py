@@ -24,6 +24,7 @@ from threefold.dryrun.simulated.gpu_operators import (
 from threefold.dryrun.simulated.meta_operators import META, MetaOperators, unbatched_p2p
 from threefold.dryrun.simulated.process_group import fake_process_group, fsdp_on_meta, single_threaded
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
+from threefold.dryrun.tracking.call_recorder import CallRecorder, CallSequence
 from threefold.dryrun.tracking.collective_ledger import CollectiveLedger, LedgerEntry
 from threefold.dryrun.tracking.memory_terms import (
     bytes_by_term,
@@ -73,6 +74,7 @@ class RankRehearsal:
     timeline: tuple[dict[str, Any], ...]
     seconds: float
     num_microbatches: int  # microbatches that were run, enough to reach the peak
+    calls: CallSequence | None = None  # where all ranks are compared
 
     @property
     def stage(self) -> int:
@@ -93,7 +95,11 @@ class RankRehearsal:
 
 
 def rehearse_rank(
-    plan: Plan, rank: int = 0, loads: ExpertLoads | None = None, stages: Sequence[int] = ()
+    plan: Plan,
+    rank: int = 0,
+    loads: ExpertLoads | None = None,
+    stages: Sequence[int] = (),
+    with_calls: bool = False,
 ) -> RankRehearsal:
     """Rehearse a rank in this process.
 
@@ -102,12 +108,14 @@ def rehearse_rank(
         rank: global rank.
         loads: how tokens are distributed over experts; None if balanced.
         stages: pipeline stages that the rank represents; by default its own.
+        with_calls: record the calls of the rank in their order, and run as many microbatches on every stage.
     """
     began = time.perf_counter()
     stage = plan.layout.coordinate("pp", rank)
-    reduced = reduce_microbatches(plan, stage)
+    reduced = reduce_microbatches(plan, None if with_calls else stage)
     origins = OriginTracker()
-    tracker = _make_tracker(plan, origins)
+    recorder = CallRecorder(rank, origins) if with_calls else None
+    tracker = _make_tracker(plan, origins, recorder)
     microbatch_factor = plan.num_microbatches / reduced.num_microbatches
     ledger = CollectiveLedger(
         plan.cluster.domain_ranks, microbatch_factor, lambda: origins.phase in ("reduce", "optimizer")
@@ -115,7 +123,7 @@ def rehearse_rank(
     tracker.observers.append(ledger.record_operator)
     with (
         errors_as_findings(plan, rank, origins),
-        _simulated_machine(reduced, rank, loads or ExpertLoads(), ledger),
+        _simulated_machine(reduced, rank, loads or ExpertLoads(), ledger, recorder),
         tracker,
         origins.module_hooks(),
     ):
@@ -143,30 +151,42 @@ def rehearse_rank(
         timeline=tuple(live_bytes_timeline(tracker)),
         seconds=time.perf_counter() - began,
         num_microbatches=reduced.num_microbatches,
+        calls=recorder.sequence() if recorder else None,
         **summary,
     )
 
 
-def _make_tracker(plan: Plan, origins: OriginTracker) -> MemoryTracker:
+def _make_tracker(plan: Plan, origins: OriginTracker, recorder: CallRecorder | None) -> MemoryTracker:
     is_gpu = plan.chip.architecture != "cpu"
     granule_bytes, workspaces = (ALLOCATOR_GRANULE_BYTES, WORKSPACES) if is_gpu else (1, {})
-    return MemoryTracker(origins, granule_bytes, workspaces, MetaOperators(META_REPLACEMENTS), ignored_device="cpu")
+    operators = MetaOperators(META_REPLACEMENTS, recorder.record_operator if recorder else None)
+    return MemoryTracker(origins, granule_bytes, workspaces, operators, ignored_device="cpu")
 
 
 @contextmanager
-def _simulated_machine(plan: Plan, rank: int, loads: ExpertLoads, ledger: CollectiveLedger) -> Iterator[None]:
+def _simulated_machine(
+    plan: Plan, rank: int, loads: ExpertLoads, ledger: CollectiveLedger, recorder: CallRecorder | None
+) -> Iterator[None]:
     """Everything that stands in for the other ranks, the GPU, its packages and the results of routing."""
     with ExitStack() as stack:
         stack.enter_context(single_threaded())
         stack.enter_context(fake_process_group(rank, plan.layout.gpus))
         stack.enter_context(unbatched_p2p())
+        if recorder:
+            stack.enter_context(recorder.watch())
         stack.enter_context(fsdp_on_meta())
         stack.enter_context(sizes_from(loads.size_source()))
         if plan.chip.architecture != "cpu":
             stack.enter_context(simulate("cuda"))
             stack.enter_context(use_gpu_operators())
             top_k = plan.model.moe.top_k if plan.model.moe else 1
-            stack.enter_context(fake_deepep_package(loads.size_source(), top_k, ledger.record_dispatcher))
+
+            def record_dispatcher(operation: str, num_bytes: int, ranks: Sequence[int]) -> None:
+                ledger.record_dispatcher(operation, num_bytes, ranks)
+                if recorder:
+                    recorder.record_dispatcher(operation, ranks)
+
+            stack.enter_context(fake_deepep_package(loads.size_source(), top_k, record_dispatcher))
         else:
             stack.enter_context(simulate("cpu"))
         yield
@@ -186,7 +206,7 @@ def _live_tensor(allocation: Allocation, size: int, moe_layers: set[str], has_lo
         bytes=size,
         term=term_of(allocation, moe_layers, has_loss),
         owner=allocation.name or str(allocation.origin),
-        shape=allocation.shape,
-        dtype=allocation.dtype,
-        operation=allocation.operation,
+        shape=tuple(allocation.shape),
+        dtype=allocation.dtype_name,
+        operation=str(allocation.operation),
     )

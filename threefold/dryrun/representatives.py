@@ -24,9 +24,16 @@ _schedule_actions = cache(pipeline_actions)
 _CHANGES = {FORWARD: (1, 0), FULL_BACKWARD: (-1, 0), BACKWARD_INPUT: (-1, 1), BACKWARD_WEIGHT: (0, -1)}
 
 
-def reduce_microbatches(plan: Plan, stage: int) -> Plan:
-    """The plan with the fewest microbatches that reach the peak memory of a whole step on this stage."""
-    num_microbatches = _num_microbatches_to_peak(plan, stage)
+def reduce_microbatches(plan: Plan, stage: int | None) -> Plan:
+    """The plan with the fewest microbatches that reach the peak memory of a whole step on this stage.
+
+    Without a stage they are as many on all stages: enough for each, and for a pipeline to get past its warm-up.
+    """
+    if stage is not None:
+        num_microbatches = _num_microbatches_to_peak(plan, stage)
+    else:
+        to_peak = [_num_microbatches_to_peak(plan, each) for each in range(plan.layout.pp)]
+        num_microbatches = min(plan.num_microbatches, max(2 * plan.layout.pp, *to_peak))
     job = replace(plan.job, global_batch=num_microbatches * plan.layout.dp * plan.job.micro_batch)
     return replace(plan, job=job)
 

@@ -18,17 +18,35 @@ MAX_ENTRIES = 16
 
 
 def rehearsal_text(found: Rehearsal) -> str:
-    parts = [
-        _headline(found),
-        _stages(found),
-        _terms(found),
-        _largest_tensors(found.worst),
-        _collectives(found.collectives),
-    ]
-    if found.left_out:
-        parts.append("\n".join(["left out of the rehearsal:", *(f"  {text}" for text in found.left_out)]))
+    other_target, left_out = _split_left_out(found.left_out)
+    parts = [*other_target, _headline(found)]
+    if found.scaled:  # a smaller plan, so that its memory would only mislead
+        parts.append("\n".join(["scaled down, so that every rank can be rehearsed:", *_indented(found.scaled)]))
+    else:
+        parts += [_stages(found), _terms(found), _largest_tensors(found.worst)]
+    parts += [_collectives(found.collectives), _match(found)]
+    if left_out:
+        parts.append("\n".join(["left out of the rehearsal:", *_indented(left_out)]))
     parts += [str(finding) for finding in found.findings]
     return "\n\n".join(part for part in parts if part)
+
+
+def _split_left_out(left_out: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is said of another target, which comes first of all, and the rest."""
+    first = [text for text in left_out if text.startswith("target:")]
+    return first, [text for text in left_out if text not in first]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"  {text}" for text in lines]
+
+
+def _match(found: Rehearsal) -> str:
+    """Whether the collectives of all ranks match, where they were compared."""
+    if found.mismatches is None:
+        return ""
+    compared = f"{found.num_calls:,} collectives and messages of {len(found.ranks)} ranks compared"
+    return f"{compared}: {'they do not match' if found.mismatches else 'all of them match'}"
 
 
 def measured_text(found: Measurement) -> str:
@@ -39,8 +57,10 @@ def measured_text(found: Measurement) -> str:
         [name, f"{1e3 * forward:.2f}", f"{1e3 * backward:.2f}"]
         for name, (forward, backward) in found.module_seconds.items()
     ]
+    other_target, left_out = _split_left_out(found.left_out)
     return "\n\n".join(
         [
+            *other_target,
             f"measured on one GPU, rank {rank.rank} of {found.plan.layout.gpus} with collectives that do nothing",
             f"peak {format_bytes(found.peak_bytes)} of tensors, {format_bytes(found.reserved_bytes)} reserved; "
             f"rehearsed {format_bytes(rank.peak_bytes)} ({error:+.1%}), {rank.at}",
@@ -48,7 +68,7 @@ def measured_text(found: Measurement) -> str:
             f"a step on the cluster, estimated: {found.step_seconds:.4g} s = {found.compute_seconds:.4g} measured "
             f"compute + {found.communication_seconds:.4g} predicted communication + {found.bubble_seconds:.4g} bubble",
             _collectives(rank.collectives),
-            *found.left_out,
+            *left_out,
         ]
     )
 

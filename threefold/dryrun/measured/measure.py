@@ -137,7 +137,7 @@ def _out_of_memory_as_finding(plan: Plan, rehearsed: RankRehearsal, origins: Ori
         yield
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info()
-        largest, advice = largest_term_advice(plan, rehearsed)
+        largest, advice = largest_term_advice(rehearsed)
         problem = (
             f"out of memory on this GPU in {origins.failed_at or origins.current()}: it has {format_bytes(total)}, "
             f"{format_bytes(free)} free; the rehearsal says {format_bytes(rehearsed.peak_bytes)} of tensors, "

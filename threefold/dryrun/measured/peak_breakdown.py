@@ -152,7 +152,7 @@ def _make_breakdown(
         tracked_bytes=probe.highest_bytes,
         at=highest.at,
         terms=bytes_by_term(allocations, moe_layers, has_loss),
-        top=tuple((size, f"{one.dtype} {list(one.shape)} {one.name or one.origin}") for one, size in largest),
+        top=tuple((size, f"{one.dtype_name} {list(one.shape)} {one.name or one.origin}") for one, size in largest),
         workspace_bytes=probe.highest_bytes - highest.bytes_after_operator,
         untracked_bytes=highest.bytes_after_operator - highest.tensor_bytes,
         operator_workspaces=dict(sorted(probe.workspaces.items(), key=lambda row: -row[1])[:_NUM_LISTED]),

@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WIDEST_IN_PLACE = 1024  # the widest expert whose weight gradients our kernels compute from tokens (`default_choice`)
+
 
 class EmptyExpertSteps:
-    """Allocates what the GPU kernels allocate. Kernels that gather rows by token need nothing beside their results."""
+    """Allocates what the default kernels on a GPU allocate.
+
+    Ours gather rows as they read them, and add to `main_grad` as they store. torch's grouped GEMM, which computes the
+    weight gradients of wide experts and of given rows, does neither.
+    """
 
     def __init__(self, ends_E: Tensor) -> None:
         self.num_experts = len(ends_E)
+        self._gathered: tuple[Tensor, Tensor] | None = None  # a tensor by token, and the same by row
 
     def up(self, x_XD: Tensor, rows: Any, weight_R: Tensor, gate_up_EXD: Tensor, bias: Any) -> tuple[Tensor, Tensor]:
         gate_up_dim = gate_up_EXD.shape[1]
@@ -38,10 +45,27 @@ class EmptyExpertSteps:
         return grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2])
 
     def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Any, main_grad: Tensor | None = None) -> Tensor | None:
-        return None if main_grad is not None else x_XD.new_empty(self.num_experts, grad_RX.shape[1], x_XD.shape[1])
+        self._gather_for_torch(x_XD, grad_RX, rows, grad_RX.shape[1] // 2)
+        if self._adds_in_place(rows, grad_RX.shape[1] // 2, main_grad):
+            return None
+        grad_EXD = x_XD.new_empty(self.num_experts, grad_RX.shape[1], x_XD.shape[1])
+        return grad_EXD if main_grad is None else None
 
     def down_grad(self, grad_XD: Tensor, rows: Any, act_RH: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
-        return None if main_grad is not None else grad_XD.new_empty(self.num_experts, grad_XD.shape[1], act_RH.shape[1])
+        self._gather_for_torch(grad_XD, act_RH, rows, act_RH.shape[1])
+        if self._adds_in_place(rows, act_RH.shape[1], main_grad):
+            return None
+        grad_EDH = grad_XD.new_empty(self.num_experts, grad_XD.shape[1], act_RH.shape[1])
+        return grad_EDH if main_grad is None else None
+
+    def _adds_in_place(self, rows: Any, expert_dim: int, main_grad: Tensor | None) -> bool:
+        return rows is not None and expert_dim <= WIDEST_IN_PLACE and main_grad is not None
+
+    def _gather_for_torch(self, by_token_XD: Tensor, by_row_RX: Tensor, rows: Any, expert_dim: int) -> None:
+        """The rows of tokens, as torch's grouped GEMM reads them; the last ones are kept for the next step."""
+        known = self._gathered is not None and self._gathered[0] is by_token_XD
+        if rows is not None and expert_dim > WIDEST_IN_PLACE and not known:
+            self._gathered = by_token_XD, by_token_XD.new_empty(len(by_row_RX), by_token_XD.shape[1])
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return y_RD.new_empty(len(row_TK), y_RD.shape[1])

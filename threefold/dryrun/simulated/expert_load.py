@@ -17,11 +17,15 @@ class ExpertLoads:
 
     shares: tuple[float, ...] = ()  # tokens of each expert, in any unit; empty if the load is balanced
     ep_rank: int = 0  # the rank whose rows are counted
+    # Whether a rank receives from another exactly the rows which that one sends. Otherwise only their sum is right.
+    agree_by_pair: bool = False
 
     def size_source(self) -> SizeSource:
         def sizes(parts: int, total: int, exact: bool) -> list[int]:
-            if exact or not self.shares:
+            if exact or not (self.shares or self.agree_by_pair):
                 return split_total(total, self._share_by_part(parts))
+            if self.agree_by_pair:
+                return [split_total(total, self._share_by_part(parts))[self.ep_rank % parts]] * parts
             # All ranks route alike, so this rank receives its own share of what each of the `parts` ranks sends.
             received = self._share_by_part(parts)[self.ep_rank % parts]
             return split_total(round(total * parts * received), [1.0] * parts)

@@ -18,21 +18,34 @@ META = torch.device("meta")
 _NOT_SEEN = object()
 # Operators whose results share memory with an argument although their schema does not say so.
 _UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default}
+MakeWork = Callable[[Any, tuple[Any, ...]], Any]  # operator of c10d, its arguments -> the handle of the call
 Shapes = list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None]  # shape, stride and dtype of each result
 
 
 class MetaOperators:
     """An operator runner for `MemoryTracker`."""
 
-    def __init__(self, replacements: dict[Any, Callable[..., Any]]) -> None:
-        """`replacements` run instead of the operators that are their keys."""
+    def __init__(self, replacements: dict[Any, Callable[..., Any]], make_work: MakeWork | None = None) -> None:
+        """Make a runner.
+
+        Args:
+            replacements: functions that run instead of the operators that are their keys.
+            make_work: is told of every collective and returns the handle that somebody may wait for.
+        """
         self.replacements = replacements
-        self._is_cacheable: dict[Any, bool] = {}
+        self.make_work = make_work or _completed_work
+        # By the operator's address, as operators live for ever: their hash and namespace are computed in Python.
+        self._is_collective: dict[int, bool] = {}
+        self._is_cacheable: dict[int, bool] = {}
         self._known_shapes: dict[Any, tuple[bool, Shapes] | None] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "c10d":
-            return _completed_collective(func, args)
+        is_collective = self._is_collective.get(id(func))
+        if is_collective is None:
+            is_collective = self._is_collective[id(func)] = func.namespace == "c10d"
+        if is_collective:
+            work = self.make_work(func, args).boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
         key = self._cache_key(func, args, kwargs)
         known = self._known_shapes.get(key, _NOT_SEEN) if key is not None else None
         if known is not None and known is not _NOT_SEEN:
@@ -44,13 +57,13 @@ class MetaOperators:
 
     def _cache_key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Everything that the shapes of the results depend on; None if the operator cannot be cached."""
-        is_cacheable = self._is_cacheable.get(func)
+        is_cacheable = self._is_cacheable.get(id(func))
         if is_cacheable is None:
-            is_cacheable = self._is_cacheable[func] = _has_fresh_results(func)
+            is_cacheable = self._is_cacheable[id(func)] = _has_fresh_results(func)
         if not is_cacheable:
             return None
         try:
-            key = (func, *map(_argument_key, args), *((name, _argument_key(value)) for name, value in kwargs.items()))
+            key = (id(func), *map(_argument_key, args), *((n, _argument_key(value)) for n, value in kwargs.items()))
             hash(key)
         except TypeError:
             return None
@@ -93,9 +106,8 @@ def _make_results(is_single: bool, shapes: Shapes) -> Any:
     return made[0] if is_single else tuple(made)
 
 
-def _completed_collective(func: Any, args: tuple[Any, ...]) -> Any:
-    work = torch._C._distributed_c10d.FakeWork().boxed()
-    return work if len(func._schema.returns) == 1 else (args[0], work)
+def _completed_work(func: Any, args: tuple[Any, ...]) -> Any:
+    return torch._C._distributed_c10d.FakeWork()
 
 
 def _isend_irecv_unbatched(ops: list[dist.P2POp]) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 
 from threefold.engine.data_parallel import full_matrices
 from threefold.engine.data_parallel.full_matrices import Ranges, ShardInfo
+from threefold.engine.dist.collectives import all_gather
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement, Range, even_range
 
@@ -24,6 +25,9 @@ def computed_placements(
 
     Another rank owns a part of a matrix if this rank does, or if ranks hold replicas of it and share it among them.
     """
+    # The engine gathers these answers, and the call is counted although its result is computed.
+    mine = torch.empty(len(placements), full_matrices.INFO_WORDS, dtype=torch.long, device=device)
+    all_gather(mine.new_empty(group.size * len(mine), full_matrices.INFO_WORDS), mine, group).wait()
     owns = {name: name in owned or placement.tp_replicas > 1 for name, placement in placements.items()}
     return [
         [(peer_ranges(placement, group, rank), owns[name]) for name, placement in placements.items()]
@@ -35,9 +39,12 @@ def peer_ranges(placement: Placement, group: Group, rank: int) -> Ranges:
     """The ranges of the shard that rank `rank` of the group holds, given the placement of this rank's shard."""
     dims = zip(placement.shape, placement.ranges, strict=True)
     part, num_parts = rank // placement.tp_replicas, group.size // placement.tp_replicas
-    return tuple(
+    ranges = [
         local if local == ((0, size),) else _equal_ranges(size, len(local), part, num_parts) for size, local in dims
-    )
+    ]
+    if "edp" in placement.replica_axes:  # ranks of etp hold slices of the same experts
+        ranges[0] = placement.ranges[0]
+    return tuple(ranges)
 
 
 def _equal_ranges(size: int, num_stacked: int, part: int, num_parts: int) -> tuple[Range, ...]:

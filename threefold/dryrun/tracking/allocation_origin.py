@@ -49,6 +49,7 @@ class OriginTracker:
         # work between two of its parts belongs to the layer although the layer's own forward never starts.
         self._parent_of_last = ""
         self._microbatch: int | None = None
+        self._made: dict[tuple[str, str, int | None], Origin] = {}
         # `_owners[i]` (module path, microbatch) creates the graph nodes numbered from `_first_numbers[i]` on.
         self._first_numbers: list[int] = [0]
         self._owners: list[tuple[str, int | None]] = [("", None)]
@@ -61,15 +62,23 @@ class OriginTracker:
         self._roots = set(chunks.values())
 
     def current(self) -> Origin:
+        key = self._current()
+        origin = self._made.get(key)
+        if origin is None:
+            origin = self._made[key] = Origin(*key)
+        return origin
+
+    def _current(self) -> tuple[str, str, int | None]:
+        """The fields of the current origin."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return Origin(self.phase, self._stack[-1] if self._stack else self._parent_of_last, self._microbatch)
+            return self.phase, self._stack[-1] if self._stack else self._parent_of_last, self._microbatch
         if self._stack:
-            return Origin("recompute", self._stack[-1], self._last_owner[1])
+            return "recompute", self._stack[-1], self._last_owner[1]
         number = node._sequence_nr()
         if number < _MAX_SEQUENCE_NUMBER:
             self._last_owner = self._owners[bisect_right(self._first_numbers, number) - 1]
-        return Origin("backward", *self._last_owner)
+        return "backward", *self._last_owner
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:

@@ -24,11 +24,16 @@ class Allocation:
 
     __slots__ = ("dtype", "name", "num_bytes", "operation", "origin", "shape", "term")
 
-    def __init__(self, num_bytes: int, origin: Origin, operation: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, num_bytes: int, origin: Origin, operation: Any, shape: tuple[int, ...], dtype: Any) -> None:
         self.num_bytes, self.origin, self.operation = num_bytes, origin, operation
         self.shape, self.dtype = shape, dtype
         self.term: str | None = None
         self.name = ""
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as text. Few allocations are ever printed, so that it is made only then."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 Workspace = Callable[[tuple[Any, ...]], int]  # arguments of an operator -> bytes its kernel needs beside the results
@@ -61,7 +66,9 @@ class MemoryTracker(TorchDispatchMode):
             ignored_device: tensors on a device of this type do not count.
         """
         super().__init__()
-        self.origins, self.granule_bytes, self.workspaces = origins, granule_bytes, workspaces or {}
+        self.origins, self.granule_bytes = origins, granule_bytes
+        # By the operator's address here and below: operators live for ever, and their hash is computed in Python.
+        self.workspaces = {id(func): size for func, size in (workspaces or {}).items()}
         self.run_operator, self.ignored_device = run_operator, ignored_device
         self.observers: list[OperatorObserver] = []  # called after every operator
         self.live: dict[int, tuple[Allocation, Any]] = {}  # by the address of the storage, with a weak reference to it
@@ -115,14 +122,19 @@ class MemoryTracker(TorchDispatchMode):
         for x in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(x, Tensor) and _device(x).type != self.ignored_device:
                 self._track(x, func)
-        if func in self.workspaces:
-            allocation = Allocation(0, self.origins.current(), str(func), (), "")
+        if id(func) in self.workspaces:
+            allocation = Allocation(0, self.origins.current(), func, (), "")
             allocation.term = "workspace"
-            self._record(allocation, self._round(self.workspaces[func](args)))
+            self._record(allocation, self._round(self.workspaces[id(func)](args)))
             self._record(allocation, -allocation.num_bytes)
         for observer in self.observers:
             observer(func, args)
         return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No operator is compiled under this mode, so torch need not guard each call of it against that."""
+        return False
 
     def __enter__(self) -> "MemoryTracker":
         # FSDP frees and refills gathered weights by resizing their storage, which is no dispatched operator.
@@ -155,8 +167,7 @@ class MemoryTracker(TorchDispatchMode):
             if found[0].num_bytes != size:
                 self._record(found[0], size - found[0].num_bytes)
             return
-        dtype = str(x.dtype).removeprefix("torch.")
-        allocation = Allocation(0, self._current_origin(), str(func), tuple(x.shape), dtype)
+        allocation = Allocation(0, self._current_origin(), func, x.shape, x.dtype)
 
         def on_free(_: Any) -> None:
             self.live.pop(key, None)
