@@ -43,7 +43,8 @@ def test_estimate_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) 
     assert said["tokens_per_second_per_gpu"] > 0
     assert said["model_tflops_per_gpu"] > 0
     assert said["wall"] in ("memory", "communication", "compute", "host")
-    assert set(said["band"]) == {"step_seconds", "peak_bytes"}
+    assert said["time_wall"] in ("communication", "compute", "host")
+    assert set(said["band"]) == {"step_seconds", "peak_bytes", "device_bytes"}
     for name, middle in (("step_seconds", said["time"]["step_seconds"]), ("peak_bytes", said["memory"]["peak_bytes"])):
         low, high = said["band"][name]
         assert low < middle < high
@@ -64,6 +65,19 @@ def test_estimate_text_tells_what_it_must(capsys: pytest.CaptureFixture[str]) ->
     code, out, _ = run("estimate", QWEN, "knobs.precision=fp8-cs", "knobs.dispatcher=hybridep", capsys=capsys)
     assert code == 0
     assert "uncalibrated" not in out
+
+
+def test_time_says_whose_it_is_and_the_wall_does_not_contradict_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipeline's terms are those of one stage; where memory binds, the text also says where the time goes."""
+    _, out, _ = run("estimate", LONG, capsys=capsys)
+    assert "terms of layers are those of stage" in out
+    assert "the slowest" in out
+    words = ("knobs.recompute=full", "knobs.ep_overlap=false", "knobs.delay_wgrad=false")
+    _, out, _ = run("estimate", QWEN, *words, capsys=capsys)
+    assert "terms of layers" not in out  # no pipeline
+    wall = next(line for line in out.splitlines() if line.startswith("wall "))
+    assert "memory (whole layers are recomputed" in wall
+    assert wall.endswith(" of the time")
 
 
 def test_stages_alike_share_a_column(capsys: pytest.CaptureFixture[str]) -> None:

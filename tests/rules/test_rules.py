@@ -39,6 +39,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "qwen3-30b-a3b", "layout.cp": 4, "knobs.cp_comm": "a2a"},
         {"model": "qwen3-30b-a3b", "layout.cp": 2, "knobs.cp_comm": "a2a"},
     ),
+    "cp-inner-divides-cp": (
+        {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p", "knobs.cp_inner": 3},
+        {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p", "knobs.cp_inner": 4},
+    ),
+    "cp-exchange-has-latents": (
+        {"layout.cp": 2, "knobs.cp_exchange": "latents"},
+        {"layout.cp": 2, "knobs.cp_exchange": "latents", "target": "threefold"},
+    ),
     "cp-comm-per-layer": (
         {"layout.cp": 2, "knobs.cp_comm": ["p2p", "a2a"]},
         {"layout.cp": 2, "knobs.cp_comm": ["p2p"] * 61},
@@ -56,7 +64,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cp-from-shard-target": ({"job.seq_len": 131072, "job.global_batch": 512}, {"job.seq_len": 16384}),
     "cp-only-when-long": ({"layout.cp": 4}, {"layout.cp": 2}),
     "tp-for-cp-on-rack": (
-        {"cluster.chip": "gb200", "layout.tp": 1, "layout.cp": 8, "job.seq_len": 32768, "knobs.dispatcher": "hybridep"},
+        {
+            "cluster.chip": "gb200",
+            "layout.tp": 1,
+            "layout.cp": 8,
+            "job.seq_len": 65536,
+            "job.global_batch": 512,
+            "knobs.dispatcher": "hybridep",
+        },
         {"cluster.chip": "gb200", "layout.tp": 2, "layout.cp": 4, "job.seq_len": 32768, "knobs.dispatcher": "hybridep"},
     ),
     "dp-at-floor": (
@@ -325,6 +340,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "job.capacity_factor": 1.5},
     ),
     "flex-dispatch-in-bf16": ({"knobs.precision": "fp16"}, {"knobs.precision": "bf16"}),
+    "grad-accum-fusion-takes-effect": (
+        {"target": "threefold", "knobs.grad_accum_fusion": True, "knobs.graphs": ["attn"]},
+        {"target": "threefold", "knobs.grad_accum_fusion": True},
+    ),
     "engine-has-a-choice": ({"target": "threefold", "knobs.permute_fusion": False}, {}),
     "engine-has-knob": ({"target": "threefold", "knobs.fp8_attention": True}, {}),
     "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
@@ -590,3 +609,30 @@ def test_each_fix_is_a_legal_change(fields: dict[str, Any]) -> None:
                 raise AssertionError(f"{finding} cannot be applied: {error}") from error
             same = [f for f in after if f.rule == finding.rule and f.at == finding.at and f.problem == finding.problem]
             assert not same, f"{finding} did not clear"
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("fp32", False), ("bf16", False), ("fp16", True), ("fp8", True)])
+def test_moments_that_need_scales_are_refused_for_our_engine(dtype: str, refused: bool) -> None:
+    """Megatron's precision-aware optimizer has such scales."""
+    fields = {**CLEAN, "knobs.optimizer_dtype": dtype}
+    found = [f.fix_data for f in check(build({**fields, "target": "threefold"})) if f.at == "knobs.optimizer_dtype"]
+    assert found == ([{"knobs.optimizer_dtype": "bf16"}] if refused else [])
+    assert not any(f.at == "knobs.optimizer_dtype" for f in check(build(fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, None),
+        ({"knobs.grad_accum_fusion": True}, None),
+        ({"knobs.data_parallel": "fsdp"}, None),  # it was not asked for in so many words
+        ({"knobs.data_parallel": "fsdp", "knobs.grad_accum_fusion": True}, "fsdp"),
+        ({"knobs.graphs": ["attn"], "knobs.grad_accum_fusion": True}, "CUDA graphs"),
+        ({"knobs.graphs": ["attn"], "knobs.grad_accum_fusion": False}, None),
+    ],
+)
+def test_a_fusion_that_is_stated_and_off_is_named(fields: dict[str, Any], named: str | None) -> None:
+    plan = build({**CLEAN, "target": "threefold", **fields})
+    for one in (plan, change(plan, {"job.steps": 7})):  # what a plan states is kept when it changes
+        found = [f.problem for f in check(one) if f.rule == "grad-accum-fusion-takes-effect"]
+        assert found == ([] if named is None else [f"the fusion is off with {named}"])

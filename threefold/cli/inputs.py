@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TextIO
 
+from threefold.cost.cp_exchange import resolve_exchange
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import read_plan
 from threefold.plan.parse import Parsed, free_findings
@@ -16,24 +17,27 @@ from threefold.spec.stacks import TARGETS
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+def add_plan_arguments(
+    parser: argparse.ArgumentParser, optional: bool = False, target: str = "judge the plan for this stack"
+) -> None:
     parser.add_argument("plan", nargs="?" if optional else None, help="a plan file (TOML)")
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields to override, such as layout.ep=16")
-    parser.add_argument("--target", choices=TARGETS, help="judge the plan for this stack")
+    parser.add_argument("--target", choices=TARGETS, help=target)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:
     """The parsed plan and what was found on the way; a draft's free fields are findings.
 
-    A memory budget becomes names, but for a verb that still changes the plan, and with it what meets the budget.
+    A memory budget becomes names and an open `cp_exchange` a choice, but for a verb that still changes the plan, and
+    with it what is best.
     """
     extra = [f'target="{args.target}"'] if args.target else []
     parsed = read_plan(args.plan, [*args.overrides, *extra])
     findings = [*parsed.findings, *free_findings(parsed.free)]
     if parsed.plan is not None and not keep_budget:
         try:
-            plan, more = resolve_recompute(parsed.plan)
+            plan, more = resolve_recompute(resolve_exchange(parsed.plan))
         except FindingsError as error:
             return replace(parsed, plan=None), in_order([*findings, *error.findings])
         parsed, findings = replace(parsed, plan=plan), [*findings, *more]

@@ -10,7 +10,6 @@ from typing import Any
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, print_findings
 from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
-from threefold.cost.format_support import starting_precision
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise, parse
@@ -18,9 +17,9 @@ from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.report.search import search_text
 from threefold.rules.all import errors
+from threefold.rules.stacks import target_for
 from threefold.search.search import SearchResult, search
 
-TARGET = "megatron-bridge"  # where neither draft nor command line names one: it has calibrated estimates
 FLAGS = {
     "model": "model",
     "chip": "cluster.chip",
@@ -35,7 +34,11 @@ NEEDED = ("model", "chip", "gpus", "seq_len")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_plan_arguments(parser, optional=True)
+    add_plan_arguments(
+        parser,
+        optional=True,
+        target="plan for this stack (default: threefold where our engine trains the model, else megatron-bridge)",
+    )
     parser.add_argument("--model", metavar="M", help="a model name, or hf:path of a config.json")
     parser.add_argument("--chip", metavar="C", help="a chip name")
     parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs in all, or auto for as few as work")
@@ -45,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--micro-batch", metavar="m", type=int, help="sequences in a microbatch (default: searched)")
     parser.add_argument(
-        "--precision", metavar="P", help="a format, or auto to search (default: the platform's, or bf16)"
+        "--precision", metavar="P", help="a format, or auto: the faster of the platform's and bf16 (default auto)"
     )
     parser.add_argument("--top", metavar="K", type=int, default=5, help="candidates to show (default 5)")
     parser.add_argument(
@@ -71,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     fields, findings = _draft(args)
     if errors(findings):
         return print_findings(in_order(findings), args.json)
+    fields, why = with_defaults(fields)
     try:
         found = search(fields, args.top, _progress if sys.stderr.isatty() else None)
     except FindingsError as error:
@@ -82,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         ordered, seen = rehearse_first(found.candidates, args.rehearse) if args.rehearse else ([], [])
     except ModuleNotFoundError as error:
         return missing_package("plan", error)
-    return _tell(args, replace(found, candidates=tuple(ordered)) if seen else found, seen)
+    return _tell(args, replace(found, candidates=tuple(ordered)) if seen else found, seen, why)
 
 
 def _count(text: str) -> int | str:
@@ -101,19 +105,32 @@ def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
         overrides, bad = parse_overrides(args.overrides)
         given, more = normalise(overrides)
         fields, findings = {**flags, **given}, [*wrong, *bad, *more]
-    fields.setdefault("target", TARGET)
-    drafted = parse({path: value for path, value in fields.items() if value != AUTO}).plan
-    if drafted is not None:  # else the search says what is wrong
-        fields.setdefault("knobs.precision", starting_precision(drafted))
     return fields, findings
+
+
+def with_defaults(fields: Fields) -> tuple[Fields, str]:
+    """The fields with what this verb adds, and why the target is what it is where nobody named one.
+
+    A precision that nobody names is searched: the platform's and bf16.
+    """
+    fields = {"knobs.precision": AUTO, **fields}
+    if fields.get("target", AUTO) != AUTO:
+        return fields, ""
+    drafted = parse({path: value for path, value in fields.items() if value != AUTO}).plan
+    if drafted is None:  # the search says what is wrong
+        return fields, ""
+    target, why = target_for(drafted.model)
+    return {**fields, "target": target}, f"for {target}, because {why}"
 
 
 def _progress(text: str) -> None:
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearsed]) -> int:
+def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearsed], why: str) -> int:
     said: dict[str, Any] = found.to_json()
+    if why:
+        said["target_because"] = why
     if seen:
         said["rehearsed"] = [one.to_json() for one in seen]
     code = 0 if found.candidates else 1
@@ -123,12 +140,21 @@ def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearse
         json.dump(said, sys.stdout, indent=2)
         print()
     else:
-        print(search_text(found))
+        print(search_text(found, why))
         if seen:
             print(f"\n{rehearsed_text(seen, found.candidates)}")
-        if args.out and found.candidates and code == 0:
-            print(f"\nwrote the best plan to {args.out}")
+        if found.candidates and code == 0:
+            print(f"\n{_next_command(args.out, found.candidates[0].plan)}")
     return code
+
+
+def _next_command(out: str | None, plan: Plan) -> str:
+    """What to do with the best plan."""
+    wrote = f"wrote the best plan to {out}; next: " if out else "next: the same with --out plan.toml, then "
+    file = out or "plan.toml"
+    if plan.target == "threefold":
+        return f"{wrote}`threefold dry-run {file}` rehearses it, `threefold train {file}` or `launch {file}` run it"
+    return f"{wrote}`threefold show {file}` has the settings for {plan.target}, which runs it"
 
 
 def _write(path: str, plan: Plan) -> int:

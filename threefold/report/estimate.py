@@ -17,7 +17,7 @@ _WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
 
 def estimate_text(plan: Plan, found: Estimate, ledger: Sequence[Transfer], overfull: Sequence[Finding] = ()) -> str:
     """All of it; `overfull` is what the rules say about the peak."""
-    parts = [_head(plan, found), memory_text(plan, found), time_text(found), _verdict(plan, found)]
+    parts = [_head(plan, found), memory_text(plan, found), time_text(plan, found), _verdict(plan, found)]
     if ledger:
         parts.append(traffic_text(ledger))
     if overfull:
@@ -79,25 +79,39 @@ def _memory_table(plan: Plan, columns: Sequence[tuple[str, StageMemory]]) -> str
     return table(["memory, GiB", *(name for name, _ in columns)], rows)
 
 
-def time_text(found: Estimate) -> str:
-    """Terms that take time, longest first, with the wall each belongs to."""
+def time_text(plan: Plan, found: Estimate) -> str:
+    """Terms that take time, longest first, with the wall each belongs to; of a pipeline those of its slowest rank."""
     step = found.time.step_seconds
     spent = sorted(((value, name) for name, value in found.time.terms.items() if value > 0), reverse=True)
     rows = [[name, f"{value:.4g}", f"{value / step:.1%}", _WALL.get(name, "")] for value, name in spent]
     rows.append(["= step", f"{step:.4g}", "100.0%", ""])
-    return table(["time", "seconds", "share", "wall"], rows)
+    text = table(["time", "seconds", "share", "wall"], rows)
+    pp, stage = plan.layout.pp, found.time.stage
+    return text if pp == 1 else f"{text}\nterms of layers are those of stage {stage} of 0 to {pp - 1}, the slowest"
+
+
+def wall_text(plan: Plan, found: Estimate) -> str:
+    """The limit that binds, and where that is memory also where the time goes: the two do not exclude each other."""
+    step = found.time.step_seconds
+    spent = sum(found.time.terms[name] for name in WALLS[found.time_wall])
+    if found.wall != "memory":
+        return f"{found.time_wall}, {spent / step:.0%} of the time"
+    full = found.memory.device_bytes / plan.chip.memory_bytes
+    why = f"{full:.0%} of it needed" if not plan.full_recompute else "whole layers are recomputed"
+    return f"memory ({why}: it keeps faster settings out); {found.time_wall} takes {spent / step:.0%} of the time"
 
 
 def _verdict(plan: Plan, found: Estimate) -> str:
     low, high = found.seconds_band
     rows = [
         ["throughput", f"{found.tokens_per_second_per_gpu:,.4g} tokens/s/GPU, {_tflops(found)}"],
-        ["wall", found.wall],
+        ["wall", wall_text(plan, found)],
         [
             "band",
             f"step {low:.4g} to {high:.4g} s, peak {_gib(found.bytes_band[0])} to {_gib(found.bytes_band[1])} GiB",
         ],
         ["basis", found.basis],
+        *(["assumed", text] for text in found.assumed),
     ]
     if not found.calibrated:
         rows.append(["", "uncalibrated: nothing near this plan was among the runs, so the band is twice as wide"])
@@ -130,11 +144,11 @@ def traffic_text(ledger: Sequence[Transfer]) -> str:
 
 def misfit_text(plan: Plan, found: Estimate) -> str:
     """One line for a plan that runs out of memory."""
-    worst = found.memory.worst
-    largest = max(worst.terms, key=worst.terms.__getitem__)
+    worst, (name, size) = found.memory.worst, found.memory.worst.by_size[0]
+    top = format_bytes(found.device_bytes_band[1])
     return (
-        f"does not fit: stage {worst.stage} needs {format_bytes(worst.device_bytes)} of "
-        f"{format_bytes(plan.chip.memory_bytes)}; the largest term is {largest}, {format_bytes(worst.terms[largest])}"
+        f"does not fit: stage {worst.stage} needs {format_bytes(worst.device_bytes)} (up to {top}) of "
+        f"{format_bytes(plan.chip.memory_bytes)}; the largest term is {name}, {format_bytes(size)}"
     )
 
 

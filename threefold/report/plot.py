@@ -13,7 +13,7 @@ _GROUPS = {
     "weights and gradients": ("weights", "quantised_weights", "gradients"),
     "optimizer": ("optimizer",),
     "for a moment": ("recompute", "overlap", "graphs", "workspace"),
-    "reserve": RESERVE_TERMS,
+    "reserve": tuple(name for name in RESERVE_TERMS if name != "attention_in_graphs"),
 }
 _ORDER = ("weights and gradients", "optimizer", "activations", "for a moment", "reserve")
 _COLOURS = ("#3b5b92", "#7f9ccb", "#d9822b", "#f0c27b", "#c9c9c9")

@@ -4,26 +4,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from threefold.plan.plan import Plan
-from threefold.report.estimate import time_text
+from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
-from threefold.report.terminal import table
+from threefold.report.terminal import findings_text, table
 from threefold.search.neighbours import NextBetter, Trial
+from threefold.search.rank import TIE
 from threefold.search.search import Candidate, SearchResult
 from threefold.spec.stacks import DISPATCHER, GRAPH_SCOPES, PRECISION, Default
 from threefold.units import GIB, format_bytes, format_tokens
 
 
-def search_text(found: SearchResult) -> str:
+def search_text(found: SearchResult, why: str = "") -> str:
     if not found.candidates:
         return f"{found.finding}\n\n{_count(found)}"
     best = found.candidates[0]
     parts = [
-        _head(best.plan),
+        _head(best.plan, why),
         _section("Fit", [_bullets(best.reasons.fit)]),
         _section("Scale", [grids_text(best.plan), axes_text(best.plan), _bullets(best.reasons.scale)]),
-        _section("Profile", [time_text(best.estimate), _bullets(best.reasons.profile)]),
+        _section("Profile", [time_text(best.plan, best.estimate), _bullets(best.reasons.profile)]),
         _section("Retune", _retune(best, found)),
-        _section("Candidates", [_candidates(found.candidates), _legend(found.candidates), _count(found)]),
+        _section("Findings", [_findings(best)]),
+        _section("Candidates", [_candidates(found.candidates), _legend(), _count(found)]),
     ]
     return "\n\n".join(parts)
 
@@ -36,9 +38,17 @@ def _bullets(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _head(plan: Plan) -> str:
+def _findings(best: Candidate) -> str:
+    """What `check` says of the best plan. A fix that cost nothing would have been applied."""
+    if not best.findings:
+        return "`threefold check` finds nothing about the best plan."
+    return "`threefold check` says of the best plan:\n" + findings_text(best.findings)
+
+
+def _head(plan: Plan, why: str) -> str:
     job = plan.job
-    return (
+    planned = f"Planned {why}; --target names another stack.\n" if why else ""
+    return planned + (
         f"plan {plan.hash}: {plan.model_name} on {plan.layout.gpus} x {plan.cluster.chip} for {plan.target}, "
         f"{job.global_batch} x {format_tokens(job.seq_len)} tokens a step, {plan.knobs.precision}. "
         "Every number is estimated."
@@ -46,12 +56,12 @@ def _head(plan: Plan) -> str:
 
 
 def _retune(best: Candidate, found: SearchResult) -> list[str]:
-    wall = f"The wall is {best.estimate.wall}."
+    wall = f"The wall is {wall_text(best.plan, best.estimate)}."
     if found.retune:
         tries = "\n".join(f"- {changes_text(one.changes)}: {_effect(one)}" for one in found.retune)
         wall += f" To try from here, one at a time, with what is predicted:\n{tries}"
     else:
-        wall += " No single knob for it promises a gain: profile before changing anything."
+        wall += " No knob that was left to you promises a gain: profile before changing anything."
     return [
         wall,
         _next_better(found.next_better),
@@ -61,11 +71,14 @@ def _retune(best: Candidate, found: SearchResult) -> list[str]:
 
 
 def changes_text(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{path} = {_value(value)}" for path, value in changes.items())
+    """Fields as they can be pasted behind a command."""
+    return " ".join(f"{path}={_value(value)}" for path, value in changes.items())
 
 
 def _value(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _effect(one: Trial) -> str:
@@ -74,17 +87,15 @@ def _effect(one: Trial) -> str:
 
 def _next_better(one: NextBetter | None) -> str:
     if one is None:
-        return "No faster plan fails for want of memory alone."
+        return "No plan that fails for want of memory would be faster once it fits."
     lack = one.need_bytes - one.have_bytes
     text = (
         f"The next better plan, {_degrees(one.plan)} with {_knobs(one.plan) or 'no knobs'}, would be {one.effect:+.1%} "
         f"but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage {one.stage}: "
         f"{format_bytes(lack)} too much."
     )
-    if not one.cures:
-        return f"{text} No single change makes it fit."
-    cures = "; ".join(f"{changes_text(cure.changes)} ({_effect(cure)} a GPU)" for cure in one.cures)
-    return f"{text} It fits with {cures}."
+    cures = "; ".join(f"{changes_text(cure.changes)} ({_effect(cure)} against this plan there)" for cure in one.cures)
+    return f"{text} It fits and is faster with {cures}."
 
 
 def _sensitivity(steps: Sequence[Trial]) -> str:
@@ -120,6 +131,8 @@ def _knobs(plan: Plan) -> str:
     words += ["overlap" + ("+wgrad" if knobs.delay_wgrad else "")] if knobs.ep_overlap else []
     words += [f"offload {knobs.optimizer_offload:.0%}"] if knobs.optimizer_offload else []
     words += [f"graphs {'+'.join(knobs.graphs)}"] if knobs.graphs else []
+    words += ["fused experts"] if knobs.expert_fusion else []
+    words += ["tp overlap"] if knobs.tp_overlap else []
     words += [f"cp {knobs.cp_comm}"] if knobs.cp_comm != "p2p" and plan.layout.cp > 1 else []
     words += [f"stages {plan.layout.stages}"] if plan.layout.stages else []
     return ", ".join(words)
@@ -141,6 +154,7 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
         "tok/s",
         "GiB",
         "",
+        "precision",
         "dispatcher",
     ]
     rows = []
@@ -150,23 +164,19 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
         numbers = [
             f"{guess.model_tflops_per_gpu:.0f}",
             f"{guess.tokens_per_second_per_gpu:.0f}",
-            f"{guess.memory.device_bytes / GIB:.1f}",
+            f"{guess.memory.device_bytes / GIB:.1f}-{guess.device_bytes_band[1] / GIB:.1f}",
         ]
-        mark = "P" if one.pareto else ""
-        knobs = _knobs(one.plan)
-        rows.append(
-            [str(place), *degrees, str(one.plan.job.micro_batch), *numbers, mark, one.plan.knobs.dispatcher, knobs]
-        )
+        mark, knobs = "P" if one.pareto else "", one.plan.knobs
+        words = [knobs.precision, knobs.dispatcher, _knobs(one.plan)]
+        rows.append([str(place), *degrees, str(one.plan.job.micro_batch), *numbers, mark, *words])
     return table([*header, "knobs"], rows)
 
 
-def _legend(candidates: Sequence[Candidate]) -> str:
-    precisions = dict.fromkeys(one.plan.knobs.precision for one in candidates)
-    mixed = f" Precisions: {', '.join(precisions)}." if len(precisions) > 1 else ""
+def _legend() -> str:
     return (
-        "TFLOP/s and tok/s are a GPU's, GiB the fullest rank's. Ranked by throughput at the slow end of its error "
-        "band; what lies within a small part of the band goes by simplicity. P: on the Pareto front of throughput, "
-        f"simplicity and memory.{mixed}"
+        "TFLOP/s and tok/s are a GPU's, GiB the fullest rank's, predicted and at the top of its band. Ranked by "
+        f"throughput; what is within {TIE:.0%} goes by simplicity. A dispatcher that must be built, and experts under "
+        "FSDP, have to win by more than they are less sure. P: on the Pareto front of throughput, simplicity, memory."
     )
 
 

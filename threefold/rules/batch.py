@@ -2,9 +2,39 @@
 
 from collections.abc import Iterator
 
+from threefold.cost.estimate import gain, memory_band
+from threefold.cost.memory.by_stack import fullest_bytes
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
+from threefold.rules.shape import stage_faults
+
+WORTH = 0.002  # predicted gain in throughput from which a change is worth making
+
+
+def can_be_priced(plan: Plan) -> bool:
+    """Whether the plan is whole enough for an estimate; other rules speak where it is not."""
+    layout = plan.layout
+    placed = layout.vpp == 1 if layout.pp == 1 else layout.schedule != "dualpipev" or layout.vpp == 2
+    return (
+        placed
+        and layout.fits_ranks
+        and layout.chunks <= plan.model.num_layers + plan.mtp + 2
+        and not stage_faults(plan)
+    )
+
+
+def surely_fits(plan: Plan) -> bool:
+    """Whether the plan is predicted to fit at the top of its memory's band."""
+    have = plan.chip.memory_bytes
+    return fullest_bytes(plan, memory_band(plan), have) <= have
+
+
+def pays(plan: Plan, other: Plan) -> bool:
+    """Whether another plan is predicted to be faster, and to fit; true where the two cannot be compared."""
+    if not can_be_priced(plan) or not can_be_priced(other):
+        return True
+    return gain(plan, other) > WORTH and (surely_fits(other) or not surely_fits(plan))
 
 
 def batch_step(plan: Plan) -> int:

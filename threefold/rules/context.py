@@ -1,12 +1,15 @@
 """Long context: how the sequence is cut, and what a short-context plan gets wrong at length."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
-from threefold.rules.batch import batch_step
+from threefold.rules.batch import batch_step, can_be_priced, pays, surely_fits
 from threefold.rules.shape import tp_fits
+from threefold.spec.model import MlaSpec
 from threefold.units import format_tokens
 
 SHARD_TOKENS = 4096  # the documents' target: CP ~ sequence / 4096
@@ -65,7 +68,7 @@ def cp_only_when_long(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="LC-TPxCP")
 def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
-    """On NVL72 systems TP can take over a part of a large CP.
+    """On NVL72 systems TP can take over a part of a large CP, where that is predicted to be faster or to fit.
 
     Why: NVLink reaches the whole rack, so TP stays fast at degrees that would leave an 8-GPU node; the
         documents' 128K plan for Qwen3-235B is TP 4 x CP 4.
@@ -76,7 +79,9 @@ def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
     if not (plan.chip.is_rack_scale and plan.is_long and layout.tp == 1 and layout.cp >= 8):
         return
     for tp in (4, 2):
-        if tp_fits(plan.model, tp) is None:
+        other = replace(plan, layout=replace(layout, tp=tp, cp=layout.cp // tp))
+        better = pays(plan, other) or (not surely_fits(plan) and surely_fits(other))
+        if tp_fits(plan.model, tp) is None and layout.cp % tp == 0 and better:
             yield Finding(
                 at="layout.cp",
                 problem=f"CP {layout.cp} with TP 1 on {plan.cluster.chip}, where NVLink joins {plan.chip.domain} GPUs",
@@ -132,7 +137,8 @@ def sdpa_recompute_at_length(plan: Plan) -> Iterator[Finding]:
     Confirm: compare the peak with and without `core_attn` in a rehearsal.
     Fix: recompute norms, expert activations or MLPs instead.
     """
-    if "core_attn" in plan.knobs.recompute and plan.is_long:
+    recomputes_delta_rule = plan.model.delta is not None and plan.target == "threefold"  # large, and linear in length
+    if "core_attn" in plan.knobs.recompute and plan.is_long and not recomputes_delta_rule:
         yield Finding(
             at="knobs.recompute",
             problem=f"core_attn at {format_tokens(plan.job.seq_len)} repeats quadratic work for little memory",
@@ -142,7 +148,7 @@ def sdpa_recompute_at_length(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="LC-4KBASE")
 def short_baseline_at_length(plan: Plan) -> Iterator[Finding]:
-    """A plan for long context saves activation memory somewhere.
+    """A plan for long context saves activation memory somewhere, unless it is predicted to fit without.
 
     Why: a layout that is good at 4K keeps everything; at length the recompute set, the offload and often
         the dispatcher have to be chosen again.
@@ -150,7 +156,8 @@ def short_baseline_at_length(plan: Plan) -> Iterator[Finding]:
     Fix: begin with selective recompute of norms and the expert activation.
     """
     knobs = plan.knobs
-    if plan.is_long and not knobs.recompute and not knobs.activation_offload and not knobs.activation_offload_layers:
+    keeps_all = not (knobs.recompute or knobs.activation_offload or knobs.activation_offload_layers)
+    if plan.is_long and keeps_all and not (can_be_priced(plan) and surely_fits(plan)):
         yield Finding(
             at="knobs.recompute",
             problem=f"nothing is recomputed at {format_tokens(plan.job.seq_len)}: settings of a 4K baseline",
@@ -161,6 +168,33 @@ def short_baseline_at_length(plan: Plan) -> Iterator[Finding]:
 def selective_set(plan: Plan) -> list[str]:
     """The first modules to recompute: cheap to redo, large to keep."""
     return ["layernorm", "moe_act"] if plan.model.is_moe else ["layernorm"]
+
+
+def selective_sets(plan: Plan) -> list[list[str]]:
+    """Growing sets of modules to recompute, the cheapest first, beside those that the plan names."""
+    more = [selective_set(plan)]
+    if isinstance(plan.model.attention, MlaSpec):
+        more.append(["mla_up_proj"])
+    if plan.model.is_moe and not plan.knobs.ep_overlap and "moe_router" not in plan.knobs.graphs:
+        more.append(["moe"])
+    names, sets = without(plan.knobs.recompute, "full"), []
+    for added in more:
+        names = list(dict.fromkeys([*names, *added]))
+        names = [name for name in names if name != "moe_act"] if "moe" in names else names
+        sets.append(names)
+    return sets
+
+
+def fitting_set(plan: Plan) -> list[str] | None:
+    """The first of these sets with which the plan is predicted to fit, without anything on the host."""
+    if not can_be_priced(plan):
+        return selective_set(plan)
+    bare: dict[str, Any] = {"optimizer_offload": 0.0, "activation_offload": (), "activation_offload_layers": 0}
+    for names in selective_sets(plan):
+        knobs = replace(plan.knobs, **bare, recompute=tuple(names), recompute_method=None, recompute_layers=None)
+        if surely_fits(replace(plan, knobs=knobs)):
+            return names
+    return None
 
 
 @rule(severity="warning", rows="LC-KERNEL")
@@ -180,3 +214,89 @@ def kernels_at_length(plan: Plan) -> Iterator[Finding]:
                 problem=f"{stated} is older than {need}, which 128K and beyond leans on",
                 advice=f"run on {name} {need} or newer, then state it",
             )
+
+
+@rule(rows="LC-CP-A2A LC-CP-HIER")
+def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
+    """With all-to-all context parallel every rank takes whole heads.
+
+    Why: a2a trades sequence shards for head shards, so TP x CP must divide the heads, and the key/value
+        heads too. The hierarchical form needs it only inside the fast domain.
+    Confirm: divide the head counts by TP x CP.
+    Fix: p2p works with any head count.
+    """
+    layout, model = plan.layout, plan.model
+    modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
+    # Inside one domain the hierarchical form is a plain ring: no heads are traded.
+    inner = plan.cp_inner if "a2a+p2p" in modes else 1
+    shards = layout.tp * (layout.cp if "a2a" in modes else inner)
+    if layout.cp == 1 or shards == layout.tp:
+        return
+    for attention in (model.attention, model.local_attention):
+        if attention and (attention.num_heads % shards or attention.num_kv_heads % shards):
+            heads = f"{attention.num_heads} heads and {attention.num_kv_heads} key/value heads"
+            yield Finding(
+                at="knobs.cp_comm",
+                problem=f"{heads} do not divide into {shards} shares",
+                fix={"knobs.cp_comm": "p2p"},
+            )
+            return
+
+
+@rule(rows="LC-CP-HIER")
+def cp_inner_divides_cp(plan: Plan) -> Iterator[Finding]:
+    """The ranks of a CP group form inner groups of one size.
+
+    Why: in a2a+p2p the ranks of an inner group trade heads, and a ring joins the inner groups; with a size that does
+        not divide CP one group would be smaller than the others.
+    Confirm: divide layout.cp by knobs.cp_inner.
+    Fix: the largest divisor that is not larger.
+    """
+    inner, cp = plan.knobs.cp_inner, plan.layout.cp
+    if inner is None or inner == 1:
+        return
+    if "a2a+p2p" not in {plan.knobs.cp_comm, *plan.knobs.cp_comm}:
+        problem = f"an inner size of {inner} with cp_comm {plan.knobs.cp_comm}, which has no inner groups"
+        yield Finding(at="knobs.cp_inner", problem=problem, fix={"knobs.cp_inner": None})
+    elif cp % inner:
+        best = max(size for size in range(1, min(inner, cp) + 1) if cp % size == 0)
+        yield Finding(
+            at="knobs.cp_inner",
+            problem=f"inner groups of {inner} ranks do not divide CP {cp}",
+            fix={"knobs.cp_inner": best},
+        )
+
+
+@rule(severity="warning", rows="LC-CP-MLA")
+def cp_exchange_has_latents(plan: Plan) -> Iterator[Finding]:
+    """The exchange of context parallelism is a choice for MLA over several ranks in our engine.
+
+    Why: other attention has no latents to exchange, and Megatron always exchanges expanded heads.
+    Confirm: `threefold models NAME` shows the kind of attention.
+    Fix: leave the field out.
+    """
+    knobs = plan.knobs
+    if knobs.cp_exchange is None or plan.layout.cp == 1:
+        return
+    if not isinstance(plan.model.attention, MlaSpec):
+        problem = f"cp_exchange {knobs.cp_exchange}: {plan.model.name} has no latents"
+    elif plan.target != "threefold" and knobs.cp_exchange == "latents":
+        problem = f"cp_exchange latents: {plan.target} exchanges expanded heads"
+    else:
+        return
+    yield Finding(at="knobs.cp_exchange", problem=problem, fix={"knobs.cp_exchange": None})
+
+
+@rule(rows="LC-CP-LAYER")
+def cp_comm_per_layer(plan: Plan) -> Iterator[Finding]:
+    """A list of context-parallel communication types has one entry a layer.
+
+    Why: a shorter list would leave layers without a type.
+    Confirm: count the entries.
+    Fix: one name for all layers, or as many as layers.
+    """
+    modes, layers = plan.knobs.cp_comm, plan.model.num_layers
+    if not isinstance(modes, str) and len(modes) != layers:
+        filled = [modes[i % len(modes)] for i in range(layers)] if modes else "p2p"
+        problem = f"{len(modes)} entries for {layers} layers"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": filled})

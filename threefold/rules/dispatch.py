@@ -1,10 +1,13 @@
 """Dispatchers and the router."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from threefold.cost.estimate import gain, time_band
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
+from threefold.rules.batch import can_be_priced
 from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS
 
 
@@ -57,16 +60,25 @@ def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="DI-MAP DI-APPLY EO-D10")
 def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
-    """Past EP 8 the platform's flex dispatcher is the starting point.
+    """Past EP 8 the platform's flex dispatcher is the starting point, if it is worth being built.
 
     Why: alltoall is the safe bring-up path and fine for small EP; DeepEP on H100/B200 and HybridEP on NVL72
         are the dated defaults, which a measurement on your machine overrides. Naming the backend is all it
-        takes here; upstream, a backend that is set but not applied changes nothing.
+        takes here; upstream, a backend that is set but not applied changes nothing. Megatron's containers have them;
+        for our engine they are built from source, so there they have to win by more than the estimate's band.
     Confirm: measure both; look for the backend in the run's effective configuration.
     Fix: the default of the chip, with its date and evidence in the message.
     """
     default = DISPATCHER[plan.cluster.chip]
-    if plan.model.is_moe and plan.layout.ep > 8 and plan.knobs.dispatcher == "alltoall" != default.value:
+    if (
+        not plan.model.is_moe
+        or plan.layout.ep <= 8
+        or plan.knobs.dispatcher != "alltoall"
+        or default.value == "alltoall"
+    ):
+        return
+    flex = replace(plan, knobs=replace(plan.knobs, dispatcher=default.value))
+    if plan.target != "threefold" or (can_be_priced(plan) and gain(plan, flex) > time_band(flex)):
         yield Finding(
             at="knobs.dispatcher",
             problem=(

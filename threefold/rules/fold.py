@@ -1,10 +1,12 @@
 """How the axes fold over ranks and links: which axis to use for what, and where its traffic goes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
+from threefold.rules.batch import pays
 from threefold.rules.shape import tp_fits
 
 
@@ -92,13 +94,14 @@ def cp_ring_leaves_domain(plan: Plan) -> Iterator[Finding]:
     Why: in a plain ring every step waits for the one port that crosses a node boundary; the hierarchical kind
         exchanges heads over NVLink and sends keys and values over the network only once a node.
     Confirm: `threefold estimate` with both values of knobs.cp_comm: the `cp` term.
-    Fix: a2a+p2p, where the heads divide.
+    Fix: a2a+p2p, where the heads divide and it is predicted to be faster.
     """
     link, attention = plan.link("cp"), plan.model.attention
     if plan.knobs.cp_comm != "p2p" or link.link != "network" or link.in_domain == 1 or attention is None:
         return
     shards = plan.layout.tp * link.in_domain
-    if attention.num_heads % shards == 0 and attention.num_kv_heads % shards == 0:
+    traded = replace(plan, knobs=replace(plan.knobs, cp_comm="a2a+p2p"))
+    if attention.num_heads % shards == 0 and attention.num_kv_heads % shards == 0 and pays(plan, traded):
         problem = f"CP {link.degree} as a plain ring: {link.in_domain} of {link.degree} ranks share a domain"
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "a2a+p2p"})
 

@@ -1,10 +1,12 @@
 """CUDA graphs: which scopes, with what, and only where shapes stand still."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.rules.batch import pays
 from threefold.spec.stacks import GRAPH_SCOPES
 
 DROPLESS = tuple(GRAPH_SCOPES.value.split())
@@ -259,6 +261,15 @@ def engine_has_graphs(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=f"the engine has no graph of {scope} {why}", fix=fix)
 
 
+def engine_scopes(plan: Plan, scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """Of some scopes those that our engine records beside the plan's other settings."""
+    if any(_beside_graphs(plan)):
+        return ()
+    absent = {scope for scope, _ in _no_graph_of(plan)}
+    absent |= {"moe_preprocess"} if "moe_router" in absent else set()
+    return tuple(scope for scope in scopes if scope not in absent)
+
+
 def _no_graph_of(plan: Plan) -> Iterator[tuple[str, str]]:
     """Scopes, and why."""
     layout, dispatcher = plan.layout, plan.knobs.dispatcher
@@ -287,7 +298,7 @@ def _beside_graphs(plan: Plan) -> Iterator[str]:
 
 @rule(severity="warning", rows="PW-HOSTSIG CG-MEM")
 def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
-    """On Blackwell, small microbatches run with graphs.
+    """On Blackwell, small microbatches run with graphs where that is predicted to pay.
 
     Why: the GPU finishes a layer's kernels faster than the host launches them: gaps between kernels and
         launch-bound traces are the host wall. H100 runs meet the communication wall first.
@@ -297,12 +308,13 @@ def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
     knobs, layout = plan.knobs, plan.layout
     tokens = plan.job.micro_batch * plan.job.seq_len / (layout.cp * layout.tp)
     blocked = knobs.activation_offload or knobs.activation_offload_layers or plan.full_recompute
-    blocked = blocked or (plan.target == "threefold" and any(_beside_graphs(plan)))
     dynamic = plan.job.dynamic_length or plan.job.packing
     if plan.chip.architecture != "blackwell" or knobs.graphs or blocked or dynamic or tokens > 4096:
         return
-    scopes = list(DROPLESS) if plan.model.is_moe else ["attn"]
-    if plan.model.is_moe and "moe" in knobs.recompute:
-        scopes = ["attn"]
-    problem = f"{tokens:.0f} tokens a microbatch and rank without graphs: launches will show"
-    yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": scopes})
+    scopes = DROPLESS if plan.model.is_moe and "moe" not in knobs.recompute else ("attn",)
+    if plan.target == "threefold":
+        scopes = engine_scopes(plan, scopes)
+    graphed = replace(plan, knobs=replace(knobs, graphs=scopes))
+    if scopes and pays(plan, graphed):
+        problem = f"{tokens:.0f} tokens a microbatch and rank without graphs: launches will show"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": list(scopes)})

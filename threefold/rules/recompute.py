@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
-from threefold.rules.context import selective_set
+from threefold.rules.context import fitting_set
 from threefold.rules.dispatch import fuses_experts
 from threefold.spec.model import MlaSpec
 
@@ -45,9 +45,10 @@ def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
 
 def _missing_modules(plan: Plan) -> dict[str, str]:
     """Modules named for recompute that this model does not have, with what is missing."""
-    model = plan.model
+    model, is_latent = plan.model, isinstance(plan.model.attention, MlaSpec)
+    no_heads = "no heads that are saved, for its ranks exchange latents" if is_latent else "no latent attention"
     has = {
-        "mla_up_proj": (isinstance(model.attention, MlaSpec), "no latent attention"),
+        "mla_up_proj": (is_latent and not plan.exchanges_latents, no_heads),
         "moe": (model.is_moe, "no experts"),
         "moe_act": (model.is_moe, "no experts"),
         "shared_experts": (bool(model.moe and model.moe.shared_width), "no shared experts"),
@@ -122,17 +123,16 @@ def selective_before_full(plan: Plan) -> Iterator[Finding]:
     Why: norms, expert activations and MLPs give back most of the memory for a small part of the time; a plan
         that only fits with full recompute stands at the memory wall.
     Confirm: rehearse with the selective set; full recompute adds about a third to the compute.
-    Fix: selective modules first; full recompute is for bring-up.
+    Fix: selective modules that are predicted to fit; full recompute is for bring-up, and where no such set is left.
     """
     if plan.full_recompute:
+        names = fitting_set(plan)
+        fix = {"knobs.recompute": names, "knobs.recompute_method": None, "knobs.recompute_layers": None}
         yield Finding(
             at="knobs.recompute",
             problem="full recompute repeats every layer's forward: a sign of the memory wall",
-            fix={
-                "knobs.recompute": selective_set(plan),
-                "knobs.recompute_method": None,
-                "knobs.recompute_layers": None,
-            },
+            fix=fix if names else None,
+            advice="" if names else "no selective set fits this layout: more ranks, or more EP, CP or PP",
         )
 
 
@@ -210,13 +210,15 @@ def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     """Offload comes after recompute and parallelism.
 
     Why: it moves optimizer states or activations over the host link every step; recompute is cheaper while
-        there is any left to do.
+        there is any left to do. Where no selective recompute makes the plan fit, offload is in its place.
     Confirm: rehearse with recompute and without offload.
     Fix: recompute first.
     """
     knobs = plan.knobs
-    names = ("optimizer_offload", "activation_offload", "activation_offload_layers")
-    offloads = [name for name in names if getattr(knobs, name)]
-    if offloads and not knobs.recompute:
+    ways = ("optimizer_offload", "activation_offload", "activation_offload_layers")
+    offloads = [name for name in ways if getattr(knobs, name)]
+    names = fitting_set(plan) if offloads and not knobs.recompute else None
+    if names:
         problem = "offload while nothing is recomputed"
-        yield Finding(at=f"knobs.{offloads[0]}", problem=problem, fix={"knobs.recompute": selective_set(plan)})
+        fix = {"knobs.recompute": names, **{f"knobs.{name}": None for name in offloads}}
+        yield Finding(at=f"knobs.{offloads[0]}", problem=problem, fix=fix)

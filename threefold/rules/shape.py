@@ -341,49 +341,6 @@ def seq_divides_cp(plan: Plan) -> Iterator[Finding]:
         )
 
 
-@rule(rows="LC-CP-A2A LC-CP-HIER")
-def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
-    """With all-to-all context parallel every rank takes whole heads.
-
-    Why: a2a trades sequence shards for head shards, so TP x CP must divide the heads, and the key/value
-        heads too. The hierarchical form needs it only inside the fast domain.
-    Confirm: divide the head counts by TP x CP.
-    Fix: p2p works with any head count.
-    """
-    layout, model = plan.layout, plan.model
-    modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
-    link = plan.link("cp")
-    # Inside one domain the hierarchical form is a plain ring: no heads are traded.
-    inner = link.in_domain if "a2a+p2p" in modes and link.link == "network" else 1
-    shards = layout.tp * (layout.cp if "a2a" in modes else inner)
-    if layout.cp == 1 or shards == layout.tp:
-        return
-    for attention in (model.attention, model.local_attention):
-        if attention and (attention.num_heads % shards or attention.num_kv_heads % shards):
-            heads = f"{attention.num_heads} heads and {attention.num_kv_heads} key/value heads"
-            yield Finding(
-                at="knobs.cp_comm",
-                problem=f"{heads} do not divide into {shards} shares",
-                fix={"knobs.cp_comm": "p2p"},
-            )
-            return
-
-
-@rule(rows="LC-CP-LAYER")
-def cp_comm_per_layer(plan: Plan) -> Iterator[Finding]:
-    """A list of context-parallel communication types has one entry a layer.
-
-    Why: a shorter list would leave layers without a type.
-    Confirm: count the entries.
-    Fix: one name for all layers, or as many as layers.
-    """
-    modes, layers = plan.knobs.cp_comm, plan.model.num_layers
-    if not isinstance(modes, str) and len(modes) != layers:
-        filled = [modes[i % len(modes)] for i in range(layers)] if modes else "p2p"
-        problem = f"{len(modes)} entries for {layers} layers"
-        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": filled})
-
-
 @rule(severity="warning", rows="LC-CP-MTP")
 def mtp_in_model(plan: Plan) -> Iterator[Finding]:
     """MTP depths beyond the published model are new layers.

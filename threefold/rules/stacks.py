@@ -6,18 +6,21 @@ from dataclasses import replace
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
-from threefold.spec.stacks import STACKS
+from threefold.spec.model import ModelSpec
+from threefold.spec.stacks import STACKS, engine_lacks
 
 
 @rule(severity="warning", rows="CF-ONE")
 def stack_runs_family(plan: Plan) -> Iterator[Finding]:
-    """The chosen stack has the model's family.
+    """The chosen stack has the model's family and, where it is our engine, every part of the model.
 
     Why: a plan can be checked and priced for a model that its target cannot train yet.
     Confirm: the family of the model in `threefold models`.
     Fix: another target, or wait for the family.
     """
     if plan.model.family in STACKS[plan.target].families:
+        parts = engine_lacks(plan.model) if plan.target == "threefold" else ()
+        yield from (Finding(at="model", problem=problem, advice=advice) for problem, advice in parts)
         return
     yield Finding(
         at="target",
@@ -31,6 +34,7 @@ _NOT_YET = {
     "fp8_attention": False,
     "fp8_output": False,
 }
+_MOMENTS_NEED_SCALES = ("fp16", "fp8")
 # What the engine does in one way only: its default, and that way.
 _NO_CHOICE: dict[str, tuple[object, str]] = {
     "permute_fusion": (True, "its kernels permute in one pass"),
@@ -44,10 +48,14 @@ _NO_CHOICE: dict[str, tuple[object, str]] = {
 def engine_has_knob(plan: Plan) -> Iterator[Finding]:
     """The threefold engine has the knobs the plan turns.
 
-    Why: some forms of FP8 are planned and priced, not built.
+    Why: some forms of FP8 are planned and priced, not built. Moments in FP8 or fp16 need scales of their own: squares
+        of gradients are below the smallest number of either format, and become 0.
     Confirm: the names in the message.
-    Fix: put them back to their defaults.
+    Fix: put them back to their defaults; moments in bf16.
     """
+    if plan.knobs.optimizer_dtype in _MOMENTS_NEED_SCALES:
+        problem = f"the engine has no scales for moments in {plan.knobs.optimizer_dtype}"
+        yield Finding(at="knobs.optimizer_dtype", problem=problem, fix={"knobs.optimizer_dtype": "bf16"})
     if plan.knobs.precision == "fp8-tensor":
         problem = "the engine has no delayed scaling (fp8-tensor)"
         yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "fp8-cs"})
@@ -71,6 +79,27 @@ def engine_has_a_choice(plan: Plan) -> Iterator[Finding]:
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})
 
 
+@rule(severity="warning", rows="OP-GAF", target="threefold")
+def grad_accum_fusion_takes_effect(plan: Plan) -> Iterator[Finding]:
+    """Fused gradient accumulation is asked for where the threefold engine can do it.
+
+    Why: FSDP reduces, and CUDA graphs record, the gradients that autograd makes; there each weight gradient is made in
+        sixteen bits before it is added. The engine goes without the fusion in silence unless a plan states it.
+    Confirm: knobs.grad_accum_fusion beside knobs.data_parallel and knobs.graphs.
+    Fix: delete the line, or go without what keeps the fusion off.
+    """
+    if "knobs.grad_accum_fusion" not in plan.stated or not plan.knobs.grad_accum_fusion:
+        return
+    found = [] if plan.knobs.data_parallel == "zero1" else [plan.knobs.data_parallel]
+    found += ["CUDA graphs"] if plan.knobs.graphs else []
+    if found:
+        yield Finding(
+            at="knobs.grad_accum_fusion",
+            problem=f"the fusion is off with {' and '.join(found)}",
+            advice="delete the line: nothing changes",
+        )
+
+
 @rule(severity="warning", rows="EX-DROP", target="threefold")
 def engine_has_capacity(plan: Plan) -> Iterator[Finding]:
     """The threefold engine drops by expert, in microbatches of one length.
@@ -89,6 +118,14 @@ def engine_has_capacity(plan: Plan) -> Iterator[Finding]:
     if job.dynamic_length and plan.layout.tp * plan.layout.cp > 1:
         problem = "capacity with dynamic lengths over TP x CP"
         yield Finding(at="job.dynamic_length", problem=problem, fix={"job.dynamic_length": None})
+
+
+def target_for(model: ModelSpec) -> tuple[str, str]:
+    """The stack to plan for where nobody names one, and why. Our engine runs on every chip that is known."""
+    lacks = [problem for problem, _ in engine_lacks(model)]
+    if not lacks:
+        return "threefold", f"our engine trains {model.family} models"
+    return "megatron-bridge", f"{lacks[0]} ({model.name})"
 
 
 ENGINE_LIMITS = ("stack-runs-family", "engine-has-knob", "engine-has-capacity", "engine-has-graphs")

@@ -39,11 +39,12 @@ def _share(estimate: Estimate, term: str) -> str:
 
 def _memory(plan: Plan, estimate: Estimate) -> str:
     worst, have = estimate.memory.worst, plan.chip.memory_bytes
-    largest = sorted(worst.terms, key=lambda name: -worst.terms[name])[:TERMS_NAMED]
-    parts = ", ".join(f"{name} {format_bytes(worst.terms[name])}" for name in largest)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.by_size[:TERMS_NAMED])
+    top = estimate.device_bytes_band[1]
+    sure = "at the top of its band" if top <= have else "though not at the top of its band"
     return (
-        f"Fits: {format_bytes(worst.device_bytes)} of {format_bytes(have)} on stage {worst.stage} at {worst.moment}; "
-        f"largest terms: {parts}."
+        f"Fits {sure}: {format_bytes(worst.device_bytes)}, up to {format_bytes(top)}, of {format_bytes(have)} on stage "
+        f"{worst.stage} at {worst.moment}; largest terms: {parts}."
     )
 
 
@@ -112,7 +113,8 @@ def _time(estimate: Estimate) -> str:
     parts = ", ".join(f"{name} {terms[name] / step:.0%}" for name in largest)
     slow = estimate.seconds_band[1] / step - 1
     sure = "" if estimate.calibrated else ", uncalibrated here"
-    return f"A step takes {step:.2f} s (up to {slow:.0%} longer{sure}); wall: {estimate.wall}; largest terms: {parts}."
+    assumed = "".join(f" Assumed: {text}." for text in estimate.assumed)
+    return f"A step takes {step:.2f} s (up to {slow:.0%} longer{sure}); largest terms: {parts}.{assumed}"
 
 
 def _beside(estimate: Estimate, first: Estimate) -> str:

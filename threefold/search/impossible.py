@@ -8,7 +8,7 @@ from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.rules.memory import state_bytes
-from threefold.search.knobs import shardings, transports
+from threefold.search.knobs import foot, precisions, shardings
 from threefold.search.ladder import Choice, Ladder
 from threefold.search.legal import faults
 from threefold.search.price import Pricer
@@ -57,7 +57,7 @@ def _smallest(space: Space) -> Iterator[Choice]:
         sizes = micro_batches(space, layout)
         if not sizes or (layout.vpp > 1 and space.free("layout.vpp")):
             continue
-        knobs = next(transports(space, layout))
+        knobs = foot(space, layout, precisions(space)[0])
         for sharding in shardings(space, layout):
             yield Choice(layout, sizes[0], replace(knobs, data_parallel=sharding))
 

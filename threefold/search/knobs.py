@@ -1,13 +1,12 @@
 """Knobs a search may set: transports and overlaps of a layout, and the ladder that trades time for memory."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
-from threefold.cost.format_support import starting_precision
+from threefold.cost.format_support import can_fuse_experts, starting_precision
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import INSIDE_MOE, Knobs, Plan
+from threefold.rules.graphs import engine_scopes
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -59,16 +58,21 @@ def context_types(space: Space, layout: Layout) -> list[str | tuple[str, ...]]:
 
 
 def dispatchers(space: Space, layout: Layout) -> list[str]:
-    """The platform's default first, then what else runs there; alltoall only at small EP."""
+    """What runs on the chip, what needs no reason first: others have to win by more than their band.
+
+    For our engine, and at small EP, that is alltoall: DeepEP and HybridEP are built from source. Past EP 8 it is the
+    platform's default where Megatron's containers have it.
+    """
     plan = space.base
     if not space.free("knobs.dispatcher") or layout.ep * layout.etp == 1:
         return [plan.knobs.dispatcher]
     chip = plan.cluster.chip
-    default = DISPATCHER[chip].value
     flex = [name for name, chips in DISPATCHER_CHIPS.items() if chip in chips]
-    plain = ["alltoall"] if layout.ep <= FLEX_FROM or not flex else []
-    names = [default, *flex, *plain]
-    return [name for name in dict.fromkeys(names) if name in flex or name in plain]
+    if plan.target == "threefold" and axis_link(layout, "ep", plan.cluster.domain_ranks).link == "domain":
+        return ["alltoall"]  # over NVLink exchanges are too small a part of a step for such a gain
+    if plan.target == "threefold" or layout.ep <= FLEX_FROM or not flex:
+        return ["alltoall", *flex]
+    return [name for name in dict.fromkeys((DISPATCHER[chip].value, *flex)) if name in flex]
 
 
 def overlaps(space: Space, layout: Layout) -> list[bool]:
@@ -81,25 +85,27 @@ def overlaps(space: Space, layout: Layout) -> list[bool]:
     return [False, True] if can and plan.chip.architecture != "cpu" else [False]
 
 
-def graph_scopes(space: Space) -> list[tuple[str, ...]]:
-    """No graphs, or the dropless scopes on chips whose host is the wall first (small-launches-want-graphs)."""
-    plan = space.base
+def graph_scopes(space: Space, layout: Layout, knobs: Knobs) -> list[tuple[str, ...]]:
+    """No graphs, or the dropless scopes, where our engine is to run the plan those of them that it records."""
+    base = space.base
     if not space.free("knobs.graphs"):
-        return [plan.knobs.graphs]
-    knobs = plan.knobs
-    blocked = knobs.activation_offload or knobs.activation_offload_layers or plan.job.dynamic_length
-    if plan.chip.architecture != "blackwell" or blocked or plan.job.packing:
+        return [base.knobs.graphs]
+    blocked = knobs.activation_offload or knobs.activation_offload_layers or knobs.compile
+    if base.chip.architecture == "cpu" or blocked or base.job.dynamic_length or base.job.packing:
         return [()]
-    scopes = tuple(GRAPH_SCOPES.value.split()) if plan.model.is_moe else ("attn",)
-    return [(), scopes]
+    scopes = tuple(GRAPH_SCOPES.value.split()) if base.model.is_moe else ("attn",)
+    if base.target == "threefold":
+        scopes = engine_scopes(replace(base, layout=layout, knobs=knobs), scopes)
+    return [(), scopes] if scopes else [()]
 
 
-def transports(space: Space, layout: Layout) -> Iterator[Knobs]:
-    """Every choice of what travels how, at the foot of the ladder."""
-    for precision, name, cp_comm in product(
-        precisions(space), dispatchers(space, layout), context_types(space, layout)
-    ):
-        yield replace(space.base.knobs, precision=precision, dispatcher=name, cp_comm=cp_comm)
+def foot(space: Space, layout: Layout, precision: str) -> Knobs:
+    """The knobs of a precision at the foot of the ladder: the simplest transport, experts fused where kernels run."""
+    knobs = replace(space.base.knobs, precision=precision, dispatcher=dispatchers(space, layout)[0])
+    knobs = replace(knobs, cp_comm=context_types(space, layout)[0])
+    if space.free("knobs.expert_fusion") and can_fuse_experts(replace(space.base, layout=layout, knobs=knobs)):
+        knobs = replace(knobs, expert_fusion=True)
+    return knobs
 
 
 def parts(model: ModelSpec) -> list[str]:

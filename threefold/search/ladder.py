@@ -9,7 +9,7 @@ from threefold.cost.memory.by_stack import memory
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 from threefold.search.knobs import Rung, allowed, on_rung, parts, selective_sets
-from threefold.search.price import Pricer
+from threefold.search.price import LEANER, Pricer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Ladder:
         space = pricer.space
         base = space.base.knobs
         offloads = [0.0, 1.0] if space.free("knobs.optimizer_offload") else [base.optimizer_offload]
-        if space.base.chip.architecture == "cpu":
+        needs_adamw = space.base.target == "threefold" and space.base.job.optimizer != "adamw"
+        if space.base.chip.architecture == "cpu" or needs_adamw:  # optimizer-offload-needs-adamw
             offloads = offloads[:1]
         sets = [base.recompute]
         if space.free("knobs.recompute"):
@@ -66,7 +67,7 @@ class Ladder:
         """
         selective, full, hosted = self._rungs(choice.knobs)
         found, short = self._first_fit(choice, selective, bar)
-        if found is not None or self._mild_fits(choice):
+        if found is not None or self.mild_fits(choice):
             return found, short
         options = []
         for ladder in (full, hosted):
@@ -94,7 +95,16 @@ class Ladder:
         last = hosted[-2:] or [*selective[-1:], *full]
         return [self.pricer.plan(choice.layout, choice.micro_batch, knobs) for knobs in last]
 
-    def _mild_fits(self, choice: Choice) -> bool:
+    def can_fit(self, choice: Choice) -> bool:
+        """Whether the degrees fit at all, on the lightest rung at the smallest microbatch."""
+        selective, full, hosted = self._rungs(choice.knobs)
+        size = 1 if self.pricer.space.free("job.micro_batch") else choice.micro_batch
+        lightest = [*selective[-1:], *full[-1:], *hosted[-2:]]
+        lightest.reverse()  # the leanest first
+        most = self.pricer.limit * (1 + LEANER)
+        return any(self.pricer.least_need(choice.layout, size, knobs) <= most for knobs in lightest)
+
+    def mild_fits(self, choice: Choice) -> bool:
         """Whether the degrees fit with selective recompute at the smallest microbatch: then nothing more is tried."""
         selective = [rung for rung in self.plain if "full" not in rung.recompute]
         if not selective:
@@ -103,11 +113,21 @@ class Ladder:
         knobs = replace(choice.knobs, recompute=selective[-1].recompute, optimizer_offload=selective[-1].offload)
         return self.pricer.least_need(choice.layout, size, knobs) <= self.pricer.limit
 
+    def _promise(self, choice: Choice, rung: Knobs) -> float:
+        """Tokens/s at best on a rung: what the choice promises at the foot, and what recompute and offload add."""
+        layout, size, job = choice.layout, choice.micro_batch, self.pricer.space.base.job
+        foot, here = (self.pricer.microbatch_seconds(layout, size, knobs) for knobs in (choice.knobs, rung))
+        tokens, count = job.global_batch * job.seq_len, job.global_batch // (layout.dp * size)
+        moved = 0.0
+        if rung.optimizer_offload > choice.knobs.optimizer_offload:
+            moved = self.pricer.host_seconds(layout, rung) - self.pricer.host_seconds(layout, choice.knobs)
+        return tokens / (tokens / choice.promise + max(0.0, here - foot) * count / layout.pp + moved)
+
     def _first_fit(self, choice: Choice, ladder: list[Knobs], bar: float) -> tuple[Plan | None, Plan | None]:
         """Bisect the rungs that promise more than the bar; along them the need falls."""
         layout, size = choice.layout, choice.micro_batch
         last = len(ladder) - 1
-        while last >= 0 and self.pricer.promise(layout, size, ladder[last]) <= bar:
+        while last >= 0 and self._promise(choice, ladder[last]) <= bar:
             last -= 1
         if last < 0:
             return None, None

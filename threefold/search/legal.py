@@ -1,20 +1,26 @@
-"""What the rules refuse, memory aside: that the search prices itself."""
+"""What refuses a plan, memory aside: that the search prices itself."""
+
+from dataclasses import replace
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules import memory
 from threefold.rules.all import RULES
+from threefold.rules.stacks import ENGINE_LIMITS
 
 
 def faults(plan: Plan) -> list[Finding]:
-    """Errors of every rule that holds for the plan's target, but for those of `rules/memory.py`."""
+    """Errors of every rule that holds for the plan's target, but for those of `rules/memory.py`.
+
+    What our engine cannot run counts where the plan is for it: `check` only warns of it, `train` refuses it.
+    """
     wanted = (
         rule
         for rule in RULES.values()
-        if rule.severity == "error" and rule.target in ("both", plan.target) and rule.home != memory.__name__
+        if rule.target in ("both", plan.target) and rule.home != memory.__name__ and _refuses(rule.slug, plan)
     )
-    return [finding for rule in wanted for finding in _signed(rule.slug, list(rule.check(plan)))]
+    return [replace(found, severity="error", rule=rule.slug) for rule in wanted for found in rule.check(plan)]
 
 
-def _signed(slug: str, findings: list[Finding]) -> list[Finding]:
-    return [Finding(one.at, one.problem, one.fix, one.advice, "error", slug) for one in findings]
+def _refuses(slug: str, plan: Plan) -> bool:
+    return RULES[slug].severity == "error" or (plan.target == "threefold" and slug in ENGINE_LIMITS)

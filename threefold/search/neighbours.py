@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from threefold.cost.estimate import Estimate, estimate
+from threefold.cost.estimate import Estimate, estimate, fit_band, gain
 from threefold.cost.format_support import experts_are_emulated
+from threefold.cost.memory.by_stack import fullest_bytes
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.dispatch import fuses_experts
+from threefold.search.knobs import precisions
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
+from threefold.search.refine import CHOSEN
+from threefold.search.space import Space
 from threefold.spec.chips import CHIPS, NATIVE_FORMATS
 from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES
 from threefold.units import format_bytes
@@ -19,7 +24,7 @@ from threefold.units import format_bytes
 STEPS = ("layout.tp", "layout.cp", "layout.pp", "layout.vpp", "layout.ep", "layout.etp", "job.micro_batch")
 GAIN = 0.002  # predicted, from which a change is worth a trial
 FASTER = 0.01  # predicted, from which a plan counts as the next better one
-MOST_SHORT = 100  # plans that do not fit, looked at from the smallest lack of memory up
+MOST_SHORT = 12  # plans that do not fit, looked at from the smallest lack of memory up
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +79,34 @@ def attempt(plan: Plan, chosen: Estimate, changes: Mapping[str, Any]) -> Trial:
         return Trial(changes, None, f"{bad[0].rule}: {bad[0].problem}")
     priced = estimate(other)
     if not priced.fits:
-        need, have = format_bytes(priced.memory.device_bytes), format_bytes(other.chip.memory_bytes)
+        need, have = format_bytes(needed_bytes(other, priced)), format_bytes(other.chip.memory_bytes)
         return Trial(changes, None, f"memory: {need} of {have} on stage {priced.memory.worst.stage}")
     return Trial(changes, priced.tokens_per_second_per_gpu / chosen.tokens_per_second_per_gpu - 1)
 
 
-def retune(plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
-    """What the documents change for the wall that the estimate sees, each tried alone, the best first."""
-    tried = [attempt(plan, chosen, changes) for changes in _remedies(plan, chosen.wall)]
+def needed_bytes(plan: Plan, guess: Estimate) -> float:
+    """What the fullest rank needs as `fits` counts it."""
+    return guess.memory.worst.device_bytes_at(fit_band(plan))
+
+
+def retune(space: Space, plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
+    """What the documents change for the wall that the estimate sees, each tried alone, the best first.
+
+    What the search was free to choose is not among them: it has chosen. A dispatcher that did not win by more than its
+    band is.
+    """
+    remedies = {str(changes): changes for wall in (chosen.wall, chosen.time_wall) for changes in _remedies(plan, wall)}
+    left = [changes for changes in remedies.values() if not all(_decided(space, *one) for one in changes.items())]
+    tried = [attempt(plan, chosen, changes) for changes in left]
     gains = [(one.effect or 0.0, one) for one in tried]
     return tuple(one for gain, one in sorted(gains, key=lambda pair: -pair[0]) if gain > GAIN)
+
+
+def _decided(space: Space, path: str, value: Any) -> bool:
+    """Whether the search has looked at this value and did not take it."""
+    if path == "knobs.precision" and value not in precisions(space):
+        return False
+    return path in CHOSEN and path != "knobs.dispatcher" and space.free(path)
 
 
 def _faster(plan: Plan, precision: str) -> bool:
@@ -99,11 +122,10 @@ def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
         yield {"knobs.grad_dtype": "bf16"}
         if plan.low_precision:
             yield {"knobs.fp8_params": True}
-    if wall == "communication":
-        flex = [name for name, chips in DISPATCHER_CHIPS.items() if plan.cluster.chip in chips]
-        yield from ({"knobs.dispatcher": name} for name in flex if name != knobs.dispatcher and layout.ep > 1)
-        if layout.tp > 1:
-            yield {"knobs.tp_overlap": True}
+    flex = [name for name, chips in DISPATCHER_CHIPS.items() if plan.cluster.chip in chips]
+    yield from ({"knobs.dispatcher": name} for name in flex if name != knobs.dispatcher and layout.ep > 1)
+    if wall == "communication" and layout.tp > 1:
+        yield {"knobs.tp_overlap": True}
     if wall in ("communication", "compute") and layout.ep > 1:
         yield {"knobs.ep_overlap": True} if not knobs.ep_overlap else {"knobs.delay_wgrad": True}
     if wall in ("host", "compute") and not knobs.graphs and plan.chip.architecture != "cpu":
@@ -117,30 +139,34 @@ def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
 
 
 def next_better(pricer: Pricer, short: list[Plan], best: Priced) -> NextBetter | None:
-    """The plan that lacks the least memory among those that are faster and do not fit."""
+    """The plan that lacks the least memory among those that are faster, also once a single change makes them fit."""
     bar = best.tokens_per_second * (1 + FASTER)
     promising = [plan for plan in short if pricer.promise(plan.layout, plan.job.micro_batch, plan.knobs) > bar]
-
-    def least(plan: Plan) -> float:
-        return pricer.least_need(plan.layout, plan.job.micro_batch, plan.knobs)
-
-    over = [plan for plan in sorted(promising, key=least)[:MOST_SHORT] if pricer.need(plan) > plan.chip.memory_bytes]
+    promising = sorted(promising, key=lambda plan: pricer.least_need(plan.layout, plan.job.micro_batch, plan.knobs))
+    faster = (plan for plan in promising if pricer.speed(plan) > bar and not faults(plan))
+    over = list(islice(faster, MOST_SHORT))
     for plan in sorted(over, key=pricer.need):
-        speed = pricer.speed(plan)
-        if speed > bar and not faults(plan):
-            worst, have = estimate(plan).memory.worst, plan.chip.memory_bytes
-            effect, cures = speed / best.tokens_per_second - 1, tuple(_cures(plan, best))
-            return NextBetter(plan, effect, worst.device_bytes, have, worst.stage, cures)
+        cures = tuple(_cures(plan, best))
+        if cures:
+            guess = estimate(plan)
+            need, have = needed_bytes(plan, guess), plan.chip.memory_bytes
+            effect = pricer.speed(plan) / best.tokens_per_second - 1
+            return NextBetter(plan, effect, need, have, guess.memory.worst.stage, cures)
     return None
 
 
 def _cures(plan: Plan, best: Priced) -> Iterator[Trial]:
-    """Single changes under which the plan fits, with its throughput a GPU against the chosen one."""
-    mine = best.tokens_per_second / best.plan.layout.gpus
+    """Single changes under which the plan fits and is faster than the chosen one on the same hardware."""
     for changes, other in _lighter(plan):
-        one = estimate(other)
-        if one.fits and not faults(other):
-            yield Trial(changes, one.tokens_per_second_per_gpu / mine - 1)
+        rival = replace(
+            best.plan,
+            cluster=other.cluster,
+            layout=replace(best.plan.layout, gpus=other.layout.gpus),
+            job=replace(best.plan.job, global_batch=other.job.global_batch),
+        )
+        effect, have = gain(rival, other), other.chip.memory_bytes
+        if effect > FASTER and fullest_bytes(other, fit_band(other), have) <= have and not faults(other):
+            yield Trial(changes, effect)
 
 
 def _lighter(plan: Plan) -> Iterator[tuple[dict[str, Any], Plan]]:

@@ -3,17 +3,21 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from threefold.cost.estimate import estimate
-from threefold.cost.memory.by_stack import memory
+from threefold.cost.cp_exchange import cheaper_exchange, has_open_exchange
+from threefold.cost.estimate import memory_band, time_band
+from threefold.cost.memory.by_stack import fullest_bytes
 from threefold.cost.rates import Rates, calibration
 from threefold.cost.time.layer import layer_time
+from threefold.cost.time.optimizer import optimizer_seconds
 from threefold.cost.time.outside_layers import loss_seconds
 from threefold.cost.time.step import step_time
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
+from threefold.search.knobs import dispatchers
 from threefold.search.space import Space
 
 MANY = 2**20  # microbatches: the promise is that of a step without end effects
+BOUND_EFFORT = 0.4  # of bounding a plan's memory, where estimating it takes 1
 LEANER = 0.05  # by how much stages of another number of chunks may be evener
 
 
@@ -35,20 +39,31 @@ class Priced:
 class Pricer:
     """Prices choices of one space; what does not depend on the whole choice is computed once."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
-        self.reserve = 0.0  # part of the memory that must stay free
+    def __init__(self, space: Space, at_top: bool = True) -> None:
+        """`at_top`: whether memory is taken at the top of its band, or at the middle."""
+        self.space, self.at_top = space, at_top
         self.rates: Rates = calibration(space.base.target).rates
-        self.num_memory = 0
+        self.effort = 0.0  # estimates of memory so far; those that only bound it stop early
         self.num_time = 0
         self._seconds: dict[object, float] = {}
+        self._host_seconds: dict[object, float] = {}
         self._bytes: dict[object, float] = {}
+        self._misfits: set[object] = set()
+        self._exchanges: dict[object, str] = {}  # of MLA's context parallelism
         self._least: dict[object, float] = {}
         self._factors: dict[object, float] = {}
+        self.cp_comms: dict[object, str | tuple[str, ...]] = {}  # the best kind of CP for degrees and a precision
+        self._counts = Counter(space.base.model.layers)
 
     def plan(self, layout: Layout, micro_batch: int, knobs: Knobs) -> Plan:
         base = self.space.base
-        return replace(base, layout=layout, job=replace(base.job, micro_batch=micro_batch), knobs=knobs, written=())
+        plan = replace(base, layout=layout, job=replace(base.job, micro_batch=micro_batch), knobs=knobs, written=())
+        if not has_open_exchange(plan):
+            return plan
+        key = (layout.tp, layout.cp, knobs.cp_comm, knobs.precision, "mla_up_proj" in knobs.recompute)
+        if key not in self._exchanges:
+            self._exchanges[key] = cheaper_exchange(plan, self.rates)
+        return replace(plan, knobs=replace(knobs, cp_exchange=self._exchanges[key]))
 
     def microbatch_seconds(self, layout: Layout, micro_batch: int, knobs: Knobs) -> float:
         """Forward and backward of the whole model, all stages after one another."""
@@ -57,14 +72,14 @@ class Pricer:
             plan = self.plan(layout, micro_batch, knobs)
             plan = replace(plan, job=replace(plan.job, global_batch=MANY * max(1, layout.dp) * micro_batch))
             layers, mtp, loss = self.parts(plan)
-            counts = Counter(plan.model.layers)
-            self._seconds[key] = sum(layers[kind] * count for kind, count in counts.items()) + plan.mtp * mtp + loss
+            in_layers = sum(layers[kind] * count for kind, count in self._counts.items())
+            self._seconds[key] = in_layers + plan.mtp * mtp + loss
         return self._seconds[key]
 
     def parts(self, plan: Plan) -> tuple[dict[object, float], float, float]:
         """Seconds of each kind of layer, of an MTP depth and of the loss, for one microbatch."""
         model = plan.model
-        kinds = {*model.layers, *(model.mtp_depth if plan.mtp else ())}
+        kinds = {*self._counts, *(model.mtp_depth if plan.mtp else ())}
         layers: dict[object, float] = {kind: layer_time(plan, kind, self.rates).total for kind in kinds}
         loss = loss_seconds(plan, self.rates)
         mtp = sum(layers[kind] for kind in model.mtp_depth) + loss if plan.mtp else 0.0
@@ -72,44 +87,74 @@ class Pricer:
 
     def promise(self, layout: Layout, micro_batch: int, knobs: Knobs) -> float:
         """Tokens/s if stages were even and nothing but layers, loss and bubble took time."""
-        work, job = self.microbatch_seconds(layout, micro_batch, knobs), self.space.base.job
+        return self.promise_of(layout, micro_batch, self.microbatch_seconds(layout, micro_batch, knobs))
+
+    def promise_of(self, layout: Layout, micro_batch: int, work: float) -> float:
+        """The same where the seconds of a microbatch are known."""
+        job = self.space.base.job
         count = job.global_batch // (layout.dp * micro_batch)
         bubble = work * (1 - 1 / layout.pp) / layout.vpp
         if layout.schedule in ("zero-bubble", "dualpipev"):
             bubble /= 3
         return job.global_batch * job.seq_len / (work / layout.pp * count + bubble)
 
+    def host_seconds(self, layout: Layout, knobs: Knobs) -> float:
+        """The optimizer's step, on the device and on the host."""
+        key = (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, knobs.data_parallel, knobs.optimizer_offload)
+        if key not in self._host_seconds:
+            self._host_seconds[key] = sum(optimizer_seconds(self.plan(layout, 1, knobs), self.rates))
+        return self._host_seconds[key]
+
     def need(self, plan: Plan) -> float:
-        """Bytes of the fullest rank."""
+        """Bytes of the fullest rank, at the top of its band where the search asks for that."""
         key = (plan.layout, plan.job.micro_batch, plan.knobs)
         if key not in self._bytes:
-            self.num_memory += 1
-            self._bytes[key] = memory(plan).device_bytes
+            self.effort += 1
+            self._bytes[key] = fullest_bytes(plan, self._band(plan))
         return self._bytes[key]
+
+    def _band(self, plan: Plan) -> float:
+        return memory_band(plan) if self.at_top else 0.0
 
     @property
     def limit(self) -> float:
         """Bytes that a plan may need."""
-        return self.space.base.chip.memory_bytes * (1 - self.reserve)
+        return self.space.base.chip.memory_bytes
 
     def fits(self, layout: Layout, micro_batch: int, knobs: Knobs) -> bool:
         if self.least_need(layout, micro_batch, knobs) > self.limit * (1 + LEANER):
             return False
-        return self.need(self.plan(layout, micro_batch, knobs)) <= self.limit
+        key = (layout, micro_batch, knobs)
+        if key not in self._bytes and key not in self._misfits:
+            self.effort += 1
+            plan = self.plan(layout, micro_batch, knobs)
+            need = fullest_bytes(plan, self._band(plan), self.limit)
+            if need > self.limit:
+                self._misfits.add(key)
+            else:
+                self._bytes[key] = need
+        return key not in self._misfits and self._bytes[key] <= self.limit
 
     def least_need(self, layout: Layout, micro_batch: int, knobs: Knobs) -> float:
-        """The need of these degrees and this rung without what only adds to it.
+        """The need of these degrees and this rung without what only adds to it; past the limit not exact.
 
-        Plans that differ in chunks, overlap, graphs and transport share it, so most misfits cost nothing.
+        Plans that differ in chunks, overlap, graphs and transport share it, so most misfits cost nothing. What misfits
+        at one sequence a microbatch misfits at more.
         """
+        if micro_batch > 1 and self.space.free("job.micro_batch"):
+            smallest = self.least_need(layout, 1, knobs)
+            if smallest > self.limit * (1 + LEANER):
+                return smallest
         degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.stages)
-        rung = (knobs.recompute, knobs.optimizer_offload, knobs.precision, knobs.data_parallel)
+        rung = (knobs.recompute, knobs.optimizer_offload, knobs.precision, knobs.data_parallel, knobs.expert_fusion)
         key = (degrees, micro_batch, rung)
         if key not in self._least:
+            self.effort += BOUND_EFFORT
             base = self.space.base.knobs
             lean = layout if layout.stages else replace(layout, vpp=1, schedule=None)
             plain = replace(knobs, ep_overlap=False, graphs=(), dispatcher=base.dispatcher, cp_comm=base.cp_comm)
-            self._least[key] = self.need(self.plan(lean, micro_batch, plain))
+            plan = self.plan(lean, micro_batch, plain)
+            self._least[key] = fullest_bytes(plan, self._band(plan), self.limit * (1 + LEANER))
         return self._least[key]
 
     def speed(self, plan: Plan) -> float:
@@ -122,13 +167,19 @@ class Pricer:
         return Priced(plan, self.need(plan), speed, speed / self.slow_end(plan.layout, plan.knobs))
 
     def slow_end(self, layout: Layout, knobs: Knobs) -> float:
-        """How many times longer a step may take than predicted."""
+        """How many times longer a step may take than predicted.
+
+        Formats do not count: they are ranked by throughput. A dispatcher that needs a reason has to win by more than
+        its band, so that the band counts once more for it.
+        """
         sharded = knobs.data_parallel != "zero1"
-        key = (knobs.precision, knobs.dispatcher, layout.cp > 1, layout.ep > 1, sharded)
+        needs_reason = knobs.dispatcher != dispatchers(self.space, layout)[0]
+        key = (layout.cp > 1, layout.ep > 1, sharded, knobs.dispatcher if needs_reason else "")
         if key not in self._factors:
-            one = estimate(self.plan(layout, self.space.base.job.micro_batch, knobs))
-            band = one.seconds_band[1] / one.time.step_seconds - 1
+            base = self.space.base
+            band = time_band(replace(base, layout=layout))
             # Next to none of the published runs that calibrate the estimate trains experts under FSDP.
-            unseen = sharded and self.space.base.model.is_moe and not self.space.base.is_vlm
-            self._factors[key] = 1 + band * (2 if unseen else 1)
+            unseen = sharded and base.model.is_moe and not base.is_vlm
+            reason = time_band(replace(base, layout=layout, knobs=knobs)) if needs_reason else 0.0
+            self._factors[key] = (1 + band * (2 if unseen else 1)) * (1 + reason)
         return self._factors[key]

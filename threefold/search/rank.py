@@ -1,4 +1,4 @@
-"""Order: throughput at the slow end of the error band; what the band cannot tell apart goes by simplicity."""
+"""Order: predicted throughput, at the slow end of its band where bands differ; near ties go by simplicity."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from threefold.plan.plan import Plan
 from threefold.search.price import Priced
 from threefold.spec.stacks import DISPATCHER
 
-TIE = 0.0625  # of the error band: candidates closer than this are not told apart
+TIE = 0.01  # of throughput: candidates closer than this are not told apart
 
 
 def complexity(plan: Plan) -> int:
@@ -27,12 +27,12 @@ def complexity(plan: Plan) -> int:
     return axes + len(knobs.recompute) + sum(switches)
 
 
-def ranked(found: Sequence[Priced], band: float) -> list[Priced]:
-    """Fastest first; a group within a small part of the band of its fastest by simplicity, then by memory left."""
+def ranked(found: Sequence[Priced]) -> list[Priced]:
+    """Fastest first; a group that is nearly as fast as its fastest by simplicity, then by memory left."""
     left = sorted(found, key=lambda one: -one.sure)
     out: list[Priced] = []
     while left:
-        group = [one for one in left if one.sure >= left[0].sure * (1 - TIE * band)]
+        group = [one for one in left if one.sure >= left[0].sure * (1 - TIE)]
         out += sorted(group, key=_preference)
         left = left[len(group) :]
     return out

@@ -1,18 +1,24 @@
-"""Finishing touches on the few best: no more offload than needed, knobs that follow from others."""
+"""Finishing touches on the few best: less offload, knobs that pay, and no warning that costs nothing to heed."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from threefold.cost.estimate import Estimate, estimate
 from threefold.findings import FindingsError
-from threefold.plan.parse import parse
+from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
+from threefold.rules.all import check
 from threefold.rules.overlap import overlap_needs_connections
+from threefold.search.knobs import graph_scopes
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.search.space import Space
 
 GAIN = 0.002  # predicted, from which a further knob is worth setting
+LOSS = 0.001  # of throughput at most that heeding a warning may cost
+MOST_HEEDED = 6
 CHOSEN = (
     *(f"layout.{name}" for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "stages")),
     *(f"job.{name}" for name in ("global_batch", "micro_batch")),
@@ -24,10 +30,13 @@ CHOSEN = (
             "recompute",
             "ep_overlap",
             "delay_wgrad",
+            "tp_overlap",
+            "expert_fusion",
             "graphs",
             "optimizer_offload",
             "data_parallel",
             "cp_comm",
+            "cp_exchange",
             "max_connections",
         )
     ),
@@ -36,7 +45,7 @@ CHOSEN = (
 
 def refined(space: Space, pricer: Pricer, one: Priced) -> Priced:
     """The same layout, finished."""
-    other = _delayed_wgrad(space, pricer, _less_offload(space, pricer, one))
+    other = _improved(space, pricer, _less_offload(space, pricer, one))
     other = replace(other, plan=_connected(space, other.plan))
     return one if faults(other.plan) else other
 
@@ -66,11 +75,57 @@ def _less_offload(space: Space, pricer: Pricer, one: Priced) -> Priced:
     return one
 
 
-def _delayed_wgrad(space: Space, pricer: Pricer, one: Priced) -> Priced:
-    if not one.plan.knobs.ep_overlap or not space.free("knobs.delay_wgrad"):
-        return one
-    other = pricer.priced(replace(one.plan, knobs=replace(one.plan.knobs, delay_wgrad=True)))
-    return other if other.tokens_per_second > one.tokens_per_second * (1 + GAIN) else one
+def _improved(space: Space, pricer: Pricer, one: Priced) -> Priced:
+    """Knobs that are predicted to pay, one after the other."""
+    for path, value in _switches(space, one.plan):
+        table, _, name = path.partition(".")
+        plan = replace(one.plan, **{table: replace(getattr(one.plan, table), **{name: value})})
+        if pricer.speed(plan) <= one.tokens_per_second * (1 + GAIN):
+            continue
+        if pricer.fits(plan.layout, plan.job.micro_batch, plan.knobs) and not faults(_connected(space, plan)):
+            one = pricer.priced(plan)
+    return one
+
+
+def _switches(space: Space, plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Free knobs that change speed and nothing else, with the value to try."""
+    knobs, wanted = plan.knobs, dict[str, Any]()
+    if knobs.ep_overlap and not knobs.delay_wgrad:
+        wanted["knobs.delay_wgrad"] = True
+    if plan.layout.tp > 1 and not knobs.tp_overlap:
+        wanted["knobs.tp_overlap"] = True
+    if not knobs.graphs and not plan.full_recompute:
+        scopes = graph_scopes(space, plan.layout, knobs)[-1]
+        within = "moe" in knobs.recompute
+        wanted["knobs.graphs"] = tuple(scope for scope in scopes if not (within and scope.startswith("moe")))
+    yield from ((path, value) for path, value in wanted.items() if value and space.free(path))
+
+
+def heeded(space: Space, plan: Plan) -> tuple[Plan, Estimate]:
+    """A finished plan without the warnings that a fix of free fields cures at no loss of predicted throughput."""
+    guess = estimate(plan)
+    for _ in range(MOST_HEEDED):
+        better = next(_cured(space, plan, guess), None)
+        if better is None:
+            break
+        plan, guess = better
+    return plan, guess
+
+
+def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Estimate]]:
+    said = check(plan)
+    for finding in said:
+        fix = finding.fix_data or {}
+        if not fix or any(path not in CHOSEN or not space.free(path) for path in fix):
+            continue
+        try:
+            other = change(plan, fix)
+        except FindingsError:
+            continue
+        found = estimate(other)
+        slower = found.tokens_per_second_per_gpu < guess.tokens_per_second_per_gpu * (1 - LOSS)
+        if not slower and found.fits and not faults(other) and len(check(other)) < len(said):
+            yield other, found
 
 
 def _connected(space: Space, plan: Plan) -> Plan:

@@ -3,24 +3,25 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from threefold.cost.estimate import Estimate, estimate
+from threefold.cost.estimate import Estimate
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.all import check, errors
+from threefold.rules.all import check, errors, promoted
 from threefold.search.explain import Reasons, reasons
 from threefold.search.explore import Found, Progress, explore
 from threefold.search.impossible import finding
 from threefold.search.neighbours import NextBetter, Trial, next_better, retune, sensitivity
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import complexity, pareto, ranked
-from threefold.search.refine import rebuilt, refined
+from threefold.search.refine import heeded, rebuilt, refined
 from threefold.search.space import MOST_RELAXED, Space, read_draft
+from threefold.spec.stacks import engine_lacks
 
-HEADROOM = 0.05  # of the memory that a plan should leave free: what the estimate may be off by
-FINALISTS = 4  # times the candidates asked for, that are finished and ranked
+FINALISTS = 3  # times the candidates asked for, that are finished and ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Candidate:
     reasons: Reasons
     pareto: bool  # no other candidate is faster, roomier and simpler at once
     complexity: int
+    findings: tuple[Finding, ...] = ()  # what `check` says of it
 
     @property
     def why(self) -> tuple[str, ...]:
@@ -45,6 +47,7 @@ class Candidate:
             "why": list(self.why),
             "pareto": self.pareto,
             "complexity": self.complexity,
+            "findings": [finding.to_json() for finding in self.findings],
         }
 
 
@@ -88,6 +91,8 @@ def search(draft_fields: Mapping[str, Any], top: int = 5, progress: Progress | N
     FindingsError where the fixed fields are no plan.
     """
     start = time.perf_counter()
+    if refusal := _untrained(read_draft(draft_fields)):
+        return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=refusal)
     pricer, found = _explore_first(draft_fields, top, progress)
     space = pricer.space
     if not found.best:
@@ -97,12 +102,11 @@ def search(draft_fields: Mapping[str, Any], top: int = 5, progress: Progress | N
     finished = [refined(space, pricer, one) for one in order[: FINALISTS * top]]
     everyone = [*finished, *order[FINALISTS * top :]]
     front = {id(everyone[place]) for place in pareto(everyone)}
-    band = pricer.slow_end(order[0].plan.layout, order[0].plan.knobs) - 1
-    chosen = [one for one in ranked(finished, band) if not errors(check(one.plan))][:top]
+    chosen = list(islice((one for one in ranked(finished) if not errors(promoted(check(one.plan)))), top))
     candidates = _candidates(space, chosen, front)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
-    steps, trials = sensitivity(best.plan, best.estimate), retune(best.plan, best.estimate)
+    steps, trials = sensitivity(best.plan, best.estimate), retune(space, best.plan, best.estimate)
     return SearchResult(
         candidates=candidates,
         searched=found.searched,
@@ -116,7 +120,10 @@ def search(draft_fields: Mapping[str, Any], top: int = 5, progress: Progress | N
 
 
 def _explore_first(fields: Mapping[str, Any], top: int, progress: Progress | None) -> tuple[Pricer, Found]:
-    """Explore with headroom, then to the brim, then past the preferred degrees; more GPUs where that is free."""
+    """Explore with memory at the top of its band, then past the preferred degrees; more GPUs where that is free.
+
+    For Megatron Bridge, whose published runs fit although predicted to be fuller, the middle of the band comes next.
+    """
     space = read_draft(fields)
     counts = [space.gpus]
     if space.auto_gpus:
@@ -126,8 +133,8 @@ def _explore_first(fields: Mapping[str, Any], top: int, progress: Progress | Non
         if gpus != space.gpus:
             space = read_draft({**space.given, "cluster.gpus": gpus})
         for relaxed in range(MOST_RELAXED + 1):
-            pricer = Pricer(replace(space, relaxed=relaxed))
-            for pricer.reserve in (HEADROOM, 0.0):
+            for at_top in (True, False) if space.base.target != "threefold" else (True,):
+                pricer = Pricer(replace(space, relaxed=relaxed), at_top)
                 found = explore(pricer, top, progress)
                 if found.best:
                     return pricer, found
@@ -137,11 +144,23 @@ def _explore_first(fields: Mapping[str, Any], top: int, progress: Progress | Non
 def _candidates(space: Space, chosen: list[Priced], front: set[int]) -> tuple[Candidate, ...]:
     made: list[Candidate] = []
     for one in chosen:
-        plan = rebuilt(space, one.plan)
-        priced = estimate(plan)
+        plan, priced = heeded(space, rebuilt(space, one.plan))
         said = reasons(plan, priced, made[0].estimate if made else None)
-        made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan)))
+        findings = tuple(check(plan))
+        made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan), findings))
     return tuple(made)
+
+
+def _untrained(space: Space) -> Finding | None:
+    """Why our engine cannot train the model at all, whatever the layout."""
+    lacks = list(engine_lacks(space.base.model)) if space.base.target == "threefold" else []
+    if not lacks:
+        return None
+    problem, advice = lacks[0]
+    fix = {"target": "megatron-bridge"}
+    return Finding(
+        rule="plan-exists", at="target", problem=f"no plan for our engine: {problem}", fix=fix, advice=advice
+    )
 
 
 def _trial_json(one: Trial) -> dict[str, Any]:

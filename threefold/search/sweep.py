@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import Estimate, estimate
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError
@@ -33,9 +34,9 @@ class Point:
         parts = [f"needs {self.plan.layout.gpus} GPUs"] if self.more_gpus else []
         if self.estimate is None:
             parts.append("refused: " + ", ".join(dict.fromkeys(f.rule for f in blockers(self.findings))))
-        elif not self.estimate.fits:
+        elif self.estimate.headroom_bytes < 0:
             parts.append("does not fit")
-        elif self.estimate.headroom_bytes < self.estimate.bytes_band[1] - self.estimate.memory.peak_bytes:
+        elif self.estimate.device_bytes_band[1] > self.plan.chip.memory_bytes:
             parts.append("fits, but not at the top of the band")
         else:
             parts.append("fits")
@@ -135,7 +136,7 @@ def _settled(plan: Plan, value: Any, fields: Fields, along: Fields) -> Point:
     if "job.global_batch" not in fields and (batch := _batch(plan, here)) != here.job.global_batch:
         here = move(here, {"job.global_batch": batch})
     try:
-        here, chosen = resolve_recompute(here)
+        here, chosen = resolve_recompute(resolve_exchange(here))
     except FindingsError as error:
         return Point(value, here, moved, tuple(error.findings), None, more_gpus)
     if chosen:
