@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
+from threefold.cost.cp_exchange import resolve_exchange
+from threefold.cost.estimate import estimate
 from threefold.plan.file import read_plan
+from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors
-from threefold.units import format_tokens
+from threefold.units import GIB, format_tokens
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
@@ -49,3 +52,43 @@ def test_the_overlap_arms_differ_in_the_overlap_only() -> None:
         assert plan is not None
         arms.append({p: v for p, v in plan.written if p not in ("knobs.ep_overlap", "knobs.delay_wgrad")})
     assert arms[0] == arms[1] == arms[2]
+
+
+def plan_for_our_engine(path: Path) -> Plan:
+    """The recipe for our engine: a variant beside it, or the recipe itself for that target."""
+    variant = path.with_name(f"{path.stem}-threefold.toml")
+    parsed = read_plan(str(variant)) if variant.exists() else read_plan(str(path), ['target="threefold"'])
+    assert parsed.plan is not None, parsed.findings
+    return resolve_exchange(parsed.plan)
+
+
+TEXT_RECIPES = [path for path in RECIPES if "-vl-" not in path.stem and not path.stem.endswith("-threefold")]
+
+
+@pytest.mark.parametrize("path", TEXT_RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_predicted_to_fit_in_our_engine(path: Path) -> None:
+    plan = plan_for_our_engine(path)
+    assert errors(check(plan)) == []
+    assert estimate(plan).memory.device_bytes <= plan.chip.memory_bytes
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem.endswith("-threefold")], ids=lambda p: p.stem)
+def test_variant_changes_knobs_only_and_is_needed(path: Path) -> None:
+    original = path.with_name(path.stem.removesuffix("-threefold") + ".toml")
+    plan, other = plan_for_our_engine(path), read_plan(str(original), ['target="threefold"']).plan
+    assert other is not None
+    assert (plan.job, plan.layout, plan.cluster) == (other.job, other.layout, other.cluster)
+    assert not estimate(other).fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "most_attention"), [(1, 12), (7, 12)])
+def test_deepseek_at_128k_rehearses_within_memory(stage: int, most_attention: int) -> None:
+    """Stage 1 holds most of attention, stage 7 most of all."""
+    from threefold.dryrun.memory_fit import memory_findings
+    from threefold.dryrun.rehearse_rank import rehearse_rank
+
+    plan = plan_for_our_engine(RECIPES[0].parent / "deepseek-v3-128k-256xh100-fp8.toml")
+    found = rehearse_rank(plan, rank=stage * plan.layout.gpus // plan.layout.pp)
+    assert found.terms["attention"] <= most_attention * GIB
+    assert list(memory_findings(plan, found)) == []
