@@ -456,3 +456,47 @@ def test_random_plans_have_finite_estimates(fields: dict[str, Any]) -> None:
     assert all(math.isfinite(value) and value >= 0 for value in numbers)
     assert 0 < found.mfu < 1
     assert all(entry.bytes > 0 and entry.count > 0 and entry.link != "none" for entry in traffic(plan))
+
+
+def attention_seconds(target: str, model: str, seq_len: int) -> float:
+    """Seconds of attention for one token of a sequence."""
+    fields = {"model": model, "target": target, "cluster.chip": "h100", "cluster.gpus": 64, "layout.ep": 32}
+    plan = build({**fields, "job.seq_len": seq_len, "job.global_batch": 64})
+    return estimate(plan).time.terms["attention"] / plan.tokens_per_step
+
+
+def test_attention_with_sinks_writes_out_no_scores() -> None:
+    """From 16K to 64K attention grows four times at most, as without sinks; what 16-bit runs lost at 4K is charged to
+    every token where Megatron runs it, and nothing where our engine does."""
+    for target in ("megatron-bridge", "threefold"):
+        fixed = attention_seconds(target, "gpt-oss-120b", 4096)
+        more = [attention_seconds(target, "gpt-oss-120b", length) - fixed for length in (16384, 65536)]
+        assert more[1] / more[0] == pytest.approx((65536 - 4096) / (16384 - 4096), rel=0.02)
+    ours, theirs = (attention_seconds(target, "gpt-oss-120b", 32768) for target in ("threefold", "megatron-bridge"))
+    lost = attention_seconds("megatron-bridge", "gpt-oss-120b", 4096) - attention_seconds(
+        "threefold", "gpt-oss-120b", 4096
+    )
+    assert theirs - ours == pytest.approx(lost, rel=0.02)
+    fields = {"model": "gpt-oss-120b", "cluster.chip": "h100", "cluster.gpus": 64, "layout.ep": 32}
+    for target, word in (("threefold", "flash kernel"), ("megatron-bridge", "charged to every token")):
+        assumed = estimate(build({**fields, "target": target, "job.global_batch": 64})).assumed
+        assert any(word in text for text in assumed)
+    assert estimate(build(QWEN)).assumed == ()
+
+
+def test_low_precision_experts_of_our_engine_are_fused_anyway() -> None:
+    """The knob asks for the 16-bit kernels alone: with those of FP8 it changes no prediction."""
+    ours = {**QWEN, "target": "threefold", "knobs.dispatcher": "alltoall"}
+    for precision, pays in (("bf16", True), ("fp8-blockwise", False)):
+        plain = build({**ours, "knobs.precision": precision})
+        fused = change(plain, {"knobs.expert_fusion": True})
+        assert (estimate(fused).time.step_seconds < estimate(plain).time.step_seconds) == pays
+
+
+def test_the_slowest_stage_is_named() -> None:
+    plan = read_plan(str(ROOT / "recipes" / "deepseek-v3-128k-256xh100-fp8.toml")).plan
+    assert plan is not None
+    found = step_time(plan, RATES)
+    assert 0 <= found.stage < plan.layout.pp
+    heavy_end = change(plan, {"layout.pp": 2, "layout.vpp": 1, "layout.stages": "Et*20|t*41mL"})
+    assert step_time(heavy_end, RATES).stage == 1

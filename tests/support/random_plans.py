@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from plans import build
 
-from threefold.plan.plan import RECOMPUTE_MODULES, Plan
+from threefold.plan.plan import CP_COMM, CP_EXCHANGE, RECOMPUTE_MODULES, Plan
 from threefold.plan.table import FIELDS
 from threefold.spec.models import MODELS
 
@@ -42,7 +42,8 @@ def _value(path: str) -> st.SearchStrategy[Any]:
     if path == "job.data":
         return st.sampled_from(["synthetic", "embedded"])
     if float in field.types:
-        return st.sampled_from([0.5, 1.0])
+        low, high = (0.0 if field.at_least is None else field.at_least), field.at_most
+        return st.sampled_from([x for x in (0.5, 1.0) if low <= x and (high is None or x <= high)])
     if path == "knobs.dispatch_sms" or path == "knobs.max_connections":
         return st.integers(1, 32)
     if path in ("job.mtp", "knobs.activation_offload_layers"):
@@ -61,20 +62,21 @@ def random_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 
 _SMALL_MOE = ("qwen3-30b-a3b", "deepseek-v3", "qwen3-next-80b-a3b", "gpt-oss-20b", "nemotron-3-nano")
-_POWERS = st.sampled_from([1, 2, 4])
+_RECOMPUTED = st.sets(st.sampled_from(RECOMPUTE_MODULES[:-1]), max_size=4)
 
 
 @st.composite
 def moe_plans(draw: st.DrawFn) -> Plan:
-    """Plans of MoE models whose grids fill as many GPUs as they need, or twice that."""
-    tp, cp, ep = draw(_POWERS), draw(_POWERS), draw(st.sampled_from([1, 4, 8, 16]))
+    """Plans of MoE models whose grids fill as many GPUs as they need, or twice that: CP 1 to 64, 4K to 512K tokens."""
+    tp, ep = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 4, 8, 16]))
+    cp = draw(st.sampled_from([1, 1, 1, 2, 4, 8, 16, 32, 64]))
     pp, vpp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]))
     fields: dict[str, Any] = {
         "model": draw(st.sampled_from(_SMALL_MOE)),
         "target": draw(st.sampled_from(["megatron-bridge", "threefold"])),
         "cluster.chip": draw(st.sampled_from(["h100", "gb200"])),
         "cluster.gpus": pp * max(tp * cp, ep) * draw(st.sampled_from([1, 2])),
-        "job.seq_len": draw(st.sampled_from([4096, 16384, 65536])),
+        "job.seq_len": draw(st.sampled_from([4096 * 2**n for n in range(8)])),
         "job.global_batch": 64,
         "layout.tp": tp,
         "layout.cp": cp,
@@ -82,6 +84,8 @@ def moe_plans(draw: st.DrawFn) -> Plan:
         "layout.pp": pp,
         "layout.vpp": vpp,
         "knobs.precision": draw(st.sampled_from(["bf16", "fp8-cs"])),
-        "knobs.recompute": sorted(draw(st.sets(st.sampled_from(RECOMPUTE_MODULES[:-1]), max_size=3))),
+        "knobs.recompute": sorted(draw(_RECOMPUTED)),
+        "knobs.cp_comm": draw(st.sampled_from(CP_COMM)),
+        "knobs.cp_exchange": draw(st.sampled_from([None, *CP_EXCHANGE])),
     }
     return build(fields)

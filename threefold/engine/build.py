@@ -23,7 +23,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.experts import Experts
 from threefold.engine.optim.adamw import AdamW
-from threefold.engine.optim.loss_scaler import LossScaler
+from threefold.engine.optim.loss_scaler import LossScaler, initial_scale
 from threefold.engine.optim.muon import Muon
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
@@ -128,7 +128,7 @@ def build(
     _count_uses(plan, chunks, data)
     optimizer = _optimizer(plan, mesh, chunks, data)
     dtype = dtype or dtype_of(plan)
-    scaler = LossScaler(plan.job.initial_loss_scale, plan.job.loss_scale_window) if dtype == torch.float16 else None
+    scaler = LossScaler(initial_scale(plan), plan.job.loss_scale_window) if dtype == torch.float16 else None
     parts = Parts(chunks, _runner(plan, mesh, chunks, dtype), data, optimizer, mesh, loss_scaler=scaler)
     return replace(parts, loader=_loader(plan, mesh), held_out=_held_out(plan, mesh)) if with_data else parts
 

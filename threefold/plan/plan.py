@@ -107,8 +107,10 @@ class Job:
     adam_beta2: float = item("decay of Adam's second moment", 0.95, at_least=0, at_most=0.999999)
     adam_eps: float = item("added to the root of Adam's second moment", 1e-8, at_least=1e-15, at_most=1)
     clip_norm: float = item("gradient norm to clip to; 0: never", 1.0, at_least=0)
-    initial_loss_scale: float = item(
-        "loss scale that fp16 begins with; it halves where gradients overflow", 2.0**32, at_least=1, at_most=2.0**64
+    initial_loss_scale: float | None = item(
+        "loss scale that fp16 begins with; it halves where gradients overflow; absent: 256 a token of the step",
+        at_least=1,
+        at_most=2**60,
     )
     loss_scale_window: int = item(
         "steps without an overflow after which fp16's loss scale doubles", 1000, at_least=1, at_most=MAX_INT

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 
 from threefold.cost.format_support import can_fuse_experts, starting_precision
+from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import INSIDE_MOE, Knobs, Plan
 from threefold.rules.graphs import engine_scopes
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import MlaSpec
 from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, GRAPH_SCOPES
 
 FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
@@ -108,9 +109,11 @@ def foot(space: Space, layout: Layout, precision: str) -> Knobs:
     return knobs
 
 
-def parts(model: ModelSpec) -> list[str]:
-    """Modules of a model that selective recompute can redo; attention itself repeats too much for too little."""
-    moe = model.moe
+def parts(plan: Plan) -> list[str]:
+    """Modules of a model that selective recompute can redo. Attention itself repeats too much for too little, unless
+    most of it is the delta rule, whose chunks are large, and sequences are short."""
+    model, moe = plan.model, plan.model.moe
+    redoes_delta_rule = STACK_TRAITS[plan.target].recomputes_delta_rule
     has = {
         "layernorm": True,
         "mla_up_proj": isinstance(model.attention, MlaSpec),
@@ -118,6 +121,7 @@ def parts(model: ModelSpec) -> list[str]:
         "moe_act": moe is not None,
         "shared_experts": bool(moe and moe.shared_width),
         "mlp": any(layer.ffn == "dense" for layer in model.layers),
+        "core_attn": model.delta is not None and redoes_delta_rule and not plan.is_long,
     }
     return [name for name, there in has.items() if there]
 

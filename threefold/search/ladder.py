@@ -55,7 +55,7 @@ class Ladder:
             knobs = replace(one.knobs, recompute=recompute)
             return self.pricer.microbatch_seconds(one.layout, one.micro_batch, knobs)
 
-        names = parts(self.pricer.space.base.model)
+        names = parts(self.pricer.space.base)
         whole, once = kept(()), seconds(())
         worth = {name: (whole - kept((name,))) / max(1e-9, seconds((name,)) - once) for name in names}
         return sorted((name for name in names if worth[name] > 0), key=lambda name: -worth[name])

@@ -33,7 +33,8 @@ def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
 
 def sets(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Every set of the model's modules that can be recomputed one by one; then all layers whole."""
-    names = [*parts(plan.model), *(["core_attn"] if plan.model.attention else [])]
+    names = parts(plan)
+    names += ["core_attn"] if plan.model.attention and "core_attn" not in names else []
     names += ["moe"] if plan.model.is_moe else []
     for count in range(len(names) + 1):
         for each in combinations(names, count):

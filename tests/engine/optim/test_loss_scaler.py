@@ -14,7 +14,7 @@ import threefold.engine.step as step_module
 from threefold.engine.build import Parts, build, options_of
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.layers.cross_entropy import cross_entropy_sum
-from threefold.engine.optim.loss_scaler import MIN_SCALE, LossScaler
+from threefold.engine.optim.loss_scaler import MIN_SCALE, LossScaler, initial_scale
 from threefold.engine.step import StepResult, train_step
 from threefold.engine.train import train
 from threefold.engine.verify.forked_ranks import run_ranks
@@ -199,3 +199,11 @@ def test_the_heads_gradient_does_not_overflow_before_it_is_scaled() -> None:
     # p - 1 = -3/4 at the label, over 4,096 tokens of 30, times 2^-10.
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad[0], torch.full((8,), -0.75 * 4096 * 30 / 1024, dtype=torch.float16))
+
+
+def test_first_scale_follows_the_tokens_of_a_step() -> None:
+    """Megatron's 2**32 at 16M tokens; a smaller step begins lower, so that it does not begin with overflows."""
+    small, large = tiny_plan(FP16), tiny_plan({**FP16, "job.seq_len": 2**17, "job.global_batch": 128})
+    assert initial_scale(large) == 2.0**32
+    assert initial_scale(small) == 256 * small.tokens_per_step
+    assert initial_scale(tiny_plan({**FP16, "job.initial_loss_scale": 3.0})) == 3.0

@@ -7,9 +7,22 @@ in the factor that clips them. The rule is Megatron's `DynamicGradScaler`, with 
 
 from typing import Any
 
+from threefold.plan.plan import Plan
+
 MIN_SCALE = 1.0
 HYSTERESIS = 2  # overflows until the scale begins to halve, counted anew whenever it doubles
 GROWTH, BACKOFF = 2.0, 0.5
+
+
+def initial_scale(plan: Plan) -> float:
+    """The scale to begin with: the plan's, or a power of two in proportion to the tokens of a step.
+
+    The loss is a mean over tokens, so that the gradient of one token shrinks as a step grows. 256 a token is Megatron's
+    2**32 for a step of 16M tokens; small steps would begin with many overflows at that scale.
+    """
+    if plan.job.initial_loss_scale is not None:
+        return plan.job.initial_loss_scale
+    return float(2 ** min(32, 8 + (plan.tokens_per_step - 1).bit_length()))
 
 
 class LossScaler:
