@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from plans import build, make
 from random_plans import moe_plans
@@ -13,8 +13,8 @@ from repository import ROOT
 from simulated_schedule import most_held, order
 
 from threefold.cost.estimate import estimate
-from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory.stage_memory import StageMemory, in_flight
+from threefold.cost.memory.by_stack import fullest_bytes, memory
+from threefold.cost.memory.stage_memory import ALLOCATOR_SLACK, StageMemory, in_flight
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
@@ -149,13 +149,39 @@ def test_offload_moves_the_optimizer_and_nothing_else(plan: Plan, low: float, hi
     less, more = (change(plan, {"knobs.optimizer_offload": part}) for part in (low, high))
     for whole, a, b in zip(memory(plan).stages, memory(less).stages, memory(more).stages, strict=True):
         assert b.terms["optimizer"] <= a.terms["optimizer"] * (1 + 1e-9)
-        assert a.terms["optimizer"] == pytest.approx((1 - low) * whole.terms["optimizer"], rel=1e-6, abs=1)
+        # Our engine offloads whole tensors, and a stage may hold a single one.
+        off = whole.terms["optimizer"] / 2 if plan.target == "threefold" else 1
+        assert a.terms["optimizer"] == pytest.approx((1 - low) * whole.terms["optimizer"], rel=1e-6, abs=off)
         rest = {name: value for name, value in whole.terms.items() if name != "optimizer"}
         assert {name: value for name, value in b.terms.items() if name != "optimizer"} == rest
 
 
+@pytest.mark.parametrize(("wanted", "kept"), [(0.25, 0.75), (0.5, 0.5), (1.0, 0.0)])
+def test_offload_of_many_tensors_is_near_the_fraction(wanted: float, kept: float) -> None:
+    plan = build({**QWEN, "target": "threefold", "cluster.gpus": 64, "job.global_batch": 64, "layout.ep": 8})
+    whole = memory(plan).worst.terms["optimizer"]
+    left = memory(change(plan, {"knobs.optimizer_offload": wanted})).worst.terms["optimizer"]
+    assert left == pytest.approx(kept * whole, abs=0.02 * whole)
+
+
+def test_offload_takes_the_largest_tensors_of_a_rank() -> None:
+    """Of one dense layer on one rank with the vocabulary: a quarter is the embedding or nothing less than a matrix."""
+    fields = {
+        **QWEN,
+        "model": "llama3-8b",
+        "target": "threefold",
+        "model.num_layers": 1,
+        "knobs.optimizer_offload": 0.4,
+    }
+    plan = build({**fields, "cluster.gpus": 1, "job.global_batch": 2})
+    table, total = 128256 * 4096, memory(change(plan, {"knobs.optimizer_offload": 0.0})).worst.terms["optimizer"]
+    assert memory(plan).worst.terms["optimizer"] == pytest.approx(total - 12 * table, rel=0.01)
+
+
 @given(plan=moe_plans())
 def test_fsdp_shards_every_state(plan: Plan) -> None:
+    # Its shards are of whole experts, where ZeRO-1 cuts anywhere: with more ranks than experts some hold more.
+    assume(plan.layout.edp <= plan.model.num_experts // plan.layout.ep)
     sharded = change(plan, {"knobs.data_parallel": "fsdp"})
     for before, after in zip(memory(plan).stages, memory(sharded).stages, strict=True):
         for name in STATES:
@@ -375,3 +401,39 @@ def test_long_sequences_hold_one_chunk_of_rows_at_a_time() -> None:
     made = [memory(build({**alone, "job.seq_len": length})).worst for length in (131072, 262144)]
     rows = 131072 * 8 * 2048 * 2  # bytes that the gathered rows of the shorter one would take
     assert made[1].terms["recompute"] - made[0].terms["recompute"] < rows / 2
+
+
+def test_attention_in_graphs_is_attention_and_no_slack() -> None:
+    """Megatron's captured attention lies in pools of its own; what the allocator reserves in vain does not grow."""
+    plan = read_plan(str(ROOT / "recipes" / "deepseek-v3-4k-256xgb200-mxfp8.toml")).plan
+    assert plan is not None
+    captured = memory(change(plan, {"knobs.graphs": ["attn"]})).worst
+    eager = memory(change(plan, {"knobs.graphs": []})).worst
+    assert captured.reserve["slack"] == pytest.approx(ALLOCATOR_SLACK * captured.peak_bytes)
+    assert captured.reserve["attention_in_graphs"] == pytest.approx(eager.terms["attention"])
+    assert "attention_in_graphs" in dict(captured.by_size)
+
+
+@pytest.mark.parametrize("target", ["megatron-bridge", "threefold"])
+def test_the_fullest_rank_is_found_without_the_rest(target: str) -> None:
+    """Bytes at the top of a band, given up where more than enough is needed already."""
+    plan = read_plan(str(ROOT / "recipes" / "deepseek-v3-128k-256xh100-fp8.toml"), [f"target={target}"]).plan
+    assert plan is not None
+    worst = memory(plan).worst
+    assert fullest_bytes(plan) == worst.device_bytes
+    assert fullest_bytes(plan, 0.1) == pytest.approx(worst.device_bytes + 0.1 * worst.peak_bytes)
+    assert fullest_bytes(plan, enough=GIB) == memory(plan).stages[0].device_bytes
+
+
+def test_our_engine_fits_at_the_top_of_its_band_only() -> None:
+    """6 %, whatever the plan, because rehearsals are behind it; Megatron Bridge is judged at the middle."""
+    ours = build({**QWEN, "target": "threefold", "cluster.gpus": 16, "layout.ep": 16})
+    found = estimate(ours)
+    assert found.bytes_band[1] == pytest.approx(1.06 * found.memory.peak_bytes)
+    assert found.device_bytes_band[1] == pytest.approx(found.memory.device_bytes + 0.06 * found.memory.peak_bytes)
+    tight = replace(ours.chip, memory_bytes=int(sum(found.device_bytes_band) / 2) + 1)  # between middle and top
+    assert not estimate(ours.on_chip(tight)).fits
+    assert estimate(ours.on_chip(replace(tight, memory_bytes=int(found.device_bytes_band[1]) + 1))).fits
+    theirs = change(ours, {"target": "megatron-bridge"})
+    middle = int(estimate(theirs).memory.device_bytes) + 1
+    assert estimate(theirs.on_chip(replace(theirs.chip, memory_bytes=middle))).fits

@@ -149,6 +149,40 @@ ALSO_NEAR = {
         "layout.ep": 4, "layout.etp": 2, "model.num_experts": 16, "model.num_layers": 3,
         "knobs.activation_offload": ["expert_fc1", "moe_act"],
     },
+    "experts gathered ahead beside a forward": {
+        "model": "moonlight-16b-a3b", "layout.tp": 4, "layout.cp": 4, "layout.ep": 2, "cluster.gpus": 128,
+        "job.seq_len": 65536, "job.global_batch": 32, "job.mtp": 0, "model.num_experts": 16, "model.num_layers": 3,
+        "model.num_dense_layers": 0, "knobs.cp_comm": "a2a", "knobs.data_parallel": "fsdp", "knobs.ep_overlap": True,
+        "knobs.cp_exchange": "latents", "knobs.dispatcher": "hybridep", "knobs.expert_fusion": True,
+        "knobs.grad_dtype": "bf16",
+    },
+    "the table of another chunk beside a forward": {
+        "model": "moonlight-16b-a3b", "layout.cp": 32, "layout.pp": 4, "layout.vpp": 2, "layout.ep": 2,
+        "cluster.gpus": 512, "job.seq_len": 131072, "job.global_batch": 64, "job.mtp": 0, "model.num_experts": 8,
+        "model.num_layers": 8, "model.num_dense_layers": 1, "knobs.data_parallel": "fsdp", "knobs.ep_overlap": True,
+    },
+    "experts in their buffer and out of it beside a backward": {
+        "model": "mixtral-8x7b", "layout.tp": 2, "layout.cp": 4, "layout.pp": 2, "layout.vpp": 2, "layout.ep": 2,
+        "layout.etp": 2, "cluster.gpus": 128, "job.seq_len": 65536, "job.global_batch": 64, "model.num_layers": 4,
+        "knobs.data_parallel": "hsdp", "layout.replicate": 2, "knobs.ep_overlap": True, "knobs.dispatcher": "deepep",
+        "knobs.expert_fusion": True, "knobs.recompute": ["layernorm", "moe_act"],
+    },
+    "tables of both arms of a V": {
+        "model": "kimi-k2", "layout.cp": 32, "layout.pp": 2, "layout.vpp": 2, "layout.ep": 2,
+        "layout.schedule": "dualpipev", "cluster.gpus": 64, "job.seq_len": 131072, "job.global_batch": 16,
+        "model.num_experts": 8, "model.num_layers": 8, "model.num_dense_layers": 1, "knobs.data_parallel": "fsdp",
+        "knobs.cp_comm": "all_gather", "knobs.cp_exchange": "expanded", "knobs.expert_fusion": True,
+    },
+    "recomputed scores in fp32": {
+        "model": "moonlight-16b-a3b", "layout.pp": 4, "layout.vpp": 2, "layout.ep": 2, "job.seq_len": 4096,
+        "model.num_experts": 8, "model.num_layers": 8, "job.mtp": 0, "knobs.precision": "fp32",
+        "knobs.recompute": ["core_attn"],
+    },
+    "heads whose gradients are made some at a time": {
+        "model": "deepseek-v3", "layout.pp": 4, "layout.ep": 16, "layout.schedule": "zero-bubble",
+        "job.seq_len": 65536, "model.num_layers": 4, "model.num_experts": 128, "model.num_dense_layers": 0,
+        "knobs.expert_fusion": True,
+    },
     "delta rule over ranks": {
         "model": "qwen3-next-80b-a3b", "layout.cp": 2, "layout.pp": 2, "layout.vpp": 2, "layout.ep": 8,
         "model.num_layers": 8, "job.micro_batch": 2, "knobs.recompute": ["layernorm", "mlp"],

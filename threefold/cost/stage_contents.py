@@ -13,7 +13,15 @@ from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 
 
-class NotRecomputedLayer(Layer):
+@dataclass(frozen=True, slots=True)
+class PlacedLayer(Layer):
+    """A layer that a plan treats unlike others of its kind, by its place in the model or on its rank."""
+
+    cp_comm: str | None = None  # its own entry of a list in `knobs.cp_comm`
+    is_offloaded: bool = False  # whether all its activations go to the host (`activation_offload_layers`)
+
+
+class NotRecomputedLayer(PlacedLayer):
     """A layer whose activations are saved although the plan has full recompute.
 
     `recompute_method = "block"` recomputes only the first `recompute_layers` layers of a rank; the others are of this
@@ -52,14 +60,28 @@ def stage_contents(plan: Plan) -> list[StageContents]:
 
 
 def chunk_layers(plan: Plan, chunk: Chunk) -> tuple[Layer, ...]:
-    """Layers of a chunk, followed by those of its MTP depths. Layers that "block" recompute leaves out are
-    marked."""
+    """Layers of a chunk, followed by those of its MTP depths. Layers that "block" recompute leaves out, that are
+    offloaded as a whole or have a kind of CP communication of their own are marked."""
     layers = (*(plan.model.layers[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
-    if not plan.full_recompute or plan.knobs.recompute_method != "block":
+    knobs = plan.knobs
+    is_block = plan.full_recompute and knobs.recompute_method == "block"
+    # A list of another length is refused by a rule, which may ask for the price of the plan all the same.
+    by_layer = len(knobs.cp_comm) == plan.model.num_layers and plan.layout.cp > 1 and isinstance(knobs.cp_comm, tuple)
+    if not (is_block or by_layer or knobs.activation_offload_layers):
         return layers
-    recomputed = max(0, (plan.knobs.recompute_layers or 1) - _num_layers_before(plan, chunk))
-    recomputed = min(recomputed, len(chunk.layers))
-    return layers[:recomputed] + tuple(NotRecomputedLayer(layer.mixer, layer.ffn) for layer in layers[recomputed:])
+    before = _num_layers_before(plan, chunk) if is_block or knobs.activation_offload_layers else 0
+    recomputed = min((knobs.recompute_layers or 1) - before, len(chunk.layers)) if is_block else len(layers)
+    offloaded = min(knobs.activation_offload_layers - before, len(chunk.layers))
+    placed: list[Layer] = []
+    for number, layer in enumerate(layers):
+        index = chunk.layers[number] if number < len(chunk.layers) else -1
+        cp_comm = knobs.cp_comm[index] if by_layer else None
+        if number >= recomputed:
+            layer = NotRecomputedLayer(layer.mixer, layer.ffn, cp_comm, number < offloaded)
+        elif cp_comm or number < offloaded:
+            layer = PlacedLayer(layer.mixer, layer.ffn, cp_comm, number < offloaded)
+        placed.append(layer)
+    return tuple(placed)
 
 
 def _num_layers_before(plan: Plan, chunk: Chunk) -> int:

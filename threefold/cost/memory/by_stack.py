@@ -4,6 +4,8 @@
 of a layer. A new stack implements `MemoryModel` (`memory/stage_memory.py`) and gets a line in `MEMORY_MODELS`.
 """
 
+import math
+
 from threefold.cost.memory.megatron.model import MegatronMemory
 from threefold.cost.memory.stage_memory import Memory, MemoryModel, Terms, stage_memory
 from threefold.cost.memory.threefold.model import ThreefoldMemory
@@ -17,6 +19,19 @@ def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """The peak of every pipeline rank. `skew` is the tokens of the busiest expert rank over the balanced number."""
     peaks = MEMORY_MODELS[plan.target].stage_peaks(plan, skew)
     return Memory(tuple(stage_memory(plan, stage, peak) for stage, peak in enumerate(peaks)))
+
+
+def fullest_bytes(plan: Plan, band: float = 0.0, enough: float = math.inf) -> float:
+    """Bytes on the device of the fullest rank, its peak raised by `band`.
+
+    Ranks are looked at in order until one needs more than `enough`: a search need not know by how much a plan misfits.
+    """
+    most = 0.0
+    for stage, peak in enumerate(MEMORY_MODELS[plan.target].stage_peaks(plan, 1.0)):
+        most = max(most, stage_memory(plan, stage, peak).device_bytes_at(band))
+        if most > enough:
+            break
+    return most
 
 
 def layer_activation_bytes(plan: Plan, layer: Layer, skew: float) -> Terms:

@@ -31,6 +31,15 @@ class StageMemory:
     device_bytes: float  # `peak_bytes` and what the device holds outside the allocator, the sum of `reserve`
     reserve: dict[str, float]
 
+    @property
+    def by_size(self) -> list[tuple[str, float]]:
+        """All terms, inside and outside the allocator, the largest first."""
+        return sorted({**self.terms, **self.reserve}.items(), key=lambda term: -term[1])
+
+    def device_bytes_at(self, band: float) -> float:
+        """The device's bytes if the allocator's peak were so much higher, as a fraction."""
+        return self.device_bytes + band * self.peak_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -57,7 +66,7 @@ class StagePeak:
 
     terms: Terms
     moment: str
-    graph_pool_bytes: float = 0.0  # tensors in the pools of CUDA graphs, which the allocator's peak does not count
+    graph_pool_bytes: float = 0.0  # attention in the pools of CUDA graphs, which the allocator's peak does not count
 
 
 class MemoryModel(Protocol):
@@ -79,7 +88,8 @@ def stage_memory(plan: Plan, stage: int, peak: StagePeak) -> StageMemory:
     on_gpu = plan.chip.architecture != "cpu"
     num_groups = sum(plan.layout.degree(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep", "edp", "etp"))
     reserve = {
-        "slack": ALLOCATOR_SLACK * peak_bytes + peak.graph_pool_bytes,
+        "attention_in_graphs": peak.graph_pool_bytes,
+        "slack": ALLOCATOR_SLACK * peak_bytes,
         "context": CONTEXT_BYTES if on_gpu else 0.0,
         "communication": num_groups * COMMUNICATOR_BYTES * 2 if on_gpu else 0.0,
     }

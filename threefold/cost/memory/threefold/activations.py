@@ -7,7 +7,7 @@ over layers and microbatches in flight.
 
 from collections.abc import Sequence
 
-from threefold.cost.memory.stage_memory import Terms, fraction_on_device
+from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.plan.plan import Plan
@@ -33,7 +33,7 @@ def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
         saved["mlp"] = mlp_bytes(local, local.model.dense_dim, local.gathers_sequence) if saves_mlp else 0.0
     elif layer.ffn == "moe" and "moe" not in local.recompute:
         saved |= {"router": _router(local), "dispatch": _dispatch(local), "experts": expert_bytes(local)}
-        saved["shared_experts"] = _shared_experts(local)
+        saved["shared_experts"] = shared_expert_bytes(local)
     return saved
 
 
@@ -97,14 +97,15 @@ def _ffn_saves_norm(local: LocalSizes, layer: Layer) -> bool:
         return True  # the input of what is recomputed
     moe = local.model.moe
     if layer.ffn == "moe" and moe:
-        router_saves = local.has_fused_kernels or not local.is_16_bit
-        return router_saves or bool(moe.shared_gate) or (bool(moe.shared_width) and not local.gathers_sequence)
+        shared_save = bool(moe.shared_gate) or (bool(moe.shared_width) and not local.gathers_sequence)
+        return not local.routes_in_fp32 or shared_save
     return not local.gathers_sequence
 
 
 def gathered_input_bytes(local: LocalSizes) -> float:
     """The sequence as a tensor-parallel module gathers and saves it; 0 where it is the norm's output or recomputed."""
-    is_saved_elsewhere = not local.gathers_sequence or "layernorm" in local.recompute
+    is_recomputed = "layernorm" in local.recompute and not local.overlaps_tp
+    is_saved_elsewhere = not local.gathers_sequence or is_recomputed
     return 0.0 if is_saved_elsewhere else local.gemm_input_bytes * local.model.dim * local.gathered_tokens
 
 
@@ -129,7 +130,9 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     b, head = local.element_bytes, spec.head_dim
     q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * head
     heads = q / head
-    saved = b * (q + 2 * kv)  # queries, keys and values as the kernel reads them
+    # Queries, keys and values as the kernel reads them. Where scores are written out, copies of the last two are saved.
+    copies = local.score_bytes(spec) and "core_attn" not in local.recompute
+    saved = b * (q + (0 if copies else 2 * kv))
     if spec.gated:
         saved += 2 * b * q + b * q  # query and gate as projected; the gate's sigmoid
     if spec.qk_norm:
@@ -152,7 +155,17 @@ def _mla(local: LocalSizes, spec: MlaSpec) -> float:
     core = 0.0
     if "core_attn" not in local.recompute:
         core = heads * (outputs * b * spec.v_dim + FP32) * local.gathered_tokens
+    elif _joins_outputs(local) or local.score_bytes(spec):
+        core = heads * b * spec.v_dim * local.gathered_tokens
     return mla_latent_bytes(local, spec) + up + core
+
+
+def _joins_outputs(local: LocalSizes) -> bool:
+    """Whether MLA's output projection saves its input although attention is recomputed: a copy of the output in another
+    layout, or the outputs of groups of heads."""
+    is_grouped = "mla_up_proj" in local.recompute and local.head_chunk_fraction < 1
+    is_sharded = local.plan.layout.cp > 1 and not local.plan.exchanges_latents
+    return is_grouped or (is_sharded and local.cp_inner == 1)
 
 
 def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
@@ -160,6 +173,8 @@ def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     b, t, q_rank = local.element_bytes, local.tokens, spec.q_rank or 0
     latents = b * t * (q_rank + spec.kv_rank + spec.rope_dim)
     latents += 0 if local.has_fused_kernels else FP32 * t * ((1 if q_rank else 0) + 1)
+    if local.plan.exchanges_latents:
+        return latents + _exchanged_latents(local, spec)
     normed = q_rank + spec.kv_rank + (spec.rope_dim if local.gathers_sequence else 0)
     latents += local.gemm_input_bytes * normed * (local.gathered_tokens if local.gathers_sequence else t)
     if local.gathers_sequence and not q_rank:
@@ -167,20 +182,38 @@ def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     return latents
 
 
+def _exchanged_latents(local: LocalSizes, spec: MlaSpec) -> float:
+    """What attention over latents saves of its inputs, never quantized: the queries' latents, and those of keys and
+    values beside the rotated key. With TP the first are a part of all that was gathered."""
+    kv, s, q_rank = spec.kv_rank + spec.rope_dim, local.gathered_tokens, spec.q_rank or 0
+    recomputes = "core_attn" in local.recompute  # then the latents are saved as they are, and not side by side
+    joined = spec.kv_rank if recomputes and not local.gathers_sequence else 0 if recomputes else kv
+    if not local.gathers_sequence:
+        return local.element_bytes * s * (q_rank + joined)
+    return local.element_bytes * s * ((q_rank or local.model.dim) + kv + joined)
+
+
 def saves_output_twice(local: LocalSizes, spec: GqaSpec | MlaSpec) -> bool:
     """Whether the output projection saves another tensor than the attention kernel: in plain torch, behind a gate, or
     where the sequence is sharded over CP. Otherwise both save the kernel's output."""
     is_sharded = local.plan.layout.cp > 1
     if isinstance(spec, MlaSpec):
-        return not local.has_fused_kernels or (is_sharded and local.plan.knobs.cp_comm == "all_gather")
+        return not local.plan.exchanges_latents and (not local.has_fused_kernels or is_sharded)
     return spec.gated or not local.has_fused_kernels or is_sharded
 
 
 def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     """Queries and keys joined with their rotary parts, and the tensor of keys and values that the values are a view
-    of."""
+    of. Context-parallel ranks save what they exchanged: contiguous values, or no heads at all."""
     b, heads = local.element_bytes, spec.num_heads / local.tp
-    return b * heads * (2 * spec.qk_dim + spec.nope_dim + spec.v_dim) * local.gathered_tokens
+    if local.plan.exchanges_latents:
+        return 0.0
+    if local.plan.layout.cp > 1 and local.cp_comm != "all_gather":
+        return b * heads * (2 * spec.qk_dim + spec.v_dim) * local.gathered_tokens
+    # Where scores are written out, only copies of keys and values are saved, which count as expanded.
+    copies = local.score_bytes(spec) and "core_attn" not in local.recompute
+    keys_and_values = 0 if copies else spec.qk_dim + spec.nope_dim + spec.v_dim
+    return b * heads * (spec.qk_dim + keys_and_values) * local.gathered_tokens
 
 
 def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
@@ -190,26 +223,32 @@ def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
     k, v = spec.k_dim, spec.v_dim
     channels = (2 * spec.keys + spec.values) / local.tp
     inside = 40 * k + 8 * (k + v) + 4 * v + 4 * k * v / DELTA_CHUNK + 20 * DELTA_CHUNK
-    if _passes_delta_states(local):
+    if passes_delta_states(local):
         # What every chunk does to a state that arrives from other ranks.
         inside += 4 * (k + v) * (1 + k / DELTA_CHUNK)
     after_core = (2 * FP32 if local.is_16_bit else 1) * v + 3 * b * v + FP32
     if "gdn_norm_out" in local.recompute:
         after_core = b * v
+    if "core_attn" in local.recompute:  # what was projected, with the output's gate
+        return heads * (after_core - b * v) + b * (channels + heads * v + 2 * heads)
     # Ring spans of several sequences are copied out of the batch.
-    copies = 3 if _passes_delta_states(local) and local.plan.job.micro_batch > 1 else 2
+    copies = 3 if passes_delta_states(local) and local.plan.job.micro_batch > 1 else 2
     return heads * (inside + after_core) + copies * b * channels + 8 * FP32 * heads
 
 
-def _passes_delta_states(local: LocalSizes) -> bool:
+def passes_delta_states(local: LocalSizes) -> bool:
     """Whether context-parallel ranks exchange states of the delta rule, instead of trading sequence for heads."""
-    return local.plan.layout.cp > 1 and local.plan.knobs.cp_comm != "a2a"
+    return local.plan.layout.cp > 1 and local.cp_comm != "a2a"
 
 
 def _delta_ring_states(local: LocalSizes, spec: DeltaSpec) -> float:
-    """States and decays of the delta rule for both spans of every context-parallel rank, and the state that arrived."""
-    each = FP32 * spec.num_v_heads / local.tp * spec.k_dim * (spec.k_dim + spec.v_dim)
-    return local.plan.job.micro_batch * each * (2 * local.plan.layout.cp + 1) if _passes_delta_states(local) else 0.0
+    """What the spans of all context-parallel ranks do to a state, and the states between them: the rank with the last
+    span goes through all of them."""
+    if not passes_delta_states(local) or "core_attn" in local.recompute:
+        return 0.0
+    heads, num_spans = spec.num_v_heads / local.tp, 2 * local.plan.layout.cp
+    each = FP32 * heads * spec.k_dim * (spec.k_dim + 2 * spec.v_dim)
+    return local.plan.job.micro_batch * each * num_spans
 
 
 def mlp_bytes(local: LocalSizes, hidden: float, with_input: bool) -> float:
@@ -220,19 +259,19 @@ def mlp_bytes(local: LocalSizes, hidden: float, with_input: bool) -> float:
 
 
 def _router(local: LocalSizes) -> float:
-    """Logits, the choice, and scores where a balancing loss reads them. Plain torch also saves tokens and weight in
-    fp32 and the sorted indices of all experts, although only the first top-k are used."""
+    """Logits, the choice, and scores where a balancing loss reads them. Without a kernel for it tokens and weight are
+    saved in fp32; plain torch also saves the sorted indices of all experts, although only the first top-k are used."""
     moe, job = local.model.moe, local.plan.job
     assert moe is not None
     each = FP32 * moe.num_experts
+    in_fp32 = FP32 * local.model.dim * (local.tokens + moe.num_experts) if local.routes_in_fp32 else 0.0
     if local.has_fused_kernels:
         scores = FP32 * (moe.num_experts + 1) if job.aux_loss or job.seq_aux_loss else 0
-        return (each + INT64 * moe.top_k + scores) * local.tokens
+        return in_fp32 + (each + INT64 * moe.top_k + scores) * local.tokens
     each += INT64 * (moe.top_k if job.routing == "forced-balance" else moe.num_experts)
     if moe.score == "softmax" and moe.norm_topk:
         each += FP32 * moe.num_experts
     each += 2 * FP32 * moe.top_k
-    in_fp32 = FP32 * local.model.dim * (local.tokens + moe.num_experts) if local.is_16_bit else 0.0
     return in_fp32 + each * local.tokens
 
 
@@ -269,7 +308,8 @@ def expert_bytes(local: LocalSizes) -> float:
     return num_saved * b * hidden * local.expert_rows + biases
 
 
-def _shared_experts(local: LocalSizes) -> float:
+def shared_expert_bytes(local: LocalSizes) -> float:
+    """Bytes that the shared experts save, with their gathered or quantized input."""
     moe = local.model.moe
     assert moe is not None
     if not moe.shared_width or "shared_experts" in local.recompute:
@@ -294,12 +334,11 @@ def add_stage_activations(
     whose backward is over, where the schedule gives it.
     """
     local = LocalSizes(plan)
-    on_device = fraction_on_device(plan, contents)
     b, dim, t = local.element_bytes, plan.model.dim, local.tokens
     for chunk, count in zip(contents.chunks, in_flight, strict=False):
         for layer in (layers := chunk_layers(plan, chunk)):
             for name, value in saved[layer].items():
-                terms[name] = terms.get(name, 0.0) + value * count * on_device
+                terms[name] = terms.get(name, 0.0) + value * count
         terms["attention"] = terms.get("attention", 0.0) + _rope_tables(local, layers) * count
         # An MTP depth saves the next token's embedding and the hidden state, the norms of both side by side, and the
         # input of its last norm.
@@ -332,10 +371,12 @@ def num_pipeline_buffers(
     if layout.pp == 1:
         return 0
     num_sent, most = 0, min(layout.pp, count)
+    # At the tip of DualPipeV's V both chunks are on one rank.
+    is_tip = layout.pipeline_schedule == "dualpipev" and stage == layout.pp - 1
     for number, chunk in enumerate(contents.chunks):
         done = finished[number] if finished else count if layout.vpp > 1 else 0
-        if not chunk.loss:
+        if not chunk.loss and not (is_tip and number == 0):
             num_sent += min(most, in_flight[number] + done) if finished else most
-        if not chunk.embedding:
+        if not chunk.embedding and not (is_tip and number == 1):
             num_sent += min(most, done)
     return num_sent + (0 if stage == 0 and layout.vpp == 1 else 1)

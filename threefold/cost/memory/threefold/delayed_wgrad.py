@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from threefold.cost.memory.threefold.activations import SCALE_ROWS
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.stage_contents import chunk_layers
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
@@ -20,6 +21,11 @@ def splits_backward(plan: Plan) -> bool:
     """Whether the schedule runs weight gradients as passes of their own. FSDP frees gathered weights before that, so
     its weight gradients are not delayed."""
     return plan.layout.pipeline_schedule == "zero-bubble" and plan.knobs.data_parallel == "zero1"
+
+
+def splits_some_backwards(plan: Plan) -> bool:
+    """Whether the schedule does so for some microbatches only, where it fills and drains: DualPipeV."""
+    return plan.layout.pipeline_schedule == "dualpipev" and plan.knobs.data_parallel == "zero1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +55,34 @@ def delayed_wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
     mixer = _mixer(local, layer)
     if layer.ffn == "dense":
         hidden = model.dense_dim / local.tp * local.gathered_tokens
-        return WgradBytes(mixer, dense=_gated_mlp(local, hidden, input_tokens))
+        from_norm = "layernorm" in local.recompute and not local.recompute & {"mlp", "full"}
+        dense = _gated_mlp(local, hidden, input_tokens, recomputes_input=from_norm)
+        return WgradBytes(mixer, dense=0.0 if local.overlaps_tp else dense)
     if layer.ffn != "moe" or moe is None:
         return WgradBytes(mixer)
     expert_dim, shared = moe.expert_dim / local.plan.layout.etp, 0.0
     rows = local.tokens if local.experts_read_in_place else local.expert_rows
-    experts = _gated_mlp(local, expert_dim * local.expert_rows, rows)
+    experts = _gated_mlp(local, expert_dim * local.expert_rows, rows, "moe_act" in local.recompute)
     if low and local.uses_fused_experts:  # gradients too are quantized along columns, in blocks of 128 rows
         padded = local.expert_rows + SCALE_ROWS * moe.num_experts / local.plan.layout.ep
         per_row = low * (model.dim + expert_dim) + _grad_bytes(local) * (model.dim + 2 * expert_dim)
         experts = per_row * padded
-    if moe.shared_width:
+    if moe.shared_width and not local.overlaps_tp:
         shared = _gated_mlp(local, moe.shared_width / local.tp * local.gathered_tokens, input_tokens)
         gate_input = moe.shared_gate and local.gathers_sequence
         shared += local.gemm_input_bytes * model.dim * local.tokens if gate_input else 0.0
     return WgradBytes(mixer, experts, shared)
 
 
-def _gated_mlp(local: LocalSizes, hidden: float, tokens: float) -> float:
-    """Inputs of three GEMMs, of which gate and up share theirs, and the gradients of their outputs."""
+def _gated_mlp(
+    local: LocalSizes, hidden: float, tokens: float, recomputes_act: bool = False, recomputes_input: bool = False
+) -> float:
+    """Inputs of three GEMMs, of which gate and up share theirs, and the gradients of their outputs. An input that is
+    recomputed is kept unquantized."""
     ends = local.model.dim * tokens
-    return local.gemm_input_bytes * (ends + hidden) + _grad_bytes(local) * (2 * hidden + ends)
+    hidden_bytes = local.element_bytes if recomputes_act else local.gemm_input_bytes
+    input_bytes = local.element_bytes if recomputes_input else local.gemm_input_bytes
+    return input_bytes * ends + hidden_bytes * hidden + _grad_bytes(local) * (2 * hidden + ends)
 
 
 def _grad_bytes(local: LocalSizes) -> float:
@@ -78,10 +91,14 @@ def _grad_bytes(local: LocalSizes) -> float:
 
 
 def chunk_wgrad_bytes(local: LocalSizes, chunk: Chunk, by_layer: Mapping[Layer, WgradBytes]) -> float:
-    """What a chunk keeps for one microbatch, from the bytes of each kind of layer. The projection of an MTP depth reads
-    two hidden states of a token."""
-    mtp_projection = (2 * local.gemm_input_bytes + _grad_bytes(local)) * local.model.dim * local.tokens * chunk.mtp
-    return sum(by_layer[layer].total for layer in chunk_layers(local.plan, chunk)) + mtp_projection
+    """What a chunk keeps for one microbatch, from the bytes of each kind of layer."""
+    layers = chunk_layers(local.plan, chunk)
+    return sum(by_layer[layer].total for layer in layers) + mtp_projection_bytes(local, chunk)
+
+
+def mtp_projection_bytes(local: LocalSizes, chunk: Chunk) -> float:
+    """What the projections of a chunk's MTP depths keep. They read two hidden states of a token."""
+    return (2 * local.gemm_input_bytes + _grad_bytes(local)) * local.model.dim * local.tokens * chunk.mtp
 
 
 def _mixer(local: LocalSizes, layer: Layer) -> float:
@@ -89,23 +106,29 @@ def _mixer(local: LocalSizes, layer: Layer) -> float:
     the attention kernel's output as the kernel saved it."""
     model, s, t, dim = local.model, local.gathered_tokens, local.tokens, local.model.dim
     i, b, g = local.gemm_input_bytes, local.element_bytes, _grad_bytes(local)
+    from_norm = b if "layernorm" in local.recompute else i  # a recomputed input is kept unquantized
     spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if local.overlaps_tp and not (layer.mixer == "attention" and isinstance(spec, MlaSpec)):
+        return 0.0
     if layer.mixer == "delta" and model.delta:
         values = model.delta.values / local.tp
         projected = 2 * (model.delta.keys + model.delta.num_v_heads) / local.tp + 2 * values
-        return (i * (dim + values) + g * (projected + dim)) * s
+        return (from_norm * dim + i * values + g * (projected + dim)) * s
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
     if isinstance(spec, GqaSpec):
         q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
         output_bytes = i if spec.gated or not local.has_fused_kernels else b
-        return (i * dim + output_bytes * q + g * ((2 if spec.gated else 1) * q + 2 * kv + dim)) * s
+        return (from_norm * dim + output_bytes * q + g * ((2 if spec.gated else 1) * q + 2 * kv + dim)) * s
     assert isinstance(spec, MlaSpec)
     q_rank, heads, gathers = spec.q_rank or 0, spec.num_heads / local.tp, local.gathers_sequence
     latents = q_rank + spec.kv_rank + (spec.rope_dim if gathers else 0) + (0 if q_rank or not gathers else dim)
     up = i * latents + g * heads * (spec.qk_dim + spec.nope_dim + spec.v_dim)
-    down = i * dim + g * (q_rank + spec.kv_rank + spec.rope_dim)
-    return (up + b * heads * spec.v_dim + g * dim) * s + down * t
+    if local.plan.exchanges_latents:  # weight gradients of up projections are made with the gradients of latents
+        up = 0.0
+    down = from_norm * dim + g * (q_rank + spec.kv_rank + spec.rope_dim)
+    out = 0.0 if local.overlaps_tp else b * heads * spec.v_dim + g * dim
+    return (up + out) * s + down * t
 
 
 def wgrad_transients(local: LocalSizes, layer: Layer) -> float:
@@ -126,20 +149,9 @@ def wgrad_transients(local: LocalSizes, layer: Layer) -> float:
 def dgrad_transients(local: LocalSizes, layer: Layer) -> float:
     """The most bytes in a feed-forward backward that makes no weight gradients: as `ffn_backward_transients`, but the
     input of the last GEMM and the gradient of its output stay."""
-    b, model, moe = local.element_bytes, local.model, local.model.moe
-    if layer.ffn == "dense":
-        fraction = local.mlp_chunk_fraction if local.recompute & {"mlp", "full"} else 1
-        act_grad = b * model.dense_dim / local.tp * local.gathered_tokens * fraction
-        return b * model.dim * local.gathered_tokens + (3 if local.has_fused_kernels else 2) * act_grad
-    assert moe is not None
-    r = local.expert_rows * local.expert_chunk_fraction
-    rows, hidden = b * model.dim * r, b * moe.expert_dim / local.plan.layout.etp * r
-    if local.uses_fused_experts:
-        fc2_step, fc1_step = rows + 4 * hidden, 2 * rows + 3 * hidden
-        if local.quantized_bytes:  # the gradients of rows, quantized along columns, lie beside the rows
-            transposed = rows / b
-            fc2_step, fc1_step = rows + transposed + (b + 5) * hidden / b, 2 * rows + transposed + 3 * hidden / b
-        return max(fc2_step, fc1_step) + (b * model.dim * local.tokens if local.experts_read_in_place else 0.0)
-    # Rows on their way back; the activation, in fp32 for the router's weights; FC1's output gradients.
-    act = (1 + 2 * FP32 / b if local.is_16_bit else 2) * hidden
-    return max(2 * rows, rows + hidden + act, 2 * rows - 2 * hidden)
+    b, model = local.element_bytes, local.model
+    if layer.ffn == "moe":
+        return max(moe_backward_steps(local, delays_wgrad=True).values())
+    fraction = local.mlp_chunk_fraction if local.recompute & {"mlp", "full"} else 1
+    act_grad = b * model.dense_dim / local.tp * local.gathered_tokens * fraction
+    return b * model.dim * local.gathered_tokens + (3 if local.has_fused_kernels else 2) * act_grad

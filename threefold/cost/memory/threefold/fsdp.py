@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
-from threefold.cost.memory.threefold.peak_points import LayerPosition, PeakPoint
+from threefold.cost.memory.threefold.peak_points import LayerPosition, PeakPoint, at_chunk_end
+from threefold.cost.memory.threefold.timelines.moe_forward import experts_peak
+from threefold.cost.memory.threefold.timelines.rank_tensors import num_unsharded_tables, num_vocab_tables
 from threefold.cost.memory.threefold.transients import embedding_transients
 from threefold.cost.stage_contents import StageContents
 from threefold.layout.stages import Chunk
@@ -43,26 +45,32 @@ def num_local_experts(plan: Plan) -> int:
     return max(1, plan.model.num_experts // plan.layout.ep)
 
 
-def num_vocab_tables(plan: Plan, contents: StageContents) -> int:
-    """Vocabulary tables of a rank: embedding and output layer. Multi-token prediction needs both on its rank."""
-    has_head = not plan.model.tied and (contents.loss or contents.mtp > 0)
-    return (contents.embedding or contents.mtp > 0) + has_head
+def only_chunk(chunk: Chunk) -> StageContents:
+    """A chunk as if its rank held no other."""
+    return StageContents((chunk,), (), chunk.embedding, chunk.mtp, chunk.loss)
 
 
 def fsdp_units(plan: Plan, contents: StageContents, position: LayerPosition) -> FsdpUnits:
     """The units around a layer, as its backward meets them."""
     depths = min(contents.mtp, 1) if plan.model.mtp_shared else contents.mtp
-    units = _layer_units(plan, position.layer, num_vocab_tables(plan, contents), depths)
+    unsharded = num_unsharded_tables(plan, contents)
+    units = _layer_units(plan, position.layer, num_vocab_tables(plan, contents) - unsharded, depths)
     loss_root = units.loss_root if contents.loss else 0.0
     next_layer = position.later_layers[0] if position.later_layers else None
     table = plan.model.vocab / plan.layout.tp * plan.model.dim
+    for chunk in contents.chunks:  # the loss reduces what its own chunk holds
+        if chunk.loss and contents.loss:
+            of_chunk = only_chunk(chunk)
+            tables = num_vocab_tables(plan, of_chunk) - num_unsharded_tables(plan, of_chunk)
+            own = tables * table + depths * 2 * plan.model.dim**2
+            loss_root = min(loss_root, own)
     return replace(
         units,
         loss_root=loss_root,
         previous=_first_gathered(plan, position.previous_layer),
         last_reduced=loss_root if position.is_before_loss else _first_gathered(plan, next_layer),
         after_core=_weights_after_core(plan, position.layer) if units.layer else 0.0,
-        mtp_root=units.root - table if units.root and position.is_before_mtp else 0.0,
+        mtp_root=max(0.0, units.root - table) if units.root and position.is_before_mtp else 0.0,
     )
 
 
@@ -123,8 +131,10 @@ def bytes_at_layer_points(local: LocalSizes, units: FsdpUnits) -> dict[str, floa
     b = local.element_bytes
     always = b * (units.root + units.layer)
     experts = b * units.padded_experts + quantized_expert_bytes(local, units)
-    reduced, mtp_root = FP32 * units.last_reduced, b * units.mtp_root
-    reducing = FP32 * units.padded_experts or reduced
+    reduced, mtp_root = local.reduced_bytes * units.last_reduced, b * units.mtp_root
+    reducing = local.reduced_bytes * units.padded_experts or reduced
+    if local.expert_chunk_fraction < 1 and units.padded_experts:  # of the chunk of tokens before
+        reduced = max(reduced, reducing)
     return {
         "a forward": always + (b * units.padded_experts or b * units.layer),
         "a second forward": always + experts + reduced + mtp_root,
@@ -154,16 +164,15 @@ def expert_points(
         return []
     b = local.element_bytes
     always, rows = b * (units.root + units.layer), b * local.model.dim * local.expert_rows
-    biased = local.model.moe is not None and local.model.moe.bias
-    # Rows as received and results; with a bias also the bias times the router's weight, and the sum.
-    moving = rows * (4 if biased else 2)
+    moving = experts_peak(local.without_recompute if local.recompute & {"moe", "full"} else local)
     gathered = always + 2 * b * units.padded_experts + quantized_expert_bytes(local, units)
-    with_reduction = gathered + FP32 * units.last_reduced + b * units.mtp_root
+    with_reduction = gathered + local.reduced_bytes * units.last_reduced + b * units.mtp_root
     in_backward: Terms = {"workspace": with_reduction + rows}
     if local.recompute & {"moe", "full"}:
         in_backward = {"workspace": with_reduction + moving, "recompute": recomputed}
     copied = max(b * units.experts, FP32 * units.padded_experts / units.expert_shards + b * units.experts / 3)
-    reduction = always + b * (units.previous + units.mtp_root) + FP32 * units.padded_experts + copied - saved_experts
+    reduction = always + b * (units.previous + units.mtp_root) + copied - saved_experts
+    reduction += local.reduced_bytes * units.padded_experts
     reducing = {"workspace": reduction, "recompute": recomputed}
     done = position.done_fraction
     return [
@@ -179,14 +188,17 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
     b, layout = local.element_bytes, local.plan.layout
     points = []
     if chunk.loss and units.loss_root:
-        # The root is gathered once more, for its part at the other end of the model.
-        size = {"workspace": FP32 * units.loss_root + 2 * b * units.root}
+        # The chunk's root is gathered once more, for its part at the other end of the model.
+        own = fsdp_units(local.plan, only_chunk(chunk), at_chunk_end()).root
+        # Copies of the model are then summed, shard by shard.
+        summed = local.reduced_bytes * units.loss_root / units.shards if layout.replicate > 1 else 0.0
+        size = {"workspace": local.reduced_bytes * units.loss_root + summed + b * (units.root + own)}
         points.append(PeakPoint("the loss's reduction", "backward", size, after_head=True))
     if chunk.embedding and layout.pp > 1:
         # After a microbatch's backward: the table's gradient, and the same in fp32 with its shard.
-        size = {"workspace": units.root * (b + FP32 + FP32 / units.shards)}
+        size = {"workspace": units.root * (b + local.reduced_bytes + FP32 / units.shards)}
         points.append(PeakPoint("the embedding's reduction", "backward", size, saved, 1.0))
-        reduced = FP32 * (units.layer or units.padded_experts)
+        reduced = local.reduced_bytes * (units.layer or units.padded_experts)
         size = {"workspace": b * units.root + embedding_transients(local, False) + reduced}
         points.append(PeakPoint("the embedding's backward", "backward", size, saved, 1.0))
         # A backward leaves the root sharded. In an interleaved schedule another backward may be next, else a forward

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import (
+    gathered_input_bytes,
     late_recomputed_bytes,
     layer_activations,
     recomputed_activations,
@@ -19,7 +20,7 @@ from threefold.cost.memory.threefold.delayed_wgrad import (
     WgradBytes,
     delayed_wgrad_bytes,
     dgrad_transients,
-    splits_backward,
+    mtp_projection_bytes,
 )
 from threefold.cost.memory.threefold.fsdp import (
     bytes_at_layer_points,
@@ -28,10 +29,10 @@ from threefold.cost.memory.threefold.fsdp import (
     quantized_expert_bytes,
 )
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
-from threefold.cost.memory.threefold.offloaded import EXPERT_BACKWARD_ORDER, NOTHING_OFFLOADED, OffloadedActivations
+from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint
+from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.memory.threefold.transients import (
-    expert_backward_steps,
     ffn_backward_transients,
     forward_transients,
     mixer_backward_transients,
@@ -69,27 +70,31 @@ class LayerTables:
 
 
 def layer_tables(
-    local: LocalSizes, saved: dict[Layer, Terms], offloaded: Mapping[Layer, OffloadedActivations]
+    local: LocalSizes, saved: dict[Layer, Terms], offloaded: Mapping[Layer, OffloadedActivations], splits: bool
 ) -> LayerTables:
-    """The tables of a plan, from what its kinds of layers save on the device and on the host."""
-    splits = splits_backward(local.plan)
+    """The tables of a plan, from what its kinds of layers save on the device and on the host, for backwards that delay
+    weight gradients (`splits`) or not."""
     wgrad = {layer: delayed_wgrad_bytes(local, layer) if splits else NO_WGRAD for layer in (*saved, NO_LAYER)}
     whole = {layer: add_terms((saved[layer], offloaded[layer].terms)) for layer in saved} | {NO_LAYER: {}}
-    transients = {layer: _layer_transients(local, layer, terms) for layer, terms in whole.items()}
+    transients = {
+        layer: _layer_transients(local, layer, terms, offloaded.get(layer, NOTHING_OFFLOADED), splits)
+        for layer, terms in whole.items()
+    }
     return LayerTables(local, saved, offloaded, wgrad, transients)
 
 
-def _layer_transients(local: LocalSizes, layer: Layer, saved: Terms) -> LayerTransients:
+def _layer_transients(
+    local: LocalSizes, layer: Layer, saved: Terms, offloaded: OffloadedActivations, splits: bool
+) -> LayerTransients:
     local = for_layer(local, layer)
     ffn, mixer = _recomputed_bytes(local, layer, saved)
     plain = layer_activations(local.without_recompute, layer)
-    forward = forward_transients(local, layer)
-    # Without overlap shared experts run last, after the moment that counts.
-    shared = 0.0 if local.plan.knobs.shared_expert_overlap else plain.get("shared_experts", 0.0)
+    forward = forward_transients(local, layer, offloaded.ffn)
+    is_alone = "full" not in local.recompute  # recompute of `moe` makes no mixer's output
     return LayerTransients(
         forward=forward,
-        second_forward=forward + ffn - shared,
-        ffn_backward=_ffn_backward_steps(local, layer),
+        second_forward=forward + ffn - is_alone * local.element_bytes * local.model.dim * local.tokens,
+        ffn_backward=_ffn_backward_steps(local, layer, splits),
         mixer_backward=mixer_backward_transients(local, layer),
         ffn_recomputed=ffn,
         mixer_recomputed=mixer,
@@ -97,10 +102,12 @@ def _layer_transients(local: LocalSizes, layer: Layer, saved: Terms) -> LayerTra
     )
 
 
-def _ffn_backward_steps(local: LocalSizes, layer: Layer) -> Terms:
-    if splits_backward(local.plan) and layer.ffn != "none":
-        return dict.fromkeys(EXPERT_BACKWARD_ORDER, dgrad_transients(local, layer))
-    return expert_backward_steps(local) if layer.ffn == "moe" else {layer.ffn: ffn_backward_transients(local, layer)}
+def _ffn_backward_steps(local: LocalSizes, layer: Layer, splits: bool) -> Terms:
+    if layer.ffn == "moe":
+        return moe_backward_steps(local, splits)
+    if splits and layer.ffn == "dense":
+        return {layer.ffn: dgrad_transients(local, layer)}
+    return {layer.ffn: ffn_backward_transients(local, layer)}
 
 
 def _recomputed_bytes(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[float, float]:
@@ -114,8 +121,15 @@ def _recomputed_bytes(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[fl
     if "full" in local.recompute:
         norms = made["norms"] - saved.get("norms", 0.0)
         return ffn + mixer + norms - late_recomputed_bytes(local, layer, local.without_recompute), mixer + row
-    norm = row if "layernorm" in local.recompute else 0.0
-    return ffn + norm, mixer + norm
+    if "layernorm" not in local.recompute:
+        return ffn, mixer
+    # The norm's output is recomputed when the first GEMMs have their backward: shared experts come first, others last.
+    moe = local.model.moe
+    is_first = layer.ffn == "moe" and moe is not None and bool(moe.shared_width)
+    is_first = is_first or bool(local.recompute & {"moe", "mlp"})
+    gathered = gathered_input_bytes(local.without_recompute) if "mlp" not in local.recompute else 0.0
+    ffn -= gathered if layer.ffn == "dense" else 0.0
+    return ffn + (row if is_first else 0.0), mixer + row
 
 
 def layer_points(
@@ -140,6 +154,8 @@ def layer_points(
         waits = position.is_before_mtp and chunk.embedding
         more = dict.fromkeys(added, table if waits else 0.0) | {"a forward": 0.0}
     pending = sum(tables.wgrad[each].total for each in position.later_layers)
+    if pending and position.is_before_mtp:
+        pending += mtp_projection_bytes(local, chunk)
     more = {name: size + (0.0 if name == "a forward" else pending) for name, size in more.items()}
     if "a mixer's backward" in added:
         more["a mixer's backward"] += tables.wgrad[layer].ffn
@@ -170,7 +186,15 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> 
     if layer.ffn == "moe" and local.recompute & {"moe", "full"}:
         row = local.element_bytes * local.model.dim * local.tokens
         added["a second forward"] = {"workspace": row, "recompute": sizes.second_forward}
-    if layer.mixer in ("attention", "window"):
+    if layer.ffn == "dense" and local.quantized_bytes and local.recompute & {"mlp", "full"}:
+        # The activated product, the same quantized for the last GEMM, and its result.
+        width = local.model.dense_dim / local.tp * local.gathered_tokens * local.mlp_chunk_fraction
+        product = (local.element_bytes + local.quantized_bytes) * width
+        row = local.element_bytes * local.model.dim
+        made = sizes.ffn_recomputed + product + row * local.gathered_tokens * local.mlp_chunk_fraction
+        gradients = row * (local.tokens + (local.gathered_tokens if local.gathers_sequence else 0))
+        added["a second forward"] = {"workspace": gradients, "recompute": made}
+    if layer.mixer in ("attention", "window", "delta"):
         added["a mixer's backward"] = {"workspace": sizes.mixer_backward, "recompute": sizes.mixer_recomputed}
     return added
 
@@ -195,7 +219,7 @@ def _back_from_host(
     mixer = sum(this.mixer.values()) if came_early or this.is_needed_by_attention else 0.0
     return {
         "a gathering": before,
-        "a second forward": before,
+        "a second forward": this.total + previous if this.is_whole_layer else before,
         "a backward": most - max(ffn_steps.values()),
         "a reduction": this.total + previous if needed else before,
         "a mixer's backward": mixer + (previous if this.is_needed_by_attention else 0.0),

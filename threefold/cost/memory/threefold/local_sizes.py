@@ -32,6 +32,7 @@ class LocalSizes:
 
     plan: Plan
     skew: float = 1.0  # tokens at the busiest expert rank over the balanced number
+    layer_cp_comm: str | None = None  # the layer's entry of a list in `knobs.cp_comm`
 
     @property
     def model(self) -> ModelSpec:
@@ -69,9 +70,14 @@ class LocalSizes:
         """Whether norms, rotary embedding, router and activations are the engine's own kernels, which save less."""
         return self.plan.chip.architecture != "cpu"
 
+    @property
+    def routes_in_fp32(self) -> bool:
+        """Whether routers save tokens in fp32, to multiply them in fp32: but for bf16 on a GPU, which has a kernel."""
+        return self.is_16_bit and (not self.has_fused_kernels or self.plan.knobs.precision == "fp16")
+
     def score_bytes(self, spec: GqaSpec | MlaSpec) -> float:
         """Attention scores that are saved: all of them in fp32 on a GPU, where no attention kernel takes the dtype."""
-        if self.is_16_bit or not self.has_fused_kernels or self.plan.layout.cp > 1:
+        if self.is_16_bit or not self.has_fused_kernels or self.attends_in_tiles:
             return 0.0
         return FP32 * spec.num_heads / self.tp * self.gathered_tokens * self.plan.job.seq_len
 
@@ -104,11 +110,12 @@ class LocalSizes:
     @property
     def expert_rows(self) -> float:
         """Rows that the rank's experts receive. With expert tensor parallelism each slice of an expert gets all
-        rows."""
-        job = self.plan.job
-        padded = job.capacity_factor is not None and job.capacity_scope == "expert"
-        load = job.capacity_factor if padded and job.capacity_factor is not None else self.skew
-        return self.dispatched_rows * load * self.plan.layout.etp
+        rows. On one rank with all tokens experts are padded to their capacity; else only rows that are kept are
+        sent."""
+        layout, capacity = self.plan.layout, self.plan.job.capacity_factor
+        is_padded = capacity is not None and layout.ep * layout.etp * layout.tp * layout.cp == 1
+        load = capacity if is_padded and capacity is not None else self.skew
+        return self.dispatched_rows * load * layout.etp
 
     @property
     def experts_are_local(self) -> bool:
@@ -118,7 +125,7 @@ class LocalSizes:
     @property
     def experts_read_in_place(self) -> bool:
         """Whether expert kernels read tokens in place by index, without permuted copies."""
-        return self.experts_are_local and self.uses_fused_experts
+        return self.experts_are_local and self.uses_fused_experts and self.plan.knobs.expert_fusion
 
     @property
     def uses_fused_experts(self) -> bool:
@@ -126,16 +133,22 @@ class LocalSizes:
 
     @property
     def fuses_grad_accumulation(self) -> bool:
-        """Whether kernels of fused experts add weight gradients straight into the main gradients."""
+        """Whether kernels of fused experts add weight gradients straight into the main gradients, which are wider."""
         knobs, layout = self.plan.knobs, self.plan.layout
         accumulates = layout.gpus > 1 or self.plan.num_microbatches > 1
-        return (
-            knobs.grad_accum_fusion
-            and knobs.data_parallel == "zero1"
-            and layout.pp == 1
-            and not knobs.graphs
-            and accumulates
-        )
+        fuses = knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and not knobs.graphs
+        return fuses and accumulates and self.accumulates_wider
+
+    @property
+    def accumulates_wider(self) -> bool:
+        """Whether gradients are accumulated in another dtype than weights have."""
+        return self.plan.knobs.precision == "fp16" or (self.is_16_bit and self.plan.knobs.grad_dtype == "fp32")
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of a gradient as FSDP reduces it."""
+        is_wide = self.accumulates_wider or not self.is_16_bit or not self.has_fused_kernels
+        return FP32 if is_wide else self.element_bytes
 
     @property
     def expert_chunk_fraction(self) -> float:
@@ -160,6 +173,22 @@ class LocalSizes:
         return 1 / max(1, math.ceil(elements * self.element_bytes / CHUNK_LIMIT_BYTES))
 
     @property
+    def cp_comm(self) -> str:
+        """How context-parallel ranks communicate in the layer; of several kinds, the last one."""
+        kind = self.layer_cp_comm or self.plan.knobs.cp_comm
+        return kind if isinstance(kind, str) else kind[-1]
+
+    @property
+    def attends_in_tiles(self) -> bool:
+        """Whether attention merges tiles of a sequence that context-parallel ranks hold, or of latents."""
+        return self.plan.layout.cp > self.cp_inner or self.plan.exchanges_latents
+
+    @property
+    def cp_inner(self) -> int:
+        """Context-parallel ranks that trade sequence for heads."""
+        return {"a2a": self.plan.layout.cp, "a2a+p2p": self.plan.cp_inner}.get(self.cp_comm, 1)
+
+    @property
     def layers_per_recompute(self) -> int:
         return stage_contents.layers_per_recompute(self.plan)
 
@@ -169,11 +198,22 @@ class LocalSizes:
         return frozenset(self.plan.knobs.recompute)
 
     @property
+    def overlaps_tp(self) -> bool:
+        """Whether tensor-parallel GEMMs work on pieces that travel. They save what they gathered in any case, and make
+        weight gradients at once."""
+        return self.tp > 1 and self.plan.knobs.tp_overlap
+
+    @property
     def gathers_sequence(self) -> bool:
         """Whether tensor-parallel modules gather the sequence, and so save the gathered copy."""
         return self.tp > 1
 
 
 def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
-    """The sizes that hold for a layer: without recompute where "block" recompute leaves the layer out."""
+    """The sizes that hold for a layer: without recompute where "block" recompute leaves the layer out, and with its own
+    kind of CP communication."""
+    if not isinstance(layer, stage_contents.PlacedLayer):
+        return local
+    if layer.cp_comm != local.layer_cp_comm:
+        local = replace(local, layer_cp_comm=layer.cp_comm)
     return local.without_recompute if isinstance(layer, stage_contents.NotRecomputedLayer) else local

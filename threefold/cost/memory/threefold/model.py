@@ -12,9 +12,10 @@ from threefold.cost.memory.threefold.activations import add_stage_activations, l
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
 from threefold.cost.memory.threefold.overlap_pairs import stage_overlap_pairs
-from threefold.cost.memory.threefold.overlap_peak import find_overlap_peak
+from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
 from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
-from threefold.cost.memory.threefold.states import state_terms
+from threefold.cost.memory.threefold.states import late_gradient_bytes, state_terms
+from threefold.cost.memory.threefold.transients import optimizer_transients
 from threefold.cost.stage_contents import StageContents, stage_contents
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -33,9 +34,10 @@ class ThreefoldMemory:
         offloaded = {layer: offloaded_activations(local, layer) for layer in kinds}
         saved = {layer: _device_activations(local, layer, offloaded[layer]) for layer in kinds}
         finder = PeakFinder(plan, saved, offloaded, skew)
+        overlapped = OverlapPeakFinder(plan, saved, skew) if plan.knobs.ep_overlap else None
         for stage, contents in enumerate(stage_contents(plan)):
-            if plan.knobs.ep_overlap and stage_overlap_pairs(plan, stage):
-                yield _overlap_peak(plan, stage, contents, saved, skew)
+            if overlapped and stage_overlap_pairs(plan, stage):
+                yield _overlap_peak(overlapped, stage, contents)
                 continue
             terms = state_terms(plan, contents)
             peak = finder.find(stage, contents, terms["gradients"], in_flight(plan, stage))
@@ -51,11 +53,18 @@ def _device_activations(local: LocalSizes, layer: Layer, offloaded: OffloadedAct
     return {name: size - on_host.get(name, 0.0) for name, size in saved.items()}
 
 
-def _overlap_peak(plan: Plan, stage: int, contents: StageContents, saved: dict[Layer, Terms], skew: float) -> StagePeak:
+def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents) -> StagePeak:
     """The peak of a rank on which EP overlap runs pairs of passes."""
+    plan, saved = finder.plan, finder.saved
     terms = state_terms(plan, contents)
-    pair, size, moment = find_overlap_peak(plan, stage, contents.chunks, saved, skew)
+    pair, size, moment = finder.find(stage, contents.chunks)
     add_stage_activations(plan, stage, contents, saved, terms, pair.in_flight)
     terms["logits" if moment.startswith("the loss") else "overlap"] = size
+    if plan.num_microbatches == 1 and moment == "the loss":  # before any backward
+        terms["gradients"] -= late_gradient_bytes(finder.local, contents, terms["gradients"])
     terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
+    after = state_terms(plan, contents) | {"workspace": terms["workspace"]}
+    after["workspace"] += optimizer_transients(finder.local, contents)
+    if sum(after.values()) > sum(terms.values()):
+        return StagePeak(after, "the optimizer's step")
     return StagePeak(terms, moment)

@@ -12,6 +12,7 @@ from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import (
     expert_bytes,
     gathered_input_bytes,
+    layer_activations,
     mixer_bytes,
     mixer_saves_norm,
     mla_latent_bytes,
@@ -21,6 +22,7 @@ from threefold.cost.memory.threefold.activations import (
     saves_output_twice,
 )
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes, for_layer
+from threefold.cost.stage_contents import PlacedLayer
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.units import MIB
 
@@ -29,7 +31,7 @@ _MIXER = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
 _FUSED = "fused_group_mlp"
 # Modules that "fused_group_mlp" offloads; FC2's input has no name of its own that a plan could write.
 _INSIDE_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
-EXPERT_BACKWARD_ORDER = (*reversed(_INSIDE_EXPERTS), _FUSED)
+_WHOLE_LAYER = "combine"  # a step of the experts' backward that no named module saves anything for
 _BEFORE_ATTENTION = frozenset({"attn_norm", "qkv_linear"})  # the backward reaches them after attention's
 
 
@@ -59,6 +61,11 @@ class OffloadedActivations:
         return sum(self.mixer.values()) + sum(self.ffn.values())
 
     @property
+    def is_whole_layer(self) -> bool:
+        """Whether everything that the layer saves is on the host, the inputs of what it recomputes too."""
+        return _WHOLE_LAYER in self.modules
+
+    @property
     def is_needed_by_attention(self) -> bool:
         """Whether the backward reads one of the tensors before attention's backward is over."""
         return not self.modules <= _BEFORE_ATTENTION
@@ -70,6 +77,8 @@ NOTHING_OFFLOADED = OffloadedActivations()
 def offloaded_activations(local: LocalSizes, layer: Layer) -> OffloadedActivations:
     """What one layer keeps on the host for one microbatch."""
     local = for_layer(local, layer)
+    if isinstance(layer, PlacedLayer) and layer.is_offloaded:
+        return _whole_layer(layer_activations(local, layer))
     names = set(local.plan.knobs.activation_offload)
     if not names or "full" in local.recompute:
         return NOTHING_OFFLOADED
@@ -86,6 +95,13 @@ def offloaded_activations(local: LocalSizes, layer: Layer) -> OffloadedActivatio
         side = sides[tensor.saved_by[0] not in _MIXER]
         side[tensor.term] = side.get(tensor.term, 0.0) + tensor.num_bytes
     return OffloadedActivations(*sides, frozenset(name for tensor in offloaded for name in tensor.saved_by))
+
+
+def _whole_layer(saved: Terms) -> OffloadedActivations:
+    """Everything that a layer saves. Any step of its backward needs some of it."""
+    mixer = {"norms": saved.get("norms", 0.0) / 2, "attention": saved.get("attention", 0.0)}
+    ffn = {name: size - mixer.get(name, 0.0) for name, size in saved.items()}
+    return OffloadedActivations(mixer, ffn, frozenset((*_MIXER, *_INSIDE_EXPERTS, _FUSED, _WHOLE_LAYER, "dense")))
 
 
 def _saved_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:

@@ -46,9 +46,6 @@ def overlap_pairs(schedule: str, pp: int, vpp: int, stage: int, count: int) -> t
 
 
 def stage_overlap_pairs(plan: Plan, stage: int) -> tuple[OverlapPair, ...]:
-    """The pairs of a rank of a plan. There are none for a single microbatch with FSDP, whose gathers and reductions are
-    those of a step without overlap."""
+    """The pairs of a rank of a plan."""
     layout = plan.layout
-    if layout.pp == 1 and plan.num_microbatches <= 1 and plan.knobs.data_parallel != "zero1":
-        return ()
     return overlap_pairs(layout.pipeline_schedule, layout.pp, layout.vpp, stage, max(1, plan.num_microbatches))

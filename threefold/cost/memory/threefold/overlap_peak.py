@@ -2,7 +2,7 @@
 
 A pass stops where it has started an exchange of an MoE layer; there the other pass goes on until its own next stop. So
 the backward frees, one segment at a time, what the forward allocates, and the peak of a pair is above its start by
-about one segment. `model.py` calls `find_overlap_peak` for each stage with pairs.
+about one segment. `model.py` asks `OverlapPeakFinder` for each stage with pairs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,24 @@ from itertools import zip_longest
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.activations import recomputed_activations
-from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes, dgrad_transients, wgrad_transients
-from threefold.cost.memory.threefold.fsdp import fsdp_units, quantized_expert_bytes
-from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
+from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes, wgrad_transients
+from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, quantized_expert_bytes
+from threefold.cost.memory.threefold.local_sizes import INT64, LocalSizes
 from threefold.cost.memory.threefold.overlap_pairs import OverlapPair, stage_overlap_pairs
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition
+from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
+from threefold.cost.memory.threefold.timelines.moe_forward import (
+    NO_EXCHANGE,
+    exchange_bytes,
+    overlapped_experts_peak,
+)
 from threefold.cost.memory.threefold.transients import (
     ffn_backward_transients,
     forward_transients,
     loss_transients,
     mixer_backward_transients,
 )
-from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.stage_contents import chunk_layers
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -39,46 +45,86 @@ class Segment:
     peak: float = 0.0  # the most bytes above its start
     change: float = 0.0  # bytes at its end above its start
     exchange: float = 0.0  # bytes of the exchange that is in flight after it
-    delayed_wgrad: float = 0.0  # bytes kept for weight gradients until the forward's next stop
+    delayed_wgrad: float = 0.0  # bytes kept for weight gradients until the forward waits for counts or stops
     name: str = MERGED_PASS
+    peak_before_counts: float | None = None  # the peak before a forward waits for counts; None if it does not
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredBytes:
-    """Bytes of FSDP's gathered units around a layer, and of their reductions in fp32; all 0 under ZeRO-1."""
+    """Bytes of FSDP's gathered units around a layer, and of their reductions; all 0 under ZeRO-1."""
 
     root: float = 0.0
     layer: float = 0.0  # the layer without its routed experts
     experts: float = 0.0
-    root_fp32: float = 0.0
-    layer_fp32: float = 0.0
-    experts_fp32: float = 0.0
+    root_reduced: float = 0.0
+    layer_reduced: float = 0.0
+    experts_reduced: float = 0.0
     expert_grads: float = 0.0  # the experts' gradients as the backward makes them
     quantized_experts: float = 0.0  # FP8 copies of the experts
 
 
-def find_overlap_peak(
-    plan: Plan, stage: int, chunks: Sequence[Chunk], saved: SavedByLayer, skew: float
-) -> tuple[OverlapPair, float, str]:
-    """The pair with the highest peak, the bytes of that peak above the microbatches in flight, and its name."""
-    local = LocalSizes(plan, skew)
-    chunk_bytes = [_chunk_activations(local, chunk, saved) for chunk in chunks]
-    recomputed = {layer: _recomputed_halves(local, layer, saved[layer]) for layer in saved}
-    forwards = [[*_forward_segments(local, chunk, saved)] for chunk in chunks]
-    backwards = [[*_backward_segments(local, chunk, saved, recomputed)] for chunk in chunks]
-    alone = [_forward_alone(local, chunk) for chunk in chunks]
+class OverlapPeakFinder:
+    """Finds the peak of every stage of one plan. Chunks with equal contents share what was computed for them."""
 
-    def above(pair: OverlapPair) -> tuple[float, str]:
-        if pair.forward_chunk is None:
-            return max(_alternate(backwards[pair.backward_chunk], []), alone[pair.backward_chunk])
-        return _alternate(backwards[pair.backward_chunk], forwards[pair.forward_chunk])
+    def __init__(self, plan: Plan, saved: SavedByLayer, skew: float) -> None:
+        """`saved` is what each kind of layer keeps on the device."""
+        self.plan, self.local, self.saved = plan, LocalSizes(plan, skew), saved
+        self.recomputed = {layer: _recomputed_halves(self.local, layer, saved[layer]) for layer in saved}
+        self._passes: dict[object, ChunkPasses] = {}
+        self._peaks: dict[object, tuple[float, str]] = {}
 
-    def total(pair: OverlapPair) -> float:
-        held = sum(count * size for count, size in zip(pair.in_flight, chunk_bytes, strict=True))
-        return held + above(pair)[0]
+    def find(self, stage: int, chunks: Sequence[Chunk]) -> tuple[OverlapPair, float, str]:
+        """The pair with the highest peak, the bytes of that peak above the microbatches in flight, and its name."""
+        kinds = [(chunk_layers(self.plan, chunk), chunk.embedding, chunk.mtp, chunk.loss) for chunk in chunks]
+        sizes = [self._chunk_passes(kind, chunk).saved_bytes for kind, chunk in zip(kinds, chunks, strict=True)]
+        roots = [_gathered(self.local, chunk).root for chunk in chunks]
 
-    pair = max(stage_overlap_pairs(plan, stage), key=total)
-    return pair, *above(pair)
+        def above(pair: OverlapPair) -> tuple[float, str]:
+            forward = None if pair.forward_chunk is None else kinds[pair.forward_chunk]
+            # From its first forward to the end of its backward a chunk's root stays gathered.
+            used = [count or number == pair.forward_chunk for number, count in enumerate(pair.in_flight)]
+            gathered = sum(root for root, is_used in zip(roots, used, strict=True) if is_used)
+            peak_bytes, name = self._pair_peak(kinds[pair.backward_chunk], forward)
+            return gathered + peak_bytes, name
+
+        def total(pair: OverlapPair) -> float:
+            held = sum(count * size for count, size in zip(pair.in_flight, sizes, strict=True))
+            return held + above(pair)[0]
+
+        pair = max(stage_overlap_pairs(self.plan, stage), key=total)
+        return pair, *above(pair)
+
+    def _chunk_passes(self, kind: object, chunk: Chunk) -> "ChunkPasses":
+        if kind not in self._passes:
+            self._passes[kind] = ChunkPasses(
+                _chunk_activations(self.local, chunk, self.saved),
+                [*_forward_segments(self.local, chunk, self.saved)],
+                [*_backward_segments(self.local, chunk, self.saved, self.recomputed)],
+                _forward_alone(self.local, chunk),
+            )
+        return self._passes[kind]
+
+    def _pair_peak(self, backward: object, forward: object | None) -> tuple[float, str]:
+        """The peak of a backward through one kind of chunk beside a forward through another, or alone."""
+        if (backward, forward) not in self._peaks:
+            passes = self._passes[backward]
+            if forward is None:
+                peak = max(_alternate(passes.backward, []), passes.forward_alone)
+            else:
+                peak = _alternate(passes.backward, self._passes[forward].forward)
+            self._peaks[backward, forward] = peak
+        return self._peaks[backward, forward]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPasses:
+    """One microbatch in a chunk: what it holds, and its passes."""
+
+    saved_bytes: float
+    forward: Sequence[Segment]
+    backward: Sequence[Segment]
+    forward_alone: tuple[float, str]
 
 
 def _alternate(backward: Sequence[Segment], forward: Sequence[Segment]) -> tuple[float, str]:
@@ -86,7 +132,10 @@ def _alternate(backward: Sequence[Segment], forward: Sequence[Segment]) -> tuple
     exchanges, wgrad, level, most = [0.0, 0.0], 0.0, 0.0, (0.0, "")
     for segments in zip_longest(backward, forward, fillvalue=Segment()):
         for index, segment in enumerate(segments):
-            most = max(most, (level + wgrad + exchanges[1 - index] + segment.peak, segment.name))
+            peak = segment.peak + wgrad
+            if segment.peak_before_counts is not None:
+                peak = max(segment.peak, segment.peak_before_counts + wgrad)
+            most = max(most, (level + exchanges[1 - index] + peak, segment.name))
             level, exchanges[index] = level + segment.change, segment.exchange
             wgrad = 0.0 if index else segment.delayed_wgrad
     return most
@@ -95,8 +144,8 @@ def _alternate(backward: Sequence[Segment], forward: Sequence[Segment]) -> tuple
 def _forward_alone(local: LocalSizes, chunk: Chunk) -> tuple[float, str]:
     """Bytes at the end of a forward that runs without a backward."""
     most = max(forward_transients(local, layer) for layer in chunk_layers(local.plan, chunk) or [NO_LAYER])
-    if num_heads := chunk.loss + chunk.mtp:
-        loss = loss_transients(local, num_heads)[0] + _gathered(local, chunk).root
+    if num_heads := (1 + local.plan.mtp) * chunk.loss:
+        loss = loss_transients(local, num_heads)[0]
         return max((most, "a forward"), (loss, "the loss"))
     return most, "a forward"
 
@@ -110,27 +159,27 @@ def _chunk_activations(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> 
 
 
 def _forward_segments(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> Iterator[Segment]:
-    exchange, peak, change = _exchange_bytes(local), 0.0, 0.0
+    row, peak, change = local.element_bytes * local.model.dim * local.tokens, 0.0, 0.0
+    exchange = exchange_bytes(local) if local.model.moe else NO_EXCHANGE
     for layer in chunk_layers(local.plan, chunk):
         units, (first, second) = _gathered(local, chunk, layer), _halves(saved[layer])
-        gathered = units.root + units.layer
+        # Weights are gathered into one buffer and copied out of it; the buffer is freed with them, after their use.
+        gathered = 2 * units.layer
         change += first
         if layer.ffn == "moe":
-            yield Segment(max(peak, change + exchange + gathered), change, exchange)
-            # Weights are gathered into one buffer and copied out of it; the buffer outlives the copies. GEMMs in low
-            # precision do not save the rows they read, which stay until then.
-            read = exchange if local.quantized_bytes else 0.0
-            transient = second + max(forward_transients(local, layer), exchange / 2 + read + units.experts)
-            peak_bytes = transient + gathered + units.experts + units.quantized_experts
-            yield Segment(peak_bytes, second, exchange)
-            peak = change = 0.0
+            before_counts, dispatch = max(peak, change + row + gathered), change + exchange.dispatch_start
+            yield Segment(max(before_counts, dispatch), change, exchange.dispatch, peak_before_counts=before_counts)
+            weights = 2 * units.experts + units.quantized_experts
+            peak_bytes = max(overlapped_experts_peak(local, weights), exchange.dispatch + second + gathered)
+            shared = row if second > saved[layer].get("dispatch", 0.0) + saved[layer].get("experts", 0.0) else 0.0
+            yield Segment(peak_bytes, second, exchange.combine + shared)
+            peak, change = exchange.combine + shared + row, 0.0
         else:
             change += second
             peak = max(peak, change + forward_transients(local, layer) + gathered)
-    name, num_heads = MERGED_PASS, chunk.loss + chunk.mtp
+    name, num_heads = MERGED_PASS, (1 + local.plan.mtp) * chunk.loss
     if num_heads:
         loss, kept = loss_transients(local, num_heads)
-        loss += _gathered(local, chunk).root
         name = "the loss" if change + loss >= peak else name
         peak, change = max(peak, change + loss), change + kept
     yield Segment(max(peak, change), change, name=name)
@@ -140,40 +189,51 @@ def _backward_segments(
     local: LocalSizes, chunk: Chunk, saved: SavedByLayer, recomputed: dict[Layer, tuple[float, float]]
 ) -> Iterator[Segment]:
     """`recomputed` is what each layer makes again, before its first stop and after it."""
-    exchange, name, peak, change, wgrad = _exchange_bytes(local), MERGED_PASS, 0.0, 0.0, 0.0
+    name, peak, change, wgrad = MERGED_PASS, 0.0, 0.0, 0.0
+    row = local.element_bytes * local.model.dim * local.tokens  # the residual stream's gradient, which is always there
+    exchange = exchange_bytes(local) if local.model.moe else NO_EXCHANGE
     table = local.element_bytes * local.model.vocab / local.tp * local.model.dim
     units = _gathered(local, chunk)
-    if num_heads := chunk.loss + chunk.mtp:
+    if num_heads := (1 + local.plan.mtp) * chunk.loss:
         name = "the loss's backward"
         hidden = local.element_bytes * local.model.dim * local.gathered_tokens
-        peak = loss_transients(local, num_heads)[1] + table + hidden + units.root
+        peak = loss_transients(local, num_heads)[1] + table + hidden
     delays = local.plan.knobs.delay_wgrad and local.plan.knobs.data_parallel == "zero1"
     held = table if units.root and num_heads else 0.0  # the head's gradient waits for that of the embedding
     reducing = held
     layers = chunk_layers(local.plan, chunk)
+    prefetched = _prefetched(local, chunk, len(layers)) if num_heads else 0.0
     for number, layer in reversed([*enumerate(layers)]):
         units, (first, second) = _gathered(local, chunk, layer), _halves(saved[layer])
-        gathered, (first_made, second_made) = units.root + units.layer, recomputed[layer]
+        gathered, (first_made, second_made) = units.layer, recomputed[layer]
         if layer.ffn == "moe":
-            yield Segment(max(peak, exchange), change, exchange + reducing, wgrad, name)
+            started, travelling = exchange.grads_start + row, exchange.grads_to_experts + row
+            yield Segment(max(peak, change + started), change, travelling + reducing + prefetched, wgrad, name)
             experts = _expert_backward(local, layer, saved[layer], delays) + second_made
-            transient = max(experts, exchange + units.experts) + units.experts
+            transient = max(experts, travelling + units.experts) + units.experts
             transient += units.quantized_experts
-            reduction = units.experts_fp32 + units.expert_grads - second
-            in_flight = exchange + units.experts_fp32 + held
+            reduction = units.experts_reduced + units.expert_grads - second
+            in_flight = exchange.grads_back + row + units.experts_reduced + held
             yield Segment(max(transient, reduction) + reducing + gathered, -second, in_flight)
             name, change = MERGED_PASS, -first
-            previous = _gathered(local, chunk, layers[number - 1]).layer if number else 0.0
+            prefetched = _prefetched(local, chunk, number)
             mixer = mixer_backward_transients(local, layer)
-            peak = mixer + first_made + gathered + units.experts_fp32 + previous + held
-            wgrad, reducing = _delayed_bytes(local, layer) if delays else 0.0, units.layer_fp32 + held
+            peak = mixer + first_made + gathered + units.experts_reduced + prefetched + held
+            wgrad = _delayed_bytes(local, layer) if delays else 0.0
         else:
+            prefetched = _prefetched(local, chunk, number)
             ffn = ffn_backward_transients(local, layer)
-            peak = max(peak, change + ffn + first_made + second_made + gathered + held)
+            peak = max(peak, change + ffn + first_made + second_made + gathered + prefetched + held)
             change -= first + second
             wgrad += _delayed_bytes(local, layer) if delays else 0.0
+        reducing = units.layer_reduced + held
     uses = chunk.embedding + chunk.mtp  # each use makes a gradient of the whole table, and they are added
-    end = wgrad + max(table * (uses + 1 if uses > 1 else uses), units.root_fp32 + units.root)
+    embedding = table * (uses + 1 if uses > 1 else uses)
+    # In a pipeline the embedding's backward too gathers the unit before it: the last one of the forward before.
+    ahead = _prefetched(local, chunk, len(layers)) if units.root and uses and local.plan.layout.pp > 1 else 0.0
+    if units.root:  # the first layer's gradients are being reduced; those of the root are then, without its weights
+        embedding = max(embedding + reducing, units.root_reduced) + ahead
+    end = wgrad + embedding
     yield Segment(max(peak, change + end), change, name=name)
 
 
@@ -181,19 +241,33 @@ def _gathered(local: LocalSizes, chunk: Chunk, layer: Layer = NO_LAYER) -> Gathe
     """What FSDP gathers and reduces around a layer of a chunk."""
     if local.plan.knobs.data_parallel == "zero1":
         return GatheredBytes()
-    contents, b = StageContents((chunk,), (), chunk.embedding, chunk.mtp, chunk.loss), local.element_bytes
+    b = local.element_bytes
     position = LayerPosition(layer, (), None, is_before_loss=False, is_before_mtp=False, done_fraction=0.0)
-    units = fsdp_units(local.plan, contents, position)
+    units = fsdp_units(local.plan, only_chunk(chunk), position)
     return GatheredBytes(
         root=b * units.root,
         layer=b * units.layer,
         experts=b * units.padded_experts,
-        root_fp32=FP32 * units.root,
-        layer_fp32=FP32 * units.layer,
-        experts_fp32=FP32 * units.padded_experts,
+        # With copies of the model the reduced shard is summed over them.
+        root_reduced=local.reduced_bytes * units.root * (1 + (local.plan.layout.replicate > 1) / units.shards),
+        layer_reduced=local.reduced_bytes * units.layer,
+        experts_reduced=local.reduced_bytes * units.padded_experts,
         expert_grads=b * units.experts,
         quantized_experts=quantized_expert_bytes(local, units),
     )
+
+
+def _prefetched(local: LocalSizes, chunk: Chunk, number: int) -> float:
+    """Bytes of the unit that the backward of a layer gathers ahead: the one that was used before it in the forwards, an
+    exchange's experts last. Before the first layer that is the root, which is gathered; a chunk without a root finds
+    the last unit of the forward before."""
+    layers = chunk_layers(local.plan, chunk)
+    if local.plan.knobs.data_parallel == "zero1" or not layers:
+        return 0.0
+    if number == 0 and (local.plan.layout.pp == 1 or _gathered(local, chunk).root):
+        return 0.0
+    units = _gathered(local, chunk, layers[number - 1])
+    return units.experts or units.layer
 
 
 def _recomputed_halves(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[float, float]:
@@ -208,26 +282,21 @@ def _recomputed_halves(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[f
 def _expert_backward(local: LocalSizes, layer: Layer, saved: Terms, delays: bool) -> float:
     """Bytes in the experts' backward. Delayed weight gradients are made while the rows' gradients travel back: then the
     received and sent gradients are there, FC1's output gradients, and the inputs of the GEMMs."""
-    transient, moe = ffn_backward_transients(local, layer), local.model.moe
+    moe = local.model.moe
+    transient = max(moe_backward_steps(local, shared_is_later=True).values())
     if moe is None or not delays:
         return transient
     hidden = local.element_bytes * moe.expert_dim / local.plan.layout.etp * local.expert_rows
     rows = local.element_bytes * local.model.dim * local.expert_rows
     freed = max(0.0, saved.get("experts", 0.0) - hidden)
-    wgrad = rows + _exchange_bytes(local) + 2 * hidden + wgrad_transients(local, layer) - freed
-    return max(dgrad_transients(local, layer), wgrad)
+    wgrad = rows + exchange_bytes(local).grads_back + 2 * hidden + wgrad_transients(local, layer) - freed
+    return max(*moe_backward_steps(local, delays_wgrad=True, shared_is_later=True).values(), wgrad)
 
 
 def _halves(terms: Terms) -> tuple[float, float]:
     """Bytes of a layer before its first stop, and after it."""
     second = sum(terms.get(name, 0.0) for name in _AFTER_DISPATCH)
     return sum(terms.values()) - second, second
-
-
-def _exchange_bytes(local: LocalSizes) -> float:
-    """An exchange in flight: rows as they were sent, and as they are received."""
-    rows = local.dispatched_rows + local.expert_rows / local.plan.layout.etp
-    return local.element_bytes * local.model.dim * rows
 
 
 def _delayed_bytes(local: LocalSizes, layer: Layer) -> float:

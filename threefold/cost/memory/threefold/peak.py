@@ -10,8 +10,13 @@ from dataclasses import dataclass, replace
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import num_pipeline_buffers
-from threefold.cost.memory.threefold.delayed_wgrad import chunk_wgrad_bytes, splits_backward, wgrad_transients
-from threefold.cost.memory.threefold.fsdp import fsdp_units, root_points
+from threefold.cost.memory.threefold.delayed_wgrad import (
+    chunk_wgrad_bytes,
+    splits_backward,
+    splits_some_backwards,
+    wgrad_transients,
+)
+from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, root_points
 from threefold.cost.memory.threefold.layer_points import layer_points, layer_tables
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations
@@ -71,7 +76,9 @@ class PeakFinder:
         """`saved` is what each kind of layer keeps on the device, `offloaded` what it keeps on the host."""
         self.plan, self.local, self.saved = plan, LocalSizes(plan, skew), saved
         self.splits_backward = splits_backward(plan)
-        self.tables = layer_tables(self.local, saved, offloaded)
+        kinds = (False, True) if splits_some_backwards(plan) else (self.splits_backward,)
+        # By whether a backward delays its weight gradients.
+        self.tables = {splits: layer_tables(self.local, saved, offloaded, splits) for splits in kinds}
         self._points: dict[object, list[tuple[float, PeakPoint]]] = {}
 
     def find(self, stage: int, contents: StageContents, gradients: float, in_flight: Sequence[int]) -> Peak:
@@ -79,14 +86,14 @@ class PeakFinder:
         layers = [chunk_layers(self.plan, chunk) for chunk in contents.chunks]
         saved = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
         wgrad = [
-            chunk_wgrad_bytes(self.local, chunk, self.tables.wgrad) if self.splits_backward else 0.0
+            chunk_wgrad_bytes(self.local, chunk, self.tables[True].wgrad) if True in self.tables else 0.0
             for chunk in contents.chunks
         ]
         head = head_gradient_bytes(self.local, contents)
         body = max(0.0, late_gradient_bytes(self.local, contents, gradients) - head)
         parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
         are_late, row = bool(body or head), self.local.element_bytes * self.local.model.dim * self.local.tokens
-        points: dict[tuple[int, str], list[tuple[float, PeakPoint]]] = {}
+        points: dict[tuple[int, str, bool], list[tuple[float, PeakPoint]]] = {}
         best: tuple[float, ScheduleMoment, PeakPoint, float, float] | None = None
         for moment in schedule_moments(self.plan, stage, in_flight):
             base = row * num_pipeline_buffers(self.plan, stage, contents, moment.in_flight, moment.finished)
@@ -101,9 +108,11 @@ class PeakFinder:
             head_to_come = head if are_late and not moment.finished[-1] else 0.0
             missing = sum(to_come) + head_to_come
             for number, pass_name in moment.passes:
-                if (number, pass_name) not in points:
-                    points[number, pass_name] = self._chunk_points(contents, number, pass_name, are_late)
-                for net_bytes, point in points[number, pass_name]:
+                splits = self.splits_backward or moment.is_split
+                if (number, pass_name, splits) not in points:
+                    found = self._chunk_points(contents, number, pass_name, are_late, splits)
+                    points[number, pass_name, splits] = found
+                for net_bytes, point in points[number, pass_name, splits]:
                     made = to_come[number] * point.done_fraction + head_to_come * point.after_head
                     if best is None or base - missing + net_bytes + made > best[0]:
                         best = base - missing + net_bytes + made, moment, point, missing - made, pending
@@ -120,56 +129,63 @@ class PeakFinder:
         if step_bytes <= peak_bytes:
             return peak
         none = (0,) * len(contents.chunks)
-        all_finished = (max(1, self.plan.num_microbatches),) * len(none)
-        after = ScheduleMoment(none, NO_CHUNK, NO_CHUNK, all_finished, none)
+        after = ScheduleMoment(none, NO_CHUNK, NO_CHUNK, none, none)
         point = PeakPoint("the optimizer's step", "optimizer", {"workspace": step_bytes})
         return Peak(after, point, 0.0, 0.0, self._library_bytes)
 
     def _chunk_points(
-        self, contents: StageContents, number: int, pass_name: str, are_late: bool
+        self, contents: StageContents, number: int, pass_name: str, are_late: bool, splits: bool
     ) -> list[tuple[float, PeakPoint]]:
         """The points of a pass through a chunk with their net bytes. Where no gradients come late the largest one is
         enough."""
         chunk = contents.chunks[number]
         layers = chunk_layers(self.plan, chunk)
         ends = contents.embedding, contents.mtp, contents.loss
-        key = layers, chunk.embedding, chunk.mtp, chunk.loss, *ends, are_late
+        key = layers, chunk.embedding, chunk.mtp, chunk.loss, *ends, are_late, splits
         if (key, pass_name) not in self._points:
-            points = [(point.net_bytes, point) for point in self._all_points(contents, number)]
-            for each in ("forward", "backward", *(("wgrad",) if self.splits_backward else ())):
+            points = [(point.net_bytes, point) for point in self._all_points(contents, number, splits)]
+            for each in ("forward", "backward", *(("wgrad",) if splits else ())):
                 these = [one for one in points if one[1].pass_name == each]
                 self._points[key, each] = these if are_late else [max(these, key=lambda one: one[0])]
         return self._points[key, pass_name]
 
-    def _all_points(self, contents: StageContents, number: int) -> list[PeakPoint]:
+    def _all_points(self, contents: StageContents, number: int, splits: bool) -> list[PeakPoint]:
         """The points of all passes through a chunk."""
         local, chunk = self.local, contents.chunks[number]
-        num_heads = contents.loss + contents.mtp
+        num_heads = (1 + self.plan.mtp) * contents.loss
         # Another chunk's end of the model counts as sharded here: its backward follows right after its forward.
         contents = replace(contents, mtp=chunk.mtp, loss=chunk.loss)
-        points = _loss_points(local, contents) if chunk.loss or chunk.mtp else []
+        is_alone = self.plan.layout.gpus == 1 and self.plan.num_microbatches == 1
+        points = _loss_points(local, contents) if chunk.loss else []
         positions = layer_positions(self.plan, chunk)
         for position in positions:
-            points += layer_points(self.tables, contents, chunk, position)
+            points += layer_points(self.tables[splits], contents, chunk, position)
         saved = add_terms(self.saved[layer] for layer in chunk_layers(self.plan, chunk))
         if self.plan.knobs.data_parallel != "zero1":
             points += root_points(local, fsdp_units(self.plan, contents, positions[0]), chunk, saved)
         elif chunk.embedding:
-            pending = chunk_wgrad_bytes(local, chunk, self.tables.wgrad) if self.splits_backward else 0.0
-            size = {"workspace": embedding_transients(local, chunk.mtp > 0) + pending}
+            pending = chunk_wgrad_bytes(local, chunk, self.tables[splits].wgrad) if splits else 0.0
+            # On one GPU the gradient that is made here is the one that stays.
+            table = local.element_bytes * local.model.vocab * local.model.dim if is_alone else 0.0
+            size = {"workspace": embedding_transients(local, chunk.mtp > 0) + pending - table}
             points.append(PeakPoint("the embedding's backward", "backward", size, saved, 1.0, after_head=True))
-        if self.splits_backward:
+        if splits:
             most = max(wgrad_transients(local, position.layer) for position in positions)
             points.append(PeakPoint("gradients of weights that waited", "wgrad", {"workspace": most}, {}, 1.0))
         if num_heads and not chunk.loss and self.plan.layout.pipeline_schedule == "dualpipev":
-            # Both arms of the V work in turn: a microbatch is between the loss and its backward.
+            # Both arms of the V work in turn: a microbatch is between the loss and its backward, and the root of the
+            # loss's chunk is gathered.
+            (last,) = (each for each in contents.chunks if each.loss)
             for point in points:
                 point.added["logits"] = point.added.get("logits", 0.0) + loss_transients(local, num_heads)[1]
+                if self.plan.knobs.data_parallel != "zero1":
+                    root = local.element_bytes * fsdp_units(self.plan, only_chunk(last), at_chunk_end()).root
+                    point.added["workspace"] = point.added.get("workspace", 0.0) + root
         return points
 
 
 def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:
-    peak_bytes, saved = loss_transients(local, contents.loss + contents.mtp)
+    peak_bytes, saved = loss_transients(local, 1 + local.plan.mtp)
     head = local.element_bytes * local.model.dim * (local.model.vocab / local.tp + local.gathered_tokens)
     root = 0.0
     if local.plan.knobs.data_parallel != "zero1":
@@ -177,5 +193,6 @@ def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:
     backward = {"logits": saved, "workspace": head + root}
     return [
         PeakPoint("the loss", "forward", {"logits": peak_bytes, "workspace": root}),
-        PeakPoint("the loss's backward", "backward", backward, after_head=True),
+        # On one GPU the gradient that is made here is the one that stays.
+        PeakPoint("the loss's backward", "backward", backward, after_head=local.plan.layout.gpus > 1),
     ]

@@ -61,7 +61,9 @@ def layer_positions(plan: Plan, chunk: Chunk) -> list[LayerPosition]:
     the last one that is recomputed with it; the second, which brings the first one's offloaded tensors back.
     """
     found: dict[tuple[object, ...], LayerPosition] = {}
-    special = {0, layers_per_recompute(plan) - 1} | ({1} if plan.knobs.activation_offload else set())
+    special = {0, layers_per_recompute(plan) - 1} | (
+        {1} if plan.knobs.activation_offload or plan.knobs.activation_offload_layers else set()
+    )
     layers = chunk_layers(plan, chunk) or (NO_LAYER,)
     for index, layer in enumerate(layers):
         later, previous = layers[index + 1 :], layers[index - 1] if index else None

@@ -4,11 +4,11 @@
 `ScheduleMoment(in_flight=(2,), forward_chunk=0, backward_chunk=0, finished=(0,), pending_wgrad=(0,))`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from threefold.cost.memory.threefold.delayed_wgrad import splits_backward
+from threefold.cost.memory.threefold.delayed_wgrad import splits_backward, splits_some_backwards
 from threefold.plan.plan import Plan
 
 NO_CHUNK = -1
@@ -28,6 +28,7 @@ class ScheduleMoment:
     finished: tuple[int, ...]  # microbatches whose backward is over, by chunk
     pending_wgrad: tuple[int, ...]  # finished microbatches whose weight gradients are delayed, by chunk
     wgrad_chunk: int = NO_CHUNK  # the chunk whose delayed weight gradients run now
+    is_split: bool = False  # whether the backward delays weight gradients, in a schedule that does so for some only
 
     @cached_property
     def passes(self) -> list[tuple[int, str]]:
@@ -50,7 +51,20 @@ def schedule_moments(plan: Plan, stage: int, most_in_flight: Sequence[int]) -> t
         return _followed(layout.pp, layout.vpp, stage, count, zero_bubble, splits_backward(plan))
     num_chunks = len(most_in_flight)
     finished = (max(0, count - max(most_in_flight)),) * num_chunks
-    return (ScheduleMoment(tuple(most_in_flight), None, None, finished, (0,) * num_chunks),)
+    most = ScheduleMoment(tuple(most_in_flight), None, None, finished, (0,) * num_chunks)
+    return (most, *_split_moments(layout.pp, stage, count)) if splits_some_backwards(plan) else (most,)
+
+
+def _split_moments(pp: int, stage: int, count: int) -> Iterator[ScheduleMoment]:
+    """Backwards of DualPipeV whose weight gradients are delayed: of the second chunk before forwards and backwards come
+    in pairs, and of both chunks at the end of a step."""
+    if stage < pp - 1:
+        filled = min(count, 2 * pp - stage - 1), min(count, stage + 1)
+        yield ScheduleMoment(filled, NO_CHUNK, 1, (0, 0), (0, 0), is_split=True)
+    pending = stage // 2, (stage + 1) // 2
+    yield ScheduleMoment((1, 0), NO_CHUNK, 0, (count - 1, count), pending, is_split=True)
+    if stage:
+        yield ScheduleMoment((1, 1), NO_CHUNK, 1, (count - 1, count - 1), (stage // 2, stage // 2), is_split=True)
 
 
 def forward_chunk_order(pp: int, vpp: int, count: int) -> tuple[int, list[int]]:
@@ -71,8 +85,8 @@ def _followed(pp: int, vpp: int, stage: int, count: int, zero_bubble: bool, spli
     finished, pending = [0] * vpp, [0] * vpp
     moments = []
     forward = forwards[num_warmup - 1]
-    # Without virtual stages the second backward is like all that follow.
-    num_backwards = (2 * size * vpp if vpp > 1 else 2) + (stage + 1 if split else 0)
+    # Without virtual stages the second backward is like all that follow; zero-bubble fills the pipeline more slowly.
+    num_backwards = (2 * size * vpp if vpp > 1 else pp + 1 if zero_bubble else 2) + (stage + 1 if split else 0)
     for number in range(min(len(forwards), num_backwards)):
         backward = vpp - 1 - forwards[number]
         moments.append(ScheduleMoment(tuple(in_flight), forward, backward, tuple(finished), tuple(pending)))

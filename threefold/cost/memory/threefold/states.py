@@ -6,9 +6,11 @@ with one microbatch, and under FSDP, a gradient takes memory only from its layer
 
 from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts, num_vocab_tables
+from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.peak_points import at_chunk_end
+from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction
+from threefold.cost.memory.threefold.timelines.rank_tensors import num_unsharded_tables, num_vocab_tables
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.plan.plan import Plan
@@ -25,35 +27,51 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
     megatron_dense, experts = stage_params(plan, contents)
     dense = _dense_params(plan, contents, megatron_dense)
     tables = num_vocab_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
-    terms = _sharded_states(plan, dense, experts, _shared_table(plan, contents), tables)
+    on_device = device_fraction(plan, contents)
+    unsharded = num_unsharded_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
+    terms = _sharded_states(plan, dense, experts, _shared_table(plan, contents), tables, on_device, unsharded)
     return {**terms, "quantised_weights": _quantized_weights(plan, contents, experts)}
 
 
-def _sharded_states(plan: Plan, dense: float, experts: float, shared_table: float, tables: float) -> Terms:
+def _sharded_states(
+    plan: Plan,
+    dense: float,
+    experts: float,
+    shared_table: float,
+    tables: float,
+    on_device: float,
+    unsharded_tables: float,
+) -> Terms:
     """Bytes of states of so many parameters outside and inside the experts.
 
     `shared_table` of the dense parameters are held by two pipeline ranks; `tables` are the vocabulary's, which Muon
-    leaves to AdamW.
+    leaves to AdamW. `on_device` is the fraction of optimizer states that is not on the host, `unsharded_tables` what
+    FSDP does not shard.
     """
     layout, knobs = plan.layout, plan.knobs
     weight_bytes = 4 if knobs.precision == "fp32" else 2
     master = 4 if weight_bytes == 2 and knobs.master_weights else 0
     accumulates = layout.gpus > 1 or plan.num_microbatches > 1  # otherwise gradients are autograd's own
-    grad_bytes = max(weight_bytes, STATE_BYTES[knobs.grad_dtype]) if accumulates else weight_bytes
+    # Sums of fp16 and bf16 gradients are in fp32, which holds the numbers of both.
+    grad_dtype_bytes = FP32 if knobs.precision == "fp16" else STATE_BYTES[knobs.grad_dtype]
+    grad_bytes = max(weight_bytes, grad_dtype_bytes) if accumulates else weight_bytes
     moment_bytes = STATE_BYTES[knobs.optimizer_dtype]
-    on_device = 1 - knobs.optimizer_offload
     terms = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
     dp = layout.dp * layout.cp
     # (parameters, ranks that hold copies, pipeline ranks that do, parameters of vocabulary tables)
+    # Under FSDP tables that several pipeline chunks use are left to ZeRO-1.
+    apart = max(shared_table, unsharded_tables)
     kinds = (
-        (dense - shared_table, dp, 1, tables - shared_table),
-        (shared_table, dp, 2, shared_table),
+        (dense - apart, dp, 1, tables - apart),
+        (apart, dp, 2 if shared_table else 1, apart),
         (experts, layout.edp, 1, 0.0),
     )
     for number, (params, copies, num_stages, table_params) in enumerate(kinds):
-        moments = moment_bytes * (params + table_params if plan.job.optimizer == "muon" else 2 * params)
+        moments = 2 * moment_bytes * params
+        if plan.job.optimizer == "muon":  # its momentum is in fp32
+            moments = FP32 * (params - table_params) + 2 * moment_bytes * table_params
         shards = max(1, copies // layout.replicate)
-        if knobs.data_parallel != "zero1" and shards > 1:
+        if knobs.data_parallel != "zero1" and shards > 1 and not (number == 1 and unsharded_tables):
             if number == len(kinds) - 1:
                 shards = min(shards, num_local_experts(plan))  # a shard is of whole experts: some ranks hold none
             # FSDP's shards are in fp32 and are their own master weights.
@@ -83,6 +101,8 @@ def _dense_params(plan: Plan, contents: StageContents, megatron_dense: float) ->
     depths = min(contents.mtp, 1) if model.mtp_shared else contents.mtp
     num_tables = num_vocab_tables(plan, contents)
     padding = num_tables * (padded_vocab(model, layout.tp) - model.vocab) / layout.tp * model.dim
+    if contents.mtp and not contents.loss and not model.tied:  # hidden states of MTP travel on to the output layer
+        padding += padded_vocab(model, layout.tp) / layout.tp * model.dim
     replicated = depths * 2.0 * model.dim**2
     if isinstance(spec, MlaSpec):
         num_layers = sum(layer.mixer == "attention" for layer in [*contents.layers, *model.mtp_depth * depths])
@@ -106,14 +126,20 @@ def late_gradient_bytes(local: LocalSizes, contents: StageContents, gradients: f
     plan, model, layout = local.plan, local.model, local.plan.layout
     if layout.gpus == 1:
         return gradients if plan.num_microbatches == 1 else 0.0
-    if plan.knobs.data_parallel == "zero1":
-        return 0.0
-    shards = max(1, layout.edp // layout.replicate)
+    shards = max(1, layout.edp // layout.replicate) if plan.knobs.data_parallel != "zero1" else 1
     num_moe = sum(layer.ffn == "moe" for chunk in contents.chunks for layer in chunk_layers(plan, chunk))
-    experts = FP32 * num_moe * model.num_experts / layout.ep / layout.etp * (expert_params(model) if num_moe else 0)
-    experts /= min(shards, num_local_experts(plan))
-    dense = gradients - experts if layout.dp * layout.cp > layout.replicate else 0.0
-    return dense + (experts if shards > 1 else 0.0)
+    experts = num_moe * model.num_experts / layout.ep / layout.etp * (expert_params(model) if num_moe else 0)
+    # What only this rank holds has no buffer, if its gradients need no other dtype.
+    has_no_buffer = not local.accumulates_wider
+    expert_bytes = FP32 if shards > 1 or local.accumulates_wider else local.element_bytes
+    experts *= expert_bytes / min(shards, num_local_experts(plan))
+    replicas = layout.dp * layout.cp
+    is_dense_late = replicas > layout.replicate if plan.knobs.data_parallel != "zero1" else False
+    is_dense_late = is_dense_late or (replicas == 1 and has_no_buffer)
+    are_experts_late = shards > 1 or (layout.edp == 1 and has_no_buffer)
+    tables = num_unsharded_tables(plan, contents) * model.vocab / layout.tp * model.dim
+    tables *= FP32 if local.accumulates_wider else local.element_bytes
+    return (gradients - experts - tables if is_dense_late else 0.0) + (experts if are_experts_late else 0.0)
 
 
 def head_gradient_bytes(local: LocalSizes, contents: StageContents) -> float:

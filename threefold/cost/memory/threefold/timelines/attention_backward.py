@@ -1,0 +1,232 @@
+"""The backward of attention over context-parallel ranks in our own engine, tensor by tensor.
+
+It follows `engine/shard/ring_attention.py`, `context_parallel.py` and `latent_attention.py`, and the tiles of
+`engine/attention/attend_tiles.py`. Bytes are above what attention saves, with the gradient of the residual stream left
+out. `transients.py` asks for the most bytes of a layer.
+
+A tile has the queries of one of the two spans of a rank. The kernels want values as wide as keys: MLA's are padded.
+"""
+
+import math
+from dataclasses import dataclass
+
+from threefold.cost.memory.threefold.activations import DELTA_CHUNK, passes_delta_states
+from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes
+from threefold.cost.memory.threefold.timelines.timeline import Timeline
+from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec
+
+MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block of an all-gather
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Elements of queries, keys, values and outputs for the tokens of one rank."""
+
+    local: LocalSizes
+    spec: GqaSpec | MlaSpec
+
+    @property
+    def tokens(self) -> float:
+        return self.local.gathered_tokens
+
+    @property
+    def num_heads(self) -> float:
+        return self.spec.num_heads / self.local.tp
+
+    @property
+    def num_kv_heads(self) -> float:
+        return max(1.0, self.spec.num_kv_heads / self.local.tp)
+
+    @property
+    def qk_dim(self) -> int:
+        return self.spec.qk_dim if isinstance(self.spec, MlaSpec) else self.spec.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.spec.v_dim if isinstance(self.spec, MlaSpec) else self.spec.head_dim
+
+    @property
+    def queries(self) -> float:
+        return self.num_heads * self.qk_dim * self.tokens
+
+    @property
+    def keys(self) -> float:
+        return self.num_kv_heads * self.qk_dim * self.tokens
+
+    @property
+    def values(self) -> float:
+        return self.num_kv_heads * self.v_dim * self.tokens
+
+    @property
+    def out(self) -> float:
+        return self.num_heads * self.v_dim * self.tokens
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.spec.num_kv_heads != self.spec.num_heads
+
+
+def cp_attention_peak(local: LocalSizes, spec: GqaSpec | MlaSpec) -> float:
+    """The most bytes in the backward of attention over context-parallel ranks that exchange queries, keys or values."""
+    sizes, line, b = HeadSizes(local, spec), Timeline(), local.element_bytes
+    # The output's gradient. The copy of the output that the output projection had saved is freed.
+    line.replace(b * sizes.out, b * sizes.out)
+    inner, outer = ring_sizes(local)
+    if inner > 1:  # the output's gradient by heads: as it is sent, received and put in order
+        line.make(2 * b * sizes.out)
+        line.free(2 * b * sizes.out)
+    if local.cp_comm == "all_gather":
+        _all_gather(line, sizes)
+    elif outer > 1:
+        _ring(line, sizes, outer)
+    else:
+        _whole_sequence(line, sizes)
+    grads = b * (sizes.queries + sizes.keys + sizes.values)
+    if inner > 1:
+        line.free(b * sizes.out)
+        line.make(2 * grads)
+    return line.peak
+
+
+def ring_sizes(local: LocalSizes) -> tuple[int, int]:
+    """Ranks that trade heads, and ranks between which keys and values travel."""
+    return local.cp_inner, local.plan.layout.cp // local.cp_inner
+
+
+def _tile(line: Timeline, sizes: HeadSizes, num_keys: float, fraction: float = 0.5, num_tiles: int = 2) -> None:
+    """The backward of tiles with a fraction of the queries and so many tokens of keys, one after the other: gradients
+    of the tile before are there until the kernel has returned."""
+    b, queries = sizes.local.element_bytes, sizes.queries * fraction
+    keys = sizes.num_kv_heads * sizes.qk_dim * num_keys
+    if not sizes.local.is_16_bit:
+        _eager_tile(line, sizes, num_keys, fraction)
+        return
+    grads = b * (queries + 2 * keys)
+    padded = b * (2 * queries + keys) if sizes.v_dim < sizes.qk_dim else 0.0
+    in_fp32 = FP32 * (queries + sizes.num_heads * sizes.tokens * fraction)
+    by_query_head = 2 * b * queries if sizes.is_grouped else 0.0
+    line.pass_through(num_tiles * grads, padded, in_fp32, by_query_head)
+
+
+def _eager_tile(line: Timeline, sizes: HeadSizes, num_keys: float, fraction: float) -> None:
+    """Scores, their exponentials and gradients in fp32, where no kernel takes the dtype. Ranks that trade heads have
+    fewer of them, and more tokens of queries and of keys."""
+    inner, _ = ring_sizes(sizes.local)
+    num_rows = sizes.local.plan.job.micro_batch  # both numbers of tokens count all of them
+    scores = FP32 * sizes.num_heads * sizes.tokens * fraction * num_keys * inner / num_rows
+    line.pass_through(4 * scores)
+
+
+def _ring(line: Timeline, sizes: HeadSizes, num_ranks: int) -> None:
+    """Keys and values go round; their gradients follow one step behind. The second step has most: this rank's own
+    gradients, those of the step, what has arrived and what is arriving."""
+    b = sizes.local.element_bytes
+    keys_and_values = sizes.keys + sizes.values
+    line.make(FP32 * sizes.queries)
+    line.make(FP32 * 2 * keys_and_values)
+    line.make(b * keys_and_values * min(3, num_ranks - 1))
+    _tile(line, sizes, sizes.tokens / 2)
+    line.free(FP32 * 2 * keys_and_values, b * keys_and_values * min(3, num_ranks - 1))
+    line.make(FP32 * keys_and_values)
+    _cast_grads(line, sizes)
+    line.free(FP32 * (sizes.queries + keys_and_values))
+
+
+def _all_gather(line: Timeline, sizes: HeadSizes) -> None:
+    """All keys and values, their gradients, and sums in fp32 for one block of keys at a time."""
+    b, cp = sizes.local.element_bytes, sizes.local.plan.layout.cp
+    whole = b * cp * (sizes.keys + sizes.values)
+    line.make(2 * whole)  # as they arrive, and in order
+    line.free(whole)
+    if not sizes.local.is_16_bit:  # scores of the forward: one span of queries with almost all keys
+        num_keys = (cp - 0.5) * sizes.tokens / sizes.local.plan.job.micro_batch
+        line.pass_through(2 * FP32 * sizes.num_heads * sizes.tokens / 2 * num_keys)
+    line.make(FP32 * sizes.queries, whole)
+    token_bytes = FP32 * sizes.num_kv_heads * (sizes.qk_dim + sizes.v_dim)
+    half, window = sizes.tokens / 2, sizes.spec.window if isinstance(sizes.spec, GqaSpec) else None
+    # Both spans of queries have a tile with this rank's first span of keys; one of them with a block between them.
+    for most, num_tiles in ((half, 2), (min(MAX_BLOCK_BYTES / token_bytes, 2 * half * (cp - 1)), 1)):
+        line.make(token_bytes * most)
+        _tile(line, sizes, min(most, window or most), num_tiles=num_tiles)
+        line.free(token_bytes * most)
+    line.pass_through(b * (cp + 1) * sizes.keys)
+    line.free(whole)
+    _cast_grads(line, sizes)
+    line.free(FP32 * sizes.queries, whole)
+
+
+def _cast_grads(line: Timeline, sizes: HeadSizes) -> None:
+    """Gradients in the dtype of what they are of, then those of sinks: products of output and gradient in fp32."""
+    line.make(sizes.local.element_bytes * (sizes.queries + sizes.keys + sizes.values))
+    if isinstance(sizes.spec, GqaSpec) and sizes.spec.sinks:
+        line.pass_through(3 * FP32 * sizes.out)
+
+
+def _whole_sequence(line: Timeline, sizes: HeadSizes) -> None:
+    """One kernel for this rank's heads of the whole sequence."""
+    b = sizes.local.element_bytes
+    in_fp32 = FP32 * (sizes.queries + sizes.num_heads * sizes.tokens)
+    by_query_head = 2 * b * sizes.queries if sizes.is_grouped else 0.0
+    grads = b * (sizes.queries + sizes.keys + sizes.values)
+    line.make(grads)
+    sinks = isinstance(sizes.spec, GqaSpec) and sizes.spec.sinks
+    num_kv_heads = sizes.num_kv_heads / ring_sizes(sizes.local)[0]
+    groups = min(max(1.0, num_kv_heads), math.ceil(FP32 * sizes.queries / CHUNK_LIMIT_BYTES))
+    if groups > 1 and not sinks:  # groups of heads run one by one, but the first is laid out for all heads
+        line.pass_through(FP32 * sizes.queries, (in_fp32 - FP32 * sizes.queries + by_query_head + grads) / groups)
+    line.pass_through(max((in_fp32 + by_query_head) * (groups == 1), 3 * FP32 * sizes.out if sinks else 0.0))
+
+
+def latent_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
+    """The same where ranks exchange latents, which each expands for its own heads, one span of tokens at a time."""
+    sizes, line, b = HeadSizes(local, spec), Timeline(), local.element_bytes
+    inner, outer = ring_sizes(local)
+    line.make(b * sizes.out)
+    if inner > 1:  # output and its gradient by heads
+        line.make(4 * b * sizes.out)
+        line.free(2 * b * sizes.out)
+    inner_tokens, q_width = inner * sizes.tokens, spec.q_rank or local.model.dim
+    latent, gathers = spec.kv_rank + spec.rope_dim, local.cp_comm == "all_gather"
+    if inner > 1:
+        line.make(2 * b * q_width * inner_tokens)
+        line.free(b * q_width * inner_tokens)
+    line.make(2 * b * sizes.queries)
+    line.free(b * sizes.queries)
+    line.make(FP32 * sizes.queries)
+    line.make(b * latent * sizes.tokens * (outer if gathers else min(2, outer - 1)))
+    line.make(b * latent * inner_tokens if inner > 1 else 0.0)
+    line.make(FP32 * latent * (sizes.tokens * outer if gathers else min(2, outer) * inner_tokens))
+    # Keys and values of one span, in fp32 their gradients; those as the up projection reads them; its own output's.
+    fraction = 0.5 if outer > 1 else 1.0
+    up = b * sizes.num_heads * (spec.nope_dim + spec.v_dim) * sizes.tokens * fraction
+    keys_and_values = (sizes.keys + sizes.values) * fraction
+    line.make(up, b * sizes.keys * fraction)
+    line.make(FP32 * keys_and_values)
+    _tile(line, sizes, sizes.tokens * fraction, fraction, 2 if outer > 1 else 1)
+    line.make(b * keys_and_values)
+    line.free(FP32 * keys_and_values)
+    line.make(up)
+    line.free(2 * up, b * sizes.keys * fraction, b * keys_and_values)
+    line.free(0.0 if gathers or outer == 1 else FP32 * latent * inner_tokens)
+    line.pass_through(FP32 * latent * sizes.tokens * outer if gathers else 0.0)  # gradients of all latents, joined
+    # Gradients of the queries' latents, in fp32 and in the order in which ranks hold them.
+    line.make(b * sizes.queries)
+    line.replace(b * q_width * inner_tokens, b * sizes.queries)
+    line.replace(FP32 * q_width * inner_tokens, b * q_width * inner_tokens)
+    line.make(FP32 * q_width * (inner_tokens + sizes.tokens) if inner > 1 else 0.0)
+    return line.peak
+
+
+def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
+    """The most bytes in the backward of the gated delta rule, with the gradient of the residual stream: gradients of
+    its chunks in fp32, and those of the states that ranks exchange."""
+    b, tokens, heads = local.element_bytes, local.gathered_tokens, spec.num_v_heads / local.tp
+    states, span = 0.0, tokens
+    if passes_delta_states(local):  # one of both spans at a time
+        num_spans, span = 2 * local.plan.layout.cp * local.plan.job.micro_batch, tokens / 2
+        states = 3 * FP32 * heads * spec.k_dim * (spec.k_dim + spec.v_dim) * num_spans
+    # Those of one more tensor are summed.
+    chunk_grads = FP32 * heads * span * (3 * spec.k_dim + spec.v_dim + DELTA_CHUNK + max(spec.k_dim, spec.v_dim))
+    # The output's gate and its activation in fp32 are freed by then, and the gradient of the output is there.
+    freed = 0.0 if "gdn_norm_out" in local.recompute else FP32 * heads * spec.v_dim * tokens
+    return chunk_grads - freed + states + b * local.model.dim * local.tokens

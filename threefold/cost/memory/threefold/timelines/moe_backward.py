@@ -1,0 +1,191 @@
+"""The backward of an MoE layer in our own engine, tensor by tensor, down to the gradient of its rows.
+
+It follows autograd through `engine/moe/layer.py` (`dispatch_and_combine`), the dispatchers and `engine/moe/experts.py`.
+Bytes are above the start of the backward, when everything that the layer saves is there: saved tensors count down as
+they are freed. What follows (rows back to tokens, router, norm) is lower.
+"""
+
+from threefold.cost.memory.stage_memory import Terms
+from threefold.cost.memory.threefold.activations import SCALE_ROWS, shared_expert_bytes
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.timelines.moe_forward import MoeRows
+from threefold.cost.memory.threefold.timelines.timeline import Timeline
+
+# Weight gradients of experts wider than this come from torch's GEMMs, which want contiguous rows.
+WIDEST_IN_PLACE = 1024
+
+
+def moe_backward_steps(local: LocalSizes, delays_wgrad: bool = False, shared_is_later: bool = False) -> Terms:
+    """The most bytes in each step of the backward, in order, by the module that an offload would name. Delayed weight
+    gradients are not made, and what they need stays. `shared_is_later` where shared experts have their backward behind
+    the routed ones, as EP overlap and shared-expert overlap run them."""
+    moe, line, steps = local.model.moe, Timeline(), {}
+    assert moe is not None
+    rows = MoeRows(local, local.expert_chunk_fraction)
+    line.make(MoeRows(local).tokens)  # the gradient of the residual stream
+    if moe.shared_width and not (shared_is_later or local.plan.knobs.shared_expert_overlap):
+        line.make(MoeRows(local).tokens)
+        line.free(shared_expert_bytes(local.without_recompute) * rows.fraction)
+    if rows.fraction < 1:  # a chunk of tokens adds to the weight gradients of the chunks before it
+        line.make(_weight_grads(local), MoeRows(local).tokens)
+    if _recomputes_activation(local):  # the caller counts it from the start, but it is there from FC2's backward on
+        line.free(_activation(rows))
+    line.take_peak()
+    if local.experts_read_in_place:
+        return {"fused_group_mlp": _in_place(line, rows, delays_wgrad)}
+    _combine(line, rows)
+    if local.uses_fused_experts:
+        (_fused_fp8 if local.quantized_bytes else _fused)(line, rows, delays_wgrad)
+        return {"fused_group_mlp": line.take_peak()}
+    steps["combine"] = line.take_peak()
+    return steps | _unfused(line, rows, delays_wgrad)
+
+
+def _weight_grads(local: LocalSizes) -> float:
+    """Bytes of the weight gradients of all experts of the rank."""
+    layout, moe = local.plan.layout, local.model.moe
+    assert moe is not None
+    hidden = moe.expert_dim / layout.etp
+    return local.element_bytes * 3 * hidden * local.model.dim * moe.num_experts / layout.ep
+
+
+def _recomputes_activation(local: LocalSizes) -> bool:
+    """Whether the activation is recomputed by itself."""
+    return "moe_act" in local.recompute and not local.recompute & {"moe", "full"} and not local.uses_fused_experts
+
+
+def _activation(rows: MoeRows) -> float:
+    """What the activation saves, and its output."""
+    return (3 if rows.local.model.activation == "silu" else 6) * rows.hidden
+
+
+def _combine(line: Timeline, rows: MoeRows) -> None:
+    """The gradient of the output back to rows of results by expert, which are left."""
+    etp = rows.local.plan.layout.etp
+    if rows.dispatcher == "deepep":
+        line.make(rows.received_tokens)
+        line.replace(rows.received, rows.received_tokens)
+    elif rows.dispatcher == "hybridep":
+        line.make(rows.received)
+    elif rows.is_exchanged:
+        line.make(rows.sent)
+        line.replace(rows.received, rows.sent)
+    else:
+        line.make(rows.received)
+    if etp > 1:  # a copy for every rank of etp; what they send
+        line.replace(rows.gathered, rows.received)
+        line.replace(rows.gathered, rows.gathered)
+    if rows.is_sorted:
+        line.replace(rows.gathered, rows.gathered)
+
+
+def _reduces_together(local: LocalSizes) -> bool:
+    """Whether FSDP holds the experts' weight gradients until all of a layer's are there."""
+    layout = local.plan.layout
+    return local.plan.knobs.data_parallel != "zero1" and layout.edp > layout.replicate
+
+
+def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
+    """FC2, the activation and FC1 of torch's grouped GEMMs, or of one expert after the other in low precision."""
+    local, hidden, b = rows.local, rows.hidden, rows.local.element_bytes
+    moe, steps, recomputes = local.model.moe, {}, _recomputes_activation(local)
+    assert moe is not None
+    low, weight_grads = local.quantized_bytes / b, 0.0 if delays else _weight_grads(local)
+    num_experts = moe.num_experts / local.plan.layout.ep
+    num_inside = 2 if local.model.activation == "silu" else 5  # saved inside of the activation
+    if moe.bias:  # for its rows, and for the router's weights in fp32
+        line.make(rows.gathered)
+        line.pass_through(2 * FP32 / b * rows.gathered)
+        line.free(rows.gathered, rows.gathered)
+    if _recomputes_activation(local):
+        line.make(_activation(rows))
+    fc2_input = low * hidden if low and not recomputes else hidden
+    if low:
+        # Gradients of one expert are quantized for both GEMMs. Those of the weights are stacked in the end.
+        line.make(hidden, weight_grads / 3, low * rows.gathered if delays else 0.0)
+        line.pass_through(2 * low * rows.gathered / num_experts)
+        line.free(rows.gathered, 0.0 if delays else fc2_input)
+        line.pass_through(weight_grads / 3)
+        line.free(weight_grads / 3)
+        line.replace(hidden, hidden)
+    else:
+        line.make(hidden, weight_grads / 3)
+        line.free(0.0 if delays else rows.gathered + fc2_input, weight_grads / 3)
+    steps["expert_fc2"] = line.take_peak()
+    line.make(weight_grads / 3 if _reduces_together(local) else 0.0)
+    # The router's weight; then the product and the activation.
+    line.make(hidden)
+    line.pass_through(2 * FP32 / b * hidden)
+    line.free(hidden, hidden)
+    line.make(2 * hidden)
+    line.free((num_inside + 3) * hidden - hidden)
+    steps["moe_act"] = line.take_peak()
+    if low:
+        line.make(rows.gathered, 2 * weight_grads / 3, 2 * low * hidden if delays else 0.0)
+        line.pass_through(2 * low * 2 * hidden / num_experts)
+        line.free(2 * hidden, 0.0 if delays else low * rows.gathered)
+        line.pass_through(2 * weight_grads / 3)
+        line.free(2 * weight_grads / 3)
+        line.make(rows.gathered)
+    else:
+        line.make(rows.gathered, 2 * weight_grads / 3)
+    steps["expert_fc1"] = line.take_peak()
+    return steps
+
+
+def _fused(line: Timeline, rows: MoeRows, delays: bool) -> None:
+    """One function for both GEMMs, on given rows: the gradient of the activation before those of FC1's output and of
+    the weights, and the activation once more."""
+    local, hidden, weight_grads = rows.local, rows.hidden, 0.0 if delays else _weight_grads(rows.local)
+    adds = local.fuses_grad_accumulation
+    line.make(hidden, 2 * hidden, hidden)
+    line.free(hidden)
+    line.make(weight_grads / 3)
+    line.free(weight_grads / 3 if adds else 0.0, 0.0 if delays else hidden)
+    line.make(2 * weight_grads / 3)
+    line.free(2 * weight_grads / 3 if adds else 0.0)
+    line.make(rows.gathered)
+
+
+def _in_place(line: Timeline, rows: MoeRows, delays: bool) -> float:
+    """The same where kernels read tokens by index, and sum the gradients of rows into those of tokens."""
+    local, hidden, weight_grads = rows.local, rows.hidden, _weight_grads(rows.local)
+    moe = local.model.moe
+    assert moe is not None
+    if local.quantized_bytes:
+        _fused_fp8(line, rows, delays)
+    elif delays:
+        line.make(2 * hidden, hidden, rows.gathered)
+    else:
+        is_wide = moe.expert_dim / local.plan.layout.etp > WIDEST_IN_PLACE
+        adds, gathered = local.fuses_grad_accumulation, rows.gathered if is_wide else 0.0
+        line.make(2 * hidden, hidden)
+        made = 0.0 if adds and not is_wide else weight_grads
+        line.make(gathered, made / 3)
+        line.free(hidden, made / 3 if adds else 0.0)
+        line.replace(gathered, gathered)
+        line.make(2 * made / 3)
+        line.free(2 * made / 3 if adds else 0.0)
+        line.make(rows.gathered)
+    line.make(rows.tokens)
+    return line.take_peak()
+
+
+def _fused_fp8(line: Timeline, rows: MoeRows, delays: bool) -> None:
+    """The same in FP8: gradients are quantized along rows, and along columns for the weights."""
+    local, hidden, low = rows.local, rows.hidden, rows.local.quantized_bytes / rows.local.element_bytes
+    moe, adds = local.model.moe, local.fuses_grad_accumulation
+    weight_grads = 0.0 if delays else _weight_grads(local)
+    assert moe is not None
+    padding = 1 + SCALE_ROWS * moe.num_experts / local.plan.layout.ep / (local.expert_rows * rows.fraction)
+    columns = low * padding
+    line.make(low * rows.gathered, columns * rows.gathered)
+    line.make(hidden)
+    line.free(low * rows.gathered)
+    line.make(2 * low * hidden, 2 * columns * hidden, columns * hidden)
+    line.free(hidden)
+    line.make(weight_grads / 3)
+    line.free(0.0 if delays else columns * (rows.gathered + hidden), weight_grads / 3 if adds else 0.0)
+    line.make(2 * weight_grads / 3)
+    line.free(0.0 if delays else 2 * columns * hidden, 2 * weight_grads / 3 if adds else 0.0)
+    line.make(rows.gathered)
