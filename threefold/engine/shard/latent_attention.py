@@ -161,7 +161,7 @@ class _LatentAttention(torch.autograd.Function):
             for at, tiles in call.blocks(rank):
                 k, v = _expand(call, kv_up, latents_BSX[:, at])
                 attend_tiles(out_BhSv, lse_BhS, q_BhSd, k, v, call.mask.scale, tiles)
-        out_BShv = out_BhSv.transpose(1, 2).to(q_BsX.dtype, memory_format=torch.contiguous_format)
+        out_BShv = q_BhSd.new_empty(out_BhSv.transpose(1, 2).shape).copy_(out_BhSv.transpose(1, 2))
         # Saved as the output projection reads it, and traded for heads once more in the backward.
         out_BsHv = heads_to_sequence(out_BShv, inner_group)
         ctx.save_for_backward(q_BsX, kv_BsX, q_weight, kv_weight, out_BsHv, lse_BhS)
@@ -225,17 +225,20 @@ class _LatentGrads:
     def __init__(self, exchange: LatentExchange) -> None:
         self.exchange = exchange
         self.ring = GradientRing(exchange.outer_group)
-        self.by_rank: dict[int, Tensor] = {}
+        self.whole_SBX: Tensor | None = None  # of all ranks, where their latents were gathered
 
     def add(self, rank: int, grad_BSX: Tensor) -> None:
         """The gradient from this rank's heads and queries for the latents of an outer rank."""
-        if self.exchange.gathers_outer:
-            self.by_rank[rank] = grad_BSX
-        else:
+        if not self.exchange.gathers_outer:
             self.ring.add([start_sequence_reduce(grad_BSX, self.exchange.inner_group, dim=1)()])
+            return
+        batch, length, width = grad_BSX.shape
+        if self.whole_SBX is None:
+            self.whole_SBX = grad_BSX.new_empty(self.exchange.outer_group.size * length, batch, width)
+        self.whole_SBX[rank * length : (rank + 1) * length] = grad_BSX.movedim(1, 0)
 
     def total(self) -> Tensor:
-        if not self.exchange.gathers_outer:
+        if self.whole_SBX is None:
             return self.ring.total()[0]
-        whole_BSX = torch.cat([self.by_rank[rank] for rank in range(self.exchange.outer_group.size)], dim=1)
+        whole_BSX = self.whole_SBX.movedim(0, 1)
         return start_sequence_reduce(whole_BSX, self.exchange.outer_group, dim=1, in_zigzag=True)()

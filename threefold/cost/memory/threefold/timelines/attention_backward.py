@@ -195,7 +195,8 @@ def latent_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
     line.make(FP32 * sizes.queries)
     line.make(b * latent * sizes.tokens * (outer if gathers else min(2, outer - 1)))
     line.make(b * latent * inner_tokens if inner > 1 else 0.0)
-    line.make(FP32 * latent * (sizes.tokens * outer if gathers else min(2, outer) * inner_tokens))
+    # Gradients of latents: of all ranks and of the one that is computed, or of two in a ring.
+    line.make(FP32 * latent * (sizes.tokens * (outer + 1) if gathers else min(2, outer) * inner_tokens))
     # Keys and values of one span, in fp32 their gradients; those as the up projection reads them; its own output's.
     fraction = 0.5 if outer > 1 else 1.0
     up = b * sizes.num_heads * (spec.nope_dim + spec.v_dim) * sizes.tokens * fraction
@@ -208,7 +209,6 @@ def latent_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
     line.make(up)
     line.free(2 * up, b * sizes.keys * fraction, b * keys_and_values)
     line.free(0.0 if gathers or outer == 1 else FP32 * latent * inner_tokens)
-    line.pass_through(FP32 * latent * sizes.tokens * outer if gathers else 0.0)  # gradients of all latents, joined
     # Gradients of the queries' latents, in fp32 and in the order in which ranks hold them.
     line.make(b * sizes.queries)
     line.replace(b * q_width * inner_tokens, b * sizes.queries)
