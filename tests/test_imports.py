@@ -50,7 +50,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
     ),
     "cost": (
         {"layer_work", "rates", "stack_traits", "stage_contents"},
-        {"chip_file", "format_support", "rank_params"},
+        {"chip_file", "format_support", "local_parameters", "rank_params"},
         {"memory", "traffic"},
         {"time"},
         {"cp_exchange", "estimate"},

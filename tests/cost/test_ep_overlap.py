@@ -12,7 +12,7 @@ from repository import ROOT
 from torch.distributed.pipelining.schedules import FORWARD, OVERLAP_F_B
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory.threefold.overlap_pairs import OverlapPair, overlap_pairs
+from threefold.cost.memory.threefold.schedule import OverlapPair, overlap_pairs
 from threefold.cost.rates import calibration
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds, unpaired_fraction
 from threefold.cost.time.step import step_time

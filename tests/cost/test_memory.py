@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import build, make
 from random_plans import moe_plans
@@ -13,13 +13,15 @@ from repository import ROOT
 from simulated_schedule import most_held, order
 
 from threefold.cost.estimate import estimate
+from threefold.cost.local_parameters import fill_buckets
 from threefold.cost.memory.by_stack import fullest_bytes, memory
 from threefold.cost.memory.stage_memory import ALLOCATOR_SLACK, StageMemory, in_flight
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
 from threefold.cost.memory.threefold.schedule import schedule_moments
-from threefold.cost.stage_contents import NotRecomputedLayer, chunk_layers
+from threefold.cost.memory.threefold.timelines.optimizer_step import owned_parts, rank_parameters
+from threefold.cost.stage_contents import NotRecomputedLayer, chunk_layers, stage_contents
 from threefold.interop.published import load_rows, plan_from_row
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
@@ -143,14 +145,20 @@ def test_recompute_costs_at_most_one_layer_for_a_moment(plan: Plan, module: str)
         assert after.peak_bytes - after.terms.get("recompute", 0.0) <= kept * (1 + 1e-9)
 
 
+def largest_fraction(plan: Plan, stage: int) -> float:
+    """The fraction of its optimizer states that the largest tensor of a rank has: our engine offloads whole tensors."""
+    parameters = rank_parameters(plan, stage_contents(plan)[stage])
+    parts = [part for _, _, bucket in fill_buckets(parameters) for part in owned_parts(bucket)]
+    return max(parts) / sum(parts)
+
+
 @given(plan=moe_plans(), low=st.floats(0, 1), high=st.floats(0, 1))
 def test_offload_moves_the_optimizer_and_nothing_else(plan: Plan, low: float, high: float) -> None:
     low, high = sorted((low, high))
     less, more = (change(plan, {"knobs.optimizer_offload": part}) for part in (low, high))
     for whole, a, b in zip(memory(plan).stages, memory(less).stages, memory(more).stages, strict=True):
         assert b.terms["optimizer"] <= a.terms["optimizer"] * (1 + 1e-9)
-        # Our engine offloads whole tensors, and a stage may hold a single one.
-        off = whole.terms["optimizer"] / 2 if plan.target == "threefold" else 1
+        off = 1 if plan.target == "megatron-bridge" else whole.terms["optimizer"] * largest_fraction(plan, whole.stage)
         assert a.terms["optimizer"] == pytest.approx((1 - low) * whole.terms["optimizer"], rel=1e-6, abs=off)
         rest = {name: value for name, value in whole.terms.items() if name != "optimizer"}
         assert {name: value for name, value in b.terms.items() if name != "optimizer"} == rest
@@ -165,7 +173,7 @@ def test_offload_of_many_tensors_is_near_the_fraction(wanted: float, kept: float
 
 
 def test_offload_takes_the_largest_tensors_of_a_rank() -> None:
-    """Of one dense layer on one rank with the vocabulary: a quarter is the embedding or nothing less than a matrix."""
+    """A model of one dense layer has two large tensors, its vocabulary tables: 40 % is one of them."""
     fields = {
         **QWEN,
         "model": "llama3-8b",
@@ -180,12 +188,13 @@ def test_offload_takes_the_largest_tensors_of_a_rank() -> None:
 
 @given(plan=moe_plans())
 def test_fsdp_shards_every_state(plan: Plan) -> None:
-    # Its shards are of whole experts, where ZeRO-1 cuts anywhere: with more ranks than experts some hold more.
-    assume(plan.layout.edp <= plan.model.num_experts // plan.layout.ep)
+    # Its shards are of whole experts, where ZeRO-1 cuts anywhere: with more ranks than experts the first ones hold one.
+    local_experts = plan.model.num_experts // plan.layout.ep
+    uneven = max(1.0, plan.layout.edp / local_experts) if plan.target == "threefold" else 1.0
     sharded = change(plan, {"knobs.data_parallel": "fsdp"})
     for before, after in zip(memory(plan).stages, memory(sharded).stages, strict=True):
         for name in STATES:
-            assert after.terms[name] <= before.terms[name] * (1 + 1e-9)
+            assert after.terms[name] <= before.terms[name] * uneven * (1 + 1e-9)
 
 
 @given(plan=moe_plans())

@@ -12,6 +12,7 @@ from repository import ROOT
 
 from threefold.cli.main import main
 from threefold.cli.rehearse import as_the_engine_runs
+from threefold.plan.file import read_plan
 from threefold.units import GIB
 
 TINY = ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
@@ -24,6 +25,15 @@ def test_what_the_engine_lacks_is_left_out_in_words() -> None:
     plan, said = as_the_engine_runs(build({**GPU, "target": "megatron-bridge", "job.packing": True}))
     assert (plan.target, plan.job.packing) == ("threefold", False)
     assert [text.partition(":")[0] for text in said] == ["target", "job.packing"]
+
+
+def test_a_plan_for_another_stack_gets_the_exchange_that_our_engine_would_choose() -> None:
+    """Only our engine exchanges latents under CP, so a plan for another stack leaves the choice open."""
+    given = read_plan(ROOT / "recipes" / "deepseek-v3-128k-256xh100-fp8.toml", []).plan
+    assert given is not None
+    assert (given.target, given.knobs.cp_exchange, given.exchanges_latents) == ("megatron-bridge", None, False)
+    plan, _ = as_the_engine_runs(given)
+    assert (plan.knobs.cp_exchange, plan.exchanges_latents) == ("latents", True)
 
 
 def test_json_of_the_verb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from plans import build
 from tiny_models import spec_of
 
+from threefold.cost import local_parameters
 from threefold.cost.traffic.by_stack import traffic
-from threefold.cost.traffic.threefold import tensor_parallel, zero1
+from threefold.cost.traffic.threefold import tensor_parallel
 from threefold.engine import build as engine
 from threefold.engine.data_parallel.owned_shards import data_parallel_settings
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
@@ -172,7 +173,7 @@ def test_small_buckets_and_chunks_of_the_loss(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         engine, "data_parallel_settings", lambda *a: replace(data_parallel_settings(*a), bucket_elements=elements)
     )
-    monkeypatch.setattr(zero1, "_BUCKET_ELEMENTS", elements)
+    monkeypatch.setattr(local_parameters, "BUCKET_ELEMENTS", elements)
     monkeypatch.setitem(loss._CHUNK_BYTES, "cpu", logits)
     monkeypatch.setitem(tensor_parallel._LOGITS_BYTES, "cpu", logits)
     plan = plan_of("deepseek_v3", 4, MTP | FOUR, tp=2, ep=2, job_seq_len=300, job_global_batch=2)

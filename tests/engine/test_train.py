@@ -40,7 +40,7 @@ from threefold.findings import FindingsError
 from threefold.plan.plan import Job
 from threefold.spec.models import MODELS
 
-# Of a metrics line: differ from run to run.
+# Fields of a metrics line that differ from run to run.
 TIMING = {"seconds", "tokens_per_second", "useful_tokens_per_second", "tflops", "tflops_per_gpu", "memory_bytes"}
 MUON = {"job.optimizer": "muon"}
 NARROW = {"knobs.precision": "bf16", "knobs.optimizer_dtype": "bf16"}

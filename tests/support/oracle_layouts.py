@@ -127,7 +127,7 @@ COMMUNICATION = [
     case("latents by p2p", "deepseek_v3", 4, cp=4, knobs=LATENTS, job=PACKED, spec=MTP2),
     case("latents by all-gather", "deepseek_v3", 2, cp=2, knobs={**LATENTS, "cp_comm": "all_gather"}, job=PACKED),
     case("latents by a2a", "deepseek_v3", 4, cp=4, knobs={**LATENTS, "cp_comm": "a2a"}, spec=MTP1),
-    case("latents by a2a+p2p", "deepseek_v3", 4, often=True, cp=4, job=PACKED, spec=MTP1,
+    case("latents by a2a+p2p", "deepseek_v3", 4, cp=4, job=PACKED, spec=MTP1,
          knobs={**LATENTS, "cp_comm": "a2a+p2p", "cp_inner": 2, "recompute": ["mla_up_proj", "layernorm", "moe"]}),
     case("latents of a ring, recomputed", "deepseek_v3", 4, cp=2, ep=2, job=PACKED, spec=MTP1,
          knobs={**LATENTS, "recompute": ["core_attn", "mla_up_proj"]}),

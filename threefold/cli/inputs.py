@@ -9,11 +9,13 @@ from typing import TextIO
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import read_plan
-from threefold.plan.parse import Parsed, free_findings
+from threefold.plan.parse import Parsed, change, free_findings
+from threefold.plan.plan import Plan
 from threefold.report.terminal import findings_text
 from threefold.search.recompute import resolve_recompute
 from threefold.spec.stacks import TARGETS
 
+OUR_ENGINE = "threefold"
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
 
 
@@ -42,6 +44,11 @@ def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Pars
             return replace(parsed, plan=None), in_order([*findings, *error.findings])
         parsed, findings = replace(parsed, plan=plan), [*findings, *more]
     return parsed, in_order(findings)
+
+
+def for_our_engine(plan: Plan) -> Plan:
+    """The plan as our engine runs it, whatever its target: with the choices made that only our engine has."""
+    return plan if plan.target == OUR_ENGINE else resolve_exchange(change(plan, {"target": OUR_ENGINE}))
 
 
 def seconds(text: str) -> float:

@@ -8,7 +8,14 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
+from threefold.cli.inputs import (
+    add_plan_arguments,
+    for_our_engine,
+    missing_package,
+    plan_from,
+    print_findings,
+    seconds,
+)
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
@@ -44,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     findings = [replace(f, severity="error") if f.rule == "overlap-switch-couples" else f for f in findings]
     if parsed.plan is None or errors(findings):
         return print_findings(in_order(findings), args.json)
-    plan = replace(parsed.plan, target="threefold")
+    plan = for_our_engine(parsed.plan)
     trial = replace(plan, knobs=replace(plan.knobs, ep_overlap=True, delay_wgrad=True, shared_expert_overlap=False))
     found = promoted(check(trial, "threefold"))
     blocking = [*errors(found), *_elsewhere(trial)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from threefold.cli.inputs import OUR_ENGINE, for_our_engine
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from threefold.dryrun.simulated.expert_load import ExpertLoads
     from threefold.search.search import Candidate
 
-TARGET = "threefold"
 LOADS = "loads.json"  # in the folder of a run
 MOST_TOKENS = 1e18  # of an expert; sums stay far from where a float gives out
 
@@ -27,9 +27,9 @@ MOST_TOKENS = 1e18  # of an expert; sums stay far from where a float gives out
 def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with what the engine lacks put back to defaults, and what that was, in words; raises what is left."""
     said = []
-    if plan.target != TARGET:
+    if plan.target != OUR_ENGINE:
         said.append(f"target: Threefold's own engine is rehearsed, not {plan.target}, for which the plan is")
-        plan = change(plan, {"target": TARGET})
+    plan = for_our_engine(plan)
     for finding in [f for f in check(plan) if f.rule in ENGINE_LIMITS and f.fix_data]:
         plan = change(plan, finding.fix_data or {})
         said.append(f"{finding.at}: {finding.problem}")

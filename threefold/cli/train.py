@@ -6,18 +6,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.inputs import add_plan_arguments, for_our_engine, missing_package, plan_from, print_findings
 from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
 from threefold.engine.run.cpu_affinity import AUTO, core_sets
 from threefold.engine.run.cpu_threads import sleep_while_waiting
 from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError, in_order
-from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, on_ranks, rank_environment
 from threefold.rules.all import check, errors, promoted
-
-TARGET = "threefold"  # whatever stack the plan is for: it is judged by the limits of the engine that runs it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +79,8 @@ def _run(args: argparse.Namespace, place: RankEnvironment | None) -> int:
     if given is None:
         return print_findings(findings, args.json)
     ranks = place.size if place else args.nproc or given.cluster.gpus
-    plan = given if given.target == TARGET else change(given, {"target": TARGET})
-    plan = on_ranks(plan, ranks, lambda candidate: errors(check(candidate)))
+    # Whatever stack the plan is for, it is judged by the limits of the engine that runs it.
+    plan = on_ranks(for_our_engine(given), ranks, lambda candidate: errors(check(candidate)))
     blocking = errors(promoted(check(plan)))
     if place.rank == 0 if place else ranks == 1 or blocking:  # an agent leaves it to its first rank
         _say_changes(given, plan)

@@ -5,7 +5,14 @@ import json
 import sys
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
+from threefold.cli.inputs import (
+    add_plan_arguments,
+    for_our_engine,
+    missing_package,
+    plan_from,
+    print_findings,
+    seconds,
+)
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -40,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if plan is None:
         return print_findings(findings, args.json)
     # The plan as given: its shrunk version may be legal where it is not.
-    plan = change(plan, {"target": "threefold"})
+    plan = for_our_engine(plan)
     refused = [finding for finding in blockers(promoted(check(plan))) if finding.rule not in ELSEWHERE]
     if refused:
         return print_findings(in_order(refused), args.json)

@@ -299,10 +299,10 @@ class Plan:
 
     @property
     def exchanges_latents(self) -> bool:
-        """Whether context-parallel ranks exchange MLA's latents. An absent `cp_exchange` is resolved when a plan is
-        read (`search/cp_exchange.py`); in a plan that nobody resolved it means expanded heads."""
-        is_mla = isinstance(self.model.attention, MlaSpec)
-        return is_mla and self.layout.cp > 1 and self.knobs.cp_exchange == "latents"
+        """Whether context-parallel ranks of our engine exchange MLA's latents. An absent `cp_exchange` is resolved when
+        a plan is read (`cost/cp_exchange.py`); in a plan that nobody resolved it means expanded heads."""
+        can = isinstance(self.model.attention, MlaSpec) and self.layout.cp > 1 and self.target == "threefold"
+        return can and self.knobs.cp_exchange == "latents"
 
     @property
     def cp_inner(self) -> int:

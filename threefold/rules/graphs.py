@@ -262,7 +262,7 @@ def engine_has_graphs(plan: Plan) -> Iterator[Finding]:
 
 
 def engine_scopes(plan: Plan, scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """Of some scopes those that our engine records beside the plan's other settings."""
+    """The scopes among `scopes` that our engine records beside the plan's other settings."""
     if any(_beside_graphs(plan)):
         return ()
     absent = {scope for scope, _ in _no_graph_of(plan)}

@@ -58,7 +58,7 @@ def step_of(parts: Parts, plan: Plan, lr: float = 1e-3) -> StepResult:
 
 
 def fraction_of_zeros(parts: Parts) -> float:
-    """Of gradients of matrices other than embeddings, whose rows of absent tokens are zeros by right."""
+    """The part of gradients that is exactly 0, without embeddings: rows of tokens that do not occur are 0 by right."""
     owned = [one for one in parts.data.owned if one.matrix and "embed" not in one.name and one.grad is not None]
     grads = torch.cat([one.grad.flatten() for one in owned if one.grad is not None])
     return (grads == 0).double().mean().item()

@@ -4,6 +4,7 @@ The saved tensors of one forward are counted with nothing recomputed and with on
 """
 
 import gc
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +50,18 @@ def saved_bytes(plan: Plan, mesh: Mesh, recompute: tuple[str, ...]) -> int:
     x_BSD = torch.randn(1, TOKENS, plan.model.dim, dtype=torch.bfloat16, requires_grad=True)
     with LiveTensors() as live:
         out = model.run_layers(model.layers.values(), x_BSD, positions)
-        held = live.num_bytes
+        held = settled_bytes(live)
     del out
+    return held
+
+
+def settled_bytes(live: LiveTensors) -> int:
+    """Bytes that are still held once nothing more is freed: a thread of gloo may let go of a tensor that it sent a
+    moment after `wait()` has returned."""
+    held, before = live.num_bytes, None
+    while held != before:
+        time.sleep(0.02)
+        held, before = live.num_bytes, held
     return held
 
 

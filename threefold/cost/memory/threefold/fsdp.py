@@ -14,8 +14,8 @@ from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.peak_points import LayerPosition, PeakPoint, at_chunk_end
 from threefold.cost.memory.threefold.timelines.moe_forward import experts_peak
-from threefold.cost.memory.threefold.timelines.rank_tensors import num_unsharded_tables, num_vocab_tables
 from threefold.cost.memory.threefold.transients import embedding_transients
+from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
 from threefold.cost.stage_contents import StageContents
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan

@@ -11,9 +11,9 @@ from threefold.cost.memory.stage_memory import StagePeak, Terms, in_flight, laye
 from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
-from threefold.cost.memory.threefold.overlap_pairs import stage_overlap_pairs
 from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
 from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
+from threefold.cost.memory.threefold.schedule import stage_overlap_pairs
 from threefold.cost.memory.threefold.states import late_gradient_bytes, state_terms
 from threefold.cost.memory.threefold.transients import optimizer_transients
 from threefold.cost.stage_contents import StageContents, stage_contents

@@ -14,8 +14,8 @@ from threefold.cost.memory.threefold.activations import recomputed_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes, wgrad_transients
 from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, quantized_expert_bytes
 from threefold.cost.memory.threefold.local_sizes import INT64, LocalSizes
-from threefold.cost.memory.threefold.overlap_pairs import OverlapPair, stage_overlap_pairs
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition
+from threefold.cost.memory.threefold.schedule import OverlapPair, stage_overlap_pairs
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.memory.threefold.timelines.moe_forward import (
     NO_EXCHANGE,

@@ -10,7 +10,7 @@ from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.peak_points import at_chunk_end
 from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction
-from threefold.cost.memory.threefold.timelines.rank_tensors import num_unsharded_tables, num_vocab_tables
+from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.plan.plan import Plan

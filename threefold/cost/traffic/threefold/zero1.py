@@ -6,13 +6,11 @@ Every bucket has a reduce-scatter of its gradients and an all-gather of its weig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from threefold.cost.local_parameters import LocalParameter, fill_buckets, stage_parameters
 from threefold.cost.traffic.threefold.calls import Call, MicrobatchSizes, all_gather, reduce_scatter
-from threefold.cost.traffic.threefold.local_parameters import LocalParameter, stage_parameters
 from threefold.plan.plan import Plan
 
 _ALIGN = 64  # elements; each parameter begins at a multiple
-_BUCKET_ELEMENTS = 40_000_000
-Bucket = tuple[str, int, list[LocalParameter]]  # group, ranks of the group, parameters
 
 
 def zero1_calls(plan: Plan, sizes: MicrobatchSizes) -> Counter[Call]:
@@ -21,7 +19,7 @@ def zero1_calls(plan: Plan, sizes: MicrobatchSizes) -> Counter[Call]:
     found: Counter[Call] = Counter()
     for vocab_rows, num_tp_ranks in _vocab_shards(plan.model.vocab, layout.tp).items():
         for parameters in stage_parameters(plan, vocab_rows):
-            for group, size, bucket in fill_buckets(parameters, _BUCKET_ELEMENTS):
+            for group, size, bucket in fill_buckets(parameters):
                 for call in _bucket_calls(plan, sizes, group, size, bucket):
                     found[call] += layout.gpus // layout.pp // layout.tp * num_tp_ranks
     return found
@@ -46,23 +44,3 @@ def _vocab_shards(vocab: int, tp: int) -> Counter[int]:
     """The number of tensor-parallel ranks by their rows of the vocabulary."""
     step = -(-vocab // tp)
     return Counter(min(vocab, (rank + 1) * step) - min(vocab, rank * step) for rank in range(tp))
-
-
-def fill_buckets(parameters: Sequence[LocalParameter], max_elements: int) -> list[Bucket]:
-    """Buckets from the last parameter to the first, of parameters with the same copies. A parameter that other pipeline
-    stages share has a bucket of its own."""
-    full: list[Bucket] = []
-    filling: dict[tuple[int, bool], list[LocalParameter]] = {}
-    names: dict[tuple[int, bool], str] = {}
-    for parameter in reversed(parameters):
-        if parameter.is_shared:
-            full.append((parameter.group, parameter.num_copies, [parameter]))
-            continue
-        # Groups of one grid contain each other, so that groups of one size are the same ranks.
-        key = parameter.num_copies, parameter.is_expert
-        names[key] = min(names.get(key, parameter.group), parameter.group, key=len)
-        bucket = filling.setdefault(key, [])
-        bucket.append(parameter)
-        if sum(one.elements for one in bucket) >= max_elements:
-            full.append((names[key], parameter.num_copies, filling.pop(key)))
-    return full + [(names[key], key[0], bucket) for key, bucket in filling.items()]

@@ -5,52 +5,70 @@ It follows `engine/optim/muon.py`, `engine/data_parallel/full_matrices.py` and `
 
 from collections.abc import Sequence
 
+from threefold.cost.local_parameters import LocalParameter, fill_buckets, stage_parameters
 from threefold.cost.memory.threefold.local_sizes import FP32
-from threefold.cost.memory.threefold.timelines.rank_tensors import RankTensor, buckets, owned_parts, rank_tensors
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
-from threefold.cost.stage_contents import StageContents
+from threefold.cost.stage_contents import StageContents, stage_contents
 from threefold.plan.plan import Plan
 
 ORTHOGONALIZED_ELEMENTS = 2**26  # elements of the matrices that Muon orthogonalizes together
 
 
+def rank_parameters(plan: Plan, contents: StageContents) -> Sequence[LocalParameter]:
+    """The parameters of the first rank of a stage."""
+    vocab_rows = -(-plan.model.vocab // plan.layout.tp)
+    return stage_parameters(plan, vocab_rows)[stage_contents(plan).index(contents)]
+
+
+def owned_parts(bucket: Sequence[LocalParameter]) -> list[float]:
+    """Elements that the first rank owns of each parameter of a bucket: its equal part is a run of them."""
+    left, parts = sum(one.elements for one in bucket) / bucket[0].num_copies, []
+    for parameter in bucket:
+        part = min(left, parameter.elements)
+        if part <= 0:
+            break
+        parts.append(part)
+        left -= part
+    return parts
+
+
 def muon_peak(plan: Plan, contents: StageContents, accumulates_wider: bool) -> float:
     """The most bytes in a step of Muon. All its tensors are in fp32. Gradients that are accumulated in another dtype
     than weights have lie in buckets, also on one rank."""
-    tensors = rank_tensors(plan, contents)
+    parameters = rank_parameters(plan, contents)
     is_sharded = plan.knobs.data_parallel != "zero1" and plan.layout.gpus > 1
-    groups = [[tensor] for tensor in tensors] if is_sharded else buckets(tensors)
+    groups = [[one] for one in parameters] if is_sharded else [bucket for _, _, bucket in fill_buckets(parameters)]
     line, last = Timeline(), 0.0
     for group in groups:
-        is_gathered = group[0].copies > 1 or (not is_sharded and accumulates_wider)
+        is_gathered = group[0].num_copies > 1 or (not is_sharded and accumulates_wider)
         last = _update_bucket(line, group, last, is_gathered, keeps_updates=not is_sharded)
     return FP32 * line.peak
 
 
 def _update_bucket(
-    line: Timeline, bucket: Sequence[RankTensor], last: float, is_gathered: bool, keeps_updates: bool
+    line: Timeline, bucket: Sequence[LocalParameter], last: float, is_gathered: bool, keeps_updates: bool
 ) -> float:
     """Elements while a bucket's matrices are updated: the updates of what the rank owns, as it gathers them, all that
     it gathers, then one matrix after the other. `last` is the matrix before, which is there until the next one is; the
     last one of this bucket is returned."""
-    matrices = [tensor for tensor in bucket if not tensor.is_table]
+    matrices = [parameter for parameter in bucket if parameter.uses_muon]
     if not matrices:
         return last
     parts = owned_parts(bucket)
-    owned = sum(part for tensor, part in zip(bucket, parts, strict=False) if not tensor.is_table)
+    owned = sum(part for parameter, part in zip(bucket, parts, strict=False) if parameter.uses_muon)
     line.make(owned)
     line.pass_through(2 * max(part for part in parts))  # a gradient in fp32, and scaled
-    gathered = sum(tensor.elements for tensor in bucket) if is_gathered else 0.0
+    gathered = sum(parameter.elements for parameter in bucket) if is_gathered else 0.0
     line.make(sum(parts) if is_gathered else 0.0, gathered)
     line.free(sum(parts) if is_gathered else 0.0, 0.0 if keeps_updates else owned)
-    for tensor in matrices:
-        whole = tensor.rows * tensor.columns * tensor.count
-        if tensor.shards > 1:  # each rank's shard, all of them, and the matrix
-            line.make(tensor.elements, whole, whole)
-            line.free(tensor.elements, whole)
+    for matrix in matrices:
+        whole = matrix.elements * matrix.num_shards
+        if matrix.num_shards > 1:  # each rank's shard, all of them, and the matrix
+            line.make(matrix.elements, whole, whole)
+            line.free(matrix.elements, whole)
         line.free(last)
-        line.pass_through(_orthogonalized(tensor, whole))
-        last = whole if tensor.shards > 1 else 0.0
+        line.pass_through(_orthogonalized(matrix, whole))
+        last = whole if matrix.num_shards > 1 else 0.0
     line.free(owned if keeps_updates else 0.0)
     if last:
         line.free(gathered)
@@ -58,15 +76,15 @@ def _update_bucket(
     return gathered
 
 
-def _orthogonalized(tensor: RankTensor, whole: float) -> float:
+def _orthogonalized(parameter: LocalParameter, whole: float) -> float:
     """The matrices as Newton-Schulz steps change them: four times their size, and some squares of the shorter side. A
     stack has its results beside it, and goes through some matrices at a time."""
-    short, long = sorted((tensor.rows, tensor.columns))
+    short, long = sorted(parameter.shape[-2:])
     per_element = 4 + short / long
-    if tensor.count == 1 and not tensor.is_expert:
+    if not parameter.is_expert:
         return per_element * whole
-    matrix = tensor.rows * tensor.columns
-    at_once = min(tensor.count, max(1.0, ORTHOGONALIZED_ELEMENTS // matrix))
+    matrix = short * long
+    at_once = min(parameter.num_matrices, max(1, ORTHOGONALIZED_ELEMENTS // matrix))
     return whole + per_element * at_once * matrix
 
 
@@ -76,11 +94,11 @@ def device_fraction(plan: Plan, contents: StageContents) -> float:
     wanted = plan.knobs.optimizer_offload
     if wanted in (0.0, 1.0):
         return 1 - wanted
-    tensors = rank_tensors(plan, contents)
+    parameters = rank_parameters(plan, contents)
     if plan.knobs.data_parallel == "zero1" and plan.layout.gpus > 1:
-        sizes = [part for bucket in buckets(tensors) for part in owned_parts(bucket)]
+        sizes = [part for _, _, bucket in fill_buckets(parameters) for part in owned_parts(bucket)]
     else:
-        sizes = [tensor.elements / max(1, tensor.copies // plan.layout.replicate) for tensor in tensors]
+        sizes = [one.elements / max(1, one.num_copies // plan.layout.replicate) for one in parameters]
     left, total = wanted * sum(sizes), sum(sizes)
     for size in sorted(sizes, reverse=True):
         if left > size / 2:

@@ -1,0 +1,238 @@
+"""The parameters that our own engine holds on a rank, in order of registration, and the buckets of its ZeRO-1.
+
+The order decides which parameters share a bucket, and so how many collectives there are (`traffic/threefold/zero1.py`)
+and which tensors a rank owns (`memory/threefold/timelines/optimizer_step.py`: Muon, and optimizer states on the host).
+An entry reads `LocalParameter("layers.0.ffn.experts.down", shape=(128, 2048, 768), elements=12582912, group="edp",
+num_copies=8)`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from threefold.layout.degrees import Layout
+from threefold.layout.stages import Chunk, chunk_rank
+from threefold.plan.plan import Plan
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec, ModelSpec, MoeSpec
+
+# How a parameter is sharded: not at all, over tp, over tp by rows of the vocabulary, over the expert grid, over ep
+# alone. A number means over tp, by so many heads.
+_REPLICATED, _TP, _VOCAB, _EXPERT, _EP = "replicated", "tp", "vocab", "expert", "ep"
+Sharding = str | int
+Shape = tuple[int, ...]
+Parameters = Iterator[tuple[str, Shape, Sharding]]  # name, shape of the whole parameter, how it is sharded
+Bucket = tuple[str, int, list["LocalParameter"]]  # group, ranks of the group, parameters
+BUCKET_ELEMENTS = 40_000_000
+_LEFT_TO_ADAMW = ("embed", "head", "conv")  # words in the names of matrices that Muon does not update
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """The shard of one parameter on one rank."""
+
+    name: str
+    shape: Shape  # of the whole parameter
+    elements: int  # of the shard
+    group: str  # the group whose ranks hold the same shard
+    num_copies: int  # ranks of the group
+    num_shards: int = 1  # ranks of tp or etp that hold different shards of each matrix
+    is_shared: bool = False  # whether other pipeline ranks hold it too
+
+    @property
+    def is_expert(self) -> bool:
+        return self.group.startswith("edp")
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon updates it where the plan has that optimizer: a matrix, or a stack of matrices."""
+        is_matrix = len(self.shape) > 1 and not self.name.endswith("bias")
+        return is_matrix and not any(word in self.name for word in _LEFT_TO_ADAMW)
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices of a stack on this rank."""
+        return max(1, self.elements * self.num_shards // (self.shape[-2] * self.shape[-1]))
+
+
+def stage_parameters(plan: Plan, vocab_rows: int) -> Sequence[Sequence[LocalParameter]]:
+    """The parameters of each pipeline rank, where a rank has `vocab_rows` rows of the vocabulary."""
+    return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows)
+
+
+@lru_cache(maxsize=64)
+def _stage_parameters(
+    model: ModelSpec, layout: Layout, chunks: tuple[Chunk, ...], num_depths: int, vocab_rows: int
+) -> Sequence[Sequence[LocalParameter]]:
+    held: list[dict[str, LocalParameter]] = [{} for _ in range(layout.pp)]
+    v_shaped = layout.pipeline_schedule == "dualpipev"
+    for number in range(len(chunks)):
+        stage = held[chunk_rank(number, layout.pp, v_shaped)]
+        for name, shape, sharding in _chunk(model, chunks, num_depths, number):
+            stage.setdefault(name, _local_parameter(model, layout, (name, shape, sharding), vocab_rows))
+    num_stages = {name: sum(name in stage for stage in held) for stage in held for name in stage}
+    return [[_with_stages(parameter, num_stages[parameter.name]) for parameter in stage.values()] for stage in held]
+
+
+def fill_buckets(parameters: Sequence[LocalParameter]) -> list[Bucket]:
+    """Buckets from the last parameter to the first, of parameters with the same copies. A parameter that other pipeline
+    stages share has a bucket of its own."""
+    full: list[Bucket] = []
+    filling: dict[tuple[int, bool], list[LocalParameter]] = {}
+    names: dict[tuple[int, bool], str] = {}
+    for parameter in reversed(parameters):
+        if parameter.is_shared:
+            full.append((parameter.group, parameter.num_copies, [parameter]))
+            continue
+        # Groups of one grid contain each other, so that groups of one size are the same ranks.
+        key = parameter.num_copies, parameter.is_expert
+        names[key] = min(names.get(key, parameter.group), parameter.group, key=len)
+        bucket = filling.setdefault(key, [])
+        bucket.append(parameter)
+        if sum(one.elements for one in bucket) >= BUCKET_ELEMENTS:
+            full.append((names[key], parameter.num_copies, filling.pop(key)))
+    return full + [(names[key], key[0], bucket) for key, bucket in filling.items()]
+
+
+def _with_stages(parameter: LocalParameter, num_stages: int) -> LocalParameter:
+    """The parameter with the group of all pipeline ranks that hold it."""
+    if num_stages == 1:
+        return parameter
+    group, num_copies = f"{parameter.group} x pp", parameter.num_copies * num_stages
+    return replace(parameter, group=group, num_copies=num_copies, is_shared=True)
+
+
+def _local_parameter(
+    model: ModelSpec, layout: Layout, parameter: tuple[str, Shape, Sharding], vocab_rows: int
+) -> LocalParameter:
+    """The shard of a parameter on a rank, and the group that holds the same shard."""
+    name, shape, sharding = parameter
+    dp, elements = layout.dp * layout.cp, prod(shape)
+    if sharding == _EXPERT:
+        return LocalParameter(name, shape, elements // layout.ep // layout.etp, "edp", layout.edp, layout.etp)
+    if sharding == _EP:
+        return LocalParameter(name, shape, elements // layout.ep, "edp x etp", layout.edp * layout.etp)
+    if sharding == _REPLICATED or layout.tp == 1:
+        return LocalParameter(name, shape, elements, "dp x cp x tp", dp * layout.tp)
+    if sharding == _VOCAB:
+        return LocalParameter(name, shape, elements // model.vocab * vocab_rows, "dp x cp", dp, layout.tp)
+    if isinstance(sharding, int) and sharding < layout.tp:  # neighbouring ranks hold the same head
+        return LocalParameter(name, shape, elements // sharding, "dp x cp x kv", dp * (layout.tp // sharding), sharding)
+    return LocalParameter(name, shape, elements // layout.tp, "dp x cp", dp, layout.tp)
+
+
+def _chunk(model: ModelSpec, chunks: tuple[Chunk, ...], num_depths: int, number: int) -> Parameters:
+    """Parameters of a virtual stage."""
+    chunk = chunks[number]
+    first_end = next(n for n, c in enumerate(chunks) if c.mtp or c.loss)
+    if chunk.embedding or chunk.mtp or (chunk.loss and model.tied):
+        yield "embed", (model.vocab, model.dim), _VOCAB
+    for layer in chunk.layers:
+        yield from _layer(model, model.layers[layer], f"layers.{layer}")
+    if number == first_end:
+        yield "norm", (model.dim,), _REPLICATED
+    if chunk.loss and not model.tied:
+        yield "head", (model.vocab, model.dim), _VOCAB
+    first = sum(c.mtp for c in chunks[:number])
+    own_depths = min(num_depths, 1) if model.mtp_shared else num_depths
+    for depth in sorted({min(depth, own_depths - 1) for depth in range(first, first + chunk.mtp)}):
+        yield from _mtp_depth(model, f"mtp.{depth}")
+
+
+def _mtp_depth(model: ModelSpec, path: str) -> Parameters:
+    yield f"{path}.embed_norm", (model.dim,), _REPLICATED
+    yield f"{path}.hidden_norm", (model.dim,), _REPLICATED
+    yield f"{path}.join", (model.dim, 2 * model.dim), _REPLICATED
+    for number, layer in enumerate(model.mtp_depth):
+        yield from _layer(model, layer, f"{path}.layers.{number}")
+    yield f"{path}.norm", (model.dim,), _REPLICATED
+
+
+def _layer(model: ModelSpec, layer: Layer, path: str) -> Parameters:
+    yield f"{path}.mixer_norm", (model.dim,), _REPLICATED
+    for name, shape, sharding in _mixer(model, layer):
+        yield f"{path}.mixer.{name}", shape, sharding
+    yield f"{path}.ffn_norm", (model.dim,), _REPLICATED
+    ffn = _mlp(model.dim, model.dense_dim) if layer.ffn == "dense" else _moe(model.moe, model.dim)
+    for name, shape, sharding in ffn:
+        yield f"{path}.ffn.{name}", shape, sharding
+
+
+def _mixer(model: ModelSpec, layer: Layer) -> Parameters:
+    spec = model.local_attention if layer.mixer == "window" else model.attention
+    if layer.mixer == "delta" and model.delta:
+        yield from _delta(model.delta, model.dim)
+    elif isinstance(spec, MlaSpec):
+        yield from _mla(spec, model.dim)
+    elif isinstance(spec, GqaSpec):
+        yield from _gqa(spec, model.dim)
+
+
+def _gqa(spec: GqaSpec, dim: int) -> Parameters:
+    if spec.sinks:
+        yield "sinks", (spec.num_heads,), _TP
+    queries = spec.q_dim * (2 if spec.gated else 1)
+    heads = spec.num_kv_heads
+    parts: tuple[tuple[str, int, Sharding], ...] = (
+        ("q", queries, _TP),
+        ("k", spec.kv_dim, heads),
+        ("v", spec.kv_dim, heads),
+    )
+    for name, width, sharding in parts:
+        yield f"{name}.weight", (width, dim), sharding
+        if spec.bias:
+            yield f"{name}.bias", (width,), sharding
+    yield "out.weight", (dim, spec.q_dim), _TP
+    if spec.bias:
+        yield "out.bias", (dim,), _REPLICATED
+    if spec.qk_norm:
+        yield "q_norm", (spec.head_dim,), _REPLICATED
+        yield "k_norm", (spec.head_dim,), _REPLICATED
+
+
+def _mla(spec: MlaSpec, dim: int) -> Parameters:
+    queries = spec.num_heads * spec.qk_dim
+    if spec.q_rank is None:
+        yield "q", (queries, dim), _TP
+    else:
+        yield "q_down", (spec.q_rank, dim), _REPLICATED
+        yield "q_norm", (spec.q_rank,), _REPLICATED
+        yield "q_up", (queries, spec.q_rank), _TP
+    yield "kv_down", (spec.kv_rank + spec.rope_dim, dim), _REPLICATED
+    yield "kv_norm", (spec.kv_rank,), _REPLICATED
+    yield "kv_up", (spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank), _TP
+    yield "out", (dim, spec.num_heads * spec.v_dim), _TP
+
+
+def _delta(spec: DeltaSpec, dim: int) -> Parameters:
+    yield "conv", (2 * spec.keys + spec.values, spec.conv), _TP
+    yield "dt_bias", (spec.num_v_heads,), _TP
+    yield "a_log", (spec.num_v_heads,), _TP
+    yield "qkvz", (2 * spec.keys + 2 * spec.values, dim), _TP
+    yield "ba", (2 * spec.num_v_heads, dim), _TP
+    yield "norm", (spec.v_dim,), _REPLICATED
+    yield "out", (dim, spec.values), _TP
+
+
+def _mlp(dim: int, hidden: int) -> Parameters:
+    for name, shape in (("gate", (hidden, dim)), ("up", (hidden, dim)), ("down", (dim, hidden))):
+        yield name, shape, _TP
+
+
+def _moe(moe: MoeSpec | None, dim: int) -> Parameters:
+    if moe is None:
+        return
+    number, width = moe.num_experts, moe.expert_dim
+    yield "router.weight", (number, dim), _REPLICATED
+    if moe.bias:
+        yield "router.bias", (number,), _REPLICATED
+    yield "experts.gate_up", (number, 2 * width, dim), _EXPERT
+    yield "experts.down", (number, dim, width), _EXPERT
+    if moe.bias:
+        yield "experts.gate_up_bias", (number, 2 * width), _EXPERT
+        yield "experts.down_bias", (number, dim), _EP
+    if moe.num_shared:
+        for name, shape, sharding in _mlp(dim, moe.shared_width):
+            yield f"shared.{name}", shape, sharding
+    if moe.shared_gate:
+        yield "shared_gate", (1, dim), _REPLICATED
