@@ -54,6 +54,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"memory", "traffic"},
         {"time"},
         {"cp_exchange", "estimate"},
+        {"memory_ladder"},
     ),
     "cost/memory": ({"stage_memory"}, {"megatron", "threefold"}, {"by_stack"}),
     "cost/traffic": ({"transfers"}, {"data_parallel", "dispatch"}, {"megatron", "threefold"}, {"by_stack"}),

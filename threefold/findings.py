@@ -2,19 +2,28 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]  # refused; doubtful; what the estimate sees and what it would gain
+
+
+Changes = dict[str, Any]  # fields of a plan to set, by path; None puts one back to its default
+
+_SEVERITIES = get_args(Severity)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One problem with its cure.
 
-    `fix` is data: the fields of the plan to set, None to delete one, `one_of` to offer alternatives.
+    `fix` is data: the fields of the plan to set, None to put one back to its default.
     `advice` is the cure in words where no field can cure it, or what to add to the data.
+    `fixes` are further ways, best first, for whoever looks for one that holds (`rules/fixes.py`). They may be a
+    generator, so that ways that are costly to find are looked for only where somebody asks. `otherwise` says what would
+    help where none holds.
     """
 
     at: str
@@ -23,23 +32,17 @@ class Finding:
     advice: str = ""
     severity: Severity = "error"
     rule: str = ""
+    fixes: Iterable[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    otherwise: Callable[[], str] | None = field(default=None, compare=False, repr=False)
 
     @property
     def fix_data(self) -> dict[str, Any] | None:
-        """The fix to apply: of each list of alternatives the first."""
-        if not self.fix:
-            return None
-        return {path: value.options[0] if isinstance(value, OneOf) else value for path, value in self.fix.items()}
+        return dict(self.fix) if self.fix else None
 
     @property
     def fix_text(self) -> str:
-        parts = [
-            f"delete {path}" if value is None else f"set {path} to {_spell(value)}"
-            for path, value in (self.fix or {}).items()
-        ]
-        if self.advice:
-            parts.append(self.advice)
-        return "; ".join(parts)
+        """The fix as overrides of a command line, and the advice."""
+        return "; ".join(filter(None, (as_overrides(self.fix or {}), self.advice)))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -47,13 +50,18 @@ class Finding:
             "severity": self.severity,
             "at": self.at,
             "problem": self.problem,
-            "fix": self.fix_text,
+            "fix": as_overrides(self.fix) if self.fix else self.advice,
+            "advice": self.advice,
             "fix_data": self.fix_data,
         }
 
     def __str__(self) -> str:
-        head = f"{self.severity}[{self.rule}] {self.at}: {self.problem}"
-        return f"{head}\n  fix: {self.fix_text}" if self.fix_text else head
+        lines = [f"{self.severity}[{self.rule}] {self.at}: {self.problem}"]
+        if self.fix:
+            lines.append(f"  fix: {as_overrides(self.fix)}")
+        if self.advice:
+            lines.append(f"  advice: {self.advice}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +72,42 @@ class Explanation:
     why: str
     confirm: str  # how to see whether it holds
     fix: str
+    severity: Severity = "error"  # of the findings; a rule has its own
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """Alternatives in a fix, best first."""
+def as_override(path: str, value: Any) -> str:
+    """A field as an argument of a command line, ready for a shell: `layout.ep=16`, `knobs.recompute=layernorm,mlp`.
 
-    options: tuple[Any, ...]
+    `null` puts a field back to its default. Reading it gives the same value (`plan/file.py`).
+    """
+    if isinstance(value, list | tuple) and value and all(_is_plain(word) for word in value):
+        text = ",".join(value)
+    elif isinstance(value, str) and value and not _reads_as_other(value):
+        text = value
+    else:
+        text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    return shlex.quote(f"{path}={text}")
 
 
-def one_of(*options: Any) -> Any:
-    """A value when there is one, alternatives when there are more."""
-    distinct = tuple(dict.fromkeys(options))
-    return distinct[0] if len(distinct) == 1 else OneOf(distinct)
+def as_overrides(changes: Mapping[str, Any]) -> str:
+    return " ".join(as_override(path, value) for path, value in changes.items())
 
 
-def _spell(value: Any) -> str:
-    if isinstance(value, OneOf):
-        return " or ".join(_spell(option) for option in value.options)
-    if isinstance(value, tuple):
-        return json.dumps(list(value))
-    return json.dumps(value) if isinstance(value, list | bool | str) else str(value)
+def _is_plain(word: Any) -> bool:
+    return isinstance(word, str) and word.replace("_", "a").replace("+", "a").replace("-", "a").isalnum()
+
+
+def _reads_as_other(text: str) -> bool:
+    """Whether text would be read as a number, a truth value, nothing or a list: that is quoted."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return (
+            text != text.strip()
+            or text[0] in "[{\"'"
+            or text.lower() in ("true", "false", "null", "none", "nan", "inf")
+        )
+    return True
 
 
 class FindingsError(Exception):
@@ -105,17 +128,22 @@ def shown(value: Any) -> str:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors first, then by place and rule, so that two runs print the same."""
-    return sorted(findings, key=lambda f: (f.severity != "error", f.at, f.rule, f.problem))
+    """Errors first, notes last, then by place and rule, so that two runs print the same."""
+    return sorted(findings, key=lambda f: (_SEVERITIES.index(f.severity), f.at, f.rule, f.problem))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Known names close to a misspelt one, closest first."""
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.55)
+    """Known names close to a misspelt one, closest first.
+
+    Two names that share digits alone are no misspellings of each other: `mi300x` and `b300` are of different makers.
+    """
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.55)
+    letters = {letter for letter in name.lower() if letter.isalpha()}
+    return [word for word in close if not letters or not letters.isdisjoint(word.lower())]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Advice for a misspelt name: the nearest known ones, or all when there are few, or none."""
+    """Advice for a misspelt name: the nearest known ones, or all when there are few, or nothing."""
     names = sorted(known)
     close = nearest(name, names)
     if close:

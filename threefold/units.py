@@ -28,3 +28,14 @@ def format_tokens(count: int) -> str:
     if count >= 1024 and count % 1024 == 0:
         return f"{count // 1024}K"
     return str(count)
+
+
+def format_number(value: float) -> str:
+    """45380.2 -> '45,380', 3.14159 -> '3.142': four digits at least, and no exponent for large numbers."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def format_many(count: int, noun: str) -> str:
+    """(1, 'rank') -> '1 rank', (4096, 'rank') -> '4096 ranks', (2, 'fix') -> '2 fixes'."""
+    plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{count} {noun}" + ("" if count == 1 else plural)

@@ -26,7 +26,7 @@ def test_check_warns_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("check", RECIPE, capsys=capsys)
     assert code == 0
     assert "warning[dp-at-floor]" in out
-    assert out.rstrip().endswith("0 errors, 1 warning")
+    assert out.rstrip().endswith("0 errors, 1 warning, 1 note")
 
 
 def test_check_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,9 +35,10 @@ def test_check_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 1
     assert set(said) == {"ok", "findings"}
     assert said["ok"] is False
-    assert set(said["findings"][0]) == {"rule", "severity", "at", "problem", "fix", "fix_data"}
+    assert set(said["findings"][0]) == {"rule", "severity", "at", "problem", "fix", "advice", "fix_data"}
     cure = next(f for f in said["findings"] if f["rule"] == "ep-divides-experts")
     assert cure["fix_data"] == {"layout.ep": 32}
+    assert cure["fix"] == "layout.ep=32"
 
 
 def test_check_fix_writes_a_plan_that_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -199,13 +200,21 @@ def test_without_output_the_exit_code_stays(words: list[str]) -> None:
 def test_bytes_that_are_no_text_are_a_finding(tmp_path: Path) -> None:
     out = tmp_path / "fixed.toml"
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    for word in (b"run.wandb=a\xff", b"job.data=a\xff", b"model=hf:a\xff", b"layout.a\xff=1"):
+    for word in (b"run.wandb=a\xff", b"job.data=a\xff", b"model=hf:a\xff"):
         words = [*COMMAND, "check", RECIPE, word, "--fix", str(out)]
         done = subprocess.run(words, cwd=ROOT, timeout=600, capture_output=True, env=strict)
         assert done.returncode == 1
         assert b"1 error" in done.stdout
-        assert not done.stderr
-        assert not out.exists()
+        assert out.exists() is not word.startswith(
+            b"model"
+        )  # what could be read is written, and that something was not
+        assert (b"was not written" in done.stderr) is not out.exists()
+        assert (b"could not be read" in done.stdout) is out.exists()
+        out.unlink(missing_ok=True)
+    words = [*COMMAND, "check", RECIPE, b"layout.a\xff=1", "--fix", str(out)]
+    done = subprocess.run(words, cwd=ROOT, timeout=600, capture_output=True, env=strict)
+    assert (done.returncode, done.stderr) == (0, b"")  # an unknown field is left out
+    assert b"applied: unknown-field" in done.stdout
 
 
 def test_the_door_loads_little() -> None:

@@ -307,7 +307,7 @@ def test_a_sweep_point_is_the_estimate_of_its_plan(capsys: pytest.CaptureFixture
         ("model=qwen3-30b-a3b,qwen4", "known-model"),
         ("layout.ep=auto", "no-free-field"),
         ("sequence_parallel=true,false", "known-value"),
-        ("bf16=true,false", "known-value"),
+        ("bf16=yes,no", "wrong-type"),
         ("moe_token_dispatcher_type=flex", "flex-needs-backend"),
     ],
 )

@@ -26,11 +26,12 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     assert "finished at step 2 of 2" in capsys.readouterr().out
     assert train(run, "job.steps=4") == 0  # a run may go on for longer
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # as in the terminal
+    assert "\nstep 4/4  loss " in capsys.readouterr().err
     contract = json.loads((run / "contract.json").read_text())
     assert contract["benchmark_only"] is True
     assert contract["torch"] == torch.__version__
-    assert [stretch["steady_steps"] for stretch in contract["timing"]] == [[1, 1], [3, 3]]  # half is warm-up here
+    assert [stretch["steady_steps"] for stretch in contract["timing"]] == [[2, 2], [4, 4]]  # half is warm-up here
     loads = json.loads((run / "loads.json").read_text())
     assert [sum(layer) for layer in loads] == [8 * 32 * 4] * 4  # sequences, tokens, experts of a token; four layers
     capsys.readouterr()
@@ -46,6 +47,14 @@ def test_a_run_trains_goes_on_and_samples(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "prompt-fits-vocab" in out
     assert "token 1999 of the prompt is beyond the model's vocabulary of 512" in out
+
+
+@pytest.mark.parametrize(("words", "is_benchmark"), [((), False), (("job.routing=forced-balance",), True)])
+def test_a_run_with_forced_routing_is_a_benchmark_only(
+    words: tuple[str, ...], is_benchmark: bool, tmp_path: Path
+) -> None:
+    assert train(tmp_path, "job.steps=1", "job.data=embedded", *words) == 0
+    assert json.loads((tmp_path / "contract.json").read_text())["benchmark_only"] is is_benchmark
 
 
 def test_a_run_whose_first_experts_are_recomputed(tmp_path: Path) -> None:

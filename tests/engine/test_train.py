@@ -506,7 +506,7 @@ def test_sigterm_saves_and_ends_well(start: Callable[..., BaseProcess], data: di
         assert process.exitcode == 0
         last = checkpoints(folder).steps()[-1]
         assert last > reached
-        assert [line["step"] for line in metrics(folder)] == list(range(last))
+        assert [line["step"] for line in metrics(folder)] == list(range(1, last + 1))
         assert newest(folder)[1]["step"] == last
         assert f"stopping behind step {last}, saving" in lines_of(said)
         if reached:

@@ -4,6 +4,7 @@ import datetime
 import json
 import random
 import re
+import shlex
 import string
 import tomllib
 from collections.abc import Sequence
@@ -17,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.fields import Field
-from threefold.findings import FindingsError
+from threefold.findings import FindingsError, as_override
 from threefold.layout.stages import format_stages
 from threefold.plan.explain import EXPLANATIONS
 from threefold.plan.file import dump_fields, dump_plan, parse_overrides, read_plan
-from threefold.plan.parse import Parsed, change, free_findings, parse
+from threefold.plan.parse import Parsed, change, free_findings, normalise, parse
 from threefold.plan.plan import Plan
 from threefold.plan.schema import plan_schema
 from threefold.plan.table import AUTO, FIELDS, FREE
@@ -529,7 +530,8 @@ def test_megatron_names_in_tables(path: Path) -> None:
     [
         ("model.recompute_granularity", "selective"),
         ("model.sequence_parallel", True),
-        ("bf16", False),
+        ("fp16", False),
+        ("moe_a2a_overlap", False),
         ("moe_flex_dispatcher_backend", "None"),
     ],
 )
@@ -542,7 +544,7 @@ def test_megatron_names_that_change_nothing(name: str, value: Any) -> None:
     [
         ("model.moe_router_force_load_balancing", "yes", "job.routing"),
         ("model.recompute_granularity", "fully", "knobs.recompute"),
-        ("bf16", "yes", "knobs.precision"),
+        ("bf16", "yes", "bf16"),
         ("optimizer_cpu_offload", "yes", "knobs.optimizer_offload"),
         ("moe_token_dispatcher_type", "allgather", "knobs.dispatcher"),
         ("model.recompute_modules", ["up"], "knobs.recompute"),
@@ -553,6 +555,92 @@ def test_megatron_names_are_checked_too(name: str, value: Any, path: str) -> Non
     parsed = parse({**QWEN, name: value})
     assert_refused(parsed)
     assert [finding.at for finding in parsed.findings] == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [
+        ({"bf16": True}, "bf16"),
+        ({"fp16": True}, "fp16"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": False, "fp16": False}, "fp32"),
+        ({"bf16": False}, "fp32"),
+        ({"bf16": True, "knobs.precision": "fp8-blockwise"}, "fp8-blockwise"),
+        ({"bf16": False, "knobs.precision": "fp32"}, "fp32"),
+        ({"fp16": True, "bf16": True}, None),
+        ({"bf16": False, "knobs.precision": "mxfp8"}, None),
+        ({"fp16": True, "knobs.precision": "bf16"}, None),
+    ],
+)
+def test_the_base_is_what_both_switches_say(given: dict[str, Any], precision: str | None) -> None:
+    parsed = parse({**QWEN, **given})
+    assert (parsed.plan.knobs.precision if parsed.plan else None) == precision
+    if precision is None:
+        assert rules_of(parsed) == [("one-value-per-field", "knobs.precision")]
+    over = parse({**QWEN, "knobs.precision": "mxfp8"}, {"model.bf16": True}).plan
+    assert over is not None
+    assert over.knobs.precision == "mxfp8"  # whose base is bf16
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("knobs.ep_overlap=True", True),
+        ("knobs.ep_overlap=false", False),
+        ("job.seq_len=32K", 32768),
+        ("job.seq_len=1M", 1048576),
+        ("job.seq_len=1.5k", 1536),
+        ("knobs.recompute=layernorm,moe_act", ("layernorm", "moe_act")),
+        ("knobs.recompute=[layernorm, moe_act]", ("layernorm", "moe_act")),
+        ('knobs.recompute=["layernorm", "moe_act"]', ("layernorm", "moe_act")),
+        ("knobs.recompute=['layernorm']", ("layernorm",)),
+        ("knobs.graphs=attn moe_router moe_preprocess", ("attn", "moe_router", "moe_preprocess")),
+        ("knobs.graphs=[]", ()),
+        ('knobs.cp_comm="a2a+p2p"', "a2a+p2p"),
+        ("knobs.cp_comm=p2p,a2a", ("p2p", "a2a")),
+        ("layout.vpp=null", 1),
+    ],
+)
+def test_values_are_read_as_people_write_them(text: str, value: Any) -> None:
+    fields, wrong = parse_overrides([text])
+    path = text.partition("=")[0]
+    plan = parse({**QWEN, "layout.pp": 2, "layout.vpp": 2}, fields).plan
+    assert not wrong
+    assert plan is not None
+    table, _, name = path.partition(".")
+    assert getattr(getattr(plan, table), name) == value
+
+
+@given(st.sampled_from(sorted(FIELDS)), st.data())
+def test_an_override_is_read_as_it_was_written(path: str, data: st.DataObject) -> None:
+    """Through a shell: what a fix says can be pasted."""
+    if path in ("model", "layout.stages", "job.data") or path.startswith("model."):
+        return
+    value = data.draw(values(FIELDS[path]))
+    words = shlex.split(as_override(path, value))
+    fields, wrong = parse_overrides(words)
+    assert not wrong
+    assert normalise(fields) == normalise({path: value})
+    json_fields, wrong = parse_overrides([f"{path}={json.dumps(value, ensure_ascii=False)}"])
+    assert not wrong
+    assert normalise(json_fields) == normalise({path: value})
+
+
+def test_what_could_be_read_is_judged_beside_what_could_not() -> None:
+    parsed = parse({**QWEN, "layout.ep": 7, "knobs.foo": 3, "knobs.precision": "fp9"})
+    assert parsed.plan is None
+    assert parsed.readable is not None
+    assert parsed.readable.layout.ep == 7
+    assert parsed.readable.knobs.precision == "bf16"
+    assert parse({**QWEN, "knobs.foo": 3}, {"knobs.foo": None}).plan is not None  # an override takes it back
+
+
+def test_a_misspelt_field_is_moved_to_its_name() -> None:
+    [finding] = parse({**QWEN, "layout.eep": 8}).findings
+    assert finding.fix_data == {"layout.eep": None, "layout.ep": 8}
+    moved = parse({**QWEN, "layout.eep": 8}, finding.fix_data).plan
+    assert moved is not None
+    assert moved.layout.ep == 8
 
 
 def test_flex_alone_is_refused() -> None:

@@ -57,5 +57,5 @@ def test_a_plan_goes_on_with_other_ranks_where_its_layout_allows() -> None:
     assert (changed.cluster.gpus, changed.layout.dp, changed.layout.edp) == (8, 4, 4)
     with pytest.raises(FindingsError, match=r"multiples of 2.*\n.*start 2 or 4 ranks"):
         on_ranks(plan, 3, rule_errors)
-    with pytest.raises(FindingsError, match="batch-divides-dp: 8 sequences do not divide by DP 3"):
+    with pytest.raises(FindingsError, match="batch-divides-dp: 8 sequences a step cannot be shared out by DP 3"):
         on_ranks(plan, 6, rule_errors)

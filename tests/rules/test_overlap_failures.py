@@ -15,19 +15,19 @@ from threefold.cli.overlap_ab import doubts
 from threefold.engine.verify.overlap_ab import VariantSummary
 from threefold.findings import Finding
 from threefold.plan.parse import change, parse
-from threefold.rules.all import check, explain
+from threefold.rules.all import check, explain, judge
 
 FLEX_ALONE = {**CLEAN, "knobs.dispatcher": None, "model.moe_token_dispatcher_type": "flex"}
 # symptom: (changes to a plan without findings, rule, where to look, what the fix says)
 TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "assert: EP": ({"layout.ep": 1}, "ep-overlap-needs-ep", "expert_model_parallel_size", "layout.ep above 1"),
+    "assert: EP": ({"layout.ep": 1}, "ep-overlap-needs-ep", "expert_model_parallel_size", "layout.ep="),
     "assert: dispatcher": (
         {"knobs.dispatcher": "local"}, "ep-overlap-dispatcher", "moe_token_dispatcher_type", "alltoall",
     ),
     "assert: BF16 or FP16": ({"knobs.precision": "fp32"}, "ep-overlap-base-dtype", "model.bf16", "bf16"),
     "hang": ({"stack.torch": "2.5.1"}, "ep-overlap-torch", "torch.__version__", "2.6.0"),
     "assert: VPP": (
-        {"layout.vpp": 1}, "ep-overlap-needs-vpp", "virtual_pipeline_model_parallel_size", "layout.vpp to 2",
+        {"layout.vpp": 1}, "ep-overlap-needs-vpp", "virtual_pipeline_model_parallel_size", "layout.vpp=2",
     ),
     "assert: recompute": (
         {"knobs.recompute": ["full"]}, "ep-overlap-excludes-full-recompute", "recompute_granularity", "knobs.recompute",
@@ -38,7 +38,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "assert: accumulation fusion": (
         {"knobs.graphs": ["attn"], "knobs.grad_accum_fusion": False},
-        "delay-wgrad-graph-fusion", "gradient_accumulation_fusion", "knobs.grad_accum_fusion to true",
+        "delay-wgrad-graph-fusion", "gradient_accumulation_fusion", "knobs.grad_accum_fusion=true",
     ),
     "assert: attention bias": (
         {"model": "gpt-oss-120b", "knobs.graphs": ["attn"]}, "delay-wgrad-graph-bias", "add_qkv_bias", "knobs.graphs",
@@ -54,7 +54,7 @@ def of_rule(findings: list[Finding], rule: str) -> list[Finding]:
 
 
 def test_without_the_change_nothing_is_wrong() -> None:
-    assert check(build(CLEAN)) == []
+    assert judge(build(CLEAN)) == []
 
 
 @pytest.mark.parametrize("symptom", TABLE)
@@ -62,7 +62,7 @@ def test_a_row_is_diagnosed(symptom: str) -> None:
     changes, rule, look, cure = TABLE[symptom]
     plan = build({**CLEAN, **changes})
     [finding] = of_rule(check(plan), rule)
-    assert finding.severity == "error"
+    assert finding.severity == ("warning" if rule == "dispatcher-supports-chip" else "error")  # a gate with a date
     assert cure in finding.fix_text
     said = explain(rule)
     assert said is not None

@@ -11,6 +11,7 @@ from repository import ROOT
 
 from threefold.cli.main import main
 from threefold.cost.estimate import estimate
+from threefold.cost.memory_ladder import selective_sets
 from threefold.findings import FindingsError
 from threefold.layout.stages import balance
 from threefold.plan.file import read_plan
@@ -18,7 +19,6 @@ from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
 from threefold.rules.all import check, errors
 from threefold.search.explore import is_last_resort, with_balanced_stages
-from threefold.search.knobs import selective_sets
 from threefold.search.neighbours import attempt
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import complexity, pareto, ranked

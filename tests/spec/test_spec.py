@@ -17,7 +17,7 @@ from threefold.spec.hf import READERS, model_from_config, model_from_dict
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec, RopeScaling, check_sizes
 from threefold.spec.models import MODELS
 from threefold.spec.params import Params, count_params
-from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, PRECISION, STACKS
+from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, LACKS, PRECISION, STACKS, bridge_lacks
 
 # transformers 5.22.2 models of the published configurations on the meta device, MTP not among them.
 EXACT = {
@@ -147,6 +147,12 @@ def read(model_type: str, **changes: Any) -> ModelSpec:
     return model_from_dict({"model_type": model_type, **CONFIGS[model_type], **changes}, model_type, "here")
 
 
+def read_text(model_type: str, **changes: Any) -> ModelSpec:
+    """With changes of the text model, which may be a table of its own."""
+    inner = CONFIGS[model_type].get("text_config")
+    return read(model_type, **({"text_config": {**inner, **changes}} if inner else changes))
+
+
 def test_there_is_a_configuration_for_each_reader() -> None:
     assert set(CONFIGS) == set(READERS) == set(TOTALS)
 
@@ -192,6 +198,43 @@ def test_configuration_and_catalogue_agree(model_type: str, name: str) -> None:
             assert mine == theirs
         elif isinstance(mine, GqaSpec):
             assert all(getattr(mine, part) == getattr(theirs, part) for part in same_shape)
+
+
+ACTIVATION_KEYS = {"gemma4": "hidden_activation", "nemotron_h": "mlp_hidden_act"}
+
+
+@pytest.mark.parametrize("model_type", [name for name in CONFIGS if name != "gpt_oss"])  # there transformers has one
+def test_no_family_ignores_its_activation(model_type: str) -> None:
+    key = ACTIVATION_KEYS.get(model_type, "hidden_act")
+    assert read_text(model_type).activation == read_text(model_type, **{key: None}).activation
+    found = read_text(model_type, **{key: "quick_gelu"})
+    assert found.activation == "quick_gelu"
+    assert read_text(model_type, **{key: "swish"}).activation == "silu"
+    for target, lacks in LACKS.items():
+        if found.family in STACKS[target].families:
+            assert any("'quick_gelu'" in problem for problem, _ in lacks(found)), target
+
+
+@pytest.mark.parametrize("model_type", [name for name in CONFIGS if name not in ("gemma4", "nemotron_h")])
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "linear"])
+def test_a_rotary_scaling_that_a_stack_has_not_is_said(model_type: str, kind: str) -> None:
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 4096}
+    found = read_text(model_type, rope_scaling=scaling, rope_parameters=None)
+    for target, lacks in LACKS.items():
+        if found.family in STACKS[target].families:
+            assert any(f"rotary scaling '{kind}'" in problem for problem, _ in lacks(found)), target
+
+
+def test_megatron_bridge_has_the_scaling_of_llama_for_llama_only() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    assert not list(bridge_lacks(read("llama", rope_scaling=scaling, hidden_act="gelu")))
+    assert list(bridge_lacks(read("qwen3", rope_scaling=scaling)))
+
+
+def test_models_of_the_catalogue_lack_nothing_where_their_family_runs() -> None:
+    for model in MODELS.values():
+        if model.family in STACKS["megatron-bridge"].families:
+            assert not list(bridge_lacks(model)), model.name
 
 
 def test_fields_known_by_hand() -> None:

@@ -1,15 +1,30 @@
 """`threefold check`: every finding about a plan at once."""
 
 import argparse
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.rehearse import verdict_of
-from threefold.findings import FindingsError, did_you_mean, in_order
+from threefold.findings import Finding, FindingsError, as_overrides, did_you_mean, in_order
 from threefold.plan.file import dump_plan
+from threefold.plan.parse import Parsed
 from threefold.plan.plan import Plan
-from threefold.rules.all import RULES, blockers, check, explain, known_slugs, repair
+from threefold.rules.all import (
+    RULES,
+    blockers,
+    errors,
+    explain,
+    judge,
+    known_slugs,
+    raised_by,
+    repair,
+    severity_of,
+    with_fixes,
+)
+from threefold.units import format_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +44,17 @@ def run(args: argparse.Namespace) -> int:
         print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
         return 2
     parsed, findings = plan_from(args)
-    plan = parsed.plan
-    if plan is not None and args.fix:
-        plan = _fixed(args, plan)
-        if plan is None:
-            return 1
+    if args.fix and parsed.readable is None:
+        parsed, findings = _made_readable(args, findings)
+    plan = parsed.plan or parsed.readable
     if plan is None:
-        return print_findings(findings, args.json)
-    found = [*findings, *check(plan)]
+        return _not_written(args, findings)
+    if args.fix:
+        fixed = _fixed(args, plan, findings)
+        if fixed is None:
+            return 1
+        plan, findings = fixed
+    found = with_fixes(plan, [*findings, *judge(plan, notes=not errors(findings))])
     if args.rehearse and not blockers(found):
         try:
             found += verdict_of(plan)
@@ -52,9 +70,34 @@ def run(args: argparse.Namespace) -> int:
     return print_findings(in_order(found), args.json)
 
 
-def _fixed(args: argparse.Namespace, plan: Plan) -> Plan | None:
-    """Written and told; None where it cannot be written."""
-    fixed, applied = repair(plan)
+_MAKES_A_PLAN = (
+    "known-model",
+    "no-free-field",
+)  # findings without which there is a plan, for other fixes to be tried on
+
+
+def _made_readable(args: argparse.Namespace, findings: list[Finding]) -> tuple[Parsed, list[Finding]]:
+    """The plan read again with the fixes of what keeps it from being one: a misspelt model, fields left free."""
+    for finding in findings:
+        if finding.rule in _MAKES_A_PLAN and finding.fix:
+            args.overrides += [f"{path}={json.dumps(value)}" for path, value in finding.fix.items()]
+            if not args.json:
+                print(f"applied: {finding.rule}: {as_overrides(finding.fix)}")
+    return plan_from(args)
+
+
+def _not_written(args: argparse.Namespace, findings: list[Finding]) -> int:
+    """Where nothing can be judged, because no model is known, nothing can be fixed either."""
+    if args.fix:
+        print(f"threefold check: {args.fix} was not written: there is no plan to fix", file=sys.stderr)
+    untried = [one if one.rule in _MAKES_A_PLAN else replace(one, fix=None) for one in findings]
+    return print_findings(untried, args.json)
+
+
+def _fixed(args: argparse.Namespace, plan: Plan, findings: list[Finding]) -> tuple[Plan, list[Finding]] | None:
+    """The plan with its fixes, written and told, and what of parsing is left; None where it cannot be written."""
+    fixed, applied = repair(plan, findings)
+    left = [one for one in findings if (one.rule, one.at) not in {(done.rule, done.at) for done in applied}]
     try:
         Path(args.fix).write_text(dump_plan(fixed), encoding="utf-8")
     except OSError as error:
@@ -62,21 +105,26 @@ def _fixed(args: argparse.Namespace, plan: Plan) -> Plan | None:
         return None
     if not args.json:
         for finding in applied:
-            print(f"applied: {finding.rule}: {finding.fix_data}")
-        print(f"wrote {args.fix} with {len(applied)} fixes")
-    return fixed
+            print(f"applied: {finding.rule}: {as_overrides(finding.fix or {})}")
+        unread = [finding.at for finding in errors(left)]
+        without = f", without {', '.join(unread)}, which could not be read" if unread else ""
+        print(f"wrote {args.fix} with {format_many(len(applied), 'fix')}{without}")
+    return fixed, left
 
 
 def _explain(slug: str) -> int:
     said = explain(slug)
     if said is None:
-        print(f"threefold check: no rule {slug!r}; {did_you_mean(slug, known_slugs())}", file=sys.stderr)
+        near = did_you_mean(slug, known_slugs()) or "`threefold rules` lists them"
+        print(f"threefold check: no rule {slug!r}; {near}", file=sys.stderr)
         return 2
     rule = RULES.get(slug)
-    head = f"{slug} ({rule.severity}; target: {rule.target})" if rule else f"{slug} (error; making or running the plan)"
-    print(f"{head}\n\n{said.what}\n\nwhy      {said.why}\nconfirm  {said.confirm}\nfix      {said.fix}")
+    raised = f"target: {rule.target}" if rule else f"raised by {raised_by(slug)}"
+    lines = [f"{slug} ({severity_of(slug)}; {raised})", "", said.what, ""]
+    lines += [f"why      {said.why}", f"confirm  {said.confirm}", f"fix      {said.fix}"]
+    print("\n".join(lines))
     if rule and rule.follows:
         print(f"follows  {rule.follows}")
     if rule and rule.rows:
-        print(f"rows     {' '.join(rule.rows)}")
+        print(f"rows     {' '.join(rule.rows)} (docs/coverage.md)")
     return 0

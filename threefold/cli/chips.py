@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from threefold.report.terminal import table
 from threefold.spec.chips import CHIPS, ChipSpec
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.json:
-        json.dump([dataclasses.asdict(chip) for chip in CHIPS.values()], sys.stdout, indent=2)
+        json.dump([_facts(chip) for chip in CHIPS.values()], sys.stdout, indent=2)
         print()
         return 0
     header = [
@@ -42,6 +43,10 @@ def run(args: argparse.Namespace) -> int:
     for chip in CHIPS.values():
         print(f"  {chip.name:6} sources: {'; '.join(f'{what}: {source}' for what, source in chip.sources.items())}")
     return 0
+
+
+def _facts(chip: ChipSpec) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(chip).items() if name != "measured_rates"}
 
 
 def _row(chip: ChipSpec) -> list[str]:

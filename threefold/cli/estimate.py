@@ -10,7 +10,6 @@ from threefold.cli.rehearse import shares_from, skew_problem
 from threefold.cost.chip_file import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.layer_work import expert_skew
-from threefold.cost.rates import calibration
 from threefold.cost.traffic.by_stack import traffic
 from threefold.findings import in_order
 from threefold.plan.plan import Plan
@@ -42,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
         findings = in_order([*findings, *more])
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
-    plan, rates = parsed.plan, None
+    plan = parsed.plan
     if chip_file:
-        if wrong := chip_file.mismatch(plan):
+        if wrong := chip_file.mismatch(plan.cluster.chip):
             return print_findings(wrong, args.json)
-        plan, rates = chip_file.applied(plan), chip_file.rates_over(calibration(plan.target).rates)
+        plan = chip_file.applied(plan)
     found = check(plan)
     if blockers(found):  # the estimate of an impossible plan misleads
         return print_findings(in_order([*findings, *found]), args.json)
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if problem:
         print(f"threefold estimate: {problem}", file=sys.stderr)
         return 2
-    guess, ledger = estimate(plan, rates, skew), traffic(plan, skew)
+    guess, ledger = estimate(plan, skew=skew), traffic(plan, skew)
     overfull = [finding for finding in found if finding.rule in PREDICTED]
     if args.json:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}

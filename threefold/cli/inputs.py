@@ -37,12 +37,14 @@ def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Pars
     extra = [f'target="{args.target}"'] if args.target else []
     parsed = read_plan(args.plan, [*args.overrides, *extra])
     findings = [*parsed.findings, *free_findings(parsed.free)]
-    if parsed.plan is not None and not keep_budget:
+    if parsed.readable is not None and not keep_budget:
         try:
-            plan, more = resolve_recompute(resolve_exchange(parsed.plan))
+            plan, more = resolve_recompute(resolve_exchange(parsed.readable))
         except FindingsError as error:
-            return replace(parsed, plan=None), in_order([*findings, *error.findings])
-        parsed, findings = replace(parsed, plan=plan), [*findings, *more]
+            bare = change(parsed.readable, {"knobs.recompute": None})  # for rules to judge the rest
+            return replace(parsed, plan=None, readable=bare), in_order([*findings, *error.findings])
+        parsed = replace(parsed, plan=plan if parsed.plan else None, readable=plan)
+        findings += more
     return parsed, in_order(findings)
 
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if plan is None:
         return print_findings(findings, args.json, beside)
     options = Options(args.time, args.partition, args.account, args.container, args.max_restarts, args.notice, args.run)
-    blocking = [*errors(promoted(check(plan))), *faults(plan, options)]
+    blocking = [*errors(promoted(check(plan, notes=False))), *faults(plan, options)]
     if blocking:
         return print_findings(in_order(blocking), args.json, beside)
     words = [args.plan, *args.overrides, *(["--target", args.target] if args.target else [])]

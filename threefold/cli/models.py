@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from threefold.findings import did_you_mean
@@ -21,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.name and args.name not in MODELS:
-        print(f"threefold models: no model {args.name!r}; {did_you_mean(args.name, MODELS)}", file=sys.stderr)
+        advice = did_you_mean(args.name, MODELS) or "`threefold models` lists those that are known"
+        print(f"threefold models: no model {args.name!r}; {advice}", file=sys.stderr)
         return 2
     chosen = [MODELS[args.name]] if args.name else list(MODELS.values())
     if args.json:
@@ -65,11 +67,29 @@ def _row(model: ModelSpec) -> list[str]:
 
 def _details(model: ModelSpec) -> str:
     params = count_params(model)
-    facts = {k: v for k, v in dataclasses.asdict(model).items() if v not in (None, "", ()) and k != "pattern"}
-    counts = {f.name: format_count(getattr(params, f.name)) for f in dataclasses.fields(params)}
-    lines = [f"{name:18} {value}" for name, value in facts.items()]
+    facts = {name: value for name, value in dataclasses.asdict(model).items() if name != "pattern"}
     layers = "".join(
         {"attention": "t", "window": "w", "delta": "d", "mamba": "M", "none": "-"}[x.mixer] for x in model.layers
     )
     totals = f"total {params.main:,}  active {params.active:,}  mtp {params.mtp:,}"
-    return "\n".join([*lines, f"{'mixers':18} {layers}", f"{'parameters':18} {totals}", f"{'by part':18} {counts}"])
+    parts = [f"{f.name} {format_count(getattr(params, f.name))}" for f in dataclasses.fields(params)]
+    rows = [*_lines(facts), ("mixers", layers), ("parameters", totals), ("by part", "  ".join(parts))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}} {value}" for name, value in rows)
+
+
+def _lines(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values for people: a part of a part is a line `attention.num_heads`, and what is absent is left out."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}{name}.")
+        elif value not in (None, "", ()):
+            yield f"{prefix}{name}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_text, value))
+    return f"{value:,.15g}" if isinstance(value, float) else str(value)

@@ -10,11 +10,12 @@ from typing import Any
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, print_findings
 from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
+from threefold.cost.chip_file import read_chip_file
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise, parse
 from threefold.plan.plan import Plan
-from threefold.plan.table import AUTO
+from threefold.plan.table import AUTO, FIELDS
 from threefold.report.search import search_text
 from threefold.rules.all import errors
 from threefold.rules.stacks import target_for
@@ -31,6 +32,12 @@ FLAGS = {
     "target": "target",
 }
 NEEDED = ("model", "chip", "gpus", "seq_len")
+# What a reader of a plan asks first: always in the file that is written, also at its default.
+STATED = (
+    *("target", "cluster.chip", "cluster.gpus", "job.seq_len", "job.global_batch", "job.micro_batch"),
+    *(f"layout.{axis}" for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")),
+    "knobs.precision",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         target="plan for this stack (default: threefold where our engine trains the model, else megatron-bridge)",
     )
     parser.add_argument("--model", metavar="M", help="a model name, or hf:path of a config.json")
-    parser.add_argument("--chip", metavar="C", help="a chip name")
+    parser.add_argument("--chip", metavar="C", help="a chip name (default: that of --chip-file)")
+    parser.add_argument("--chip-file", metavar="FILE", help="facts and rates of your own machine (TOML)")
     parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs in all, or auto for as few as work")
-    parser.add_argument("--seq-len", metavar="S", type=int, help="tokens in a sequence")
+    parser.add_argument("--seq-len", metavar="S", type=_tokens, help="tokens in a sequence, such as 4096 or 32K")
     parser.add_argument(
         "--global-batch", metavar="B", type=int, help="sequences a step (default: 4M tokens, 16M from 128 GPUs)"
     )
@@ -67,16 +75,24 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.plan and "=" in args.plan and not Path(args.plan).exists():
         args.plan, args.overrides = None, [args.plan, *args.overrides]
+    chip_file, unread = read_chip_file(args.chip_file) if args.chip_file else (None, [])
+    if unread:
+        return print_findings(in_order(unread), args.json)
+    if chip_file and args.plan is None:
+        args.chip = args.chip or chip_file.spec.name
     missing = [f"--{name.replace('_', '-')}" for name in NEEDED if getattr(args, name) is None]
     if args.plan is None and missing:
         print(f"threefold plan: give a draft file, or {', '.join(missing)}", file=sys.stderr)
         return 2
     fields, findings = _draft(args)
+    if chip_file and not errors(findings):
+        findings += chip_file.mismatch(fields.get("cluster.chip", FIELDS["cluster.chip"].default))
     if errors(findings):
         return print_findings(in_order(findings), args.json)
     fields, why = with_defaults(fields)
+    measured = chip_file.spec if chip_file else None
     try:
-        found = search(fields, args.top, _progress if sys.stderr.isatty() else None)
+        found = search(fields, args.top, _progress if sys.stderr.isatty() else None, measured)
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     finally:
@@ -93,6 +109,11 @@ def _count(text: str) -> int | str:
     return AUTO if text == AUTO else int(text)
 
 
+def _tokens(text: str) -> int | str:
+    """A number, or what a plan file may say instead, such as 32K."""
+    return int(text) if text.isdecimal() else text
+
+
 def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
     """The fields of the draft, the flags and the overrides, with the defaults of this verb."""
     said = {path: getattr(args, name) for name, path in FLAGS.items()}
@@ -103,7 +124,7 @@ def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
         findings = [*parsed.findings, *wrong]
     else:
         overrides, bad = parse_overrides(args.overrides)
-        given, more = normalise(overrides)
+        given, more = normalise({path: value for path, value in overrides.items() if value is not None})  # null: free
         fields, findings = {**flags, **given}, [*wrong, *bad, *more]
     return fields, findings
 
@@ -159,7 +180,7 @@ def _next_command(out: str | None, plan: Plan) -> str:
 
 def _write(path: str, plan: Plan) -> int:
     try:
-        Path(path).write_text(dump_plan(plan), encoding="utf-8")
+        Path(path).write_text(dump_plan(plan, stating=STATED), encoding="utf-8")
     except OSError as error:
         print(f"threefold plan: cannot write {path}: {error.strerror}", file=sys.stderr)
         return 1

@@ -30,7 +30,7 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     if plan.target != OUR_ENGINE:
         said.append(f"target: Threefold's own engine is rehearsed, not {plan.target}, for which the plan is")
     plan = for_our_engine(plan)
-    for finding in [f for f in check(plan) if f.rule in ENGINE_LIMITS and f.fix_data]:
+    for finding in [f for f in check(plan, notes=False) if f.rule in ENGINE_LIMITS and f.fix_data]:
         plan = change(plan, finding.fix_data or {})
         said.append(f"{finding.at}: {finding.problem}")
     if plan.job.packing:
@@ -40,7 +40,9 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
         plan = change(plan, {"job.dynamic_length": None})
         said.append("job.dynamic_length: every microbatch has its full length")
     # Whether it fits is for the rehearsal to say, and where the memory goes if it does not.
-    if wrong := [finding for finding in blockers(promoted(check(plan))) if finding.rule != "states-fit-memory"]:
+    if wrong := [
+        finding for finding in blockers(promoted(check(plan, notes=False))) if finding.rule != "states-fit-memory"
+    ]:
         raise FindingsError(in_order(wrong))
     return plan, said
 

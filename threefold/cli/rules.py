@@ -1,34 +1,84 @@
-"""`threefold rules`: the registry."""
+"""`threefold rules`: every finding there is, by its slug."""
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from textwrap import wrap
 
+from threefold.findings import Explanation
 from threefold.report.terminal import table
-from threefold.rules.all import RULES
+from threefold.rules.all import RULES, explain, known_slugs, raised_by, severity_of
+
+PAGE = "docs/reference/findings.md"
+WIDTH = 118  # of its lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--markdown", action="store_true", help=f"the page that explains each ({PAGE})")
 
 
 def run(args: argparse.Namespace) -> int:
-    rules = sorted(RULES.values(), key=lambda rule: (rule.home, rule.slug))
+    slugs = sorted(known_slugs(), key=lambda slug: (raised_by(slug), RULES[slug].home if slug in RULES else "", slug))
+    if args.markdown:
+        print(page(slugs))
+        return 0
     if args.json:
-        listing = [
-            {
-                "rule": rule.slug,
-                "severity": rule.severity,
-                "target": rule.target,
-                "what": rule.explanation.what,
-                "rows": list(rule.rows),
-            }
-            for rule in rules
-        ]
-        json.dump(listing, sys.stdout, indent=2)
+        json.dump([_entry(slug) for slug in slugs], sys.stdout, indent=2)
         print()
         return 0
-    rows = [[rule.slug, rule.severity, rule.target, rule.explanation.what] for rule in rules]
-    print(table(["rule", "severity", "target", "what it holds"], rows))
-    print(f"\n{len(rules)} rules. `threefold check --explain RULE` says why, how to confirm and how to fix.")
+    rows = [[slug, severity_of(slug), _target(slug), raised_by(slug), _explained(slug).what] for slug in slugs]
+    print(table(["slug", "severity", "target", "raised by", "what should hold"], rows))
+    count = f"{len(RULES)} rules, {len(slugs) - len(RULES)} findings of reading and running"
+    print(f"\n{count}. `threefold check --explain SLUG` says why, how to confirm and how to fix; {PAGE} has them all.")
     return 0
+
+
+def page(slugs: list[str]) -> str:
+    """All explanations as a page of Markdown."""
+    return "\n".join(["# Findings", "", *_INTRODUCTION, *(line for slug in slugs for line in _section(slug))])
+
+
+_INTRODUCTION = (
+    "Every finding that Threefold raises, by its slug. `threefold rules --markdown` writes this page, and",
+    "`threefold check --explain SLUG` prints one entry. An error cannot run, a warning is doubtful, and a note says",
+    "what the estimate sees and what a change would gain.",
+)
+
+
+def _section(slug: str) -> Iterator[str]:
+    said, rule = _explained(slug), RULES.get(slug)
+    yield from ("", f"## {slug}", "", f"{severity_of(slug)}, raised by {raised_by(slug)}; target: {_target(slug)}", "")
+    points = {"What should hold": said.what, "Why": said.why, "Confirm": said.confirm, "Fix": said.fix}
+    if rule and rule.follows:
+        points["Follows"] = rule.follows
+    if rule and rule.rows:
+        points["Rows of docs/coverage.md"] = " ".join(rule.rows)
+    for name, text in points.items():
+        yield from wrap(
+            f"- {name}: {text}", WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        )
+
+
+def _entry(slug: str) -> dict[str, object]:
+    rule = RULES.get(slug)
+    return {
+        "rule": slug,
+        "severity": severity_of(slug),
+        "target": _target(slug),
+        "raised_by": raised_by(slug),
+        "what": _explained(slug).what,
+        "page": f"{PAGE}#{slug}",
+        "rows": list(rule.rows) if rule else [],
+    }
+
+
+def _target(slug: str) -> str:
+    return RULES[slug].target if slug in RULES else "both"
+
+
+def _explained(slug: str) -> Explanation:
+    said = explain(slug)
+    assert said is not None
+    return said

@@ -28,13 +28,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"threefold show: --rank {args.rank} is not one of 0 to {plan.layout.gpus - 1}", file=sys.stderr)
         return 2
     if not plan.layout.fits_ranks:  # without whole grids there is nothing to draw
-        return print_findings(check(plan), args.json)
+        return print_findings(check(plan, notes=False), args.json)
     if args.json:
         json.dump(_as_json(plan, args.rank), sys.stdout, indent=2)
         print()
     else:
         print(_as_text(plan, args.rank))
-    found = errors(check(plan))
+    found = errors(check(plan, notes=False))
     if found and not args.json:
         print(f"\n{len(found)} errors: see `threefold check`")
     return 1 if found else 0

@@ -14,7 +14,8 @@ from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, on_ranks, rank_environment
-from threefold.rules.all import check, errors, promoted
+from threefold.rules.all import check, errors, judge, promoted
+from threefold.units import format_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +81,8 @@ def _run(args: argparse.Namespace, place: RankEnvironment | None) -> int:
         return print_findings(findings, args.json)
     ranks = place.size if place else args.nproc or given.cluster.gpus
     # Whatever stack the plan is for, it is judged by the limits of the engine that runs it.
-    plan = on_ranks(for_our_engine(given), ranks, lambda candidate: errors(check(candidate)))
-    blocking = errors(promoted(check(plan)))
+    plan = on_ranks(for_our_engine(given), ranks, lambda candidate: errors(judge(candidate)))
+    blocking = errors(promoted(check(plan, notes=False)))
     if place.rank == 0 if place else ranks == 1 or blocking:  # an agent leaves it to its first rank
         _say_changes(given, plan)
     if blocking:
@@ -98,7 +99,9 @@ def _say_changes(given: Plan, plan: Plan) -> None:
     if plan.target != given.target:
         write_and_flush(sys.stderr, f"target: {given.target}; it is this engine that trains\n")
     if plan.cluster.gpus != given.cluster.gpus:
-        write_and_flush(sys.stderr, f"on {plan.cluster.gpus} ranks, where the plan says {given.cluster.gpus}\n")
+        write_and_flush(
+            sys.stderr, f"on {format_many(plan.cluster.gpus, 'rank')}, where the plan says {given.cluster.gpus}\n"
+        )
 
 
 def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
@@ -125,7 +128,7 @@ def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
         finding = Finding(
             rule="ranks-start-here",
             at="cluster.gpus",
-            problem=f"{ranks} ranks of one {plan.cluster.chip} each; this machine shows {here}",
+            problem=f"{format_many(ranks, 'rank')} of one {plan.cluster.chip} each; this machine shows {here}",
             advice="start them on the cluster: `threefold launch --slurm` writes a script, --torchrun the commands",
         )
         return print_findings([finding], args.json)

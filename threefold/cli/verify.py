@@ -19,6 +19,7 @@ from threefold.plan.plan import Plan
 from threefold.plan.scale import MAX_RANKS, scale_down
 from threefold.report.layout import grids_text
 from threefold.rules.all import blockers, check, errors, promoted
+from threefold.units import format_many
 
 WORDS = (
     "loss of every step",
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(findings, args.json)
     # The plan as given: its shrunk version may be legal where it is not.
     plan = for_our_engine(plan)
-    refused = [finding for finding in blockers(promoted(check(plan))) if finding.rule not in ELSEWHERE]
+    refused = [finding for finding in blockers(promoted(check(plan, notes=False))) if finding.rule not in ELSEWHERE]
     if refused:
         return print_findings(in_order(refused), args.json)
     replaced: list[str] = []
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if plan.job.routing == "forced-balance":  # experts by how tokens lie on ranks, which is not how they lie on one
         plan = change(plan, {"job.routing": None})
         replaced.append("forced balance by learned routing")
-    blocking = [*errors(check(plan)), *_too_large(plan)]
+    blocking = [*errors(check(plan, notes=False)), *_too_large(plan)]
     if blocking:
         return print_findings(in_order(blocking), args.json)
     try:
@@ -100,5 +101,5 @@ def run(args: argparse.Namespace) -> int:
 def _too_large(plan: Plan) -> list[Finding]:
     if plan.layout.gpus <= MAX_RANKS and plan.model.dim <= 4096:
         return []
-    problem = f"{plan.layout.gpus} ranks of {plan.model.name} do not run here"
+    problem = f"{format_many(plan.layout.gpus, 'rank')} of {plan.model.name} do not run here"
     return [Finding("cluster.gpus", problem, advice="add --scale-down", rule="verify-fits-here")]

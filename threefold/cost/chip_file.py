@@ -10,7 +10,7 @@
     gemm = 0.74
 
 Every table is optional. Rates that are fractions of a peak refer to the peaks of the same file. `threefold estimate
---chip-file FILE` reads such a file.
+--chip-file FILE` and `threefold plan --chip-file FILE` read such a file.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.cost.rates import Rates
-from threefold.findings import Finding, did_you_mean, nearest, one_of, shown
+from threefold.findings import Finding, did_you_mean, nearest, shown
 from threefold.plan.file import load_toml
 from threefold.plan.plan import Plan
 from threefold.spec.chips import CHIPS, ChipSpec
@@ -32,10 +32,9 @@ SMALLEST, LARGEST = 1e-9, 1e18  # bounds of any number in a chip file: seconds, 
 
 @dataclass(frozen=True, slots=True)
 class ChipFile:
-    """A chip as it was measured, and the rates that were measured with it."""
+    """A chip as it was measured."""
 
-    spec: ChipSpec  # the shipped facts with the measured ones in place of them
-    rates: Mapping[str, Any]  # names and values of `Rates` that were measured
+    spec: ChipSpec  # the shipped facts with the measured ones in place of them, and the rates that were measured
 
     def applied(self, plan: Plan) -> Plan:
         """The plan on the measured chip."""
@@ -43,13 +42,13 @@ class ChipFile:
 
     def rates_over(self, shipped: Rates) -> Rates:
         """The shipped rates with the measured ones in place of them."""
-        return replace(shipped, **self.rates)
+        return replace(shipped, **self.spec.measured_rates)
 
-    def mismatch(self, plan: Plan) -> list[Finding]:
-        """A finding where the file describes another chip than the plan runs on."""
-        if plan.cluster.chip == self.spec.name:
+    def mismatch(self, chip: str) -> list[Finding]:
+        """A finding where the file describes another chip than the one that a plan names."""
+        if chip == self.spec.name:
             return []
-        problem = f"the plan runs on {plan.cluster.chip}, the chip file describes {self.spec.name}"
+        problem = f"the plan runs on {chip}, the chip file describes {self.spec.name}"
         fix = {"cluster.chip": self.spec.name}
         return [Finding(rule="known-value", at="chip", problem=problem, fix=fix, advice="or leave the chip file out")]
 
@@ -77,8 +76,11 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
     if "memory_bytes" in facts:
         facts["memory_bytes"] = round(facts["memory_bytes"])
     sources = {**shipped.sources, "measured": measured or f"{Path(path).name}, without a date"}
-    spec = replace(shipped, **facts, peak_flops={**shipped.peak_flops, **peaks}, sources=sources)
-    return ChipFile(spec, {**rates, **({"drift": drift} if drift else {})}), []
+    measured_rates = {**rates, **({"drift": drift} if drift else {})}
+    peak_flops = {**shipped.peak_flops, **peaks}
+    return ChipFile(
+        replace(shipped, **facts, peak_flops=peak_flops, sources=sources, measured_rates=measured_rates)
+    ), []
 
 
 def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:
@@ -90,7 +92,7 @@ def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:
         findings.append(_wrong_type("chip", name, "text: a chip name"))
     else:
         near = nearest(name.lower(), CHIPS)
-        fix, advice = ({"chip": one_of(*near)}, "") if near else (None, did_you_mean(name, CHIPS))
+        fix, advice = ({"chip": near[0]}, "") if near else (None, did_you_mean(name, CHIPS))
         problem = f"no chip named {name!r}"
         findings.append(Finding(rule="known-value", at="chip", problem=problem, fix=fix, advice=advice))
     return None

@@ -8,7 +8,7 @@ resolves the plans that people write, and `search/price.py` the plans that a sea
 from dataclasses import replace
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.rates import Rates, calibration
+from threefold.cost.rates import Rates, rates_of
 from threefold.cost.time.layer import layer_time
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -34,7 +34,7 @@ def resolve_exchange(plan: Plan) -> Plan:
     """The plan with its exchange written down. Expanded heads that do not fit lose against latents that do."""
     if not has_open_exchange(plan):
         return plan
-    name = cheaper_exchange(plan, calibration(plan.target).rates)
+    name = cheaper_exchange(plan, rates_of(plan))
     if name == "expanded" and not _fits(plan, name) and _fits(plan, "latents"):
         name = "latents"
     return change(plan, {"knobs.cp_exchange": name})

@@ -14,7 +14,7 @@ from typing import Any
 
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import Memory
-from threefold.cost.rates import Calibration, Rates, calibration, peak_flops
+from threefold.cost.rates import Calibration, Rates, calibration, peak_flops, rates_of
 from threefold.cost.time.step import StepTime, step_time
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
@@ -94,7 +94,7 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
     """Predict one plan. `rates` replace the shipped calibration; `skew` is the busiest expert rank's load over the
     balanced load."""
     basis = calibration(plan.target)
-    used = rates or basis.rates
+    used = rates or rates_of(plan)
     need = memory(plan, skew)
     spent = step_time(plan, used, skew)
     per_gpu = plan.tokens_per_step / spent.step_seconds / plan.layout.gpus
@@ -129,14 +129,14 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
 
 def gain(plan: Plan, other: Plan) -> float:
     """By how much faster `other` is predicted to train than `plan`, as a fraction."""
-    seconds = [step_time(one, calibration(one.target).rates).step_seconds for one in (plan, other)]
+    seconds = [step_time(one, rates_of(one)).step_seconds for one in (plan, other)]
     return seconds[0] / seconds[1] * other.tokens_per_step / plan.tokens_per_step - 1
 
 
 def time_band(plan: Plan) -> float:
     """The relative error of the step time: twice as wide where no run like the plan was seen."""
     basis = calibration(plan.target)
-    return basis.band * (1 if _is_calibrated(plan, basis, basis.rates) else 2)
+    return basis.band * (1 if _is_calibrated(plan, basis, rates_of(plan)) else 2)
 
 
 def memory_band(plan: Plan, used: Rates | None = None) -> float:
@@ -146,7 +146,7 @@ def memory_band(plan: Plan, used: Rates | None = None) -> float:
     rehearsals of plans of every kind are behind its band.
     """
     basis = calibration(plan.target)
-    sure = not basis.rows or _is_calibrated(plan, basis, used or basis.rates)
+    sure = not basis.rows or _is_calibrated(plan, basis, used or rates_of(plan))
     return basis.memory_band * (1 if sure else 2)
 
 

@@ -2,8 +2,8 @@
 
 A format without kernels is emulated: numbers are rounded as the format does and multiplied in fp32, which gives the
 right numbers at the speed of bf16 at best. Routed experts have kernels in fewer cases than dense layers, because
-kernels that run one expert at a time want numbers of rows that routing seldom gives. `rules/precision.py` warns of
-emulation, `search/` avoids it, and `time/` prices it.
+kernels that run one expert at a time want numbers of rows that routing seldom gives. `rules/knobs/precision.py` warns
+of emulation, `search/` avoids it, and `time/` prices it.
 """
 
 from dataclasses import replace

@@ -83,6 +83,12 @@ def calibration(stack: str) -> Calibration:
     )
 
 
+def rates_of(plan: Plan) -> Rates:
+    """The rates that a plan is priced with: those of its stack, with those of a chip file in place of them."""
+    shipped, measured = calibration(plan.target).rates, plan.chip.measured_rates
+    return replace(shipped, **measured) if measured else shipped
+
+
 def rates_from(data: dict[str, Any]) -> Rates:
     """The default rates with the known names of a table in place of theirs."""
     known = {f.name for f in fields(Rates)}

@@ -25,6 +25,7 @@ from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.plan.scale import is_small, scale_ranks
+from threefold.units import format_many
 
 Say = Callable[[str], None]
 STAGES = "stages"
@@ -158,7 +159,7 @@ def _select_ranks(plan: Plan, ranks: Sequence[int] | str, loads: ExpertLoads | N
         return [(first * layout.stride("pp") + offset, stages) for first, stages in distinct_stages(plan).items()]
     missing = [rank for rank in ranks if not 0 <= rank < layout.gpus]
     if missing:
-        problem = f"rank {missing[0]} of {layout.gpus} ranks"
+        problem = f"rank {missing[0]} of {format_many(layout.gpus, 'rank')}"
         advice = f"name ranks from 0 to {layout.gpus - 1}, {STAGES} or {ALL}"
         raise FindingsError([Finding(rule="rehearsal-has-rank", at="--ranks", problem=problem, advice=advice)])
     return [(rank, [layout.coordinate("pp", rank)]) for rank in dict.fromkeys(ranks)]

@@ -6,6 +6,7 @@ peak memory as a whole step. For example, 1F1B on the first of four stages has f
 a step has.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -60,29 +61,40 @@ def _num_microbatches_to_peak(plan: Plan, stage: int) -> int:
 
 def _peak_load(
     plan: Plan, stage: int, num_microbatches: int, has_grad_buffers: bool = True
-) -> tuple[int, tuple[int, ...], int]:
+) -> tuple[int, tuple[int, ...], int, int]:
     """How much a pipeline rank holds when it holds most.
 
     Returns the highest number of layers, summed over the microbatches in flight; the microbatches in flight of each
-    chunk at that moment; and the highest number of layers if those with a delayed weight gradient count too.
+    chunk at that moment; with virtual stages the tensors that were sent and are not yet freed then; and the highest
+    number of layers if those with a delayed weight gradient count too.
     """
     layout = plan.layout
     chunks = chunks_on_rank(plan, stage)
     num_layers = {number: _num_layers(plan.chunks[number]) for number in chunks}
+    sent: Counter[tuple[int, int]] = Counter()  # hidden states and gradients, by the two chunks
     in_flight, with_gradients = dict.fromkeys(chunks, 0), set(chunks if has_grad_buffers else ())
-    most: tuple[int, tuple[int, ...]] = (0, ())
+    most: tuple[int, tuple[int, ...], int] = (0, (), 0)
     actions: PipelineActions = _schedule_actions(layout.pipeline_schedule, layout.pp, layout.vpp, num_microbatches)
     delayed, most_with_delayed = 0, 0
     for change, chunk, delayed_change in _changes(actions[stage]):
         in_flight[chunk] += change
+        if layout.vpp > 1 and change:
+            sent[chunk, chunk + change] += 1
         delayed += delayed_change * num_layers[chunk]
         if delayed_change < 0 or (change < 0 and not delayed_change):  # the chunk's weights have gradients from now on
             with_gradients.add(chunk)
         if len(with_gradients) == len(chunks):
             layers = sum(num_layers[n] * in_flight[n] for n in chunks)
-            most = max(most, (layers, tuple(in_flight.values())))
+            most = max(most, (layers, tuple(in_flight.values()), _num_unfreed(sent, chunks, plan)))
             most_with_delayed = max(most_with_delayed, layers + delayed)
     return *most, most_with_delayed
+
+
+def _num_unfreed(sent: Counter[tuple[int, int]], chunks: Iterable[int], plan: Plan) -> int:
+    """Tensors that were sent to other ranks and not yet freed: at most PP between two chunks (`schedule/p2p.py`)."""
+    mine, all_chunks = set(chunks), range(len(plan.chunks))
+    remote = {pair: count for pair, count in sent.items() if pair[1] in all_chunks and pair[1] not in mine}
+    return sum(min(plan.layout.pp, count) for count in remote.values())
 
 
 def _num_layers(chunk: Chunk) -> int:

@@ -145,15 +145,15 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         _count_skipped(state, result, progress)
         work = throughput.count_work(batches)
         seconds = time.perf_counter() - began
+        state.step += 1  # from here on the number of this step, which begins at 1
         values = _step_metrics(state, result, lr, seconds, throughput.metrics(work, seconds))
-        if state.step % plan.run.log_every == 0 or state.step == plan.job.steps - 1:
+        if state.step % plan.run.log_every == 0 or state.step in (1, plan.job.steps):
             if metrics:
                 metrics.write(values)
             board.write(state.step, values)
             progress.show(state.step, values)
         state.last, state.load_LE = values, result.load_LE
         state.seconds.append(values["seconds"])
-        state.step += 1
         if state.bad_steps > plan.run.bad_steps and not result.applied and not result.overflowed:
             raise _too_many_bad(state)
         with state.during("evaluating or saving"):
@@ -192,7 +192,7 @@ def _at_intervals(state: TrainState, metrics: Metrics | None, progress: Progress
     if run.eval_every and step % run.eval_every == 0:
         loss = evaluate(state)
         if metrics:
-            metrics.write({"step": step - 1, "eval_loss": loss})
+            metrics.write({"step": step, "eval_loss": loss})
         progress.say(f"step {step}: evaluation loss {loss:.4f}")
     if run.save_every and step % run.save_every == 0 and step < state.plan.job.steps:
         state.save()

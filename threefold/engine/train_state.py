@@ -141,7 +141,8 @@ def start_or_resume(state: TrainState, tell: Callable[[str], None]) -> None:
         parts.optimizer.refresh()
         tell(f"starting from the weights in {folder / INITIAL}")
     if state.world.is_leader:
-        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), parts.loader.benchmark_only)
+        is_benchmark = parts.loader.benchmark_only or plan.is_benchmark_only
+        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), is_benchmark)
 
 
 def load_run(folder: Path) -> Decoder:

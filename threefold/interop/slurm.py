@@ -12,6 +12,7 @@ from pathlib import Path
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
+from threefold.units import format_many
 
 _WORD = re.compile(r"[A-Za-z0-9_.,@:+-]+")  # what an #SBATCH line takes without quotes
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # D-H:M:S, D-H, H:M:S, M:S or M: man sbatch
@@ -51,7 +52,7 @@ def faults(plan: Plan, options: Options) -> Iterator[Finding]:
         yield _fault("target", f"a script starts threefold, not {plan.target}", advice)
     if shape(plan) is None:
         node = plan.cluster.node
-        problem = f"{plan.cluster.gpus} ranks do not fill nodes of {node} evenly"
+        problem = f"{format_many(plan.cluster.gpus, 'rank')} cannot fill nodes of {node} evenly"
         advice = f"use a multiple of {node}, or write cluster.gpus_per_node"
         yield _fault("cluster.gpus", problem, advice)
     for name in ("partition", "account"):

@@ -6,7 +6,7 @@ from threefold.findings import Finding
 from threefold.machine.inventory import Machine
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.rules.all import check
+from threefold.rules.all import check, judge
 from threefold.rules.base import PREDICTED, older, version
 
 _TORCH = ("2.11", "2.14")  # the engine is tested from the first of these versions to below the second
@@ -57,7 +57,7 @@ def _check_gpus(plan: Plan, here: Machine) -> Iterator[Finding]:
         problem = f"the plan is for {chip}, the GPU here is {name}"
         yield Finding(rule="here-has-chips", at=at, problem=problem, fix=fix, severity="warning")
     if here.chip and here.chip != chip:
-        yield from (f for f in check(change(plan, {at: here.chip})) if f.rule in PREDICTED)
+        yield from (f for f in check(change(plan, {at: here.chip}), notes=False) if f.rule in PREDICTED)
     smallest = min(gpu.memory_bytes for gpu in here.gpus)
     planned = plan.chip.memory_bytes
     if here.chip == chip and smallest < planned * _MEMORY_TOLERANCE:
@@ -93,8 +93,9 @@ def _check_versions(plan: Plan, here: Machine) -> Iterator[Finding]:
             yield _finding("here-has-torch", at, problem, "state what the plan runs on", "warning")
     known = {at: text for at, text in installed.items() if text and version(text)}
     if known:
-        before = set(map(str, check(plan)))
-        yield from (finding for finding in check(change(plan, known)) if str(finding) not in before)
+        before = {(finding.rule, finding.at, finding.problem) for finding in judge(plan)}
+        found = check(change(plan, known), notes=False)
+        yield from (f for f in found if (f.rule, f.at, f.problem) not in before)
 
 
 def _check_long_context(plan: Plan, here: Machine) -> Iterator[Finding]:

@@ -68,8 +68,21 @@ def resolve(path: str, value: Any) -> tuple[Fields, list[Finding]] | None:
     return convert(path, value) if convert else None
 
 
+def field_of(path: str) -> str:
+    """Our field behind a plain Megatron name; other paths as they are."""
+    renamed = resolve(path, None) if path.rpartition(".")[2] in _PLAIN else None
+    return next(iter(renamed[0]), path) if renamed else path
+
+
+def base_dtype(path: str) -> str | None:
+    """`bf16` or `fp16` where the path is one of Megatron's two switches of the base, which mean something together."""
+    group, _, name = path.lstrip("-").rpartition(".")
+    is_switch = name in ("bf16", "fp16") and (not group or group.removeprefix("cfg.") in _GROUPS)
+    return name if is_switch else None
+
+
 def known_names() -> list[str]:
-    return [*_PLAIN, *_CONVERTED]
+    return [*_PLAIN, *_CONVERTED, "bf16", "fp16"]
 
 
 def _dispatcher_type(path: str, value: Any) -> tuple[Fields, list[Finding]]:
@@ -79,7 +92,8 @@ def _dispatcher_type(path: str, value: Any) -> tuple[Fields, list[Finding]]:
             at=path,
             problem="dispatcher type flex names no backend: nothing faster would run",
             fix={"knobs.dispatcher": "deepep"},
-            advice="or hybridep; setting the backend is enough to activate it",
+            advice="setting the backend is enough to activate it",
+            fixes=[{"knobs.dispatcher": "hybridep"}, {path: None, "knobs.dispatcher": "alltoall"}],
         )
         return {}, [finding]
     return {"knobs.dispatcher": value}, []
@@ -97,14 +111,9 @@ def _granularity(path: str, value: Any) -> tuple[Fields, list[Finding]]:
     return {"knobs.recompute": ["full"] if value == "full" else value}, []
 
 
-def _base_dtype(dtype: str) -> Callable[[str, Any], tuple[Fields, list[Finding]]]:
-    def convert(path: str, value: Any) -> tuple[Fields, list[Finding]]:
-        return ({} if value is False else {"knobs.precision": dtype if value is True else value}), []
-
-    return convert
-
-
 def _both_overlaps(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    if value is False:  # upstream the switch at rest changes nothing, so that the two knobs can be set apart
+        return {}, []
     fields: Fields = {"knobs.ep_overlap": value, "knobs.delay_wgrad": value, "knobs.shared_expert_overlap": False}
     finding = Finding(
         rule="overlap-switch-couples",
@@ -132,8 +141,6 @@ _CONVERTED: dict[str, Callable[[str, Any], tuple[Fields, list[Finding]]]] = {
     "moe_token_dispatcher_type": _dispatcher_type,
     "moe_flex_dispatcher_backend": _flex_backend,
     "recompute_granularity": _granularity,
-    "bf16": _base_dtype("bf16"),
-    "fp16": _base_dtype("fp16"),
     "moe_a2a_overlap": _both_overlaps,
     "moe_router_force_load_balancing": _force_balance,
     "optimizer_cpu_offload": _cpu_offload,

@@ -65,6 +65,7 @@ EXPLANATIONS = {
         why="The convenience switch moe_a2a_overlap turns on EP overlap and delayed weight gradients together.",
         confirm="Compare the two knobs in `threefold show`.",
         fix="Set knobs.ep_overlap and knobs.delay_wgrad apart.",
+        severity="warning",
     ),
     "one-value-per-field": Explanation(
         what="Two names for one field say the same.",
@@ -83,6 +84,7 @@ EXPLANATIONS = {
         why="Names in the plan hold for every version; what meets a budget is estimated anew each time.",
         confirm="Compare the peak in `threefold estimate` with and without the names of the message.",
         fix="Write the names in place of the budget; where no set meets it, a larger budget, offload or more ranks.",
+        severity="warning",
     ),
     "plan-exists": Explanation(
         what="A draft has at least one plan that obeys the rules and fits the memory.",

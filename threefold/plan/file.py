@@ -26,7 +26,7 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Parsed:
 
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[Fields, list[Finding]]:
-    """`layout.ep=16`: the value is TOML where it parses as TOML, else plain text."""
+    """`layout.ep=16`: the value is TOML or JSON where it parses as such, else plain text; null takes a field back."""
     fields: Fields = {}
     findings = []
     for override in overrides:
@@ -41,12 +41,11 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[Fields, list[Finding]]:
     return fields, findings
 
 
-def dump_plan(plan: Plan, complete: bool = False) -> str:
-    """The plan as TOML: what differs from the defaults, or everything."""
+def dump_plan(plan: Plan, complete: bool = False, stating: Sequence[str] = ()) -> str:
+    """The plan as TOML: what differs from the defaults, also the fields in `stating`, or everything."""
     fields = dict(plan.written)
-    if complete:
-        fields = {p: f.default for p, f in FIELDS.items() if f.default is not None} | fields
-    return dump_fields(fields)
+    defaults = {p: f.default for p, f in FIELDS.items() if f.default is not None and (complete or p in stating)}
+    return dump_fields(defaults | fields)
 
 
 def dump_fields(fields: Fields) -> str:
@@ -94,7 +93,12 @@ def load_toml(
         return refuse(f"not valid TOML: {error}", "correct the TOML")
 
 
+_WORDS = {"true": True, "false": False, "null": None, "none": None}  # also as Python spells them
+
+
 def _value(path: str, text: str) -> Any:
+    if text.lower() in _WORDS and text in (text.lower(), text.capitalize()):
+        return _WORDS[text.lower()]
     try:
         value = tomllib.loads(f"value = {text}")["value"] if "\n" not in text else text
     except (tomllib.TOMLDecodeError, RecursionError, ValueError):

@@ -1,6 +1,7 @@
 """Fields in, plan out: strict, and every error at once, each with the nearest known name."""
 
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.fields import Field
-from threefold.findings import Finding, FindingsError, did_you_mean, nearest, one_of, shown
+from threefold.findings import Changes, Finding, FindingsError, did_you_mean, nearest, shown
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
 from threefold.plan import aliases
@@ -30,6 +31,7 @@ class Parsed:
     fields: Fields
     free: tuple[str, ...]
     findings: list[Finding]
+    readable: Plan | None = None  # the plan of what could be read, defaults in place of the rest, for rules to judge
 
 
 def parse(
@@ -38,9 +40,16 @@ def parse(
     folder: Path | None = None,
     model: ModelSpec | None = None,
 ) -> Parsed:
-    """Turn nested or dotted fields into a plan. `folder` is where relative hf: paths start."""
-    fields, findings = normalise(raw)
-    changes, more = normalise(overrides or {})
+    """Turn nested or dotted fields into a plan. `folder` is where relative hf: paths start.
+
+    An override of None takes a field back, also one that is not known.
+    """
+    overrides = overrides or {}
+    deleted = {path for path, value in overrides.items() if value is None}
+    fields, findings = normalise({path: value for path, value in _flatten(raw) if path not in deleted})
+    changes, more = normalise({path: value for path, value in overrides.items() if value is not None}, fields)
+    for path in deleted:
+        fields.pop(aliases.field_of(path), None)
     fields, findings = {**fields, **changes}, findings + more
     if fields.get("knobs.dispatcher") in aliases.FLEX_BACKENDS:
         findings = [finding for finding in findings if finding.rule != "flex-needs-backend"]
@@ -52,20 +61,24 @@ def parse(
     elif model is None:
         name, model = _find_model(str(name), folder, findings)
         set_fields["model"] = name
+    readable = dict(set_fields)
     if model and not model.is_moe and "model.num_experts" in set_fields:
         findings.append(_no_experts(model))
-    findings.extend(_stage_findings(set_fields))
-    if model is None or free or any(finding.severity == "error" for finding in findings):
+        del readable["model.num_experts"]
+    if stage_findings := _stage_findings(set_fields):
+        findings.extend(stage_findings)
+        del readable["layout.stages"]
+    if model is None or free or any(finding.at == "model" for finding in findings):
         return Parsed(None, set_fields, free, findings)
-    return Parsed(_build(set_fields, model), set_fields, free, findings)
+    built = _build(readable, model)
+    is_wrong = any(finding.severity == "error" for finding in findings)
+    return Parsed(None if is_wrong else built, set_fields, free, findings, built)
 
 
 def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """A copy of the plan with some fields set, or put back to their defaults with None."""
-    kept = {path: value for path, value in plan.written if path not in changes}
-    given = {path: value for path, value in changes.items() if value is not None}
     touches_model = any(path == "model" or path.startswith("model.") for path in changes)
-    parsed = parse(kept, given, model=None if touches_model else plan.model)
+    parsed = parse(dict(plan.written), changes, model=None if touches_model else plan.model)
     if parsed.plan is None:
         raise FindingsError(parsed.findings or free_findings(parsed.free))
     changed = replace(parsed.plan, stated=parsed.plan.stated | (plan.stated - set(changes)))
@@ -87,17 +100,21 @@ def free_findings(free: tuple[str, ...]) -> list[Finding]:
     ]
 
 
-def normalise(raw: Mapping[str, Any]) -> tuple[Fields, list[Finding]]:
-    """Flatten, resolve aliases, check every value on its own."""
+def normalise(raw: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> tuple[Fields, list[Finding]]:
+    """Flatten, resolve aliases, check every value on its own. `before` are the fields that these override."""
     fields: Fields = {}
     findings: list[Finding] = []
     said: dict[str, str] = {}
+    base_dtypes: dict[str, Any] = {}
     for path, value in _flatten(raw):
         renamed = {path: value} if path in FIELDS else None
         if renamed is None:
+            if name := aliases.base_dtype(path):
+                base_dtypes[name] = (path, value)
+                continue
             resolved = aliases.resolve(path, value)
             if resolved is None:
-                findings.append(_unknown(path))
+                findings.append(_unknown(path, value))
                 continue
             renamed, more = resolved
             findings.extend(more)
@@ -109,7 +126,33 @@ def normalise(raw: Mapping[str, Any]) -> tuple[Fields, list[Finding]]:
                 findings.append(_contradiction(target, said[target], path, fields[target], checked))
             else:
                 fields[target], said[target] = checked, path
+    if base_dtypes:
+        _set_base_dtype(base_dtypes, before or {}, fields, findings)
     return fields, findings
+
+
+def _set_base_dtype(
+    given: Mapping[str, tuple[str, Any]], before: Mapping[str, Any], fields: Fields, findings: list[Finding]
+) -> None:
+    """Megatron's switches `bf16` and `fp16` name the base together: with both off it is fp32. FP8 formats have a bf16
+    base, so that bf16 beside one of them says nothing new."""
+    wrong = [(path, value) for path, value in given.values() if not isinstance(value, bool)]
+    for path, value in wrong:
+        problem = f"{shown(value)} is not true or false"
+        findings.append(Finding(rule="wrong-type", at=path, problem=problem, advice="write true or false"))
+    switches = {name: value for name, (_, value) in given.items()}
+    if wrong or switches == {"fp16": False}:
+        return
+    base = "fp16" if switches.get("fp16") else "bf16" if switches.get("bf16") else "fp32"
+    path = given["fp16" if base == "fp16" else "bf16"][0]
+    stated = fields.get("knobs.precision")
+    if all(switches.values()) and len(switches) == 2:
+        findings.append(_contradiction("knobs.precision", given["bf16"][0], given["fp16"][0], "bf16", "fp16"))
+    elif stated is None:
+        has_base = base == "bf16" and before.get("knobs.precision") not in (None, "fp32", "fp16")
+        fields["knobs.precision"] = before["knobs.precision"] if has_base else base
+    elif base != (stated if stated in ("fp32", "fp16") else "bf16"):
+        findings.append(_contradiction("knobs.precision", "knobs.precision", path, stated, base))
 
 
 def _contradiction(target: str, first: str, second: str, kept: Any, other: Any) -> Finding:
@@ -117,13 +160,15 @@ def _contradiction(target: str, first: str, second: str, kept: Any, other: Any) 
         rule="one-value-per-field",
         at=target,
         problem=f"{first} says {shown(kept)}, {second} says {shown(other)}",
+        fix={path: None for path in (first, second) if path != target} | {target: kept},
         advice=f"keep one of the two; {target} alone is enough",
     )
 
 
 def _no_experts(model: ModelSpec) -> Finding:
     problem = f"{model.name} has no routed experts to cut"
-    return Finding(rule="unknown-field", at="model.num_experts", problem=problem, advice="delete it")
+    fix = {"model.num_experts": None}
+    return Finding(rule="unknown-field", at="model.num_experts", problem=problem, fix=fix)
 
 
 def _stage_findings(fields: Fields) -> list[Finding]:
@@ -151,8 +196,9 @@ def _find_model(name: str, folder: Path | None, findings: list[Finding]) -> tupl
     if not name.startswith("hf:"):
         if name not in MODELS:
             near = nearest(name.lower(), MODELS)
-            fix = {"model": one_of(*near)} if near else None
-            advice = "" if near else "`threefold models` lists the known ones"
+            fix = {"model": near[0]} if near else None
+            others = f"or {' or '.join(near[1:])}; " if near[1:] else ""
+            advice = f"{others}`threefold models` lists the known ones"
             findings.append(
                 Finding(rule="known-model", at="model", problem=f"no model named {name!r}", fix=fix, advice=advice)
             )
@@ -230,17 +276,30 @@ def _as_type(field: Field, value: Any) -> tuple[Any, type | None]:
         return value, bool if isinstance(value, bool) else None
     if isinstance(value, bool):
         return value, None
+    if int in field.types and isinstance(value, str):
+        value = _thousands(value)
     if int in field.types and isinstance(value, float) and value.is_integer() and math.isfinite(value):
         value = int(value)
     if int in field.types and isinstance(value, int):
         return value, int
     if float in field.types and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
         return float(value), float
-    if str in field.types and isinstance(value, str):
+    takes_words = list in field.types and (str not in field.types or _is_several_words(field, value))
+    if str in field.types and isinstance(value, str) and not takes_words:
         return value, str if _is_unicode(value) else None
     if list in field.types:
         return _as_words(field, value)
     return value, None
+
+
+def _thousands(text: str) -> Any:
+    """32K as 32 x 1024, 1M as 1024 x 1024: how lengths of sequences are written."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([kKmM])", text.strip())
+    return float(found[1]) * (1024 if found[2] in "kK" else 1024**2) if found else text
+
+
+def _is_several_words(field: Field, value: Any) -> bool:
+    return bool(field.choices) and isinstance(value, str) and len(re.split(_BETWEEN_WORDS, value.strip())) > 1
 
 
 def _is_unicode(text: str) -> bool:
@@ -252,9 +311,12 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+_BETWEEN_WORDS = r"[\s,\[\]'\"]+"  # a list may be written with or without brackets and quotes
+
+
 def _as_words(field: Field, value: Any) -> tuple[Any, type | None]:
     if isinstance(value, str):
-        value = [word.strip() for word in value.split(",") if word.strip()]
+        value = [word for word in re.split(_BETWEEN_WORDS, value) if word]
     if not isinstance(value, list | tuple) or not all(isinstance(word, str) and _is_unicode(word) for word in value):
         return value, None
     words = [aliases.MODULES.get(word, word) if field.path == "knobs.recompute" else word for word in value]
@@ -271,14 +333,22 @@ def _wrong_type(field: Field, value: Any) -> Finding:
 
 
 def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
-    near = nearest(str(word), field.choices)
+    begins = [choice for choice in field.choices if word and choice.startswith(str(word))]
+    near = list(dict.fromkeys([*begins, *nearest(str(word), field.choices)]))
     problem = f"{shown(word)} is not known here"
     advice = f"choices: {', '.join(field.choices)}"
-    if not near:
-        return Finding(rule="known-value", at=field.path, problem=problem, advice=advice)
-    replaced = [near[0] if w == word else w for w in value] if isinstance(value, tuple) else near[0]
-    fix = {field.path: replaced}
-    return Finding(rule="known-value", at=field.path, problem=problem, fix=fix, advice=advice)
+    fixes: list[Changes] = [
+        {field.path: [choice if w == word else w for w in value] if isinstance(value, tuple) else choice}
+        for choice in near
+    ]
+    return Finding(
+        rule="known-value",
+        at=field.path,
+        problem=problem,
+        fix=fixes[0] if fixes else None,
+        advice=advice,
+        fixes=[*fixes[1:], {field.path: None}] if fixes else (),
+    )
 
 
 def _budget_problem(field: Field, words: tuple[str, ...]) -> Finding | None:
@@ -302,7 +372,7 @@ def _out_of_range(field: Field, value: float) -> Finding:
     return Finding(rule="in-range", at=field.path, problem=problem, fix={field.path: edge}, advice=field.doc)
 
 
-def _unknown(path: str) -> Finding:
+def _unknown(path: str, value: Any) -> Finding:
     table, _, name = path.rpartition(".")
     siblings = [p for p in FIELDS if p.rpartition(".")[0] == table]
     close = nearest(path, FIELDS) or [
@@ -318,7 +388,18 @@ def _unknown(path: str) -> Finding:
         advice = did_you_mean(path.partition(".")[0], ["model", "target", *TABLES])
     if name in ("dp", "edp"):
         advice = f"{name} follows from cluster.gpus and the other degrees; delete it"
-    return Finding(rule="unknown-field", at=path or '""', problem="no such field", advice=advice)
+    elif path.strip() and not path.startswith("-"):
+        # What was meant, where a value of this kind may stand there; else without it.
+        meant = [{path: None, p: value} for p in close[:3] if _coerce(FIELDS[p], value)[1] is None]
+        fix, *fixes = [*meant, {path: None}]
+        return Finding(rule="unknown-field", at=path, problem="no such field", fix=fix, advice=advice, fixes=fixes)
+    return Finding(
+        rule="unknown-field",
+        at=path or '""',
+        problem="no such field",
+        fix={path: None} if path else None,
+        advice=advice,
+    )
 
 
 def _missing_model() -> Finding:

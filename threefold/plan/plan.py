@@ -12,6 +12,7 @@ from threefold.layout.degrees import Layout
 from threefold.layout.links import AxisLink, axis_link, domain_ranks
 from threefold.layout.stages import Chunk, balance, parse_stages
 from threefold.plan.budget import budget_bytes
+from threefold.plan.data_entries import parse_entries
 from threefold.spec.chips import CHIPS, ChipSpec
 from threefold.spec.model import MlaSpec, ModelSpec
 
@@ -43,6 +44,7 @@ OFFLOAD_MODULES = (
 )
 CP_COMM = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CP_EXCHANGE = ("latents", "expanded")
+MEASURABLE = ("dispatcher", "precision", "graphs")
 STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 
@@ -220,6 +222,9 @@ class Stack:
     torch: str | None = item("PyTorch version, such as 2.11.0")
     te: str | None = item("Transformer Engine version")
     release: str | None = item("container or package release, such as 26.06")
+    measured: tuple[str, ...] = item(
+        "choices that were measured on this machine: dated defaults say no more of them", (), choices=MEASURABLE
+    )
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,20 @@ class Plan:
         """Part of the data is made up: the run can only be a benchmark."""
         given = (self.job.data,) if isinstance(self.job.data, str) else self.job.data
         return any(entry.startswith("synthetic") for entry in given)
+
+    @property
+    def is_image_free(self) -> bool:
+        """A vision-language model that sees no images: `job.images` is 0, or absent while all data is the engine's own
+        text."""
+        images, entries = self.job.images, parse_entries(self.job.data)
+        return self.is_vlm and (images == 0 or (images is None and all(entry.is_built_in for entry in entries)))
+
+    @property
+    def is_benchmark_only(self) -> bool:
+        """Neither loss nor speed of the run is evidence for a real one: its data is made up, its experts are chosen by
+        force, or its vision-language model sees no images."""
+        forced = self.model.is_moe and self.job.routing == "forced-balance"
+        return self.is_synthetic or forced or self.is_image_free
 
     @property
     def full_recompute(self) -> bool:

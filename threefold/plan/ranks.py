@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.units import format_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     else:
         return None
     if not 0 <= rank < size:
-        raise _refuse("RANK", f"rank {rank} is not among {size} ranks")
+        raise _refuse("RANK", f"rank {rank} is not among {format_many(size, 'rank')}")
     return RankEnvironment(
         rank, size, local, max(1, local_size), _number(environ, "TORCHELASTIC_RESTART_COUNT", 0), agent
     )
@@ -78,10 +79,12 @@ def on_ranks(plan: Plan, count: int, errors_of: Callable[[Plan], Iterable[Findin
     new = [finding for finding in errors_of(changed) if finding.rule not in before]
     if new:
         said = "; ".join(f"{finding.rule}: {finding.problem}" for finding in new)
-        raise _mismatch(plan, count, said, f"start {plan.cluster.gpus} ranks, or write a plan for {count}")
+        raise _mismatch(
+            plan, count, said, f"start {format_many(plan.cluster.gpus, 'rank')}, or write a plan for {count}"
+        )
     return changed
 
 
 def _mismatch(plan: Plan, count: int, why: str, advice: str) -> FindingsError:
-    problem = f"the plan is for {plan.cluster.gpus} ranks and cannot run on {count}: {why}"
+    problem = f"the plan is for {format_many(plan.cluster.gpus, 'rank')} and cannot run on {count}: {why}"
     return FindingsError([Finding(rule="ranks-match-plan", at="cluster.gpus", problem=problem, advice=advice)])

@@ -9,7 +9,7 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
 from threefold.report.terminal import table
-from threefold.units import GIB, format_bytes, format_tokens
+from threefold.units import GIB, format_bytes, format_number, format_tokens
 
 STAGES_ABREAST = 8  # columns that fit a terminal
 _WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
@@ -83,8 +83,8 @@ def time_text(plan: Plan, found: Estimate) -> str:
     """Terms that take time, longest first, with the wall each belongs to; of a pipeline those of its slowest rank."""
     step = found.time.step_seconds
     spent = sorted(((value, name) for name, value in found.time.terms.items() if value > 0), reverse=True)
-    rows = [[name, f"{value:.4g}", f"{value / step:.1%}", _WALL.get(name, "")] for value, name in spent]
-    rows.append(["= step", f"{step:.4g}", "100.0%", ""])
+    rows = [[name, format_number(value), f"{value / step:.1%}", _WALL.get(name, "")] for value, name in spent]
+    rows.append(["= step", format_number(step), "100.0%", ""])
     text = table(["time", "seconds", "share", "wall"], rows)
     pp, stage = plan.layout.pp, found.time.stage
     return text if pp == 1 else f"{text}\nterms of layers are those of stage {stage} of 0 to {pp - 1}, the slowest"
@@ -104,11 +104,12 @@ def wall_text(plan: Plan, found: Estimate) -> str:
 def _verdict(plan: Plan, found: Estimate) -> str:
     low, high = found.seconds_band
     rows = [
-        ["throughput", f"{found.tokens_per_second_per_gpu:,.4g} tokens/s/GPU, {_tflops(found)}"],
+        ["throughput", f"{format_number(found.tokens_per_second_per_gpu)} tokens/s/GPU, {_tflops(found)}"],
         ["wall", wall_text(plan, found)],
         [
             "band",
-            f"step {low:.4g} to {high:.4g} s, peak {_gib(found.bytes_band[0])} to {_gib(found.bytes_band[1])} GiB",
+            f"step {format_number(low)} to {format_number(high)} s, "
+            f"peak {_gib(found.bytes_band[0])} to {_gib(found.bytes_band[1])} GiB",
         ],
         ["basis", found.basis],
         *(["assumed", text] for text in found.assumed),
@@ -120,8 +121,8 @@ def _verdict(plan: Plan, found: Estimate) -> str:
 
 def _tflops(found: Estimate) -> str:
     return (
-        f"{found.model_tflops_per_gpu:.4g} TFLOP/s/GPU; "
-        f"MFU {found.mfu:.1%} of {found.mfu_peak} ({found.peak_tflops:,.4g} TFLOP/s)"
+        f"{format_number(found.model_tflops_per_gpu)} TFLOP/s/GPU; "
+        f"MFU {found.mfu:.1%} of {found.mfu_peak} ({format_number(found.peak_tflops)} TFLOP/s)"
     )
 
 
@@ -132,7 +133,7 @@ def traffic_text(ledger: Sequence[Transfer]) -> str:
             entry.axis,
             entry.operation,
             format_bytes(entry.bytes),
-            f"{entry.count:.4g}",
+            format_number(entry.count),
             format_bytes(entry.total_bytes),
             entry.link,
         ]

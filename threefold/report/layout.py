@@ -6,7 +6,7 @@ from threefold.layout.degrees import AXES, DENSE_AXES, EXPERT_AXES
 from threefold.layout.stages import Chunk, chunk_rank, format_stages
 from threefold.plan.plan import Plan
 from threefold.report.terminal import table
-from threefold.units import format_bytes, format_count, format_tokens
+from threefold.units import format_bytes, format_count, format_many, format_tokens
 
 _NAMES = {
     "pp": "pipeline",
@@ -27,11 +27,8 @@ def grids_text(plan: Plan) -> str:
         return " x ".join(f"{axis.upper()} {layout.degree(axis)}" for axis in axes)
 
     dense, expert = grid(DENSE_AXES), grid(EXPERT_AXES)
-    width = max(len(dense), len(expert))
-    return (
-        f"attention  {dense.ljust(width)}  = {layout.gpus} ranks\n"
-        f"experts    {expert.ljust(width)}  = {layout.gpus} ranks"
-    )
+    width, ranks = max(len(dense), len(expert)), format_many(layout.gpus, "rank")
+    return f"attention  {dense.ljust(width)}  = {ranks}\nexperts    {expert.ljust(width)}  = {ranks}"
 
 
 def axes_text(plan: Plan) -> str:
@@ -73,8 +70,8 @@ def pipeline_text(plan: Plan) -> str:
         name = f"stage {ranks[0]}" if len(ranks) == 1 else f"stages {ranks[0]}-{ranks[-1]}"
         out.append(f"{name:>14}  {text}")
     head = (
-        f"{layout.pipeline_schedule}, {plan.num_microbatches} microbatches, {len(chunks)} chunks: "
-        f"{format_stages(chunks)}"
+        f"{layout.pipeline_schedule}, {format_many(plan.num_microbatches, 'microbatch')}, "
+        f"{format_many(len(chunks), 'chunk')}: {format_stages(chunks)}"
     )
     legend = "(E embedding, t layer, m MTP, L loss)"
     return "\n".join([head, *out, " " * 16 + legend])

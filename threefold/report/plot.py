@@ -20,6 +20,11 @@ _COLOURS = ("#3b5b92", "#7f9ccb", "#d9822b", "#f0c27b", "#c9c9c9")
 
 
 def plot_sweep(found: Sweep, path: str) -> None:
+    """Write the picture of a sweep."""
+    sweep_figure(found).savefig(path)
+
+
+def sweep_figure(found: Sweep) -> Figure:
     """Throughput with its band above, memory by group below, one column a value."""
     wide = max(7.0, 1.1 * len(found.points) + 2.5)
     figure = Figure(figsize=(wide, 7.0), dpi=130, layout="constrained")
@@ -31,7 +36,7 @@ def plot_sweep(found: Sweep, path: str) -> None:
     labels = [_label(found.path, point) for point in found.points]
     below.set_xticks(range(len(labels)), labels, fontsize=8)
     below.set_xlabel(found.path)
-    figure.savefig(path)
+    return figure
 
 
 def _label(path: str, point: Point) -> str:
@@ -60,7 +65,7 @@ def _throughput(axes: Axes, found: Sweep) -> None:
     axes.set_ylim(0, 1.15 * max(high, default=1.0))
     axes.set_ylabel("TFLOP/s a GPU")
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(loc="lower left", fontsize=8, ncols=2)
+    _legend_above(axes)
 
 
 def _memory(axes: Axes, found: Sweep) -> None:
@@ -81,7 +86,21 @@ def _memory(axes: Axes, found: Sweep) -> None:
     )  # fmt: skip
     axes.set_ylim(0, 1.25 * max([room, *bottoms]))
     axes.set_ylabel("GiB on the fullest GPU")
-    axes.legend(loc="upper right", fontsize=8, ncols=5, columnspacing=1.0, handlelength=1.2)
+    _legend_above(axes)
+
+
+def _legend_above(axes: Axes) -> None:
+    """Outside of the axes, where it covers neither bars nor labels."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.2,
+        fontsize=8,
+        ncols=5,
+        columnspacing=1.0,
+        handlelength=1.2,
+        frameon=False,
+    )
 
 
 def _group(point: Point, name: str) -> float:

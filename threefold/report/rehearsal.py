@@ -12,7 +12,7 @@ from threefold.dryrun.rehearse_rank import RankRehearsal
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.plan.terms import MEMORY_TERMS
 from threefold.report.terminal import table
-from threefold.units import GIB, MIB, format_bytes, format_tokens
+from threefold.units import GIB, MIB, format_bytes, format_many, format_number, format_tokens
 
 MAX_ENTRIES = 16
 
@@ -45,7 +45,7 @@ def _match(found: Rehearsal) -> str:
     """Whether the collectives of all ranks match, where they were compared."""
     if found.mismatches is None:
         return ""
-    compared = f"{found.num_calls:,} collectives and messages of {len(found.ranks)} ranks compared"
+    compared = f"{found.num_calls:,} collectives and messages of {format_many(len(found.ranks), 'rank')} compared"
     return f"{compared}: {'they do not match' if found.mismatches else 'all of them match'}"
 
 
@@ -65,11 +65,19 @@ def measured_text(found: Measurement) -> str:
             f"peak {format_bytes(found.peak_bytes)} of tensors, {format_bytes(found.reserved_bytes)} reserved; "
             f"rehearsed {format_bytes(rank.peak_bytes)} ({error:+.1%}), {rank.at}",
             "a microbatch, all layers\n" + table(["module", "forward, ms", "backward, ms"], rows),
-            f"a step on the cluster, estimated: {found.step_seconds:.4g} s = {found.compute_seconds:.4g} measured "
-            f"compute + {found.communication_seconds:.4g} predicted communication + {found.bubble_seconds:.4g} bubble",
+            _step_on_cluster(found),
             _collectives(rank.collectives),
             *left_out,
         ]
+    )
+
+
+def _step_on_cluster(found: Measurement) -> str:
+    step, compute = format_number(found.step_seconds), format_number(found.compute_seconds)
+    communication, bubble = format_number(found.communication_seconds), format_number(found.bubble_seconds)
+    return (
+        f"a step on the cluster, estimated: {step} s = {compute} measured compute + {communication} predicted "
+        f"communication + {bubble} bubble"
     )
 
 
@@ -133,7 +141,7 @@ def _collectives(entries: Sequence[LedgerEntry]) -> str:
     if not entries:
         return ""
     rows = [
-        [e.axis, e.operation, format_bytes(e.num_bytes), str(e.count), format_bytes(e.num_bytes * e.count), e.link]
+        [e.axis, e.operation, format_bytes(e.num_bytes), f"{e.count:,}", format_bytes(e.num_bytes * e.count), e.link]
         for e in entries[:MAX_ENTRIES]
     ]
     rest = len(entries) - len(rows)

@@ -1,8 +1,8 @@
 """The answer of a search as text: Fit, Scale, Profile, Retune, then the candidates side by side."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from threefold.findings import as_override, as_overrides
 from threefold.plan.plan import Plan
 from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
@@ -58,7 +58,7 @@ def _head(plan: Plan, why: str) -> str:
 def _retune(best: Candidate, found: SearchResult) -> list[str]:
     wall = f"The wall is {wall_text(best.plan, best.estimate)}."
     if found.retune:
-        tries = "\n".join(f"- {changes_text(one.changes)}: {_effect(one)}" for one in found.retune)
+        tries = "\n".join(f"- {as_overrides(one.changes)}: {_effect(one)}" for one in found.retune)
         wall += f" To try from here, one at a time, with what is predicted:\n{tries}"
     else:
         wall += " No knob that was left to you promises a gain: profile before changing anything."
@@ -68,17 +68,6 @@ def _retune(best: Candidate, found: SearchResult) -> list[str]:
         f"One step in each degree:\n{_sensitivity(found.sensitivity)}",
         _defaults(best.plan),
     ]
-
-
-def changes_text(changes: Mapping[str, Any]) -> str:
-    """Fields as they can be pasted behind a command."""
-    return " ".join(f"{path}={_value(value)}" for path, value in changes.items())
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _effect(one: Trial) -> str:
@@ -94,28 +83,29 @@ def _next_better(one: NextBetter | None) -> str:
         f"but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage {one.stage}: "
         f"{format_bytes(lack)} too much."
     )
-    cures = "; ".join(f"{changes_text(cure.changes)} ({_effect(cure)} against this plan there)" for cure in one.cures)
+    cures = "; ".join(f"{as_overrides(cure.changes)} ({_effect(cure)} against this plan there)" for cure in one.cures)
     return f"{text} It fits and is faster with {cures}."
 
 
 def _sensitivity(steps: Sequence[Trial]) -> str:
-    rows = [[changes_text(one.changes), _effect(one)] for one in steps]
+    rows = [[as_overrides(one.changes), _effect(one)] for one in steps]
     return table(["change", "predicted"], rows)
 
 
 def _defaults(plan: Plan) -> str:
     chip = plan.cluster.chip
 
-    def row(what: str, default: Default, here: str) -> list[str]:
-        return [what, default.value, default.since, here or "-", default.evidence]
+    def row(path: str, default: Default, value: str | list[str], here: str) -> list[str]:
+        return [as_override(path, value), default.since, here or "-", default.evidence]
 
+    dispatcher, precision = DISPATCHER[chip], PRECISION[plan.chip.architecture]
     rows = [
-        row("dispatcher", DISPATCHER[chip], plan.knobs.dispatcher),
-        row("precision", PRECISION[plan.chip.architecture], plan.knobs.precision),
-        row("graph scopes", GRAPH_SCOPES, " ".join(plan.knobs.graphs)),
+        row("knobs.dispatcher", dispatcher, dispatcher.value, plan.knobs.dispatcher),
+        row("knobs.precision", precision, precision.value, plan.knobs.precision),
+        row("knobs.graphs", GRAPH_SCOPES, GRAPH_SCOPES.value.split(), ",".join(plan.knobs.graphs)),
     ]
     title = f"Starting points on {chip}, which a measurement overrides:"
-    return f"{title}\n{table(['what', 'default', 'since', 'this plan', 'evidence'], rows)}"
+    return f"{title}\n{table(['default', 'since', 'this plan', 'evidence'], rows)}"
 
 
 def _degrees(plan: Plan) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from threefold.plan.plan import Plan
 from threefold.report.terminal import table
 from threefold.search.sweep import Point, Sweep
-from threefold.units import GIB, format_tokens
+from threefold.units import GIB, format_number, format_tokens
 
 
 def sweep_text(found: Sweep) -> str:
@@ -51,7 +51,7 @@ def _row(path: str, point: Point) -> list[str]:
     return [
         *row,
         f"{guess.memory.device_bytes / GIB:.1f}",
-        f"{guess.model_tflops_per_gpu:.4g}",
+        format_number(guess.model_tflops_per_gpu),
         f"{guess.tokens_per_second_per_gpu:,.0f}",
         f"+-{spread:.0%}" + ("" if guess.calibrated else "*"),
         guess.wall,
@@ -73,12 +73,19 @@ def _chosen(found: Sweep) -> list[str]:
 def _outgrown_text(found: Sweep) -> str:
     values = [value_text(found.path, one.value) for one in found.outgrown]
     width = max(map(len, values))
-    lines = [f"settings that are right at {found.path} = {value_text(found.path, found.points[0].value)}, wrong later:"]
+    lines = [_outgrown_head(found)]
     for one, value in zip(found.outgrown, values, strict=True):
         finding, cure = one.finding, " (moved along here)" if one.moved_along else ""
         lines.append(f"  {value:>{width}}  {finding.severity}[{finding.rule}] {finding.at}: {finding.problem}")
         lines.append(f"  {'':{width}}    fix: {finding.fix_text or 'none'}{cure}")
     return "\n".join(lines)
+
+
+def _outgrown_head(found: Sweep) -> str:
+    if found.right is None:
+        return f"no value of {found.path} gives a plan that the rules accept and that fits:"
+    where = "later" if found.right is found.points[0] else "elsewhere"
+    return f"settings that are right at {found.path} = {value_text(found.path, found.right.value)}, wrong {where}:"
 
 
 def _gone(found: Sweep) -> list[str]:
@@ -94,6 +101,17 @@ def _gone(found: Sweep) -> list[str]:
         why = f"PP {layout.pp} x lcm(TP {layout.tp} x CP {layout.cp}, EP {layout.ep} x ETP {layout.etp})"
         where = value_text(found.path, point.value)
         lines.append(f"the GPU count gives out at {where}: it needs a multiple of {layout.min_gpus} = {why}")
-    if point := found.memory_gone:
-        lines.append(f"memory gives out at {value_text(found.path, point.value)}")
+    return [*lines, *_memory_gone(found)]
+
+
+def _memory_gone(found: Sweep) -> list[str]:
+    """Where memory does not suffice: for good from a value on, or at values before one that fits."""
+    lines, gone = [], found.memory_gone
+    if short := found.short_of_memory:
+        text = "memory does not suffice at " + ", ".join(value_text(found.path, point.value) for point in short)
+        behind = found.points[found.points.index(short[-1]) + 1 :]
+        first = next(point for point in behind if point.lacks_memory is False)
+        lines.append(text if gone else f"{text}, it does from {value_text(found.path, first.value)} on")
+    if gone and found.right:
+        lines.append(f"memory gives out at {value_text(found.path, gone.value)}")
     return lines

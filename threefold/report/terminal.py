@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from threefold.findings import Finding
+from threefold.units import format_many
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -28,9 +29,7 @@ def _is_number(cell: str) -> bool:
 def findings_text(findings: Sequence[Finding]) -> str:
     """All findings and a last line that counts them."""
     bad = sum(finding.severity == "error" for finding in findings)
-    counts = f"{_many(bad, 'error')}, {_many(len(findings) - bad, 'warning')}"
+    notes = sum(finding.severity == "note" for finding in findings)
+    counts = f"{format_many(bad, 'error')}, {format_many(len(findings) - bad - notes, 'warning')}"
+    counts += f", {format_many(notes, 'note')}" if notes else ""
     return "\n".join([*(str(finding) for finding in findings), counts if findings else "no findings"])
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

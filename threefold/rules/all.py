@@ -1,20 +1,10 @@
 """Every rule, loaded: importing this module fills the registry."""
 
-from threefold.rules import (
-    batch,
-    context,
-    dispatch,
-    fold,
-    graphs,
-    memory,
-    overlap,
-    precision,
-    recompute,
-    shape,
-    stacks,
-    vision,
-)
-from threefold.rules.base import PREDICTED, RULES, blockers, check, errors, explain, known_slugs, repair
+from threefold.rules import memory, stacks, vision, walls
+from threefold.rules.base import PREDICTED, RULES, blockers, errors, explain, judge, known_slugs, raised_by, severity_of
+from threefold.rules.fixes import check, repair, with_fixes
+from threefold.rules.knobs import dispatch, graphs, overlap, precision, recompute
+from threefold.rules.layout import batch, context, fold, shape
 from threefold.rules.stacks import promoted
 
 __all__ = [
@@ -29,14 +19,19 @@ __all__ = [
     "explain",
     "fold",
     "graphs",
+    "judge",
     "known_slugs",
     "memory",
     "overlap",
     "precision",
     "promoted",
+    "raised_by",
     "recompute",
     "repair",
+    "severity_of",
     "shape",
     "stacks",
     "vision",
+    "walls",
+    "with_fixes",
 ]

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from threefold.engine.finding_explanations import EXPLANATIONS as ENGINE
-from threefold.findings import Explanation, Finding, FindingsError, Severity, in_order
+from threefold.findings import Explanation, Finding, Severity, in_order
 from threefold.plan.explain import EXPLANATIONS as PARSING
-from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 
 Check = Callable[[Plan], Iterator[Finding]]
@@ -29,6 +28,7 @@ class Rule:
     follows: str  # where upstream code or a published figure says so
     explanation: Explanation
     home: str
+    needs_fix: bool = False  # an offer more than a fault: nothing is said where no fix holds
 
 
 RULES: dict[str, Rule] = {}
@@ -36,7 +36,11 @@ PREDICTED = frozenset({"peak-fits-memory", "peak-near-memory"})  # rules that ju
 
 
 def rule(
-    rows: str = "", severity: Severity = "error", target: str = "both", follows: str = ""
+    rows: str = "",
+    severity: Severity = "error",
+    target: str = "both",
+    follows: str = "",
+    needs_fix: bool = False,
 ) -> Callable[[Check], Check]:
     """Register a function as a rule."""
 
@@ -45,26 +49,25 @@ def rule(
         if slug in RULES:
             raise ValueError(f"two rules named {slug}")
         explanation = _read_docstring(check)
-        RULES[slug] = Rule(slug, check, severity, target, tuple(rows.split()), follows, explanation, check.__module__)
+        home = check.__module__
+        RULES[slug] = Rule(slug, check, severity, target, tuple(rows.split()), follows, explanation, home, needs_fix)
         return check
 
     return register
 
 
-def check(plan: Plan, target: str | None = None) -> list[Finding]:
-    """Every finding about a plan at once, errors first."""
-    stack = target or plan.target
+def judge(plan: Plan, notes: bool = False) -> list[Finding]:
+    """Every finding about a plan at once, errors first, with the rules' ways to a fix untried. Notes only if asked."""
     found: list[Finding] = []
     for one in RULES.values():
-        if one.target in ("both", stack):
+        if one.target in ("both", plan.target) and (notes or one.severity != "note"):
             found.extend(_signed(finding, one, plan) for finding in one.check(plan))
     return in_order(found)
 
 
 def _signed(finding: Finding, one: Rule, plan: Plan) -> Finding:
     """The finding with its rule's name; a fix need not delete what was never written."""
-    written = dict(plan.written)
-    fix = {path: v for path, v in (finding.fix or {}).items() if v is not None or path in written}
+    fix = {path: v for path, v in (finding.fix or {}).items() if v is not None or path in plan.stated}
     return replace(finding, rule=one.slug, severity=one.severity, fix=fix)
 
 
@@ -77,32 +80,6 @@ def blockers(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in errors(findings) if finding.rule not in PREDICTED]
 
 
-def repair(plan: Plan, severity: Severity = "error", most: int = 60) -> tuple[Plan, list[Finding]]:
-    """Apply fixes until no finding of this severity has one; returns the plan and what was applied."""
-    applied: list[Finding] = []
-    for _ in range(most):
-        curable = [f for f in check(plan) if f.severity == severity and f.fix_data]
-        if not curable:
-            break
-        first = min(curable, key=_depth)
-        try:
-            plan = change(plan, first.fix_data or {})
-        except FindingsError:
-            break
-        applied.append(first)
-    return plan, applied
-
-
-# Fields follow from those before them: a wrong degree is corrected before GPUs are added or the batch is moved for it.
-_FOLLOWS = ("model", "layout", "cluster", "job", "knobs", "stack")
-
-
-def _depth(finding: Finding) -> int:
-    """How far down that order the fix reaches first."""
-    tables = {path.partition(".")[0] for path in finding.fix_data or {}}
-    return min((_FOLLOWS.index(table) for table in tables if table in _FOLLOWS), default=len(_FOLLOWS))
-
-
 def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
@@ -112,6 +89,15 @@ def explain(slug: str) -> Explanation | None:
 
 def known_slugs() -> list[str]:
     return [*RULES, *PARSING, *ENGINE]
+
+
+def severity_of(slug: str) -> Severity:
+    return RULES[slug].severity if slug in RULES else (PARSING.get(slug) or ENGINE[slug]).severity
+
+
+def raised_by(slug: str) -> str:
+    """Who speaks a slug: `check` by its rules, reading a plan, or running it."""
+    return "check" if slug in RULES else "reading a plan" if slug in PARSING else "running"
 
 
 def _read_docstring(check: Check) -> Explanation:
@@ -131,11 +117,12 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def best_degree(allowed: Iterable[int], wanted: int) -> list[int]:
-    """Up to two allowed degrees around the wanted one, the smaller first: less parallelism always runs."""
-    below = [d for d in allowed if d <= wanted]
-    above = [d for d in allowed if d > wanted]
-    return [*below[-1:], *above[:1]]
+def near_degrees(allowed: Iterable[int], wanted: int) -> list[int]:
+    """Up to four allowed degrees around the wanted one, smaller ones first: less parallelism always runs."""
+    degrees = sorted(set(allowed))
+    below = [d for d in degrees if d <= wanted]
+    above = [d for d in degrees if d > wanted]
+    return [*below[:-3:-1], *above[:2]]
 
 
 def version(text: str) -> tuple[int, ...]:

@@ -2,24 +2,27 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from threefold.findings import Finding
+from threefold.findings import Finding, shown
+from threefold.plan.data_entries import file_exists, parse_entries
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
 from threefold.spec.model import ModelSpec
-from threefold.spec.stacks import STACKS, engine_lacks
+from threefold.spec.stacks import LACKS, STACKS, engine_lacks
+from threefold.units import format_many
 
 
 @rule(severity="warning", rows="CF-ONE")
 def stack_runs_family(plan: Plan) -> Iterator[Finding]:
-    """The chosen stack has the model's family and, where it is our engine, every part of the model.
+    """The chosen stack has the model's family and every part of the model.
 
     Why: a plan can be checked and priced for a model that its target cannot train yet.
     Confirm: the family of the model in `threefold models`.
     Fix: another target, or wait for the family.
     """
     if plan.model.family in STACKS[plan.target].families:
-        parts = engine_lacks(plan.model) if plan.target == "threefold" else ()
+        parts = LACKS[plan.target](plan.model)
         yield from (Finding(at="model", problem=problem, advice=advice) for problem, advice in parts)
         return
     yield Finding(
@@ -134,3 +137,40 @@ ENGINE_LIMITS = ("stack-runs-family", "engine-has-knob", "engine-has-capacity", 
 def promoted(findings: list[Finding]) -> list[Finding]:
     """Findings as the engine sees them: what it cannot run is an error where a plan is executed."""
     return [replace(f, severity="error") if f.rule in ENGINE_LIMITS else f for f in findings]
+
+
+SHORTEST = 8  # tokens; below it a sequence has next to no context to learn from
+
+
+@rule(severity="warning")
+def data_exists(plan: Plan) -> Iterator[Finding]:
+    """The files and folders that `job.data` names are here.
+
+    Why: a run opens them when its ranks have started, and ends there. Relative paths are those of the folder that the
+        command is given in, as in `train`; on a cluster that is the folder that the job starts in.
+    Confirm: list the paths from that folder.
+    Fix: correct the path, give a full one, or make the data (`threefold tokenize`).
+    """
+    missing = [
+        entry.name for entry in parse_entries(plan.job.data) if not entry.is_built_in and not file_exists(entry.name)
+    ]
+    if missing:
+        yield Finding(
+            at="job.data",
+            problem=f"not here: {', '.join(map(shown, missing))}",
+            advice=f"correct the path (relative ones begin in {Path.cwd()}), or make it with `threefold tokenize`",
+        )
+
+
+@rule(severity="warning")
+def sequence_has_context(plan: Plan) -> Iterator[Finding]:
+    """A sequence is long enough to learn from.
+
+    Why: each token is predicted from those before it; in a sequence of a few tokens there are next to none, and the
+        first one is never predicted at all. A length like that is most often a slip: 4 for 4096, or thousands.
+    Confirm: job.seq_len.
+    Fix: the length that was meant, usually 4096 or more.
+    """
+    if plan.job.seq_len < SHORTEST:
+        problem = f"sequences of {format_many(plan.job.seq_len, 'token')} are too short to train on"
+        yield Finding(at="job.seq_len", problem=problem, advice="write tokens: 4096, or 32K for 32768")

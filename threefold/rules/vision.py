@@ -2,9 +2,17 @@
 
 from collections.abc import Iterator
 
-from threefold.findings import Finding
+from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.spec.stacks import MEGATRON_FSDP
+
+_AS_FSDP: dict[str, object] = {
+    "knobs.data_parallel": "fsdp",
+    "layout.pp": 1,
+    "layout.vpp": 1,
+    "layout.schedule": None,
+}
 
 
 @rule(severity="warning", rows="VL-GUIDE")
@@ -21,30 +29,51 @@ def vlm_fsdp_before_pipeline(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.pp",
             problem=f"PP {layout.pp} for a vision-language model without a written layout",
-            fix={
-                "knobs.data_parallel": "fsdp",
-                "layout.pp": 1,
-                "layout.vpp": 1,
-                "layout.schedule": None,
-            },
-            advice="or write layout.stages",
+            fixes=[_AS_FSDP, {**_AS_FSDP, "knobs.recompute": ["full"], "knobs.graphs": []}],
+            advice="or write layout.stages, with fewer layers beside the vision encoder; FSDP needs no cut",
         )
+
+
+@rule(severity="warning", rows="VL-GUIDE PF-ETPWARN")
+def vlm_3d_cuts_experts_first(plan: Plan) -> Iterator[Finding]:
+    """A MoE VLM in 3D parallel spreads its experts over EP, with TP 1.
+
+    Why: the documents' 3D family is TP 1, CP 1, PP 1 or modest, and EP sized to the experts. TP cuts the narrow vision
+        encoder and the decoder's GEMMs alike, and ETP is a tool to fit, which brings traffic and tuning. One run of
+        the tracker, 440 TFLOP/s on 64 GB200, did use TP 8 x ETP 8: a measurement overrides this.
+    Confirm: `threefold estimate` with both layouts; then a sweep with real images.
+    Fix: TP 1, and ETP's degree in EP.
+    """
+    layout, experts = plan.layout, plan.model.num_experts
+    if not plan.is_vlm or plan.knobs.data_parallel != "zero1" or layout.tp == 1 or not experts:
+        return
+    both = layout.ep * layout.etp
+    wide = {"layout.tp": 1, **({"layout.ep": both, "layout.etp": 1} if layout.etp > 1 and experts % both == 0 else {})}
+    yield Finding(
+        at="layout.tp",
+        problem=f"TP {layout.tp} x ETP {layout.etp} for a vision-language model; the documents' 3D family has TP 1 "
+        "(2026-08; the tracker's run with TP 8 x ETP 8 reached 440 TFLOP/s)",
+        fixes=[wide, {"layout.tp": 1}],
+        advice="measure both with real images",
+    )
 
 
 @rule(rows="VL-MOCK")
 def vlm_benchmark_has_images(plan: Plan) -> Iterator[Finding]:
-    """A vision-language benchmark has images in it.
+    """A vision-language run has images in it.
 
-    Why: image-free runs look about twice as fast as real ones, because the encoder is idle.
-    Confirm: job.data is synthetic and job.images is absent or 0.
+    Why: image-free runs look about twice as fast as real ones, because the encoder is idle, whatever data they read.
+        Their throughput is no evidence; a text-only run is one of the text model.
+    Confirm: job.images is 0, or absent with synthetic data.
     Fix: state a realistic number of images a sequence.
     """
-    if plan.is_vlm and plan.is_synthetic and not plan.job.images:
-        problem = "a synthetic vision-language run without images says nothing about speed"
+    if plan.is_image_free:
+        kind = "synthetic " if plan.is_synthetic else ""
+        problem = f"a {kind}vision-language run without images says nothing about speed"
         yield Finding(at="job.images", problem=problem, fix={"job.images": 1.0})
 
 
-@rule(severity="warning", rows="VL-MBS HO-MBS")
+@rule(severity="warning", rows="VL-MBS HO-MBS", needs_fix=True)
 def vlm_sweep_microbatch(plan: Plan) -> Iterator[Finding]:
     """VLM runs try more than microbatch 1.
 
@@ -59,7 +88,7 @@ def vlm_sweep_microbatch(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.micro_batch", problem=problem, fix={"job.micro_batch": 2})
 
 
-@rule(rows="VL-COMPAT", target="megatron-bridge", follows="Megatron FSDP: no pipeline parallel")
+@rule(rows="VL-COMPAT", target="megatron-bridge", follows=f"{MEGATRON_FSDP}: no pipeline parallel")
 def fsdp_excludes_pipeline(plan: Plan) -> Iterator[Finding]:
     """Megatron's FSDP runs without a pipeline.
 
@@ -72,9 +101,48 @@ def fsdp_excludes_pipeline(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="knobs.data_parallel",
             problem=f"{plan.knobs.data_parallel} with PP {plan.layout.pp}",
-            fix={"knobs.data_parallel": "zero1", "layout.replicate": 1},
-            advice="or set layout.pp to 1",
+            fixes=[
+                {"knobs.data_parallel": "zero1", "layout.replicate": 1},
+                {"layout.pp": 1, "layout.vpp": 1, "layout.stages": None, "layout.schedule": None},
+            ],
         )
+
+
+# What does not go with Megatron's FSDP, or only with its first version: the knob, its value at rest, and the reason.
+_BESIDE_FSDP: dict[str, tuple[object, str]] = {
+    "optimizer_offload": (0.0, "FSDP v2 refuses an offload policy, and v1 keeps sharded states on the GPU"),
+    "activation_offload": ((), "FSDP v2 refuses an offload policy"),
+    "activation_offload_layers": (0, "FSDP v2 refuses an offload policy"),
+    "fp8_params": (False, "FSDP v2 gathers parameters in 16 or 32 bits only"),
+    "delay_wgrad": (False, "FSDP reduces the gradients of a unit when its backward ends"),
+}
+
+
+@rule(severity="warning", rows="VL-COMPAT", target="megatron-bridge", follows=f"{MEGATRON_FSDP} (v2/fully_shard)")
+def fsdp_features(plan: Plan) -> Iterator[Finding]:
+    """Beside Megatron's FSDP stand only features that it has.
+
+    Why: its second version refuses quantised parameters and offload; the first one runs some of them. HybridEP, scoped
+        graphs after bring-up, a frozen encoder and selective recompute go with both FSDP and 3D parallel.
+    Confirm: the knob of the message beside knobs.data_parallel.
+    Fix: the knob back to its default, bf16 for bring-up, or zero1 (3D parallel) with the feature.
+    """
+    knobs = plan.knobs
+    if knobs.data_parallel == "zero1":
+        return
+    zero1: Changes = {"knobs.data_parallel": "zero1", "layout.replicate": 1}
+    for name, (rest, why) in _BESIDE_FSDP.items():
+        if getattr(knobs, name) != rest:
+            problem = f"{name} with {knobs.data_parallel}: {why}"
+            at_rest: Changes = {f"knobs.{name}": rest}
+            advice = "published runs did so on FSDP v1 (2026-08): measure"
+            yield Finding(at=f"knobs.{name}", problem=problem, fixes=[at_rest, zero1], advice=advice)
+    if plan.low_precision:
+        problem = f"{knobs.precision} with {knobs.data_parallel}: bring a model up in bf16, then measure FP8 on FSDP v1"
+        fixes = [{"knobs.precision": "bf16"}, zero1]
+        if "precision" not in plan.stack.measured:
+            advice = "or stack.measured=precision; published runs in MXFP8 on FSDP v1 exist (2026-08)"
+            yield Finding(at="knobs.precision", problem=problem, fixes=fixes, advice=advice)
 
 
 @rule(rows="VL-COMPAT")

@@ -1,11 +1,12 @@
 """Reasons: why a candidate is what it is, in sentences that cite rules and terms."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from threefold.cost.estimate import Estimate
 from threefold.plan.plan import Plan
-from threefold.rules.context import target_cp
-from threefold.units import format_bytes, format_tokens
+from threefold.rules.layout.context import target_cp
+from threefold.units import format_bytes, format_many, format_tokens
 
 TERMS_NAMED = 3
 
@@ -28,7 +29,7 @@ def reasons(plan: Plan, estimate: Estimate, first: Estimate | None = None) -> Re
     beside = (_beside(estimate, first),) if first is not None else ()
     return Reasons(
         fit=(_memory(plan, estimate), _ladder(plan, estimate)),
-        scale=tuple(_axes(plan, estimate)),
+        scale=(*_axes(plan, estimate), *_vision(plan)),
         profile=(_time(estimate), *beside),
     )
 
@@ -83,12 +84,32 @@ def _axes(plan: Plan, estimate: Estimate) -> list[str]:
     if layout.pp > 1:
         chunks = f" x VPP {layout.vpp}" if layout.vpp > 1 else ""
         said.append(
-            f"PP {layout.pp}{chunks} with {plan.num_microbatches} microbatches (pipeline-bubble-small): "
+            f"PP {layout.pp}{chunks} with {format_many(plan.num_microbatches, 'microbatch')} (pipeline-bubble-small): "
             f"{_share(estimate, 'bubble')}."
         )
     left = "FSDP shards weights too over" if plan.knobs.data_parallel != "zero1" else "the rest is data parallel,"
-    said.append(f"DP {layout.dp}, EDP {layout.edp}: {left} {layout.dp * layout.cp} ranks: {_share(estimate, 'dp')}.")
+    ranks = format_many(layout.dp * layout.cp, "rank")
+    said.append(f"DP {layout.dp}, EDP {layout.edp}: {left} {ranks}: {_share(estimate, 'dp')}.")
     return said
+
+
+def _vision(plan: Plan) -> Iterator[str]:
+    """For a vision-language model: why FSDP, 3D parallelism or neither, and what speaks for the other."""
+    if not plan.is_vlm:
+        return
+    rule = "vlm-fsdp-before-pipeline"
+    uneven = "the vision encoder makes pipeline stages uneven"
+    ceiling = "3D parallelism (TP x PP x EP) has the higher ceiling once its stages are written (layout.stages)"
+    if plan.knobs.data_parallel != "zero1":
+        yield f"FSDP, because {uneven}: it needs no cut and comes up first. {ceiling} ({rule})."
+    elif plan.layout.pp > 1:
+        stages = "with written stages" if plan.layout.stages else "but its stages are not written yet"
+        yield f"3D parallelism {stages}: {uneven}. {ceiling}; FSDP with PP 1 needs no cut and comes up first ({rule})."
+    else:
+        yield (
+            f"PP 1, because {uneven}, and without FSDP, because each rank has room for its weights: nothing is cut or "
+            f"gathered. FSDP comes next where memory is short; {ceiling} ({rule})."
+        )
 
 
 def _experts(plan: Plan, estimate: Estimate) -> str:

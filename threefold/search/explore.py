@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from threefold.cost.memory_ladder import state_bytes
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import balance, format_stages
 from threefold.plan.plan import Knobs, Plan
-from threefold.rules.memory import state_bytes
 from threefold.search.knobs import context_types, dispatchers, foot, graph_scopes, overlaps, precisions, shardings
 from threefold.search.ladder import Choice, Ladder
 from threefold.search.legal import faults

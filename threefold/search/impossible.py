@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from threefold.cost.memory_ladder import state_bytes
 from threefold.fields import MAX_RANKS
-from threefold.findings import Finding, FindingsError
+from threefold.findings import Finding, FindingsError, as_overrides
 from threefold.plan.plan import Plan
-from threefold.rules.memory import state_bytes
 from threefold.search.knobs import foot, precisions, shardings
 from threefold.search.ladder import Choice, Ladder
 from threefold.search.legal import faults
@@ -120,17 +120,17 @@ def _nearest(space: Space, offered: list[dict[str, Any]]) -> tuple[dict[str, Any
         found = [fix for fix in [_first(space, [everything, *more])] if fix]
     if not found:
         return None, "use a smaller model or a shorter sequence"
-    rest = ["; ".join(f"{path} = {value}" for path, value in fix.items() if value) for fix in found[1:]]
-    return found[0], " ".join(f"or {text}" for text in rest if text)
+    return found[0], " ".join(f"or {as_overrides(fix)}" for fix in found[1:])
 
 
 def _first(space: Space, changes: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    return next((dict(change) for change in changes if change and _exists({**space.given, **change})), None)
+    return next((dict(change) for change in changes if change and _exists(space, {**space.given, **change})), None)
 
 
-def _exists(given: Mapping[str, Any]) -> bool:
+def _exists(before: Space, given: Mapping[str, Any]) -> bool:
+    fields = {path: value for path, value in given.items() if value is not None}
     try:
-        space = read_draft({path: value for path, value in given.items() if value is not None})
+        space = read_draft(fields, before.base.cluster.measured)
     except FindingsError:
         return False
     found = leanest(replace(space, relaxed=MOST_RELAXED))

@@ -3,14 +3,12 @@
 from dataclasses import dataclass, replace
 
 from threefold.cost.format_support import can_fuse_experts, starting_precision
-from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
-from threefold.plan.plan import INSIDE_MOE, Knobs, Plan
-from threefold.rules.graphs import engine_scopes
+from threefold.plan.plan import Knobs
+from threefold.rules.knobs.graphs import engine_scopes
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.model import MlaSpec
 from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, GRAPH_SCOPES
 
 FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
@@ -77,7 +75,7 @@ def dispatchers(space: Space, layout: Layout) -> list[str]:
 
 
 def overlaps(space: Space, layout: Layout) -> list[bool]:
-    """Without and with EP overlap, where the rules of `rules/overlap.py` allow it."""
+    """Without and with EP overlap, where the rules of `rules/knobs/overlap.py` allow it."""
     plan = space.base
     can = layout.ep > 1 and plan.mtp <= 1 and (layout.pp == 1 or layout.vpp > 1)
     can = can and plan.knobs.precision != "fp32" and not plan.knobs.shared_expert_overlap
@@ -107,41 +105,6 @@ def foot(space: Space, layout: Layout, precision: str) -> Knobs:
     if space.free("knobs.expert_fusion") and can_fuse_experts(replace(space.base, layout=layout, knobs=knobs)):
         knobs = replace(knobs, expert_fusion=True)
     return knobs
-
-
-def parts(plan: Plan) -> list[str]:
-    """Modules of a model that selective recompute can redo. Attention itself repeats too much for too little, unless
-    most of it is the delta rule, whose chunks are large, and sequences are short."""
-    model, moe = plan.model, plan.model.moe
-    redoes_delta_rule = STACK_TRAITS[plan.target].recomputes_delta_rule
-    has = {
-        "layernorm": True,
-        "mla_up_proj": isinstance(model.attention, MlaSpec),
-        "gdn_norm_out": model.delta is not None,
-        "moe_act": moe is not None,
-        "shared_experts": bool(moe and moe.shared_width),
-        "mlp": any(layer.ffn == "dense" for layer in model.layers),
-        "core_attn": model.delta is not None and redoes_delta_rule and not plan.is_long,
-    }
-    return [name for name, there in has.items() if there]
-
-
-def selective_sets(order: list[str], is_moe: bool) -> list[tuple[str, ...]]:
-    """Cumulative sets along an order of modules; whole MoE layers come after everything cheaper."""
-    sets: list[tuple[str, ...]] = [tuple(order[:count]) for count in range(len(order) + 1)]
-    if is_moe:
-        sets.append((*(name for name in order if name not in INSIDE_MOE), "moe"))
-    return sets
-
-
-def allowed(knobs: Knobs, rung: Rung, plan: Plan) -> bool:
-    """Whether a rung goes with the mode: overlap redoes no exchange; delayed scales redo no output."""
-    again = rung.recompute
-    if knobs.ep_overlap and ("moe" in again or "full" in again):
-        return False
-    if plan.target == "megatron-bridge" and knobs.precision == "fp8-tensor":
-        return not {"moe_act", "layernorm"} & set(again)
-    return not ("shared_experts" in again and knobs.shared_expert_overlap)
 
 
 def on_rung(knobs: Knobs, rung: Rung, free_graphs: bool) -> Knobs:

@@ -1,14 +1,15 @@
-"""The ladder: rungs that trade time for memory, and the first one on which a choice fits.
+"""The ladder of a search: rungs that trade time for memory, and the first one on which a choice of degrees fits.
 
-Selective recompute comes before full, and offload last.
+The sets of modules and their order are those of `cost/memory_ladder.py`. Selective recompute comes before full, and
+offload last; degrees are no rungs here, for the search looks at all of them.
 """
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.memory.by_stack import memory
+from threefold.cost.memory_ladder import by_worth, goes_with_mode, recomputable_modules, saved_bytes, selective_sets
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
-from threefold.search.knobs import Rung, allowed, on_rung, parts, selective_sets
+from threefold.search.knobs import Rung, on_rung
 from threefold.search.price import LEANER, Pricer
 
 
@@ -47,18 +48,13 @@ class Ladder:
 
     def _by_worth(self, one: Choice) -> list[str]:
         def kept(recompute: tuple[str, ...]) -> float:
-            plan = self.pricer.plan(one.layout, one.micro_batch, replace(one.knobs, recompute=recompute))
-            worst = memory(plan).worst
-            return worst.peak_bytes - worst.terms.get("recompute", 0.0)
+            return saved_bytes(self.pricer.plan(one.layout, one.micro_batch, replace(one.knobs, recompute=recompute)))
 
         def seconds(recompute: tuple[str, ...]) -> float:
             knobs = replace(one.knobs, recompute=recompute)
             return self.pricer.microbatch_seconds(one.layout, one.micro_batch, knobs)
 
-        names = parts(self.pricer.space.base)
-        whole, once = kept(()), seconds(())
-        worth = {name: (whole - kept((name,))) / max(1e-9, seconds((name,)) - once) for name in names}
-        return sorted((name for name in names if worth[name] > 0), key=lambda name: -worth[name])
+        return by_worth(recomputable_modules(self.pricer.space.base), kept, seconds)
 
     def climb(self, choice: Choice, bar: float) -> tuple[Plan | None, Plan | None]:
         """The plan on the first rung that fits, if it promises more than the bar; and a faster one that does not fit.
@@ -81,8 +77,9 @@ class Ladder:
         """The mode on each rung: selective sets, full recompute, and the same again with offload."""
         if knobs not in self._known:
             space = self.pricer.space
+            mode = replace(space.base, knobs=knobs)
             plain, hosted = (
-                [on_rung(knobs, r, space.free("knobs.graphs")) for r in rungs if allowed(knobs, r, space.base)]
+                [on_rung(knobs, r, space.free("knobs.graphs")) for r in rungs if goes_with_mode(mode, r.recompute)]
                 for rungs in (self.plain, self.hosted)
             )
             selective = [one for one in plain if "full" not in one.recompute]

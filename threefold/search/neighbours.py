@@ -6,19 +6,17 @@ from itertools import islice
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate, fit_band, gain
-from threefold.cost.format_support import experts_are_emulated
 from threefold.cost.memory.by_stack import fullest_bytes
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.rules.dispatch import fuses_experts
+from threefold.rules.walls import remedies
 from threefold.search.knobs import precisions
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.search.refine import CHOSEN
 from threefold.search.space import Space
-from threefold.spec.chips import CHIPS, NATIVE_FORMATS
-from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES
+from threefold.spec.chips import CHIPS
 from threefold.units import format_bytes
 
 STEPS = ("layout.tp", "layout.cp", "layout.pp", "layout.vpp", "layout.ep", "layout.etp", "job.micro_batch")
@@ -69,9 +67,10 @@ def _steps(plan: Plan, path: str) -> Iterator[dict[str, Any]]:
 
 def attempt(plan: Plan, chosen: Estimate, changes: Mapping[str, Any]) -> Trial:
     """Judge and price the plan with some fields changed."""
-    follow = {"layout.stages": None} if any(path in ("layout.pp", "layout.vpp") for path in changes) else {}
+    cuts = any(path in ("layout.pp", "layout.vpp") for path in changes)
+    changes = {**changes, "layout.stages": None} if cuts and plan.layout.stages else changes
     try:
-        other = change(plan, {**follow, **changes})
+        other = change(plan, changes)
     except FindingsError as error:
         return Trial(changes, None, f"{error.findings[0].rule}: {error.findings[0].problem}")
     bad = faults(other)
@@ -109,33 +108,19 @@ def _decided(space: Space, path: str, value: Any) -> bool:
     return path in CHOSEN and path != "knobs.dispatcher" and space.free(path)
 
 
-def _faster(plan: Plan, precision: str) -> bool:
-    """Another format, for which there are kernels."""
-    native = precision in NATIVE_FORMATS[plan.chip.architecture] - {plan.knobs.precision}
-    return native and not experts_are_emulated(replace(plan, knobs=replace(plan.knobs, precision=precision)))
-
-
 def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
-    knobs, layout = plan.knobs, plan.layout
+    """What is tried for a wall: for memory, states in fewer bits; for the others, what `rules/walls.py` names, and
+    whatever the wall, the chip's dispatchers."""
     if wall == "memory":
         yield {"knobs.optimizer_dtype": "bf16"}
         yield {"knobs.grad_dtype": "bf16"}
         if plan.low_precision:
             yield {"knobs.fp8_params": True}
-    flex = [name for name, chips in DISPATCHER_CHIPS.items() if plan.cluster.chip in chips]
-    yield from ({"knobs.dispatcher": name} for name in flex if name != knobs.dispatcher and layout.ep > 1)
-    if wall == "communication" and layout.tp > 1:
-        yield {"knobs.tp_overlap": True}
-    if wall in ("communication", "compute") and layout.ep > 1:
-        yield {"knobs.ep_overlap": True} if not knobs.ep_overlap else {"knobs.delay_wgrad": True}
-    if wall in ("host", "compute") and not knobs.graphs and plan.chip.architecture != "cpu":
-        yield {"knobs.graphs": GRAPH_SCOPES.value.split() if plan.model.is_moe else ["attn"]}
-    if wall in ("host", "compute"):
-        yield {"job.micro_batch": 2 * plan.job.micro_batch}
+    else:
+        yield from remedies(plan, wall)
     if wall == "compute":
-        yield from ({"knobs.precision": name} for name in ("fp8-cs", "mxfp8") if _faster(plan, name))
-        if plan.model.is_moe and fuses_experts(plan):
-            yield {"knobs.expert_fusion": True}
+        yield from remedies(plan, "host")
+    yield from remedies(plan, "communication")
 
 
 def next_better(pricer: Pricer, short: list[Plan], best: Priced) -> NextBetter | None:
@@ -184,4 +169,7 @@ def _lighter(plan: Plan) -> Iterator[tuple[dict[str, Any], Plan]]:
     yield {"cluster.gpus": 2 * gpus, "job.global_batch": wider.job.global_batch}, wider
     for chip in CHIPS.values():
         if chip.architecture == plan.chip.architecture and chip.memory_bytes > plan.chip.memory_bytes:
-            yield {"cluster.chip": chip.name}, replace(plan, cluster=replace(plan.cluster, chip=chip.name))
+            yield (
+                {"cluster.chip": chip.name},
+                replace(plan, cluster=replace(plan.cluster, chip=chip.name, measured=None)),
+            )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from threefold.cost.cp_exchange import cheaper_exchange, has_open_exchange
 from threefold.cost.estimate import memory_band, time_band
 from threefold.cost.memory.by_stack import fullest_bytes
-from threefold.cost.rates import Rates, calibration
+from threefold.cost.rates import Rates, rates_of
 from threefold.cost.time.layer import layer_time
 from threefold.cost.time.optimizer import optimizer_seconds
 from threefold.cost.time.outside_layers import loss_seconds
@@ -42,7 +42,7 @@ class Pricer:
     def __init__(self, space: Space, at_top: bool = True) -> None:
         """`at_top`: whether memory is taken at the top of its band, or at the middle."""
         self.space, self.at_top = space, at_top
-        self.rates: Rates = calibration(space.base.target).rates
+        self.rates: Rates = rates_of(space.base)
         self.effort = 0.0  # estimates of memory so far; those that only bound it stop early
         self.num_time = 0
         self._seconds: dict[object, float] = {}

@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import combinations
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.rates import calibration
+from threefold.cost.memory_ladder import recomputable_modules
+from threefold.cost.rates import rates_of
 from threefold.cost.time.step import step_time
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import INSIDE_MOE, Plan
-from threefold.rules.all import blockers, check
-from threefold.search.knobs import parts
+from threefold.rules.all import blockers, judge
 from threefold.units import format_bytes
 
 
@@ -33,7 +33,7 @@ def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
 
 def sets(plan: Plan) -> Iterator[tuple[str, ...]]:
     """Every set of the model's modules that can be recomputed one by one; then all layers whole."""
-    names = parts(plan)
+    names = recomputable_modules(plan)
     names += ["core_attn"] if plan.model.attention and "core_attn" not in names else []
     names += ["moe"] if plan.model.is_moe else []
     for count in range(len(names) + 1):
@@ -52,13 +52,13 @@ def _peak(plan: Plan, names: tuple[str, ...]) -> float:
 
 
 def _seconds(plan: Plan, names: tuple[str, ...]) -> float:
-    return step_time(_with(plan, names), calibration(plan.target).rates).step_seconds
+    return step_time(_with(plan, names), rates_of(plan)).step_seconds
 
 
 def _broken(plan: Plan, names: tuple[str, ...]) -> set[str]:
     """Rules, whatever field they speak of. What is broken with everything kept as well is for `check` to say."""
     found = change(plan, {"knobs.recompute": list(names) or None})
-    return {finding.rule for finding in blockers(check(found))}
+    return {finding.rule for finding in blockers(judge(found))}
 
 
 def _chosen(plan: Plan, names: tuple[str, ...], peak: float) -> Finding:

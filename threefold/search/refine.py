@@ -9,8 +9,8 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
-from threefold.rules.all import check
-from threefold.rules.overlap import overlap_needs_connections
+from threefold.rules.all import check, judge
+from threefold.rules.knobs.overlap import overlap_needs_connections
 from threefold.search.knobs import graph_scopes
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
@@ -62,7 +62,7 @@ def rebuilt(space: Space, plan: Plan) -> Plan:
     parsed = parse(fields, model=None if any(p.startswith("model.") for p in fields) else space.base.model)
     if parsed.plan is None:
         raise FindingsError(parsed.findings)
-    return parsed.plan
+    return parsed.plan.on_chip(space.base.cluster.measured)
 
 
 def _less_offload(space: Space, pricer: Pricer, one: Priced) -> Priced:
@@ -113,7 +113,7 @@ def heeded(space: Space, plan: Plan) -> tuple[Plan, Estimate]:
 
 
 def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Estimate]]:
-    said = check(plan)
+    said = check(plan, notes=False)
     for finding in said:
         fix = finding.fix_data or {}
         if not fix or any(path not in CHOSEN or not space.free(path) for path in fix):
@@ -124,7 +124,7 @@ def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Es
             continue
         found = estimate(other)
         slower = found.tokens_per_second_per_gpu < guess.tokens_per_second_per_gpu * (1 - LOSS)
-        if not slower and found.fits and not faults(other) and len(check(other)) < len(said):
+        if not slower and found.fits and not faults(other) and len(judge(other)) < len(said):
             yield other, found
 
 

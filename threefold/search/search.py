@@ -10,7 +10,7 @@ from threefold.cost.estimate import Estimate
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.all import check, errors, promoted
+from threefold.rules.all import check, errors, judge, promoted
 from threefold.search.explain import Reasons, reasons
 from threefold.search.explore import Found, Progress, explore
 from threefold.search.impossible import finding
@@ -19,6 +19,7 @@ from threefold.search.price import Priced, Pricer
 from threefold.search.rank import complexity, pareto, ranked
 from threefold.search.refine import heeded, rebuilt, refined
 from threefold.search.space import MOST_RELAXED, Space, read_draft
+from threefold.spec.chips import ChipSpec
 from threefold.spec.stacks import engine_lacks
 
 FINALISTS = 3  # times the candidates asked for, that are finished and ranked
@@ -83,17 +84,24 @@ class SearchResult:
         return said
 
 
-def search(draft_fields: Mapping[str, Any], top: int = 5, progress: Progress | None = None) -> SearchResult:
+def search(
+    draft_fields: Mapping[str, Any],
+    top: int = 5,
+    progress: Progress | None = None,
+    measured: ChipSpec | None = None,
+) -> SearchResult:
     """Fill in what a draft leaves open.
 
     `draft_fields` are plan fields; absent or "auto" means free for layout.* and knobs.*, and for the batch and
-    the microbatch. With cluster.gpus = "auto" the smallest number of whole nodes that works is taken. Raises
-    FindingsError where the fixed fields are no plan.
+    the microbatch. With cluster.gpus = "auto" the smallest number of whole nodes that works is taken.
+    `measured` are facts and rates of a chip file in place of the shipped ones. Raises FindingsError where the fixed
+    fields are no plan.
     """
     start = time.perf_counter()
-    if refusal := _untrained(read_draft(draft_fields)):
+    space = read_draft(draft_fields, measured)
+    if refusal := _untrained(space):
         return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=refusal)
-    pricer, found = _explore_first(draft_fields, top, progress)
+    pricer, found = _explore_first(space, top, progress)
     space = pricer.space
     if not found.best:
         said = finding(space)
@@ -102,7 +110,7 @@ def search(draft_fields: Mapping[str, Any], top: int = 5, progress: Progress | N
     finished = [refined(space, pricer, one) for one in order[: FINALISTS * top]]
     everyone = [*finished, *order[FINALISTS * top :]]
     front = {id(everyone[place]) for place in pareto(everyone)}
-    chosen = list(islice((one for one in ranked(finished) if not errors(promoted(check(one.plan)))), top))
+    chosen = list(islice((one for one in ranked(finished) if not errors(promoted(judge(one.plan)))), top))
     candidates = _candidates(space, chosen, front)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
@@ -119,19 +127,18 @@ def search(draft_fields: Mapping[str, Any], top: int = 5, progress: Progress | N
     )
 
 
-def _explore_first(fields: Mapping[str, Any], top: int, progress: Progress | None) -> tuple[Pricer, Found]:
+def _explore_first(space: Space, top: int, progress: Progress | None) -> tuple[Pricer, Found]:
     """Explore with memory at the top of its band, then past the preferred degrees; more GPUs where that is free.
 
     For Megatron Bridge, whose published runs fit although predicted to be fuller, the middle of the band comes next.
     """
-    space = read_draft(fields)
     counts = [space.gpus]
     if space.auto_gpus:
         node = space.base.cluster.node
         counts = [node * 2**i for i in range(16) if node * 2**i <= MAX_RANKS]
     for gpus in counts:
         if gpus != space.gpus:
-            space = read_draft({**space.given, "cluster.gpus": gpus})
+            space = read_draft({**space.given, "cluster.gpus": gpus}, space.base.cluster.measured)
         for relaxed in range(MOST_RELAXED + 1):
             for at_top in (True, False) if space.base.target != "threefold" else (True,):
                 pricer = Pricer(replace(space, relaxed=relaxed), at_top)
@@ -146,7 +153,7 @@ def _candidates(space: Space, chosen: list[Priced], front: set[int]) -> tuple[Ca
     for one in chosen:
         plan, priced = heeded(space, rebuilt(space, one.plan))
         said = reasons(plan, priced, made[0].estimate if made else None)
-        findings = tuple(check(plan))
+        findings = tuple(check(plan, notes=False))
         made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan), findings))
     return tuple(made)
 

@@ -16,8 +16,9 @@ from threefold.plan.parse import Fields, normalise, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.rules.base import divisors
-from threefold.rules.context import target_cp
-from threefold.rules.shape import tp_fits
+from threefold.rules.layout.context import target_cp
+from threefold.rules.layout.shape import tp_fits
+from threefold.spec.chips import ChipSpec
 
 MOST_TP = 8  # no published plan has more, and past it GEMMs are too narrow
 MOST_CHUNKS = 24  # a rank, the most of any published run: Qwen3-30B on PP 2, a layer a chunk
@@ -55,8 +56,11 @@ def _budget_in_draft(plan: Plan) -> Finding:
     )
 
 
-def read_draft(fields: Mapping[str, Any]) -> Space:
-    """The space of a draft; raises every finding about its fixed fields at once."""
+def read_draft(fields: Mapping[str, Any], measured: ChipSpec | None = None) -> Space:
+    """The space of a draft; raises every finding about its fixed fields at once.
+
+    `measured` are facts of a chip file, which hold where the draft is for that chip.
+    """
     found, findings = normalise(fields)
     if any(finding.severity == "error" for finding in findings):
         raise FindingsError(findings)
@@ -65,6 +69,8 @@ def read_draft(fields: Mapping[str, Any]) -> Space:
     if parsed.plan is None:
         raise FindingsError(parsed.findings)
     plan = parsed.plan
+    if measured and measured.name == plan.cluster.chip:
+        plan = plan.on_chip(measured)
     if plan.recompute_budget is not None:
         raise FindingsError([_budget_in_draft(plan)])
     if "job.global_batch" not in given:

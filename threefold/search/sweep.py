@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from threefold.cost.cp_exchange import resolve_exchange
@@ -10,9 +11,9 @@ from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.rules.all import blockers, check, errors
-from threefold.rules.batch import batch_step
-from threefold.rules.context import SHARD_TOKENS, target_cp
+from threefold.rules.all import blockers, check, errors, judge
+from threefold.rules.layout.batch import batch_step
+from threefold.rules.layout.context import SHARD_TOKENS, target_cp
 from threefold.search.recompute import resolve_recompute
 
 Fields = dict[str, Any]
@@ -28,6 +29,18 @@ class Point:
     findings: tuple[Finding, ...]
     estimate: Estimate | None  # absent where the rules refuse the plan
     more_gpus: bool  # the count of the plan gave out; this is the smallest that works
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the rules accept the plan and it fits."""
+        return self.estimate is not None and self.estimate.fits
+
+    @property
+    def lacks_memory(self) -> bool | None:
+        """None where the plan is refused for another reason, so that its memory is not known."""
+        if self.estimate is None:
+            return True if any(finding.rule == "states-fit-memory" for finding in self.findings) else None
+        return not self.estimate.fits
 
     @property
     def verdict(self) -> str:
@@ -59,7 +72,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outgrown:
-    """A setting of the first point that is wrong at a later value."""
+    """A setting of the first point that is right, where it is wrong at another value."""
 
     value: Any
     finding: Finding
@@ -76,27 +89,47 @@ class Sweep:
     outgrown: tuple[Outgrown, ...]
 
     @property
+    def right(self) -> Point | None:
+        """The first point that the rules accept and that fits."""
+        return next((point for point in self.points if point.is_right), None)
+
+    @property
     def dp_gone(self) -> Point | None:
-        """The first point with DP at 1, where it began above."""
+        """Where DP goes to 1 for good, where it began above."""
         began = self.points[0].plan.layout.dp
-        return next((p for p in self.points if began > 1 and p.plan.layout.dp == 1), None)
+        return _gone([(point, began > 1 and point.plan.layout.dp == 1) for point in self.points])
 
     @property
     def gpus_gone(self) -> Point | None:
-        return next((point for point in self.points if point.more_gpus), None)
+        return _gone([(point, point.more_gpus) for point in self.points])
 
     @property
     def memory_gone(self) -> Point | None:
-        return next((point for point in self.points if point.estimate and not point.estimate.fits), None)
+        return _gone([(point, point.lacks_memory) for point in self.points])
+
+    @property
+    def short_of_memory(self) -> tuple[Point, ...]:
+        """The points that lack memory although a later one does not."""
+        known = [point for point in self.points if point.lacks_memory is not None]
+        enough = [place for place, point in enumerate(known) if not point.lacks_memory]
+        return tuple(point for point in known[: enough[-1]] if point.lacks_memory) if enough else ()
 
     def to_json(self) -> dict[str, Any]:
         gone = {"dp": self.dp_gone, "gpus": self.gpus_gone, "memory": self.memory_gone}
         return {
             "over": self.path,
+            "right_at": self.right.value if self.right else None,
             "points": [point.to_json() for point in self.points],
             "outgrown": [one.to_json() for one in self.outgrown],
             "gives_out": {what: point.value if point else None for what, point in gone.items()},
         }
+
+
+def _gone(points: Sequence[tuple[Point, bool | None]]) -> Point | None:
+    """The first of the last points that lack something, None where the last one does not. Unknown ones are passed."""
+    known = [(point, lacks) for point, lacks in points if lacks is not None]
+    lacking = list(takewhile(lambda pair: pair[1], reversed(known)))
+    return lacking[-1][0] if lacking else None
 
 
 def sweep(plan: Plan, settings: Sequence[Mapping[str, Any]]) -> Sweep:
@@ -141,7 +174,7 @@ def _settled(plan: Plan, value: Any, fields: Fields, along: Fields) -> Point:
         return Point(value, here, moved, tuple(error.findings), None, more_gpus)
     if chosen:
         moved["knobs.recompute"] = here.knobs.recompute
-    found = (*chosen, *check(here))
+    found = (*chosen, *check(here, notes=False))
     guess = None if blockers(found) else estimate(here)
     return Point(value, here, moved, found, guess, more_gpus)
 
@@ -159,18 +192,25 @@ def _batch(before: Plan, now: Plan) -> int:
     step = batch_step(now)
     if now.job.seq_len != before.job.seq_len:
         return max(1, round(before.tokens_per_step / now.job.seq_len / step)) * step
-    uneven = any(finding.at == "job.global_batch" for finding in errors(check(now)))
+    uneven = any(finding.at == "job.global_batch" for finding in errors(judge(now)))
     return max(1, round(now.job.global_batch / step)) * step if uneven else now.job.global_batch
 
 
 def _outgrown(points: Sequence[Point], settings: Sequence[Mapping[str, Any]]) -> Iterator[Outgrown]:
-    """Findings about the first point's plan at a later value, or about that value's own plan, each once."""
-    first = points[0]
-    seen = {(finding.rule, finding.at) for finding in first.findings} | {("recompute-chosen", "knobs.recompute")}
-    for point, fields in zip(points[1:], settings[1:], strict=True):
+    """Findings about the first right plan at another value, or about that value's own plan, each once.
+
+    Where no plan is right, the errors of all of them.
+    """
+    right = next((point for point in points if point.is_right), None)
+    seen = {(finding.rule, finding.at) for finding in right.findings} if right else set()
+    seen.add(("recompute-chosen", "knobs.recompute"))
+    for point, fields in zip(points, settings, strict=True):
+        if point is right:
+            continue
         own = {(finding.rule, finding.at) for finding in point.findings}
         named = {path: point.moved.get(path, value) for path, value in fields.items()}  # in place of a budget
-        for finding in [*check(change(first.plan, named)), *point.findings]:
+        carried = check(change(right.plan, named), notes=False) if right else []
+        for finding in [*carried, *(point.findings if right else errors(point.findings))]:
             key = (finding.rule, finding.at)
             if key not in seen:
                 seen.add(key)

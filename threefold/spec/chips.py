@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from threefold.units import GB, GIB, MIB, TB, TFLOPS
 
@@ -22,6 +23,7 @@ class ChipSpec:
     host_bandwidth: float  # bytes/s between one GPU and host memory
     gpus_per_node: int
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    measured_rates: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of a chip file, names of `cost.Rates`
 
     @property
     def is_rack_scale(self) -> bool:

@@ -138,6 +138,12 @@ def _mla(c: Config) -> MlaSpec:
     )
 
 
+def _activation(c: Config, key: str = "hidden_act", default: str = "silu") -> str:
+    """By the name that transformers has for it; swish is its other word for silu."""
+    name = str(c.get(key) or default)
+    return "silu" if name == "swish" else name
+
+
 def _eps(c: Config) -> float:
     return float(c.get("rms_norm_eps") or c.get("layer_norm_epsilon") or 1e-6)
 
@@ -171,7 +177,7 @@ def _llama(c: Config) -> dict[str, Any]:
         "num_layers": c["num_hidden_layers"],
         "dense_dim": c["intermediate_size"],
         "attention": _gqa(c),
-        "activation": c.get("hidden_act") or "silu",
+        "activation": _activation(c),
         "norm_eps": _eps(c),
     }
 
@@ -228,6 +234,7 @@ def _qwen3_next(c: Config) -> dict[str, Any]:
             conv=c["linear_conv_kernel_dim"],
         ),
         "moe": moe,
+        "activation": _activation(c),
         "norm_eps": _eps(c),
         "mtp_layers": c.get("num_nextn_predict_layers") or c.get("mtp_num_hidden_layers") or 0,
     }
@@ -257,6 +264,7 @@ def _deepseek(c: Config) -> dict[str, Any]:
         "dense_dim": c["intermediate_size"],
         "attention": _mla(c),
         "moe": moe,
+        "activation": _activation(c),
         "norm_eps": _eps(c),
         "mtp_layers": c.get("num_nextn_predict_layers") or 0,
     }
@@ -290,6 +298,7 @@ def _gemma4(c: Config) -> dict[str, Any]:
         raise ValueError("only the Mixture-of-Experts members of Gemma 4 are supported")
     if c.get("hidden_size_per_layer_input"):
         raise ValueError("embeddings per layer (hidden_size_per_layer_input) are not supported")
+    act = _activation(c, "hidden_activation", "gelu_pytorch_tanh")
     letters = {"sliding_attention": "w", "full_attention": "t"}
     per_layer = c.get("per_layer_config") or {}
     global_dim = next((v["head_dim"] for v in per_layer.values() if "head_dim" in v), c["head_dim"])
@@ -308,7 +317,7 @@ def _gemma4(c: Config) -> dict[str, Any]:
             num_shared=1,
             shared_dim=c["intermediate_size"],
         ),
-        "activation": "gelu_tanh",
+        "activation": {"gelu_pytorch_tanh": "gelu_tanh"}.get(act, act),
         "norm_eps": _eps(c),
     }
 
@@ -346,7 +355,7 @@ def _nemotron_h(c: Config) -> dict[str, Any]:
         ),
         "moe": moe if "E" in pattern else None,
         "glu": False,
-        "activation": "relu2",
+        "activation": _activation(c, "mlp_hidden_act", "relu2"),
         "norm_eps": _eps(c),
         "mtp_layers": c.get("num_nextn_predict_layers") or 0,
         "mtp_pattern": "*E",

@@ -70,7 +70,16 @@ KIMI_K2 = ModelSpec(
     dense_dim=18432,
     vocab=163840,
     attention=MlaSpec(
-        num_heads=64, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rope_theta=50_000.0
+        num_heads=64,
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        rope_theta=50_000.0,
+        rope_scaling=RopeScaling(
+            factor=32.0, original_len=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
     ),
     moe=MoeSpec(
         num_experts=384,
@@ -84,7 +93,8 @@ KIMI_K2 = ModelSpec(
     published_total=1.04e12,
     published_active=32e9,
     vocab_multiple=1280,
-    source="moonshotai/Kimi-K2-Instruct; Megatron-LM examples/post_training/modelopt/conf/moonshotai",
+    # The 0905 release has a factor of 64, for 256K.
+    source="moonshotai/Kimi-K2-Instruct config.json; Megatron-LM examples/post_training/modelopt/conf/moonshotai",
 )
 MOONLIGHT_16B = ModelSpec(
     name="moonlight-16b-a3b",

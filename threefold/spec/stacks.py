@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from threefold.spec.model import MlaSpec, ModelSpec
 
 TARGETS = ("threefold", "megatron-bridge")
+# Upstream code that rules follow, with the release that was read.
+BRIDGE_OVERLAP = "Megatron Bridge 0.4.0 src/megatron/bridge/training/comm_overlap.py"
+BRIDGE_FLEX = "Megatron Bridge 0.4.0 src/megatron/bridge/training/flex_dispatcher_backend.py"
+MEGATRON_CONFIG = "Megatron-LM d2c5e8b4 megatron/core/transformer/transformer_config.py"
+MEGATRON_ARGUMENTS = "Megatron-LM d2c5e8b4 megatron/training/arguments.py"
+MEGATRON_SCHEDULES = "Megatron-LM d2c5e8b4 megatron/core/pipeline_parallel/schedules.py"
+MEGATRON_FSDP = "Megatron-LM d2c5e8b4 megatron/core/distributed/fsdp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +68,35 @@ def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "the engine has no sparse attention", "choose a model without an indexer"
     if model.activation not in ENGINE_ACTIVATIONS:
         yield f"the engine has no activation {model.activation!r}", f"known: {', '.join(ENGINE_ACTIVATIONS)}"
+    kind = _rope_scaling(model)
+    if kind and kind not in ENGINE_ROPE_SCALING:
+        yield f"the engine has no rotary scaling {kind!r}", "use yarn or none"
+
+
+def _rope_scaling(model: ModelSpec) -> str | None:
+    """The kind of rotary scaling, where the model has some."""
     scaling = model.attention.rope_scaling if model.attention else None
-    if scaling is not None and scaling.kind not in ENGINE_ROPE_SCALING:
-        yield f"the engine has no rotary scaling {scaling.kind!r}", "use yarn or none"
+    return scaling.kind if scaling else None
+
+
+# What Megatron Bridge turns into its own (`models/conversion/model_bridge.py`, and the bridge of Llama), beside the
+# activations that it has for GPT-OSS and Gemma 4 alone. It refuses other activations, and goes without other scalings.
+BRIDGE_ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "tanh", "gelu_pytorch_tanh", "clamped swiglu", "gelu_tanh")
+BRIDGE_ROPE_SCALING = {"llama": ("yarn", "llama3")}
+
+
+def bridge_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
+    """What Megatron Bridge lacks for a model of a family that it has, as `engine_lacks` says it of our engine."""
+    if model.activation not in BRIDGE_ACTIVATIONS:
+        known = ", ".join(BRIDGE_ACTIVATIONS)
+        yield f"megatron-bridge has no activation {model.activation!r}", f"known: {known}"
+    kind, kinds = _rope_scaling(model), BRIDGE_ROPE_SCALING.get(model.family, ("yarn",))
+    if kind and kind not in kinds:
+        problem = f"megatron-bridge goes without the rotary scaling {kind!r} of {model.family} models"
+        yield problem, f"use {' or '.join(kinds)}, or none"
+
+
+LACKS = {"threefold": engine_lacks, "megatron-bridge": bridge_lacks}
 
 
 @dataclass(frozen=True, slots=True)

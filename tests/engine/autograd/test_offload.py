@@ -54,6 +54,22 @@ def test_offload_beside_recompute(names: tuple[str, ...]) -> None:
         assert_same(gradients("deepseek_v3", torch.float64, recompute=names, **more), plain)
 
 
+def test_what_a_recompute_discards_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of a recomputed norm, which the first GEMMs of attention would save."""
+    sizes: dict[str, list[int]] = {}
+
+    def copied(*recompute: str) -> list[int]:
+        found: list[int] = []
+        to_host = offload._copy_to_host
+        with monkeypatch.context() as patch:
+            patch.setattr(offload, "_copy_to_host", lambda x: found.append(x.numel()) or to_host(x))
+            gradients("qwen3_moe", torch.float32, activation_offload=("qkv_linear",), recompute=recompute)
+        return found
+
+    sizes = {name: copied(*names) for name, names in (("saved", ()), ("recomputed", ("layernorm",)))}
+    assert len(sizes["recomputed"]) < len(sizes["saved"])
+
+
 def left(family: str, **options: Any) -> float:
     """Values of fp64 a token that stay on the device, 32 tokens."""
     model = make(family, torch.float64, expert_backend="loop", **options)

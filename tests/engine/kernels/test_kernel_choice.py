@@ -43,7 +43,7 @@ from threefold.engine.moe.layer import MoeLayer
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
-from threefold.rules.dispatch import expert_kernels_have_use
+from threefold.rules.knobs.dispatch import expert_kernels_have_use
 from threefold.search.neighbours import _remedies
 from threefold.spec.model import MoeSpec
 

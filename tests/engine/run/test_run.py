@@ -79,7 +79,7 @@ def test_metrics_that_cannot_be_written_end_the_run_with_everything_saved(
     assert "resuming behind step 3 of 6" in said
     assert trainer.step == 6
     steps = [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()]
-    assert steps == [0, 1, 3, 4, 5]
+    assert steps == [1, 2, 4, 5, 6]
 
 
 def test_all_is_closed_where_closing_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,24 +103,47 @@ def test_all_is_closed_where_closing_one_fails(tmp_path: Path, monkeypatch: pyte
 
 def test_metrics_are_json_for_every_reader(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
-    metrics.write({"step": 0, "loss": math.nan, "grad_norm": math.inf, "least": -math.inf, "lr": 0.5})
+    metrics.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "least": -math.inf, "lr": 0.5})
     metrics.close()
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON")
 
     read = json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse)
-    assert read == {"step": 0, "loss": None, "grad_norm": None, "least": None, "lr": 0.5}
+    assert read == {"step": 1, "loss": None, "grad_norm": None, "least": None, "lr": 0.5}
 
 
 @pytest.mark.parametrize(
-    "tail", [b'{"step": 2, "name": "\xc3', b"\x00" * 40, b"\xff\xfe\n\x80\n"], ids=["half a letter", "zeros", "noise"]
+    "tail", [b'{"step": 3, "name": "\xc3', b"\x00" * 40, b"\xff\xfe\n\x80\n"], ids=["half a letter", "zeros", "noise"]
 )
 def test_what_a_crash_left_behind_the_last_line_is_dropped(tail: bytes, tmp_path: Path) -> None:
-    whole = b'{"step": 0, "loss": 2.5}\n{"step": 1, "loss": 2.25}\n'
+    whole = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n'
     (tmp_path / METRICS).write_bytes(whole + tail)
     Metrics(tmp_path, 2).close()
     assert (tmp_path / METRICS).read_bytes() == whole
+
+
+@pytest.mark.parametrize(("behind", "left"), [(4, [1, 2, 2, 3, 4]), (2, [1, 2, 2])])
+def test_metrics_that_number_steps_from_0_are_given_the_numbers_of_today(
+    behind: int, left: list[int], tmp_path: Path
+) -> None:
+    """Earlier versions did. What they wrote past the checkpoint is dropped by its new number."""
+    steps = [{"step": step, "loss": float(step)} for step in range(5)]
+    before = [*steps[:2], {"step": 1, "eval_loss": 7.0}, *steps[2:]]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in before))
+    for _ in range(2):  # the second time they have them
+        Metrics(tmp_path, behind).close()
+        found = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+        assert [line["step"] for line in found] == left
+        assert all(line["loss"] == line["step"] - 1 for line in found if "loss" in line)
+
+
+@pytest.mark.parametrize("tail", ['{"step": 1e400}', "[" * 100_000], ids=["an infinity", "deep"])
+def test_lines_that_are_no_metrics_are_dropped(tail: str, tmp_path: Path) -> None:
+    whole = '{"step": 1, "loss": 2.5}\n'
+    (tmp_path / METRICS).write_text(whole + tail)
+    Metrics(tmp_path, 2).close()
+    assert (tmp_path / METRICS).read_text() == whole
 
 
 def test_files_of_a_run_that_cannot_be_written_are_findings(tmp_path: Path) -> None:

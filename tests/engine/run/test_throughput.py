@@ -97,11 +97,15 @@ def test_the_loader_says_what_is_padding(four_documents: dict[str, Any]) -> None
 def test_the_terminal_shows_useful_tokens_and_mfu(capsys: pytest.CaptureFixture[str]) -> None:
     values = {"loss": 1.0, "tokens_per_second": 2000.0, "useful_tokens_per_second": 500.0, "tflops_per_gpu": 250.0}
     values |= {"memory_bytes": 2**30, "mfu": 0.2527, "mfu_peak": "h100 bf16 dense"}
-    Progress(4).show(0, values)
+    values |= {"grad_norm": 1.2345, "lr": 0.00015}
+    Progress(4).show(1, values)
     said = capsys.readouterr().err
+    assert said.startswith("step 1/4  loss 1.0000  grad norm 1.23  lr 0.00015  ")
     assert "2,000 tokens/s (500 useful)  250 TFLOP/s a rank  MFU 25.3% of h100 bf16 dense" in said
-    Progress(4).show(0, {**values, "useful_tokens_per_second": 2000.0})
-    assert "useful" not in capsys.readouterr().err
+    Progress(4).show(4, {**values, "useful_tokens_per_second": 2000.0})
+    said = capsys.readouterr().err
+    assert "useful" not in said
+    assert said.endswith("0:00 left\n")  # behind the last step
 
 
 class Board:

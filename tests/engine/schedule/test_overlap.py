@@ -360,6 +360,23 @@ def test_json_of_a_loss_that_is_no_number(
     assert (code, found["same"], found["loss_difference"]) == (1, False, None)
 
 
+def test_ab_prints_a_speed_up(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above 1 is faster, as the published tables of overlap have it; the first variant is the baseline."""
+    rows = [VariantSummary(name, seconds, 0, 1, 0, {}) for name, seconds in (("no overlap", 2.0), ("overlap", 1.6))]
+    monkeypatch.setattr("threefold.engine.verify.overlap_ab.loss_difference", lambda ranks: 0.0)
+    monkeypatch.setattr("threefold.engine.verify.overlap_ab.summarize", lambda ranks: rows)
+    monkeypatch.setattr("threefold.engine.verify.forked_ranks.run_ranks", lambda *args, **more: [])
+    found = json.loads(ab(tmp_path, capsys, "--json")[1])
+    assert [row["speed_up"] for row in found["rows"]] == [1.0, 1.25]
+    header, first, second, legend, *_ = ab(tmp_path, capsys)[1].splitlines()
+    assert "speed-up" in header
+    assert "1.000x" in first
+    assert "1.250x" in second
+    assert "above 1 is faster" in legend
+
+
 @pytest.mark.parametrize("verb", ["overlap-ab", "verify"])
 @pytest.mark.parametrize("limit", ["nan", "-5", "0", "inf", "soon"])
 def test_a_limit_is_a_time(verb: str, limit: str, capsys: pytest.CaptureFixture[str]) -> None:

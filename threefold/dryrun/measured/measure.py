@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from threefold.cost.rates import calibration
+from threefold.cost.rates import rates_of
 from threefold.cost.time.step import step_time
 from threefold.dryrun.measured.real_rank import real_rank, run_real_step, with_balanced_routing
 from threefold.dryrun.measured.timers import ModuleTimer, PhaseTimer
@@ -107,7 +107,7 @@ def measure(
         module_seconds = _seconds_by_kind(modules, reduced.num_microbatches)
     # The phase "forward" is that of all microbatches, with their backward.
     microbatch_seconds = phases.seconds["forward"] * (plan.num_microbatches / reduced.num_microbatches)
-    predicted = step_time(plan, calibration(plan.target).rates).terms
+    predicted = step_time(plan, rates_of(plan)).terms
     return Measurement(
         plan=plan,
         rehearsed=rehearsed,

@@ -63,10 +63,13 @@ class MlaAttention(nn.Module):
         return len(self.kv_up.weight) // (self.spec.nope_dim + self.spec.v_dim)
 
     def core(self, positions: Positions, q_BHSd: Tensor, k_BHSd: Tensor, v_BHSv: Tensor) -> Tensor:
+        """The outputs of the heads by token. A copy in this order, where one is needed, is made here, so that a
+        recompute of the core covers it."""
         bounds = positions.bounds if q_BHSd.is_cuda else None
-        return self.attention_fn(
+        out_BHSv = self.attention_fn(
             q_BHSd, k_BHSd, v_BHSv, scale=self.scale, documents_BS=positions.documents_BS, bounds=bounds
-        ).transpose(1, 2)
+        )
+        return out_BHSv.transpose(1, 2).contiguous()
 
     def core_over_ranks(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
         """The outputs of all heads for this rank's tokens, by way of the latents of other ranks."""

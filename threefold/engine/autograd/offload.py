@@ -18,6 +18,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.autograd.recompute import is_recomputed
 from threefold.engine.autograd.saved_tensors import (
     Placeholder,
     StridedView,
@@ -89,7 +90,8 @@ class OffloadedLayer:
     def pack(self, tensor: Tensor) -> Placeholder | None:
         storage = tensor.untyped_storage()
         is_small = device_type(tensor.device) == "cuda" and storage.nbytes() < MIN_BYTES
-        if is_small or not storage.nbytes() or self._is_weight(tensor):
+        # What a recompute around this module discards is left to it: a copy on the host would serve nobody.
+        if is_small or not storage.nbytes() or self._is_weight(tensor) or is_recomputed(tensor):
             return None
         known = self._copy_of.get(storage_key(tensor))
         copy = known[1]() if known is not None and known[0]() is storage else None

@@ -6,8 +6,6 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.engine.data.cache_folder import cache_folder
@@ -17,30 +15,9 @@ from threefold.engine.data.sources import ConcatenatedSource, ShardSource, Sourc
 from threefold.engine.data.text.tokenize_files import tokenize_files
 from threefold.engine.data.text.tokenizer import ByteTokenizer, Tokenizer
 from threefold.findings import Finding, FindingsError
+from threefold.plan.data_entries import EMBEDDED, SYNTHETIC, DataEntry, parse_entries
 from threefold.plan.plan import Job
 from threefold.units import MIB
-
-SYNTHETIC = ("synthetic", "synthetic-zipf")
-
-
-@dataclass(frozen=True, slots=True)
-class DataEntry:
-    """One entry of `job.data`."""
-
-    name: str
-    weight: float | None = None  # None if the entry states no weight
-
-
-def parse_entries(data: str | Sequence[str]) -> list[DataEntry]:
-    """Parse entries of the form `path` or `path:weight`. If a file has the whole text as its name, it is the path."""
-    entries = []
-    for text in (data,) if isinstance(data, str) else data:
-        name, colon, tail = text.rpartition(":")
-        if not colon or not name or Path(text).exists() or not _is_number(tail):
-            entries.append(DataEntry(text))
-        else:
-            entries.append(DataEntry(name, float(tail)))
-    return entries
 
 
 def open_sources(
@@ -78,7 +55,7 @@ def _open_source(
         zipf = name != "synthetic"
         return SyntheticSource(vocab, job.seq_len, job.packing, zipf=zipf, seed=seed), []
     sft = job.task == "sft"
-    if name == "embedded":
+    if name == EMBEDDED:
         if sft:
             problem = "the embedded corpus has no conversations to fine-tune on"
             raise _refusal("data-fits-task", problem, "give JSONL with messages", {"job.task": "pretrain"})
@@ -157,11 +134,3 @@ def _finding(rule: str, problem: str, advice: str, fix: dict[str, str] | None = 
 
 def _refusal(rule: str, problem: str, advice: str, fix: dict[str, str] | None = None) -> FindingsError:
     return FindingsError([_finding(rule, problem, advice, fix)])
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, rank_environment
+from threefold.units import format_many
 
 JOIN_SECONDS = 300.0  # time for the slowest rank to start: importing torch from a cold file system takes minutes
 
@@ -48,7 +49,7 @@ def join(plan: Plan, timeout_seconds: float | None = None, environ: Mapping[str,
     env = rank_environment(environ)
     size = env.size if env else 1
     if size != plan.cluster.gpus:
-        raise _refuse("cluster.gpus", f"the plan is for {plan.cluster.gpus} ranks, {size} were started")
+        raise _refuse("cluster.gpus", f"the plan is for {format_many(plan.cluster.gpus, 'rank')}, {size} were started")
     device = _device(plan, env)
     if env is None:
         return World(0, 1, 0, device, 0)

@@ -115,33 +115,38 @@ def write_expert_loads(folder: Path, load_LE: Tensor | None) -> None:
         _replace(folder / LOADS, json.dumps(load_LE.round().long().tolist()).encode())
 
 
-def append_timing(folder: Path, seconds: list[float], first_step: int, skipped: int = 5) -> None:
-    """Add a steady window to the contract: the steps of this process after its warm-up, and their mean time."""
+def append_timing(folder: Path, seconds: list[float], steps_before: int, skipped: int = 5) -> None:
+    """Add a steady window to the contract: the first and last step of this process after its warm-up, numbered from 1,
+    and their mean time."""
     path = folder / CONTRACT
     skip = min(skipped, len(seconds) // 2)
     steady = seconds[skip:]
     if not steady or not path.exists():
         return
     contract = json.loads(path.read_text(encoding="utf-8"))
-    window = [first_step + skip, first_step + len(seconds) - 1]
+    window = [steps_before + skip + 1, steps_before + len(seconds)]
     mean = sum(steady) / len(steady)
     contract.setdefault("timing", []).append({"steady_steps": window, "mean_step_seconds": mean})
     _replace(path, json.dumps(contract, indent=2).encode())
 
 
 class Metrics:
-    """Writes `metrics.jsonl`, one JSON object per line. A resumed run drops lines past the step it goes on from.
+    """Writes `metrics.jsonl`, one JSON object per line. Steps are numbered from 1, as in the terminal.
+
+    A run that goes on behind `last_step` drops the lines past it. Earlier versions numbered steps from 0; lines of
+    such a file are given the numbers of today.
 
     A line that cannot be written, as on a full disk, raises nothing: the finding is in `problem`, so that the run can
     save and end.
     """
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, last_step: int) -> None:
         self.path = folder / METRICS
         self.problem: Finding | None = None
         try:
             if self.path.exists():
-                lines = [line for line in self.path.read_bytes().splitlines() if _step_of(line) < first_step]
+                found = _numbered_from_one(self.path.read_bytes().splitlines())
+                lines = [line for line in found if _step_of(line) <= last_step]
                 _replace(self.path, b"".join(line + b"\n" for line in lines))
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
@@ -170,8 +175,22 @@ def _is_json(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def _numbered_from_one(lines: list[bytes]) -> list[bytes]:
+    """The lines of a file whose first step has the number 1. Only earlier versions wrote a step 0."""
+    if not any(_step_of(line) == 0 for line in lines):
+        return lines
+    readable = [json.loads(line) for line in lines if _step_of(line) < math.inf]
+    return [json.dumps({**values, "step": int(values["step"]) + 1}).encode() for values in readable]
+
+
 def _step_of(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # a line that a kill cut off, or garbage that a crash left
-        return float("inf")
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ):  # a line that a kill cut off, or garbage that a crash left
+        return math.inf

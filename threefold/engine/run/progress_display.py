@@ -58,12 +58,13 @@ class Progress:
         self.first_step: int | None = None  # of this process
 
     def show(self, step: int, values: dict[str, Any]) -> None:
+        """Show a step; the first one of a run has the number 1, as in `metrics.jsonl`."""
         self.first_step = step if self.first_step is None else self.first_step
         done = step + 1 - self.first_step
-        left = (time.monotonic() - self.began) / done * (self.steps - step - 1)
+        left = (time.monotonic() - self.began) / done * (self.steps - step)
         line = (
-            f"step {step + 1}/{self.steps}  loss {values['loss']:.4f}  {_speed(values)}  "
-            f"{format_bytes(values['memory_bytes'])}  {_clock(left)} left"
+            f"step {step}/{self.steps}  loss {values['loss']:.4f}  grad norm {values['grad_norm']:.3g}  "
+            f"lr {values['lr']:.3g}  {_speed(values)}  {format_bytes(values['memory_bytes'])}  {_clock(left)} left"
         )
         write_and_flush(self.out, f"\r\033[K{line}" if self.live else f"{line}\n")
 

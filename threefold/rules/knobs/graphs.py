@@ -6,8 +6,8 @@ from dataclasses import replace
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
-from threefold.rules.batch import pays
-from threefold.spec.stacks import GRAPH_SCOPES
+from threefold.rules.layout.batch import pays
+from threefold.spec.stacks import GRAPH_SCOPES, MEGATRON_ARGUMENTS, MEGATRON_CONFIG
 
 DROPLESS = tuple(GRAPH_SCOPES.value.split())
 
@@ -28,9 +28,32 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="knobs.graphs",
             problem=f"{', '.join(wide)} with dropless experts",
-            fix={"knobs.graphs": list(DROPLESS)},
+            fixes=_narrower(plan, without(plan.knobs.graphs, *wide)),
             advice="or set job.capacity_factor",
         )
+
+
+def _narrower(plan: Plan, kept: list[str] | None = None) -> Iterator[dict[str, list[str]]]:
+    """The dropless scopes beside those that are kept, then fewer and fewer of them, then none."""
+    scopes = list(DROPLESS) if plan.model.is_moe else ["attn"]
+    for count in range(len(scopes), 0, -1):
+        yield {"knobs.graphs": list(dict.fromkeys([*(kept or []), *scopes[:count]]))}
+    yield {"knobs.graphs": list(kept or [])}
+    if kept:
+        yield {"knobs.graphs": []}
+
+
+@rule(rows="CG-DROP", target="megatron-bridge", follows=f"{MEGATRON_ARGUMENTS}: moe cuda graph and dispatchers")
+def graph_of_experts_by_alltoall(plan: Plan) -> Iterator[Finding]:
+    """Megatron captures the whole MoE layer with the alltoall dispatcher only.
+
+    Why: the flex dispatchers size their buffers on the host in the middle of the layer.
+    Confirm: knobs.graphs with knobs.dispatcher.
+    Fix: scopes that end before dispatch, or alltoall.
+    """
+    if "moe" in plan.knobs.graphs and plan.knobs.dispatcher in ("deepep", "hybridep") and plan.layout.ep > 1:
+        problem = f"a graph of moe with {plan.knobs.dispatcher}"
+        yield Finding(at="knobs.graphs", problem=problem, fixes=_narrower(plan, without(plan.knobs.graphs, "moe")))
 
 
 @rule(rows="CG-FULL")
@@ -59,8 +82,9 @@ def graph_preprocess_needs_router(plan: Plan) -> Iterator[Finding]:
         fix = {"knobs.graphs": without(scopes, "moe_router", "moe_preprocess")}
         yield Finding(at="knobs.graphs", problem="moe already contains moe_router and moe_preprocess", fix=fix)
     elif "moe_preprocess" in scopes and "moe_router" not in scopes:
-        fix = {"knobs.graphs": [*without(scopes, "moe_preprocess"), "moe_router", "moe_preprocess"]}
-        yield Finding(at="knobs.graphs", problem="moe_preprocess without moe_router", fix=fix)
+        both = {"knobs.graphs": [*without(scopes, "moe_preprocess"), "moe_router", "moe_preprocess"]}
+        neither = {"knobs.graphs": without(scopes, "moe_preprocess")}
+        yield Finding(at="knobs.graphs", problem="moe_preprocess without moe_router", fixes=[both, neither])
 
 
 @rule(rows="CG-RECOMP")
@@ -81,7 +105,7 @@ def graph_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
         )
 
 
-@rule(rows="CG-RECOMP", follows="MCore; the documents do not mention it")
+@rule(rows="CG-RECOMP", follows=f"{MEGATRON_CONFIG}; the documents do not mention it")
 def graph_router_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     """A moe_router graph and recompute of `moe` exclude each other.
 
@@ -92,22 +116,27 @@ def graph_router_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     if "moe_router" in plan.knobs.graphs and "moe" in plan.knobs.recompute:
         kept = list(dict.fromkeys([*without(plan.knobs.recompute, "moe"), "moe_act"]))
         problem = "recompute of moe with a moe_router graph"
-        yield Finding(at="knobs.recompute", problem=problem, fix={"knobs.recompute": kept})
+        fewer = {"knobs.graphs": without(plan.knobs.graphs, "moe_router", "moe_preprocess")}
+        yield Finding(at="knobs.recompute", problem=problem, fixes=[{"knobs.recompute": kept}, fewer])
 
 
-@rule(rows="CG-PREPSYNC", follows="MCore; the documents do not mention it")
+@rule(rows="CG-PREPSYNC", follows=f"{MEGATRON_ARGUMENTS}; the documents do not mention it")
 def graph_preprocess_without_sync(plan: Plan) -> Iterator[Finding]:
     """With alltoall, moe_preprocess is captured only where it needs no host synchronisation.
 
-    Why: a capacity, or padding for quantised GEMMs, makes the alltoall dispatcher read counts on the host
-        during preprocessing, which no graph can hold.
+    Why: padding for quantised GEMMs makes the alltoall dispatcher read counts on the host during preprocessing, which
+        no graph can hold. With drop-and-pad every expert has its capacity, and nothing is read. Our engine drops
+        without padding, so that counts are read there.
     Confirm: knobs.dispatcher, job.capacity_factor, knobs.router_padding.
     Fix: leave moe_preprocess out.
     """
-    padded = plan.low_precision and plan.knobs.router_padding and plan.target != "threefold"  # which never pads
-    capacity = plan.job.capacity_factor is not None and plan.job.capacity_scope == "expert"
-    if "moe_preprocess" in plan.knobs.graphs and plan.knobs.dispatcher == "alltoall" and (padded or capacity):
-        reason = "a capacity factor" if capacity else "padding for quantised GEMMs"
+    has_capacity = plan.job.capacity_factor is not None and plan.job.capacity_scope == "expert"
+    if plan.target == "threefold":  # which never pads
+        reason = "a capacity factor" if has_capacity else ""
+    else:
+        padded = plan.low_precision and plan.knobs.router_padding and not has_capacity
+        reason = "padding for quantised GEMMs" if padded else ""
+    if "moe_preprocess" in plan.knobs.graphs and plan.knobs.dispatcher == "alltoall" and reason:
         fix = {"knobs.graphs": without(plan.knobs.graphs, "moe_preprocess")}
         yield Finding(at="knobs.graphs", problem=f"moe_preprocess with alltoall and {reason}", fix=fix)
 
@@ -141,17 +170,19 @@ def graph_attention_with_packing(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, *caught)})
 
 
-@rule(rows="CG-EP")
+@rule(rows="CG-EP", follows=f"{MEGATRON_CONFIG}: EP overlap refuses graphs of moe and mlp")
 def graph_leaves_exchange_free(plan: Plan) -> Iterator[Finding]:
     """With EP overlap graphs stop at dispatch.
 
-    Why: the merged schedule cuts each layer at its exchanges; a graph over the whole MoE layer hides them.
+    Why: the merged schedule cuts each layer at its exchanges and runs the feed-forward part as nodes of its own; a
+        graph over a whole MoE or dense feed-forward layer hides them.
     Confirm: knobs.ep_overlap and knobs.graphs.
     Fix: attn, moe_router and moe_preprocess, which end before dispatch.
     """
-    if plan.knobs.ep_overlap and "moe" in plan.knobs.graphs:
-        problem = "EP overlap with a graph over the whole MoE layer"
-        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, "moe")})
+    caught = [scope for scope in plan.knobs.graphs if scope in ("moe", "mlp")]
+    if plan.knobs.ep_overlap and caught:
+        problem = f"EP overlap with a graph of {' and '.join(caught)}"
+        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, *caught)})
 
 
 @rule(severity="warning", rows="CG-WIDEN")
@@ -164,13 +195,16 @@ def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
     Fix: the scopes of the message first.
     """
     scopes = plan.knobs.graphs
+    if "graphs" in plan.stack.measured:
+        return
     if "full_iteration" in scopes:
-        narrow = list(DROPLESS) if plan.model.is_moe else ["attn"]
         problem = "full_iteration before narrower scopes are known to be stable"
-        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": narrow})
+        since = f"the documents' order ({GRAPH_SCOPES.since}); published runs did use it"
+        advice = f"{since}: stack.measured=graphs where yours was stable"
+        yield Finding(at="knobs.graphs", problem=problem, fixes=_narrower(plan), advice=advice)
     elif plan.is_vlm and len(scopes) > 1 and plan.is_synthetic:
         problem = f"{len(scopes)} graph scopes before the real-data path is stable"
-        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": [scopes[0]]})
+        yield Finding(at="knobs.graphs", problem=problem, fixes=[{"knobs.graphs": [scope]} for scope in scopes])
 
 
 @rule(severity="warning", rows="CG-ATTN CG-ROUTER")
@@ -195,17 +229,19 @@ def graph_scope_exists(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(scopes, *absent)})
 
 
-@rule(rows="OF-RULE OF-ACT")
+@rule(rows="OF-RULE OF-ACT", follows=f"{MEGATRON_CONFIG}: cpu_offloading refuses graphs")
 def graph_excludes_offload(plan: Plan) -> Iterator[Finding]:
     """Graphs and offload of what they touch exclude each other.
 
-    Why: a graph replays fixed addresses; activation offload moves saved tensors away between forward and
-        backward, and a full-iteration graph also contains the optimizer whose states would move.
+    Why: a graph replays fixed addresses; offload of whole layers moves saved tensors away between forward and
+        backward, and a full-iteration graph also contains the optimizer whose states would move. Megatron's offload
+        by module orders its copies with the graph's stream; our engine's does not.
     Confirm: knobs.graphs with knobs.activation_offload, activation_offload_layers or optimizer_offload.
     Fix: no graphs while offload is needed.
     """
     knobs = plan.knobs
-    activations = knobs.activation_offload or knobs.activation_offload_layers
+    by_module = knobs.activation_offload if plan.target == "threefold" or "full_iteration" in knobs.graphs else ()
+    activations = by_module or knobs.activation_offload_layers
     optimizer = "full_iteration" in knobs.graphs and knobs.optimizer_offload
     if knobs.graphs and (activations or optimizer):
         what = "activation offload" if activations else "optimizer offload"
@@ -296,7 +332,7 @@ def _beside_graphs(plan: Plan) -> Iterator[str]:
         yield "weight gradients that wait"
 
 
-@rule(severity="warning", rows="PW-HOSTSIG CG-MEM")
+@rule(severity="warning", rows="PW-HOSTSIG CG-MEM", needs_fix=True)
 def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
     """On Blackwell, small microbatches run with graphs where that is predicted to pay.
 
@@ -315,6 +351,8 @@ def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
     if plan.target == "threefold":
         scopes = engine_scopes(plan, scopes)
     graphed = replace(plan, knobs=replace(knobs, graphs=scopes))
-    if scopes and pays(plan, graphed):
+    if scopes and "graphs" not in plan.stack.measured and pays(plan, graphed):
         problem = f"{tokens:.0f} tokens a microbatch and rank without graphs: launches will show"
-        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": list(scopes)})
+        narrower = [{"knobs.graphs": list(scopes[:count])} for count in range(len(scopes), 0, -1)]
+        since = f"starting point since {GRAPH_SCOPES.since} ({GRAPH_SCOPES.evidence})"
+        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower, advice=since)

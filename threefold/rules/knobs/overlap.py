@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from threefold.cost.time.ep_overlap import unpaired_fraction
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import older, rule, without
+from threefold.rules.base import divisors, older, rule, without
 from threefold.spec.model import GqaSpec
+from threefold.spec.stacks import BRIDGE_OVERLAP, MEGATRON_CONFIG
 
-_BRIDGE = "Bridge, training/comm_overlap.py"
+_BRIDGE = BRIDGE_OVERLAP
+_OFF: dict[str, object] = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
 
 
 @rule(rows="EO-V1 EO-D1", follows=_BRIDGE)
@@ -23,9 +25,13 @@ def ep_overlap_needs_ep(plan: Plan) -> Iterator[Finding]:
     Confirm: layout.ep (Megatron: expert_model_parallel_size).
     Fix: EP above 1, or no overlap.
     """
-    if plan.knobs.ep_overlap and plan.layout.ep == 1:
-        fix = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
-        yield Finding(at="knobs.ep_overlap", problem="EP overlap with EP 1", fix=fix, advice="or set layout.ep above 1")
+    layout, experts = plan.layout, plan.model.num_experts
+    if plan.knobs.ep_overlap and layout.ep == 1:
+        stage = layout.gpus // layout.pp // layout.etp if layout.fits_ranks else 1
+        degrees = [ep for ep in divisors(max(1, experts))[1:] if stage % ep == 0]
+        inside = [ep for ep in degrees if ep * layout.etp <= plan.cluster.domain_ranks]
+        fixes = [{"layout.ep": ep} for ep in [*reversed(inside), *degrees[len(inside) :]]]
+        yield Finding(at="knobs.ep_overlap", problem="EP overlap with EP 1", fixes=[*fixes, _OFF])
 
 
 @rule(rows="EO-V2", follows=_BRIDGE)
@@ -105,11 +111,13 @@ def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if not plan.knobs.ep_overlap or layout.pp == 1 or layout.vpp > 1:
         return
-    if 2 * layout.pp <= plan.model.num_layers + plan.mtp + 2:
-        fix = {"layout.vpp": 2, "layout.stages": None, "layout.schedule": None}
-    else:
-        fix = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
-    yield Finding(at="layout.vpp", problem=f"EP overlap with PP {layout.pp} and VPP 1", fix=fix)
+    items = plan.model.num_layers + plan.mtp + 2
+    chunks = [
+        {"layout.vpp": vpp, "layout.stages": None, "layout.schedule": None}
+        for vpp in (2, 4)
+        if vpp * layout.pp <= items
+    ]
+    yield Finding(at="layout.vpp", problem=f"EP overlap with PP {layout.pp} and VPP 1", fixes=[*chunks, _OFF])
 
 
 @rule(rows="EO-V8 EO-D6", follows=_BRIDGE)
@@ -126,7 +134,9 @@ def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
             "knobs.recompute_method": None,
             "knobs.recompute_layers": None,
         }
-        yield Finding(at="knobs.recompute", problem="EP overlap with full recompute", fix=fix)
+        plain = {**fix, "knobs.recompute": ["layernorm"]}
+        problem = "EP overlap with full recompute"
+        yield Finding(at="knobs.recompute", problem=problem, fixes=[fix, plain, _OFF])
 
 
 @rule(rows="EO-V9", target="megatron-bridge", follows=_BRIDGE)
@@ -168,7 +178,7 @@ def ep_overlap_mtp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.mtp", problem=f"EP overlap with {plan.mtp} MTP depths", fix=fix)
 
 
-@rule(rows="EO-V12", follows="MCore; the documents do not mention it")
+@rule(rows="EO-V12", follows=f"{MEGATRON_CONFIG}; the documents do not mention it")
 def ep_overlap_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     """EP overlap and recompute of `moe` exclude each other.
 
@@ -179,7 +189,7 @@ def ep_overlap_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.ep_overlap and "moe" in plan.knobs.recompute:
         kept = list(dict.fromkeys([*without(plan.knobs.recompute, "moe"), "moe_act"]))
         problem = "EP overlap with recompute of moe"
-        yield Finding(at="knobs.recompute", problem=problem, fix={"knobs.recompute": kept})
+        yield Finding(at="knobs.recompute", problem=problem, fixes=[{"knobs.recompute": kept}, _OFF])
 
 
 @rule(severity="warning", rows="EO-NOPP")
@@ -194,12 +204,13 @@ def ep_overlap_needs_microbatches(plan: Plan) -> Iterator[Finding]:
     count, pp = plan.num_microbatches, plan.layout.pp
     if plan.knobs.ep_overlap and plan.layout.ep > 1 and count and unpaired_fraction(plan) >= 1:
         fix = {"job.global_batch": -(-2 * pp // count) * plan.job.global_batch}
+        smaller = [{"job.micro_batch": 1}] if plan.job.micro_batch > 1 else []
         where = f" on PP {pp}" if pp > 1 else ""
         problem = f"EP overlap with {'one microbatch' if count == 1 else f'{count} microbatches'}{where} hides nothing"
-        yield Finding(at="job.global_batch", problem=problem, fix=fix)
+        yield Finding(at="job.global_batch", problem=problem, fixes=[*smaller, fix])
 
 
-@rule(severity="warning", rows="EO-MAXCONN", follows="Megatron Bridge sets 1 on Hopper with TP or CP")
+@rule(severity="warning", rows="EO-MAXCONN", follows=f"{BRIDGE_OVERLAP}: 1 on Hopper with TP or CP")
 def overlap_needs_connections(plan: Plan) -> Iterator[Finding]:
     """EP overlap needs more than one hardware queue.
 
@@ -220,7 +231,29 @@ def overlap_needs_connections(plan: Plan) -> Iterator[Finding]:
         problem = "EP overlap with CUDA_DEVICE_MAX_CONNECTIONS=1" + (
             "" if knobs.max_connections else ", which the launcher sets for TP or CP here"
         )
-        yield Finding(at="knobs.max_connections", problem=problem, fix={"knobs.max_connections": 32})
+        advice = "published runs with both overlaps kept 1: measure both"
+        yield Finding(at="knobs.max_connections", problem=problem, fix={"knobs.max_connections": 32}, advice=advice)
+
+
+@rule(
+    severity="warning",
+    rows="EO-MAXCONN",
+    target="megatron-bridge",
+    follows=f"{BRIDGE_OVERLAP}: 1 on Ampere and Hopper with TP or CP",
+)
+def tp_and_cp_need_one_connection(plan: Plan) -> Iterator[Finding]:
+    """Before Blackwell, TP and CP without EP overlap run with one hardware queue.
+
+    Why: their communication hides behind GEMMs only if it is queued before them, which one queue guarantees.
+    Confirm: print CUDA_DEVICE_MAX_CONNECTIONS in the run; in a trace, communication starts after the GEMM.
+    Fix: 1, or leave it to the launcher.
+    """
+    knobs, layout = plan.knobs, plan.layout
+    if knobs.ep_overlap or plan.chip.architecture not in ("ampere", "hopper") or layout.tp * layout.cp == 1:
+        return
+    if knobs.max_connections is not None and knobs.max_connections > 1:
+        problem = f"CUDA_DEVICE_MAX_CONNECTIONS={knobs.max_connections} with TP {layout.tp} x CP {layout.cp}"
+        yield Finding(at="knobs.max_connections", problem=problem, fix={"knobs.max_connections": 1})
 
 
 @rule(rows="WG-V1 EO-D7", follows=_BRIDGE)
@@ -229,15 +262,17 @@ def delay_wgrad_needs_ep_overlap(plan: Plan) -> Iterator[Finding]:
 
     Why: they are delayed to where they hide an exchange of the merged schedule.
     Confirm: knobs.ep_overlap (Megatron: overlap_moe_expert_parallel_comm).
-    Fix: no delay, or EP overlap first.
+    Fix: EP overlap, where it can run; else no delay.
     """
     if plan.knobs.delay_wgrad and not plan.knobs.ep_overlap:
-        fix = {"knobs.delay_wgrad": False}
+        on: dict[str, object] = {"knobs.ep_overlap": True, "knobs.shared_expert_overlap": False}
+        queues = {**on, "knobs.max_connections": 32}
+        off = {"knobs.delay_wgrad": False}
         problem = "delay_wgrad without ep_overlap"
-        yield Finding(at="knobs.delay_wgrad", problem=problem, fix=fix, advice="or set knobs.ep_overlap")
+        yield Finding(at="knobs.delay_wgrad", problem=problem, fixes=[on, queues, off])
 
 
-@rule(rows="WG-V2", target="megatron-bridge", follows="Bridge; MCore's copy words it differently")
+@rule(rows="WG-V2", target="megatron-bridge", follows=f"{BRIDGE_OVERLAP}; MCore's copy words it differently")
 def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with overlapped gradient reduction need Transformer Engine 2.7.
 
@@ -253,7 +288,7 @@ def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.7 or newer")
 
 
-@rule(rows="WG-V3", target="megatron-bridge", follows="Bridge; MCore demands it when the fusion is off")
+@rule(rows="WG-V3", target="megatron-bridge", follows=f"{BRIDGE_OVERLAP}; MCore demands it when the fusion is off")
 def delay_wgrad_fusion_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with gradient-accumulation fusion need Transformer Engine 2.7.
 
@@ -278,7 +313,11 @@ def _wgrad_in_graph(plan: Plan) -> str | None:
     return None
 
 
-@rule(rows="WG-V4 WG-V7", target="megatron-bridge", follows="Bridge; MCore checks it only with grad_reduce_overlap")
+@rule(
+    rows="WG-V4 WG-V7",
+    target="megatron-bridge",
+    follows=f"{BRIDGE_OVERLAP}; MCore checks it only with grad_reduce_overlap",
+)
 def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients inside a CUDA graph need Transformer Engine 2.12.
 
@@ -291,8 +330,14 @@ def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
     scope = _wgrad_in_graph(plan)
     if plan.knobs.delay_wgrad and scope and older(plan.stack.te, "2.12"):
         problem = f"delay_wgrad with graph scope {scope} on Transformer Engine {plan.stack.te} (following Bridge)"
-        fix = {"knobs.graphs": without(plan.knobs.graphs, "attn", "moe_router", "moe_preprocess")}
-        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.12 or newer")
+        moe = plan.model.moe
+        caught = ["attn"]
+        if moe and moe.shared_width and not plan.knobs.shared_expert_overlap:
+            caught += ["moe_router", "moe_preprocess"]
+        fix = {"knobs.graphs": without(plan.knobs.graphs, *caught)}
+        no_delay = {"knobs.delay_wgrad": False}
+        advice = "or run Transformer Engine 2.12 or newer"
+        yield Finding(at="stack.te", problem=problem, fixes=[fix, no_delay], advice=advice)
 
 
 @rule(rows="WG-V5 WG-V7 EO-D8", follows=_BRIDGE)
@@ -322,7 +367,7 @@ def delay_wgrad_graph_bias(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.delay_wgrad and "attn" in plan.knobs.graphs and biased:
         problem = f"delay_wgrad with an attn graph on {plan.model.name}, whose attention has biases"
         fix = {"knobs.graphs": without(plan.knobs.graphs, "attn")}
-        yield Finding(at="knobs.graphs", problem=problem, fix=fix)
+        yield Finding(at="knobs.graphs", problem=problem, fixes=[fix, {"knobs.delay_wgrad": False}])
 
 
 @rule(rows="EO-1F1B", target="threefold")
@@ -336,7 +381,7 @@ def ep_overlap_schedule(plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if plan.knobs.ep_overlap and layout.pp > 1 and layout.vpp > 1 and layout.pipeline_schedule == "zero-bubble":
         problem = "EP overlap with the zero-bubble schedule"
-        yield Finding(at="layout.schedule", problem=problem, fix={"layout.schedule": "interleaved"})
+        yield Finding(at="layout.schedule", problem=problem, fixes=[{"layout.schedule": "interleaved"}, _OFF])
 
 
 @rule(severity="warning", rows="EO-FSDP EO-WGRAD", target="threefold")

@@ -6,8 +6,9 @@ from dataclasses import replace
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
-from threefold.rules.batch import pays
-from threefold.rules.shape import tp_fits
+from threefold.rules.layout.batch import pays
+from threefold.rules.layout.shape import tp_fits
+from threefold.spec.stacks import DISPATCHER
 
 
 @rule(severity="warning", rows="PF-ETPWARN")
@@ -15,15 +16,20 @@ def etp_only_when_ep_insufficient(plan: Plan) -> Iterator[Finding]:
     """Experts are spread by EP; ETP only where EP alone does not suffice.
 
     Why: ETP adds an all-gather and a reduce-scatter of tokens and makes each GEMM narrower.
-    Confirm: EP x ETP divides the expert count, so EP could take it all.
-    Fix: move the degree to EP.
+    Confirm: EP x ETP over a smaller ETP divides the expert count, so EP could take a part of it or all.
+    Fix: move as much of the degree to EP as divides the experts.
     """
     layout, experts = plan.layout, plan.model.num_experts
-    if layout.etp > 1 and experts and experts % (layout.ep * layout.etp) == 0:
+    if layout.etp == 1 or not experts or experts % layout.ep:
+        return
+    both = layout.ep * layout.etp
+    smaller = [etp for etp in divisors(layout.etp)[:-1] if experts % (both // etp) == 0]
+    if smaller:
+        ep = both // smaller[0]
         yield Finding(
             at="layout.etp",
-            problem=f"ETP {layout.etp} while EP {layout.ep * layout.etp} would divide {experts} experts",
-            fix={"layout.ep": layout.ep * layout.etp, "layout.etp": 1},
+            problem=f"EP {layout.ep} x ETP {layout.etp} while EP {ep} would divide {experts} experts",
+            fixes=[{"layout.ep": both // etp, "layout.etp": etp} for etp in smaller],
         )
 
 
@@ -43,7 +49,8 @@ def ep_before_tp(plan: Plan) -> Iterator[Finding]:
     fits = [ep for ep in divisors(experts) if stage % ep == 0 and ep * layout.etp <= plan.cluster.domain_ranks]
     if fits and fits[-1] > 1:
         problem = f"TP {layout.tp}, ETP {layout.etp} and EP 1: every rank keeps all {experts} experts"
-        yield Finding(at="layout.ep", problem=problem, fix={"layout.ep": fits[-1]})
+        fixes = [{"layout.ep": ep} for ep in reversed(fits[1:])]
+        yield Finding(at="layout.ep", problem=problem, fixes=fixes)
 
 
 @rule(severity="warning", rows="TOPO")
@@ -60,7 +67,7 @@ def tp_inside_domain(plan: Plan) -> Iterator[Finding]:
         domain = plan.cluster.domain_ranks
         fits = [d for d in divisors(plan.layout.tp) if d <= domain and tp_fits(plan.model, d) is None]
         problem = f"TP {link.degree} leaves the NVLink domain of {domain} ranks"
-        yield Finding(at="layout.tp", problem=problem, fix={"layout.tp": fits[-1] if fits else 1})
+        yield Finding(at="layout.tp", problem=problem, fixes=[{"layout.tp": d} for d in reversed(fits or [1])])
 
 
 @rule(severity="warning", rows="TOPO PW-COMMSIG")
@@ -79,11 +86,18 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
     if link.link != "network":
         return
     fits = [d for d in divisors(experts) if d * layout.etp <= plan.cluster.domain_ranks and layout.ep % d == 0]
+    overlap = {"knobs.ep_overlap": True, "knobs.shared_expert_overlap": False, "knobs.max_connections": 32}
+    default = DISPATCHER[plan.cluster.chip].value
     yield Finding(
         at="layout.ep",
         problem=f"EP {link.degree} crosses the network: {link.in_domain} of {link.degree} ranks share a domain",
-        fix={"layout.ep": fits[-1] if fits else 1},
-        advice="or hide it: knobs.ep_overlap, or a flex dispatcher",
+        fixes=[
+            *([{"knobs.dispatcher": default}] if default != "alltoall" else []),
+            *({"layout.ep": ep} for ep in reversed(fits)),
+            overlap,
+        ],
+        advice=f"the documents' placement rule ({DISPATCHER[plan.cluster.chip].since}); measure alltoall against it",
+        otherwise=lambda: "hide it: knobs.ep_overlap, a flex dispatcher, or EP within the domain on more GPUs",
     )
 
 

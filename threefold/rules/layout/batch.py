@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 
-from threefold.cost.estimate import gain, memory_band
-from threefold.cost.memory.by_stack import fullest_bytes
-from threefold.findings import Finding
+from threefold.cost.estimate import gain
+from threefold.cost.memory_ladder import surely_fits
+from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
-from threefold.rules.shape import stage_faults
+from threefold.rules.layout.shape import stage_faults
+from threefold.spec.stacks import MEGATRON_SCHEDULES
+from threefold.units import format_many
 
 WORTH = 0.002  # predicted gain in throughput from which a change is worth making
 
@@ -22,12 +24,6 @@ def can_be_priced(plan: Plan) -> bool:
         and layout.chunks <= plan.model.num_layers + plan.mtp + 2
         and not stage_faults(plan)
     )
-
-
-def surely_fits(plan: Plan) -> bool:
-    """Whether the plan is predicted to fit at the top of its memory's band."""
-    have = plan.chip.memory_bytes
-    return fullest_bytes(plan, memory_band(plan), have) <= have
 
 
 def pays(plan: Plan, other: Plan) -> bool:
@@ -66,12 +62,23 @@ def batch_divides_dp(plan: Plan) -> Iterator[Finding]:
     if layout.fits_ranks and job.global_batch % share:
         yield Finding(
             at="job.global_batch",
-            problem=f"{job.global_batch} sequences do not divide by DP {layout.dp} x microbatch {job.micro_batch}",
-            fix={"job.global_batch": _round_up(job.global_batch, batch_step(plan))},
+            problem=f"{format_many(job.global_batch, 'sequence')} a step cannot be shared out by DP {layout.dp} x "
+            f"microbatch {job.micro_batch}",
+            fixes=_batches_that_divide(plan),
         )
 
 
-@rule(rows="PP-VPP", follows="Megatron-LM core/pipeline_parallel/schedules.py; torch Interleaved1F1B")
+def _batches_that_divide(plan: Plan) -> Iterator[Changes]:
+    """A smaller microbatch, which changes no result; then the next batch that divides, then the one below."""
+    job, step = plan.job, batch_step(plan)
+    whole = [m for m in range(job.micro_batch - 1, 0, -1) if job.global_batch % (plan.layout.dp * m) == 0]
+    yield from ({"job.micro_batch": m} for m in whole[:2])
+    yield {"job.global_batch": _round_up(job.global_batch, step)}
+    if job.global_batch > step:
+        yield {"job.global_batch": job.global_batch // step * step}
+
+
+@rule(rows="PP-VPP", follows=f"{MEGATRON_SCHEDULES}; torch 2.11 Interleaved1F1B")
 def interleaved_fills_pipeline(plan: Plan) -> Iterator[Finding]:
     """An interleaved pipeline has at least PP microbatches, in equal rounds; DualPipeV needs two rounds.
 
@@ -87,12 +94,15 @@ def interleaved_fills_pipeline(plan: Plan) -> Iterator[Finding]:
     if _in_rounds(plan):
         uneven = count >= layout.pp and count % (count // layout.pp) and plan.target == "threefold"
         if count < layout.pp or uneven:
-            problem = f"{count} microbatches are no equal rounds of at least PP {layout.pp}"
+            problem = f"{format_many(count, 'microbatch')}: no equal rounds of at least PP {layout.pp}"
             fix = {"job.global_batch": _round_up(plan.job.global_batch, share * layout.pp)}
-            yield Finding(at="job.global_batch", problem=problem, fix=fix)
+            plain = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
+            smaller = [{"job.micro_batch": 1}] if plan.job.micro_batch > 1 else []
+            yield Finding(at="job.global_batch", problem=problem, fixes=[*smaller, fix, plain])
     elif layout.pipeline_schedule == "dualpipev" and count < 2 * layout.pp:
         problem = f"dualpipev needs {2 * layout.pp} microbatches to fill both directions, not {count}"
-        yield Finding(at="job.global_batch", problem=problem, fix={"job.global_batch": 2 * layout.pp * share})
+        fix = {"job.global_batch": 2 * layout.pp * share}
+        yield Finding(at="job.global_batch", problem=problem, fix=fix, fixes=[{"layout.schedule": None}])
 
 
 @rule(severity="warning", rows="PP-VPP PW-COMMSIG")
@@ -109,13 +119,23 @@ def pipeline_bubble_small(plan: Plan) -> Iterator[Finding]:
     idle = (layout.pp - 1) / (layout.vpp * count + layout.pp - 1)
     if idle > 0.2:
         need = -(-4 * (layout.pp - 1) // layout.vpp)
+        many, leave = format_many(count, "microbatch"), "leaves" if count == 1 else "leave"
         batch = _round_up(need * layout.dp * plan.job.micro_batch, batch_step(plan))
         yield Finding(
             at="job.global_batch",
-            problem=f"{count} microbatches on PP {layout.pp} x VPP {layout.vpp} leave the pipeline idle {idle:.0%}",
-            fix={"job.global_batch": batch},
+            problem=f"{many} on PP {layout.pp} x VPP {layout.vpp} {leave} the pipeline idle {idle:.0%}",
+            fixes=[*_more_microbatches(plan, need), {"job.global_batch": batch}],
             advice="or raise layout.vpp",
         )
+
+
+def _more_microbatches(plan: Plan, need: int) -> Iterator[Changes]:
+    """Smaller microbatches, as many as it takes: the batch, and with it the result, stays."""
+    job, dp = plan.job, plan.layout.dp
+    for size in range(job.micro_batch - 1, 0, -1):
+        if job.global_batch % (dp * size) == 0 and job.global_batch // (dp * size) >= need:
+            yield {"job.micro_batch": size}
+            return
 
 
 @rule(rows="PP-STATIC")

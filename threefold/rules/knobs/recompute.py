@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 
+from threefold.cost.memory_ladder import fitting_sets
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
-from threefold.rules.context import fitting_set
-from threefold.rules.dispatch import fuses_experts
+from threefold.rules.knobs.dispatch import fuses_experts
+from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.model import MlaSpec
+from threefold.spec.stacks import MEGATRON_ARGUMENTS, MEGATRON_CONFIG
 
 
-@rule(rows="RC-FULL", follows="Megatron-LM: recompute_granularity is full or selective")
+@rule(rows="RC-FULL", follows=f"{MEGATRON_CONFIG}: recompute_granularity is full or selective")
 def full_recompute_alone(plan: Plan) -> Iterator[Finding]:
     """Full recompute and named modules exclude each other.
 
@@ -25,10 +27,14 @@ def full_recompute_alone(plan: Plan) -> Iterator[Finding]:
             "knobs.recompute_method": None,
             "knobs.recompute_layers": None,
         }
-        yield Finding(at="knobs.recompute", problem="full beside named modules", fix=fix)
+        yield Finding(
+            at="knobs.recompute",
+            problem="full beside named modules",
+            fixes=[fix, {"knobs.recompute": ["full"]}, {**fix, "knobs.recompute": []}],
+        )
 
 
-@rule(rows="RC-FULL", follows="Megatron-LM training/arguments.py")
+@rule(rows="RC-FULL", follows=MEGATRON_ARGUMENTS)
 def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
     """A recompute method and a number of layers belong to full recompute.
 
@@ -92,7 +98,7 @@ def shared_recompute_or_overlap(plan: Plan) -> Iterator[Finding]:
 _OUTPUT_DISCARDED = ("moe_act", "layernorm")
 
 
-@rule(rows="RC-FP8", target="megatron-bridge", follows="Megatron-LM core/transformer/transformer_config.py")
+@rule(rows="RC-FP8", target="megatron-bridge", follows=MEGATRON_CONFIG)
 def recompute_fp8_scaling(plan: Plan) -> Iterator[Finding]:
     """FP8 recompute of moe_act and layernorm needs scales that are computed on the spot, and TE 2.6.
 
@@ -106,7 +112,9 @@ def recompute_fp8_scaling(plan: Plan) -> Iterator[Finding]:
         return
     if plan.knobs.precision == "fp8-tensor":
         problem = f"{', '.join(names)} with delayed scaling (fp8-tensor)"
-        yield Finding(at="knobs.recompute", problem=problem, fix={"knobs.precision": "fp8-cs"})
+        fewer = without(plan.knobs.recompute, *names)
+        fixes: list[dict[str, object]] = [{"knobs.precision": "fp8-blockwise"}, {"knobs.precision": "fp8-cs"}]
+        yield Finding(at="knobs.recompute", problem=problem, fixes=[*fixes, {"knobs.recompute": fewer}])
     elif older(plan.stack.te, "2.6"):
         yield Finding(
             at="knobs.recompute",
@@ -126,13 +134,13 @@ def selective_before_full(plan: Plan) -> Iterator[Finding]:
     Fix: selective modules that are predicted to fit; full recompute is for bring-up, and where no such set is left.
     """
     if plan.full_recompute:
-        names = fitting_set(plan)
-        fix = {"knobs.recompute": names, "knobs.recompute_method": None, "knobs.recompute_layers": None}
+        method = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
+        sets = fitting_sets(plan) if can_be_priced(plan) else ()
         yield Finding(
             at="knobs.recompute",
             problem="full recompute repeats every layer's forward: a sign of the memory wall",
-            fix=fix if names else None,
-            advice="" if names else "no selective set fits this layout: more ranks, or more EP, CP or PP",
+            fixes=({"knobs.recompute": names, **method} for names in sets),
+            otherwise=lambda: "no selective set is predicted to fit this layout: more ranks, or more EP, CP or PP",
         )
 
 
@@ -217,8 +225,11 @@ def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     knobs = plan.knobs
     ways = ("optimizer_offload", "activation_offload", "activation_offload_layers")
     offloads = [name for name in ways if getattr(knobs, name)]
-    names = fitting_set(plan) if offloads and not knobs.recompute else None
-    if names:
+    if not offloads or knobs.recompute or not can_be_priced(plan):
+        return
+    bare = {f"knobs.{name}": None for name in offloads}
+    sets = list(fitting_sets(plan))
+    if sets:
         problem = "offload while nothing is recomputed"
-        fix = {"knobs.recompute": names, **{f"knobs.{name}": None for name in offloads}}
-        yield Finding(at=f"knobs.{offloads[0]}", problem=problem, fix=fix)
+        fixes = [{"knobs.recompute": names, **bare} for names in sets]
+        yield Finding(at=f"knobs.{offloads[0]}", problem=problem, fixes=fixes)

@@ -4,31 +4,47 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from threefold.cost.estimate import gain, time_band
-from threefold.findings import Finding
+from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
-from threefold.rules.batch import can_be_priced
-from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS
+from threefold.rules.layout.batch import can_be_priced
+from threefold.spec.stacks import BRIDGE_FLEX, DISPATCHER, DISPATCHER_CHIPS
+
+_WIDE = ("fp32", "fp16")  # rows that the flex dispatchers do not carry
 
 
-@rule(
-    rows="DI-GATE-DE DI-GATE-HE EO-D11",
-    follows="Megatron Bridge training/flex_dispatcher_backend.py, which falls back to alltoall with a log line",
-)
-def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
-    """A flex dispatcher runs on the GPUs it was written for.
+@rule(rows="DI-GATE-DE DI-GATE-HE")
+def flex_dispatch_on_gpus(plan: Plan) -> Iterator[Finding]:
+    """The flex dispatchers run on GPUs.
 
-    Why: DeepEP supports Ampere, Hopper, B200 and B300; HybridEP these and GB200/GB300. Upstream skips an
-        unsupported backend silently and the run keeps the speed of alltoall.
-    Confirm: look for a fallback warning in the log; compare the chip with `threefold chips`.
-    Fix: the chip's own default dispatcher.
+    Why: DeepEP and HybridEP move rows by CUDA kernels over NVLink and RDMA.
+    Confirm: cluster.chip.
+    Fix: alltoall, which also runs on gloo.
     """
-    name = plan.knobs.dispatcher
-    if name in DISPATCHER_CHIPS and plan.cluster.chip not in DISPATCHER_CHIPS[name]:
+    if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.chip.architecture == "cpu":
+        problem = f"{plan.knobs.dispatcher} does not run on {plan.cluster.chip}"
+        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+
+
+@rule(severity="warning", rows="DI-GATE-DE DI-GATE-HE EO-D11", follows=f"{BRIDGE_FLEX}: falls back to alltoall")
+def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
+    """A flex dispatcher is one that upstream applies on this chip.
+
+    Why: Megatron Bridge applies DeepEP on Ampere, Hopper, B200 and B300, and HybridEP on these and GB200/GB300. On
+        other chips it skips the backend with a log line, and the run keeps the speed of alltoall. Published runs did
+        use DeepEP on GB200, with their own settings: the gate is dated, and a measurement overrides it.
+    Confirm: look for a fallback warning in the log; compare the chip with `threefold chips`.
+    Fix: the chip's own default dispatcher, or stack.measured=dispatcher where yours was measured to run.
+    """
+    name, default = plan.knobs.dispatcher, DISPATCHER[plan.cluster.chip]
+    gated = name in DISPATCHER_CHIPS and plan.cluster.chip not in DISPATCHER_CHIPS[name]
+    if gated and plan.chip.architecture != "cpu" and "dispatcher" not in plan.stack.measured:
         yield Finding(
             at="knobs.dispatcher",
-            problem=f"{name} does not run on {plan.cluster.chip}",
-            fix={"knobs.dispatcher": DISPATCHER[plan.cluster.chip].value},
+            problem=f"Megatron Bridge 0.4.0 skips {name} on {plan.cluster.chip} and keeps alltoall "
+            f"(as of {default.since}; published runs with it exist)",
+            fix={"knobs.dispatcher": default.value},
+            advice="or stack.measured=dispatcher where it was measured",
         )
 
 
@@ -40,9 +56,10 @@ def flex_dispatch_in_bf16(plan: Plan) -> Iterator[Finding]:
     Confirm: knobs.precision.
     Fix: alltoall carries any dtype.
     """
-    if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.knobs.precision in ("fp32", "fp16"):
+    if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.knobs.precision in _WIDE:
         problem = f"{plan.knobs.dispatcher} with {plan.knobs.precision} rows"
-        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+        fixes = [{"knobs.dispatcher": "alltoall"}, {"knobs.precision": "bf16"}]
+        yield Finding(at="knobs.dispatcher", problem=problem, fixes=fixes)
 
 
 @rule(rows="DI-A2A EX-EMPTY")
@@ -55,10 +72,11 @@ def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.dispatcher == "local" and plan.layout.ep * plan.layout.etp > 1:
         problem = f"local dispatch with EP {plan.layout.ep} x ETP {plan.layout.etp}"
-        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+        names = dict.fromkeys(("alltoall", DISPATCHER[plan.cluster.chip].value))
+        yield Finding(at="knobs.dispatcher", problem=problem, fixes=[{"knobs.dispatcher": name} for name in names])
 
 
-@rule(severity="warning", rows="DI-MAP DI-APPLY EO-D10")
+@rule(severity="warning", rows="DI-MAP DI-APPLY EO-D10", needs_fix=True)
 def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
     """Past EP 8 the platform's flex dispatcher is the starting point, if it is worth being built.
 
@@ -75,6 +93,8 @@ def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
         or plan.layout.ep <= 8
         or plan.knobs.dispatcher != "alltoall"
         or default.value == "alltoall"
+        or "dispatcher" in plan.stack.measured
+        or plan.knobs.precision in _WIDE
     ):
         return
     flex = replace(plan, knobs=replace(plan.knobs, dispatcher=default.value))
@@ -85,11 +105,15 @@ def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
                 f"alltoall at EP {plan.layout.ep} on {plan.cluster.chip}; "
                 f"starting point since {default.since}: {default.value} ({default.evidence})"
             ),
-            fix={"knobs.dispatcher": default.value},
+            fixes=[
+                {"knobs.dispatcher": default.value},
+                {"knobs.dispatcher": default.value, "knobs.shared_expert_overlap": False},
+            ],
+            advice="or stack.measured=dispatcher where alltoall was measured to be faster",
         )
 
 
-@rule(rows="OV-SHEXP", target="megatron-bridge", follows="Megatron Bridge: flex backends switch the overlap off")
+@rule(rows="OV-SHEXP", target="megatron-bridge", follows=f"{BRIDGE_FLEX}: flex backends switch the overlap off")
 def shared_overlap_needs_alltoall(plan: Plan) -> Iterator[Finding]:
     """Shared-expert overlap belongs to the alltoall dispatcher.
 
@@ -151,13 +175,23 @@ def experts_see_enough_tokens(plan: Plan) -> Iterator[Finding]:
     rows = tokens_per_expert(plan)
     if plan.chip.architecture == "cpu" or not 0 < rows < 128 or not plan.layout.fits_ranks:
         return
-    need = int(-(-128 // rows))
-    micro = plan.job.micro_batch * 2 ** max(1, (need - 1).bit_length())
-    if plan.job.global_batch % (plan.layout.dp * micro) == 0:
-        fix, advice = {"job.micro_batch": micro}, "or raise layout.ep"
-    else:
-        fix, advice = {}, "raise job.micro_batch or layout.ep"
-    yield Finding(at="job.micro_batch", problem=f"{rows:.0f} tokens an expert and microbatch", fix=fix, advice=advice)
+    yield Finding(
+        at="job.micro_batch",
+        problem=f"{rows:.0f} tokens an expert and microbatch",
+        fixes=_more_rows(plan, int(-(-128 // rows))),
+        otherwise=lambda: "raise job.micro_batch or layout.ep, or the global batch with them",
+    )
+
+
+def _more_rows(plan: Plan, need: int) -> Iterator[Changes]:
+    """A microbatch as large as needed, then more EP, which brings an expert the tokens of more ranks."""
+    job, layout = plan.job, plan.layout
+    factor = 2 ** max(1, (need - 1).bit_length())
+    if job.global_batch % (layout.dp * job.micro_batch * factor) == 0:
+        yield {"job.micro_batch": job.micro_batch * factor}
+    for ep in (layout.ep * factor, layout.ep * 2 * factor):
+        if plan.model.num_experts % ep == 0:
+            yield {"layout.ep": ep}
 
 
 @rule(severity="warning", rows="PW-COMPSIG EX-PERM OP-GAF")
@@ -196,8 +230,8 @@ def expert_kernels_have_use(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.expert_fusion", problem=problem, fix={"knobs.expert_fusion": None} | unnamed)
     elif kernels and not plan.knobs.expert_fusion:
         problem = f"expert_kernels {kernels} without expert_fusion has no effect"
-        fix = {"knobs.expert_fusion": True} if runs else unnamed
-        yield Finding(at="knobs.expert_kernels", problem=problem, fix=fix)
+        fixes: list[Changes] = [{"knobs.expert_fusion": True}] if runs else []
+        yield Finding(at="knobs.expert_kernels", problem=problem, fixes=[*fixes, unnamed])
     elif kernels == "cute" and plan.chip.architecture != "hopper":
         problem = f"the cute kernels run on Hopper, not on {plan.cluster.chip}"
         yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_kernels": None})

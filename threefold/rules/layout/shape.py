@@ -1,13 +1,17 @@
 """Degrees against the model and the ranks: what must divide, and what must exist."""
 
 from collections.abc import Iterator
+from itertools import product
+from math import lcm, log2
 
 from threefold.fields import MAX_RANKS
-from threefold.findings import Finding, one_of
+from threefold.findings import Changes, Finding
 from threefold.layout.stages import balance, format_stages
 from threefold.plan.plan import Plan
-from threefold.rules.base import best_degree, divisors, rule
+from threefold.rules.base import divisors, near_degrees, rule
 from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.stacks import MEGATRON_SCHEDULES
+from threefold.units import format_many
 
 
 @rule(rows="LC-MINGPU LC-NOREPL PF-SAMEPP CF-FIX")
@@ -17,25 +21,54 @@ def grids_divide_ranks(plan: Plan) -> Iterator[Finding]:
     Why: attention and experts share the pipeline ranks, and inside a stage TP x CP and EP x ETP must each
         divide the ranks. CP adds an axis; it does not replace EP or PP.
     Confirm: `threefold show` prints both grids; dp and edp must come out whole and at least 1.
-    Fix: take the next GPU count that both grids divide, or lower a degree.
+    Fix: leave a few GPUs idle, or lower a degree until the grids divide the GPUs; the message names the next larger
+        count that would do.
     """
     layout = plan.layout
     if layout.fits_ranks:
         return
     floor = layout.min_gpus
     ranks = -(-layout.gpus // floor) * floor
-    fix: dict[str, object] = {"cluster.gpus": ranks}
-    if ranks > MAX_RANKS:
-        fix = {"layout.tp": 1, "layout.cp": 1, "layout.pp": 1, "layout.vpp": 1, "layout.etp": 1, "layout.stages": None}
+    more = f"or use {ranks} GPUs" if ranks <= MAX_RANKS else "or lower a degree: no cluster has as many GPUs"
     yield Finding(
         at="cluster.gpus",
         problem=(
-            f"{layout.gpus} GPUs are no multiple of {floor} = PP {layout.pp} x lcm(TP {layout.tp} x CP {layout.cp}, "
-            f"EP {layout.ep} x ETP {layout.etp}); CP adds to EP and PP, it does not replace them"
+            f"{format_many(layout.gpus, 'GPU')}: no multiple of {floor} = PP {layout.pp} x lcm(TP {layout.tp} x "
+            f"CP {layout.cp}, EP {layout.ep} x ETP {layout.etp}); CP adds to EP and PP, it does not replace them"
         ),
-        fix=fix,
-        advice="or lower a degree",
+        fixes=_grids_that_divide(plan),
+        advice=more,
     )
+
+
+_FEW_IDLE = 7 / 8  # of the GPUs that are at least used where some are left idle
+
+
+def _grids_that_divide(plan: Plan) -> Iterator[Changes]:
+    """A few idle GPUs, then other degrees from the smallest change on, then as many idle GPUs as it takes."""
+    layout = plan.layout
+    fewer = layout.gpus // layout.min_gpus * layout.min_gpus
+    if fewer >= _FEW_IDLE * layout.gpus:
+        yield {"cluster.gpus": fewer}
+    axes = ("tp", "cp", "pp", "ep", "etp")
+    found = []
+    for degrees in product(*(_near_or_lower(layout.degree(axis)) for axis in axes)):
+        tp, cp, pp, ep, etp = degrees
+        if layout.gpus % (pp * lcm(tp * cp, ep * etp)) == 0:
+            changed = {axis: new for axis, new in zip(axes, degrees, strict=True) if new != layout.degree(axis)}
+            moved = sum(abs(log2(layout.degree(axis) / new)) for axis, new in changed.items())
+            found.append((moved, len(changed), changed))
+    for _, _, changed in sorted(found, key=lambda one: one[:2])[:8]:
+        chunks: Changes = {"layout.stages": None} if "pp" in changed else {}
+        chunks |= {"layout.vpp": 1, "layout.schedule": None} if changed.get("pp") == 1 else {}
+        yield {f"layout.{axis}": degree for axis, degree in changed.items()} | chunks
+    if 0 < fewer < _FEW_IDLE * layout.gpus:
+        yield {"cluster.gpus": fewer}
+
+
+def _near_or_lower(degree: int) -> list[int]:
+    """Divisors of a degree, and powers of two up to the next above it."""
+    return sorted({*divisors(degree), *(2**i for i in range(degree.bit_length())), 2 ** (degree - 1).bit_length()})
 
 
 def _tp_parts(model: ModelSpec) -> dict[str, int]:
@@ -84,7 +117,8 @@ def tp_divides_model(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.tp",
             problem=f"{tp} ranks cannot share {part} evenly",
-            fix={"layout.tp": one_of(*best_degree(sorted(set(allowed)), tp))},
+            fixes=[{"layout.tp": degree} for degree in near_degrees(allowed, tp)],
+            advice=f"degrees that can: {', '.join(map(str, sorted(set(allowed))))}",
         )
 
 
@@ -101,7 +135,8 @@ def ep_divides_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.ep",
             problem=f"{ep} ranks cannot share {experts} experts evenly",
-            fix={"layout.ep": one_of(*best_degree(divisors(experts), ep))},
+            fixes=[{"layout.ep": degree} for degree in near_degrees(divisors(experts), ep)],
+            advice=f"divisors of {experts}: {', '.join(map(str, divisors(experts)))}",
         )
 
 
@@ -118,7 +153,7 @@ def etp_divides_expert(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.etp",
             problem=f"{etp} ranks cannot share an expert of width {moe.expert_dim} evenly",
-            fix={"layout.etp": one_of(*best_degree(divisors(moe.expert_dim), etp))},
+            fixes=[{"layout.etp": degree} for degree in near_degrees(divisors(moe.expert_dim), etp)],
         )
 
 
@@ -195,10 +230,13 @@ def chunks_hold_layers(plan: Plan) -> Iterator[Finding]:
     if layout.chunks > items:
         vpp = max(1, items // layout.pp)
         fix = {"layout.vpp": vpp} if layout.pp <= items else {"layout.pp": _pow2(items), "layout.vpp": 1}
+        less = {"layout.stages": None, "layout.schedule": None}
+        shallower = [d for d in reversed(divisors(layout.pp)) if d <= items and d < layout.pp]
         yield Finding(
             at="layout.vpp" if layout.pp <= items else "layout.pp",
             problem=f"PP {layout.pp} x VPP {layout.vpp} chunks for {plan.model.num_layers} layers and their ends",
-            fix={**fix, "layout.stages": None, "layout.schedule": None},
+            fix={**fix, **less},
+            fixes=[{"layout.pp": pp, "layout.vpp": 1, **less} for pp in shallower],
         )
 
 
@@ -292,7 +330,7 @@ def schedule_fits_chunks(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.vpp", problem=f"dualpipev folds the pipeline once: VPP {layout.vpp} is not 2", fix=fix)
 
 
-@rule(rows="PP-ZB", target="megatron-bridge", follows="Megatron-LM core/pipeline_parallel/schedules.py")
+@rule(rows="PP-ZB", target="megatron-bridge", follows=MEGATRON_SCHEDULES)
 def schedule_on_target(plan: Plan) -> Iterator[Finding]:
     """Megatron runs 1f1b and interleaved pipelines.
 
@@ -319,7 +357,10 @@ def replicate_divides_dp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.replicate", problem=problem, fix={"layout.replicate": 1})
     elif layout.dp % layout.replicate or layout.edp % layout.replicate:
         problem = f"{layout.replicate} copies do not divide DP {layout.dp} and EDP {layout.edp}"
-        yield Finding(at="layout.replicate", problem=problem, fix={"layout.replicate": 1})
+        whole = [d for d in divisors(layout.replicate) if layout.dp % d == layout.edp % d == 0 and d > 1]
+        fixes: list[Changes] = [{"layout.replicate": copies} for copies in reversed(whole)]
+        fixes.append({"layout.replicate": 1, "knobs.data_parallel": "fsdp"})
+        yield Finding(at="layout.replicate", problem=problem, fixes=fixes)
 
 
 @rule(rows="LC-CP-BAL")
@@ -337,8 +378,20 @@ def seq_divides_cp(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="job.seq_len",
             problem=f"{seq} tokens are no multiple of {step} = {'2 x CP x TP' if layout.cp > 1 else 'TP'}",
-            fix={"job.seq_len": -(-seq // step) * step},
+            fixes=_whole_pieces(plan, step),
         )
+
+
+def _whole_pieces(plan: Plan, step: int) -> Iterator[Changes]:
+    """The length that was nearly meant, up to a part in 64 longer or shorter; then a smaller CP; then any length."""
+    layout, seq = plan.layout, plan.job.seq_len
+    longer, shorter = -(-seq // step) * step, seq // step * step
+    near = [length for length in (longer, shorter) if length and 64 * abs(length - seq) <= seq]
+    yield from ({"job.seq_len": length} for length in near)
+    for cp in reversed(divisors(layout.cp)[:-1]):
+        if seq % ((2 * cp if cp > 1 else 1) * layout.tp) == 0:
+            yield {"layout.cp": cp}
+    yield from ({"job.seq_len": length} for length in (longer, shorter) if length and length not in near)
 
 
 @rule(severity="warning", rows="LC-CP-MTP")

@@ -23,10 +23,33 @@ def precision_runs_on_chip(plan: Plan) -> Iterator[Finding]:
     Confirm: `threefold chips` lists the peak rates by format.
     Fix: the platform's starting point: FP8 blockwise on Hopper, MXFP8 on Blackwell.
     """
-    if not _native(plan):
+    if not _native(plan) and plan.knobs.precision != "fp8-rowwise":  # megatron-has-precision
         default = PRECISION[plan.chip.architecture]
         problem = f"{plan.cluster.chip} has no {plan.knobs.precision} units"
-        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": default.value})
+        fixes = [{"knobs.precision": name} for name in dict.fromkeys((default.value, "bf16"))]
+        yield Finding(at="knobs.precision", problem=problem, fixes=fixes)
+
+
+@rule(severity="warning", rows="FP-MAP", target="megatron-bridge", needs_fix=True)
+def precision_default_for_chip(plan: Plan) -> Iterator[Finding]:
+    """Below sixteen bits the platform's recipe is the starting point: blockwise FP8 on Hopper, MXFP8 on Blackwell.
+
+    Why: scales of one block keep outliers apart at the speed of the tensor cores that the platform has; other recipes
+        are slower there, or less stable. The default has a date, and a measurement on your machine overrides it.
+    Confirm: throughput and loss of both recipes on the same job.
+    Fix: the default of the platform, or stack.measured=precision where yours was measured.
+    """
+    default = PRECISION[plan.chip.architecture]
+    name = plan.knobs.precision
+    other = plan.low_precision and name not in (default.value, "nvfp4", "fp8-rowwise") and _native(plan)
+    if other and default.value != "bf16" and "precision" not in plan.stack.measured:
+        yield Finding(
+            at="knobs.precision",
+            problem=f"{name} on {plan.cluster.chip}; starting point since {default.since}: {default.value} "
+            f"({default.evidence})",
+            fix={"knobs.precision": default.value},
+            advice="or stack.measured=precision where it was measured; published runs of both kinds exist",
+        )
 
 
 @rule(severity="warning", rows="FP-EMU", target="threefold")
@@ -44,7 +67,8 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
         problem = f"{_what_is_emulated(plan)} on {plan.cluster.chip}"
     else:
         return
-    yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": starting_precision(plan)})
+    names = [name for name in dict.fromkeys((starting_precision(plan), "bf16")) if name != plan.knobs.precision]
+    yield Finding(at="knobs.precision", problem=problem, fixes=[{"knobs.precision": name} for name in names])
 
 
 def _what_is_emulated(plan: Plan) -> str:
@@ -68,9 +92,14 @@ def nvfp4_after_stable(plan: Plan) -> Iterator[Finding]:
     Confirm: a run of the same job in bf16 or mxfp8 whose loss is sound.
     Fix: MXFP8 first on Blackwell.
     """
-    if plan.knobs.precision == "nvfp4":
+    runs = _native(plan) or plan.target == "threefold"  # elsewhere precision-runs-on-chip speaks
+    if plan.knobs.precision == "nvfp4" and runs and "precision" not in plan.stack.measured:
         problem = "nvfp4 is for speed after the bf16 or fp8 path is stable"
-        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "mxfp8"})
+        names = dict.fromkeys((starting_precision(plan), PRECISION[plan.chip.architecture].value, "bf16"))
+        default = PRECISION[plan.chip.architecture]
+        advice = f"as of {default.since} ({default.evidence}); stack.measured=precision where that run was sound"
+        fixes = [{"knobs.precision": name} for name in names]
+        yield Finding(at="knobs.precision", problem=problem, fixes=fixes, advice=advice)
 
 
 @rule(severity="warning", rows="FP-MFU")
@@ -127,7 +156,11 @@ def cuts_hold_whole_blocks(plan: Plan) -> Iterator[Finding]:
                 at=f"layout.{axis}",
                 problem=f"{', '.join(f'{name} {widths[name]}' for name in broken)} over {degree} ranks: "
                 f"no whole blocks of {block}",
-                fix={f"layout.{axis}": max(fitting)} if fitting else {"knobs.precision": "fp8-rowwise"},
+                fixes=[
+                    *({f"layout.{axis}": d} for d in reversed(fitting)),
+                    {"knobs.precision": "fp8-rowwise"},
+                    {"knobs.precision": "bf16"},
+                ],
             )
 
 
@@ -203,7 +236,8 @@ def megatron_has_precision(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.precision == "fp8-rowwise":
         problem = "Megatron has no row-wise FP8"
-        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "fp8-blockwise"})
+        names = dict.fromkeys((PRECISION[plan.chip.architecture].value, "bf16"))
+        yield Finding(at="knobs.precision", problem=problem, fixes=[{"knobs.precision": name} for name in names])
     if plan.knobs.fp8_dispatch:
         problem = "Megatron sends rows in bf16"
         yield Finding(at="knobs.fp8_dispatch", problem=problem, fix={"knobs.fp8_dispatch": None})

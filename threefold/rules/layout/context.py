@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import chain
+from math import log2
 
+from threefold.cost.memory_ladder import fits, fitting_sets, surely_fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
-from threefold.rules.batch import batch_step, can_be_priced, pays, surely_fits
-from threefold.rules.shape import tp_fits
+from threefold.rules.layout.batch import batch_step, can_be_priced, pays
+from threefold.rules.layout.shape import tp_fits
 from threefold.spec.model import MlaSpec
 from threefold.units import format_tokens
 
@@ -17,8 +19,8 @@ BATCH_TOKENS = 2**26  # 64M tokens a step: twice what large pretraining runs use
 
 
 def target_cp(seq_len: int) -> int:
-    """The nearest power of two to seq_len / 4096."""
-    return int(2 ** max(0, round(seq_len / SHARD_TOKENS).bit_length() - 1))
+    """The nearest power of two to seq_len / 4096, by ratio: 28 is nearer to 32 than to 16."""
+    return int(2 ** max(0, round(log2(seq_len / SHARD_TOKENS)))) if seq_len > SHARD_TOKENS else 1
 
 
 def _cp_options(plan: Plan) -> list[int]:
@@ -40,13 +42,21 @@ def cp_from_shard_target(plan: Plan) -> Iterator[Finding]:
     shard = seq / (layout.cp * layout.tp)
     if plan.is_long and shard > 2 * SHARD_TOKENS:
         wanted = [cp for cp in _cp_options(plan) if seq / (cp * layout.tp) <= 2 * SHARD_TOKENS]
-        best = [cp for cp in wanted if cp * layout.tp >= target_cp(seq)][:1] or wanted[-1:]
+        nearest = sorted(wanted, key=lambda cp: abs(log2(cp * layout.tp / target_cp(seq))))
         yield Finding(
             at="layout.cp",
             problem=f"{shard:.0f} tokens a rank at {format_tokens(seq)}: the 4K shard target is CP {target_cp(seq)}",
-            fix={"layout.cp": best[0]} if best else None,
-            advice="" if best else "use a sequence length that powers of two divide",
+            fixes=[{"layout.cp": cp} for cp in nearest],
+            otherwise=lambda: _gpus_for_cp(plan, nearest),
         )
+
+
+def _gpus_for_cp(plan: Plan, wanted: list[int]) -> str:
+    """How many GPUs a larger CP asks for beside the plan's other degrees."""
+    if not wanted:
+        return "use a sequence length that powers of two divide"
+    need = replace(plan.layout, cp=wanted[0]).min_gpus
+    return f"CP {wanted[0]} beside the other degrees takes a multiple of {need} GPUs"
 
 
 @rule(severity="warning", rows="CP-WHEN")
@@ -63,10 +73,12 @@ def cp_only_when_long(plan: Plan) -> Iterator[Finding]:
         fits = [cp for cp in _cp_options(plan) if cp == 1 or seq / cp >= SHARD_TOKENS / 2]
         if fits and fits[-1] < layout.cp:
             problem = f"CP {layout.cp} leaves {seq / layout.cp:.0f} tokens a rank"
-            yield Finding(at="layout.cp", problem=problem, fix={"layout.cp": fits[-1]})
+            smaller = [{"layout.cp": cp} for cp in reversed(fits)]
+            ring = [{"layout.cp": cp, "knobs.cp_comm": "p2p"} for cp in reversed(fits)]
+            yield Finding(at="layout.cp", problem=problem, fixes=[*smaller, *ring])
 
 
-@rule(severity="warning", rows="LC-TPxCP")
+@rule(severity="warning", rows="LC-TPxCP", needs_fix=True)
 def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
     """On NVL72 systems TP can take over a part of a large CP, where that is predicted to be faster or to fit.
 
@@ -78,16 +90,15 @@ def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if not (plan.chip.is_rack_scale and plan.is_long and layout.tp == 1 and layout.cp >= 8):
         return
+    fixes = []
     for tp in (4, 2):
         other = replace(plan, layout=replace(layout, tp=tp, cp=layout.cp // tp))
-        better = pays(plan, other) or (not surely_fits(plan) and surely_fits(other))
-        if tp_fits(plan.model, tp) is None and layout.cp % tp == 0 and better:
-            yield Finding(
-                at="layout.cp",
-                problem=f"CP {layout.cp} with TP 1 on {plan.cluster.chip}, where NVLink joins {plan.chip.domain} GPUs",
-                fix={"layout.tp": tp, "layout.cp": layout.cp // tp},
-            )
-            return
+        whole = layout.cp % tp == 0 and tp_fits(plan.model, tp) is None and other.layout.fits_ranks
+        if whole and (pays(plan, other) or (not surely_fits(plan) and surely_fits(other))):
+            fixes.append({"layout.tp": tp, "layout.cp": layout.cp // tp})
+    if fixes:
+        problem = f"CP {layout.cp} with TP 1 on {plan.cluster.chip}, where NVLink joins {plan.chip.domain} GPUs"
+        yield Finding(at="layout.cp", problem=problem, fixes=fixes)
 
 
 @rule(severity="warning", rows="LC-DP-ALIVE")
@@ -97,12 +108,22 @@ def dp_at_floor(plan: Plan) -> Iterator[Finding]:
     Why: once CP, TP, PP and EP use every rank, a longer sequence needs more GPUs at once, the batch can
         only grow by accumulation, and one lost node stops everything.
     Confirm: `threefold show` prints DP.
-    Fix: more GPUs, or less model parallelism where memory allows.
+    Fix: less model parallelism where memory allows, or more GPUs.
     """
     layout = plan.layout
-    if plan.is_long and layout.dp == 1 and layout.gpus > 1 and layout.fits_ranks:
+    if plan.is_long and layout.gpus > 1 and layout.tp * layout.cp * layout.pp == layout.gpus:
         problem = f"TP {layout.tp} x CP {layout.cp} x PP {layout.pp} use all {layout.gpus} GPUs: DP is at its floor"
-        yield Finding(at="cluster.gpus", problem=problem, fix={"cluster.gpus": 2 * layout.gpus})
+        less: list[dict[str, object]] = []
+        if layout.pp % 2 == 0:
+            chunks = {"layout.vpp": 2 * layout.vpp} if layout.vpp > 1 and layout.pp > 2 else {"layout.vpp": 1}
+            less = [{"layout.pp": layout.pp // 2, **chunks, "layout.stages": None}]
+        less += [{f"layout.{axis}": layout.degree(axis) // 2} for axis in ("cp", "tp") if layout.degree(axis) % 2 == 0]
+        yield Finding(
+            at="cluster.gpus",
+            problem=problem,
+            fixes=less,
+            otherwise=lambda: f"{2 * layout.gpus} GPUs would give DP 2; fewer model-parallel ranks do not fit",
+        )
 
 
 @rule(severity="warning", rows="LC-GBS")
@@ -157,44 +178,14 @@ def short_baseline_at_length(plan: Plan) -> Iterator[Finding]:
     """
     knobs = plan.knobs
     keeps_all = not (knobs.recompute or knobs.activation_offload or knobs.activation_offload_layers)
-    if plan.is_long and keeps_all and not (can_be_priced(plan) and surely_fits(plan)):
+    if plan.is_long and keeps_all and not (can_be_priced(plan) and fits(plan)):
+        first = ["layernorm", "moe_act"] if plan.model.is_moe else ["layernorm"]
+        sets = fitting_sets(plan) if can_be_priced(plan) else ()
         yield Finding(
             at="knobs.recompute",
             problem=f"nothing is recomputed at {format_tokens(plan.job.seq_len)}: settings of a 4K baseline",
-            fix={"knobs.recompute": selective_set(plan)},
+            fixes=({"knobs.recompute": names} for names in chain(sets, [first])),
         )
-
-
-def selective_set(plan: Plan) -> list[str]:
-    """The first modules to recompute: cheap to redo, large to keep."""
-    return ["layernorm", "moe_act"] if plan.model.is_moe else ["layernorm"]
-
-
-def selective_sets(plan: Plan) -> list[list[str]]:
-    """Growing sets of modules to recompute, the cheapest first, beside those that the plan names."""
-    more = [selective_set(plan)]
-    if isinstance(plan.model.attention, MlaSpec):
-        more.append(["mla_up_proj"])
-    if plan.model.is_moe and not plan.knobs.ep_overlap and "moe_router" not in plan.knobs.graphs:
-        more.append(["moe"])
-    names, sets = without(plan.knobs.recompute, "full"), []
-    for added in more:
-        names = list(dict.fromkeys([*names, *added]))
-        names = [name for name in names if name != "moe_act"] if "moe" in names else names
-        sets.append(names)
-    return sets
-
-
-def fitting_set(plan: Plan) -> list[str] | None:
-    """The first of these sets with which the plan is predicted to fit, without anything on the host."""
-    if not can_be_priced(plan):
-        return selective_set(plan)
-    bare: dict[str, Any] = {"optimizer_offload": 0.0, "activation_offload": (), "activation_offload_layers": 0}
-    for names in selective_sets(plan):
-        knobs = replace(plan.knobs, **bare, recompute=tuple(names), recompute_method=None, recompute_layers=None)
-        if surely_fits(replace(plan, knobs=knobs)):
-            return names
-    return None
 
 
 @rule(severity="warning", rows="LC-KERNEL")
@@ -202,12 +193,18 @@ def kernels_at_length(plan: Plan) -> Iterator[Finding]:
     """At 128K and beyond the software is recent.
 
     Why: long sequences lean on attention kernels, 64-bit indexing and fixes that older releases lack.
-    Confirm: print the versions on the machine that runs the plan and compare with stack.torch and stack.te.
+    Confirm: print the versions on the machine that runs the plan and compare with stack.torch, stack.te and
+        stack.release. The container of release 26.02 is the first with PyTorch 2.11.
     Fix: a newer container; no field of the plan can cure it.
     """
     if plan.job.seq_len < 131_072:
         return
-    for name, stated, need in (("torch", plan.stack.torch, "2.11"), ("te", plan.stack.te, "2.6")):
+    stated_and_needed = (
+        ("torch", plan.stack.torch, "2.11"),
+        ("te", plan.stack.te, "2.6"),
+        ("release", plan.stack.release, "26.02"),
+    )
+    for name, stated, need in stated_and_needed:
         if older(stated, need):
             yield Finding(
                 at=f"stack.{name}",

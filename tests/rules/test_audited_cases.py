@@ -1,0 +1,186 @@
+"""Rules in cases that a reader of the documents or of upstream code would try: both sides of each condition."""
+
+from typing import Any
+
+import pytest
+from plans import CLEAN, build
+
+from threefold.plan.parse import parse
+from threefold.rules.all import RULES, check, judge
+from threefold.rules.layout.context import target_cp
+
+QWEN = {
+    "model": "qwen3-235b-a22b",
+    "target": "megatron-bridge",
+    "cluster.chip": "h200",
+    "cluster.gpus": 64,
+    "job.global_batch": 512,
+    "layout.ep": 8,
+    "layout.pp": 4,
+    "layout.vpp": 4,
+    "layout.tp": 2,
+    "knobs.recompute": ["layernorm", "moe_act"],
+}
+VLM = {"model": "qwen3-vl-235b-a22b", "target": "megatron-bridge", "cluster.chip": "gb200", "cluster.gpus": 64}
+VLM |= {"layout.ep": 64, "job.global_batch": 256, "job.micro_batch": 2, "knobs.dispatcher": "hybridep", "job.images": 2}
+OVERLAP = {"knobs.ep_overlap": True, "knobs.delay_wgrad": True, "knobs.max_connections": 32}
+
+
+def fired(fields: dict[str, Any]) -> set[str]:
+    return {finding.rule for finding in judge(build(fields), notes=True)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "fires"),
+    [
+        # With EP overlap upstream refuses graphs of moe and of mlp.
+        ({**CLEAN, "knobs.graphs": ["mlp"], "knobs.delay_wgrad": False}, "graph-leaves-exchange-free", True),
+        ({**CLEAN, "knobs.graphs": ["moe_router"], "knobs.delay_wgrad": False}, "graph-leaves-exchange-free", False),
+        # TP on Hopper wants one queue, unless EP overlap wants several.
+        ({**QWEN, "knobs.max_connections": 32}, "tp-and-cp-need-one-connection", True),
+        ({**QWEN, **OVERLAP}, "tp-and-cp-need-one-connection", False),
+        ({**QWEN, "knobs.max_connections": 32, "cluster.chip": "b200"}, "tp-and-cp-need-one-connection", False),
+        ({**QWEN, "knobs.max_connections": 32, "layout.tp": 1}, "tp-and-cp-need-one-connection", False),
+        # Image-free is never evidence, whatever the data.
+        ({**VLM, "job.images": 0, "job.data": "/data/chats"}, "vlm-benchmark-has-images", True),
+        ({**VLM, "job.images": None, "job.data": "synthetic"}, "vlm-benchmark-has-images", True),
+        (VLM, "vlm-benchmark-has-images", False),
+        # Drop-and-pad needs no counts on the host; our engine drops without padding.
+        (
+            {**QWEN, "job.capacity_factor": 1.0, "knobs.graphs": ["moe_router", "moe_preprocess"]},
+            "graph-preprocess-without-sync",
+            False,
+        ),
+        (
+            {
+                **QWEN,
+                "target": "threefold",
+                "job.capacity_factor": 1.0,
+                "knobs.graphs": ["moe_router", "moe_preprocess"],
+            },
+            "graph-preprocess-without-sync",
+            True,
+        ),
+        # Offload by module goes with Megatron's graphs; whole layers do not.
+        (
+            {**QWEN, "knobs.graphs": ["moe_router"], "knobs.activation_offload": ["core_attn"]},
+            "graph-excludes-offload",
+            False,
+        ),
+        (
+            {**QWEN, "knobs.graphs": ["moe_router"], "knobs.activation_offload_layers": 2},
+            "graph-excludes-offload",
+            True,
+        ),
+        # ETP where a part of it could be EP.
+        ({**QWEN, "model": "mixtral-8x7b", "layout.ep": 4, "layout.etp": 4}, "etp-only-when-ep-insufficient", True),
+        ({**QWEN, "model": "mixtral-8x7b", "layout.ep": 8, "layout.etp": 2}, "etp-only-when-ep-insufficient", False),
+        # Formats: the platform's recipe is named for every other one.
+        ({**QWEN, "knobs.precision": "fp8-cs"}, "precision-default-for-chip", True),
+        ({**QWEN, "knobs.precision": "fp8-blockwise", "cluster.chip": "gb200"}, "precision-default-for-chip", True),
+        ({**QWEN, "knobs.precision": "mxfp8", "cluster.chip": "gb200"}, "precision-default-for-chip", False),
+        ({**QWEN, "knobs.precision": "fp8-cs", "stack.measured": ["precision"]}, "precision-default-for-chip", False),
+        # Releases at 128K.
+        ({**QWEN, "job.seq_len": 131072, "stack.release": "25.09"}, "kernels-at-length", True),
+        ({**QWEN, "job.seq_len": 131072, "stack.release": "26.06"}, "kernels-at-length", False),
+        # Vision: what FSDP lacks, and 3D without TP.
+        ({**VLM, "knobs.data_parallel": "fsdp", "knobs.precision": "mxfp8"}, "fsdp-features", True),
+        ({**VLM, "knobs.data_parallel": "fsdp", "knobs.optimizer_offload": 1.0}, "fsdp-features", True),
+        ({**VLM, "knobs.data_parallel": "fsdp", "knobs.graphs": ["attn"]}, "fsdp-features", False),
+        ({**VLM, "layout.tp": 8, "layout.ep": 8, "layout.etp": 8}, "vlm-3d-cuts-experts-first", True),
+        (VLM, "vlm-3d-cuts-experts-first", False),
+        # A graph of the experts with a flex dispatcher.
+        ({**QWEN, "job.capacity_factor": 1.0, "knobs.graphs": ["moe"]}, "graph-of-experts-by-alltoall", False),
+        (
+            {**QWEN, "job.capacity_factor": 1.0, "knobs.graphs": ["moe"], "knobs.dispatcher": "deepep"},
+            "graph-of-experts-by-alltoall",
+            True,
+        ),
+    ],
+)
+def test_both_sides_of_a_condition(fields: dict[str, Any], rule: str, fires: bool) -> None:
+    assert (rule in fired(fields)) is fires
+
+
+def test_the_documents_own_overrides_for_an_isolated_overlap_are_read() -> None:
+    given = {
+        "moe_a2a_overlap": False,
+        "comm_overlap.overlap_moe_expert_parallel_comm": True,
+        "comm_overlap.delay_wgrad_compute": False,
+        "model.moe_shared_expert_overlap": False,
+    }
+    plan = parse({"model": "qwen3-30b-a3b", "layout.ep": 8, "cluster.gpus": 8, **given}).plan
+    assert plan is not None
+    assert (plan.knobs.ep_overlap, plan.knobs.delay_wgrad) == (True, False)
+
+
+def test_scopes_are_read_as_the_documents_write_them() -> None:
+    plan = parse({"model": "qwen3-30b-a3b", "cuda_graph_scope": "attn moe_router moe_preprocess"}).plan
+    assert plan is not None
+    assert plan.knobs.graphs == ("attn", "moe_router", "moe_preprocess")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "cp"), [(4096, 1), (32768, 8), (98304, 32), (114688, 32), (131072, 32), (262144, 64), (90000, 16)]
+)
+def test_the_target_of_cp_is_the_nearest_power_of_two(seq_len: int, cp: int) -> None:
+    assert target_cp(seq_len) == cp
+
+
+def test_legal_scopes_stay_in_the_graph() -> None:
+    """TE 2.11 cannot split weight gradients off an attn graph; moe_router holds none without shared experts."""
+    scopes = ["attn", "moe_router", "moe_preprocess"]
+    found = check(build({**QWEN, **OVERLAP, "knobs.graphs": scopes, "stack.te": "2.11"}))
+    [finding] = [one for one in found if one.rule == "delay-wgrad-graph-te"]
+    assert finding.fix == {"knobs.graphs": ["moe_router", "moe_preprocess"]}
+
+
+def test_overlap_is_made_to_work_before_it_is_switched_off() -> None:
+    """EO-D1 and EO-D7: the degree or the switch that it needs."""
+    [finding] = [one for one in check(build({**CLEAN, "layout.ep": 1})) if one.rule == "ep-overlap-needs-ep"]
+    assert (finding.fix or {}).get("layout.ep", 1) > 1
+    late = {**CLEAN, "knobs.ep_overlap": False}
+    [finding] = [one for one in check(build(late)) if one.rule == "delay-wgrad-needs-ep-overlap"]
+    assert (finding.fix or {}).get("knobs.ep_overlap") is True
+
+
+def test_a_format_that_the_chip_lacks_gets_one_fix() -> None:
+    found = check(build({**QWEN, "knobs.precision": "nvfp4"}))
+    fixes = [finding.fix["knobs.precision"] for finding in found if finding.fix and finding.at == "knobs.precision"]
+    assert fixes == ["fp8-blockwise"]
+
+
+def test_a_gate_with_a_date_yields_to_a_measurement() -> None:
+    fields = {**QWEN, "cluster.chip": "gb200", "knobs.dispatcher": "deepep"}
+    [finding] = [one for one in check(build(fields)) if one.rule == "dispatcher-supports-chip"]
+    assert finding.severity == "warning"
+    assert finding.fix == {"knobs.dispatcher": "hybridep"}
+    assert "2026-" in finding.problem
+    assert "dispatcher-supports-chip" not in fired({**fields, "stack.measured": ["dispatcher"]})
+
+
+HOST = {"model": "qwen3-30b-a3b", "target": "megatron-bridge", "cluster.chip": "h100", "cluster.gpus": 64}
+HOST |= {"job.seq_len": 2048, "job.global_batch": 1024, "layout.tp": 2, "layout.ep": 8, "knobs.dispatcher": "deepep"}
+HOST |= {"knobs.recompute": ["layernorm", "moe_act"]}
+EXPOSED = {**HOST, "model": "qwen3-235b-a22b", "cluster.gpus": 256, "job.seq_len": 4096, "layout.tp": 8}
+EXPOSED |= {"job.global_batch": 256, "layout.ep": 32, "layout.pp": 4, "layout.vpp": 4}
+EXPOSED |= {"knobs.grad_reduce_overlap": False, "knobs.param_gather_overlap": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wall", "first"),
+    [(HOST, "host-wall", "knobs.graphs"), (EXPOSED, "communication-wall", "knobs.grad_reduce_overlap")],
+)
+def test_a_wall_is_a_note_with_gains(fields: dict[str, Any], wall: str, first: str) -> None:
+    [finding] = [one for one in check(build(fields)) if one.rule == wall]
+    assert finding.severity == "note"
+    assert first in (finding.fix or {})
+    assert "predicted +" in finding.advice
+    assert "%" in finding.problem
+    assert RULES[wall].severity == "note"
+
+
+def test_a_wall_names_no_cure_that_does_not_gain() -> None:
+    for finding in check(build({**HOST, "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]})):
+        assert "knobs.graphs" not in (finding.fix or {})
+        assert "-" not in finding.advice.partition("predicted ")[2].partition(";")[0]

@@ -1,0 +1,1 @@
+"""Rules about knobs: dispatchers, graphs, overlap, precision, recompute and offload."""
