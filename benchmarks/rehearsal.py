@@ -32,7 +32,31 @@ from threefold.units import GIB
 
 RESULTS = Path(__file__).parent / "results"
 # Seeds whose misses were looked into: a check takes another one.
-LOOKED_AT = (11, 12, 13, 21, 22, 31, 41, 42, 77, 101, 202, 303, 404, 505)
+LOOKED_AT = (
+    11,
+    12,
+    13,
+    21,
+    22,
+    31,
+    41,
+    42,
+    77,
+    101,
+    202,
+    303,
+    404,
+    505,
+    606,
+    707,
+    808,
+    909,
+    1010,
+    1111,
+    1212,
+    1313,
+    1414,
+)
 NUM_PROCESSES = 2
 
 
@@ -76,7 +100,7 @@ def _short(value: Any) -> str:
     return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def estimate_against_rehearsal(count: int, seed: int) -> int:
+def estimate_against_rehearsal(count: int, seed: int, path: Path) -> int:
     plans = list(islice(accepted_plans(seed), count))
     kept, rows = [], []
     with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES, maxtasksperchild=20) as pool:
@@ -103,7 +127,7 @@ def estimate_against_rehearsal(count: int, seed: int) -> int:
     print(f"\n{inside} of {len(errors)} within 3 %, {beyond} beyond 6 %; median {median:.1%}, worst {errors[-1]:.1%}")
     summary = {"within_3_percent": inside, "beyond_6_percent": beyond, "of": len(errors)}
     summary |= {"median": median, "worst": errors[-1]}
-    _write("rehearsal-estimate.json", {"seed": seed, "seeds_looked_at": LOOKED_AT, **summary, "plans": kept})
+    _write(path, {"seed": seed, "seeds_looked_at": LOOKED_AT, **summary, "plans": kept})
     return 0
 
 
@@ -123,9 +147,9 @@ def _print_draws(plans: Sequence[Plan]) -> None:
         print(f"  {path}: " + ", ".join(f"{value} {number}" for value, number in counts.most_common()))
 
 
-def _write(name: str, content: Any) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
 
 
 def _qwen() -> Path:
@@ -152,7 +176,7 @@ def speed() -> int:
         kept.append({"name": name, "seconds": seconds, "largest_process_bytes": used})
         rows.append([name, f"{seconds:.1f}", f"{used / GIB:.2f}"])
     print(table(["rehearsal", "seconds", "GiB of the largest process"], rows))
-    _write("rehearsal-speed.json", kept)
+    _write(RESULTS / "rehearsal-speed.json", kept)
     return 0
 
 
@@ -161,7 +185,7 @@ def main() -> int:
     parser.add_argument("what", choices=("estimate", "speed", "cpu", "cuda"))
     parser.add_argument("names", nargs="*", help="cases on CUDA (default: all)")
     parser.add_argument("--seconds", type=float, default=600.0, help="no case on CUDA begins later")
-    parser.add_argument("--json", type=Path, help="where the cases on CUDA are written")
+    parser.add_argument("--json", type=Path, help="where the plans, or the cases on CUDA, are written")
     parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -171,13 +195,13 @@ def main() -> int:
         from rehearsal_cpu import on_cpu
 
         code, kept = on_cpu()
-        _write("rehearsal-cpu.json", kept)
+        _write(RESULTS / "rehearsal-cpu.json", kept)
         return code
     if args.what == "cuda":
         from rehearsal_cuda import CASES, on_cuda
 
         return on_cuda(args.names or list(CASES), args.seconds, args.json, RESULTS)
-    return estimate_against_rehearsal(args.plans, args.seed)
+    return estimate_against_rehearsal(args.plans, args.seed, args.json or RESULTS / "rehearsal-estimate.json")
 
 
 if __name__ == "__main__":

@@ -84,16 +84,18 @@ def test_merged_passes_take_what_was_predicted_elsewhere(name: str, changes: dic
 def in_order(schedule: str, pp: int, vpp: int, stage: int, count: int) -> Iterator[OverlapPair]:
     """What each chunk of torch's schedule holds before a pair. A merged action comes as its two parts."""
     mine = [stage, 2 * pp - 1 - stage] if schedule == "dualpipev" else [stage + pp * chunk for chunk in range(vpp)]
-    held = dict.fromkeys(mine, 0)
+    held, done = dict.fromkeys(mine, 0), dict.fromkeys(mine, 0)
     for action in pipeline_actions(schedule, pp, vpp, count, overlap_f_b=True)[stage]:
         if action is None:
             continue
         parts = action.sub_actions or (action,)
         if action.computation_type == OVERLAP_F_B:
             one, other = sorted(parts, key=lambda part: part.computation_type != FORWARD)
-            yield OverlapPair(tuple(held.values()), mine.index(one.stage_index), mine.index(other.stage_index))
+            chunks = mine.index(one.stage_index), mine.index(other.stage_index)
+            yield OverlapPair(tuple(held.values()), *chunks, tuple(min(pp, number) for number in done.values()))
         for part in parts:
             kind = part.computation_type.name
+            done[part.stage_index] += "BACKWARD" in kind and "WEIGHT" not in kind
             held[part.stage_index] += 1 if kind == "FORWARD" else 0 if "WEIGHT" in kind else -1
 
 
@@ -102,19 +104,15 @@ def in_order(schedule: str, pp: int, vpp: int, stage: int, count: int) -> Iterat
 )
 def test_pairs_are_those_of_the_interleaved_schedule(pp: int, vpp: int, count: int) -> None:
     for stage in range(pp):
-        assert {*overlap_pairs("interleaved", pp, vpp, stage, count)} == {
-            *in_order("interleaved", pp, vpp, stage, count)
-        }
+        said = {pair for pair in overlap_pairs("interleaved", pp, vpp, stage, count) if pair.forward_chunk is not None}
+        assert said == {*in_order("interleaved", pp, vpp, stage, count)}
 
 
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (2, 8), (4, 8), (4, 16)])
-def test_pairs_are_among_those_of_the_v_schedule(pp: int, count: int) -> None:
-    """The schedule's first and last pairs hold less; the most is what counts."""
+def test_pairs_are_those_of_the_v_schedule(pp: int, count: int) -> None:
     for stage in range(pp):
         said = {pair for pair in overlap_pairs("dualpipev", pp, 2, stage, count) if pair.forward_chunk is not None}
-        seen = {*in_order("dualpipev", pp, 2, stage, count)}
-        most = max(sum(pair.in_flight) for pair in seen)
-        assert max(sum(pair.in_flight) for pair in said) == most
+        assert said == {*in_order("dualpipev", pp, 2, stage, count)}
 
 
 def played(parts: LayerParts, exchange: float, delay: bool, microbatches: int, layers: int) -> float:

@@ -282,9 +282,7 @@ def test_turns_are_those_of_the_schedule(pp: int, vpp: int, count: int) -> None:
             else:
                 last = chunk
             held[chunk] += 1 if kind == "F" else -1
-        found = {
-            (t.in_flight, t.forward_chunk, t.backward_chunk, t.finished) for t in schedule_moments(plan, rank, [0])
-        }
+        found = {(t.in_flight, t.forward_chunk, t.backward_chunk, t.finished) for t in schedule_moments(plan, rank)}
         assert found <= seen
         assert max(sum(turn[0]) for turn in found) == most_held(pp, vpp, count, rank)
 
@@ -311,11 +309,35 @@ def test_turns_are_those_of_the_zero_bubble_schedule(pp: int, vpp: int, count: i
                 held[chunk], waiting[chunk] = held[chunk] - 1, waiting[chunk] + 1
         found = {
             (t.in_flight, t.pending_wgrad, t.wgrad_chunk >= 0, max(t.wgrad_chunk, t.backward_chunk))
-            for t in schedule_moments(plan, rank, [0])
+            for t in schedule_moments(plan, rank)
         }
         assert found <= seen
         assert max(sum(turn[0]) + sum(turn[1]) for turn in found) == max(sum(turn[0]) + sum(turn[1]) for turn in seen)
         assert max(sum(turn[1]) for turn in found) == max(sum(turn[1]) for turn in seen)
+
+
+@pytest.mark.parametrize(("pp", "count"), [(2, 4), (2, 7), (4, 8), (4, 12), (6, 24)])
+def test_turns_are_those_of_the_v_schedule(pp: int, count: int) -> None:
+    """What both chunks hold before each backward, the weights that wait, and whether it delays its own."""
+    pytest.importorskip("torch")
+    from threefold.engine.schedule.pipeline_order import pipeline_actions as engine_order
+
+    fields = {**QWEN, "cluster.gpus": pp, "model.num_layers": pp * 2, "layout.pp": pp, "layout.vpp": 2}
+    plan = build({**fields, "target": "threefold", "layout.schedule": "dualpipev", "job.global_batch": count})
+    for rank in range(pp):
+        held, waiting, seen = [0, 0], [0, 0], set()
+        actions = [action for action in engine_order("dualpipev", pp, 2, count)[rank] if action]
+        for action in (part for each in actions for part in each.sub_actions or (each,)):
+            kind, chunk = action.computation_type.name, int(action.stage_index != rank)
+            if kind == "FORWARD":
+                held[chunk] += 1
+            elif kind == "BACKWARD_WEIGHT":
+                waiting[chunk] -= 1
+            else:
+                seen.add((tuple(held), tuple(waiting), chunk, kind == "BACKWARD_INPUT"))
+                held[chunk], waiting[chunk] = held[chunk] - 1, waiting[chunk] + (kind == "BACKWARD_INPUT")
+        turns = [turn for turn in schedule_moments(plan, rank) if turn.backward_chunk >= 0]
+        assert {(t.in_flight, t.pending_wgrad, t.backward_chunk, t.is_split) for t in turns} == seen
 
 
 def test_what_waits_for_gradients_of_weights_by_hand() -> None:

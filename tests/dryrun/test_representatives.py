@@ -27,6 +27,17 @@ def test_fewer_microbatches_have_as_many_weights_that_wait(monkeypatch: pytest.M
     assert few == pytest.approx([rehearse_rank(plan, rank).peak_bytes for rank in range(3)], rel=2e-3)
 
 
+def test_fewer_microbatches_have_sent_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between virtual stages a rank holds what it has sent, hidden states and, later, gradients."""
+    changes = {"model": "qwen3-8b", "cluster.gpus": 16, "job.seq_len": 32768, "job.global_batch": 64, "layout.ep": 1}
+    changes |= {"layout.pp": 4, "layout.vpp": 2, "model.num_layers": 8, "knobs.recompute": ["full"]}
+    plan = build({**GPU, **changes})
+    assert reduce_microbatches(plan, 3).num_microbatches < plan.num_microbatches
+    few = rehearse_rank(plan, 12).peak_bytes
+    monkeypatch.setattr("threefold.dryrun.rehearse_rank.reduce_microbatches", lambda plan, stage: plan)
+    assert few == pytest.approx(rehearse_rank(plan, 12).peak_bytes, rel=2e-3)
+
+
 def test_stages_that_are_alike_are_rehearsed_once() -> None:
     plan = build({**GPU, "layout.pp": 4, "model.num_layers": 8, "job.global_batch": 256, "cluster.gpus": 1024})
     assert plan.num_microbatches == 1  # one microbatch in flight everywhere: only the ends differ

@@ -6,14 +6,15 @@ over layers and microbatches in flight.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
 from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec
 
-SCALE_ROWS = 128  # rows of an expert that share scales in FP8
 DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
 _ZERO_CENTRED = ("qwen3_next",)  # families whose norms store weight - 1; plain torch computes those in fp32
 
@@ -21,7 +22,7 @@ _ZERO_CENTRED = ("qwen3_next",)  # families whose norms store weight - 1; plain 
 def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
     """Bytes that one layer saves for one microbatch, offload aside."""
     if "full" in local.recompute:
-        return {"norms": local.element_bytes * local.model.dim * local.tokens / local.layers_per_recompute}
+        return {"norms": local.element_bytes * local.model.dim * local.tokens * local.recompute_units_per_layer}
     saved = {"norms": _norm(local, layer.mixer != "none", local.gemm_input_bytes * mixer_saves_norm(local, layer))}
     # A router, and a module that is recomputed, save the norm's output unquantized.
     is_unquantized = layer.ffn == "moe" or _recomputes_ffn(local, layer)
@@ -92,14 +93,23 @@ def _recomputes_ffn(local: LocalSizes, layer: Layer) -> bool:
 def _ffn_saves_norm(local: LocalSizes, layer: Layer) -> bool:
     """Whether the feed-forward part saves the output of the norm before it."""
     if "layernorm" in local.recompute:
-        return False
+        return not local.gathers_sequence and _shared_save_input(local, layer)
     if _recomputes_ffn(local, layer):
         return True  # the input of what is recomputed
     moe = local.model.moe
     if layer.ffn == "moe" and moe:
         shared_save = bool(moe.shared_gate) or (bool(moe.shared_width) and not local.gathers_sequence)
-        return not local.routes_in_fp32 or shared_save
+        in_place = local.experts_read_in_place and not local.quantized_bytes
+        return not local.routes_in_fp32 or shared_save or in_place
     return not local.gathers_sequence
+
+
+def _shared_save_input(local: LocalSizes, layer: Layer) -> bool:
+    """Whether shared experts save their input although the norm before them is recomputed: EP overlap runs them as a
+    part of the layer by themselves, which does not see that its input could be made again."""
+    moe = local.model.moe
+    has_shared = layer.ffn == "moe" and moe is not None and bool(moe.shared_width)
+    return has_shared and local.plan.knobs.ep_overlap and "shared_experts" not in local.recompute
 
 
 def gathered_input_bytes(local: LocalSizes) -> float:
@@ -155,17 +165,10 @@ def _mla(local: LocalSizes, spec: MlaSpec) -> float:
     core = 0.0
     if "core_attn" not in local.recompute:
         core = heads * (outputs * b * spec.v_dim + FP32) * local.gathered_tokens
-    elif _joins_outputs(local) or local.score_bytes(spec):
+    elif "mla_up_proj" in local.recompute and local.head_chunk_fraction < 1:
+        # The output projection saves the outputs of groups of heads, although each group is recomputed.
         core = heads * b * spec.v_dim * local.gathered_tokens
     return mla_latent_bytes(local, spec) + up + core
-
-
-def _joins_outputs(local: LocalSizes) -> bool:
-    """Whether MLA's output projection saves its input although attention is recomputed: a copy of the output in another
-    layout, or the outputs of groups of heads."""
-    is_grouped = "mla_up_proj" in local.recompute and local.head_chunk_fraction < 1
-    is_sharded = local.plan.layout.cp > 1 and not local.plan.exchanges_latents
-    return is_grouped or (is_sharded and local.cp_inner == 1)
 
 
 def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
@@ -177,8 +180,9 @@ def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
         return latents + _exchanged_latents(local, spec)
     normed = q_rank + spec.kv_rank + (spec.rope_dim if local.gathers_sequence else 0)
     latents += local.gemm_input_bytes * normed * (local.gathered_tokens if local.gathers_sequence else t)
-    if local.gathers_sequence and not q_rank:
-        latents += b * local.model.dim * local.gathered_tokens
+    if not q_rank and (local.gathers_sequence or local.quantized_bytes):
+        # Queries come from the norm's output: from the gathered one, or quantized apart from the other projection's.
+        latents += local.gemm_input_bytes * local.model.dim * local.gathered_tokens
     return latents
 
 
@@ -189,7 +193,9 @@ def _exchanged_latents(local: LocalSizes, spec: MlaSpec) -> float:
     recomputes = "core_attn" in local.recompute  # then the latents are saved as they are, and not side by side
     joined = spec.kv_rank if recomputes and not local.gathers_sequence else 0 if recomputes else kv
     if not local.gathers_sequence:
-        return local.element_bytes * s * (q_rank + joined)
+        # Without latents of queries their input is the norm's output, which other GEMMs save quantized.
+        queries = q_rank or (local.model.dim if local.quantized_bytes else 0)
+        return local.element_bytes * s * (queries + joined)
     return local.element_bytes * s * ((q_rank or local.model.dim) + kv + joined)
 
 
@@ -204,16 +210,16 @@ def saves_output_twice(local: LocalSizes, spec: GqaSpec | MlaSpec) -> bool:
 
 def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     """Queries and keys joined with their rotary parts, and the tensor of keys and values that the values are a view
-    of. Context-parallel ranks save what they exchanged: contiguous values, or no heads at all."""
+    of. Context-parallel ranks save what they exchanged: contiguous values, or no heads at all. Where attention is
+    recomputed, with the exchange inside, they save what they made."""
     b, heads = local.element_bytes, spec.num_heads / local.tp
     if local.plan.exchanges_latents:
         return 0.0
-    if local.plan.layout.cp > 1 and local.cp_comm != "all_gather":
-        return b * heads * (2 * spec.qk_dim + spec.v_dim) * local.gathered_tokens
     # Where scores are written out, only copies of keys and values are saved, which count as expanded.
     copies = local.score_bytes(spec) and "core_attn" not in local.recompute
-    keys_and_values = 0 if copies else spec.qk_dim + spec.nope_dim + spec.v_dim
-    return b * heads * (spec.qk_dim + keys_and_values) * local.gathered_tokens
+    is_exchanged = local.plan.layout.cp > 1 and local.cp_comm != "all_gather" and "core_attn" not in local.recompute
+    values = spec.v_dim if is_exchanged else spec.nope_dim + spec.v_dim
+    return b * heads * (spec.qk_dim + (0 if copies else spec.qk_dim + values)) * local.gathered_tokens
 
 
 def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
@@ -226,7 +232,7 @@ def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
     if passes_delta_states(local):
         # What every chunk does to a state that arrives from other ranks.
         inside += 4 * (k + v) * (1 + k / DELTA_CHUNK)
-    after_core = (2 * FP32 if local.is_16_bit else 1) * v + 3 * b * v + FP32
+    after_core = 2 * FP32 * v + 3 * b * v + FP32  # the output's gate and its activation in fp32; output, norm, product
     if "gdn_norm_out" in local.recompute:
         after_core = b * v
     if "core_attn" in local.recompute:  # what was projected, with the output's gate
@@ -296,8 +302,7 @@ def expert_bytes(local: LocalSizes) -> float:
     biases = (b * model.dim + 2 * INT64) * local.expert_rows if moe.bias else 0.0
     num_saved = 5.0 if model.activation == "silu" else 8.0
     if local.uses_fused_experts:
-        padded = local.expert_rows + SCALE_ROWS * moe.num_experts / local.plan.layout.ep
-        return 2 * b * hidden * local.expert_rows + low * model.dim * (padded if low else 0)
+        return 2 * b * hidden * local.expert_rows + low * model.dim * (local.padded_expert_rows if low else 0)
     if "moe_act" in local.recompute:
         num_saved, quantized_act = 2.0, 0.0
     else:
@@ -316,7 +321,8 @@ def shared_expert_bytes(local: LocalSizes) -> float:
         return 0.0
     gate = local.element_bytes * (local.model.dim + 2) * local.tokens if moe.shared_gate else 0.0
     quantized_input = 0.0 if local.gathers_sequence else local.quantized_bytes * local.model.dim * local.tokens
-    return mlp_bytes(local, moe.shared_width, local.gathers_sequence) + gate + quantized_input
+    gathered_input = gathered_input_bytes(local.without_recompute if local.plan.knobs.ep_overlap else local)
+    return mlp_bytes(local, moe.shared_width, with_input=False) + gathered_input + gate + quantized_input
 
 
 def add_stage_activations(
@@ -326,12 +332,12 @@ def add_stage_activations(
     saved: dict[Layer, Terms],
     terms: Terms,
     in_flight: Sequence[int],
-    finished: Sequence[int] | None = None,
+    finished: Sequence[int],
 ) -> None:
     """Add to `terms` the activations of every microbatch in flight, and the token ids of the whole step.
 
     `saved` is what each kind of layer saves on the device, `in_flight` the microbatches by chunk, and `finished` those
-    whose backward is over, where the schedule gives it.
+    whose backward is over.
     """
     local = LocalSizes(plan)
     b, dim, t = local.element_bytes, plan.model.dim, local.tokens
@@ -348,7 +354,7 @@ def add_stage_activations(
         terms["embedding"] = terms.get("embedding", 0.0) + embedded * count
         if chunk.embedding:
             terms["embedding"] += 2 * INT64 * local.gathered_tokens * count
-    num_buffers = num_pipeline_buffers(plan, stage, contents, in_flight, finished)
+    num_buffers = PipelineBuffers(plan, stage, contents).count(in_flight, finished)
     terms["norms"] = terms.get("norms", 0.0) + num_buffers * b * dim * t
     step_tokens = plan.job.micro_batch * plan.job.seq_len
     terms["embedding"] = terms.get("embedding", 0.0) + 2 * INT64 * step_tokens * max(1, plan.num_microbatches)
@@ -362,21 +368,31 @@ def _rope_tables(local: LocalSizes, layers: Sequence[Layer]) -> float:
     return FP32 * dims * local.gathered_tokens
 
 
-def num_pipeline_buffers(
-    plan: Plan, stage: int, contents: StageContents, in_flight: Sequence[int], finished: Sequence[int] | None
-) -> float:
-    """Hidden states and gradients that were sent to a neighbour and not yet freed (at most PP for each border between
-    chunks), and one that is being received."""
-    layout, count = plan.layout, max(1, plan.num_microbatches)
-    if layout.pp == 1:
-        return 0
-    num_sent, most = 0, min(layout.pp, count)
-    # At the tip of DualPipeV's V both chunks are on one rank.
-    is_tip = layout.pipeline_schedule == "dualpipev" and stage == layout.pp - 1
-    for number, chunk in enumerate(contents.chunks):
-        done = finished[number] if finished else count if layout.vpp > 1 else 0
-        if not chunk.loss and not (is_tip and number == 0):
-            num_sent += min(most, in_flight[number] + done) if finished else most
-        if not chunk.embedding and not (is_tip and number == 1):
-            num_sent += min(most, done)
-    return num_sent + (0 if stage == 0 and layout.vpp == 1 else 1)
+class PipelineBuffers:
+    """Hidden states and gradients that a rank has sent to a neighbour and that are not yet freed (at most PP for each
+    border between chunks), and one that is being received."""
+
+    def __init__(self, plan: Plan, stage: int, contents: StageContents) -> None:
+        layout = plan.layout
+        self.most = min(layout.pp, max(1, plan.num_microbatches))
+        self.received = 0 if layout.pp == 1 or (stage == 0 and layout.vpp == 1) else 1
+        self.borders: list[tuple[int, int]] = []  # states that each chunk sends after a forward, and after a backward
+        if layout.pp == 1:
+            return
+        is_v = layout.pipeline_schedule == "dualpipev"
+        of_rank = [number for number in range(len(plan.chunks)) if chunk_rank(number, layout.pp, is_v) == stage]
+        # Behind a depth of MTP the hidden states of that depth travel too: before each chunk, and behind the last one.
+        depths = [0, *accumulate(chunk.mtp for chunk in plan.chunks)]
+        is_tip = is_v and stage == layout.pp - 1  # of DualPipeV's V, where both chunks are on one rank
+        for number, chunk in enumerate(contents.chunks):
+            sends_states = not chunk.loss and not (is_tip and number == 0)
+            sends_gradients = not chunk.embedding and not (is_tip and number == 1)
+            states = 1 + depths[of_rank[number] + 1] if sends_states else 0
+            gradients = 1 + depths[of_rank[number]] if sends_gradients else 0
+            self.borders.append((states, gradients))
+
+    def count(self, in_flight: Sequence[int], finished: Sequence[int]) -> int:
+        num_sent = 0
+        for (states, gradients), flying, done in zip(self.borders, in_flight, finished, strict=False):
+            num_sent += states * min(self.most, flying + done) + gradients * min(self.most, done)
+        return num_sent + self.received

@@ -8,8 +8,7 @@ code); everything else of the layer is freed. Recompute changes nothing, because
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from threefold.cost.memory.threefold.activations import SCALE_ROWS
-from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.local_sizes import FP32, SCALE_ROWS, LocalSizes
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.stage_contents import chunk_layers
 from threefold.layout.stages import Chunk
@@ -62,11 +61,11 @@ def delayed_wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
         return WgradBytes(mixer)
     expert_dim, shared = moe.expert_dim / local.plan.layout.etp, 0.0
     rows = local.tokens if local.experts_read_in_place else local.expert_rows
-    experts = _gated_mlp(local, expert_dim * local.expert_rows, rows, "moe_act" in local.recompute)
+    recomputes_act = "moe_act" in local.recompute and "moe" not in local.recompute
+    experts = _gated_mlp(local, expert_dim * local.expert_rows, rows, recomputes_act)
     if low and local.uses_fused_experts:  # gradients too are quantized along columns, in blocks of 128 rows
-        padded = local.expert_rows + SCALE_ROWS * moe.num_experts / local.plan.layout.ep
         per_row = low * (model.dim + expert_dim) + _grad_bytes(local) * (model.dim + 2 * expert_dim)
-        experts = per_row * padded
+        experts = per_row * local.padded_expert_rows
     if moe.shared_width and not local.overlaps_tp:
         shared = _gated_mlp(local, moe.shared_width / local.tp * local.gathered_tokens, input_tokens)
         gate_input = moe.shared_gate and local.gathers_sequence
@@ -97,8 +96,8 @@ def chunk_wgrad_bytes(local: LocalSizes, chunk: Chunk, by_layer: Mapping[Layer, 
 
 
 def mtp_projection_bytes(local: LocalSizes, chunk: Chunk) -> float:
-    """What the projections of a chunk's MTP depths keep. They read two hidden states of a token."""
-    return (2 * local.gemm_input_bytes + _grad_bytes(local)) * local.model.dim * local.tokens * chunk.mtp
+    """What the projections of a chunk's MTP depths keep, never quantized. They read two hidden states of a token."""
+    return 3 * local.element_bytes * local.model.dim * local.tokens * chunk.mtp
 
 
 def _mixer(local: LocalSizes, layer: Layer) -> float:
@@ -122,13 +121,28 @@ def _mixer(local: LocalSizes, layer: Layer) -> float:
         return (from_norm * dim + output_bytes * q + g * ((2 if spec.gated else 1) * q + 2 * kv + dim)) * s
     assert isinstance(spec, MlaSpec)
     q_rank, heads, gathers = spec.q_rank or 0, spec.num_heads / local.tp, local.gathers_sequence
-    latents = q_rank + spec.kv_rank + (spec.rope_dim if gathers else 0) + (0 if q_rank or not gathers else dim)
+    latents = q_rank + spec.kv_rank + (spec.rope_dim if gathers else 0)
+    if not q_rank and (gathers or local.quantized_bytes):  # the norm's output, gathered or quantized once more
+        latents += dim
     up = i * latents + g * heads * (spec.qk_dim + spec.nope_dim + spec.v_dim)
     if local.plan.exchanges_latents:  # weight gradients of up projections are made with the gradients of latents
         up = 0.0
     down = from_norm * dim + g * (q_rank + spec.kv_rank + spec.rope_dim)
     out = 0.0 if local.overlaps_tp else b * heads * spec.v_dim + g * dim
     return (up + out) * s + down * t
+
+
+def output_projection_bytes(local: LocalSizes, layer: Layer) -> float:
+    """What the output projection keeps beside tensors that attention's backward needs anyhow: the gathered or quantized
+    gradient of its output and, over context-parallel ranks, its own copy of attention's output."""
+    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    if layer.mixer not in ("attention", "window") or spec is None or local.overlaps_tp:
+        return 0.0
+    values = spec.num_heads * (spec.v_dim if isinstance(spec, MlaSpec) else spec.head_dim) / local.tp
+    is_apart = local.gathers_sequence or bool(local.quantized_bytes)
+    has_copy = local.plan.layout.cp > 1 and not (isinstance(spec, MlaSpec) and local.plan.exchanges_latents)
+    gradient = _grad_bytes(local) * local.model.dim if is_apart else 0.0
+    return (gradient + (local.element_bytes * values if has_copy else 0.0)) * local.gathered_tokens
 
 
 def wgrad_transients(local: LocalSizes, layer: Layer) -> float:
@@ -154,4 +168,10 @@ def dgrad_transients(local: LocalSizes, layer: Layer) -> float:
         return max(moe_backward_steps(local, delays_wgrad=True).values())
     fraction = local.mlp_chunk_fraction if local.recompute & {"mlp", "full"} else 1
     act_grad = b * model.dense_dim / local.tp * local.gathered_tokens * fraction
-    return b * model.dim * local.gathered_tokens + (3 if local.has_fused_kernels else 2) * act_grad
+    most = b * model.dim * local.gathered_tokens + (3 if local.has_fused_kernels else 2) * act_grad
+    if local.quantized_bytes:
+        # Gate and up have their backward one by one: gradients of the input, and their sum. Those of outputs stay.
+        kept = _grad_bytes(local) * (model.dim * local.gathered_tokens * fraction + 2 * act_grad / b)
+        inputs = 3 * b * model.dim * local.gathered_tokens * fraction
+        most = max(most, b * model.dim * local.tokens + inputs + kept)
+    return most

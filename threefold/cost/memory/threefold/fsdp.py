@@ -8,15 +8,16 @@ input of a reduce-scatter is freed when the next one begins.
 torch's `fully_shard` splits the first dimension of each weight: with more ranks than experts most shards are padding.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
-from threefold.cost.memory.threefold.peak_points import LayerPosition, PeakPoint, at_chunk_end
+from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint, at_chunk_end
 from threefold.cost.memory.threefold.timelines.moe_forward import experts_peak
 from threefold.cost.memory.threefold.transients import embedding_transients
 from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
-from threefold.cost.stage_contents import StageContents
+from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer, MlaSpec
@@ -148,6 +149,22 @@ def quantized_expert_bytes(local: LocalSizes, units: FsdpUnits) -> float:
     return 2 * units.experts if local.quantized_bytes and local.uses_fused_experts else 0.0
 
 
+def reduced_shard_bytes(
+    local: LocalSizes, chunk: Chunk, layers: Sequence[Layer], experts_of: Layer = NO_LAYER
+) -> float:
+    """Shards of gradients that a backward has reduced over the copies of the model: those of the loss, of `layers` and
+    of one more layer's experts. torch holds them until the backward of the chunk is over."""
+    if local.plan.layout.replicate == 1:
+        return 0.0
+    at_loss = fsdp_units(local.plan, only_chunk(chunk), at_chunk_end())
+    elements = at_loss.loss_root / at_loss.shards if chunk.loss else 0.0
+    for layer in layers:
+        units = _layer_units(local.plan, layer, 0, 0)
+        elements += units.layer / units.shards + units.padded_experts / units.expert_shards
+    units = _layer_units(local.plan, experts_of, 0, 0)
+    return local.reduced_bytes * (elements + units.padded_experts / units.expert_shards)
+
+
 def expert_points(
     local: LocalSizes,
     units: FsdpUnits,
@@ -192,8 +209,8 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
         own = fsdp_units(local.plan, only_chunk(chunk), at_chunk_end()).root
         # Copies of the model are then summed, shard by shard.
         summed = local.reduced_bytes * units.loss_root / units.shards if layout.replicate > 1 else 0.0
-        size = {"workspace": local.reduced_bytes * units.loss_root + summed + b * (units.root + own)}
-        points.append(PeakPoint("the loss's reduction", "backward", size, after_head=True))
+        size = {"workspace": local.reduced_bytes * units.loss_root + b * (units.root + own)}
+        points.append(PeakPoint("the loss's reduction", "backward", size, after_head=True, reduced_shards=summed))
     if chunk.embedding and layout.pp > 1:
         # After a microbatch's backward: the table's gradient, and the same in fp32 with its shard.
         size = {"workspace": units.root * (b + local.reduced_bytes + FP32 / units.shards)}
@@ -205,4 +222,6 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
         # is.
         size = {"workspace": b * (2 * units.root + units.layer)}
         points.append(PeakPoint("the embedding's gathering", "backward", size, {} if layout.vpp > 1 else saved))
-    return points
+    layers = chunk_layers(local.plan, chunk)
+    of_layers = reduced_shard_bytes(local, chunk, layers)
+    return [replace(point, reduced_shards=of_layers) if "embedding" in point.name else point for point in points]

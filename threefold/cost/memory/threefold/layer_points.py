@@ -27,11 +27,12 @@ from threefold.cost.memory.threefold.fsdp import (
     expert_points,
     fsdp_units,
     quantized_expert_bytes,
+    reduced_shard_bytes,
 )
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint
-from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
+from threefold.cost.memory.threefold.timelines.moe_backward import early_grad_rows, moe_backward_steps
 from threefold.cost.memory.threefold.transients import (
     ffn_backward_transients,
     forward_transients,
@@ -104,7 +105,8 @@ def _layer_transients(
 
 def _ffn_backward_steps(local: LocalSizes, layer: Layer, splits: bool) -> Terms:
     if layer.ffn == "moe":
-        return moe_backward_steps(local, splits)
+        shared_wgrad = delayed_wgrad_bytes(local, layer).dense if splits else 0.0
+        return moe_backward_steps(local, splits, shared_wgrad=shared_wgrad)
     if splits and layer.ffn == "dense":
         return {layer.ffn: dgrad_transients(local, layer)}
     return {layer.ffn: ffn_backward_transients(local, layer)}
@@ -123,13 +125,20 @@ def _recomputed_bytes(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[fl
         return ffn + mixer + norms - late_recomputed_bytes(local, layer, local.without_recompute), mixer + row
     if "layernorm" not in local.recompute:
         return ffn, mixer
-    # The norm's output is recomputed when the first GEMMs have their backward: shared experts come first, others last.
-    moe = local.model.moe
-    is_first = layer.ffn == "moe" and moe is not None and bool(moe.shared_width)
-    is_first = is_first or bool(local.recompute & {"moe", "mlp"})
     gathered = gathered_input_bytes(local.without_recompute) if "mlp" not in local.recompute else 0.0
     ffn -= gathered if layer.ffn == "dense" else 0.0
-    return ffn + (row if is_first else 0.0), mixer + row
+    return ffn + (row if _recomputes_norm_first(local, layer) else 0.0), mixer + row
+
+
+def _recomputes_norm_first(local: LocalSizes, layer: Layer) -> bool:
+    """Whether the backward of the feed-forward part begins with the recompute of its norm. The norm's output is
+    recomputed when the first GEMMs have their backward: shared experts that run last come first, others last."""
+    if "layernorm" not in local.recompute:
+        return False
+    moe = local.model.moe
+    has_shared = layer.ffn == "moe" and moe is not None and bool(moe.shared_width)
+    has_shared = has_shared and not local.plan.knobs.shared_expert_overlap
+    return has_shared or {"dense": "mlp", "moe": "moe"}.get(layer.ffn) in local.recompute
 
 
 def layer_points(
@@ -169,9 +178,12 @@ def layer_points(
             over = ffn_freed if name == "a mixer's backward" else freed
             points.append(PeakPoint(name, "backward", size, over, position.done_fraction, after_head=True))
     others = _recomputed_together(local, contents, position, together)
-    back = _back_from_host(local.plan, chunk, position, tables.offloaded, sizes.ffn_backward)
-    for point in points:
+    back = _back_from_host(local, chunk, position, tables.offloaded, sizes.ffn_backward)
+    for number, point in enumerate(points):
         if point.pass_name == "backward":
+            experts_of = layer if point.name == "a mixer's backward" else NO_LAYER
+            reduced = reduced_shard_bytes(local, chunk, position.later_layers, experts_of)
+            points[number] = replace(point, reduced_shards=reduced)
             for name, num_bytes in (*others.items(), ("workspace", back.get(point.name, 0.0))):
                 point.added[name] = point.added.get(name, 0.0) + num_bytes
     return points
@@ -185,7 +197,7 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> 
     }
     if layer.ffn == "moe" and local.recompute & {"moe", "full"}:
         row = local.element_bytes * local.model.dim * local.tokens
-        added["a second forward"] = {"workspace": row, "recompute": sizes.second_forward}
+        added["a second forward"] = {"workspace": row + early_grad_rows(local), "recompute": sizes.second_forward}
     if layer.ffn == "dense" and local.quantized_bytes and local.recompute & {"mlp", "full"}:
         # The activated product, the same quantized for the last GEMM, and its result.
         width = local.model.dense_dim / local.tp * local.gathered_tokens * local.mlp_chunk_fraction
@@ -200,7 +212,7 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> 
 
 
 def _back_from_host(
-    plan: Plan,
+    local: LocalSizes,
     chunk: Chunk,
     position: LayerPosition,
     offloaded: Mapping[Layer, OffloadedActivations],
@@ -208,20 +220,27 @@ def _back_from_host(
 ) -> Terms:
     """Offloaded tensors that are back on the device at each point of a layer, by the point's name. All tensors of a
     layer come back when the first one is needed, and those of the layer before it with them."""
-    next_layer, previous_layer = _neighbours(plan, chunk, position)
+    next_layer, previous_layer = _neighbours(local.plan, chunk, position)
     this = offloaded.get(position.layer, NOTHING_OFFLOADED)
-    previous = offloaded[previous_layer].total if previous_layer else 0.0
+    received = this.received_input_bytes(local, chunk) if position.previous_layer is None else 0.0
+    all_of_this, previous = this.total - received, 0.0
+    if previous_layer:
+        is_first = len(position.later_layers) == len(chunk_layers(local.plan, chunk)) - 2
+        of_previous = offloaded[previous_layer]
+        previous = of_previous.total - (of_previous.received_input_bytes(local, chunk) if is_first else 0.0)
     came_early = next_layer is not None and offloaded[next_layer].total > 0
-    before, needed, most = this.total if came_early else 0.0, False, 0.0
+    before, most = all_of_this if came_early else 0.0, 0.0
+    needed = "mlp_norm" in this.modules and _recomputes_norm_first(local, position.layer)
+    needed_first = needed
     for name, size in ffn_steps.items():
         needed = needed or name in this.modules
-        most = max(most, size + (this.total + previous if needed else before))
-    mixer = sum(this.mixer.values()) if came_early or this.is_needed_by_attention else 0.0
+        most = max(most, size + (all_of_this + previous if needed else before))
+    mixer = sum(this.mixer.values()) - received if came_early or this.is_needed_by_attention else 0.0
     return {
         "a gathering": before,
-        "a second forward": this.total + previous if this.is_whole_layer else before,
+        "a second forward": all_of_this + previous if this.is_whole_layer or needed_first else before,
         "a backward": most - max(ffn_steps.values()),
-        "a reduction": this.total + previous if needed else before,
+        "a reduction": all_of_this + previous if needed else before,
         "a mixer's backward": mixer + (previous if this.is_needed_by_attention else 0.0),
     }
 
@@ -259,7 +278,7 @@ def _recomputed_together(
 
 def _freed_at_ends(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> Terms:
     """What the last norm and multi-token prediction save, which is freed when the backward is at a decoder layer."""
-    if position.is_before_loss and chunk.mtp:
+    if chunk.mtp and not position.is_before_mtp:
         return {}
     row = local.element_bytes * local.model.dim * local.tokens
     return {"norms": row * (chunk.loss + 4 * chunk.mtp), "embedding": row * chunk.mtp}

@@ -23,6 +23,7 @@ _QUANTIZED_BYTES = {
     "mxfp8": 1 + 1 / 32,
     "nvfp4": 0.5 + 1 / 16,
 }
+SCALE_ROWS = 128  # rows of an expert that share scales in FP8
 CHUNK_LIMIT_BYTES = 2 * GIB  # the largest tensor of a chunk, where the engine works in chunks
 
 
@@ -118,6 +119,13 @@ class LocalSizes:
         return self.dispatched_rows * load * layout.etp
 
     @property
+    def padded_expert_rows(self) -> float:
+        """The same, where each expert's rows are padded to whole blocks of scales, in every chunk of tokens."""
+        assert self.model.moe is not None
+        num_experts = self.model.moe.num_experts / self.plan.layout.ep
+        return self.expert_rows + SCALE_ROWS * num_experts / self.expert_chunk_fraction
+
+    @property
     def experts_are_local(self) -> bool:
         """Whether tokens find all experts on their own rank, and none is dropped."""
         return self.plan.layout.ep * self.plan.layout.etp == 1 and self.plan.job.capacity_factor is None
@@ -163,9 +171,10 @@ class LocalSizes:
 
     @property
     def head_chunk_fraction(self) -> float:
-        """The fraction of MLA's heads that is recomputed at a time."""
+        """The fraction of MLA's heads that is recomputed at a time; all in low precision, whose weights are quantized
+        as a whole."""
         spec = self.model.attention
-        if not isinstance(spec, MlaSpec) or self.plan.layout.cp > 1:
+        if not isinstance(spec, MlaSpec) or self.plan.layout.cp > 1 or self.plan.low_precision:
             return 1.0
         return self._chunk_fraction(self.gathered_tokens * spec.num_heads / self.tp * spec.qk_dim)
 
@@ -191,6 +200,13 @@ class LocalSizes:
     @property
     def layers_per_recompute(self) -> int:
         return stage_contents.layers_per_recompute(self.plan)
+
+    @property
+    def recompute_units_per_layer(self) -> float:
+        """Units of full recompute, each of which saves its input, over the layers of a chunk: units of 3 layers are two
+        in a chunk of 4, and one in a chunk of 2."""
+        unit = self.layers_per_recompute
+        return max(math.ceil(len(chunk.layers) / unit) / max(1, len(chunk.layers)) for chunk in self.plan.chunks)
 
     @property
     def recompute(self) -> frozenset[str]:

@@ -7,14 +7,13 @@ time.
 
 from collections.abc import Iterator
 
-from threefold.cost.memory.stage_memory import StagePeak, Terms, in_flight, layer_kinds
+from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
 from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
 from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
 from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
-from threefold.cost.memory.threefold.schedule import stage_overlap_pairs
-from threefold.cost.memory.threefold.states import late_gradient_bytes, state_terms
+from threefold.cost.memory.threefold.states import state_terms
 from threefold.cost.memory.threefold.transients import optimizer_transients
 from threefold.cost.stage_contents import StageContents, stage_contents
 from threefold.plan.plan import Plan
@@ -36,13 +35,15 @@ class ThreefoldMemory:
         finder = PeakFinder(plan, saved, offloaded, skew)
         overlapped = OverlapPeakFinder(plan, saved, skew) if plan.knobs.ep_overlap else None
         for stage, contents in enumerate(stage_contents(plan)):
-            if overlapped and stage_overlap_pairs(plan, stage):
+            if overlapped:
                 yield _overlap_peak(overlapped, stage, contents)
                 continue
             terms = state_terms(plan, contents)
-            peak = finder.find(stage, contents, terms["gradients"], in_flight(plan, stage))
+            peak = finder.find(stage, contents, terms["gradients"])
             moment = peak.moment
             add_stage_activations(plan, stage, contents, saved, terms, moment.in_flight, moment.finished)
+            held = zip(moment.in_flight, finder.held_inputs(contents), strict=True)
+            terms["norms"] += sum(count * size for count, size in held)
             peak.add_to(terms)
             yield StagePeak(terms, peak.text)
 
@@ -57,11 +58,11 @@ def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents
     """The peak of a rank on which EP overlap runs pairs of passes."""
     plan, saved = finder.plan, finder.saved
     terms = state_terms(plan, contents)
-    pair, size, moment = finder.find(stage, contents.chunks)
-    add_stage_activations(plan, stage, contents, saved, terms, pair.in_flight)
-    terms["logits" if moment.startswith("the loss") else "overlap"] = size
-    if plan.num_microbatches == 1 and moment == "the loss":  # before any backward
-        terms["gradients"] -= late_gradient_bytes(finder.local, contents, terms["gradients"])
+    peak = finder.find(stage, contents, terms["gradients"])
+    moment = peak.name
+    add_stage_activations(plan, stage, contents, saved, terms, peak.pair.in_flight, peak.pair.finished)
+    terms["logits" if moment.startswith("the loss") else "overlap"] = peak.above
+    terms["gradients"] -= peak.missing_gradients
     terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
     after = state_terms(plan, contents) | {"workspace": terms["workspace"]}
     after["workspace"] += optimizer_transients(finder.local, contents)

@@ -23,6 +23,7 @@ from threefold.cost.memory.threefold.activations import (
 )
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes, for_layer
 from threefold.cost.stage_contents import PlacedLayer
+from threefold.layout.stages import Chunk
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.units import MIB
 
@@ -70,6 +71,12 @@ class OffloadedActivations:
         """Whether the backward reads one of the tensors before attention's backward is over."""
         return not self.modules <= _BEFORE_ATTENTION
 
+    def received_input_bytes(self, local: LocalSizes, chunk: Chunk) -> float:
+        """What is counted here of the input of a pipeline chunk whose first layer this is. It stays on the device: the
+        chunk holds what it has received for the gradient that it sends back."""
+        is_received = local.plan.layout.pp > 1 and not chunk.embedding and "attn_norm" in self.modules
+        return local.element_bytes * local.model.dim * local.tokens if is_received else 0.0
+
 
 NOTHING_OFFLOADED = OffloadedActivations()
 
@@ -110,7 +117,12 @@ def _saved_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
     if layer.mixer != "none":
         yield SavedTensor(residual, "norms", ("attn_norm",))
         if mixer_saves_norm(local, layer):
-            yield SavedTensor(local.gemm_input_bytes * local.model.dim * local.tokens, "norms", ("qkv_linear",))
+            # Attention over latents saves the input of queries too, which without latents of their own is this one.
+            spec = local.model.attention
+            is_query = isinstance(spec, MlaSpec) and not spec.q_rank and layer.mixer == "attention"
+            also = ("core_attn",) if is_query and local.plan.exchanges_latents and not local.quantized_bytes else ()
+            normed = local.gemm_input_bytes * local.model.dim * local.tokens
+            yield SavedTensor(normed, "norms", ("qkv_linear", *also))
         yield from _mixer_tensors(local, layer)
     if layer.ffn != "none":
         yield SavedTensor(residual, "norms", ("mlp_norm",))

@@ -10,15 +10,29 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.activations import recomputed_activations
-from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes, wgrad_transients
+from threefold.cost.memory.threefold.activations import (
+    PipelineBuffers,
+    layer_activations,
+    recomputed_activations,
+)
+from threefold.cost.memory.threefold.delayed_wgrad import (
+    NO_WGRAD,
+    WgradBytes,
+    chunk_wgrad_bytes,
+    delayed_wgrad_bytes,
+    output_projection_bytes,
+    splits_some_backwards,
+    wgrad_transients,
+)
 from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, quantized_expert_bytes
-from threefold.cost.memory.threefold.local_sizes import INT64, LocalSizes
+from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition
 from threefold.cost.memory.threefold.schedule import OverlapPair, stage_overlap_pairs
+from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gradient_bytes
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.memory.threefold.timelines.moe_forward import (
     NO_EXCHANGE,
+    MoeRows,
     exchange_bytes,
     overlapped_experts_peak,
 )
@@ -27,8 +41,9 @@ from threefold.cost.memory.threefold.transients import (
     forward_transients,
     loss_transients,
     mixer_backward_transients,
+    shared_backward_transients,
 )
-from threefold.cost.stage_contents import chunk_layers
+from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -48,6 +63,8 @@ class Segment:
     delayed_wgrad: float = 0.0  # bytes kept for weight gradients until the forward waits for counts or stops
     name: str = MERGED_PASS
     peak_before_counts: float | None = None  # the peak before a forward waits for counts; None if it does not
+    done_fraction: float = 0.0  # fraction of the chunk's layers that have their weight gradients after a backward's
+    reduced_shards: float = 0.0  # bytes of gradients that HSDP has reduced by then, and holds until the backward ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +77,12 @@ class GatheredBytes:
     root_reduced: float = 0.0
     layer_reduced: float = 0.0
     experts_reduced: float = 0.0
+    layer_shard: float = 0.0  # of the reduced gradients, held with HSDP until the backward of the chunk is over
+    experts_shard: float = 0.0
     expert_grads: float = 0.0  # the experts' gradients as the backward makes them
     quantized_experts: float = 0.0  # FP8 copies of the experts
+    shards: int = 1  # ranks over which a layer is sharded
+    expert_shards: int = 1
 
 
 class OverlapPeakFinder:
@@ -74,26 +95,43 @@ class OverlapPeakFinder:
         self._passes: dict[object, ChunkPasses] = {}
         self._peaks: dict[object, tuple[float, str]] = {}
 
-    def find(self, stage: int, chunks: Sequence[Chunk]) -> tuple[OverlapPair, float, str]:
-        """The pair with the highest peak, the bytes of that peak above the microbatches in flight, and its name."""
+    def find(self, stage: int, contents: StageContents, gradients: float) -> "OverlapPeak":
+        """The highest peak of a stage with so many bytes of gradients."""
+        chunks, row = contents.chunks, self.local.element_bytes * self.local.model.dim * self.local.tokens
         kinds = [(chunk_layers(self.plan, chunk), chunk.embedding, chunk.mtp, chunk.loss) for chunk in chunks]
         sizes = [self._chunk_passes(kind, chunk).saved_bytes for kind, chunk in zip(kinds, chunks, strict=True)]
         roots = [_gathered(self.local, chunk).root for chunk in chunks]
+        delays = splits_some_backwards(self.plan)
+        by_layer = {layer: delayed_wgrad_bytes(self.local, layer) if delays else NO_WGRAD for layer in self.saved}
+        wgrad = [chunk_wgrad_bytes(self.local, chunk, by_layer) if delays else 0.0 for chunk in chunks]
+        head = head_gradient_bytes(self.local, contents)
+        body = max(0.0, late_gradient_bytes(self.local, contents, gradients) - head)
+        num_layers = max(1, sum(len(layers) for layers, *_ in kinds))
+        # Bytes of each chunk's gradients that exist only from its first backward on.
+        late = [
+            LateGradients(
+                body * len(layers) / num_layers, head if chunk.loss else 0.0, self.local.reduced_bytes == FP32
+            )
+            for (layers, *_), chunk in zip(kinds, chunks, strict=True)
+        ]
 
-        def above(pair: OverlapPair) -> tuple[float, str]:
+        buffers = PipelineBuffers(self.plan, stage, contents)
+
+        def peak(pair: OverlapPair) -> tuple[float, OverlapPeak]:
             forward = None if pair.forward_chunk is None else kinds[pair.forward_chunk]
             # From its first forward to the end of its backward a chunk's root stays gathered.
             used = [count or number == pair.forward_chunk for number, count in enumerate(pair.in_flight)]
             gathered = sum(root for root, is_used in zip(roots, used, strict=True) if is_used)
-            peak_bytes, name = self._pair_peak(kinds[pair.backward_chunk], forward)
-            return gathered + peak_bytes, name
-
-        def total(pair: OverlapPair) -> float:
+            to_come = [NO_GRADIENTS if done else each for each, done in zip(late, pair.finished, strict=True)]
+            above, name = self._pair_peak(kinds[pair.backward_chunk], forward, to_come[pair.backward_chunk])
+            missing = sum(each.body + each.head for each in to_come)
             held = sum(count * size for count, size in zip(pair.in_flight, sizes, strict=True))
-            return held + above(pair)[0]
+            held += row * buffers.count(pair.in_flight, pair.finished)
+            pending = sum(count * size for count, size in zip(pair.pending_wgrad, wgrad, strict=False))
+            above += gathered + pending
+            return held + above - missing, OverlapPeak(pair, above, missing, name)
 
-        pair = max(stage_overlap_pairs(self.plan, stage), key=total)
-        return pair, *above(pair)
+        return max(map(peak, stage_overlap_pairs(self.plan, stage)), key=lambda one: one[0])[1]
 
     def _chunk_passes(self, kind: object, chunk: Chunk) -> "ChunkPasses":
         if kind not in self._passes:
@@ -105,16 +143,39 @@ class OverlapPeakFinder:
             )
         return self._passes[kind]
 
-    def _pair_peak(self, backward: object, forward: object | None) -> tuple[float, str]:
+    def _pair_peak(self, backward: object, forward: object | None, late: "LateGradients") -> tuple[float, str]:
         """The peak of a backward through one kind of chunk beside a forward through another, or alone."""
-        if (backward, forward) not in self._peaks:
+        key = backward, forward, late
+        if key not in self._peaks:
             passes = self._passes[backward]
             if forward is None:
-                peak = max(_alternate(passes.backward, []), passes.forward_alone)
+                peak = max(_alternate(passes.backward, [], late), passes.forward_alone)
             else:
-                peak = _alternate(passes.backward, self._passes[forward].forward)
-            self._peaks[backward, forward] = peak
-        return self._peaks[backward, forward]
+                peak = _alternate(passes.backward, self._passes[forward].forward, late)
+            self._peaks[key] = peak
+        return self._peaks[key]
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapPeak:
+    """The highest peak of a stage: its pair, its bytes above the microbatches in flight, and its name."""
+
+    pair: OverlapPair
+    above: float  # with the late gradients that the backward has made by then
+    missing_gradients: float  # bytes of late gradients that did not exist before the pair
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LateGradients:
+    """Bytes of gradients that a backward is the first to make."""
+
+    body: float = 0.0  # of the layers, one after the other
+    head: float = 0.0  # of the output layer, first
+    are_reduced_shards: bool = False  # whether they are the very tensors that HSDP has reduced
+
+
+NO_GRADIENTS = LateGradients()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +188,22 @@ class ChunkPasses:
     forward_alone: tuple[float, str]
 
 
-def _alternate(backward: Sequence[Segment], forward: Sequence[Segment]) -> tuple[float, str]:
+def _alternate(
+    backward: Sequence[Segment], forward: Sequence[Segment], late: LateGradients = NO_GRADIENTS
+) -> tuple[float, str]:
     """The peak of two passes in alternation, above what both hold at their start, and its name."""
-    exchanges, wgrad, level, most = [0.0, 0.0], 0.0, 0.0, (0.0, "")
-    for segments in zip_longest(backward, forward, fillvalue=Segment()):
+    exchanges, wgrad, level, most, made = [0.0, 0.0], 0.0, 0.0, (0.0, ""), 0.0
+    for segments in zip_longest(backward, forward, fillvalue=Segment(done_fraction=1.0)):
         for index, segment in enumerate(segments):
             peak = segment.peak + wgrad
             if segment.peak_before_counts is not None:
                 peak = max(segment.peak, segment.peak_before_counts + wgrad)
-            most = max(most, (level + exchanges[1 - index] + peak, segment.name))
+            most = max(most, (level + made + exchanges[1 - index] + peak, segment.name))
             level, exchanges[index] = level + segment.change, segment.exchange
             wgrad = 0.0 if index else segment.delayed_wgrad
+            if not index:
+                made = late.head + late.body * segment.done_fraction
+                made += 0.0 if late.are_reduced_shards else segment.reduced_shards
     return most
 
 
@@ -200,41 +266,70 @@ def _backward_segments(
         peak = loss_transients(local, num_heads)[1] + table + hidden
     delays = local.plan.knobs.delay_wgrad and local.plan.knobs.data_parallel == "zero1"
     held = table if units.root and num_heads else 0.0  # the head's gradient waits for that of the embedding
-    reducing = held
+    reducing, shards = held, 0.0
     layers = chunk_layers(local.plan, chunk)
     prefetched = _prefetched(local, chunk, len(layers)) if num_heads else 0.0
     for number, layer in reversed([*enumerate(layers)]):
         units, (first, second) = _gathered(local, chunk, layer), _halves(saved[layer])
         gathered, (first_made, second_made) = units.layer, recomputed[layer]
+        delayed = delayed_wgrad_bytes(local, layer) if delays else NO_WGRAD
         if layer.ffn == "moe":
             started, travelling = exchange.grads_start + row, exchange.grads_to_experts + row
-            yield Segment(max(peak, change + started), change, travelling + reducing + prefetched, wgrad, name)
+            after = travelling + reducing + prefetched
+            done = (len(layers) - number - 1) / len(layers)
+            peak = max(peak, change + started)
+            yield Segment(peak, change, after, wgrad, name, done_fraction=done, reduced_shards=shards)
+            shared = saved[layer].get("shared_experts", 0.0)  # their backward comes while the rows' gradients travel
+            second -= shared
             experts = _expert_backward(local, layer, saved[layer], delays) + second_made
-            transient = max(experts, travelling + units.experts) + units.experts
-            transient += units.quantized_experts
+            transient = max(experts, travelling + units.experts) + units.experts + units.quantized_experts
             reduction = units.experts_reduced + units.expert_grads - second
             in_flight = exchange.grads_back + row + units.experts_reduced + held
-            yield Segment(max(transient, reduction) + reducing + gathered, -second, in_flight)
-            name, change = MERGED_PASS, -first
+            peak = max(transient, reduction) + reducing + gathered
+            after = shards + units.experts_shard
+            yield Segment(peak, -second, in_flight, done_fraction=done + 0.5 / len(layers), reduced_shards=after)
+            name, change = MERGED_PASS, -first - shared
+            shards += units.experts_shard
             prefetched = _prefetched(local, chunk, number)
-            mixer = mixer_backward_transients(local, layer)
-            peak = mixer + first_made + gathered + units.experts_reduced + prefetched + held
-            wgrad = _delayed_bytes(local, layer) if delays else 0.0
+            mixer = _mixer_backward(local, layer, delayed) + first_made - shared
+            # Before that shared experts have their backward, and the next unit's shards are cast to be gathered.
+            before = max(shared_backward_transients(local), _prefetched(local, chunk, number, shards_only=True))
+            before += exchange.grads_back + row
+            peak = max(mixer, before) + gathered + units.experts_reduced + prefetched + held
+            wgrad = delayed.mixer + delayed.dense
         else:
             prefetched = _prefetched(local, chunk, number)
-            ffn = ffn_backward_transients(local, layer)
-            peak = max(peak, change + ffn + first_made + second_made + gathered + prefetched + held)
+            # By then the MLP has freed what it saves without recompute, and its norm's input and output.
+            freed = layer_activations(local.without_recompute, layer).get("mlp", 0.0) * local.mlp_chunk_fraction
+            mixer = _mixer_backward(local, layer, delayed) - freed - saved[layer].get("norms", 0.0) / 2
+            most = max(ffn_backward_transients(local, layer) + second_made, mixer)
+            peak = max(peak, change + wgrad + most + first_made + gathered + prefetched + reducing)
             change -= first + second
-            wgrad += _delayed_bytes(local, layer) if delays else 0.0
+            wgrad += delayed.mixer + delayed.dense
+        shards += units.layer_shard
         reducing = units.layer_reduced + held
+    end = wgrad + _embedding_backward(local, chunk, reducing)
+    yield Segment(max(peak, change + end), change, name=name, done_fraction=1.0)
+
+
+def _mixer_backward(local: LocalSizes, layer: Layer, delayed: WgradBytes) -> float:
+    """Bytes in the backward of a layer's mixer, with what is kept by then for the weight gradients that it delays."""
+    mixer = mixer_backward_transients(local, layer)
+    return mixer + delayed.dense + (output_projection_bytes(local, layer) if delayed.mixer else 0.0)
+
+
+def _embedding_backward(local: LocalSizes, chunk: Chunk, reducing: float) -> float:
+    """Bytes at the end of a chunk's backward: gradients of the embedding's table, and reductions."""
+    units, layers = _gathered(local, chunk), chunk_layers(local.plan, chunk)
+    table = local.element_bytes * local.model.vocab / local.tp * local.model.dim
     uses = chunk.embedding + chunk.mtp  # each use makes a gradient of the whole table, and they are added
     embedding = table * (uses + 1 if uses > 1 else uses)
+    if not units.root:
+        return embedding
     # In a pipeline the embedding's backward too gathers the unit before it: the last one of the forward before.
-    ahead = _prefetched(local, chunk, len(layers)) if units.root and uses and local.plan.layout.pp > 1 else 0.0
-    if units.root:  # the first layer's gradients are being reduced; those of the root are then, without its weights
-        embedding = max(embedding + reducing, units.root_reduced) + ahead
-    end = wgrad + embedding
-    yield Segment(max(peak, change + end), change, name=name)
+    ahead = _prefetched(local, chunk, len(layers)) if uses and local.plan.layout.pp > 1 else 0.0
+    # The first layer's gradients are being reduced; those of the root are then, without its weights.
+    return max(embedding + reducing, units.root_reduced) + ahead
 
 
 def _gathered(local: LocalSizes, chunk: Chunk, layer: Layer = NO_LAYER) -> GatheredBytes:
@@ -244,6 +339,7 @@ def _gathered(local: LocalSizes, chunk: Chunk, layer: Layer = NO_LAYER) -> Gathe
     b = local.element_bytes
     position = LayerPosition(layer, (), None, is_before_loss=False, is_before_mtp=False, done_fraction=0.0)
     units = fsdp_units(local.plan, only_chunk(chunk), position)
+    shard_bytes = local.reduced_bytes if local.plan.layout.replicate > 1 else 0
     return GatheredBytes(
         root=b * units.root,
         layer=b * units.layer,
@@ -252,21 +348,27 @@ def _gathered(local: LocalSizes, chunk: Chunk, layer: Layer = NO_LAYER) -> Gathe
         root_reduced=local.reduced_bytes * units.root * (1 + (local.plan.layout.replicate > 1) / units.shards),
         layer_reduced=local.reduced_bytes * units.layer,
         experts_reduced=local.reduced_bytes * units.padded_experts,
+        layer_shard=shard_bytes * units.layer / units.shards,
+        experts_shard=shard_bytes * units.padded_experts / units.expert_shards,
         expert_grads=b * units.experts,
         quantized_experts=quantized_expert_bytes(local, units),
+        shards=units.shards,
+        expert_shards=units.expert_shards,
     )
 
 
-def _prefetched(local: LocalSizes, chunk: Chunk, number: int) -> float:
-    """Bytes of the unit that the backward of a layer gathers ahead: the one that was used before it in the forwards, an
-    exchange's experts last. Before the first layer that is the root, which is gathered; a chunk without a root finds
-    the last unit of the forward before."""
+def _prefetched(local: LocalSizes, chunk: Chunk, number: int, shards_only: bool = False) -> float:
+    """Bytes of the unit that the backward of a layer gathers ahead, or of the rank's shards of it: the one that was
+    used before it in the forwards, an exchange's experts last. Before the first layer that is the root, which is
+    gathered; a chunk without a root finds the last unit of the forward before."""
     layers = chunk_layers(local.plan, chunk)
     if local.plan.knobs.data_parallel == "zero1" or not layers:
         return 0.0
     if number == 0 and (local.plan.layout.pp == 1 or _gathered(local, chunk).root):
         return 0.0
     units = _gathered(local, chunk, layers[number - 1])
+    if shards_only:
+        return units.experts / units.expert_shards or units.layer / units.shards
     return units.experts or units.layer
 
 
@@ -280,16 +382,19 @@ def _recomputed_halves(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[f
 
 
 def _expert_backward(local: LocalSizes, layer: Layer, saved: Terms, delays: bool) -> float:
-    """Bytes in the experts' backward. Delayed weight gradients are made while the rows' gradients travel back: then the
-    received and sent gradients are there, FC1's output gradients, and the inputs of the GEMMs."""
-    moe = local.model.moe
+    """Bytes in the experts' backward. Delayed weight gradients are made while the rows' gradients travel back: then
+    these are there as they were sent and as they arrive, gradients of results and of FC1's output, and the inputs of
+    the GEMMs."""
     transient = max(moe_backward_steps(local, shared_is_later=True).values())
-    if moe is None or not delays:
+    if local.model.moe is None or not delays:
         return transient
-    hidden = local.element_bytes * moe.expert_dim / local.plan.layout.etp * local.expert_rows
-    rows = local.element_bytes * local.model.dim * local.expert_rows
-    freed = max(0.0, saved.get("experts", 0.0) - hidden)
-    wgrad = rows + exchange_bytes(local).grads_back + 2 * hidden + wgrad_transients(local, layer) - freed
+    rows, row = MoeRows(local), local.element_bytes * local.model.dim * local.tokens
+    # Fused experts make the activation once more; others have saved it.
+    kept = rows.hidden if local.uses_fused_experts else 0.0
+    freed = saved.get("experts", 0.0) - (0.0 if kept else rows.hidden)
+    sent = rows.received_tokens if rows.dispatcher == "deepep" else rows.received
+    wgrad = row + rows.gathered + sent + exchange_bytes(local).grads_back + 2 * rows.hidden + kept - max(0.0, freed)
+    wgrad += wgrad_transients(local, layer)
     return max(*moe_backward_steps(local, delays_wgrad=True, shared_is_later=True).values(), wgrad)
 
 
@@ -297,9 +402,3 @@ def _halves(terms: Terms) -> tuple[float, float]:
     """Bytes of a layer before its first stop, and after it."""
     second = sum(terms.get(name, 0.0) for name in _AFTER_DISPATCH)
     return sum(terms.values()) - second, second
-
-
-def _delayed_bytes(local: LocalSizes, layer: Layer) -> float:
-    """What a layer keeps for delayed weight gradients; those of experts are made at once."""
-    wgrad = delayed_wgrad_bytes(local, layer)
-    return wgrad.mixer + wgrad.dense

@@ -5,11 +5,11 @@ flight hold at a `ScheduleMoment`, delayed weight gradients, gradients that are 
 top.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
-from threefold.cost.memory.threefold.activations import num_pipeline_buffers
+from threefold.cost.memory.threefold.activations import PipelineBuffers
 from threefold.cost.memory.threefold.delayed_wgrad import (
     chunk_wgrad_bytes,
     splits_backward,
@@ -18,9 +18,9 @@ from threefold.cost.memory.threefold.delayed_wgrad import (
 )
 from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, root_points
 from threefold.cost.memory.threefold.layer_points import layer_points, layer_tables
-from threefold.cost.memory.threefold.local_sizes import LocalSizes
-from threefold.cost.memory.threefold.offloaded import OffloadedActivations
-from threefold.cost.memory.threefold.peak_points import PeakPoint, at_chunk_end, layer_positions
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
+from threefold.cost.memory.threefold.peak_points import NO_LAYER, PeakPoint, at_chunk_end, layer_positions
 from threefold.cost.memory.threefold.schedule import NO_CHUNK, ScheduleMoment, schedule_moments
 from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gradient_bytes
 from threefold.cost.memory.threefold.transients import embedding_transients, loss_transients, optimizer_transients
@@ -39,8 +39,7 @@ class Peak:
     moment: ScheduleMoment
     point: PeakPoint
     missing_gradients: float  # bytes of gradients that do not exist yet
-    pending_wgrad: float  # bytes kept for delayed weight gradients
-    library_bytes: float
+    also: Terms  # delayed weight gradients, HSDP's reduced shards, another chunk's loss, and libraries
 
     @property
     def text(self) -> str:
@@ -54,13 +53,12 @@ class Peak:
         terms["gradients"] -= self.missing_gradients
         for name, size in self.point.freed.items():
             terms[name] = terms.get(name, 0.0) - size
-        for name, size in self.point.added.items():
+        for name, size in (*self.point.added.items(), *self.also.items()):
             terms[name] = terms.get(name, 0.0) + size
         # More may be freed than a term holds; then the workspace takes the difference, so that the sum stays right.
         negative = {name: size for name, size in terms.items() if size < 0}
         terms |= dict.fromkeys(negative, 0.0)
-        workspace = terms.get("workspace", 0.0) + self.pending_wgrad + self.library_bytes
-        terms["workspace"] = workspace + sum(negative.values())
+        terms["workspace"] = terms.get("workspace", 0.0) + sum(negative.values())
 
 
 class PeakFinder:
@@ -74,17 +72,18 @@ class PeakFinder:
         skew: float,
     ) -> None:
         """`saved` is what each kind of layer keeps on the device, `offloaded` what it keeps on the host."""
-        self.plan, self.local, self.saved = plan, LocalSizes(plan, skew), saved
+        self.plan, self.local, self.saved, self.offloaded = plan, LocalSizes(plan, skew), saved, offloaded
         self.splits_backward = splits_backward(plan)
         kinds = (False, True) if splits_some_backwards(plan) else (self.splits_backward,)
         # By whether a backward delays its weight gradients.
         self.tables = {splits: layer_tables(self.local, saved, offloaded, splits) for splits in kinds}
         self._points: dict[object, list[tuple[float, PeakPoint]]] = {}
 
-    def find(self, stage: int, contents: StageContents, gradients: float, in_flight: Sequence[int]) -> Peak:
-        """The peak of one stage with so many bytes of gradients and, at most, so many microbatches in flight."""
+    def find(self, stage: int, contents: StageContents, gradients: float) -> Peak:
+        """The peak of one stage with so many bytes of gradients."""
         layers = [chunk_layers(self.plan, chunk) for chunk in contents.chunks]
         saved = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
+        saved = [size + held for size, held in zip(saved, self.held_inputs(contents), strict=True)]
         wgrad = [
             chunk_wgrad_bytes(self.local, chunk, self.tables[True].wgrad) if True in self.tables else 0.0
             for chunk in contents.chunks
@@ -94,9 +93,11 @@ class PeakFinder:
         parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
         are_late, row = bool(body or head), self.local.element_bytes * self.local.model.dim * self.local.tokens
         points: dict[tuple[int, str, bool], list[tuple[float, PeakPoint]]] = {}
-        best: tuple[float, ScheduleMoment, PeakPoint, float, float] | None = None
-        for moment in schedule_moments(self.plan, stage, in_flight):
-            base = row * num_pipeline_buffers(self.plan, stage, contents, moment.in_flight, moment.finished)
+        casts_shards, at_model_end = self.local.reduced_bytes != FP32, self._at_model_end(contents)
+        best: tuple[float, Peak] | None = None
+        buffers = PipelineBuffers(self.plan, stage, contents)
+        for moment in schedule_moments(self.plan, stage):
+            base = row * buffers.count(moment.in_flight, moment.finished)
             pending = sum(count * size for count, size in zip(moment.pending_wgrad, wgrad, strict=False))
             base += pending
             for count, size in zip(moment.in_flight, saved, strict=False):
@@ -112,12 +113,25 @@ class PeakFinder:
                 if (number, pass_name, splits) not in points:
                     found = self._chunk_points(contents, number, pass_name, are_late, splits)
                     points[number, pass_name, splits] = found
+                others = [held for at, held in enumerate(at_model_end) if at != number and moment.in_flight[at]]
+                of_others = sum(sum(held.values()) for held in others)
                 for net_bytes, point in points[number, pass_name, splits]:
                     made = to_come[number] * point.done_fraction + head_to_come * point.after_head
-                    if best is None or base - missing + net_bytes + made > best[0]:
-                        best = base - missing + net_bytes + made, moment, point, missing - made, pending
+                    reduced = point.reduced_shards if moment.finished[number] or casts_shards else 0.0
+                    total = base - missing + net_bytes + made + reduced + of_others
+                    if best is None or total > best[0]:
+                        also = add_terms([*others, {"workspace": pending + reduced + self._library_bytes}])
+                        best = total, Peak(moment, point, missing - made, also)
         assert best is not None
-        return self._or_optimizer_step(contents, best[0], Peak(*best[1:], self._library_bytes))
+        return self._or_optimizer_step(contents, *best)
+
+    def held_inputs(self, contents: StageContents) -> list[float]:
+        """Bytes that each chunk holds of an input that counts as offloaded, for one microbatch."""
+        held = []
+        for chunk in contents.chunks:
+            first = next(iter(chunk_layers(self.plan, chunk)), NO_LAYER)
+            held.append(self.offloaded.get(first, NOTHING_OFFLOADED).received_input_bytes(self.local, chunk))
+        return held
 
     @property
     def _library_bytes(self) -> float:
@@ -131,7 +145,7 @@ class PeakFinder:
         none = (0,) * len(contents.chunks)
         after = ScheduleMoment(none, NO_CHUNK, NO_CHUNK, none, none)
         point = PeakPoint("the optimizer's step", "optimizer", {"workspace": step_bytes})
-        return Peak(after, point, 0.0, 0.0, self._library_bytes)
+        return Peak(after, point, 0.0, {"workspace": self._library_bytes})
 
     def _chunk_points(
         self, contents: StageContents, number: int, pass_name: str, are_late: bool, splits: bool
@@ -152,7 +166,6 @@ class PeakFinder:
     def _all_points(self, contents: StageContents, number: int, splits: bool) -> list[PeakPoint]:
         """The points of all passes through a chunk."""
         local, chunk = self.local, contents.chunks[number]
-        num_heads = (1 + self.plan.mtp) * contents.loss
         # Another chunk's end of the model counts as sharded here: its backward follows right after its forward.
         contents = replace(contents, mtp=chunk.mtp, loss=chunk.loss)
         is_alone = self.plan.layout.gpus == 1 and self.plan.num_microbatches == 1
@@ -172,16 +185,22 @@ class PeakFinder:
         if splits:
             most = max(wgrad_transients(local, position.layer) for position in positions)
             points.append(PeakPoint("gradients of weights that waited", "wgrad", {"workspace": most}, {}, 1.0))
-        if num_heads and not chunk.loss and self.plan.layout.pipeline_schedule == "dualpipev":
-            # Both arms of the V work in turn: a microbatch is between the loss and its backward, and the root of the
-            # loss's chunk is gathered.
-            (last,) = (each for each in contents.chunks if each.loss)
-            for point in points:
-                point.added["logits"] = point.added.get("logits", 0.0) + loss_transients(local, num_heads)[1]
-                if self.plan.knobs.data_parallel != "zero1":
-                    root = local.element_bytes * fsdp_units(self.plan, only_chunk(last), at_chunk_end()).root
-                    point.added["workspace"] = point.added.get("workspace", 0.0) + root
         return points
+
+    def _at_model_end(self, contents: StageContents) -> list[Terms]:
+        """What a microbatch holds between its forward and its backward at the end of the model, by the chunk that it is
+        in, while another chunk is at work: gradients of the hidden states and of the output layer, and the gathered
+        root."""
+        held: list[Terms] = []
+        for chunk in contents.chunks:
+            terms: Terms = {}
+            if chunk.loss:
+                terms["logits"] = loss_transients(self.local, 1 + self.plan.mtp)[1]
+            if (chunk.loss or chunk.mtp) and self.plan.knobs.data_parallel != "zero1":
+                root = fsdp_units(self.plan, only_chunk(chunk), at_chunk_end()).root
+                terms["workspace"] = self.local.element_bytes * root
+            held.append(terms)
+        return held
 
 
 def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:

@@ -26,6 +26,7 @@ class PeakPoint:
     freed: Terms = field(default_factory=dict)  # saved activations that are freed by then
     done_fraction: float = 0.0  # fraction of the chunk's layers that have their weight gradients
     after_head: bool = False  # whether the output layer has its weight gradient
+    reduced_shards: float = 0.0  # bytes of HSDP's reduced gradients; in a chunk's first backward they are its gradients
 
     @property
     def net_bytes(self) -> float:

@@ -6,9 +6,11 @@ EP overlap runs the forward of one microbatch together with the backward of anot
 pair of `stage_overlap_pairs(plan, stage)`.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from threefold.cost.memory.threefold.delayed_wgrad import splits_backward, splits_some_backwards
 from threefold.plan.plan import Plan
@@ -18,55 +20,97 @@ NO_CHUNK = -1
 
 @dataclass(frozen=True)
 class ScheduleMoment:
-    """The state of one pipeline rank between two passes of its schedule.
-
-    A chunk of None stands for any chunk, where the schedule is not followed pass by pass; `NO_CHUNK` stands for no
-    pass.
-    """
+    """The state of one pipeline rank between two passes of its schedule. `NO_CHUNK` stands for no pass."""
 
     in_flight: tuple[int, ...]  # microbatches whose forward is done and whose backward is not, by chunk
-    forward_chunk: int | None  # the chunk whose forward has just ended
-    backward_chunk: int | None  # the chunk whose backward is about to start
+    forward_chunk: int  # the chunk whose forward has just ended
+    backward_chunk: int  # the chunk whose backward is about to start
     finished: tuple[int, ...]  # microbatches whose backward is over, by chunk
     pending_wgrad: tuple[int, ...]  # finished microbatches whose weight gradients are delayed, by chunk
     wgrad_chunk: int = NO_CHUNK  # the chunk whose delayed weight gradients run now
-    is_split: bool = False  # whether the backward delays weight gradients, in a schedule that does so for some only
+    is_split: bool = False  # whether weight gradients are delayed, in a schedule that does so for some only
 
     @cached_property
     def passes(self) -> list[tuple[int, str]]:
         """The chunks at work, each with the pass through it: "forward", "backward" or "wgrad"."""
         passes = (("forward", self.forward_chunk), ("backward", self.backward_chunk), ("wgrad", self.wgrad_chunk))
-        every = range(len(self.in_flight))
-        return [
-            (number, name)
-            for name, chunk in passes
-            for number in (every if chunk is None else (chunk,))
-            if number != NO_CHUNK
-        ]
+        return [(chunk, name) for name, chunk in passes if chunk != NO_CHUNK]
 
 
-def schedule_moments(plan: Plan, stage: int, most_in_flight: Sequence[int]) -> tuple[ScheduleMoment, ...]:
-    """The moments to look at. `most_in_flight` stands for schedules that are not followed pass by pass (DualPipeV)."""
+def schedule_moments(plan: Plan, stage: int) -> tuple[ScheduleMoment, ...]:
+    """The moments to look at."""
     layout, count = plan.layout, max(1, plan.num_microbatches)
+    if layout.pp > 1 and layout.pipeline_schedule == "dualpipev":
+        return _dualpipev_moments(layout.pp, stage, count, splits_some_backwards(plan))
     zero_bubble = layout.pipeline_schedule == "zero-bubble"
-    if layout.pp == 1 or zero_bubble or layout.pipeline_schedule in ("1f1b", "interleaved"):
-        return _followed(layout.pp, layout.vpp, stage, count, zero_bubble, splits_backward(plan))
-    num_chunks = len(most_in_flight)
-    finished = (max(0, count - max(most_in_flight)),) * num_chunks
-    most = ScheduleMoment(tuple(most_in_flight), None, None, finished, (0,) * num_chunks)
-    return (most, *_split_moments(layout.pp, stage, count)) if splits_some_backwards(plan) else (most,)
+    return _followed(layout.pp, layout.vpp, stage, count, zero_bubble, splits_backward(plan))
 
 
-def _split_moments(pp: int, stage: int, count: int) -> Iterator[ScheduleMoment]:
-    """Backwards of DualPipeV whose weight gradients are delayed: of the second chunk before forwards and backwards come
-    in pairs, and of both chunks at the end of a step."""
-    if stage < pp - 1:
-        filled = min(count, 2 * pp - stage - 1), min(count, stage + 1)
-        yield ScheduleMoment(filled, NO_CHUNK, 1, (0, 0), (0, 0), is_split=True)
-    pending = stage // 2, (stage + 1) // 2
-    yield ScheduleMoment((1, 0), NO_CHUNK, 0, (count - 1, count), pending, is_split=True)
-    if stage:
-        yield ScheduleMoment((1, 1), NO_CHUNK, 1, (count - 1, count - 1), (stage // 2, stage // 2), is_split=True)
+@lru_cache(maxsize=4096)
+def _dualpipev_moments(pp: int, stage: int, count: int, split: bool) -> tuple[ScheduleMoment, ...]:
+    """Every pass of a step of DualPipeV. `split` where its schedule may delay weight gradients."""
+    in_flight, finished, pending = [0, 0], [0, 0], [0, 0]
+    moments: dict[ScheduleMoment, None] = {}
+    for kind, chunk in chain.from_iterable(_dualpipev_order(pp, stage, count)):
+        if kind == "forward":
+            in_flight[chunk] += 1
+            moments[_moment(in_flight, finished, pending, forward=chunk)] = None
+        elif kind != "wgrad":
+            is_split = split and kind == "dgrad"
+            moments[_moment(in_flight, finished, pending, backward=chunk, is_split=is_split)] = None
+            in_flight[chunk] -= 1
+            finished[chunk] += 1
+            pending[chunk] += is_split
+        elif split:
+            moments[_wgrad_moment(in_flight, finished, pending, chunk)] = None
+            pending[chunk] -= 1
+    return tuple(moments)
+
+
+def _dualpipev_order(pp: int, stage: int, count: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The passes of a rank, each with its chunk: "forward", "backward", or "dgrad" with a "wgrad" that follows. A
+    forward and a backward that may overlap come together. It is the order of torch's `ScheduleDualPipeV`; of many
+    microbatches the middle ones, which repeat, are left out."""
+    later, count = pp - stage - 1, min(count, 4 * pp)
+    delayed: deque[int] = deque()
+    for chunk in (*(0,) * (2 * later), *(0, 1) * (stage + 1)):
+        yield (("forward", chunk),)
+    for _ in range(later):
+        yield from ((("dgrad", 1),), (("wgrad", 1),), (("forward", 1),))
+    for number in range(max(0, count - 2 * pp + stage + 1)):
+        pair = ("forward", 0), ("backward", 1)
+        # At the tip of the V the first two passes come one after the other.
+        yield from (pair,) if number or later else ((pair[0],), (pair[1],))
+        yield ("forward", 1), ("backward", 0)
+    for _ in range(later):
+        yield (("backward", 1),)
+        yield ("forward", 1), ("backward", 0)
+    kind = "backward"
+    for number in range(stage + 1):
+        for chunk in (1, 0):
+            # In the second half the weight gradients are delayed.
+            if number == (stage + 1) // 2 and chunk == stage % 2:
+                kind = "dgrad"
+            yield ((kind, chunk),)
+            delayed.extend([chunk] if kind == "dgrad" else [])
+    for _ in range(later):
+        if delayed:
+            yield (("wgrad", delayed.popleft()),)
+        yield ((kind, 0),)
+        delayed.extend([0] if kind == "dgrad" else [])
+    for chunk in delayed:
+        yield (("wgrad", chunk),)
+
+
+def _moment(
+    in_flight: Sequence[int],
+    finished: Sequence[int],
+    pending: Sequence[int],
+    forward: int = NO_CHUNK,
+    backward: int = NO_CHUNK,
+    is_split: bool = False,
+) -> ScheduleMoment:
+    return ScheduleMoment(tuple(in_flight), forward, backward, tuple(finished), tuple(pending), is_split=is_split)
 
 
 def forward_chunk_order(pp: int, vpp: int, count: int) -> tuple[int, list[int]]:
@@ -115,7 +159,7 @@ def _wgrad_moment(
     in_flight: Sequence[int], finished: Sequence[int], pending: Sequence[int], chunk: int
 ) -> ScheduleMoment:
     """The start of a pass of delayed weight gradients."""
-    return ScheduleMoment(tuple(in_flight), NO_CHUNK, NO_CHUNK, tuple(finished), tuple(pending), chunk)
+    return ScheduleMoment(tuple(in_flight), NO_CHUNK, NO_CHUNK, tuple(finished), tuple(pending), chunk, is_split=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +169,53 @@ class OverlapPair:
     in_flight: tuple[int, ...]  # microbatches that each chunk of the rank holds before the pair
     forward_chunk: int | None  # the chunk of the forward; None where the backward runs alone
     backward_chunk: int  # the chunk of the backward
+    finished: tuple[int, ...]  # microbatches whose backward is over, by chunk; more than PP count as PP
+    pending_wgrad: tuple[int, ...] = ()  # finished microbatches whose weight gradients are delayed, if there are any
 
 
 @lru_cache(maxsize=4096)
 def overlap_pairs(schedule: str, pp: int, vpp: int, stage: int, count: int) -> tuple[OverlapPair, ...]:
     """The distinct pairs of a rank in a step of `count` microbatches. Without a pipeline each forward runs with the
-    backward of the microbatch before it."""
+    backward of the microbatch before it, and the last backward runs alone."""
     if pp == 1:
-        return (OverlapPair((1,), 0 if count > 1 else None, 0),)
+        pairs = [OverlapPair((1,), 0, 0, (number,)) for number in range(min(2, count - 1))]
+        return (*pairs, OverlapPair((1,), None, 0, (min(1, count - 1),)))
     if schedule == "dualpipev":
-        down, up = min(count, 2 * pp - stage - 1), min(count, stage + 1)
-        most_down = min(count, down + 1)
-        second = OverlapPair((most_down, up - 1), 1, 0)
-        backward_alone = OverlapPair((most_down, up), None, 1)
-        # At the tip of the V the first two passes come one after the other.
-        return (OverlapPair((down, up), 0, 1), second, *((backward_alone,) if stage == pp - 1 else ()))
+        return _dualpipev_pairs(pp, stage, count)
     size, forwards = forward_chunk_order(pp, vpp, count)
     num_warmup = min(len(forwards), 2 * (pp - stage - 1) + (vpp - 1) * size + 1)
-    in_flight = [forwards[:num_warmup].count(chunk) for chunk in range(vpp)]
+    in_flight, finished = [forwards[:num_warmup].count(chunk) for chunk in range(vpp)], [0] * vpp
     found: dict[OverlapPair, None] = {}
-    for forward, number in zip(forwards[num_warmup : num_warmup + 2 * size * vpp], forwards, strict=False):
-        pair = OverlapPair(tuple(in_flight), forward, vpp - 1 - number)
+    # Behind the last forward the backwards run alone; those of one round are enough.
+    paired: list[int | None] = [*forwards[num_warmup : num_warmup + 2 * size * vpp]]
+    alone = [None] * (size * vpp) if num_warmup + len(paired) == len(forwards) else []
+    for forward, number in zip([*paired, *alone], forwards, strict=False):
+        pair = OverlapPair(tuple(in_flight), forward, vpp - 1 - number, tuple(finished))
         found[pair] = None
-        in_flight[forward] += 1
+        if forward is not None:
+            in_flight[forward] += 1
         in_flight[pair.backward_chunk] -= 1
+        finished[pair.backward_chunk] = min(pp, finished[pair.backward_chunk] + 1)
+    return tuple(found)
+
+
+def _dualpipev_pairs(pp: int, stage: int, count: int) -> tuple[OverlapPair, ...]:
+    """The pairs of DualPipeV, and its backwards that run alone."""
+    in_flight, finished, pending = [0, 0], [0, 0], [0, 0]
+    found: dict[OverlapPair, None] = {}
+    for passes in _dualpipev_order(pp, stage, count):
+        chunk_of = dict(passes)
+        forward, backward = chunk_of.get("forward"), chunk_of.get("backward", chunk_of.get("dgrad"))
+        if backward is not None:
+            delayed = tuple(pending) if any(pending) else ()
+            found[OverlapPair(tuple(in_flight), forward, backward, tuple(finished), delayed)] = None
+            in_flight[backward] -= 1
+            finished[backward] = min(pp, finished[backward] + 1)
+            pending[backward] += "dgrad" in chunk_of
+        if "wgrad" in chunk_of:
+            pending[chunk_of["wgrad"]] -= 1
+        if forward is not None:
+            in_flight[forward] += 1
     return tuple(found)
 
 

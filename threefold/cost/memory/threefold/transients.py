@@ -95,21 +95,33 @@ def _dense_forward(local: LocalSizes, layer: Layer) -> float:
 
 def ffn_backward_transients(local: LocalSizes, layer: Layer) -> float:
     """The most bytes in the backward of a layer's feed-forward part, less the activations it has freed by then."""
-    b, dim, model = local.element_bytes, local.model.dim, local.model
     if layer.ffn == "dense":
-        hidden = model.dense_dim / local.tp
         is_recomputed = bool(local.recompute & {"mlp", "full"})
-        tokens = local.gathered_tokens * (local.mlp_chunk_fraction if is_recomputed else 1)
-        weight_grad = b * hidden * dim
-        # FSDP holds the first weight gradients until all of the unit are there.
-        pending = weight_grad if local.plan.knobs.data_parallel != "zero1" else 0.0
-        act_grad = b * hidden * tokens
-        # The activation's gradient with the last weight's; then those of gate and up, when the product is freed.
-        fc1_grads = (2 if local.has_fused_kernels else 1) * act_grad
-        fc1_grads += (b - local.gemm_input_bytes) * hidden * tokens  # a quantized product frees less
-        gathered, residual = b * dim * local.gathered_tokens, b * dim * local.tokens
-        return max(gathered + weight_grad + act_grad, residual + pending + fc1_grads)
+        return _mlp_backward(local, local.model.dense_dim / local.tp, local.mlp_chunk_fraction if is_recomputed else 1)
     return max(moe_backward_steps(local).values()) if layer.ffn == "moe" else mixer_backward_transients(local, layer)
+
+
+def shared_backward_transients(local: LocalSizes) -> float:
+    """The same of shared experts, where they have their backward by themselves."""
+    moe = local.model.moe
+    return _mlp_backward(local, moe.shared_width / local.tp, 1.0) if moe and moe.shared_width else 0.0
+
+
+def _mlp_backward(local: LocalSizes, hidden: float, fraction: float) -> float:
+    """Bytes in the backward of a gated MLP with so many channels on a rank, for a fraction of the tokens."""
+    b, dim, tokens = local.element_bytes, local.model.dim, local.gathered_tokens * fraction
+    weight_grad = b * hidden * dim
+    # FSDP holds the first weight gradients until all of the unit are there.
+    pending = weight_grad if local.plan.knobs.data_parallel != "zero1" else 0.0
+    act_grad = b * hidden * tokens
+    # The activation's gradient with the last weight's; then those of gate and up, when the product is freed.
+    fc1_grads = (2 if local.has_fused_kernels else 1) * act_grad
+    fc1_grads += (b - local.gemm_input_bytes) * hidden * tokens  # a quantized product frees less
+    gathered, residual = b * dim * local.gathered_tokens, b * dim * local.tokens
+    most = max(gathered + weight_grad + act_grad, residual + pending + fc1_grads)
+    if local.quantized_bytes:  # gate and up have their backward one by one: gradients of the input, and their sum
+        most = max(most, residual + pending + 3 * b * dim * tokens - local.quantized_bytes * hidden * tokens)
+    return most
 
 
 def _num_head_groups(local: LocalSizes, kv_heads: float, q: float) -> float:
@@ -128,7 +140,8 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
         return 0.0
     b, tp, heads = local.element_bytes, local.tp, spec.num_heads / local.tp
     if scores := local.score_bytes(spec):  # gradients of the softmax's output and of its input
-        return 2 * scores
+        in_groups = isinstance(spec, MlaSpec) and bool(local.recompute & {"mla_up_proj", "full"})
+        return 2 * scores * (local.head_chunk_fraction if in_groups else 1)
     if isinstance(spec, MlaSpec):
         head, values = spec.qk_dim, heads * spec.v_dim
         q = k = heads * head
@@ -146,7 +159,8 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
         return cp_attention_peak(local, spec) + residual
     if isinstance(spec, MlaSpec):
         per_token = b * (out + q + k + values) + summed
-        if local.recompute & {"mla_up_proj", "full"}:  # then groups of heads run one by one from the latents on
+        # Recomputed heads run in groups from the latents on, where all of them would be too large.
+        if local.recompute & {"mla_up_proj", "full"} and local.head_chunk_fraction < 1:
             return per_token * local.head_chunk_fraction * local.gathered_tokens + residual
         groups = _num_head_groups(local, heads, q)
         per_token += b * (q + k + values) / groups if groups > 1 else 0.0

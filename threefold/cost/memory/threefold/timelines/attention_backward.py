@@ -195,19 +195,12 @@ def latent_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
     line.make(FP32 * sizes.queries)
     line.make(b * latent * sizes.tokens * (outer if gathers else min(2, outer - 1)))
     line.make(b * latent * inner_tokens if inner > 1 else 0.0)
-    # Gradients of latents: of all ranks and of the one that is computed, or of two in a ring.
-    line.make(FP32 * latent * (sizes.tokens * (outer + 1) if gathers else min(2, outer) * inner_tokens))
-    # Keys and values of one span, in fp32 their gradients; those as the up projection reads them; its own output's.
-    fraction = 0.5 if outer > 1 else 1.0
-    up = b * sizes.num_heads * (spec.nope_dim + spec.v_dim) * sizes.tokens * fraction
-    keys_and_values = (sizes.keys + sizes.values) * fraction
-    line.make(up, b * sizes.keys * fraction)
-    line.make(FP32 * keys_and_values)
-    _tile(line, sizes, sizes.tokens * fraction, fraction, 2 if outer > 1 else 1)
-    line.make(b * keys_and_values)
-    line.free(FP32 * keys_and_values)
-    line.make(up)
-    line.free(2 * up, b * sizes.keys * fraction, b * keys_and_values)
+    # Gradients of latents: of the rank that is computed, then of all ranks beside it, or of two in a ring.
+    line.make(FP32 * latent * (sizes.tokens if gathers else min(2, outer) * inner_tokens))
+    _latent_span(line, sizes, spec, 0.5 if outer > 1 else 1.0, 2 if outer > 1 else 1)
+    if gathers:
+        line.make(FP32 * latent * sizes.tokens * outer)
+        _latent_span(line, sizes, spec, 0.5, 1)
     line.free(0.0 if gathers or outer == 1 else FP32 * latent * inner_tokens)
     # Gradients of the queries' latents, in fp32 and in the order in which ranks hold them.
     line.make(b * sizes.queries)
@@ -217,16 +210,40 @@ def latent_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
     return line.peak
 
 
+def _latent_span(line: Timeline, sizes: HeadSizes, spec: MlaSpec, fraction: float, num_tiles: int) -> None:
+    """Keys and values of one span of latents, in fp32 their gradients; those as the up projection reads them; its own
+    output's. The first rank has both its spans of queries in tiles with its own first span of keys only."""
+    b = sizes.local.element_bytes
+    up = b * sizes.num_heads * (spec.nope_dim + spec.v_dim) * sizes.tokens * fraction
+    keys_and_values = (sizes.keys + sizes.values) * fraction
+    line.make(up, b * sizes.keys * fraction)
+    line.make(FP32 * keys_and_values)
+    _tile(line, sizes, sizes.tokens * fraction, fraction, num_tiles)
+    line.make(b * keys_and_values)
+    line.free(FP32 * keys_and_values)
+    line.make(up)
+    line.free(2 * up, b * sizes.keys * fraction, b * keys_and_values)
+
+
 def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     """The most bytes in the backward of the gated delta rule, with the gradient of the residual stream: gradients of
-    its chunks in fp32, and those of the states that ranks exchange."""
-    b, tokens, heads = local.element_bytes, local.gathered_tokens, spec.num_v_heads / local.tp
-    states, span = 0.0, tokens
-    if passes_delta_states(local):  # one of both spans at a time
-        num_spans, span = 2 * local.plan.layout.cp * local.plan.job.micro_batch, tokens / 2
-        states = 3 * FP32 * heads * spec.k_dim * (spec.k_dim + spec.v_dim) * num_spans
-    # Those of one more tensor are summed.
-    chunk_grads = FP32 * heads * span * (3 * spec.k_dim + spec.v_dim + DELTA_CHUNK + max(spec.k_dim, spec.v_dim))
+    its chunks in fp32, and then those of the states that ranks exchange."""
+    b, tokens, heads, k, v = local.element_bytes, local.gathered_tokens, spec.num_v_heads, spec.k_dim, spec.v_dim
+    per_dim, residual = FP32 * heads / local.tp * tokens, b * local.model.dim * local.tokens
     # The output's gate and its activation in fp32 are freed by then, and the gradient of the output is there.
-    freed = 0.0 if "gdn_norm_out" in local.recompute else FP32 * heads * spec.v_dim * tokens
-    return chunk_grads - freed + states + b * local.model.dim * local.tokens
+    freed = 0.0 if "gdn_norm_out" in local.recompute else per_dim * v
+    # Those of one more tensor are summed.
+    chunk_grads = per_dim * (3 * k + v + DELTA_CHUNK + max(k, v))
+    # A recompute of the rule ends with its projected and convolved channels, heads, outputs by chunk and all of them.
+    again = 0.0
+    if "core_attn" in local.recompute:
+        widths = 2 * (2 * spec.keys + spec.values) + 2 * heads * (k + v)
+        again = b * widths / local.tp * tokens + 2 * per_dim * v - freed + residual
+    if not passes_delta_states(local):
+        return max(chunk_grads - freed + residual, again)
+    num_spans = 2 * local.plan.layout.cp * local.plan.job.micro_batch
+    states = FP32 * heads / local.tp * k * (k + v) * num_spans
+    in_chunks = chunk_grads / 2 - freed + states  # one of both spans at a time
+    # When the gradients of both spans' states are summed, all that follows the states in the forward is freed.
+    after_states = per_dim * (k * v / DELTA_CHUNK + k + 2 * v) + (2 + 3 * b / FP32) * per_dim * v
+    return max(max(in_chunks, 3 * states + per_dim * (3 * k + v) - after_states) + residual, again)

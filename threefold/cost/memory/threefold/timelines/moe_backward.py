@@ -6,8 +6,8 @@ they are freed. What follows (rows back to tokens, router, norm) is lower.
 """
 
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.activations import SCALE_ROWS, shared_expert_bytes
-from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.activations import shared_expert_bytes
+from threefold.cost.memory.threefold.local_sizes import FP32, SCALE_ROWS, LocalSizes
 from threefold.cost.memory.threefold.timelines.moe_forward import MoeRows
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 
@@ -15,10 +15,13 @@ from threefold.cost.memory.threefold.timelines.timeline import Timeline
 WIDEST_IN_PLACE = 1024
 
 
-def moe_backward_steps(local: LocalSizes, delays_wgrad: bool = False, shared_is_later: bool = False) -> Terms:
+def moe_backward_steps(
+    local: LocalSizes, delays_wgrad: bool = False, shared_is_later: bool = False, shared_wgrad: float = 0.0
+) -> Terms:
     """The most bytes in each step of the backward, in order, by the module that an offload would name. Delayed weight
-    gradients are not made, and what they need stays. `shared_is_later` where shared experts have their backward behind
-    the routed ones, as EP overlap and shared-expert overlap run them."""
+    gradients are not made, and what they need stays: `shared_wgrad` bytes of the shared experts. `shared_is_later`
+    where shared experts have their backward behind the routed ones, as EP overlap and shared-expert overlap run
+    them."""
     moe, line, steps = local.model.moe, Timeline(), {}
     assert moe is not None
     rows = MoeRows(local, local.expert_chunk_fraction)
@@ -26,6 +29,7 @@ def moe_backward_steps(local: LocalSizes, delays_wgrad: bool = False, shared_is_
     if moe.shared_width and not (shared_is_later or local.plan.knobs.shared_expert_overlap):
         line.make(MoeRows(local).tokens)
         line.free(shared_expert_bytes(local.without_recompute) * rows.fraction)
+        line.make(shared_wgrad * rows.fraction)
     if rows.fraction < 1:  # a chunk of tokens adds to the weight gradients of the chunks before it
         line.make(_weight_grads(local), MoeRows(local).tokens)
     if _recomputes_activation(local):  # the caller counts it from the start, but it is there from FC2's backward on
@@ -39,6 +43,18 @@ def moe_backward_steps(local: LocalSizes, delays_wgrad: bool = False, shared_is_
         return {"fused_group_mlp": line.take_peak()}
     steps["combine"] = line.take_peak()
     return steps | _unfused(line, rows, delays_wgrad)
+
+
+def early_grad_rows(local: LocalSizes) -> float:
+    """Bytes of gradients that have come back to the experts' ranks before a recompute of the layer begins: DeepEP and
+    HybridEP need no saved tensor for that. A balancing loss, and shared experts that run last, have their backward
+    before and begin it."""
+    moe, job, rows = local.model.moe, local.plan.job, MoeRows(local)
+    assert moe is not None
+    is_begun = (moe.shared_width and not local.plan.knobs.shared_expert_overlap) or job.aux_loss or job.seq_aux_loss
+    if rows.dispatcher == "alltoall" or is_begun:
+        return 0.0
+    return rows.received_tokens if rows.dispatcher == "deepep" else rows.received
 
 
 def _weight_grads(local: LocalSizes) -> float:
@@ -145,6 +161,9 @@ def _fused(line: Timeline, rows: MoeRows, delays: bool) -> None:
     line.make(2 * weight_grads / 3)
     line.free(2 * weight_grads / 3 if adds else 0.0)
     line.make(rows.gathered)
+    if delays and rows.is_sorted:  # the same in the order in which the rows arrived; gradients of results stay
+        line.free(2 * hidden)
+        line.pass_through(rows.gathered)
 
 
 def _in_place(line: Timeline, rows: MoeRows, delays: bool) -> float:

@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from threefold.cost.memory.threefold.activations import SCALE_ROWS, expert_bytes, shared_expert_bytes
-from threefold.cost.memory.threefold.local_sizes import LocalSizes
+from threefold.cost.memory.threefold.activations import expert_bytes, shared_expert_bytes
+from threefold.cost.memory.threefold.local_sizes import SCALE_ROWS, LocalSizes
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 
 FP8_ROW = 1 + 1 / 128  # bytes of a number of a row that travels in FP8
@@ -53,6 +53,12 @@ class MoeRows:
         num_elsewhere, top_k = model.num_experts - model.num_experts // ep, model.moe.top_k
         is_elsewhere = math.comb(num_elsewhere, top_k) / math.comb(model.num_experts, top_k)
         return min(1.0, (1 - is_elsewhere) * self.received / self.sent) * ep * self.tokens
+
+    @property
+    def packed(self) -> float:
+        """Received rows in FP8, where they travel so; they are there until they are unpacked."""
+        travels_in_fp8 = self.local.plan.knobs.fp8_dispatch and self.dispatcher == "alltoall" and self.is_exchanged
+        return FP8_ROW / self.local.element_bytes * self.received if travels_in_fp8 else 0.0
 
     @property
     def hidden(self) -> float:
@@ -100,7 +106,7 @@ def exchange_bytes(local: LocalSizes) -> ExchangeBytes:
     rows, line = MoeRows(local), Timeline()
     received = _dispatch(line, rows)
     back = rows.sent if rows.dispatcher == "alltoall" else rows.tokens
-    return ExchangeBytes(line.peak, received, back, back + received, received, back)
+    return ExchangeBytes(line.peak, received + rows.packed, back, back + received, received, back)
 
 
 def overlapped_experts_peak(local: LocalSizes, weights: float = 0.0) -> float:
@@ -109,10 +115,12 @@ def overlapped_experts_peak(local: LocalSizes, weights: float = 0.0) -> float:
     `weights` are there only while the routed experts run.
     """
     rows, line = MoeRows(local), Timeline()
-    received = exchange_bytes(local).dispatch
-    line.make(received)
+    received = _dispatch(Timeline(), rows)
+    line.make(received, rows.packed)
     if local.model.moe and local.model.moe.shared_width:
         line.make(shared_expert_bytes(local), rows.tokens)
+    line.pass_through(received if rows.packed else 0.0)
+    line.free(rows.packed)
     _compute(line, rows, received, weights=weights)
     line.free(0.0 if is_saved_as_received(rows) else received)
     line.make(exchange_bytes(local).combine)
@@ -226,8 +234,8 @@ def _compute(line: Timeline, rows: MoeRows, received: float, offloaded: float = 
     etp = local.plan.layout.etp
     _arrange(line, rows)
     line.make(weights)
-    _run_experts(line, rows)
-    line.free(offloaded + weights)
+    _run_experts(line, rows, offloaded)
+    line.free(weights)
     result = rows.gathered
     if rows.is_sorted:
         line.make(rows.gathered)
@@ -237,15 +245,15 @@ def _compute(line: Timeline, rows: MoeRows, received: float, offloaded: float = 
         line.free(result + rows.gathered)
     elif rows.is_sorted:
         line.free(rows.gathered)
+    if is_deepep:
+        line.replace(received, rows.received)
     # GEMMs in low precision save their input quantized, so that the rows are freed here.
     is_copy = is_deepep or etp > 1 or rows.is_sorted
     line.free(rows.gathered if local.quantized_bytes and is_copy else 0.0)
-    if is_deepep:
-        line.replace(received, rows.received)
 
 
-def _run_experts(line: Timeline, rows: MoeRows) -> None:
-    """The experts; their results and saved tensors are left."""
+def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
+    """The experts; their results and saved tensors are left, without `offloaded` bytes that go to the host."""
     local, hidden, low = rows.local, rows.hidden, rows.local.quantized_bytes / rows.local.element_bytes
     moe, model = local.model.moe, local.model
     assert moe is not None
@@ -253,13 +261,13 @@ def _run_experts(line: Timeline, rows: MoeRows) -> None:
         act = low * hidden if low else hidden
         if low:
             padded = SCALE_ROWS * moe.num_experts / local.plan.layout.ep * model.dim * local.quantized_bytes
-            line.make(low * rows.gathered, low * rows.gathered + padded * rows.fraction)
+            line.make(low * rows.gathered, low * rows.gathered + padded)
             line.replace(2 * hidden, low * rows.gathered)
         else:
             line.make(2 * hidden)
         line.make(act)
         line.make(rows.gathered)
-        line.free(act)
+        line.free(act + offloaded)
         return
     biased, num_experts = moe.bias, moe.num_experts / local.plan.layout.ep
     if low:  # one expert after the other: each quantizes its rows; their results are joined
@@ -275,6 +283,9 @@ def _run_experts(line: Timeline, rows: MoeRows) -> None:
     line.make(num_saved * hidden, hidden)
     if "moe_act" in local.recompute:
         line.free(num_saved * hidden)
+    # What FC1 and the activation have saved is on the host before FC2 runs.
+    saved = low * rows.gathered + (2 + (num_saved if "moe_act" not in local.recompute else 0)) * hidden
+    line.free(min(offloaded, saved))
     if low:
         quantized = low * hidden if "moe_act" not in local.recompute else 0.0
         line.make(quantized, rows.gathered)
@@ -285,7 +296,7 @@ def _run_experts(line: Timeline, rows: MoeRows) -> None:
     if biased:  # of FC2, saved for every row; times the router's weight; added
         line.make(rows.gathered, rows.gathered, rows.gathered)
         line.free(rows.gathered, rows.gathered)
-    line.free(hidden if low or "moe_act" in local.recompute else 0.0)
+    line.free(hidden if low or "moe_act" in local.recompute else 0.0, max(0.0, offloaded - saved))
 
 
 def _run_in_place(line: Timeline, rows: MoeRows) -> None:

@@ -32,35 +32,51 @@ def owned_parts(bucket: Sequence[LocalParameter]) -> list[float]:
     return parts
 
 
+def _buckets_in_order(parameters: Sequence[LocalParameter]) -> list[list[LocalParameter]]:
+    """Buckets in the order in which their gradients are complete; those that other pipeline ranks share come last."""
+    completes = {one.name: number for number, one in enumerate(reversed(parameters))}
+    buckets = [bucket for _, _, bucket in fill_buckets(parameters)]
+    return sorted(buckets, key=lambda bucket: (bucket[0].is_shared, completes[bucket[-1].name]))
+
+
 def muon_peak(plan: Plan, contents: StageContents, accumulates_wider: bool) -> float:
     """The most bytes in a step of Muon. All its tensors are in fp32. Gradients that are accumulated in another dtype
     than weights have lie in buckets, also on one rank."""
     parameters = rank_parameters(plan, contents)
     is_sharded = plan.knobs.data_parallel != "zero1" and plan.layout.gpus > 1
-    groups = [[one] for one in parameters] if is_sharded else [bucket for _, _, bucket in fill_buckets(parameters)]
+    groups = [[one] for one in parameters] if is_sharded else _buckets_in_order(parameters)
     line, last = Timeline(), 0.0
     for group in groups:
         is_gathered = group[0].num_copies > 1 or (not is_sharded and accumulates_wider)
-        last = _update_bucket(line, group, last, is_gathered, keeps_updates=not is_sharded)
+        gathered = sum(one.elements * (_padding(one, plan.layout.replicate) if is_sharded else 1) for one in group)
+        last = _update_bucket(line, group, last, gathered if is_gathered else 0.0, keeps_updates=not is_sharded)
     return FP32 * line.peak
 
 
+def _padding(parameter: LocalParameter, replicate: int) -> float:
+    """What FSDP gathers of a stack of experts, over the stack: shards are of whole experts, and equal."""
+    if not parameter.is_expert or len(parameter.shape) < 3:
+        return 1.0
+    shards, rows = max(1, parameter.num_copies // replicate), parameter.num_matrices
+    return -(-rows // shards) * shards / rows
+
+
 def _update_bucket(
-    line: Timeline, bucket: Sequence[LocalParameter], last: float, is_gathered: bool, keeps_updates: bool
+    line: Timeline, bucket: Sequence[LocalParameter], last: float, gathered: float, keeps_updates: bool
 ) -> float:
     """Elements while a bucket's matrices are updated: the updates of what the rank owns, as it gathers them, all that
-    it gathers, then one matrix after the other. `last` is the matrix before, which is there until the next one is; the
-    last one of this bucket is returned."""
-    matrices = [parameter for parameter in bucket if parameter.uses_muon]
-    if not matrices:
+    it gathers (`gathered`, if it does), then one matrix after the other. `last` is the matrix before, which is there
+    until the next one is; the last one of this bucket is returned."""
+    if not any(parameter.uses_muon for parameter in bucket):
         return last
     parts = owned_parts(bucket)
+    # A rank orthogonalizes the matrices of which it owns a part.
+    matrices = [parameter for parameter, _ in zip(bucket, parts, strict=False) if parameter.uses_muon]
     owned = sum(part for parameter, part in zip(bucket, parts, strict=False) if parameter.uses_muon)
     line.make(owned)
     line.pass_through(2 * max(part for part in parts))  # a gradient in fp32, and scaled
-    gathered = sum(parameter.elements for parameter in bucket) if is_gathered else 0.0
-    line.make(sum(parts) if is_gathered else 0.0, gathered)
-    line.free(sum(parts) if is_gathered else 0.0, 0.0 if keeps_updates else owned)
+    line.make(sum(parts) if gathered else 0.0, gathered)
+    line.free(sum(parts) if gathered else 0.0, 0.0 if keeps_updates else owned)
     for matrix in matrices:
         whole = matrix.elements * matrix.num_shards
         if matrix.num_shards > 1:  # each rank's shard, all of them, and the matrix
