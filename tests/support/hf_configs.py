@@ -170,6 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_DEEPSEEK,
         "num_hidden_layers": 2,
         "num_attention_heads": 64,
+        "num_key_value_heads": 64,
         "n_routed_experts": 384,
         "n_group": 1,
         "topk_group": 1,

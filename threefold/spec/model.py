@@ -14,7 +14,7 @@ Ffn = Literal["dense", "moe", "none"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to a longer context. `yarn` is what the engine runs."""
+    """How rotary frequencies are stretched to a longer context. The engine runs `yarn`, `llama3` and `linear`."""
 
     factor: float
     original_len: int  # context the unstretched frequencies were trained for
@@ -25,6 +25,8 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None  # DeepSeek also scales the attention logits by it
     truncate: bool = True  # the ramp starts and ends at whole dimensions
+    low_freq_factor: float = 1.0  # of llama3: wavelengths above original_len / this are multiplied by factor
+    high_freq_factor: float = 4.0  # those below original_len / this are left alone; between, a ramp
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class ModelSpec:
     activation: str = "silu"
     tied: bool = False
     norm_eps: float = 1e-6
+    init_std: float = 0.02  # standard deviation of initial weights
     vocab_multiple: int = 128  # Megatron pads the vocabulary to a multiple of this and TP
     vision: VisionSpec | None = None
     published_total: float | None = None  # parameters as the authors state them
@@ -272,6 +275,20 @@ def check_heads(model: ModelSpec) -> None:
     for heads, kind, keys, name in shared:
         if heads % keys:
             raise ValueError(f"{heads} {kind} cannot share {keys} {name} evenly")
+
+
+def check_routing(model: ModelSpec) -> None:
+    """Raise ValueError where tokens cannot choose as many experts as they shall."""
+    moe = model.moe
+    if moe is None:
+        return
+    if moe.num_groups < 1 or moe.num_experts % moe.num_groups:
+        raise ValueError(f"{moe.num_experts} experts do not fall into {moe.num_groups} groups of one size")
+    if not 1 <= moe.top_groups <= moe.num_groups:
+        raise ValueError(f"a token cannot use {moe.top_groups} of {moe.num_groups} groups of experts")
+    choice = moe.num_experts // moe.num_groups * moe.top_groups
+    if moe.top_k > choice:
+        raise ValueError(f"a token cannot choose {moe.top_k} of {choice} experts")
 
 
 def _grouped(model: ModelSpec) -> list[GqaSpec]:

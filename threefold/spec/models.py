@@ -17,6 +17,7 @@ from threefold.spec.model import (
 DEEPSEEK_V3 = ModelSpec(
     name="deepseek-v3",
     family="deepseek_v3",
+    init_std=0.006,  # DeepSeek-V3 technical report, section 4.2
     num_layers=61,
     num_dense_layers=3,
     dim=7168,
@@ -64,6 +65,7 @@ DEEPSEEK_V3_PROXY = replace(
 KIMI_K2 = ModelSpec(
     name="kimi-k2",
     family="deepseek_v3",
+    init_std=0.006,
     num_layers=61,
     num_dense_layers=1,
     dim=7168,
@@ -99,6 +101,7 @@ KIMI_K2 = ModelSpec(
 MOONLIGHT_16B = ModelSpec(
     name="moonlight-16b-a3b",
     family="deepseek_v3",
+    init_std=0.006,
     num_layers=27,
     num_dense_layers=1,
     dim=2048,
@@ -462,7 +465,13 @@ LLAMA31_405B = replace(
     num_layers=126,
     dim=16384,
     dense_dim=53248,
-    attention=GqaSpec(num_heads=128, num_kv_heads=8, head_dim=128, rope_theta=500_000.0),
+    attention=GqaSpec(
+        num_heads=128,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(factor=8.0, original_len=8192, kind="llama3"),
+    ),
     published_total=405.9e9,
     published_active=405.9e9,
     source="meta-llama/Meta-Llama-3.1-405B; Megatron Bridge Llama31ModelProvider405B",
@@ -503,6 +512,7 @@ DEMO_QWEN3_MOE = replace(
 TINY_DEEPSEEK_V3 = ModelSpec(
     name="tiny-deepseek-v3",
     family="deepseek_v3",
+    init_std=0.006,
     num_layers=5,
     num_dense_layers=1,
     dim=128,

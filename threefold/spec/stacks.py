@@ -54,7 +54,7 @@ STACKS = {
 
 
 ENGINE_ACTIVATIONS = ("silu", "clamped swiglu")  # those of `engine/moe/experts.py`
-ENGINE_ROPE_SCALING = ("yarn",)
+ENGINE_ROPE_SCALING = ("yarn", "llama3", "linear")
 
 
 def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -68,9 +68,19 @@ def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "the engine has no sparse attention", "choose a model without an indexer"
     if model.activation not in ENGINE_ACTIVATIONS:
         yield f"the engine has no activation {model.activation!r}", f"known: {', '.join(ENGINE_ACTIVATIONS)}"
+    elif model.activation != "silu" and _has_dense_parts(model):
+        yield f"the engine has no dense feed-forward network with {model.activation!r}", "use silu"
     kind = _rope_scaling(model)
     if kind and kind not in ENGINE_ROPE_SCALING:
-        yield f"the engine has no rotary scaling {kind!r}", "use yarn or none"
+        yield f"the engine has no rotary scaling {kind!r}", f"use {', '.join(ENGINE_ROPE_SCALING)}, or none"
+    if isinstance(model.attention, MlaSpec) and model.attention.v_dim > model.attention.qk_dim:
+        problem = f"the engine has no latent attention with values ({model.attention.v_dim}) wider than keys"
+        yield problem, f"v_head_dim of at most qk_nope_head_dim + qk_rope_head_dim ({model.attention.qk_dim})"
+
+
+def _has_dense_parts(model: ModelSpec) -> bool:
+    """Whether some layer has a dense feed-forward network, or shared experts beside the routed ones."""
+    return any(layer.ffn == "dense" for layer in model.layers) or bool(model.moe and model.moe.num_shared)
 
 
 def _rope_scaling(model: ModelSpec) -> str | None:

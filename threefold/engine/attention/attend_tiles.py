@@ -114,6 +114,7 @@ def _cpu_mask(q: Tensor, k: Tensor, tile: Tile) -> tuple[bool, Tensor | None]:
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
     causal, mask = _cpu_mask(q, k, tile)
+    q, k, v = flash.with_dense_rows(q, k, v)
     out, lse = flash.FLASH_CPU(q, k, flash.pad_head_dim(q.shape[-1], v), 0.0, causal, attn_mask=mask, scale=scale)
     return out[..., : v.shape[-1]], lse
 
@@ -122,7 +123,8 @@ def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
     causal, mask = _cpu_mask(q, k, tile)
-    grad, value, out = (flash.pad_head_dim(q.shape[-1], x) for x in (grad, v, out))
+    q, k, *rest = flash.with_dense_rows(q, k, grad, v, out)
+    grad, value, out = (flash.pad_head_dim(q.shape[-1], x) for x in rest)
     dq, dk, dv = flash.FLASH_CPU_BACKWARD(grad, q, k, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return dq, dk, dv[..., : v.shape[-1]]
 

@@ -32,6 +32,7 @@ from threefold.engine.attention.torch_kernels import (
     SDPA,
     flash_supports,
     pad_head_dim,
+    with_dense_rows,
 )
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.device import device_type, is_simulated
@@ -193,6 +194,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) ->
         visible = visibility_mask(q, masking.window, masking.documents_BS)
         # The kernel only takes an additive mask of the query's dtype.
         mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
+    q, k, v = with_dense_rows(q, k, v)
     with recompute_output(partial(pad_head_dim, q.shape[-1]), v, enabled=is_recomputed(v)) as padded_v:
         out = _CpuFlash.apply(q, k, padded_v, masking.sinks, mask, scale)
     return out[..., : v.shape[-1]]
@@ -213,6 +215,7 @@ class _CpuFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse_BHS, sinks, mask = ctx.saved_tensors
+        (grad,) = with_dense_rows(grad)
         grads = FLASH_CPU_BACKWARD(grad, q, k, v, out, lse_BHS, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
         sink_grad = None
         if sinks is not None:

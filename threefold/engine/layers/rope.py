@@ -1,6 +1,7 @@
-"""Rotary position embedding (RoPE): plain and YaRN, on the whole head or a part of it, on halves or interleaved pairs.
+"""Rotary position embedding (RoPE): plain or scaled (YaRN, Llama 3.1, linear), on all of a head or a part of it.
 
-The attention modules ask `Positions.rope` for the tables and rotate queries and keys with them.
+Dims turn as halves or as interleaved pairs. The attention modules ask `Positions.rope` for the tables and rotate
+queries and keys with them.
 
 Shapes: B batch, S sequence, H heads, R rotated dims of a head, F = R / 2 frequencies.
 """
@@ -29,7 +30,7 @@ def logit_scale(scaling: RopeScaling | None) -> float:
 
 def table_scale(scaling: RopeScaling | None) -> float:
     """YaRN's factor on cos and sin."""
-    if scaling is None:
+    if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
@@ -44,11 +45,23 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None, device: tor
     plain_F = 1.0 / theta**exponent_F
     if scaling is None:
         return plain_F
+    if scaling.kind == "linear":
+        return plain_F / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3_frequencies(plain_F, scaling)
     assert scaling.kind == "yarn"  # build_model refuses others
     low, high = _yarn_ramp(dim, theta, scaling)
     position_F = torch.arange(dim // 2, dtype=torch.float32, device=device)
     slow_F = ((position_F - low) / (high - low)).clamp(0, 1)
     return plain_F / scaling.factor * slow_F + plain_F * (1 - slow_F)
+
+
+def _llama3_frequencies(plain_F: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones left alone, and those between are blended."""
+    turns_F = scaling.original_len * plain_F / (2 * math.pi)  # within the context of training
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    return plain_F / scaling.factor * (1 - kept_F) + plain_F * kept_F
 
 
 def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:

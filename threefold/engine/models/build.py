@@ -36,7 +36,7 @@ def build_model(
         return model
     materialize(model, device)
     if seed is not None:
-        init_weights(model, model.family.init_std, seed)
+        init_weights(model, model.spec.init_std, seed)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The model families as data: initial standard deviation and kind of norm of each family, and the mixer of a layer.
+"""The model families as data: the kind of norm of each family, and the mixer of a layer.
 
 `decoder.py` asks here when it builds a model. A new family that has only known mixers is one more entry of `FAMILIES`
 and a reader for its configuration in `spec/hf.py`.
@@ -18,12 +18,11 @@ from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
 
 @dataclass(frozen=True)
 class Family:
-    init_std: float = 0.02  # standard deviation of initial weights
     zero_centered_norms: bool = False  # norms store weight - 1
 
 
 FAMILIES = {
-    "deepseek_v3": Family(init_std=0.006),  # DeepSeek-V3 technical report, section 4.2
+    "deepseek_v3": Family(),
     "gpt_oss": Family(),
     "llama": Family(),
     "mixtral": Family(),

@@ -65,7 +65,7 @@ def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, se
     for model in chunks.values():
         materialize(model, mesh.device)
         if seed is not None:
-            init_weights(model, model.family.init_std, seed, placements)
+            init_weights(model, model.spec.init_std, seed, placements)
     return ShardedModel(chunks, placements)
 
 

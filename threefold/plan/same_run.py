@@ -1,0 +1,88 @@
+"""What makes two plans plans of one run: the model by its content, the job, and the knobs that a checkpoint depends on.
+
+A run folder keeps the facts of its model in contract.json. A path such as `hf:config.json` says nothing about what the
+file held when the run was started, and a model of the catalogue may be corrected between two versions.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from threefold.findings import shown
+from threefold.plan.plan import Plan
+
+# The knobs that decide what a checkpoint holds.
+_CHECKPOINT_KNOBS = ("knobs.precision", "knobs.optimizer_dtype", "knobs.master_weights")
+# What is known about a model beside what it is; and what no step behind the first one reads.
+_BESIDE = ("name", "source", "published_total", "published_active", "approximate", "init_std")
+_MOST_SHOWN = 6
+_DEEPEST = 4  # tables in each other; a contract may come from a stranger
+
+
+def model_facts(plan: Plan) -> dict[str, Any]:
+    """What the plan's model is, as JSON reads it back."""
+    facts = {name: value for name, value in asdict(plan.model).items() if name not in _BESIDE}
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found
+
+
+def fixed_fields(plan: Plan) -> dict[str, Any]:
+    """The fields that must stay the same when a run goes on.
+
+    The number of steps, the layout, the cluster and how the run is watched may change.
+    """
+    return {path: value for path, value in plan.written if path in _CHECKPOINT_KNOBS or _defines_the_model(path)}
+
+
+def _defines_the_model(path: str) -> bool:
+    return path != "job.steps" and path.startswith(("model", "job."))
+
+
+def field_differences(before: Plan, now: Plan) -> list[str]:
+    """Each fixed field that is not as it was, in words."""
+    old, new = fixed_fields(before), fixed_fields(now)
+    return [_said(path, old, new) for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path)]
+
+
+def _said(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    was, now = (shown(fields[path]) if path in fields else "not stated" for fields in (old, new))
+    return f"{path} was {was}, now {now}"
+
+
+def model_differences(facts: Any, now: Plan) -> list[str]:
+    """Each fact of the model that is not as the run's contract has it; none where the contract has no facts.
+
+    Facts that only one side knows are left out: another version of this package knew more, or less, of a model.
+    """
+    if not isinstance(facts, Mapping):
+        return []
+    old, new = dict(_flat(facts)), dict(_flat(model_facts(now)))
+    same = old.keys() & new.keys()
+    differ = [f"model.{_said(path, old, new)}" for path in sorted(same) if old[path] != new[path]]
+    for path in sorted(old.keys() ^ new.keys()):
+        if _is_table(new if path in old else old, path):  # a part that one of them has not, such as a rope_scaling
+            differ.append(f"model.{path} was {_presence(old, path)}, now {_presence(new, path)}")
+    return differ
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_table(flat: Mapping[str, Any], path: str) -> bool:
+    return any(name.startswith(f"{path}.") for name in flat)
+
+
+def _presence(flat: Mapping[str, Any], path: str) -> str:
+    return "there" if _is_table(flat, path) else shown(flat[path])
+
+
+def listed(differences: list[str]) -> str:
+    """The differences in one line; a few of them where there are many."""
+    more = len(differences) - _MOST_SHOWN
+    return "; ".join(differences[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")

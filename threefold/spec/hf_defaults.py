@@ -1,0 +1,398 @@
+"""What `transformers` takes where a config.json says nothing: the fields of its configuration classes, as data.
+
+The planner runs without transformers, so its defaults are copied here. `tests/spec/test_hf_defaults.py` walks every
+field of the installed classes: each is either read (`defaults`), accepted with one value only (`only`), or `unread`
+for a reason that stands beside it. A field that transformers adds fails that test until somebody decides.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+READ_FROM = "transformers 5.22.2"
+
+# Sizes that no two models share. transformers would take those of some model; here a file without them is refused.
+REQUIRED = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"})
+
+# Fields of every class that change neither sizes nor logits and gradients.
+UNREAD = frozenset(
+    {
+        # how a model is called, saved and shown, and tasks other than predicting the next token
+        *("use_cache", "output_hidden_states", "return_dict", "dtype", "architectures", "transformers_version"),
+        *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "pretraining_tp"),
+        # Token ids. `pad_token_id` also keeps the gradient of padding out of its row of the embedding; the engine's
+        # padding is no input of a loss, so that this gradient is zero there.
+        *("pad_token_id", "bos_token_id", "eos_token_id"),
+        # the loss that balances experts is stated by the plan (job.aux_loss)
+        *("output_router_logits", "router_aux_loss_coef"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HfClass:
+    """One configuration class of transformers."""
+
+    defaults: Mapping[str, Any]  # fields that are read
+    only: Mapping[str, Any] = field(default_factory=dict)  # fields of which one value is supported, the default
+    unread: frozenset[str] = frozenset()
+    # A key that transformers reads as another field, and before it where a file has both.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Keys that are no fields of the class and are read all the same; None where nothing stands for an absent one.
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    null_means: Mapping[str, Any] = field(default_factory=dict)  # what null does in fields whose default is not null
+    theta: float = 10_000.0
+
+
+_ROPE = {
+    "rope_theta": None,
+    "rope_scaling": None,
+    "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
+}
+_BASE = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": None,
+}
+_NO_DROPOUT = {"attention_dropout": 0.0}
+_SPARSE = {**_NO_DROPOUT, "decoder_sparse_step": 1, "mlp_only_layers": None}
+# Read with use_sliding_window only, which is refused.
+_WINDOW = frozenset({"sliding_window"})
+_DELTA = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_DELTA_EXTRA = {**_ROPE, "full_attention_interval": 4, "num_nextn_predict_layers": None, "mtp_num_hidden_layers": None}
+_NULL_HEADS = {"num_key_value_heads": None}
+
+LLAMA = HfClass(
+    defaults={
+        **_BASE,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+    },
+    only={**_NO_DROPOUT, "mlp_bias": False},
+    extra=_ROPE,
+)
+QWEN3 = HfClass(
+    defaults={
+        **_BASE,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "layer_types": None,
+    },
+    only={**_NO_DROPOUT, "use_sliding_window": False},
+    unread=_WINDOW | {"max_window_layers"},
+    extra=_ROPE,
+    null_means=_NULL_HEADS,
+)
+MIXTRAL = HfClass(
+    defaults={
+        **_BASE,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+    },
+    only={**_NO_DROPOUT, "router_jitter_noise": 0.0},
+    aliases={"num_experts": "num_local_experts"},
+    extra=_ROPE,
+    theta=1_000_000.0,
+)
+QWEN3_MOE = HfClass(
+    defaults={
+        **_BASE,
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+        "norm_topk_prob": False,
+    },
+    only={**_SPARSE, "use_sliding_window": False},
+    unread=_WINDOW,
+    aliases={"num_local_experts": "num_experts"},
+    extra={**_ROPE, "head_dim": None},
+)
+QWEN3_NEXT = HfClass(
+    defaults={
+        **_BASE,
+        **_DELTA,
+        "intermediate_size": 5632,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+        "layer_types": None,
+    },
+    only=_SPARSE,
+    extra={**_DELTA_EXTRA, "partial_rotary_factor": 0.25},
+)
+DEEPSEEK_V3 = HfClass(
+    defaults={
+        **_BASE,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_key_value_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 4096,
+        "rope_interleave": True,
+        "num_mtp_layers": 1,
+    },
+    only={**_NO_DROPOUT, "attention_bias": False},
+    aliases={"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
+    # The last three are of DeepSeek's own code; transformers passes them over.
+    extra={**_ROPE, "head_dim": None, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    null_means={**_NULL_HEADS, "q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False},
+)
+GPT_OSS = HfClass(
+    defaults={
+        **{name: value for name, value in _BASE.items() if name != "hidden_act"},
+        "intermediate_size": 2880,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "layer_types": None,
+        # Where neither rope_parameters nor rope_scaling is given.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    only={**_NO_DROPOUT, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    unread=frozenset({"hidden_act"}),  # its experts have a clamped SwiGLU, whatever the name
+    aliases={"num_experts": "num_local_experts"},
+    extra=_ROPE,
+    null_means={"sliding_window": None},
+    theta=150_000.0,
+)
+
+# The families below are planned and priced; the engine does not train them, so only what changes sizes is read.
+QWEN3_5_MOE_TEXT = HfClass(
+    defaults={
+        **_BASE,
+        **_DELTA,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "attention_bias": False,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+        "layer_types": None,
+    },
+    only=_NO_DROPOUT,
+    extra={**_DELTA_EXTRA, "partial_rotary_factor": 0.25},
+)
+QWEN3_VL_MOE_TEXT = HfClass(
+    defaults={
+        **_BASE,
+        "intermediate_size": 5632,
+        "num_key_value_heads": 16,
+        "head_dim": None,
+        "max_position_embeddings": 128000,
+        "attention_bias": False,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "tie_word_embeddings": True,
+    },
+    only=_SPARSE,
+    aliases={"num_local_experts": "num_experts"},
+    extra=_ROPE,
+    theta=500_000.0,
+)
+GLM_MOE_DSA = HfClass(
+    defaults={
+        **{
+            name: value
+            for name, value in DEEPSEEK_V3.defaults.items()
+            if name not in ("rope_interleave", "num_mtp_layers")
+        },
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 12288,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 202752,
+        "mlp_layer_types": None,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 32,
+    },
+    only={**_NO_DROPOUT, "attention_bias": False, "mlp_bias": False},
+    # head_dim is overwritten; the others say which layers share an indexer's choice.
+    unread=frozenset({"head_dim", "layer_types", "indexer_types"}),
+    aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    extra={**_ROPE, "num_nextn_predict_layers": None, "rope_interleave": True},
+)
+GEMMA4_TEXT = HfClass(
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": None,
+        "intermediate_size": 9216,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attention_bias": False,
+        "sliding_window": 512,
+        "layer_types": None,
+        "hidden_size_per_layer_input": 256,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
+    },
+    only={**_NO_DROPOUT, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    unread=frozenset(
+        {
+            "max_position_embeddings",
+            "final_logit_softcapping",
+            "use_bidirectional_attention",
+            "vocab_size_per_layer_input",  # of embeddings per layer, which are refused
+        }
+    ),
+    extra={"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None},
+)
+GEMMA4_ROPE: dict[str, dict[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+NEMOTRON_H = HfClass(
+    defaults={
+        "layers_block_type": None,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": False,
+        "intermediate_size": 21504,
+        "mlp_hidden_act": "relu2",
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "moe_latent_size": None,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "mtp_layers_block_type": None,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+    },
+    only={**_NO_DROPOUT, "hidden_dropout": 0.0, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False},
+    unread=frozenset(
+        {
+            *(
+                "num_logits_to_keep",
+                "max_position_embeddings",
+                "sliding_window",
+                "use_mamba_kernels",
+                "mamba_hidden_act",
+            ),
+            *("expand", "time_step_min", "time_step_max", "time_step_limit", "time_step_floor", "use_conv_bias"),
+            *("chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "residual_in_fp32"),
+            *("rescale_prenorm_residual",),
+        }
+    ),
+    aliases={
+        "layer_types": "layers_block_type",
+        "num_local_experts": "n_routed_experts",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+    },
+    extra={"hybrid_override_pattern": None, "mtp_hybrid_override_pattern": None},
+)
+
+CLASSES = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "gemma4": GEMMA4_TEXT,
+    "glm_moe_dsa": GLM_MOE_DSA,
+    "gpt_oss": GPT_OSS,
+    "kimi_k2": DEEPSEEK_V3,  # its own code is a copy of DeepSeek's
+    "llama": LLAMA,
+    "mixtral": MIXTRAL,
+    "nemotron_h": NEMOTRON_H,
+    "qwen3": QWEN3,
+    "qwen3_5_moe": QWEN3_5_MOE_TEXT,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_vl_moe": QWEN3_VL_MOE_TEXT,
+}
+# Configurations that hold their text model in `text_config`, and whether embeddings are tied where they do not say.
+COMPOSITE_TIED = {"gemma4": True, "qwen3_5_moe": False, "qwen3_vl_moe": False}
+# The image encoder in `vision_config` of the Qwen families: all of it where the file has none.
+VISION: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+}
+VISION_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": VISION,
+    "qwen3_vl_moe": {**VISION, "deepstack_visual_indexes": (8, 16, 24)},
+}
+VISION_UNREAD = frozenset({"hidden_act", "in_channels", "out_hidden_size", "rope_parameters", "initializer_range"})
