@@ -1,6 +1,5 @@
 """What verbs that rehearse share: the plan as the engine runs it, the loads of its experts. No torch before it runs."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from threefold.plan.plan import Plan
 from threefold.report.terminal import table
 from threefold.rules.all import blockers, check, promoted
 from threefold.rules.stacks import ENGINE_LIMITS
+from threefold.safe_files import read_json
 from threefold.units import GIB
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def shares_from(path: str, num_experts: int) -> tuple[tuple[float, ...], str]:
     """Tokens of each expert, from a file or the folder of a run; or what is wrong."""
     file = Path(path) / LOADS if Path(path).is_dir() else Path(path)
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
+        rows = read_json(file)
     except OSError as error:
-        return (), f"--loads {file}: {error.strerror}"
-    except (ValueError, RecursionError) as error:
+        return (), f"--loads {file}: {error.strerror or error}"
+    except ValueError as error:
         return (), f"--loads {file}: {error}"
     by_layer = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
     right = all(isinstance(row, list) and len(row) == num_experts and all(map(_is_load, row)) for row in by_layer)

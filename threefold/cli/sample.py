@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return missing_package("sample", error)
     try:
-        model = load_run(args.run)
+        model = load_run(args.run, lambda text: print(text, file=sys.stderr))
         text = sample_text(model, open_tokenizer(args.tokenizer), args.prompt, args.tokens, args.temperature, args.seed)
     except FindingsError as error:
         return print_findings(error.findings, as_json=False)

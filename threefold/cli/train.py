@@ -122,6 +122,7 @@ def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     """This command again, once a rank."""
     import threefold.engine.launch.agent as agent
     from threefold.engine.dist.join import num_devices
+    from threefold.engine.run.folder import check_run_folder
 
     ranks, here = plan.cluster.gpus, num_devices(plan)
     if here is not None and here < ranks:
@@ -134,6 +135,7 @@ def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
         return print_findings([finding], args.json)
     if plan.run.cores and plan.run.cores != AUTO:
         core_sets(plan.run.cores, ranks)  # one finding here, and not one a rank
+    check_run_folder(folder)  # before logs are written there
     words = [args.plan, *args.overrides, "--run", str(folder)]
     words += ["--threads", str(args.threads)] if args.threads else []
     words += ["--stop-at", str(args.stop_at)] if args.stop_at else []

@@ -3,7 +3,8 @@
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from threefold.cli.inputs import (
     add_plan_arguments,
@@ -31,6 +32,9 @@ WORDS = (
 )
 # Whether it fits a GPU is not asked here, and what a CPU has not is replaced.
 ELSEWHERE = ("states-fit-memory", "engine-has-knob", "engine-has-graphs")
+if TYPE_CHECKING:
+    from threefold.engine.verify.compare import Comparison
+
 TOLERANCE = 1e-10  # fp64 sums in another order differ by about 1e-15
 
 
@@ -88,14 +92,28 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts: dict[str, Any] = {"ranks": plan.layout.gpus, "replaced": replaced, "same": same, "differences": values}
         facts |= {"worst_gradient": found.worst, "near_ties": found.near_ties, "problems": list(found.problems)}
+        facts |= {"vanishing": list(found.vanishing), "idle": list(found.idle), "tolerance": TOLERANCE}
         print(json.dumps(facts))
     else:
         for name, words in zip(names, WORDS, strict=True):
             print(f"{words:<35} differs by {values[name]:.1e}" + (f" in {found.worst}" if name == "gradient" else ""))
-        for problem in found.problems:
-            print(problem)
+        for line in (*_how_compared(found), *found.problems):
+            print(line)
         print("the same as one rank" if same else f"NOT the same as one rank: more than {TOLERANCE:.0e}")
     return 0 if same else 1
+
+
+def _how_compared(found: "Comparison") -> Iterator[str]:
+    """What the numbers above are relative to, and what was not compared."""
+    yield "each difference is relative to the largest element of the tensor on one rank, in fp64"
+    if found.vanishing:
+        names = ", ".join(found.vanishing[:3]) + (", ..." if len(found.vanishing) > 3 else "")
+        count = format_many(len(found.vanishing), "gradient")
+        yield f"{count} zero up to rounding, compared with the largest gradient, weights left out: {names}"
+    if found.idle:
+        yield f"{format_many(len(found.idle), 'tensor')} zero on one rank, of which agreement says little"
+    if found.near_ties:
+        yield f"{format_many(found.near_ties, 'choice')} of experts or capacity nearly tied: rounding may turn them"
 
 
 def _too_large(plan: Plan) -> list[Finding]:

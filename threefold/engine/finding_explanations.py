@@ -93,10 +93,10 @@ EXPLANATIONS = {
         fix="Choose another folder, train first, import again, or train the model that was imported.",
     ),
     "checkpoint-whole": Explanation(
-        what="A checkpoint has every file with the checksum it was written with.",
-        why="A flipped bit in a weight trains on unnoticed.",
+        what="A checkpoint has every file that is read, with its size and checksum, and is that of its folder's step.",
+        why="A flipped bit in a weight trains on unnoticed; and a checkpoint may come from somebody else.",
         confirm="Compare the file with manifest.json.",
-        fix="Use the checkpoint before it; the engine does so by itself.",
+        fix="Restore or delete the folder: then the checkpoint before it is used. Training goes back to it by itself.",
     ),
     "checkpoint-writable": Explanation(
         what="Checkpoints can be written.",
@@ -105,10 +105,11 @@ EXPLANATIONS = {
         fix="Free space; earlier checkpoints are untouched.",
     ),
     "run-is-this-plan": Explanation(
-        what="A run folder holds one plan.",
-        why="Going on with another plan would mix two runs.",
-        confirm="Compare plan.toml in the folder.",
-        fix="Another --run folder; job.steps and run.* may change.",
+        what="A run folder holds one plan, and one model by its content.",
+        why="Going on with another plan would mix two runs. A model `hf:config.json` is compared by what the file "
+        "says, not by its path: weights fit into a model with another rope_theta or top-k, and are wrong in it.",
+        confirm="The message names each field; plan.toml, and `model` in contract.json, have them as they were.",
+        fix="Another --run folder, or the plan and model as they were; job.steps and run.* may change.",
     ),
     "run-is-alone": Explanation(
         what="A folder has one run at a time.",
@@ -121,6 +122,12 @@ EXPLANATIONS = {
         why="Metrics and checkpoints go there.",
         confirm="Check rights and space.",
         fix="Choose another --run folder.",
+    ),
+    "run-readable": Explanation(
+        what="A run's folder holds regular files and folders and no links out of it, and what is read is readable.",
+        why="It may come from somebody else: a link, a device or a FIFO in it would be read or written in its place.",
+        confirm="Look at the file that the message names: ls -l.",
+        fix="Remove the file, or restore it.",
     ),
     "run-has-checkpoint": Explanation(
         what="A run that is sampled or exported has a checkpoint.",

@@ -23,10 +23,12 @@ from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, read_run_plan, write_contract
 from threefold.engine.run.rng_state import random_state, restore_random_state
 from threefold.engine.weights.imported_weights import INITIAL, start_from_initial_weights
-from threefold.findings import Finding, FindingsError
+from threefold.engine.weights.model_shapes import MODEL, check_is_model
+from threefold.findings import Finding, FindingsError, shown
 from threefold.plan.plan import Plan
 
 Tensors = dict[str, Tensor | CheckpointShard]
+MAX_COUNT = 2**62  # of steps and samples
 
 
 @dataclass
@@ -106,11 +108,25 @@ class TrainState:
 
     def restore(self, found: Tensors, facts: dict[str, Any]) -> None:
         """Take over counters and random state after the tensors were filled in place."""
+        try:
+            self._restore(found, facts)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+            reason = f"they lack {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            problem = f"the facts of the newest checkpoint are not those of a run: {reason}"
+            folder, advice = self.checkpoints.folder, "delete that checkpoint: then the one before it is used"
+            found_here = Finding(rule="checkpoint-whole", at=str(folder), problem=problem, advice=advice)
+            raise FindingsError([found_here]) from None
+
+    def _restore(self, found: Tensors, facts: dict[str, Any]) -> None:
         assert self.parts.loader is not None
+        loader = facts["loader"]
+        for table, name in ((facts, "step"), (facts, "bad_steps"), (loader, "step"), (loader, "sample")):
+            if type(table[name]) is not int or not 0 <= table[name] < MAX_COUNT:
+                raise ValueError(f"{name} is {shown(table[name])}")
         self.parts.optimizer.steps = int(cast(Tensor, found["optimizer.steps"]))
         restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
-        self.parts.loader.load_state(facts["loader"])
-        self.step, self.bad_steps = int(facts["step"]), int(facts["bad_steps"])
+        self.parts.loader.load_state(loader)
+        self.step, self.bad_steps = facts["step"], facts["bad_steps"]
         if self.parts.loss_scaler and "loss_scaler" in facts:  # runs of earlier versions have none
             self.parts.loss_scaler.load_state(facts["loss_scaler"])
             self.overflow_steps = int(facts["overflow_steps"])
@@ -145,16 +161,21 @@ def start_or_resume(state: TrainState, tell: Callable[[str], None]) -> None:
         write_contract(folder, plan, parts.device, parts.loader.fingerprint(), is_benchmark)
 
 
-def load_run(folder: Path) -> Decoder:
-    """The model of a run at its newest checkpoint, whole, for sampling."""
+def load_run(folder: Path, say: Callable[[str], None]) -> Decoder:
+    """The model of a run at its newest sound checkpoint, whole, for sampling. `say` is told of damaged ones."""
     plan = read_run_plan(folder)
-    found = Checkpoints(folder / CHECKPOINTS, plan.run.keep).load_latest(lambda text: None)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, plan.run.keep)
+    found = checkpoints.open_latest(say)
     if found is None:
         problem = Finding(
             rule="run-has-checkpoint", at=str(folder), problem="no checkpoint yet", advice="train it first"
         )
         raise FindingsError([problem])
+    if found.folder != checkpoints.path(checkpoints.steps()[-1]):
+        say(f"answering from step {found.facts.get('step')}, not from the newest checkpoint")
+    check_is_model(found, plan)
     model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), options_of(plan))
-    prefix = "model."
-    model.load_state_dict({n.removeprefix(prefix): v for n, v in found[0].items() if n.startswith(prefix)})
+    tensors = found.allocate_tensors(MODEL)
+    found.fill(tensors)
+    model.load_state_dict({name.removeprefix(MODEL): value for name, value in tensors.items()})
     return model

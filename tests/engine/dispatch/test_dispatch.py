@@ -401,7 +401,7 @@ def refusal(name: str, chip: str) -> str:
 
 def test_a_dispatcher_that_is_not_there_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    assert "deepep does not run on gb200" in refusal("deepep", "gb200")
+    assert "does not run on" not in refusal("deepep", "gb200")  # upstream's gate has a date: a warning of `check`
     assert "hybridep does not run on cpu" in refusal("hybridep", "cpu")
     assert "needs the package deep_ep" in refusal("deepep", "h200")
     assert "EP 2 x ETP 1" in refusal("local", "h200")

@@ -146,7 +146,7 @@ def test_fusion_is_proposed_only_where_it_runs() -> None:
     ]:
         plan = build(fields | {"cluster.chip": chip} | more)
         [finding] = expert_kernels_have_use(plan)
-        assert finding.fix == fix
+        assert next(filter(None, (finding.fix, *finding.fixes))) == fix
         assert not list(expert_kernels_have_use(change(plan, fix)))
     for chip, proposed in (("a100", False), ("h100", True), ("b200", True)):
         plan = build(fields | {"cluster.chip": chip})

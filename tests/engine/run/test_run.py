@@ -148,8 +148,10 @@ def test_lines_that_are_no_metrics_are_dropped(tail: str, tmp_path: Path) -> Non
 
 def test_files_of_a_run_that_cannot_be_written_are_findings(tmp_path: Path) -> None:
     (tmp_path / METRICS).mkdir()
-    with pytest.raises(FindingsError, match="run-writable"):
+    with pytest.raises(FindingsError, match=r"run-readable.*it is a folder"):
         Metrics(tmp_path, 0)
+    with pytest.raises(FindingsError, match="run-writable"):
+        Metrics(tmp_path / "nowhere", 0)
 
 
 def test_the_save_behind_too_many_bad_steps_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

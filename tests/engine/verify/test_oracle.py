@@ -243,6 +243,23 @@ def test_comparison_names_what_does_not_move() -> None:
     assert compared(seen(**still), alone=seen(**still)).idle == ("bias", "w")
 
 
+def test_a_gradient_that_is_zero_by_mathematics_is_compared_with_the_largest() -> None:
+    """Rounding on one side and on the other: nothing is wrong, and what Adam makes of it is not compared."""
+
+    def of(tiny: float) -> RankResults:
+        both = {kind: [*owned(f"{name}w", [1.0, 2.0, 3.0, 4.0]), *owned(f"{name}a_log", [tiny] * 4)]
+                for kind, name in (("gradients", ""), ("weights", ""), ("states", "first."))}  # fmt: skip
+        return seen(**both)
+
+    found = compared(of(3e-17), alone=of(1e-17))
+    assert found.vanishing == ("a_log",)
+    assert found.largest < 1e-15
+    assert compared(of(3e-3), alone=of(1e-3)).largest == pytest.approx(
+        2.0
+    )  # a small one of its own size is not let pass
+    assert compared(of(1e-3), alone=of(1e-17)).largest > 1e-4  # nor one that should have vanished
+
+
 @pytest.mark.parametrize(("case", "axis"), [("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("ep", "ep"), ("etp", "etp")])
 def test_comparison_misses_an_axis_that_was_not_used(case: str, axis: str) -> None:
     assert f"nothing travelled along {axis}" in compared(seen(), case=case).problems

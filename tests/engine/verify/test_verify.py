@@ -58,7 +58,7 @@ def test_forced_balance_is_verified_with_learned_routing(capsys: pytest.CaptureF
 @pytest.fixture
 def unrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are not started, and agree."""
-    same = Comparison(*[0.0] * 6, worst="", near_ties=0, num_parameters=1, steps=(), idle=(), problems=())
+    same = Comparison(*[0.0] * 6, worst="", near_ties=0, num_parameters=1, steps=(), vanishing=(), idle=(), problems=())
     monkeypatch.setattr("threefold.engine.verify.oracle.compare_with_one_rank", lambda plan, limit: same)
 
 

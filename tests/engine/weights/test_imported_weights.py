@@ -69,7 +69,7 @@ def test_a_damaged_file_of_imported_weights_is_a_finding(keep: int, tmp_path: Pa
     imported(tmp_path, {})
     file = tmp_path / INITIAL / "00001.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(FindingsError, match=r"00001\.safetensors: cannot be read: .*\n  fix: import"):
+    with pytest.raises(FindingsError, match=r"00001\.safetensors: cannot be read: .*\n  advice: import"):
         begin_from(tmp_path, {})
 
 

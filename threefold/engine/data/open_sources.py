@@ -17,6 +17,7 @@ from threefold.engine.data.text.tokenizer import ByteTokenizer, Tokenizer
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import EMBEDDED, SYNTHETIC, DataEntry, parse_entries
 from threefold.plan.plan import Job
+from threefold.safe_files import open_regular
 from threefold.units import MIB
 
 
@@ -61,9 +62,10 @@ def _open_source(
             raise _refusal("data-fits-task", problem, "give JSONL with messages", {"job.task": "pretrain"})
         shards = [embedded_corpus(cache)]
     elif Path(name).is_dir():
-        files = sorted(Path(name).glob(f"*{SUFFIX}"))
-        small = sum(file.stat().st_size for file in files) <= VERIFY_BYTES
-        shards = [TokenShard(file, verify=small) for file in files]
+        shards = [TokenShard(file, verify=False, within=Path(name)) for file in sorted(Path(name).glob(f"*{SUFFIX}"))]
+        if sum(shard.header.file_bytes for shard in shards) <= VERIFY_BYTES:
+            for shard in shards:
+                shard.verify()
         if not shards:
             raise _refusal("data-empty", f"no shards (*{SUFFIX}) in {name}", "threefold tokenize makes them")
     elif name.endswith(".jsonl"):
@@ -79,7 +81,7 @@ def jsonl_shard(path: str, tokenizer: Tokenizer, cache: str | Path | None = None
     """The tokenized JSONL file as a shard in the cache folder, made once for its content and tokenizer."""
     digest = hashlib.sha256(f"{tokenizer.label} {tokenizer.end} 1 ".encode())  # 1: version of the chat template
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             while part := file.read(MIB):
                 digest.update(part)
     except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.engine.data.shards.token_shard import TokenShard
+from threefold.engine.data.shards.token_shard import TokenShard, refused
 
 Ints = NDArray[np.int64]
 IGNORED = -100  # the label of a position without a loss
@@ -69,9 +69,10 @@ def packed_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
     tokens_N, labels_N, first = _stream(shard, index, seq_len)
     after = first + len(tokens_N)
     span = np.searchsorted(shard.offsets, [np.uint64(first), np.uint64(after)], side="right")
-    inside = (
-        shard.offsets[span[0] : span[1]].astype(np.int64) - first
-    )  # document ends, in 1..N; the next token is another document's
+    # Document ends, in 1..N; the next token is another document's.
+    inside = shard.offsets[span[0] : span[1]].astype(np.int64) - first
+    if np.any(np.diff(inside, prepend=0) <= 0) or np.any(inside > len(tokens_N)):
+        raise refused(shard.path, "its document offsets do not rise")
     labels_N[inside - 1] = IGNORED
     starts = np.concatenate([[0], inside[inside < len(tokens_N)]])
     return pad_sample(tokens_N, labels_N, seq_len, starts)
@@ -79,7 +80,7 @@ def packed_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
 
 def _stream(shard: TokenShard, index: int, seq_len: int) -> tuple[Ints, Ints, int]:
     first = index * seq_len
-    chunk = shard.tokens[first : first + seq_len + 1].astype(np.int64)
+    chunk = shard.read(first, first + seq_len + 1)
     if len(chunk) <= seq_len:
         return chunk, np.append(chunk[1:], IGNORED), first
     return chunk[:-1], chunk[1:].copy(), first
@@ -96,6 +97,8 @@ class WholeDocuments:
         self.shard, self.seq_len, self.packs_several = shard, seq_len, packs_several
         self.mask = shard.mask if uses_mask else None
         sizes = np.diff(shard.offsets.astype(np.int64))
+        if np.any(sizes <= 0):
+            raise refused(shard.path, "its document offsets do not rise")
         used = np.flatnonzero(sizes > 1)
         self.num_truncated = int((sizes > seq_len).sum())
         if self.mask is not None:
@@ -113,7 +116,7 @@ class WholeDocuments:
         tokens, labels, starts, num_tokens = [], [], [], 0
         for document in self._documents[self._starts[index] : self._starts[index + 1]]:
             first, after = self._bounds(int(document))
-            document_tokens = self.shard.tokens[first:after].astype(np.int64)
+            document_tokens = self.shard.read(first, after)
             target = np.append(document_tokens[1:], IGNORED)
             if self.mask is not None:
                 target[:-1][self.mask[first + 1 : after] == 0] = IGNORED

@@ -69,7 +69,11 @@ class Agent:
             raise FindingsError([unwritable_finding(logs, error)]) from None
         for number in range(self.nproc):
             env = _environment(number, self.nproc, attempt, self.max_restarts, port)
-            rank = start_rank(self.argv, env, number, logs / f"rank-{number}.log" if number else None)
+            log = logs / f"rank-{number}.log" if number else None
+            try:
+                rank = start_rank(self.argv, env, number, log)
+            except OSError as error:
+                raise FindingsError([unwritable_finding(log or logs, error)]) from None
             self.ranks.append(rank)
             if self.stop_signal:
                 rank.process.send_signal(self.stop_signal)

@@ -28,15 +28,17 @@ from threefold.engine.dist.join import is_lost_peer_error
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.run.checkpoint_io import (
     Loaded,
-    allocate_tensors,
-    fill_from,
+    OpenCheckpoint,
+    open_checkpoint,
     read_checkpoint,
-    read_facts,
+    step_folder,
+    step_of_folder,
     write_checkpoint,
 )
-from threefold.engine.run.checkpoint_manifest import MANIFEST, read_manifest, verify_files
+from threefold.engine.run.checkpoint_manifest import MANIFEST
 from threefold.engine.run.dcp import CheckpointShard, State
 from threefold.findings import Finding, FindingsError
+from threefold.safe_files import check_inside
 
 __all__ = ["MANIFEST", "CheckpointShard", "Checkpoints", "read_checkpoint", "write_checkpoint"]
 
@@ -53,7 +55,7 @@ class Checkpoints:
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._complete_step: int | None = None  # the step last written or read here
-        folder.mkdir(parents=True, exist_ok=True)
+        self._is_sound: dict[int, bool] = {}  # of each step that was written or verified here
 
     def save(self, step: int, tensors: State, facts: dict[str, Any], wait: bool = False) -> None:
         """Copy the tensors now and write them in the background. The next call reports a save that failed.
@@ -94,23 +96,47 @@ class Checkpoints:
         try:
             write_checkpoint(self.path(step), snapshot, facts, self.group)
             self._complete_step = step
+            self._is_sound[step] = True
             self._remove_old(step)
         except Exception as error:  # reported by finish(), in the thread that can act on it
             self._failure = error
 
     def _remove_old(self, newest: int) -> None:
-        """Remove all but the newest `keep`. Later steps are damaged ones that loading skipped; they do not count."""
-        if self.group.rank == 0:
-            for old in [step for step in self.steps() if step <= newest][: -self.keep]:
-                shutil.rmtree(self.path(old), ignore_errors=True)
+        """Remove all that are older than the newest `keep` sound ones. Damaged ones take no place of sound ones.
+
+        Checkpoints that this process neither wrote nor loaded are verified before they count. Later steps are damaged
+        ones that loading skipped.
+        """
+        if self.group.rank:
+            return
+        sound = 0
+        for step in reversed([step for step in self.steps() if step <= newest]):
+            if sound >= self.keep:
+                shutil.rmtree(self.path(step), ignore_errors=True)
+            elif self._verify(step):
+                sound += 1
+
+    def _verify(self, step: int) -> bool:
+        if step not in self._is_sound:
+            outcome = capture_outcome(TRIVIAL_GROUP, lambda: open_checkpoint(self.path(step)))
+            self._is_sound[step] = not outcome.findings and outcome.problem is None
+        return self._is_sound[step]
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint in place, oldest first."""
-        names = (path.name for path in self.folder.glob("step-*") if path.is_dir())
-        return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+        try:
+            check_inside(self.folder, self.folder.parent)
+            names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            problem = f"checkpoints cannot be listed: {error.strerror or error}"
+            advice = "put a folder of checkpoints there; for another disk, put the whole run there with --run"
+            raise _refuse("checkpoint-whole", self.folder, problem, advice) from None
+        return sorted(step for step in map(step_of_folder, names) if step is not None)
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / step_folder(step)
 
     def remove_partial(self) -> None:
         """Remove what killed saves left. Only the run itself may call this: others would remove a save under way."""
@@ -130,43 +156,61 @@ class Checkpoints:
         Returns full tensors and facts, or fills the tensors of `want` in place and returns the facts; None where there
         is no checkpoint.
         """
+        opened = self.open_latest(say)
+        if opened is None:
+            return None
+        tensors = opened.allocate_tensors() if want is None else {}
+        self._fill(opened, tensors if want is None else _without_missing_rng(want, opened))
+        self._complete_step = step_of_folder(opened.folder.name)
+        return (tensors, opened.facts) if want is None else opened.facts
+
+    def open_latest(self, say: Callable[[str], None]) -> OpenCheckpoint | None:
+        """Open the newest checkpoint that is whole; `say` is told of damaged ones. None where there are none."""
         self.finish()
         problems: list[Finding] = []
         for step in reversed(run_on_first_rank(self.group, self.steps)):
-            damage = self._damage(self.path(step))
-            if damage:
-                problems += damage
-                say(f"{damage[0].problem}; trying the one before")
-                continue
-            tensors = allocate_tensors(self.path(step)) if want is None else {}
-            self._fill(self.path(step), tensors if want is None else _without_missing_rng(want, self.path(step)))
-            self._complete_step = step
-            facts = read_facts(self.path(step))
-            return (tensors, facts) if want is None else facts
+            opened, damage = self._open(self.path(step))
+            self._is_sound[step] = opened is not None
+            if opened is not None:
+                return opened
+            problems += damage
+            say(f"{damage[0].problem}; trying the one before")
         if problems:
             raise FindingsError(problems)
         return None
 
-    def _damage(self, folder: Path) -> list[Finding]:
-        """Findings about files whose checksum is wrong. Each rank reads some of the files."""
+    def open_newest(self) -> OpenCheckpoint | None:
+        """Open the newest checkpoint, or raise what is wrong with it; None where there is no checkpoint."""
+        steps = self.steps()
+        return open_checkpoint(self.path(steps[-1])) if steps else None
+
+    def _open(self, folder: Path) -> tuple[OpenCheckpoint | None, list[Finding]]:
+        """The checkpoint, or findings of any rank about what is wrong with it. Each rank verifies some of the files."""
+        mine = capture_outcome(self.group, lambda: open_checkpoint(folder, self.group.rank, self.group.size))
         try:
-            run_on_all_ranks(self.group, lambda: verify_files(folder, self.group.rank, self.group.size))
+            run_on_all_ranks(self.group, mine.result)
         except FindingsError as error:
-            return error.findings
-        return []
-
-    def _fill(self, folder: Path, want: State) -> None:
-        try:
-            run_on_all_ranks(self.group, lambda: fill_from(folder, want))
+            return None, error.findings
         except RankFailedError as error:
-            problem = f"{folder.name} cannot be loaded: {error}"
-            raise _refuse("checkpoint-whole", folder, problem, "use an earlier checkpoint") from error
+            return None, _unloadable(folder, error).findings
+        return mine.value, []
+
+    def _fill(self, opened: OpenCheckpoint, want: State) -> None:
+        try:
+            run_on_all_ranks(self.group, lambda: opened.fill(want))
+        except RankFailedError as error:
+            raise _unloadable(opened.folder, error) from error
 
 
-def _without_missing_rng(want: State, folder: Path) -> State:
+def _without_missing_rng(want: State, opened: OpenCheckpoint) -> State:
     """`want` without the random state of a GPU where the checkpoint was saved on a CPU."""
-    stored = read_manifest(folder)["tensors"]
+    stored = opened.manifest.tensors
     return {name: value for name, value in want.items() if name in stored or name != "rng.cuda"}
+
+
+def _unloadable(folder: Path, error: RankFailedError) -> FindingsError:
+    problem = f"{folder.name} cannot be loaded: {error}"
+    return _refuse("checkpoint-whole", folder, problem, "use an earlier checkpoint")
 
 
 def _snapshot(value: Tensor | CheckpointShard) -> Tensor | CheckpointShard:

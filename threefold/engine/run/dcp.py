@@ -5,17 +5,19 @@ Tensors have the same names in every layout; on one rank the only rectangle is t
 here: callers (`checkpoint_io.py`, `weights/convert.py`) bring the ranks together.
 """
 
+import struct
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -27,6 +29,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from threefold.engine.dist.shard_placement import Placement, ShardRegion, replicated
+from threefold.engine.run.checkpoint_manifest import INDEX, damaged
+from threefold.engine.run.dcp_index import StoredChunk, read_index
+from threefold.engine.run.dcp_tensor import read_tensor
+from threefold.safe_files import open_regular
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,17 +170,18 @@ def _check_coverage(plans: Sequence[SavePlan]) -> None:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint on disk, whatever layout wrote them. The index is read once."""
+    """The tensors of a checkpoint on disk, whatever layout wrote them. The index is read once.
 
-    def __init__(self, folder: Path) -> None:
+    `files` are those that a manifest lists, and no others are read; None reads whatever the index names.
+    """
+
+    def __init__(self, folder: Path, files: Collection[str] | None = None) -> None:
         self._folder = folder
-        self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
+        self.tensors = read_index(folder, files)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a full tensor; None where there is no such tensor."""
-        value = self._metadata.state_dict_metadata.get(name)
-        return tuple(value.size) if isinstance(value, TensorStorageMetadata) else None
+        return self.tensors[name].shape if name in self.tensors else None
 
     def fill(self, want: State) -> None:
         """Read full tensors and shards in place. A stored rectangle is read once, however many chunks it overlaps."""
@@ -182,32 +189,39 @@ class StoredTensors:
             name: value if isinstance(value, CheckpointShard) else CheckpointShard(replicated(value.shape, ()), value)
             for name, value in want.items()
         }
-        reads: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
+        reads: dict[tuple[StoredChunk, str], list[ReadItem]] = defaultdict(list)
         for name, shard in shards.items():
+            chunks = {chunk.offsets: chunk for chunk in self.tensors[name].chunks} if shard.chunks else {}
             for item in self._read_items(name, shard):
-                reads[item.storage_index].append(item)
-        where = self._metadata.storage_data
-        for index in sorted(reads, key=lambda index: (where[index].relative_path, where[index].offset)):
-            stored = self._read(where[index])
-            for item in reads[index]:
-                chunk = shards[index.fqn].__get_tensor_shard__(item.dest_index)
-                _slice(chunk, item.dest_offsets, item.lengths).copy_(_slice(stored, item.storage_offsets, item.lengths))
+                reads[chunks[tuple(item.storage_index.offset or ())], name].append(item)
+        for chunk, name in sorted(reads, key=lambda key: (key[0].file, key[0].start)):
+            stored = self._read(chunk, self.tensors[name].dtype)
+            for item in reads[chunk, name]:
+                target = shards[name].__get_tensor_shard__(item.dest_index)
+                _slice(target, item.dest_offsets, item.lengths).copy_(
+                    _slice(stored, item.storage_offsets, item.lengths)
+                )
 
     def _read_items(self, name: str, shard: CheckpointShard) -> list[ReadItem]:
         if not shard.chunks:
             return []
-        facts = self._metadata.state_dict_metadata[name]
-        assert isinstance(facts, TensorStorageMetadata)
+        tensor = self.tensors[name]
+        chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+        facts = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
         items = create_read_items_for_chunk_list(name, facts, shard.__create_chunk_list__())
         found, wanted = sum(i.lengths.numel() for i in items), sum(chunk.numel() for chunk in shard.chunks.values())
         if found != wanted:
-            raise ValueError(f"{wanted - found} elements of {name} are missing")
+            raise damaged(self._folder / INDEX, f"{wanted - found} elements of {name} are missing")
         return items
 
-    def _read(self, entry: Any) -> Tensor:
-        with (self._folder / entry.relative_path).open("rb") as file:
-            view = self._reader._slice_file(file, entry)
-            return torch.load(view, map_location="cpu", weights_only=True)
+    def _read(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+        path = self._folder / chunk.file
+        try:
+            with open_regular(path, within=self._folder) as file:
+                return read_tensor(file, chunk.start, chunk.num_bytes, dtype, chunk.sizes)
+        except (OSError, ValueError, KeyError, BadZipFile, struct.error, RuntimeError, OverflowError) as error:
+            reason = f"it lacks {str(error)[:200]}" if isinstance(error, KeyError) else error
+            raise damaged(path, f"{self._folder.name}/{chunk.file} cannot be read: {reason}") from None
 
 
 def _slice(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:

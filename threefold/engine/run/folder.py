@@ -20,38 +20,80 @@ from threefold.engine.run.lock import RunLock
 from threefold.findings import Finding, FindingsError
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.plan import Plan
+from threefold.plan.same_run import field_differences, listed, model_differences, model_facts
+from threefold.safe_files import (
+    UnsafeFileError,
+    open_regular,
+    open_to_append,
+    read_bounded,
+    read_json_object,
+    unsafe_entries,
+    write_aside,
+)
 
-# The knobs that decide what a checkpoint holds.
-_CHECKPOINT_KNOBS = ("knobs.precision", "knobs.optimizer_dtype", "knobs.master_weights")
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
 LOADS = "loads.json"
+MAX_METRICS_BYTES = 2**31  # some three million lines
 
 
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
     """Make the folder, or go on in one that holds a run of the same plan. `lock` keeps other processes out."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        check_run_folder(folder)
         if lock:
             lock.acquire()
         plan_file = folder / PLAN
         if plan_file.exists():
-            before = read_plan(str(plan_file)).plan
-            if before is None or _fixed_fields(before) != _fixed_fields(plan):
-                raise FindingsError(
-                    [
-                        Finding(
-                            rule="run-is-this-plan",
-                            at=str(folder),
-                            problem="the folder holds a run of another plan",
-                            advice="choose another --run folder, or give the plan it was started with",
-                        )
-                    ]
-                )
+            _check_same_run(folder, read_plan(str(plan_file)).plan, plan)
     except OSError as error:
         raise FindingsError([unwritable_finding(folder, error)]) from None
     _replace(plan_file, dump_plan(plan, complete=True).encode())
     if lock:
         lock.write_holder()
+
+
+def _check_same_run(folder: Path, before: Plan | None, plan: Plan) -> None:
+    """Raise where the folder holds a run of another model or job, with each field that differs."""
+    advice = "choose another --run folder, or give the plan it was started with"
+    differences = ["plan.toml in it cannot be read"] if before is None else field_differences(before, plan)
+    if not differences:
+        differences = model_differences(_model_of_contract(folder), plan)
+        advice = "give the model as it was when the run was started, or choose another --run folder"
+    if differences:
+        problem = f"the folder holds a run of another plan: {listed(differences)}"
+        raise FindingsError([Finding(rule="run-is-this-plan", at=str(folder), problem=problem, advice=advice)])
+
+
+def _model_of_contract(folder: Path) -> Any:
+    """The facts of the model that the run was last started with; None where the contract has none."""
+    try:
+        return read_json_object(folder / CONTRACT).get("model")
+    except (OSError, ValueError):  # `check_run_folder` says it
+        return None
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raise where a folder holds what a run must not read or write through, or a contract that is none.
+
+    The folder may come from a stranger: a link in it could lead a write of the run to any file of the user.
+    """
+    for path, reason in unsafe_entries(folder):
+        advice = "remove it from the run's folder; for another disk, put the whole run there with --run"
+        raise FindingsError([unreadable_finding(path, reason, advice)])
+    contract = folder / CONTRACT
+    try:
+        read_json_object(contract)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        advice = "restore it, or delete it: the run goes on without it"
+        raise FindingsError([unreadable_finding(contract, f"cannot be read: {error}", advice)]) from None
+
+
+def unreadable_finding(path: Path, problem: str, advice: str) -> Finding:
+    """The finding about a file of a run's folder that is not read."""
+    return Finding(rule="run-readable", at=str(path), problem=problem, advice=advice)
 
 
 def unwritable_finding(path: Path, error: OSError) -> Finding:
@@ -62,23 +104,18 @@ def unwritable_finding(path: Path, error: OSError) -> Finding:
     )
 
 
-def _fixed_fields(plan: Plan) -> dict[str, Any]:
-    """The fields that must stay the same when a run goes on: the model, the job, and the knobs a checkpoint depends on.
-
-    The number of steps, the layout, the cluster and how the run is watched may change.
-    """
-    return {path: value for path, value in plan.written if path in _CHECKPOINT_KNOBS or _defines_the_model(path)}
-
-
-def _defines_the_model(path: str) -> bool:
-    return path != "job.steps" and path.startswith(("model", "job."))
-
-
 def read_run_plan(folder: Path) -> Plan:
-    """The plan that a run was last started with."""
+    """The plan that a run was last started with. Raises where its model is another one by now."""
+    try:
+        open_regular(folder / PLAN, within=folder).close()
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}"
+        advice = "give the folder of a run, in which plan.toml is"
+        raise FindingsError([unreadable_finding(folder / PLAN, problem, advice)]) from None
     parsed = read_plan(str(folder / PLAN))
     if parsed.plan is None:
         raise FindingsError(parsed.findings)
+    _check_same_run(folder, parsed.plan, parsed.plan)
     return parsed.plan
 
 
@@ -87,6 +124,7 @@ def write_contract(folder: Path, plan: Plan, device: torch.device, data: str, be
     contract = {
         "plan": plan.hash,
         "fields": dict(plan.written),
+        "model": model_facts(plan),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "threefold": threefold.__version__,
         "torch": torch.__version__,
@@ -103,7 +141,7 @@ def _replace(path: Path, text: bytes) -> None:
     """Write a file so that a run killed meanwhile leaves either the old contents or the new."""
     aside = path.with_name(path.name + ".partial")
     try:
-        aside.write_bytes(text)
+        write_aside(aside, text)
         aside.replace(path)
     except OSError as error:
         raise FindingsError([unwritable_finding(path, error)]) from None
@@ -121,12 +159,17 @@ def append_timing(folder: Path, seconds: list[float], steps_before: int, skipped
     path = folder / CONTRACT
     skip = min(skipped, len(seconds) // 2)
     steady = seconds[skip:]
-    if not steady or not path.exists():
+    if not steady:
         return
-    contract = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        contract = read_json_object(path)
+    except (OSError, ValueError):  # none, or one that was damaged since the run was opened: nothing to add to
+        return
     window = [steps_before + skip + 1, steps_before + len(seconds)]
     mean = sum(steady) / len(steady)
-    contract.setdefault("timing", []).append({"steady_steps": window, "mean_step_seconds": mean})
+    before = contract.get("timing")
+    timing = {"steady_steps": window, "mean_step_seconds": mean}
+    contract["timing"] = [*(before if isinstance(before, list) else []), timing]
     _replace(path, json.dumps(contract, indent=2).encode())
 
 
@@ -145,10 +188,13 @@ class Metrics:
         self.problem: Finding | None = None
         try:
             if self.path.exists():
-                found = _numbered_from_one(self.path.read_bytes().splitlines())
+                found = _numbered_from_one(read_bounded(self.path, MAX_METRICS_BYTES).splitlines())
                 lines = [line for line in found if _step_of(line) <= last_step]
                 _replace(self.path, b"".join(line + b"\n" for line in lines))
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = open_to_append(self.path)
+        except UnsafeFileError as error:
+            advice = "move it away: the run goes on with a new file"
+            raise FindingsError([unreadable_finding(self.path, str(error), advice)]) from None
         except OSError as error:
             raise FindingsError([unwritable_finding(self.path, error)]) from None
 

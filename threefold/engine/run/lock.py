@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TextIO
 
 from threefold.findings import Finding, FindingsError
+from threefold.safe_files import open_to_append
 
 LOCK = "run.lock"
 LEASE_SECONDS = 120.0  # after which file servers drop the locks of a machine that went down
 RETRY_SECONDS = 1.0
+MAX_HOLDER = 200  # characters of the file that are shown
 
 
 class RunLock:
@@ -35,12 +37,12 @@ class RunLock:
         A holder on this machine is alive, so this raises at once. A holder on another machine may be gone: this waits
         `lease_seconds` for its lock to be dropped.
         """
-        self._file = file = (self.folder / LOCK).open("a+", encoding="utf-8")
+        self._file = file = open_to_append(self.folder / LOCK, "a+")
         began = time.monotonic()
         reported = False
         while not _try_lock(file):
             file.seek(0)
-            holder = file.read().strip()
+            holder = file.read(MAX_HOLDER).strip()
             elsewhere = holder and not holder.endswith(f" on {platform.node()}")
             if not elsewhere or time.monotonic() - began >= self.lease_seconds:
                 self.close()

@@ -1,8 +1,10 @@
 """Compares results of a parallel layout with those of one rank, and reports when a comparison proves nothing.
 
 `oracle.py` runs both and calls `compare_results`. Differences are relative to the largest element of the one-rank
-tensor. A comparison proves nothing for a tensor that no rank sent, an axis that no collective used, or a gradient that
-is zero everywhere. `Comparison.problems` and `idle` name these.
+tensor. A gradient that is zero by mathematics is only rounding on either side: it is compared with the largest gradient
+of the model, and the weights and optimizer states that follow from it are not compared (`Comparison.vanishing`). A
+comparison proves nothing for a tensor that no rank sent, an axis that no collective used, or a gradient that is zero
+everywhere. `Comparison.problems` and `idle` name these.
 """
 
 import math
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from threefold.layout.degrees import AXES
 from threefold.plan.plan import Plan
+
+VANISHING = 1e-8  # of the largest gradient: below it a gradient in fp64 is rounding
 
 # One rectangle of a tensor each: name, full shape, offsets in the full tensor, values.
 ShardValues = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
@@ -32,7 +36,7 @@ class RankResults:
     weights: ShardValues = field(default_factory=list)  # after the last step; all that this rank holds
     states: ShardValues = field(default_factory=list)  # of the optimizer, after the last step; what this rank owns
     biases: dict[str, Tensor] = field(default_factory=dict)  # buffers, such as router biases
-    near_ties: int = 0  # choices of experts that a small change of the scores would turn
+    near_ties: int = 0  # choices of experts, and copies at the capacity limit, that a small change would turn
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # collectives by group and operation
 
 
@@ -50,6 +54,7 @@ class Comparison:
     near_ties: int
     num_parameters: int  # parameters whose gradients were compared
     steps: tuple[tuple[float, float], ...]  # cross entropy on one rank and on the layout
+    vanishing: tuple[str, ...]  # parameters whose gradient is zero up to rounding
     idle: tuple[str, ...]  # gradients and biases that are zero on one rank: agreement there says little
     problems: tuple[str, ...]  # why the numbers above would mean nothing
 
@@ -64,9 +69,13 @@ def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResul
     problems = [f"{rank.skipped} steps changed nothing" for rank in (one_rank, *ranks) if rank.skipped]
     problems += [f"nothing travelled along {axis}" for axis in _unused_axes(plan, ranks)]
     gradients = _assemble([one_rank.gradients])[0]
-    by_name = dict(_differences("gradient", gradients, [rank.gradients for rank in ranks], problems))
+    sizes = {name: float(value.abs().max()) for name, value in gradients.items() if value.numel()}
+    largest = max(sizes.values(), default=0.0)
+    vanishing = {name for name, size in sizes.items() if 0 < size < VANISHING * largest}
+    floors = dict.fromkeys(vanishing, largest)
+    by_name = dict(_differences("gradient", gradients, [rank.gradients for rank in ranks], problems, floors))
     worst = max(by_name, key=lambda name: by_name[name], default="")
-    states = _differences("state", _assemble([one_rank.states])[0], [rank.states for rank in ranks], problems)
+    states = _differences("state", _assemble([one_rank.states])[0], [rank.states for rank in ranks], problems, {})
     weights = _assemble([one_rank.weights])[0]
     if weights.keys() != gradients.keys():
         problems.append(f"no gradient of {sorted(weights.keys() ^ gradients.keys())}")
@@ -81,13 +90,14 @@ def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResul
         loss=_largest_gap(_loss_gaps(one_rank, rank) for rank in ranks),
         norm=_largest_gap(_gaps(one_rank.norms, rank.norms) for rank in ranks),
         gradient=by_name.get(worst, 0.0),
-        weight=max(_copy_differences(weights, ranks), default=0.0),
-        state=max((gap for _, gap in states), default=0.0),
+        weight=max((gap for name, gap in _copy_differences(weights, ranks) if name not in vanishing), default=0.0),
+        state=max((gap for name, gap in states if name.partition(".")[2] not in vanishing), default=0.0),
         bias=max(biases, default=0.0),
         worst=worst,
         near_ties=sum(rank.near_ties for rank in (one_rank, *ranks)),
         num_parameters=len(by_name),
         steps=tuple((a["ce"], b["ce"]) for a, b in zip(one_rank.losses, ranks[0].losses, strict=True)),
+        vanishing=tuple(sorted(vanishing)),
         idle=tuple(sorted(idle)),
         problems=tuple(dict.fromkeys(problems)),
     )
@@ -119,10 +129,12 @@ def _gaps(wanted: Sequence[float], found: Sequence[float]) -> Iterator[float]:
 
 
 def _differences(
-    what: str, wanted: dict[str, Tensor], ranks: list[ShardValues], problems: list[str]
+    what: str, wanted: dict[str, Tensor], ranks: list[ShardValues], problems: list[str], floors: dict[str, float]
 ) -> list[tuple[str, float]]:
+    """`floors`: what tensors are compared with that have no size of their own."""
     found = _assemble_checked(what, wanted, ranks, problems, once=True)
-    return [(name, relative_difference(found[name], value)) for name, value in wanted.items() if name in found]
+    both = ((name, found[name], value) for name, value in wanted.items() if name in found)
+    return [(name, relative_difference(here, value, floors.get(name, 0.0))) for name, here, value in both]
 
 
 def _assemble_checked(
@@ -152,18 +164,19 @@ def _assemble(ranks: list[ShardValues]) -> tuple[dict[str, Tensor], dict[str, Te
     return full, times
 
 
-def _copy_differences(wanted: dict[str, Tensor], ranks: Sequence[RankResults]) -> Iterator[float]:
-    """Differences of every copy of a weight on every rank, not only of the owner's."""
+def _copy_differences(wanted: dict[str, Tensor], ranks: Sequence[RankResults]) -> Iterator[tuple[str, float]]:
+    """Names and differences of every copy of a weight on every rank, not only of the owner's."""
     for rank in ranks:
         for name, _, offsets, values in rank.weights:
             at = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
             if values.numel() and name in wanted:
-                yield _finite(float((values - wanted[name][at]).abs().max()), float(wanted[name].abs().max()))
+                yield name, _finite(float((values - wanted[name][at]).abs().max()), float(wanted[name].abs().max()))
 
 
-def relative_difference(found: Tensor, wanted: Tensor) -> float:
+def relative_difference(found: Tensor, wanted: Tensor, at_least: float = 0.0) -> float:
     """The largest difference relative to the largest element; absolute where one rank has only zeros."""
-    return _finite(float((found - wanted).abs().max()), float(wanted.abs().max())) if wanted.numel() else 0.0
+    size = max(at_least, float(wanted.abs().max())) if wanted.numel() else 0.0
+    return _finite(float((found - wanted).abs().max()), size) if wanted.numel() else 0.0
 
 
 def _finite(gap: float, size: float) -> float:

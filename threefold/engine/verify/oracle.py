@@ -14,6 +14,7 @@ from torch import Tensor
 from threefold.engine.batch import Batch
 from threefold.engine.build import Parts, build, options_of
 from threefold.engine.data_parallel.fsdp import Fsdp
+from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.dist.shard_placement import Placement
@@ -71,7 +72,8 @@ def run_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Opt
     def count(call: CollectiveCall) -> None:
         results.calls[call.group.name, call.operation] += 1
 
-    with _TieFinder(parts, results), observe_collectives(count):
+    capacity_factor = plan.job.capacity_factor if plan.layout.gpus == 1 else None
+    with _TieFinder(parts, results, capacity_factor), observe_collectives(count):
         for step in range(steps):
             batches = [synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches)]
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
@@ -155,11 +157,12 @@ def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _TieFinder:
-    """Counts choices of experts that a small change of the scores would turn."""
+    """Counts choices of experts that a small change of the scores would turn, and with a capacity factor the copies
+    that it would keep or drop. The latter are asked of one rank, which sees all tokens of a microbatch."""
 
-    def __init__(self, parts: Parts, results: RankResults) -> None:
+    def __init__(self, parts: Parts, results: RankResults, capacity_factor: float | None) -> None:
         self.routers = [r for chunk in parts.chunks.values() for r in chunk.routers() if not r.forced_balance]
-        self.results = results
+        self.results, self.capacity_factor = results, capacity_factor
 
     def __enter__(self) -> None:
         self.handles = [router.register_forward_hook(self._count_ties) for router in self.routers]
@@ -175,3 +178,15 @@ class _TieFinder:
         logits = (routing.logits_TE.detach() * noise).to(routing.logits_TE.dtype)
         scores = (routing.scores_TE.detach() * noise).to(routing.scores_TE.dtype)
         self.results.near_ties += int((router.choose_experts(logits, scores) != routing.expert_TK).sum())
+        if self.capacity_factor is not None:
+            self.results.near_ties += self._count_capacity_ties(routing, size, draw)
+
+    def _count_capacity_ties(self, routing: Any, size: float, draw: torch.Generator) -> int:
+        expert_TK, weight_TK = routing.expert_TK, routing.weight_TK.detach()
+        capacity = Capacity(self.capacity_factor or 1.0, routing.logits_TE.shape[1])
+        noise = 1 + size * (torch.rand(weight_TK.shape, generator=draw, dtype=torch.float64) - 0.5)
+        dropped, nudged = (
+            capacity.sort_and_pad(expert_TK, weights)[0].row_TK < 0
+            for weights in (weight_TK, (weight_TK * noise).to(weight_TK.dtype))
+        )
+        return int((dropped != nudged).sum())

@@ -9,6 +9,7 @@ from torch import Tensor
 # The 16 values of fp4 e2m1: OCP Microscaling Formats specification 1.0, section 5.3.3.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127
+MXFP4_BLOCK_BYTES = 16  # 32 values that share a scale
 
 
 def dequantize_fp8_blocks(weight_MN: Tensor, scale_mn: Tensor, block: tuple[int, int]) -> Tensor:

@@ -12,7 +12,7 @@ Shapes: E experts, D model dim, H expert dim, X = 2H (gate and up), W convolutio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 from torch import Tensor
 
@@ -91,7 +91,30 @@ _MTP = {
 }
 
 
-def hf_layouts(name: str, spec: ModelSpec) -> list[list[HfTensor]]:
+Layout = Sequence[HfTensor]
+
+
+class _OfExperts(Sequence[HfTensor]):
+    """One tensor for each expert or half of one, made when it is asked for: a config.json may tell of any number."""
+
+    def __init__(self, count: int, make: Callable[[int], HfTensor]) -> None:
+        self._numbers, self._make = range(count), make
+
+    @overload
+    def __getitem__(self, index: int) -> HfTensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[HfTensor]: ...
+
+    def __getitem__(self, index: int | slice) -> HfTensor | Sequence[HfTensor]:
+        found = self._numbers[index]
+        return self._make(found) if isinstance(found, int) else [self._make(number) for number in found]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
     """The layouts in which a checkpoint may hold the engine tensor `name`, each a list of tensors.
 
     The first layout is the one that is written. Others are the stacked experts of newer transformers, and MXFP4.
@@ -106,7 +129,7 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[list[HfTensor]]:
     return _mtp_layouts(int(match[1]), match[2], match[3], spec)
 
 
-def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> list[list[HfTensor]]:
+def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> list[Layout]:
     """MTP depths: Qwen3-Next has one under `mtp.`; other families follow DeepSeek and add layers after the last."""
     if spec.family == "qwen3_next":
         if layer is not None:
@@ -132,7 +155,7 @@ def duplicated_keys(spec: ModelSpec, mtp: int) -> dict[str, str]:
     return found
 
 
-def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> list[list[HfTensor]]:
+def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> list[Layout]:
     part, _, inner = rest.partition(".")
     if part == "mixer_norm":
         return [[HfTensor(f"{prefix}input_layernorm.{inner}")]]
@@ -157,7 +180,7 @@ def _mixer_tensor(name: str, prefix: str, layer: Layer, spec: ModelSpec) -> HfTe
     return HfTensor(prefix + _translate(name, _MLA if isinstance(spec.attention, MlaSpec) else _GQA))
 
 
-def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[list[HfTensor]]:
+def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     part, _, inner = name.partition(".")
     if part == "experts":
         return _expert_layouts(inner, prefix, spec)
@@ -170,25 +193,23 @@ def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[list[HfTensor]
     return [[HfTensor(f"{prefix}mlp.shared_expert_gate.{inner}")]]
 
 
-def _expert_layouts(name: str, prefix: str, spec: ModelSpec) -> list[list[HfTensor]]:
+def _expert_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     if spec.family == "gpt_oss":
         return _gpt_oss_expert_layouts(name, f"{prefix}mlp.experts.")
     assert spec.moe is not None
     gate, up, down = ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     experts_prefix = f"{prefix}{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.experts."
     stacked = [HfTensor(f"{prefix}mlp.experts.{name}_proj")]
+    count = spec.moe.num_experts
     if name == "down":
-        return [
-            [HfTensor(f"{experts_prefix}{e}.{down}.weight", _expert_view(e)) for e in range(spec.moe.num_experts)],
-            stacked,
-        ]
-    halves = ((gate, 0), (up, 1))
-    each = [
-        HfTensor(f"{experts_prefix}{e}.{half}.weight", _expert_view(e, number))
-        for e in range(spec.moe.num_experts)
-        for half, number in halves
-    ]
-    return [each, stacked]
+        of_expert = _OfExperts(count, lambda e: HfTensor(f"{experts_prefix}{e}.{down}.weight", _expert_view(e)))
+        return [of_expert, stacked]
+
+    def half_of_expert(number: int) -> HfTensor:
+        expert, half = divmod(number, 2)
+        return HfTensor(f"{experts_prefix}{expert}.{(gate, up)[half]}.weight", _expert_view(expert, half))
+
+    return [_OfExperts(2 * count, half_of_expert), stacked]
 
 
 def _expert_view(number: int, half: int | None = None) -> Callable[[Tensor], Tensor]:
@@ -198,7 +219,7 @@ def _expert_view(number: int, half: int | None = None) -> Callable[[Tensor], Ten
     return lambda p_EXD: p_EXD[number].chunk(2)[half]
 
 
-def _gpt_oss_expert_layouts(name: str, experts_prefix: str) -> list[list[HfTensor]]:
+def _gpt_oss_expert_layouts(name: str, experts_prefix: str) -> list[Layout]:
     """GPT-OSS stores the input dim first, and gate and up rows alternate. In MXFP4 the output dim is first."""
     key = experts_prefix + name.replace("gate_up", "gate_up_proj").replace("down", "down_proj")
     if name == "down_bias":

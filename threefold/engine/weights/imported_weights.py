@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.models.build import build_model
 from threefold.engine.run.dcp import CheckpointShard, State
-from threefold.engine.weights.safetensors_files import abbreviate
+from threefold.engine.weights.safetensors_files import READ_ERRORS, abbreviate
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
+from threefold.safe_files import check_inside, open_regular
 
 INITIAL = "initial"
 _IMPORT_AGAIN, _TRAIN_IMPORTED = "import the checkpoint again", "train the model that was imported"
@@ -79,15 +80,20 @@ def fill_initial_weights(
 
 
 def _weight_files(run: Path) -> list[Path]:
+    try:
+        check_inside(run / INITIAL, run)
+    except OSError as error:
+        raise FindingsError([convertible_finding(run / INITIAL, f"is not read: {error}", _IMPORT_AGAIN)]) from None
     return sorted((run / INITIAL).glob("*.safetensors"))
 
 
 @contextmanager
 def _open_file(path: Path) -> Iterator[Any]:
     try:
+        open_regular(path, within=path.parent).close()
         with safe_open(str(path), "pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except READ_ERRORS as error:
         raise FindingsError([convertible_finding(path, f"cannot be read: {error}", _IMPORT_AGAIN)]) from None
 
 

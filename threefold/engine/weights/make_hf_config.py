@@ -29,6 +29,7 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
         "num_hidden_layers": spec.num_layers,
         "intermediate_size": spec.dense_dim,
         "rms_norm_eps": spec.norm_eps,
+        "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tied,
         "hidden_act": "silu",
         "bos_token_id": None,
@@ -37,7 +38,7 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.attention
     assert attention is not None
     config |= _mla(attention) if isinstance(attention, MlaSpec) else _gqa(attention)
-    config |= _rope(attention)
+    config |= _rope(attention, partial=spec.family == "qwen3_next")
     if spec.moe is not None:
         config |= _moe(spec, spec.moe)
     if spec.delta is not None:
@@ -75,10 +76,9 @@ def _mla(spec: MlaSpec) -> dict[str, Any]:
     }
 
 
-def _rope(spec: GqaSpec | MlaSpec) -> dict[str, Any]:
+def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:
     """RoPE settings, twice: transformers 4 reads `rope_theta`, transformers 5 reads `rope_parameters`."""
-    fraction = spec.rope_fraction if isinstance(spec, GqaSpec) else 1.0
-    part = {} if fraction == 1.0 else {"partial_rotary_factor": fraction}
+    part = {"partial_rotary_factor": spec.rope_fraction} if partial and isinstance(spec, GqaSpec) else {}
     scaling = {"rope_type": "default"} if spec.rope_scaling is None else _scaling(spec.rope_scaling)
     config: dict[str, Any] = {
         "rope_theta": spec.rope_theta,
@@ -91,15 +91,17 @@ def _rope(spec: GqaSpec | MlaSpec) -> dict[str, Any]:
 
 
 def _scaling(spec: RopeScaling) -> dict[str, Any]:
-    optional = {
-        "attention_factor": spec.attention_factor,
-        "mscale": spec.mscale,
-        "mscale_all_dim": spec.mscale_all_dim,
-    }
+    config: dict[str, Any] = {"rope_type": spec.kind, "factor": spec.factor}
+    if spec.mscale_all_dim is not None:
+        config["mscale_all_dim"] = spec.mscale_all_dim
+    if spec.kind == "linear":
+        return config
+    config["original_max_position_embeddings"] = spec.original_len
+    if spec.kind == "llama3":
+        return {**config, "low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
+    optional = {"attention_factor": spec.attention_factor, "mscale": spec.mscale}
     return {
-        "rope_type": spec.kind,
-        "factor": spec.factor,
-        "original_max_position_embeddings": spec.original_len,
+        **config,
         "beta_fast": spec.beta_fast,
         "beta_slow": spec.beta_slow,
         "truncate": spec.truncate,
@@ -113,7 +115,7 @@ def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         return {**config, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_dim}
     config |= {"moe_intermediate_size": moe.expert_dim, "norm_topk_prob": moe.norm_topk}
     if spec.family != "deepseek_v3":
-        shared = {"shared_expert_intermediate_size": moe.shared_width} if moe.num_shared else {}
+        shared = {"shared_expert_intermediate_size": moe.shared_width} if spec.family == "qwen3_next" else {}
         return {**config, "num_experts": moe.num_experts, **shared}
     return {
         **config,

@@ -7,20 +7,23 @@ result; `read_hf` fills a model with it.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.weights.dequantize import dequantize_fp8_blocks, dequantize_mxfp4
-from threefold.engine.weights.hf_names import HfTensor, duplicated_keys, hf_layouts, stored_keys
-from threefold.engine.weights.safetensors_files import SafetensorsFolder, abbreviate, finding
+from threefold.engine.weights.dequantize import MXFP4_BLOCK_BYTES, dequantize_fp8_blocks, dequantize_mxfp4
+from threefold.engine.weights.hf_names import HfTensor, Layout, duplicated_keys, hf_layouts, stored_keys
+from threefold.engine.weights.model_shapes import tensors_on_meta
+from threefold.engine.weights.safetensors_files import SafetensorsFolder, abbreviate, finding, refuse
 from threefold.findings import Finding, FindingsError
 from threefold.spec.model import ModelSpec
 
 _PLAIN = {"F64", "F32", "F16", "BF16"}
+_MOST_COUNTED = 10_000  # names that are looked for until the rest is left out
+_MOST_FINDINGS = 100
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class HfWeights:
     """The weights of a checkpoint for one model. Iterating gives the engine's names and tensors."""
 
     checkpoint: SafetensorsFolder
-    hf_tensors: dict[str, list[HfTensor]]  # by engine tensor
+    hf_tensors: dict[str, Layout]  # by engine tensor
     shapes: dict[str, tuple[int, ...]]  # of the engine tensors
     findings: list[Finding]  # warnings about tensors that were dequantized or not used
 
@@ -37,7 +40,7 @@ class HfWeights:
         for name, hf_tensors in self.hf_tensors.items():
             yield name, self._assemble(name, hf_tensors)
 
-    def _assemble(self, name: str, hf_tensors: list[HfTensor]) -> Tensor:
+    def _assemble(self, name: str, hf_tensors: Layout) -> Tensor:
         engine_tensor = None
         for hf_tensor in hf_tensors:
             value = _load(self.checkpoint, hf_tensor)
@@ -51,21 +54,30 @@ class HfWeights:
 def open_hf(folder: Path, spec: ModelSpec, mtp: int | None = None) -> HfWeights:
     """Find every tensor of the model and check its shape. Raises all problems at once; no tensor is read yet."""
     checkpoint = SafetensorsFolder(folder)
-    model = build_model(spec, mtp, device="meta")
-    chosen, problems, used = {}, [], set(duplicated_keys(spec, max(spec.mtp_layers, model.num_mtp)))
-    for name, tensor in model.state_dict().items():
+    try:
+        tensors = tensors_on_meta(spec, mtp, len(checkpoint.file_of))
+    except ValueError as error:
+        raise refuse(
+            f"these are no weights of the model in config.json: {error}", "use the config.json beside them"
+        ) from None
+    num_mtp = len({name.split(".")[1] for name in tensors if name.startswith("mtp.")})
+    chosen, problems, used = {}, [], set(duplicated_keys(spec, max(spec.mtp_layers, num_mtp)))
+    for name, tensor in tensors.items():
         layouts = hf_layouts(name, spec)
         layout = next((layout for layout in layouts if _is_complete(layout, checkpoint)), None)
         if layout is None:
-            missing = [key for part in layouts[0] for key in stored_keys(part) if key not in checkpoint.file_of]
+            wanted = (key for part in layouts[0] for key in stored_keys(part))
+            missing = list(islice((key for key in wanted if key not in checkpoint.file_of), _MOST_COUNTED))
             problems.append(finding(f"no weights for {name}: {abbreviate(missing)} missing", "complete the checkpoint"))
             continue
-        problems += [problem for part in layout for problem in _check(part, tensor, checkpoint)]
+        problems += islice((problem for part in layout for problem in _check(part, tensor, checkpoint)), _MOST_FINDINGS)
         used |= {key for part in layout for key in stored_keys(part)}
         chosen[name] = layout
+        if len(problems) >= _MOST_FINDINGS:
+            break
     if problems:
-        raise FindingsError(problems)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        raise FindingsError(problems[:_MOST_FINDINGS])
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return HfWeights(checkpoint, chosen, shapes, list(_warnings(checkpoint, chosen, used)))
 
 
@@ -79,7 +91,7 @@ def read_hf(folder: Path, model: Decoder) -> list[Finding]:
     return weights.findings
 
 
-def _is_complete(layout: list[HfTensor], checkpoint: SafetensorsFolder) -> bool:
+def _is_complete(layout: Layout, checkpoint: SafetensorsFolder) -> bool:
     return all(key in checkpoint.file_of for part in layout for key in stored_keys(part))
 
 
@@ -89,15 +101,41 @@ def _scale_key(hf_tensor: HfTensor, checkpoint: SafetensorsFolder) -> str | None
 
 
 def _check(hf_tensor: HfTensor, tensor: Tensor, checkpoint: SafetensorsFolder) -> Iterator[Finding]:
-    keys = stored_keys(hf_tensor)
-    expected, found = hf_tensor.shape(tensor), checkpoint.shape(keys[0])
+    key = stored_keys(hf_tensor)[0]
+    expected, found, scale = hf_tensor.shape(tensor), checkpoint.shape(key), _scale_key(hf_tensor, checkpoint)
     if hf_tensor.stored == "mxfp4":
-        found = (*found[:-2], found[-2] * found[-1] * 2)
-    elif checkpoint.dtype(keys[0]) not in _PLAIN and _scale_key(hf_tensor, checkpoint) is None:
-        problem = f"{keys[0]} is stored as {checkpoint.dtype(keys[0])} without a known scale"
-        yield finding(problem, "use the bf16, block-fp8 or MXFP4 checkpoint")
+        yield from _check_mxfp4(hf_tensor, expected, checkpoint)
+        return
     if expected != found:
-        yield finding(f"{keys[0]} has shape {found}, the model wants {expected}", "use the config.json beside it")
+        yield finding(f"{key} has shape {found}, the model wants {expected}", "use the config.json beside it")
+    elif scale is not None:
+        yield from _check_fp8_scale(key, scale, checkpoint)
+    elif checkpoint.dtype(key) not in _PLAIN:
+        problem = f"{key} is stored as {checkpoint.dtype(key)} without a known scale"
+        yield finding(problem, "use the bf16, block-fp8 or MXFP4 checkpoint")
+
+
+def _check_mxfp4(hf_tensor: HfTensor, expected: tuple[int, ...], checkpoint: SafetensorsFolder) -> Iterator[Finding]:
+    blocks, scales = stored_keys(hf_tensor)
+    found, of_scales = checkpoint.shape(blocks), checkpoint.shape(scales)
+    whole = (*found[:-2], found[-2] * found[-1] * 2) if len(found) >= 2 else found
+    if expected != whole:
+        yield finding(f"{blocks} has shape {found}, the model wants {expected}", "use the config.json beside it")
+    elif found[-1] != MXFP4_BLOCK_BYTES or of_scales != found[:-1]:
+        yield finding(f"{scales} has shape {of_scales} for blocks of {found}", "download the checkpoint again")
+    elif {checkpoint.dtype(blocks), checkpoint.dtype(scales)} != {"U8"}:
+        yield finding(f"{blocks} and its scales are not stored as bytes", "download the checkpoint again")
+
+
+def _check_fp8_scale(key: str, scale: str, checkpoint: SafetensorsFolder) -> Iterator[Finding]:
+    """One scale for each block of a matrix."""
+    shape, found, block = checkpoint.shape(key), checkpoint.shape(scale), checkpoint.fp8_block
+    wanted = tuple(-(-size // side) for size, side in zip(shape, block, strict=False))
+    if len(shape) != 2 or found != wanted:
+        problem = f"{scale} has shape {found}; {key} of shape {shape} in blocks of {block} wants {wanted}"
+        yield finding(problem, "use the config.json beside it, or download the checkpoint again")
+    elif checkpoint.dtype(scale) not in _PLAIN:
+        yield finding(f"{scale} is stored as {checkpoint.dtype(scale)}", "use scales in 16 or 32 bits")
 
 
 def _load(checkpoint: SafetensorsFolder, hf_tensor: HfTensor) -> Tensor:
@@ -110,7 +148,7 @@ def _load(checkpoint: SafetensorsFolder, hf_tensor: HfTensor) -> Tensor:
     )
 
 
-def _warnings(checkpoint: SafetensorsFolder, chosen: dict[str, list[HfTensor]], used: set[str]) -> Iterator[Finding]:
+def _warnings(checkpoint: SafetensorsFolder, chosen: dict[str, Layout], used: set[str]) -> Iterator[Finding]:
     kinds: Counter[str] = Counter()
     for hf_tensor in (part for layout in chosen.values() for part in layout):
         scale = _scale_key(hf_tensor, checkpoint)

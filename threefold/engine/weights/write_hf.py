@@ -5,10 +5,12 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -44,18 +46,34 @@ def write_hf(
     state = model_or_state.state_dict() if isinstance(model_or_state, nn.Module) else model_or_state
     shards = _split_into_shards(list(_items(state, spec)), max_shard_bytes)
     config = _config_to_write(hf_config or hf_config_of(spec), state)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        names = _shard_names(len(shards))
+    names = _shard_names(len(shards))
+    with _removed_on_failure(folder, [*names, INDEX, "config.json"]):
         for name, items in zip(names, shards, strict=True):
             _save(folder / name, {item.tensor.key: item.tensor.read(state[item.name]) for item in items})
         if len(shards) > 1:
             _save_index(folder / INDEX, names, shards)
         _write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise refuse(
-            f"cannot write {folder}: {error}", "give a folder that can be written, with enough space"
-        ) from None
+
+
+@contextmanager
+def _removed_on_failure(folder: Path, names: list[str]) -> Iterator[None]:
+    """Make the folder; where writing fails, as on a full disk, remove what was not there before."""
+    before = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        new = [f"{name}.part" for name in names] + [name for name in names if name not in (before or ())]
+        for name in new:
+            with suppress(OSError):  # the folder could not be made
+                (folder / name).unlink(missing_ok=True)
+        if before is None:
+            with suppress(OSError):
+                folder.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            advice = "give a folder that can be written, with enough space"
+            raise refuse(f"cannot write {folder}: {error}", advice) from None
+        raise
 
 
 def _items(state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[_Item]:

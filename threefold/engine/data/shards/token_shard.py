@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.findings import Finding, FindingsError
+from threefold.safe_files import open_regular
 from threefold.units import MIB
 
 MAGIC = b"3FTOKENS"
@@ -95,20 +96,20 @@ def content_fingerprint(digests: list[bytes], vocab: int, tokenizer: str) -> str
 class TokenShard:
     """A shard on disk, memory-mapped. Opening it checks the header; `verify` reads the whole file."""
 
-    def __init__(self, path: str | Path, verify: bool | None = None) -> None:
-        """With `verify` None a shard of at most VERIFY_BYTES is verified."""
+    def __init__(self, path: str | Path, verify: bool | None = None, within: Path | None = None) -> None:
+        """With `verify` None a shard of at most VERIFY_BYTES is verified. No link may lead out of `within`."""
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, within) as file:
                 size = file.seek(0, 2)
                 file.seek(0)
                 self.header = _parse_header(self.path, file.read(HEADER.size))
                 if size != self.header.file_bytes:
-                    raise _refused(self.path, f"{size} bytes, but its header tells of {self.header.file_bytes}")
+                    raise refused(self.path, f"{size} bytes, but its header tells of {self.header.file_bytes}")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: the path contains a NUL
             problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-            raise _refused(self.path, problem, "give the path of a shard") from error
+            raise refused(self.path, problem, "give the path of a shard") from error
         head, kind = self.header, token_dtype(self.header.vocab)
         self.tokens: NDArray[Any] = np.frombuffer(self._map, kind, head.num_tokens, head.tokens_offset)
         self.mask: NDArray[np.uint8] | None = (
@@ -116,12 +117,19 @@ class TokenShard:
         )
         self.offsets: NDArray[np.uint64] = np.frombuffer(self._map, "<u8", head.num_documents + 1, head.offsets_offset)
         if self.offsets[0] != 0 or self.offsets[-1] != head.num_tokens:
-            raise _refused(self.path, "its document offsets do not span its tokens")
+            raise refused(self.path, "its document offsets do not span its tokens")
         if verify or (verify is None and size <= VERIFY_BYTES):
             self.verify()
 
     def __len__(self) -> int:
         return self.header.num_documents
+
+    def read(self, first: int, after: int) -> NDArray[np.int64]:
+        """The tokens of a range. A shard that is too large to be verified when it is opened is checked here."""
+        tokens = self.tokens[first:after].astype(np.int64)
+        if tokens.max(initial=0) >= self.header.vocab:
+            raise refused(self.path, f"it holds tokens past its vocabulary of {self.header.vocab}")
+        return tokens
 
     def document(self, index: int) -> NDArray[Any]:
         """The tokens of one document, as a view of the file."""
@@ -132,39 +140,42 @@ class TokenShard:
         head = self.header
         digests = [_digest(self.tokens), _digest(self.mask), _digest(self.offsets)]
         if content_fingerprint(digests, head.vocab, head.tokenizer) != head.fingerprint:
-            raise _refused(self.path, "its content does not have the fingerprint of its header")
+            raise refused(self.path, "its content does not have the fingerprint of its header")
         if any(np.any(part[1:] <= part[:-1]) for part in _chunks(self.offsets, overlap=1)):
-            raise _refused(self.path, "its document offsets do not rise")
+            raise refused(self.path, "its document offsets do not rise")
         if any(part.max(initial=0) >= head.vocab for part in _chunks(self.tokens)):
-            raise _refused(self.path, f"it holds tokens past its vocabulary of {head.vocab}")
+            raise refused(self.path, f"it holds tokens past its vocabulary of {head.vocab}")
 
 
 def _parse_header(path: Path, raw: bytes) -> ShardHeader:
     if raw[: len(MAGIC)] != MAGIC:
         problem = "the file is empty" if not raw else "this is no token shard"
-        raise _refused(path, problem, f"make one: threefold tokenize {path} --out FILE{SUFFIX}")
+        raise refused(path, problem, f"make one: threefold tokenize {path} --out FILE{SUFFIX}")
     if len(raw) < HEADER.size:
-        raise _refused(path, f"its header is cut off after {len(raw)} bytes")
+        raise refused(path, f"its header is cut off after {len(raw)} bytes")
     _, version, token_bytes, flags, _, vocab, tokens, documents, fingerprint, tokenizer, _, crc = HEADER.unpack(raw)
     if crc != zlib.crc32(raw[:-4]):
-        raise _refused(path, "its header is damaged: the checksum differs")
+        raise refused(path, "its header is damaged: the checksum differs")
     if version != VERSION:
-        raise _refused(path, f"format version {version}, this program reads {VERSION}")
+        raise refused(path, f"format version {version}, this program reads {VERSION}")
+    label = tokenizer.rstrip(b"\0")
+    if not label.isascii() or not label.decode("ascii").isprintable():
+        raise refused(path, "the name of its tokenizer is no ASCII text")
     head = ShardHeader(
         token_bytes=token_bytes,
         vocab=vocab,
         num_tokens=tokens,
         num_documents=documents,
-        tokenizer=tokenizer.rstrip(b"\0").decode("ascii", "replace"),
+        tokenizer=label.decode("ascii"),
         fingerprint=fingerprint.hex(),
         masked=bool(flags & HAS_MASK),
     )
     if token_bytes != token_dtype(vocab).itemsize or flags & ~HAS_MASK:
-        raise _refused(path, f"tokens of {token_bytes} bytes for a vocabulary of {vocab}, flags {flags}")
+        raise refused(path, f"tokens of {token_bytes} bytes for a vocabulary of {vocab}, flags {flags}")
     return head
 
 
-def _refused(path: Path, problem: str, advice: str = "") -> FindingsError:
+def refused(path: Path, problem: str, advice: str = "") -> FindingsError:
     advice = advice or "copy the shard again, or make it again with threefold tokenize"
     return FindingsError([Finding(rule="shard-readable", at=str(path), problem=problem, advice=advice)])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.findings import Finding, FindingsError
+from threefold.safe_files import open_regular
 from threefold.units import MIB, format_bytes
 
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".py", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js")
@@ -51,7 +52,7 @@ def read_documents(
         if path.is_dir():
             for file in _walk_files(path, tuple(suffixes)):
                 try:
-                    yield from _read_file(file, text_field, summary)
+                    yield from _read_file(file, text_field, summary, within=path)
                 except _NotTextError as problem:
                     summary.skipped.append(f"{file}: {problem}")
         else:
@@ -71,19 +72,19 @@ def _walk_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted(files) if name.endswith(suffixes) and not name.startswith("."))
 
 
-def _read_file(path: Path, text_field: str, summary: ReadSummary) -> Iterator[Document]:
+def _read_file(path: Path, text_field: str, summary: ReadSummary, within: Path | None = None) -> Iterator[Document]:
     try:
         if path.suffix == ".jsonl":
-            yield from _read_jsonl(path, text_field)
+            yield from _read_jsonl(path, text_field, within)
         else:
-            yield _read_text(path)
+            yield _read_text(path, within)
     except OSError as error:
         raise _NotTextError(f"cannot be read: {error.strerror or error}") from error
     summary.num_files += 1
 
 
-def _read_text(path: Path) -> Document:
-    with path.open("rb") as file:
+def _read_text(path: Path, within: Path | None) -> Document:
+    with open_regular(path, within) as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise _NotTextError(f"more than {format_bytes(MAX_DOCUMENT_BYTES)} are too many for one document")
@@ -95,8 +96,8 @@ def _read_text(path: Path) -> Document:
         raise _NotTextError(f"not UTF-8 text (byte {error.start})") from error
 
 
-def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
-    with path.open("rb") as file:
+def _read_jsonl(path: Path, text_field: str, within: Path | None) -> Iterator[Document]:
+    with open_regular(path, within) as file:
         number = 0
         while line := file.readline(MAX_DOCUMENT_BYTES + 1):
             number += 1

@@ -1,8 +1,8 @@
 """Tokenizers: bytes, or a Hugging Face `tokenizer.json`. `open_tokenizer` makes the one of a name or path."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,11 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.findings import Finding, FindingsError
+from threefold.safe_files import read_bounded, read_json_object
 
 Tokens = NDArray[np.int64]
 
 # Special tokens come after the 256 bytes. Encoding a text never gives one of them.
 BYTE_SPECIALS = {"<|endoftext|>": 256, "<|pad|>": 257, "<|im_start|>": 258, "<|im_end|>": 259}
+MAX_TOKENIZER_BYTES = 2**28  # published ones have some 30 MiB
+MAX_VOCAB = 2**31
 # Names of end-of-text tokens that are tried if tokenizer_config.json states none.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|im_end|>")  # noqa: RUF001
 
@@ -63,31 +66,49 @@ class FileTokenizer:
         """`end` names the token that ends a document; None takes that of tokenizer_config.json, or a known name."""
         self.path = Path(path)
         try:
-            raw = self.path.read_bytes()
+            raw = read_bounded(self.path, MAX_TOKENIZER_BYTES)
         except OSError as error:
             raise _refused(self.path, f"cannot be read: {error.strerror or error}") from error
-        self._inner = _load(self.path, raw)
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        self._inner.encode_special_tokens = True
+        with self._reading():
+            self._inner = _load(self.path, raw)
+            self._inner.no_truncation()
+            self._inner.no_padding()
+            self._inner.encode_special_tokens = True
+            self.vocab = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1
         self.label = f"hf-{hashlib.sha256(raw).hexdigest()[:16]}"
-        self.vocab = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        if self.vocab > MAX_VOCAB:
+            raise _refused(self.path, f"it has a token {self.vocab - 1}, past all vocabularies")
         self.end = self._find_end(end)
 
     def encode(self, text: str) -> Tokens:
-        return np.array(self._inner.encode(_valid_utf8(text), add_special_tokens=False).ids, np.int64)
+        with self._reading():
+            return np.array(self._inner.encode(_valid_utf8(text), add_special_tokens=False).ids, np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[Tokens]:
         """Encode many texts at once, for which the library uses all cores."""
-        encoded = self._inner.encode_batch([_valid_utf8(text) for text in texts], add_special_tokens=False)
+        with self._reading():
+            encoded = self._inner.encode_batch([_valid_utf8(text) for text in texts], add_special_tokens=False)
         return (np.array(one.ids, np.int64) for one in encoded)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._inner.decode(list(tokens), skip_special_tokens=True))
+        with self._reading():
+            return str(self._inner.decode(list(tokens), skip_special_tokens=True))
 
     def special(self, name: str) -> int | None:
         found: int | None = self._inner.token_to_id(name)
         return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Turn what the library raises, for which it has no type of its own, into a finding. It may also panic."""
+        try:
+            yield
+        except FindingsError:
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise _refused(self.path, f"this is no tokenizer that works: {str(error)[:200]}") from error
+            raise
 
     def _find_end(self, name: str | None) -> int | None:
         if name is not None:
@@ -114,10 +135,7 @@ def _load(path: Path, raw: bytes) -> Any:
         raise FindingsError(
             [Finding(rule="tokenizers-installed", at=str(path), problem=problem, advice=advice)]
         ) from error
-    try:
-        return tokenizers.Tokenizer.from_buffer(raw)
-    except Exception as error:  # the library raises no narrower type
-        raise _refused(path, f"this is no tokenizer: {error}") from error
+    return tokenizers.Tokenizer.from_buffer(raw)
 
 
 def _valid_utf8(text: str) -> str:
@@ -126,8 +144,8 @@ def _valid_utf8(text: str) -> str:
 
 def _configured_end(path: Path) -> str | None:
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        token = read_json_object(path).get("eos_token")
+    except (OSError, ValueError):
         return None
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None

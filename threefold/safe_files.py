@@ -1,0 +1,133 @@
+"""Opens files that may come from a stranger: regular files only, of bounded size, without links out of their folder.
+
+Run folders, checkpoints, imports, token shards, tokenizers and text are read through it; docs/security.md says what is
+promised. Every refusal is an `UnsafeFileError`, an OSError whose text is the reason, so that whoever reports an
+unreadable file reports it too.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_JSON_BYTES = 2**26  # 64 MiB; the largest index of a published checkpoint has some 20 MiB
+
+
+class UnsafeFileError(OSError):
+    """A file that is not opened, and why."""
+
+
+def open_regular(path: Path, within: Path | None = None) -> BinaryIO:
+    """Open a regular file for reading; never waits, as opening a FIFO or a device would.
+
+    With `within`, a link that leads out of that folder is refused.
+    """
+    if within is not None:
+        check_inside(path, within)
+    try:
+        _check_regular(path.stat().st_mode)  # before it is opened: opening a device can act on it
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # the path contains a NUL
+        raise UnsafeFileError(str(error)) from None
+    try:
+        _check_regular(os.fstat(handle).st_mode)
+        return os.fdopen(handle, "rb")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def read_bounded(path: Path, most_bytes: int, within: Path | None = None) -> bytes:
+    """The content of a regular file of at most `most_bytes`."""
+    with open_regular(path, within) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+    if size > most_bytes or len(content) > most_bytes:
+        raise UnsafeFileError(f"it has more than {most_bytes} bytes, too many for such a file")
+    return content
+
+
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> Any:
+    """The value of a JSON file. Raises OSError or ValueError, also for a value that is nested too deeply."""
+    content = read_bounded(path, most_bytes, within)
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> dict[str, Any]:
+    value = read_json(path, most_bytes, within)
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise where a path leads out of the folder over a link.
+
+    A snapshot in Hugging Face's cache consists of links to the `blobs` of its own repository; these are followed.
+    """
+    try:
+        target, root = (Path(os.path.realpath(each)) for each in (path, folder))
+    except ValueError as error:
+        raise UnsafeFileError(str(error)) from None
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    if not any(target.is_relative_to(place) for place in (root, *blobs)):
+        raise UnsafeFileError(f"it is a link out of {folder}")
+
+
+def unsafe_entries(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Each entry below a folder that is a link out of it, a device, a FIFO or a socket, with the reason."""
+    for root, folders, files in os.walk(folder):
+        for name in sorted([*folders, *files]):
+            path = Path(root, name)
+            try:
+                if path.is_symlink():
+                    check_inside(path, folder)
+                elif name not in folders:
+                    _check_regular(path.lstat().st_mode)
+            except UnsafeFileError as error:
+                yield path, str(error)
+            except OSError:  # gone since it was listed
+                continue
+
+
+def write_aside(path: Path, content: bytes) -> None:
+    """Write a new file in the place of whatever is there; a link that is there is removed, not followed."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+
+
+def open_to_append(path: Path, mode: str = "a") -> Any:
+    """Open a text file of our own to append to (`a`, or `a+` to read it too). A link is refused, not followed."""
+    access = os.O_RDWR if "+" in mode else os.O_WRONLY
+    flags = access | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if path.is_symlink():
+        raise UnsafeFileError("it is a link")
+    handle = os.open(path, flags, 0o666)
+    try:
+        _check_regular(os.fstat(handle).st_mode)
+        return os.fdopen(handle, mode, encoding="utf-8")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def _check_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise UnsafeFileError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'special')}, not a regular file")
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
