@@ -14,7 +14,7 @@ PACKAGE = Path(threefold.__file__).parent
 MAX_MODULES = 14
 # Lowest first. A part imports itself and lower levels, never a neighbour on its own level.
 LEVELS = (
-    {"units", "findings", "fields"},
+    {"units", "findings", "fields", "safe_files"},
     {"spec"},
     {"layout"},
     {"plan"},

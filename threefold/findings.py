@@ -22,8 +22,9 @@ class Finding:
     `fix` is data: the fields of the plan to set, None to put one back to its default.
     `advice` is the cure in words where no field can cure it, or what to add to the data.
     `fixes` are further ways, best first, for whoever looks for one that holds (`rules/fixes.py`). They may be a
-    generator, so that ways that are costly to find are looked for only where somebody asks. `otherwise` says what would
-    help where none holds.
+    generator, so that ways that are costly to find are looked for only where somebody asks. `resort` is a way that
+    cures least, such as to give up what was asked for: it comes after all others, also after those that move other
+    fields along. `otherwise` says what would help where none holds.
     """
 
     at: str
@@ -33,6 +34,7 @@ class Finding:
     severity: Severity = "error"
     rule: str = ""
     fixes: Iterable[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
+    resort: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     otherwise: Callable[[], str] | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -717,3 +717,10 @@ def test_schema_wants_a_model() -> None:
     assert is_valid('[model]\nname = "deepseek-v3"\nnum_layers = 4')
     assert not is_valid('[model]\nname = "deepseek-v3"\nlayers = 4')
     assert not is_valid("[model]\nnum_layers = 4")
+
+
+def test_a_key_of_thousands_of_parts_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('model = "deepseek-v3"\n' + ".".join(["a"] * 20_000) + " = 1\n")
+    [finding] = read_plan(str(path)).findings
+    assert (finding.rule, finding.problem) == ("file-readable", "a key of more than 100 parts")

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from plans import CLEAN, build
 
+from threefold.findings import Finding
 from threefold.plan.parse import parse
 from threefold.rules.all import RULES, check, judge
+from threefold.rules.base import older
 from threefold.rules.layout.context import target_cp
 
 QWEN = {
@@ -184,3 +186,100 @@ def test_a_wall_names_no_cure_that_does_not_gain() -> None:
     for finding in check(build({**HOST, "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]})):
         assert "knobs.graphs" not in (finding.fix or {})
         assert "-" not in finding.advice.partition("predicted ")[2].partition(";")[0]
+
+
+def of_rule(fields: dict[str, Any], rule: str) -> Finding:
+    [finding] = [one for one in check(build(fields)) if one.rule == rule]
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("text", "is_older"),
+    [("2.5.1+cu124", True), ("v2.5", True), ("nemo-25.11", False), ("v2.6", False), ("nightly", False), (None, False)],
+)
+def test_versions_are_read_as_people_write_them(text: str | None, is_older: bool) -> None:
+    """What has no number is not known to be old, and `v2.6` does not hang."""
+    assert older(text, "2.6") is is_older
+    assert older("nvcr.io/nvidia/nemo:25.11", "26.02")
+    assert not older("nemo-26.06", "26.02")
+
+
+OSS = {"model": "gpt-oss-120b", "target": "megatron-bridge", "cluster.chip": "h100", "cluster.gpus": 64}
+OSS |= {"job.global_batch": 512, "layout.ep": 8, "layout.pp": 2, "knobs.recompute": ["layernorm"]}
+OSS |= {"knobs.ep_overlap": True, "knobs.max_connections": 32}
+KIMI = {"model": "kimi-k2", "target": "megatron-bridge", "cluster.chip": "h200", "cluster.gpus": 1024}
+KIMI |= {"job.global_batch": 4096, "layout.ep": 64, "layout.pp": 16, "layout.vpp": 2, "knobs.dispatcher": "deepep"}
+KIMI |= {"knobs.precision": "fp8-blockwise", "knobs.recompute": ["layernorm", "moe_act"]}
+NEXT = {"model": "qwen3-next-80b-a3b", "target": "megatron-bridge", "cluster.chip": "gb300", "cluster.gpus": 64}
+NEXT |= {"job.global_batch": 256, "layout.ep": 32, "knobs.recompute": ["layernorm", "moe_act"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "cure"),
+    [
+        # Two chunks a rank do not fit alone: what makes room moves along.
+        (OSS, "ep-overlap-needs-vpp", "layout.vpp"),
+        # The names that the rule likes best are refused with delayed scaling, or with an old Transformer Engine.
+        (
+            {**KIMI, **OVERLAP, "knobs.recompute": ["full"], "knobs.precision": "fp8-tensor"},
+            "ep-overlap-excludes-full-recompute",
+            "knobs.recompute",
+        ),
+        (
+            {**KIMI, **OVERLAP, "knobs.recompute": ["moe"], "stack.te": "2.5"},
+            "ep-overlap-excludes-moe-recompute",
+            "knobs.recompute",
+        ),
+    ],
+)
+def test_overlap_is_given_up_last(fields: dict[str, Any], rule: str, cure: str) -> None:
+    fix = of_rule(fields, rule).fix or {}
+    assert cure in fix
+    assert "knobs.ep_overlap" not in fix
+
+
+def test_without_room_overlap_is_given_up() -> None:
+    """PP 32 x VPP 2 are more chunks than Kimi K2 has layers."""
+    fields = {**KIMI, "layout.pp": 32, "layout.vpp": 1, "layout.ep": 32, "knobs.ep_overlap": True}
+    assert (of_rule(fields, "ep-overlap-needs-vpp").fix or {}).get("knobs.ep_overlap") is False
+
+
+def test_overlap_gets_the_dispatcher_of_its_chip() -> None:
+    """Where alltoall would bring a finding of its own, the platform's flex dispatcher is the fix."""
+    fields = {**NEXT, "knobs.dispatcher": "local", "knobs.ep_overlap": True}
+    assert of_rule(fields, "ep-overlap-dispatcher").fix == {"knobs.dispatcher": "hybridep"}
+
+
+def test_a_graph_of_experts_makes_room_for_narrower_scopes() -> None:
+    fields = {**NEXT, "knobs.dispatcher": "hybridep", "knobs.ep_overlap": True}
+    fields |= {"knobs.graphs": ["moe"], "job.capacity_factor": 1.0}
+    assert of_rule(fields, "graph-leaves-exchange-free").fix == {
+        "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]
+    }
+
+
+def test_a_degree_that_divides_the_ranks_comes_first() -> None:
+    """48 divides the experts and is nearer to 60; with 64 the grids come out whole too."""
+    assert (of_rule({**KIMI, "layout.ep": 60}, "ep-divides-experts").fix or {}).get("layout.ep") == 64
+
+
+def test_forced_balance_of_a_dense_model_is_no_benchmark() -> None:
+    fields = {**QWEN, "model": "llama3-70b", "layout.ep": 1, "knobs.precision": "fp8-blockwise"}
+    assert "mfu-with-its-peak" not in fired({**fields, "job.routing": "forced-balance"})
+
+
+def test_numbers_are_in_the_singular() -> None:
+    one = {**OSS, "model.num_experts": 1, "layout.ep": 1, "job.mtp": 1}
+    assert of_rule(one, "ep-overlap-needs-experts").problem.endswith("which has one expert")
+    assert of_rule(one, "mtp-in-model").problem == "1 MTP depth; gpt-oss-120b has none"
+
+
+@pytest.mark.parametrize(
+    ("model", "chip", "gpus", "said"),
+    [("kimi-k2", "h200", 128, "GPUs would hold it"), ("llama3.1-405b", "h100", 64, "layout.tp=8")],
+)
+def test_a_bare_plan_is_told_where_its_states_fit(model: str, chip: str, gpus: int, said: str) -> None:
+    """With every degree at 1, one step of the ladder is too little; several degrees together hold the states."""
+    fields = {"model": model, "target": "megatron-bridge", "cluster.chip": chip, "cluster.gpus": gpus}
+    finding = of_rule({**fields, "job.global_batch": 2 * gpus}, "states-fit-memory")
+    assert finding.fix or said in finding.advice

@@ -363,3 +363,18 @@ def test_impossible_in_json_has_the_finding(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run("check", "--explain", "plan-exists", capsys=capsys)
     assert code == 0
     assert "nearest change" in out
+
+
+def test_a_contradiction_is_told_at_once() -> None:
+    """No number of GPUs makes a plan of recomputed layers, which are full recompute's, beside EP overlap."""
+    given = {"model": "deepseek-v3", "cluster.chip": "h100", "cluster.gpus": "auto", "job.seq_len": 4096}
+    found = search({**given, "target": "threefold", "knobs.recompute_layers": 1, "knobs.ep_overlap": True})
+    assert found.searched == 0
+    assert found.finding is not None
+    assert "recompute-method-needs-full" in found.finding.problem
+
+
+def test_layers_are_recomputed_where_the_draft_names_their_number() -> None:
+    """A number of layers belongs to full recompute: other rungs are not climbed to be refused at the end."""
+    found = search({**SMALL, "knobs.recompute_layers": 1}, top=1)
+    assert found.candidates[0].plan.full_recompute

@@ -44,13 +44,14 @@ def run(args: argparse.Namespace) -> int:
         print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
         return 2
     parsed, findings = plan_from(args)
-    if args.fix and parsed.readable is None:
-        parsed, findings = _made_readable(args, findings)
+    done = 0
+    if args.fix is not None and parsed.readable is None:
+        parsed, findings, done = _made_readable(args, findings)
     plan = parsed.plan or parsed.readable
     if plan is None:
         return _not_written(args, findings)
-    if args.fix:
-        fixed = _fixed(args, plan, findings)
+    if args.fix is not None:
+        fixed = _fixed(args, plan, findings, done)
         if fixed is None:
             return 1
         plan, findings = fixed
@@ -76,14 +77,15 @@ _MAKES_A_PLAN = (
 )  # findings without which there is a plan, for other fixes to be tried on
 
 
-def _made_readable(args: argparse.Namespace, findings: list[Finding]) -> tuple[Parsed, list[Finding]]:
-    """The plan read again with the fixes of what keeps it from being one: a misspelt model, fields left free."""
-    for finding in findings:
-        if finding.rule in _MAKES_A_PLAN and finding.fix:
-            args.overrides += [f"{path}={json.dumps(value)}" for path, value in finding.fix.items()]
-            if not args.json:
-                print(f"applied: {finding.rule}: {as_overrides(finding.fix)}")
-    return plan_from(args)
+def _made_readable(args: argparse.Namespace, findings: list[Finding]) -> tuple[Parsed, list[Finding], int]:
+    """The plan read again with the fixes of what keeps it from being one (a misspelt model, fields left free), and
+    their number."""
+    fixes = [(one.rule, one.fix) for one in findings if one.rule in _MAKES_A_PLAN and one.fix]
+    for rule, fix in fixes:
+        args.overrides += [f"{path}={json.dumps(value)}" for path, value in fix.items()]
+        if not args.json:
+            print(f"applied: {rule}: {as_overrides(fix)}")
+    return *plan_from(args), len(fixes)
 
 
 def _not_written(args: argparse.Namespace, findings: list[Finding]) -> int:
@@ -94,10 +96,13 @@ def _not_written(args: argparse.Namespace, findings: list[Finding]) -> int:
     return print_findings(untried, args.json)
 
 
-def _fixed(args: argparse.Namespace, plan: Plan, findings: list[Finding]) -> tuple[Plan, list[Finding]] | None:
-    """The plan with its fixes, written and told, and what of parsing is left; None where it cannot be written."""
+def _fixed(
+    args: argparse.Namespace, plan: Plan, findings: list[Finding], done: int
+) -> tuple[Plan, list[Finding]] | None:
+    """The plan with its fixes, written and told, and what of parsing is left; None where it cannot be written. `done`
+    fixes were needed to read it."""
     fixed, applied = repair(plan, findings)
-    left = [one for one in findings if (one.rule, one.at) not in {(done.rule, done.at) for done in applied}]
+    left = [one for one in findings if (one.rule, one.at) not in {(fix.rule, fix.at) for fix in applied}]
     try:
         Path(args.fix).write_text(dump_plan(fixed), encoding="utf-8")
     except OSError as error:
@@ -108,7 +113,7 @@ def _fixed(args: argparse.Namespace, plan: Plan, findings: list[Finding]) -> tup
             print(f"applied: {finding.rule}: {as_overrides(finding.fix or {})}")
         unread = [finding.at for finding in errors(left)]
         without = f", without {', '.join(unread)}, which could not be read" if unread else ""
-        print(f"wrote {args.fix} with {format_many(len(applied), 'fix')}{without}")
+        print(f"wrote {args.fix} with {format_many(done + len(applied), 'fix')}{without}")
     return fixed, left
 
 

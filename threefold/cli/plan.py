@@ -149,15 +149,13 @@ def _progress(text: str) -> None:
 
 
 def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearsed], why: str) -> int:
-    said: dict[str, Any] = found.to_json()
-    if why:
-        said["target_because"] = why
-    if seen:
-        said["rehearsed"] = [one.to_json() for one in seen]
     code = 0 if found.candidates else 1
     if args.out and found.candidates:
         code = _write(args.out, found.candidates[0].plan)
     if args.json:
+        said: dict[str, Any] = found.to_json()
+        said |= {"target_because": why} if why else {}
+        said |= {"rehearsed": [one.to_json() for one in seen]} if seen else {}
         json.dump(said, sys.stdout, indent=2)
         print()
     else:

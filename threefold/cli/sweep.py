@@ -17,16 +17,23 @@ from threefold.search.sweep import Sweep, sweep
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument(
-        "--over", required=True, metavar="path=v1,v2,...", help="the field to vary, such as job.seq_len=4096,16384"
+        "--over",
+        required=True,
+        action="append",
+        metavar="path=v1,v2,...",
+        help="the field to vary, such as job.seq_len=4096,16384",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw throughput and memory into an image (PNG)")
 
 
 def run(args: argparse.Namespace) -> int:
-    path, equals, text = args.over.partition("=")
+    if len(args.over) > 1:
+        print("threefold sweep: one field is varied at a time; give --over once", file=sys.stderr)
+        return 2
+    path, equals, text = args.over[0].partition("=")
     values = _split(text)
     if not (path.strip() and equals and values):
-        print(f"threefold sweep: --over {args.over!r} is not path=v1,v2,...", file=sys.stderr)
+        print(f"threefold sweep: --over {args.over[0]!r} is not path=v1,v2,...", file=sys.stderr)
         return 2
     settings, wrong = _settings(path.strip(), values)
     parsed, findings = plan_from(args, keep_budget=True)

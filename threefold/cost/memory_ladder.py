@@ -10,7 +10,8 @@ sets of modules for the degrees that a search looks at.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
+from math import prod
 from typing import Any
 
 from threefold.cost.estimate import fit_band, gain, memory_band
@@ -26,10 +27,12 @@ from threefold.plan.plan import INSIDE_MOE, Plan
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.params import count_params
+from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_bytes, format_tokens
 
 _STATES = ("weights", "gradients", "optimizer", "quantised_weights")
 _ONE_CHUNK = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
+MOST_SPREAD = 32  # combinations of degrees that the ladder looks at beside single steps
 _MOST_GPUS_FACTOR = 64  # the statement of what would fit looks no further
 
 
@@ -74,9 +77,11 @@ def saved_bytes(plan: Plan) -> float:
 
 
 def goes_with_mode(plan: Plan, names: Iterable[str]) -> bool:
-    """Whether modules may be recomputed beside the plan's overlaps and format: overlap redoes no exchange, and delayed
-    scales redo no output."""
+    """Whether modules may be recomputed beside the plan's overlaps and format: overlap redoes no exchange, delayed
+    scales redo no output, and a method or a number of layers belongs to full recompute."""
     again = set(names)
+    if (plan.knobs.recompute_method or plan.knobs.recompute_layers) and "full" not in again:
+        return False
     if plan.knobs.ep_overlap and again & {"moe", "full"}:
         return False
     if plan.target == "megatron-bridge" and plan.knobs.precision == "fp8-tensor" and again & {"moe_act", "layernorm"}:
@@ -148,8 +153,13 @@ def price(plan: Plan, changes: Mapping[str, Any]) -> str:
         return ""
     freed = memory(plan).worst.device_bytes - memory(cured).worst.device_bytes
     lost = -gain(plan, cured)
-    time = f"costs {lost:.1%} of the throughput" if lost > 0.0005 else f"gains {-lost:.1%} of throughput"
-    return f"frees {format_bytes(freed)}, {time if abs(lost) > 0.0005 else 'costs no time'}"
+    if abs(lost) <= 0.0005:
+        time = "costs no time"
+    elif lost > 0:
+        time = f"costs {lost:.1%} of the throughput"
+    else:
+        time = f"gains {-lost:.1%} of throughput" if lost > -1 else "more than doubles the throughput"
+    return f"frees {format_bytes(freed)}, {time}"
 
 
 def what_would_fit(plan: Plan) -> str:
@@ -160,9 +170,7 @@ def what_would_fit(plan: Plan) -> str:
     ]
     said += [f"sequences of {format_tokens(length)} would fit these GPUs" for length in _shorter(plan)]
     if not said:
-        return (
-            "no number of GPUs up to 64 times as many holds it, nor do sequences of 512 tokens fit: use a smaller model"
-        )
+        return "no cure that is known here holds it, on these GPUs or more: `threefold plan` looks through all layouts"
     return ", or ".join(said)
 
 
@@ -248,6 +256,28 @@ def _degrees(plan: Plan) -> Iterator[Changes]:
     yield from chain.from_iterable(steps[axis] for axis in first)
     for one, other in (first[:2], first[::2], first[1:]):
         yield from ({**a, **b} for a in steps[one][:2] for b in steps[other][:2])
+    yield from _spread(plan)
+
+
+def _spread(plan: Plan) -> Iterator[Changes]:
+    """EP and PP far apart from where they are, and TP where a model has no experts, from the least ranks on."""
+    layout, model = plan.layout, plan.model
+    stage = layout.gpus // layout.etp
+    widths = [layout.tp * 2**i for i in range(1 if model.is_moe else 4)]
+    tps = [tp for tp in widths if tp <= plan.cluster.domain_ranks and tp_fits(model, tp) is None] or [layout.tp]
+    eps = [ep for ep in range(layout.ep, stage + 1, layout.ep) if model.num_experts and model.num_experts % ep == 0]
+    deeper = range(6) if plan.knobs.data_parallel == "zero1" and not plan.is_vlm else range(1)
+    pps = [layout.pp * 2**i for i in deeper if layout.pp * 2**i <= model.num_layers + plan.mtp + 2]
+    found = [
+        (tp, ep, pp)
+        for tp, ep, pp in product(tps, eps or [layout.ep], pps)
+        if replace(layout, tp=tp, ep=ep, pp=pp, vpp=1, stages=None, schedule=None).fits_ranks
+    ]
+    for tp, ep, pp in sorted(found, key=lambda degrees: (prod(degrees), degrees[2]))[:MOST_SPREAD]:
+        chunks = _ONE_CHUNK if pp != layout.pp else {}
+        wanted = {"layout.tp": tp, "layout.ep": ep, "layout.pp": pp}
+        now = {"layout.tp": layout.tp, "layout.ep": layout.ep, "layout.pp": layout.pp}
+        yield {path: degree for path, degree in wanted.items() if degree != now[path]} | chunks
 
 
 def _more_cp(plan: Plan) -> Iterator[Changes]:
@@ -330,7 +360,8 @@ def _on_more_gpus(plan: Plan) -> Iterator[tuple[int, Changes]]:
             changed = {"job.global_batch": grown} if grown != batch else {}
             found = {} if surely_fits(more) else next(memory_cures(more), None)
             if found is not None:
-                yield gpus * factor, {**changed, **found}
+                stated = {path: v for path, v in found.items() if v is not None or path in plan.stated}
+                yield gpus * factor, {**changed, **stated}
                 return
         factor *= 2
 

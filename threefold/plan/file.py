@@ -12,6 +12,7 @@ from threefold.plan.parse import Fields, Parsed, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
 
+MAX_KEY_PARTS = 100  # reading one of thousands takes seconds
 MAX_FILE_BYTES = 2**20  # a plan is a page of text; a larger file is something else
 
 
@@ -34,7 +35,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[Fields, list[Finding]]:
         if not equals or not path.strip():
             problem = f"{override!r} is not path=value"
             findings.append(
-                Finding(rule="unknown-field", at=path or "override", problem=problem, advice="layout.ep=16")
+                Finding(rule="unknown-field", at=path or "override", problem=problem, advice="write it as layout.ep=16")
             )
             continue
         fields[path.strip()] = _value(path.strip(), text.strip())
@@ -86,7 +87,10 @@ def load_toml(
     if not data.strip():
         return refuse("the file is empty", f"begin with {example}")
     try:
-        return tomllib.loads(data.decode("utf-8")), []
+        text = data.decode("utf-8")
+        if any(line.partition("=")[0].count(".") > MAX_KEY_PARTS for line in text.splitlines()):
+            return refuse(f"a key of more than {MAX_KEY_PARTS} parts", "no field has more than three")
+        return tomllib.loads(text), []
     except UnicodeDecodeError as error:
         return refuse(f"not UTF-8 text (byte {error.start})", "save the file as UTF-8")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:

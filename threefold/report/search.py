@@ -40,9 +40,10 @@ def _bullets(lines: Sequence[str]) -> str:
 
 def _findings(best: Candidate) -> str:
     """What `check` says of the best plan. A fix that cost nothing would have been applied."""
-    if not best.findings:
+    findings = best.findings
+    if not findings:
         return "`threefold check` finds nothing about the best plan."
-    return "`threefold check` says of the best plan:\n" + findings_text(best.findings)
+    return "`threefold check` says of the best plan:\n" + findings_text(findings)
 
 
 def _head(plan: Plan, why: str) -> str:

@@ -4,7 +4,7 @@ from threefold.rules import memory, stacks, vision, walls
 from threefold.rules.base import PREDICTED, RULES, blockers, errors, explain, judge, known_slugs, raised_by, severity_of
 from threefold.rules.fixes import check, repair, with_fixes
 from threefold.rules.knobs import dispatch, graphs, overlap, precision, recompute
-from threefold.rules.layout import batch, context, fold, shape
+from threefold.rules.layout import batch, context, fold, pipeline, shape
 from threefold.rules.stacks import promoted
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "known_slugs",
     "memory",
     "overlap",
+    "pipeline",
     "precision",
     "promoted",
     "raised_by",

@@ -126,14 +126,14 @@ def near_degrees(allowed: Iterable[int], wanted: int) -> list[int]:
 
 
 def version(text: str) -> tuple[int, ...]:
-    """'2.11.0+cu130' -> (2, 11, 0). Text without digits sorts before every release."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    """'2.11.0+cu130' and 'v2.11.0' -> (2, 11, 0), 'nemo-26.04' -> (26, 4), 'nightly' -> ()."""
+    found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text) or re.search(r"(?<![\w.])(\d+(?:\.\d+)+)", text)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
 def older(text: str | None, than: str) -> bool:
-    """Whether a stated version is older; an unstated one is never complained about."""
-    return text is not None and version(text) < version(than)
+    """Whether a stated version is older; one that is unstated or has no number is never complained about."""
+    return text is not None and () < version(text) < version(than)
 
 
 def without(words: tuple[str, ...], *gone: str) -> list[str]:

@@ -58,13 +58,18 @@ class Trials:
 
     def with_fix(self, finding: Finding) -> Finding:
         """The finding with the first of its ways that holds, or with what stands in the way of the best one."""
-        fix, stuck = self._first_that_holds(finding)
+        fix, stuck = self._first_that_holds(finding, self._ways(finding))
+        if fix is None and finding.resort:
+            fix, _ = self._first_that_holds(finding, [dict(finding.resort)])
         advice = [finding.advice]
         if fix and finding.rule in PRICED:
             advice.insert(0, price(self.plan, fix))
         elif fix is None:
-            advice += [finding.otherwise() if finding.otherwise else "", stuck]
-        return replace(finding, fix=fix, advice="; ".join(filter(None, advice)), fixes=(), otherwise=None)
+            others = finding.otherwise() if finding.otherwise else ""
+            advice = [finding.advice.removeprefix("or "), others, stuck]
+            advice = advice if any(advice) else ["mend what else is found first, and check again"]
+        text = "; ".join(filter(None, advice))
+        return replace(finding, fix=fix, advice=text, fixes=(), resort=None, otherwise=None)
 
     def with_gains(self, finding: Finding) -> Finding | None:
         """A wall with the cures that are legal here and predicted to gain, in the documents' order; None where there is
@@ -84,10 +89,10 @@ class Trials:
         advice = "; ".join(filter(None, [*said, finding.advice]))
         return replace(finding, fix=fix, advice=advice, fixes=())
 
-    def _first_that_holds(self, finding: Finding) -> tuple[Changes | None, str]:
+    def _first_that_holds(self, finding: Finding, ways: Iterable[Changes]) -> tuple[Changes | None, str]:
         """A fix, or what stood in the way of the best one."""
         stuck, tried = "", list[Changes]()
-        for way in islice(self._ways(finding), MOST_WAYS):
+        for way in islice(ways, MOST_WAYS):
             other = self._changed(way)
             if other is None:
                 continue
@@ -95,7 +100,7 @@ class Trials:
             if not new and self._cures(finding, other):
                 return way, ""
             tried.append(way)
-        for way in tried:
+        for way in tried[:MOST_WAYS_ALONG] if finding.resort else tried:
             along, obstacle = self._with_what_moves_along(way, finding.severity)
             if obstacle is None and self._cures(finding, self._changed(along)):
                 return along, ""
@@ -116,7 +121,7 @@ class Trials:
             if not new:
                 return changes, None
             first = min(new, key=_depth)
-            for more in islice(self._ways(first), MOST_WAYS_ALONG):
+            for more in chain(islice(self._ways(first), MOST_WAYS_ALONG), [dict(first.resort or {})]):
                 undoes = any(_undoes(path, changes[path], v) for path, v in more.items() if path in changes)
                 undoes = undoes or any(path.startswith(kept) for path in more)
                 after = None if undoes else self._changed({**changes, **more})

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.rules.knobs.graphs import narrower
+from threefold.rules.knobs.precision import FP8_KNOBS
 from threefold.spec.stacks import MEGATRON_FSDP
 
 _AS_FSDP: dict[str, object] = {
@@ -139,7 +141,8 @@ def fsdp_features(plan: Plan) -> Iterator[Finding]:
             yield Finding(at=f"knobs.{name}", problem=problem, fixes=[at_rest, zero1], advice=advice)
     if plan.low_precision:
         problem = f"{knobs.precision} with {knobs.data_parallel}: bring a model up in bf16, then measure FP8 on FSDP v1"
-        fixes = [{"knobs.precision": "bf16"}, zero1]
+        bare = {f"knobs.{name}": None for name in FP8_KNOBS if getattr(knobs, name)}
+        fixes = [{"knobs.precision": "bf16", **bare}, zero1]
         if "precision" not in plan.stack.measured:
             advice = "or stack.measured=precision; published runs in MXFP8 on FSDP v1 exist (2026-08)"
             yield Finding(at="knobs.precision", problem=problem, fixes=fixes, advice=advice)
@@ -154,8 +157,9 @@ def fsdp_excludes_full_graph(plan: Plan) -> Iterator[Finding]:
     Fix: scoped graphs.
     """
     if plan.knobs.data_parallel != "zero1" and "full_iteration" in plan.knobs.graphs:
-        fix = {"knobs.graphs": without(plan.knobs.graphs, "full_iteration")}
-        yield Finding(at="knobs.graphs", problem=f"full_iteration with {plan.knobs.data_parallel}", fix=fix)
+        kept = without(plan.knobs.graphs, "full_iteration")
+        fixes = [{"knobs.graphs": kept}, *narrower(plan, kept)]
+        yield Finding(at="knobs.graphs", problem=f"full_iteration with {plan.knobs.data_parallel}", fixes=fixes)
 
 
 @rule(severity="warning", rows="VL-FREEZE")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 from threefold.cost.memory_ladder import state_bytes
@@ -19,6 +20,7 @@ from threefold.units import format_bytes, format_tokens
 SLUG = "plan-exists"
 MOST_TRIED = 40  # layouts of one space, those with the least states first
 MOST_DOUBLINGS = 10
+MOST_WAYS = 6  # of one fault that are looked at
 MEMORY_KNOBS = ("knobs.recompute", "knobs.optimizer_offload")  # freed first
 BATCH = ("job.global_batch", "job.micro_batch")
 
@@ -70,7 +72,7 @@ def finding(space: Space) -> Finding:
     """Why no plan exists, and the nearest change."""
     space = replace(space, relaxed=MOST_RELAXED)
     best = leanest(space)
-    bad = faults(space.base) if best is None else []
+    bad = _of_the_draft(space, faults(_spread(space))) if best is None else []
     fix, advice = _nearest(space, [one.fix_data or {} for one in bad])
     if best is not None:
         plan = best.plan
@@ -86,6 +88,25 @@ def finding(space: Space) -> Finding:
         problem = f"no layout of {space.gpus} GPUs divides the model and the batch of {space.base.job.global_batch}"
     at = next(iter(fix)) if fix else bad[0].at if bad else "cluster.gpus"
     return Finding(rule=SLUG, at=at, problem=problem, fix=fix, advice=advice)
+
+
+def _spread(space: Space) -> Plan:
+    """The base of a space, with experts spread where that is free: EP 1 is not the draft's wish."""
+    plan, experts = space.base, space.base.model.num_experts
+    if not experts or not space.free("layout.ep"):
+        return plan
+    return replace(plan, layout=replace(plan.layout, gpus=plan.layout.pp * experts, ep=experts))
+
+
+def _of_the_draft(space: Space, bad: list[Finding]) -> list[Finding]:
+    """Faults of what the draft fixes first. A fault that a free field cures is the search's own affair: it comes
+    last."""
+
+    def is_own_affair(one: Finding) -> bool:
+        ways = islice(chain([one.fix or {}], one.fixes), MOST_WAYS)
+        return one.at in ("cluster.gpus", *BATCH) or any(way and all(map(space.free, way)) for way in ways)
+
+    return sorted(bad, key=lambda one: (is_own_affair(one), one.at not in space.given))
 
 
 def _words(plan: Plan) -> str:

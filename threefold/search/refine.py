@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate
@@ -9,7 +10,7 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
-from threefold.rules.all import check, judge
+from threefold.rules.all import judge
 from threefold.rules.knobs.overlap import overlap_needs_connections
 from threefold.search.knobs import graph_scopes
 from threefold.search.legal import faults
@@ -19,6 +20,7 @@ from threefold.search.space import Space
 GAIN = 0.002  # predicted, from which a further knob is worth setting
 LOSS = 0.001  # of throughput at most that heeding a warning may cost
 MOST_HEEDED = 6
+MOST_WAYS = 4  # of one finding that are tried
 CHOSEN = (
     *(f"layout.{name}" for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "stages")),
     *(f"job.{name}" for name in ("global_batch", "micro_batch")),
@@ -113,9 +115,9 @@ def heeded(space: Space, plan: Plan) -> tuple[Plan, Estimate]:
 
 
 def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Estimate]]:
-    said = check(plan, notes=False)
-    for finding in said:
-        fix = finding.fix_data or {}
+    said = judge(plan)
+    ways = (way for finding in said for way in islice(chain([finding.fix or {}], finding.fixes), MOST_WAYS))
+    for fix in ways:
         if not fix or any(path not in CHOSEN or not space.free(path) for path in fix):
             continue
         try:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from threefold.cost.estimate import Estimate
+from threefold.cost.memory_ladder import goes_with_mode
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
@@ -34,11 +35,15 @@ class Candidate:
     reasons: Reasons
     pareto: bool  # no other candidate is faster, roomier and simpler at once
     complexity: int
-    findings: tuple[Finding, ...] = ()  # what `check` says of it
 
     @property
     def why(self) -> tuple[str, ...]:
         return self.reasons.all
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What `check` says of it, with fixes that were tried: for those that are shown only."""
+        return tuple(check(self.plan, notes=False))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -101,6 +106,8 @@ def search(
     space = read_draft(draft_fields, measured)
     if refusal := _untrained(space):
         return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=refusal)
+    if not _can_be_climbed(space):
+        return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=finding(space))
     pricer, found = _explore_first(space, top, progress)
     space = pricer.space
     if not found.best:
@@ -125,6 +132,12 @@ def search(
         sensitivity=steps,
         retune=trials,
     )
+
+
+def _can_be_climbed(space: Space) -> bool:
+    """Whether some recompute goes with the fixed knobs; where none does, no number of GPUs makes a plan."""
+    sets = [(), ("full",)] if space.free("knobs.recompute") else [space.base.knobs.recompute]
+    return any(goes_with_mode(space.base, names) for names in sets)
 
 
 def _explore_first(space: Space, top: int, progress: Progress | None) -> tuple[Pricer, Found]:
@@ -153,8 +166,7 @@ def _candidates(space: Space, chosen: list[Priced], front: set[int]) -> tuple[Ca
     for one in chosen:
         plan, priced = heeded(space, rebuilt(space, one.plan))
         said = reasons(plan, priced, made[0].estimate if made else None)
-        findings = tuple(check(plan, notes=False))
-        made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan), findings))
+        made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan)))
     return tuple(made)
 
 

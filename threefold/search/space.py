@@ -17,8 +17,8 @@ from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.rules.base import divisors
 from threefold.rules.layout.context import target_cp
-from threefold.rules.layout.shape import tp_fits
 from threefold.spec.chips import ChipSpec
+from threefold.spec.tensor_parallel import tp_fits
 
 MOST_TP = 8  # no published plan has more, and past it GEMMs are too narrow
 MOST_CHUNKS = 24  # a rank, the most of any published run: Qwen3-30B on PP 2, a layer a chunk

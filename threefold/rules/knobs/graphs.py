@@ -28,12 +28,12 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="knobs.graphs",
             problem=f"{', '.join(wide)} with dropless experts",
-            fixes=_narrower(plan, without(plan.knobs.graphs, *wide)),
+            fixes=narrower(plan, without(plan.knobs.graphs, *wide)),
             advice="or set job.capacity_factor",
         )
 
 
-def _narrower(plan: Plan, kept: list[str] | None = None) -> Iterator[dict[str, list[str]]]:
+def narrower(plan: Plan, kept: list[str] | None = None) -> Iterator[dict[str, list[str]]]:
     """The dropless scopes beside those that are kept, then fewer and fewer of them, then none."""
     scopes = list(DROPLESS) if plan.model.is_moe else ["attn"]
     for count in range(len(scopes), 0, -1):
@@ -53,7 +53,7 @@ def graph_of_experts_by_alltoall(plan: Plan) -> Iterator[Finding]:
     """
     if "moe" in plan.knobs.graphs and plan.knobs.dispatcher in ("deepep", "hybridep") and plan.layout.ep > 1:
         problem = f"a graph of moe with {plan.knobs.dispatcher}"
-        yield Finding(at="knobs.graphs", problem=problem, fixes=_narrower(plan, without(plan.knobs.graphs, "moe")))
+        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan, without(plan.knobs.graphs, "moe")))
 
 
 @rule(rows="CG-FULL")
@@ -182,7 +182,8 @@ def graph_leaves_exchange_free(plan: Plan) -> Iterator[Finding]:
     caught = [scope for scope in plan.knobs.graphs if scope in ("moe", "mlp")]
     if plan.knobs.ep_overlap and caught:
         problem = f"EP overlap with a graph of {' and '.join(caught)}"
-        yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, *caught)})
+        kept = without(plan.knobs.graphs, *caught)
+        yield Finding(at="knobs.graphs", problem=problem, fixes=[{"knobs.graphs": kept}, *narrower(plan, kept)])
 
 
 @rule(severity="warning", rows="CG-WIDEN")
@@ -201,7 +202,7 @@ def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
         problem = "full_iteration before narrower scopes are known to be stable"
         since = f"the documents' order ({GRAPH_SCOPES.since}); published runs did use it"
         advice = f"{since}: stack.measured=graphs where yours was stable"
-        yield Finding(at="knobs.graphs", problem=problem, fixes=_narrower(plan), advice=advice)
+        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan), advice=advice)
     elif plan.is_vlm and len(scopes) > 1 and plan.is_synthetic:
         problem = f"{len(scopes)} graph scopes before the real-data path is stable"
         yield Finding(at="knobs.graphs", problem=problem, fixes=[{"knobs.graphs": [scope]} for scope in scopes])

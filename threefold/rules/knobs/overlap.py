@@ -5,13 +5,17 @@ Upstream has two validators. Where they disagree the rule says which one its mes
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
+from threefold.cost.memory_ladder import fitting_sets
 from threefold.cost.time.ep_overlap import unpaired_fraction
-from threefold.findings import Finding
+from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, older, rule, without
+from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.model import GqaSpec
-from threefold.spec.stacks import BRIDGE_OVERLAP, MEGATRON_CONFIG
+from threefold.spec.stacks import BRIDGE_OVERLAP, DISPATCHER, MEGATRON_CONFIG
 
 _BRIDGE = BRIDGE_OVERLAP
 _OFF: dict[str, object] = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
@@ -31,7 +35,7 @@ def ep_overlap_needs_ep(plan: Plan) -> Iterator[Finding]:
         degrees = [ep for ep in divisors(max(1, experts))[1:] if stage % ep == 0]
         inside = [ep for ep in degrees if ep * layout.etp <= plan.cluster.domain_ranks]
         fixes = [{"layout.ep": ep} for ep in [*reversed(inside), *degrees[len(inside) :]]]
-        yield Finding(at="knobs.ep_overlap", problem="EP overlap with EP 1", fixes=[*fixes, _OFF])
+        yield Finding(at="knobs.ep_overlap", problem="EP overlap with EP 1", fixes=fixes, resort=_OFF)
 
 
 @rule(rows="EO-V2", follows=_BRIDGE)
@@ -44,7 +48,7 @@ def ep_overlap_needs_experts(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.ep_overlap and plan.model.num_experts <= 1:
         fix = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
-        problem = f"EP overlap on {plan.model.name} with {plan.model.num_experts} experts"
+        problem = f"EP overlap on {plan.model.name}, which has {'one expert' if plan.model.is_moe else 'no experts'}"
         yield Finding(at="knobs.ep_overlap", problem=problem, fix=fix)
 
 
@@ -57,8 +61,9 @@ def ep_overlap_dispatcher(plan: Plan) -> Iterator[Finding]:
     Fix: alltoall, deepep or hybridep.
     """
     if plan.knobs.ep_overlap and plan.knobs.dispatcher == "local":
-        fix = {"knobs.dispatcher": "alltoall"}
-        yield Finding(at="knobs.dispatcher", problem="EP overlap with the local dispatcher", fix=fix)
+        names = dict.fromkeys(("alltoall", DISPATCHER[plan.cluster.chip].value))
+        fixes = [{"knobs.dispatcher": name} for name in names]
+        yield Finding(at="knobs.dispatcher", problem="EP overlap with the local dispatcher", fixes=fixes)
 
 
 @rule(rows="EO-V4", follows=_BRIDGE)
@@ -117,7 +122,8 @@ def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
         for vpp in (2, 4)
         if vpp * layout.pp <= items
     ]
-    yield Finding(at="layout.vpp", problem=f"EP overlap with PP {layout.pp} and VPP 1", fixes=[*chunks, _OFF])
+    problem = f"EP overlap with PP {layout.pp} and VPP 1"
+    yield Finding(at="layout.vpp", problem=problem, fixes=chunks, resort=_OFF)
 
 
 @rule(rows="EO-V8 EO-D6", follows=_BRIDGE)
@@ -129,14 +135,17 @@ def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
     Fix: selective modules, not `moe`.
     """
     if plan.knobs.ep_overlap and plan.full_recompute:
-        fix = {
-            "knobs.recompute": ["layernorm", "moe_act"],
-            "knobs.recompute_method": None,
-            "knobs.recompute_layers": None,
-        }
-        plain = {**fix, "knobs.recompute": ["layernorm"]}
-        problem = "EP overlap with full recompute"
-        yield Finding(at="knobs.recompute", problem=problem, fixes=[fix, plain, _OFF])
+        rest = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
+        sets = chain([["layernorm", "moe_act"], ["layernorm"]], _sets_that_fit(plan, "full"))
+        fixes = ({"knobs.recompute": names, **rest} for names in sets)
+        yield Finding(at="knobs.recompute", problem="EP overlap with full recompute", fixes=fixes, resort=_OFF)
+
+
+def _sets_that_fit(plan: Plan, *gone: str) -> Iterator[list[str]]:
+    """Selective sets without some names with which the plan is predicted to fit."""
+    knobs = replace(plan.knobs, recompute=tuple(without(plan.knobs.recompute, *gone)))
+    if can_be_priced(plan):
+        yield from fitting_sets(replace(plan, knobs=knobs))
 
 
 @rule(rows="EO-V9", target="megatron-bridge", follows=_BRIDGE)
@@ -189,7 +198,8 @@ def ep_overlap_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.ep_overlap and "moe" in plan.knobs.recompute:
         kept = list(dict.fromkeys([*without(plan.knobs.recompute, "moe"), "moe_act"]))
         problem = "EP overlap with recompute of moe"
-        yield Finding(at="knobs.recompute", problem=problem, fixes=[{"knobs.recompute": kept}, _OFF])
+        fixes = ({"knobs.recompute": names} for names in chain([kept], _sets_that_fit(plan, "moe")))
+        yield Finding(at="knobs.recompute", problem=problem, fixes=fixes, resort=_OFF)
 
 
 @rule(severity="warning", rows="EO-NOPP")
@@ -265,7 +275,9 @@ def delay_wgrad_needs_ep_overlap(plan: Plan) -> Iterator[Finding]:
     Fix: EP overlap, where it can run; else no delay.
     """
     if plan.knobs.delay_wgrad and not plan.knobs.ep_overlap:
-        on: dict[str, object] = {"knobs.ep_overlap": True, "knobs.shared_expert_overlap": False}
+        on: Changes = {"knobs.ep_overlap": True, "knobs.shared_expert_overlap": False}
+        if plan.layout.pp > 1 and plan.layout.vpp == 1:
+            on |= {"layout.vpp": 2, "layout.stages": None, "layout.schedule": None}
         queues = {**on, "knobs.max_connections": 32}
         off = {"knobs.delay_wgrad": False}
         problem = "delay_wgrad without ep_overlap"
@@ -351,7 +363,8 @@ def delay_wgrad_graph_fusion(plan: Plan) -> Iterator[Finding]:
     scope = _wgrad_in_graph(plan)
     if plan.knobs.delay_wgrad and scope and not plan.knobs.grad_accum_fusion:
         problem = f"delay_wgrad with graph scope {scope} and no gradient-accumulation fusion"
-        yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": True})
+        stated = None if plan.target == "threefold" else True  # grad-accum-fusion-takes-effect
+        yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": stated})
 
 
 @rule(rows="WG-V6 EO-D9", follows=_BRIDGE)
@@ -381,7 +394,7 @@ def ep_overlap_schedule(plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if plan.knobs.ep_overlap and layout.pp > 1 and layout.vpp > 1 and layout.pipeline_schedule == "zero-bubble":
         problem = "EP overlap with the zero-bubble schedule"
-        yield Finding(at="layout.schedule", problem=problem, fixes=[{"layout.schedule": "interleaved"}, _OFF])
+        yield Finding(at="layout.schedule", problem=problem, fixes=[{"layout.schedule": "interleaved"}], resort=_OFF)
 
 
 @rule(severity="warning", rows="EO-FSDP EO-WGRAD", target="threefold")

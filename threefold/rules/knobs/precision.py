@@ -10,6 +10,8 @@ from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import GqaSpec, MlaSpec
 from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION, SCALE_BLOCKS
 
+FP8_KNOBS = ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch", "router_padding")
+
 
 def _native(plan: Plan) -> bool:
     return plan.knobs.precision in NATIVE_FORMATS[plan.chip.architecture]
@@ -111,7 +113,8 @@ def mfu_with_its_peak(plan: Plan) -> Iterator[Finding]:
     Confirm: compare tokens per second of both precisions.
     Fix: report absolute throughput first.
     """
-    if plan.low_precision and (plan.job.routing == "forced-balance" or plan.is_synthetic):
+    forced = plan.model.is_moe and plan.job.routing == "forced-balance"
+    if plan.low_precision and (forced or plan.is_synthetic):
         yield Finding(
             at="knobs.precision",
             problem=f"a benchmark in {plan.knobs.precision}: MFU against one peak misleads",
@@ -129,8 +132,7 @@ def fp8_knobs_need_fp8(plan: Plan) -> Iterator[Finding]:
     """
     if plan.low_precision:
         return
-    names = ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch")
-    for name in names if plan.target == "threefold" else (*names, "router_padding"):  # engine-has-a-choice
+    for name in FP8_KNOBS[:-1] if plan.target == "threefold" else FP8_KNOBS:  # engine-has-a-choice
         if getattr(plan.knobs, name):
             problem = f"{name} with precision {plan.knobs.precision}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})

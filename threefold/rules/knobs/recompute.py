@@ -46,7 +46,8 @@ def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
     if not plan.full_recompute and (knobs.recompute_method or knobs.recompute_layers):
         fix = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
         problem = "a method or a number of layers without full recompute"
-        yield Finding(at="knobs.recompute_method", problem=problem, fix=fix)
+        at = "knobs.recompute_method" if knobs.recompute_method else "knobs.recompute_layers"
+        yield Finding(at=at, problem=problem, fix=fix)
 
 
 def _missing_modules(plan: Plan) -> dict[str, str]:

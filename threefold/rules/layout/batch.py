@@ -7,7 +7,7 @@ from threefold.cost.memory_ladder import surely_fits
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
-from threefold.rules.layout.shape import stage_faults
+from threefold.rules.layout.pipeline import stage_faults
 from threefold.spec.stacks import MEGATRON_SCHEDULES
 from threefold.units import format_many
 

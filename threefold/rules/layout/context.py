@@ -10,9 +10,9 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
 from threefold.rules.layout.batch import batch_step, can_be_priced, pays
-from threefold.rules.layout.shape import tp_fits
 from threefold.spec.model import MlaSpec
-from threefold.units import format_tokens
+from threefold.spec.tensor_parallel import tp_fits
+from threefold.units import format_many, format_tokens
 
 SHARD_TOKENS = 4096  # the documents' target: CP ~ sequence / 4096
 BATCH_TOKENS = 2**26  # 64M tokens a step: twice what large pretraining runs use
@@ -122,7 +122,7 @@ def dp_at_floor(plan: Plan) -> Iterator[Finding]:
             at="cluster.gpus",
             problem=problem,
             fixes=less,
-            otherwise=lambda: f"{2 * layout.gpus} GPUs would give DP 2; fewer model-parallel ranks do not fit",
+            otherwise=lambda: f"{2 * layout.gpus} GPUs would give DP 2",
         )
 
 
@@ -138,12 +138,14 @@ def batch_against_length(plan: Plan) -> Iterator[Finding]:
     if plan.is_long and plan.tokens_per_step > BATCH_TOKENS:
         step = batch_step(plan)
         fewer = max(1, BATCH_TOKENS // 2 // plan.job.seq_len // step) * step
+        count = plan.num_microbatches  # none where the grids do not divide the ranks
+        deep = f", {format_many(count, 'microbatch')} deep" if count else ""
         if fewer * plan.job.seq_len <= BATCH_TOKENS:
             yield Finding(
                 at="job.global_batch",
                 problem=(
                     f"{plan.job.global_batch} x {format_tokens(plan.job.seq_len)} = "
-                    f"{plan.tokens_per_step / 1e6:.0f}M tokens a step, {plan.num_microbatches} microbatches deep"
+                    f"{plan.tokens_per_step / 1e6:.0f}M tokens a step{deep}"
                 ),
                 fix={"job.global_batch": fewer},
             )

@@ -7,8 +7,9 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
 from threefold.rules.layout.batch import pays
-from threefold.rules.layout.shape import tp_fits
 from threefold.spec.stacks import DISPATCHER
+from threefold.spec.tensor_parallel import tp_fits
+from threefold.units import format_many
 
 
 @rule(severity="warning", rows="PF-ETPWARN")
@@ -66,7 +67,7 @@ def tp_inside_domain(plan: Plan) -> Iterator[Finding]:
     if link.link == "network":
         domain = plan.cluster.domain_ranks
         fits = [d for d in divisors(plan.layout.tp) if d <= domain and tp_fits(plan.model, d) is None]
-        problem = f"TP {link.degree} leaves the NVLink domain of {domain} ranks"
+        problem = f"TP {link.degree} leaves the NVLink domain of {format_many(domain, 'rank')}"
         yield Finding(at="layout.tp", problem=problem, fixes=[{"layout.tp": d} for d in reversed(fits or [1])])
 
 

@@ -1,16 +1,17 @@
 """Degrees against the model and the ranks: what must divide, and what must exist."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from math import lcm, log2
+from typing import Any
 
 from threefold.fields import MAX_RANKS
 from threefold.findings import Changes, Finding
-from threefold.layout.stages import balance, format_stages
+from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, near_degrees, rule
-from threefold.spec.model import MlaSpec, ModelSpec
-from threefold.spec.stacks import MEGATRON_SCHEDULES
+from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many
 
 
@@ -71,35 +72,21 @@ def _near_or_lower(degree: int) -> list[int]:
     return sorted({*divisors(degree), *(2**i for i in range(degree.bit_length())), 2 ** (degree - 1).bit_length()})
 
 
-def _tp_parts(model: ModelSpec) -> dict[str, int]:
-    """What tensor parallel cuts, by name. Key/value heads are not here: they may be copied."""
-    parts: dict[str, int] = {}
-    if model.attention:
-        parts["attention heads"] = model.attention.num_heads
-    if model.local_attention:
-        parts["window attention heads"] = model.local_attention.num_heads
-    if model.delta:
-        parts["delta-rule key heads"] = model.delta.num_k_heads
-        parts["delta-rule value heads"] = model.delta.num_v_heads
-    if model.mamba:
-        parts["Mamba heads"] = model.mamba.num_heads
-        parts["Mamba groups"] = model.mamba.num_groups
-    if any(layer.ffn == "dense" for layer in model.layers):
-        parts["dense feed-forward width"] = model.dense_dim
-    if model.moe and model.moe.shared_width:
-        parts["shared expert width"] = model.moe.shared_width
-    return parts
+def _degrees_near(plan: Plan, axis: str, allowed: list[int]) -> dict[str, Any]:
+    """Ways to allowed degrees around the plan's; where its grids do not divide the ranks, to those with which they do,
+    and only else to the nearest."""
+    layout, wanted = plan.layout, plan.layout.degree(axis)
+    near: list[Changes] = [{f"layout.{axis}": degree} for degree in near_degrees(allowed, wanted)]
+    whole = [] if layout.fits_ranks else [degree for degree in allowed if _at(layout, axis, degree).fits_ranks]
+    if not whole:
+        return {"fixes": near}
+    nearest = sorted(near_degrees(whole, wanted), key=lambda degree: abs(log2(degree / wanted)))
+    return {"fixes": [{f"layout.{axis}": degree} for degree in nearest], "resort": near[0]}
 
 
-def tp_fits(model: ModelSpec, tp: int) -> str | None:
-    """The first thing this degree cannot cut, or None."""
-    for name, size in _tp_parts(model).items():
-        if size % tp:
-            return f"{size} {name}"
-    for spec in (model.attention, model.local_attention):
-        if spec and not isinstance(spec, MlaSpec) and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-            return f"{spec.num_kv_heads} key/value heads"
-    return None
+def _at(layout: Layout, axis: str, degree: int) -> Layout:
+    changed: dict[str, Any] = {axis: degree}
+    return replace(layout, **changed)
 
 
 @rule(rows="PF-ATT")
@@ -117,7 +104,7 @@ def tp_divides_model(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.tp",
             problem=f"{tp} ranks cannot share {part} evenly",
-            fixes=[{"layout.tp": degree} for degree in near_degrees(allowed, tp)],
+            **_degrees_near(plan, "tp", allowed),
             advice=f"degrees that can: {', '.join(map(str, sorted(set(allowed))))}",
         )
 
@@ -135,7 +122,7 @@ def ep_divides_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.ep",
             problem=f"{ep} ranks cannot share {experts} experts evenly",
-            fixes=[{"layout.ep": degree} for degree in near_degrees(divisors(experts), ep)],
+            **_degrees_near(plan, "ep", divisors(experts)),
             advice=f"divisors of {experts}: {', '.join(map(str, divisors(experts)))}",
         )
 
@@ -153,7 +140,7 @@ def etp_divides_expert(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="layout.etp",
             problem=f"{etp} ranks cannot share an expert of width {moe.expert_dim} evenly",
-            fixes=[{"layout.etp": degree} for degree in near_degrees(divisors(moe.expert_dim), etp)],
+            **_degrees_near(plan, "etp", divisors(moe.expert_dim)),
         )
 
 
@@ -218,131 +205,6 @@ def dense_layers_exist(plan: Plan) -> Iterator[Finding]:
         )
 
 
-@rule(rows="PP-VPP")
-def chunks_hold_layers(plan: Plan) -> Iterator[Finding]:
-    """Every chunk of the pipeline holds something.
-
-    Why: PP x VPP chunks need as many items; an empty chunk is a stage that only forwards tensors.
-    Confirm: `threefold show` draws the pipeline.
-    Fix: fewer chunks per rank, then fewer stages.
-    """
-    layout, items = plan.layout, plan.model.num_layers + plan.mtp + 2
-    if layout.chunks > items:
-        vpp = max(1, items // layout.pp)
-        fix = {"layout.vpp": vpp} if layout.pp <= items else {"layout.pp": _pow2(items), "layout.vpp": 1}
-        less = {"layout.stages": None, "layout.schedule": None}
-        shallower = [d for d in reversed(divisors(layout.pp)) if d <= items and d < layout.pp]
-        yield Finding(
-            at="layout.vpp" if layout.pp <= items else "layout.pp",
-            problem=f"PP {layout.pp} x VPP {layout.vpp} chunks for {plan.model.num_layers} layers and their ends",
-            fix={**fix, **less},
-            fixes=[{"layout.pp": pp, "layout.vpp": 1, **less} for pp in shallower],
-        )
-
-
-@rule(severity="warning", rows="PP-LAYOUT")
-def chunk_is_empty(plan: Plan) -> Iterator[Finding]:
-    """No chunk of a written layout is empty without intent.
-
-    Why: an empty chunk only forwards its input: a pipeline step that computes nothing.
-    Confirm: two bars meet in layout.stages, or a bar ends it.
-    Fix: a balanced string, unless the gap is meant.
-    """
-    if plan.layout.stages is not None and any(not str(chunk) for chunk in plan.chunks):
-        fix = {"layout.stages": None}
-        yield Finding(at="layout.stages", problem="a chunk holds nothing: two bars meet, or a bar ends it", fix=fix)
-
-
-def _pow2(number: int) -> int:
-    return int(2 ** (max(1, number).bit_length() - 1))
-
-
-def _generated(plan: Plan) -> str:
-    return format_stages(balance(plan.model.num_layers, plan.layout.chunks, plan.mtp))
-
-
-def stage_faults(plan: Plan) -> list[str]:
-    """What a written layout string gets wrong about the model and the chunks."""
-    layout = plan.layout
-    if layout.stages is None:
-        return []
-    layers = sum(len(chunk.layers) for chunk in plan.chunks)
-    mtp = sum(chunk.mtp for chunk in plan.chunks)
-    faults = []
-    if len(plan.chunks) != layout.chunks:
-        faults.append(f"{len(plan.chunks)} chunks for PP {layout.pp} x VPP {layout.vpp} = {layout.chunks}")
-    if layers != plan.model.num_layers:
-        faults.append(f"{layers} layers of {plan.model.num_layers}")
-    if mtp != plan.mtp:
-        faults.append(f"{mtp} MTP depths of {plan.mtp}")
-    return faults
-
-
-@rule(rows="PP-LAYOUT")
-def stages_match_model(plan: Plan) -> Iterator[Finding]:
-    """The pipeline layout string has PP x VPP chunks, all layers, and the MTP depths that train.
-
-    Why: a layer that no chunk holds is not trained; upstream this fails after the job has started.
-    Confirm: `threefold show` prints the chunks; count t and m.
-    Fix: correct the string, or delete it for a balanced one.
-    """
-    if plan.layout.chunks > plan.model.num_layers + plan.mtp + 2:
-        return
-    if faults := stage_faults(plan):
-        yield Finding(
-            at="layout.stages",
-            problem=f"the string has {', '.join(faults)}",
-            fix={"layout.stages": _generated(plan)},
-        )
-
-
-@rule(rows="PP-VPP")
-def vpp_needs_pp(plan: Plan) -> Iterator[Finding]:
-    """Several chunks a rank need a pipeline.
-
-    Why: with one stage there is nothing to interleave; upstream refuses it.
-    Confirm: layout.pp is 1.
-    Fix: set layout.vpp to 1, or use a pipeline.
-    """
-    if plan.layout.vpp > 1 and plan.layout.pp == 1:
-        fix = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
-        yield Finding(at="layout.vpp", problem=f"VPP {plan.layout.vpp} with PP 1", fix=fix)
-
-
-@rule(rows="PP-ZB PP-VPP")
-def schedule_fits_chunks(plan: Plan) -> Iterator[Finding]:
-    """The schedule and the chunks per rank belong together: 1f1b one, interleaved several, dualpipev two.
-
-    Why: each schedule places chunks on ranks in its own way.
-    Confirm: `threefold show` prints schedule and chunks.
-    Fix: leave layout.schedule out, or set layout.vpp to what it needs.
-    """
-    schedule, layout = plan.layout.schedule, plan.layout
-    if schedule is None:
-        return
-    if layout.pp == 1:
-        yield Finding(at="layout.schedule", problem=f"{schedule} with PP 1", fix={"layout.schedule": None})
-    elif (schedule == "1f1b" and layout.vpp > 1) or (schedule == "interleaved" and layout.vpp == 1):
-        yield Finding(at="layout.schedule", problem=f"{schedule} with VPP {layout.vpp}", fix={"layout.schedule": None})
-    elif schedule == "dualpipev" and layout.vpp != 2:
-        room = 2 * layout.pp <= plan.model.num_layers + plan.mtp + 2
-        fix = {"layout.vpp": 2, "layout.stages": None} if room else {"layout.schedule": None}
-        yield Finding(at="layout.vpp", problem=f"dualpipev folds the pipeline once: VPP {layout.vpp} is not 2", fix=fix)
-
-
-@rule(rows="PP-ZB", target="megatron-bridge", follows=MEGATRON_SCHEDULES)
-def schedule_on_target(plan: Plan) -> Iterator[Finding]:
-    """Megatron runs 1f1b and interleaved pipelines.
-
-    Why: zero-bubble and DualPipeV are schedules of the threefold engine.
-    Confirm: layout.schedule.
-    Fix: leave layout.schedule out for this target.
-    """
-    if plan.layout.schedule in ("zero-bubble", "dualpipev"):
-        fix = {"layout.schedule": None}
-        yield Finding(at="layout.schedule", problem=f"Megatron has no {plan.layout.schedule} schedule", fix=fix)
-
-
 @rule(rows="EO-FSDP OP-ZERO1")
 def replicate_divides_dp(plan: Plan) -> Iterator[Finding]:
     """HSDP keeps whole copies: `replicate` divides DP and EDP, and only HSDP has copies.
@@ -403,5 +265,5 @@ def mtp_in_model(plan: Plan) -> Iterator[Finding]:
     Fix: train the depths the model has.
     """
     if plan.mtp > plan.model.mtp_layers:
-        problem = f"{plan.mtp} MTP depths; {plan.model.name} has {plan.model.mtp_layers}"
+        problem = f"{format_many(plan.mtp, 'MTP depth')}; {plan.model.name} has {plan.model.mtp_layers or 'none'}"
         yield Finding(at="job.mtp", problem=problem, fix={"job.mtp": plan.model.mtp_layers})
