@@ -60,9 +60,7 @@ def new_findings(plan: Plan, fix: dict[str, Any]) -> list[Finding]:
     return [f for f in check(change(plan, fix), notes=False) if (f.rule, f.at) not in known]
 
 
-@settings(max_examples=25, deadline=None)
-@given(random_fields())
-def test_no_fix_brings_a_finding_and_each_can_be_pasted(fields: dict[str, Any]) -> None:
+def no_fix_brings_a_finding(fields: dict[str, Any]) -> None:
     plan = build(fields)
     for finding in check(plan):
         assert finding.fix or finding.advice, finding
@@ -77,9 +75,7 @@ def test_no_fix_brings_a_finding_and_each_can_be_pasted(fields: dict[str, Any]) 
         assert parse(dict(plan.written), pasted).plan == parse(dict(plan.written), finding.fix).plan
 
 
-@settings(max_examples=25, deadline=None)
-@given(random_fields())
-def test_a_repair_ends_without_errors_or_says_what_is_missing(fields: dict[str, Any]) -> None:
+def a_repair_ends(fields: dict[str, Any]) -> None:
     plan = build(fields)
     repaired, applied = repair(plan)
     before = {finding.rule for finding in judge(plan)}
@@ -87,6 +83,26 @@ def test_a_repair_ends_without_errors_or_says_what_is_missing(fields: dict[str, 
     for finding in errors(check(repaired)):
         assert not finding.fix
         assert finding.advice, finding
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_fields())
+def test_no_fix_brings_a_finding_and_each_can_be_pasted(fields: dict[str, Any]) -> None:
+    no_fix_brings_a_finding(fields)
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_fields())
+def test_a_repair_ends_without_errors_or_says_what_is_missing(fields: dict[str, Any]) -> None:
+    a_repair_ends(fields)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(random_fields())
+def test_fixes_of_many_plans_lead_somewhere(fields: dict[str, Any]) -> None:
+    no_fix_brings_a_finding(fields)
+    a_repair_ends(fields)
 
 
 def test_context_parallelism_cures_a_plan_full_of_attention() -> None:

@@ -610,13 +610,24 @@ def test_a_graph_of_dense_layers_needs_one(model: str, absent: bool) -> None:
     assert fixes == ([{"knobs.graphs": ["attn"]}] if absent else [])
 
 
-@settings(max_examples=100, deadline=None)
-@given(random_fields())
-def test_random_plans_never_break_a_rule(fields: dict[str, Any]) -> None:
+def no_rule_breaks(fields: dict[str, Any]) -> None:
     for finding in check(build(fields)):
         assert finding.rule in RULES
         assert finding.to_json()["severity"] in ("error", "warning", "note")
         assert finding.fix_text
+
+
+@settings(max_examples=100, deadline=None)
+@given(random_fields())
+def test_random_plans_never_break_a_rule(fields: dict[str, Any]) -> None:
+    no_rule_breaks(fields)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(random_fields())
+def test_many_random_plans_never_break_a_rule(fields: dict[str, Any]) -> None:
+    no_rule_breaks(fields)
 
 
 @pytest.mark.parametrize(("dtype", "refused"), [("fp32", False), ("bf16", False), ("fp16", True), ("fp8", True)])

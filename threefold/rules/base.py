@@ -96,7 +96,7 @@ def severity_of(slug: str) -> Severity:
 
 
 def raised_by(slug: str) -> str:
-    """Who speaks a slug: `check` by its rules, reading a plan, or running it."""
+    """The step at which a finding with this slug is raised: `check` (a rule), reading a plan file, or a run."""
     return "check" if slug in RULES else "reading a plan" if slug in PARSING else "running"
 
 

@@ -7,7 +7,7 @@ holds, the finding keeps its advice and says what stood in the way.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -45,16 +45,28 @@ def with_fixes(plan: Plan, findings: list[Finding]) -> list[Finding]:
     return in_order(one for one in offered if one is not None and (one.fix or not _is_offer(one)))
 
 
-class Trials:
-    """Plans near one plan, judged to see which changes bring nothing new. A plan is judged once."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A plan with some fields changed, what rules find about it, and which of that is new."""
 
-    def __init__(self, plan: Plan, findings: Iterable[Finding], sees_offers: bool = True) -> None:
+    plan: Plan
+    findings: list[Finding]
+    new: list[Finding]
+
+    def count(self, key: tuple[str, str]) -> int:
+        return sum(_key(finding) == key for finding in self.findings)
+
+
+class Trials:
+    """Plans near one plan, judged to see which changes bring nothing new. A change is tried once."""
+
+    def __init__(self, plan: Plan, findings: list[Finding], sees_offers: bool = True) -> None:
         """`sees_offers`: whether an offer counts as new only where its own fix holds, which takes trials of its own."""
-        self.plan, self.sees_offers, findings = plan, sees_offers, list(findings)
+        self.plan, self.findings, self.sees_offers = plan, findings, sees_offers
         self.known = {_key(finding) for finding in findings}
         self._left = MOST_TRIALS
         self._ways_left: dict[int, Iterator[Mapping[str, Any]]] = {}  # of findings that are held here, by identity
-        self._judged: dict[Plan, list[Finding]] = {plan: [one for one in findings if one.rule in RULES]}
+        self._tried: dict[str, Trial | None] = {}
 
     def with_fix(self, finding: Finding) -> Finding:
         """The finding with the first of its ways that holds, or with what stands in the way of the best one."""
@@ -76,10 +88,10 @@ class Trials:
         neither a cure nor an advice."""
         found: dict[frozenset[str], tuple[Changes, float]] = {}  # of ways that change the same fields, the best
         for way in self._ways(finding):
-            other, fields = self._changed(way), frozenset(way)
-            if other is None or self._new(other):
+            trial, fields = self._try(way), frozenset(way)
+            if trial is None or trial.new:
                 continue
-            better = gain(self.plan, other)
+            better = gain(self.plan, trial.plan)
             if better > max(WORTH, found[fields][1] if fields in found else 0.0):
                 found[fields] = way, better
         if not found:
@@ -93,16 +105,15 @@ class Trials:
         """A fix, or what stood in the way of the best one."""
         stuck, tried = "", list[Changes]()
         for way in islice(ways, MOST_WAYS):
-            other = self._changed(way)
-            if other is None:
+            trial = self._try(way)
+            if trial is None:
                 continue
-            new = self._new(other)
-            if not new and self._cures(finding, other):
+            if not trial.new and self._cures(finding, trial):
                 return way, ""
             tried.append(way)
         for way in tried[:MOST_WAYS_ALONG] if finding.resort else tried:
             along, obstacle = self._with_what_moves_along(way, finding.severity)
-            if obstacle is None and self._cures(finding, self._changed(along)):
+            if obstacle is None and self._cures(finding, self._try(along)):
                 return along, ""
             if obstacle is not None and not stuck:
                 stuck = f"{as_overrides(along)} would bring {obstacle.rule}: {obstacle.problem}"
@@ -116,16 +127,15 @@ class Trials:
         kept = _RESULT if severity != "error" else ()
         changes, first = dict(way), None
         for _ in range(MOST_ALONG):
-            other = self._changed(changes)
-            new = self._new(other) if other is not None else []
-            if not new:
+            trial = self._try(changes)
+            if trial is None or not trial.new:
                 return changes, None
-            first = min(new, key=_depth)
+            first = min(trial.new, key=_depth)
             for more in chain(islice(self._ways(first), MOST_WAYS_ALONG), [dict(first.resort or {})]):
                 undoes = any(_undoes(path, changes[path], v) for path, v in more.items() if path in changes)
                 undoes = undoes or any(path.startswith(kept) for path in more)
-                after = None if undoes else self._changed({**changes, **more})
-                if after is not None and _key(first) not in map(_key, self._new(after)):
+                after = None if undoes else self._try({**changes, **more})
+                if after is not None and not after.count(_key(first)):
                     changes = {**changes, **more}
                     break
             else:
@@ -142,37 +152,37 @@ class Trials:
             if changes:
                 yield changes
 
-    def _changed(self, changes: Mapping[str, Any]) -> Plan | None:
+    def _try(self, changes: Mapping[str, Any]) -> Trial | None:
+        """None where the changes give no plan, or too many were tried already."""
+        key = as_overrides(dict(sorted(changes.items())))
+        if key not in self._tried:
+            self._tried[key] = self._judged(changes)
+        return self._tried[key]
+
+    def _judged(self, changes: Mapping[str, Any]) -> Trial | None:
+        if self._left <= 0:
+            return None
+        self._left -= 1
         try:
             other = change(self.plan, changes)
         except FindingsError:
             return None
-        return other if self._judge(other) is not None else None
+        findings = judge(other)
+        return Trial(other, findings, self._new(other, findings))
 
-    def _judge(self, other: Plan) -> list[Finding] | None:
-        """None where too many plans were judged already."""
-        if other not in self._judged:
-            if self._left <= 0:
-                return None
-            self._left -= 1
-            self._judged[other] = judge(other)
-        return self._judged[other]
-
-    def _new(self, other: Plan) -> list[Finding]:
+    def _new(self, other: Plan, findings: list[Finding]) -> list[Finding]:
         """What the other plan has that this one had not. Nothing is said of an offer whose fix does not hold."""
-        found = self._judged[other]
-        new = [finding for finding in found if _key(finding) not in self.known]
+        new = [finding for finding in findings if _key(finding) not in self.known]
         if self.sees_offers and new and all(_is_offer(finding) for finding in new):
-            there = Trials(other, found, sees_offers=False)
+            there = Trials(other, findings, sees_offers=False)
             new = [finding for finding in new if there.with_fix(finding).fix]
         return new
 
-    def _cures(self, finding: Finding, other: Plan | None) -> bool:
+    def _cures(self, finding: Finding, trial: Trial | None) -> bool:
         """Whether fewer findings like this one are left. What parsing found is cured by a change that parses."""
-        if other is None or finding.rule not in RULES:
-            return other is not None
-        before, after = (sum(_key(one) == _key(finding) for one in self._judged[plan]) for plan in (self.plan, other))
-        return after < before
+        if trial is None or finding.rule not in RULES:
+            return trial is not None
+        return trial.count(_key(finding)) < sum(_key(one) == _key(finding) for one in self.findings)
 
 
 def _is_offer(finding: Finding) -> bool:
@@ -204,13 +214,14 @@ def repair(plan: Plan, findings: Iterable[Finding] = (), severity: Severity = "e
     `findings` are those of parsing, whose fixes come first.
     """
     applied: list[Finding] = []
-    left = [finding for finding in with_fixes(plan, [*findings, *judge(plan)]) if finding.rule not in RULES]
+    left = list(findings)
     for _ in range(MOST_REPAIRS):
-        curable = [one for one in (*left, *check(plan)) if one.severity == severity and one.fix]
+        found = with_fixes(plan, [*left, *judge(plan)])
+        curable = [finding for finding in found if finding.severity == severity and finding.fix]
         if not curable:
             break
         first = min(curable, key=_depth)
         plan = change(plan, first.fix or {})
-        left = [one for one in left if one is not first]
+        left = [finding for finding in left if _key(finding) != _key(first)]
         applied.append(first)
     return plan, applied

@@ -109,18 +109,15 @@ def _decided(space: Space, path: str, value: Any) -> bool:
 
 
 def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
-    """What is tried for a wall: for memory, states in fewer bits; for the others, what `rules/walls.py` names, and
-    whatever the wall, the chip's dispatchers."""
+    """What is tried for a wall: for memory, states in fewer bits; for the others, what `rules/walls.py` names. What it
+    names for the other walls is tried after that, for a change that gains is worth a trial whatever the wall."""
     if wall == "memory":
         yield {"knobs.optimizer_dtype": "bf16"}
         yield {"knobs.grad_dtype": "bf16"}
         if plan.low_precision:
             yield {"knobs.fp8_params": True}
-    else:
-        yield from remedies(plan, wall)
-    if wall == "compute":
-        yield from remedies(plan, "host")
-    yield from remedies(plan, "communication")
+    for name in sorted(("host", "communication", "compute"), key=lambda name: name != wall):
+        yield from remedies(plan, name)
 
 
 def next_better(pricer: Pricer, short: list[Plan], best: Priced) -> NextBetter | None:

@@ -132,21 +132,24 @@ QWEN3_MOE = HfClass(
     aliases={"num_local_experts": "num_experts"},
     extra={**_ROPE, "head_dim": None},
 )
+_QWEN_DELTA = {  # what Qwen3-Next and Qwen3.5-MoE share
+    **_BASE,
+    **_DELTA,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "layer_types": None,
+}
 QWEN3_NEXT = HfClass(
     defaults={
-        **_BASE,
-        **_DELTA,
+        **_QWEN_DELTA,
         "intermediate_size": 5632,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "attention_bias": False,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 10,
         "num_experts": 512,
         "norm_topk_prob": True,
-        "layer_types": None,
     },
     only=_SPARSE,
     extra={**_DELTA_EXTRA, "partial_rotary_factor": 0.25},
@@ -213,19 +216,7 @@ GPT_OSS = HfClass(
 
 # The families below are planned and priced; the engine does not train them, so only what changes sizes is read.
 QWEN3_5_MOE_TEXT = HfClass(
-    defaults={
-        **_BASE,
-        **_DELTA,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "attention_bias": False,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts_per_tok": 8,
-        "num_experts": 256,
-        "layer_types": None,
-    },
+    defaults={**_QWEN_DELTA, "num_experts_per_tok": 8, "num_experts": 256},
     only=_NO_DROPOUT,
     extra={**_DELTA_EXTRA, "partial_rotary_factor": 0.25},
 )

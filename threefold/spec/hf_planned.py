@@ -8,6 +8,7 @@ from threefold.spec.hf_defaults import GEMMA4_ROPE
 from threefold.spec.hf_fields import Fields
 from threefold.spec.hf_readers import (
     activation_name,
+    group_limited_moe,
     kv_heads,
     layer_pattern,
     num_layers,
@@ -95,7 +96,8 @@ _NEMOTRON = {"mamba": "M", "linear_attention": "M", "moe": "E", "attention": "*"
 
 
 def _nemotron_pattern(types: Any, letters: Any, default: str) -> str:
-    """Of a list of layer types, or else of a text of letters."""
+    """The kinds of the layers as letters: from the list of layer types, else from the string of letters, else
+    the default of the configuration class."""
     pattern = default if letters is None else "".join(letters)
     if types is not None:
         pattern = layer_pattern(types, _NEMOTRON)
@@ -106,20 +108,7 @@ def _nemotron_pattern(types: Any, letters: Any, default: str) -> str:
 
 def read_nemotron_h(c: Fields) -> dict[str, Any]:
     pattern = _nemotron_pattern(c["layers_block_type"], c["hybrid_override_pattern"], "ME*-")
-    moe = MoeSpec(
-        num_experts=c["n_routed_experts"],
-        top_k=c["num_experts_per_tok"],
-        expert_dim=c["moe_intermediate_size"],
-        num_shared=c["n_shared_experts"],
-        shared_dim=c["moe_shared_expert_intermediate_size"],
-        score="sigmoid",
-        norm_topk=c["norm_topk_prob"],
-        num_groups=c["n_group"],
-        top_groups=c["topk_group"],
-        scale=float(c["routed_scaling_factor"]),
-        balance_bias=True,
-        latent_dim=c["moe_latent_size"],
-    )
+    moe = group_limited_moe(c, shared_dim=c["moe_shared_expert_intermediate_size"], latent_dim=c["moe_latent_size"])
     return {
         "family": "nemotron_h",
         "num_layers": len(pattern),

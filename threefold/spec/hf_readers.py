@@ -146,11 +146,9 @@ def read_qwen3_next(c: Fields) -> dict[str, Any]:
     }
 
 
-def read_deepseek(c: Fields) -> dict[str, Any]:
-    for key, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if c.get(key, only) not in (None, only):
-            raise ValueError(f"{key} {reprlib.repr(c[key])} is not supported, only {only!r}")
-    moe = MoeSpec(
+def group_limited_moe(c: Fields, **extra: Any) -> MoeSpec:
+    """Experts as DeepSeek-V3 routes them: sigmoid scores, groups of experts, and a bias that balances the load."""
+    return MoeSpec(
         num_experts=c["n_routed_experts"],
         top_k=c["num_experts_per_tok"],
         expert_dim=c["moe_intermediate_size"],
@@ -161,14 +159,21 @@ def read_deepseek(c: Fields) -> dict[str, Any]:
         top_groups=c["topk_group"],
         scale=float(c["routed_scaling_factor"]),
         balance_bias=True,
+        **extra,
     )
+
+
+def read_deepseek(c: Fields) -> dict[str, Any]:
+    for key, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if c.get(key, only) not in (None, only):
+            raise ValueError(f"{key} {reprlib.repr(c[key])} is not supported, only {only!r}")
     return {
         "family": "deepseek_v3",
         "num_layers": c["num_hidden_layers"],
         "num_dense_layers": c["first_k_dense_replace"],
         "dense_dim": c["intermediate_size"],
         "attention": latent_attention(c),
-        "moe": moe,
+        "moe": group_limited_moe(c),
         "activation": activation_name(c),
         "norm_eps": float(c["rms_norm_eps"]),
         "mtp_layers": c["num_mtp_layers"],

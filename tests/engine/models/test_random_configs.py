@@ -118,9 +118,9 @@ def draw(seeds: list[str], folder: Path) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("seed", [str(seed) for seed in range(16)])
-def test_configurations_are_read_as_transformers_reads_them(seed: str, tmp_path: Path) -> None:
-    draw([seed], tmp_path)
+def test_configurations_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    found = draw([str(seed) for seed in range(30)], tmp_path)
+    assert found["equal"] >= 8, found  # the rest is refused, most by both
 
 
 @pytest.mark.slow

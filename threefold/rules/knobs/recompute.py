@@ -214,7 +214,7 @@ def activation_offload_without_ep_overlap(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.activation_offload", problem="activation offload with EP overlap", fix=fix)
 
 
-@rule(severity="warning", rows="RC-ORDER OF-OPT")
+@rule(severity="warning", rows="RC-ORDER OF-OPT", needs_fix=True)
 def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     """Offload comes after recompute and parallelism.
 
@@ -229,8 +229,5 @@ def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     if not offloads or knobs.recompute or not can_be_priced(plan):
         return
     bare = {f"knobs.{name}": None for name in offloads}
-    sets = list(fitting_sets(plan))
-    if sets:
-        problem = "offload while nothing is recomputed"
-        fixes = [{"knobs.recompute": names, **bare} for names in sets]
-        yield Finding(at=f"knobs.{offloads[0]}", problem=problem, fixes=fixes)
+    fixes = ({"knobs.recompute": names, **bare} for names in fitting_sets(plan))
+    yield Finding(at=f"knobs.{offloads[0]}", problem="offload while nothing is recomputed", fixes=fixes)
