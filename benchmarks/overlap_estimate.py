@@ -16,7 +16,7 @@ from typing import Any
 
 from threefold.cost.layer_work import layer_case, layer_work
 from threefold.cost.rates import Rates, calibration
-from threefold.cost.time.communication import LATENCY_SECONDS
+from threefold.cost.time.communication import latency_seconds
 from threefold.cost.time.step import step_time
 from threefold.cost.traffic.dispatch import dispatch_bytes
 from threefold.plan.plan import Plan
@@ -88,7 +88,7 @@ def _rates(plan: Plan) -> Rates:
 def _calibrated(plan: Plan, rates: Rates, seconds: Callable[[Plan], float], compute: float, exchange: float) -> Plan:
     """On a chip on which compute and one exchange take so long."""
     chip, work = plan.chip, layer_work(layer_case(plan, plan.model.layers[-1]))
-    link = dispatch_bytes(plan, work).domain / rates.alltoall / max(NONE, exchange - LATENCY_SECONDS["domain"])
+    link = dispatch_bytes(plan, work).domain / rates.alltoall / max(NONE, exchange - latency_seconds(rates, "domain"))
     at_once = _scaled(plan, replace(chip, domain_bandwidth=MUCH), MUCH)
     fixed, shipped = seconds(at_once), seconds(_scaled(plan, replace(chip, domain_bandwidth=MUCH), 1.0))
     return _scaled(plan, replace(chip, domain_bandwidth=link), (shipped - fixed) / compute)

@@ -75,6 +75,14 @@ def _uses(item: pytest.Item, pattern: re.Pattern[str]) -> bool:
     return False
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was measured on this machine does not change what tests see, nor do tests change what was measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """One thread of torch and one seed: the same sums in the same order."""

@@ -12,6 +12,7 @@ from threefold.cost.traffic.by_stack import traffic
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.rules.all import judge
 
 RECIPE = "deepseek-v3-128k-256xh100-fp8.toml"
 
@@ -70,3 +71,32 @@ def test_heads_that_do_not_fit_lose_against_latents_that_do() -> None:
 def test_plans_without_a_choice_stay_as_they_are(fields: dict[str, Any]) -> None:
     plan = plans.build({"target": "threefold", "cluster.chip": "h100", "cluster.gpus": 64, **fields})
     assert resolve_exchange(plan) == plan
+
+
+OPEN: dict[str, Any] = {
+    "model": "tiny-deepseek-v3",
+    "target": "threefold",
+    "cluster.chip": "cpu",
+    "cluster.gpus": 8,
+    "job.seq_len": 64,
+    "job.global_batch": 16,
+    "job.mtp": 0,
+    "layout.cp": 2,
+    "knobs.precision": "fp32",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"layout.pp": 4, "layout.vpp": 3}, "chunks-hold-layers"),
+        ({"layout.pp": 4, "layout.stages": "Ettttt|L"}, "stages-match-model"),
+        ({"layout.pp": 2, "layout.vpp": 3, "layout.schedule": "dualpipev"}, "schedule-fits-chunks"),
+        ({"layout.vpp": 2}, "vpp-needs-pp"),
+        ({"layout.vpp": 4, "layout.ep": 4, "knobs.ep_overlap": True}, "vpp-needs-pp"),
+    ],
+)
+def test_a_plan_whose_chunks_are_wrong_is_left_to_the_rules(changes: dict[str, Any], rule: str) -> None:
+    plan = resolve_exchange(plans.build({**OPEN, **changes}))
+    assert plan.knobs.cp_exchange is not None
+    assert rule in {finding.rule for finding in judge(plan)}

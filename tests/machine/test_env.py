@@ -196,15 +196,6 @@ def test_env_needs_no_torch(tmp_path: Path) -> None:
     assert {one["name"]: one["version"] for one in told["packages"]}["torch"] is None
 
 
-def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    assert main(["env", "--tune", str(ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")]) == 1
-    assert "no GPU" in capsys.readouterr().err
-
-
 _RECIPE = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml")
 FOR_GPUS = ["check", _RECIPE, "--target", "threefold", "knobs.dispatcher=alltoall"]
 HERE = [*FOR_GPUS, "--here"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.rehearse import verdict_of
 from threefold.findings import Finding, FindingsError, as_overrides, did_you_mean, in_order
+from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import Parsed
 from threefold.plan.plan import Plan
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     plan = parsed.plan or parsed.readable
     if plan is None:
         return _not_written(args, findings)
+    plan = priced_here(plan)
     if args.fix is not None:
         fixed = _fixed(args, plan, findings, done)
         if fixed is None:

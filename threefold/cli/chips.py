@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(chip: ChipSpec) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(chip).items() if name != "measured_rates"}
+    return {name: value for name, value in dataclasses.asdict(chip).items() if not name.startswith("measured_")}
 
 
 def _row(chip: ChipSpec) -> list[str]:

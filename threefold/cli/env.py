@@ -4,26 +4,20 @@ import argparse
 import json
 import sys
 
-from threefold.cli.inputs import missing_package, print_findings
-from threefold.findings import in_order
 from threefold.machine.inventory import Machine, this_machine
-from threefold.plan.file import read_plan
-from threefold.plan.parse import free_findings
 from threefold.report.terminal import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--no-kernels", action="store_true", help="do not try kernels on the GPU")
-    parser.add_argument(
-        "--tune", metavar="PLAN", help="measure the kernels of a plan's experts and attention, keep the fastest"
-    )
+    parser.add_argument("--tune", metavar="PLAN", help="the same as `threefold calibrate PLAN`")
 
 
 def run(args: argparse.Namespace) -> int:
     """0 whether or not much is missing: a planner needs none of it. `check --here` judges a plan by it."""
     if args.tune:
-        return _tune(args)
+        return _calibrate(args)
     here = this_machine(try_kernels=not args.no_kernels)
     if args.json:
         json.dump(here.to_json(), sys.stdout, indent=2)
@@ -33,23 +27,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tune(args: argparse.Namespace) -> int:
-    parsed = read_plan(args.tune, [])
-    if parsed.plan is None:
-        return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
-    try:
-        from threefold.engine.tune.attention_kernels import tune_attention_of_plan
-        from threefold.engine.tune.expert_kernels import tune_experts_of_plan
-    except ModuleNotFoundError as error:
-        return missing_package("env", error)
-    found = {key: str(choice) for key, choice in tune_experts_of_plan(parsed.plan).items()}
-    for one in tune_attention_of_plan(parsed.plan, lambda text: print(text, file=sys.stderr)):
-        found[f"attention dim {one.dim} length {one.length}"] = ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked())
-    if not found:
-        print("threefold env: nothing to tune, or no GPU here that has kernels for it", file=sys.stderr)
-        return 1
-    print(json.dumps(found, indent=2) if args.json else table(["shape", "fastest"], [[*one] for one in found.items()]))
-    return 0
+def _calibrate(args: argparse.Namespace) -> int:
+    """`env --tune PLAN` is what `calibrate PLAN` was called before it measured the whole machine."""
+    from threefold.cli import calibrate
+
+    return calibrate.run(calibrate.arguments(args.tune, args.json))
 
 
 def env_text(here: Machine) -> str:

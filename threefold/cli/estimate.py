@@ -5,9 +5,8 @@ import json
 import math
 import sys
 
-from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.inputs import add_chip_file, add_plan_arguments, on_measured_chip, plan_from, print_findings
 from threefold.cli.rehearse import shares_from, skew_problem
-from threefold.cost.chip_file import read_chip_file
 from threefold.cost.estimate import estimate
 from threefold.cost.layer_work import expert_skew
 from threefold.cost.traffic.by_stack import traffic
@@ -19,7 +18,7 @@ from threefold.rules.all import PREDICTED, blockers, check, errors
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
-    parser.add_argument("--chip-file", metavar="FILE", help="facts and rates of your own machine (TOML)")
+    add_chip_file(parser)
     parser.add_argument(
         "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
     )
@@ -35,17 +34,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"threefold estimate: --skew {args.skew} is below the mean, which is 1", file=sys.stderr)
         return 2
     parsed, findings = plan_from(args)
-    chip_file = None
-    if args.chip_file:
-        chip_file, more = read_chip_file(args.chip_file)
-        findings = in_order([*findings, *more])
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
-    plan = parsed.plan
-    if chip_file:
-        if wrong := chip_file.mismatch(plan.cluster.chip):
-            return print_findings(wrong, args.json)
-        plan = chip_file.applied(plan)
+    plan, wrong = on_measured_chip(parsed.plan, args.chip_file)
+    if wrong:
+        return print_findings(wrong, args.json)
     found = check(plan)
     if blockers(found):  # the estimate of an impossible plan misleads
         return print_findings(in_order([*findings, *found]), args.json)

@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from typing import TextIO
 
+from threefold.cost.chip_file import read_chip_file
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.findings import Finding, FindingsError, in_order
+from threefold.machine.own_chip_file import NO_CHIP_FILE, priced_here
 from threefold.plan.file import read_plan
 from threefold.plan.parse import Parsed, change, free_findings
 from threefold.plan.plan import Plan
@@ -26,6 +28,26 @@ def add_plan_arguments(
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields to override, such as layout.ep=16")
     parser.add_argument("--target", choices=TARGETS, help=target)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def add_chip_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chip-file",
+        metavar="FILE",
+        help="facts and rates of a machine (TOML), or 'none' (default: what `threefold calibrate` measured here)",
+    )
+
+
+def on_measured_chip(plan: Plan, chip_file: str | None) -> tuple[Plan, list[Finding]]:
+    """The plan with the facts and rates of a chip file, or with those that were measured on this machine."""
+    if chip_file is None:
+        return priced_here(plan), []
+    if chip_file == NO_CHIP_FILE:
+        return plan, []
+    found, findings = read_chip_file(chip_file)
+    if found is None or (findings := found.mismatch(plan.cluster.chip)):
+        return plan, in_order(findings)
+    return found.applied(plan), []
 
 
 def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:

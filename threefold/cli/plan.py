@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, missing_package, print_findings
+from threefold.cli.inputs import add_chip_file, add_plan_arguments, missing_package, print_findings
 from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.cost.chip_file import read_chip_file
 from threefold.findings import Finding, FindingsError, in_order
+from threefold.machine.own_chip_file import NO_CHIP_FILE, own_chip
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise, parse
 from threefold.plan.plan import Plan
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="M", help="a model name, or hf:path of a config.json")
     parser.add_argument("--chip", metavar="C", help="a chip name (default: that of --chip-file)")
-    parser.add_argument("--chip-file", metavar="FILE", help="facts and rates of your own machine (TOML)")
+    add_chip_file(parser)
     parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs in all, or auto for as few as work")
     parser.add_argument("--seq-len", metavar="S", type=_tokens, help="tokens in a sequence, such as 4096 or 32K")
     parser.add_argument(
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.plan and "=" in args.plan and not Path(args.plan).exists():
         args.plan, args.overrides = None, [args.plan, *args.overrides]
-    chip_file, unread = read_chip_file(args.chip_file) if args.chip_file else (None, [])
+    is_given = args.chip_file not in (None, NO_CHIP_FILE)
+    chip_file, unread = read_chip_file(args.chip_file) if is_given else (None, [])
     if unread:
         return print_findings(in_order(unread), args.json)
     if chip_file and args.plan is None:
@@ -91,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(findings), args.json)
     fields, why = with_defaults(fields)
     measured = chip_file.spec if chip_file else None
+    if args.chip_file is None:
+        measured = own_chip(*(fields.get(path, FIELDS[path].default) for path in ("cluster.chip", "target")))
     try:
         found = search(fields, args.top, _progress if sys.stderr.isatty() else None, measured)
     except FindingsError as error:

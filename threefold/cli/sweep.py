@@ -7,6 +7,7 @@ from typing import Any
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.findings import Finding, FindingsError, in_order
+from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides
 from threefold.plan.parse import normalise
 from threefold.report.sweep import sweep_text
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
     try:
-        found = sweep(parsed.plan, settings)
+        found = sweep(priced_here(parsed.plan), settings)
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     if args.json:

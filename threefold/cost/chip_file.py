@@ -8,9 +8,13 @@
     bf16 = 7.5e14
     [rates]
     gemm = 0.74
+    [fit]
+    error = 0.05
+    gpus = 1
 
-Every table is optional. Rates that are fractions of a peak refer to the peaks of the same file. `threefold estimate
---chip-file FILE` and `threefold plan --chip-file FILE` read such a file.
+Every table is optional. Rates that are fractions of a peak refer to the peaks of the same file. `threefold calibrate`
+writes one, with the error of its fit and the GPUs of the steps behind it; `machine/own_chip_file.py` finds it again.
+`threefold estimate --chip-file FILE` and `threefold plan --chip-file FILE` read any other.
 """
 
 from collections.abc import Mapping
@@ -18,14 +22,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cost.rates import Rates
+import tomli_w
+
+from threefold.cost.rates import Rates, rates_to
 from threefold.findings import Finding, did_you_mean, nearest, shown
 from threefold.plan.file import load_toml
 from threefold.plan.plan import Plan
 from threefold.spec.chips import CHIPS, ChipSpec
 
 FACTS = ("memory_bytes", "memory_bandwidth", "domain_bandwidth", "network_bandwidth", "host_bandwidth")
-TABLES = ("facts", "peak_flops", "rates")
+TABLES = ("facts", "peak_flops", "rates", "fit")
 EXAMPLE = 'chip = "h100"'
 SMALLEST, LARGEST = 1e-9, 1e18  # bounds of any number in a chip file: seconds, fractions, bytes/s and FLOP/s
 
@@ -69,6 +75,7 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
     numbers = [f.name for f in fields(Rates) if isinstance(getattr(prior, f.name), float)]
     drift = _numbers(tables["rates"].pop("drift", {}), "rates.drift", None, findings)
     rates = _numbers(tables["rates"], "rates", (*numbers, "drift"), findings)
+    fit = _numbers(tables["fit"], "fit", ("error", "gpus"), findings)
     facts: dict[str, Any] = dict(_numbers(tables["facts"], "facts", FACTS, findings))
     peaks = _numbers(tables["peak_flops"], "peak_flops", tuple(shipped.peak_flops) if shipped else None, findings)
     if findings or shipped is None:
@@ -77,10 +84,24 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
         facts["memory_bytes"] = round(facts["memory_bytes"])
     sources = {**shipped.sources, "measured": measured or f"{Path(path).name}, without a date"}
     measured_rates = {**rates, **({"drift": drift} if drift else {})}
-    peak_flops = {**shipped.peak_flops, **peaks}
     return ChipFile(
-        replace(shipped, **facts, peak_flops=peak_flops, sources=sources, measured_rates=measured_rates)
+        replace(
+            shipped,
+            **facts,
+            peak_flops={**shipped.peak_flops, **peaks},
+            sources=sources,
+            measured_rates=measured_rates,
+            measured_error=fit.get("error"),
+            measured_gpus=round(fit.get("gpus", 1)),
+        )
     ), []
+
+
+def chip_file_text(chip: str, measured: str, rates: Rates, error: float, gpus: int) -> str:
+    """A chip file with the rates of a fit."""
+    numbers = {name: float(f"{value:.6g}") for name, value in rates_to(rates).items() if isinstance(value, float)}
+    fit = {"error": float(f"{error:.3g}"), "gpus": gpus}
+    return tomli_w.dumps({"chip": chip, "measured": measured, "fit": fit, "rates": numbers})
 
 
 def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:

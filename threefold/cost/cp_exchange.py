@@ -35,13 +35,20 @@ def resolve_exchange(plan: Plan) -> Plan:
     if not has_open_exchange(plan):
         return plan
     name = cheaper_exchange(plan, rates_of(plan))
-    if name == "expanded" and not _fits(plan, name) and _fits(plan, "latents"):
+    if name == "expanded" and _is_placed(plan) and not _fits(plan, name) and _fits(plan, "latents"):
         name = "latents"
     return change(plan, {"knobs.cp_exchange": name})
 
 
 def _with(plan: Plan, name: str) -> Plan:
     return replace(plan, knobs=replace(plan.knobs, cp_exchange=name))
+
+
+def _is_placed(plan: Plan) -> bool:
+    """Whether the chunks are those of the schedule. Else there is no memory to count, and a rule says what is wrong."""
+    layout = plan.layout
+    fits_schedule = layout.vpp == 1 if layout.pp == 1 else layout.schedule != "dualpipev" or layout.vpp == 2
+    return fits_schedule and layout.fits_ranks and len(plan.chunks) == layout.chunks
 
 
 def _fits(plan: Plan, name: str) -> bool:

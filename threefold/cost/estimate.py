@@ -47,7 +47,7 @@ class Estimate:
     seconds_band: tuple[float, float]  # range of the step time
     bytes_band: tuple[float, float]  # range of the peak of memory
     device_bytes_band: tuple[float, float]  # the same with what the device holds outside the allocator
-    calibrated: bool  # whether published runs like this one are behind the rates
+    calibrated: bool  # whether measured runs like this one are behind the rates
     basis: str  # where the rates come from
     assumed: tuple[str, ...]  # what was assumed of kernels that no published run tells
 
@@ -104,7 +104,7 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
     top = peak_flops(plan.chip, plan.knobs.precision) / 1e12
     headroom = plan.chip.memory_bytes - need.device_bytes
     known = _is_calibrated(plan, basis, used)
-    seconds_band, bytes_band = basis.band * (1 if known else 2), memory_band(plan, used)
+    seconds_band, bytes_band = _time_band(plan, basis, known), memory_band(plan, used)
     worst, time_wall = need.worst, _time_wall(spent)
     return Estimate(
         memory=need,
@@ -134,9 +134,15 @@ def gain(plan: Plan, other: Plan) -> float:
 
 
 def time_band(plan: Plan) -> float:
-    """The relative error of the step time: twice as wide where no run like the plan was seen."""
+    """The relative error of the step time, wider where no run like the plan was seen."""
     basis = calibration(plan.target)
-    return basis.band * (1 if _is_calibrated(plan, basis, rates_of(plan)) else 2)
+    return _time_band(plan, basis, _is_calibrated(plan, basis, rates_of(plan)))
+
+
+def _time_band(plan: Plan, basis: Calibration, known: bool) -> float:
+    if not known:
+        return basis.wide_band
+    return basis.band if plan.chip.measured_error is None else plan.chip.measured_error
 
 
 def memory_band(plan: Plan, used: Rates | None = None) -> float:
@@ -146,7 +152,7 @@ def memory_band(plan: Plan, used: Rates | None = None) -> float:
     rehearsals of plans of every kind are behind its band.
     """
     basis = calibration(plan.target)
-    sure = not basis.rows or _is_calibrated(plan, basis, used or rates_of(plan))
+    sure = plan.target == "threefold" or _is_calibrated(plan, basis, used or rates_of(plan))
     return basis.memory_band * (1 if sure else 2)
 
 
@@ -188,18 +194,22 @@ def _peak_name(plan: Plan) -> str:
 def _basis(plan: Plan, basis: Calibration, known: bool) -> str:
     """Where the rates and the chip's facts come from, in words."""
     measured = plan.cluster.measured
+    origin = measured.sources.get("measured", "undated") if measured else ""
+    if known and plan.chip.measured_error is not None:
+        return f"{origin}, error {plan.chip.measured_error:.0%}"
     said = basis.provenance if known else f"uncalibrated here: {basis.provenance}"
-    return f"{said}; chip file: {measured.sources.get('measured', 'undated')}" if measured else said
+    return f"{said}; chip file: {origin}" if measured else said
 
 
 def _is_calibrated(plan: Plan, basis: Calibration, used: Rates) -> bool:
-    """Whether published runs like this one are behind the rates.
+    """Whether measured runs like this one are behind the rates: those of the user's machine, or those of the stack.
 
-    Rates or facts measured on the user's machine are nearer to it, but no published run has tested them.
+    Rates or facts that somebody wrote into a chip file are nearer to a machine, but no run has tested them.
     """
+    if plan.chip.measured_error is not None and plan.target == "threefold":
+        return plan.layout.gpus <= plan.chip.measured_gpus
     chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
-    key = f"{chip}:{precision}"
     shipped = plan.cluster.measured is None and used == basis.rates
-    near = key in basis.seen and plan.model.is_moe and (plan.layout.ep == 1 or dispatcher in basis.seen)
-    long = plan.job.seq_len > 16384 or plan.layout.cp > 1  # no published row with known settings is longer
-    return bool(basis.rows) and near and shipped and not long
+    near = f"{chip}:{precision}" in basis.seen and plan.model.is_moe
+    near = near and (plan.layout.ep == 1 or dispatcher in basis.seen) and plan.layout.gpus <= basis.most_gpus
+    return shipped and near and plan.job.seq_len <= basis.longest and plan.layout.cp == 1

@@ -46,6 +46,7 @@ class Work:
     sink_bytes: float  # what attention with sinks loses in 16 bits, in bytes of scores
     scan_bytes: float  # bytes that the recurrent kernels of linear mixers move
     moved_bytes: float  # bytes that elementwise and permutation kernels move
+    latent_bytes: float  # the part of `moved_bytes` that MLA's heads take
     permuted_bytes: float  # the part of `moved_bytes` that permutes rows by expert and unpermutes them
     expert_moved_bytes: float  # bytes that the experts' elementwise kernels move; expert fusion saves most of them
     quant_elements: float  # elements quantized for dense GEMMs in low precision
@@ -58,7 +59,7 @@ def layer_case(plan: Plan, layer: Layer, skew: float = 1.0) -> LayerCase:
     """The case of one layer. `skew` is the load of the busiest expert rank over the balanced load; with drop-and-pad
     the capacity factor takes its place."""
     layout, job = plan.layout, plan.job
-    padded = job.capacity_factor is not None and job.capacity_scope == "expert"
+    capacity = plan.expert_capacity_factor
     return LayerCase(
         model=plan.model,
         layer=layer,
@@ -67,7 +68,7 @@ def layer_case(plan: Plan, layer: Layer, skew: float = 1.0) -> LayerCase:
         tp=layout.tp,
         ep=layout.ep,
         etp=layout.etp,
-        capacity=float(job.capacity_factor or 1.0) if padded else skew,
+        capacity=skew if capacity is None else float(capacity),
     )
 
 
@@ -94,7 +95,8 @@ def layer_work(case: LayerCase) -> Work:
     model, layer, t, tp = case.model, case.layer, case.tokens, case.tp
     flops = layer_flops(model, layer, case.seq_len)
     h, tokens = model.dim, t / tp  # tokens of the rank between tensor-parallel modules
-    moved = _norm_bytes(model, layer) * tokens + _mixer_bytes(model, layer) * tokens
+    heads = _mixer_bytes(model, layer) * tokens
+    moved = _norm_bytes(model, layer) * tokens + heads
     quant = _mixer_elements(model, layer) * tokens
     grouped = rows = weights = permuted = expert_moved = expert_quant = 0.0
     per_expert = 0.0
@@ -129,6 +131,7 @@ def layer_work(case: LayerCase) -> Work:
         sink_bytes=_sink_bytes(model, layer, case.seq_len) * tokens,
         scan_bytes=_scan_bytes(model, layer) * tokens,
         moved_bytes=moved,
+        latent_bytes=heads if isinstance(model.attention, MlaSpec) else 0.0,
         permuted_bytes=permuted,
         expert_moved_bytes=expert_moved,
         quant_elements=quant,

@@ -26,11 +26,17 @@ class Rates:
     grouped_rows: float = 60.0  # rows per expert at which a grouped GEMM reaches half its rate
     attention: float = 0.55  # attention kernel, of the bf16 peak
     attention_blackwell: float = 0.50  # the same on Blackwell
+    attention_tokens: float = 0.0  # tokens of a sequence at which the attention kernel reaches half its rate
     attention_latent: float = 0.52  # rate of MLA (large keys, small values) over that of GQA
+    attention_sinks: float = 1.0  # rate of attention with sinks over that without
+    attention_window: float = 1.0  # rate of attention in a sliding window over that of a whole sequence
     sink_passes: float = 8.0  # loss of 16-bit attention with sinks, in passes over `layer_work.SINK_SCORES` scores
     memory: float = 0.80  # memory-bound kernels, of HBM bandwidth
     passes: float = 1.5  # elementwise passes over those that `layer_work` counts
+    latent_passes: float = 1.0  # factor on those of MLA's heads, which are split and concatenated
+    expert_passes: float = 1.0  # factor on those around the experts' GEMMs
     quant_passes: float = 1.0  # quantization passes over one read and two writes
+    expert_quant: float = 1.0  # factor on those of the experts' rows
     scan: float = 1.5  # passes of linear mixers over those that `layer_work` counts
     chunk_seconds: float = 15e-6  # a 64-token chunk of the delta rule, forward and backward; chunks are sequential
     fusion: float = 0.3  # fraction of an expert's elementwise passes that is left when they are fused
@@ -39,11 +45,13 @@ class Rates:
     hybridep: float = 0.7  # HybridEP, of link bandwidth
     network: float = 0.75  # exchanges that leave the NVLink domain: a factor on the dispatcher's own rate
     dp_hidden: float = 0.5  # fraction of a microbatch's time that data-parallel traffic can hide behind
+    latency_seconds: float = 10e-6  # of a collective within a domain; across domains it is longer
     collective: float = 0.8  # ring collectives of tensor, context and data parallelism, of link bandwidth
     hidden: float = 0.7  # fraction of an exchange that EP overlap can hide
     contention: float = 0.1  # slowdown of compute per hidden exchange; NCCL's kernels cost 2.5 times as much
     host_mixer_seconds: float = 0.9e-3  # launching a mixer's kernels, forward and backward, without graphs
     host_moe_seconds: float = 2.0e-3  # the same for an MoE feed-forward part
+    host_unfused: float = 1.0  # factor on the MoE part's launches where experts are not fused
     host_fp8: float = 1.5  # factor on launches, for those of quantization
     host_grace: float = 1.2  # factor on launches on a Grace core, against an x86 core
     host_graphed: float = 0.15  # fraction of launches that is left inside a captured scope
@@ -63,8 +71,11 @@ class Calibration:
     provenance: str  # a sentence for the reader of an estimate
     rows: int  # published runs behind the fit
     band: float  # 90th percentile of the relative error of step time in cross-validation
+    wide_band: float  # the same for plans that are unlike all of the runs
     memory_band: float  # relative error of the peak of memory
     seen: tuple[str, ...]  # among the rows: `chip:precision` pairs and dispatchers
+    longest: int  # sequence among the rows, in tokens
+    most_gpus: int  # among the rows
 
 
 @lru_cache(maxsize=8)
@@ -78,8 +89,11 @@ def calibration(stack: str) -> Calibration:
         provenance=data["provenance"],
         rows=data["rows"],
         band=data["band"],
+        wide_band=data["wide_band"],
         memory_band=data["memory_band"],
         seen=tuple(data["seen"]),
+        longest=data["longest"],
+        most_gpus=data["most_gpus"],
     )
 
 

@@ -22,6 +22,14 @@ class StackTraits:
     delays_sharded_wgrad: bool
     # 16-bit attention with sinks is slower than without: published runs were, and ours has one kernel for both.
     sinks_slow_attention: bool
+    # Fused experts of one rank gather and sum rows in their GEMMs: no rows are permuted.
+    fuses_permutation: bool
+    # The gradients of a single microbatch on one rank are written by their GEMMs, and not added to a sum.
+    adds_single_gradient: bool
+    # Bytes that move for each logit of the loss: in fp32 back and forth, or in 16 bits in one fused kernel.
+    logit_bytes: float
+    # The host waits for the GPU in every layer, whatever the dispatcher; else only where the dispatcher does.
+    waits_every_layer: bool
     # The format of Muon's orthogonalization, and the fraction of that format's peak at which it is priced.
     muon_format: str
     muon_fraction_gpu: float
@@ -35,6 +43,10 @@ STACK_TRAITS = {
         recomputes_delta_rule=False,
         delays_sharded_wgrad=True,
         sinks_slow_attention=True,
+        fuses_permutation=False,
+        adds_single_gradient=True,
+        logit_bytes=14,
+        waits_every_layer=True,
         muon_format="bf16",
         muon_fraction_gpu=1 / 2,
         muon_fraction_cpu=1 / 2,
@@ -45,6 +57,10 @@ STACK_TRAITS = {
         recomputes_delta_rule=True,
         delays_sharded_wgrad=False,
         sinks_slow_attention=False,
+        fuses_permutation=True,
+        adds_single_gradient=False,
+        logit_bytes=5,
+        waits_every_layer=False,
         muon_format="fp32",
         muon_fraction_gpu=1 / 8,  # a GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give
         muon_fraction_cpu=1.0,

@@ -32,7 +32,7 @@ PACKAGES = (
     Package(
         "flash-attn-4",
         "flash_attn.cute",
-        "FlashAttention-4, where `env --tune` measures it as the fastest",
+        "FlashAttention-4, where `calibrate PLAN` measures it as the fastest",
         "pip install 'threefold[fa4]'",
     ),
     Package(

@@ -115,7 +115,7 @@ def _verdict(plan: Plan, found: Estimate) -> str:
         *(["assumed", text] for text in found.assumed),
     ]
     if not found.calibrated:
-        rows.append(["", "uncalibrated: nothing near this plan was among the runs, so the band is twice as wide"])
+        rows.append(["", "uncalibrated: nothing near this plan was among the runs, so the band is wide"])
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 
 

@@ -19,7 +19,7 @@ def sweep_text(found: Sweep) -> str:
     if gone:
         parts.append("\n".join(gone))
     if any(point.estimate and not point.estimate.calibrated for point in found.points):
-        parts.append("* uncalibrated: nothing near this point was among the published runs; its band is twice as wide")
+        parts.append("* uncalibrated: nothing near this point was among the measured runs; its band is wide")
     return "\n\n".join(parts)
 
 

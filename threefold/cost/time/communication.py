@@ -10,7 +10,12 @@ from threefold.cost.traffic.dispatch import dispatch_bytes
 from threefold.layout.links import AxisLink
 from threefold.plan.plan import Plan
 
-LATENCY_SECONDS = {"domain": 10e-6, "network": 25e-6, "none": 0.0}
+_LATENCY = {"domain": 1.0, "network": 2.5, "none": 0.0}  # of a link, over that within a domain
+
+
+def latency_seconds(rates: Rates, link: str) -> float:
+    """Seconds that an exchange over a link takes however little it moves."""
+    return _LATENCY[link] * rates.latency_seconds
 
 
 def dispatch_seconds(plan: Plan, work: Work, rates: Rates) -> float:
@@ -25,7 +30,7 @@ def dispatch_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     inside = sent.domain / (chip.domain_bandwidth * rate)
     outside = sent.network / (chip.network_bandwidth * rate * rates.network)
     link = "network" if sent.network else "domain"
-    return max(inside, outside) + 0.3 * min(inside, outside) + LATENCY_SECONDS[link]
+    return max(inside, outside) + 0.3 * min(inside, outside) + latency_seconds(rates, link)
 
 
 def collective_seconds(plan: Plan, link: AxisLink, payload: float, rates: Rates) -> float:
@@ -35,9 +40,11 @@ def collective_seconds(plan: Plan, link: AxisLink, payload: float, rates: Rates)
     chip = plan.chip
     moved = payload * (link.degree - 1) / link.degree
     if link.link == "domain":
-        return moved / (chip.domain_bandwidth * rates.collective) + LATENCY_SECONDS["domain"]
+        return moved / (chip.domain_bandwidth * rates.collective) + latency_seconds(rates, "domain")
     per_node = max(1, link.in_domain)  # a ring enters and leaves each domain once, over all of its ports
-    return moved / per_node / (chip.network_bandwidth * rates.collective) + LATENCY_SECONDS["network"] * link.degree
+    return (
+        moved / per_node / (chip.network_bandwidth * rates.collective) + latency_seconds(rates, "network") * link.degree
+    )
 
 
 def expert_tensor_parallel_seconds(plan: Plan, work: Work, rates: Rates) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threefold.cost.format_support import gemm_precision
 from threefold.cost.layer_work import BF16, LayerCase
 from threefold.cost.rates import Rates, gemm_rate
-from threefold.cost.time.communication import LATENCY_SECONDS, collective_seconds
+from threefold.cost.time.communication import collective_seconds, latency_seconds
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MlaSpec
 
@@ -62,7 +62,7 @@ def _forward_seconds(plan: Plan, case: LayerCase, rates: Rates) -> ContextSecond
     if cp_comm == "a2a+p2p" and plan.cp_inner > 1:
         laps = cp // plan.cp_inner - 1
         return ContextSeconds(laps * column * keys / outside, column * 2 * (queries + keys) / inside)
-    hop = column * keys / (inside if link.link == "domain" else outside) + LATENCY_SECONDS[link.link]
+    hop = column * keys / (inside if link.link == "domain" else outside) + latency_seconds(rates, link.link)
     return ContextSeconds((cp - 1) * hop, 0.0)
 
 
@@ -83,7 +83,7 @@ def _heads_exchange_seconds(plan: Plan, payload: float, rates: Rates) -> float:
     local = (link.in_domain - 1) / link.degree
     inside = payload * local / (chip.domain_bandwidth * rates.alltoall)
     outside = payload * remote / (chip.network_bandwidth * rates.alltoall * rates.network)
-    return max(inside, outside) + LATENCY_SECONDS[link.link]
+    return max(inside, outside) + latency_seconds(rates, link.link)
 
 
 def _first_cp_comm(plan: Plan) -> str:
@@ -112,8 +112,8 @@ def _latent_exchange_seconds(plan: Plan, case: LayerCase, rates: Rates) -> Conte
     outside = domain if link.link == "domain" else network
     gathered = (inner - 1) * (queries + outer * latents)
     exposed = (4 * gathered + 3 * output * (inner - 1) / inner) / inside
-    exposed += (2 * outer + 5) * LATENCY_SECONDS["domain"] if inner > 1 else 0.0
-    ring = 4 * (outer - 1) * (latents / outside + LATENCY_SECONDS[link.link])
+    exposed += (2 * outer + 5) * latency_seconds(rates, "domain") if inner > 1 else 0.0
+    ring = 4 * (outer - 1) * (latents / outside + latency_seconds(rates, link.link))
     if _first_cp_comm(plan) == "all_gather":
         return ContextSeconds(0.0, exposed + ring)
     return ContextSeconds(ring, exposed)

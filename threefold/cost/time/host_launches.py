@@ -1,8 +1,10 @@
 """Seconds that the host needs to launch a layer's kernels, forward and backward.
 
-Launches run ahead of the GPU, so `time/layer.py` counts only the part that exceeds the GPU's own time.
+Launches run ahead of the GPU, so `host_wait` counts only the part that exceeds the GPU's own time. On a CPU nothing
+runs ahead: there the calls of a layer take this time beside the work in them.
 """
 
+from threefold.cost.format_support import runs_fused_experts
 from threefold.cost.rates import Rates
 from threefold.cost.time.recompute import recomputed_modules
 from threefold.plan.plan import Plan
@@ -22,15 +24,29 @@ _RECOMPUTE_LAUNCHES = {
 }
 
 
+# Exponents of the soft maximum of GPU and host: parts of a layer differ more from its mean than those of a microbatch.
+LAYER_SHARPNESS, MICROBATCH_SHARPNESS = 4.0, 8.0
+
+
+def host_wait(plan: Plan, gpu: float, launches: float, sharpness: float) -> float:
+    """Seconds that the GPU waits for launches which run ahead of it: what exceeds its own time, softly where the two
+    are close."""
+    if plan.chip.architecture == "cpu" or not launches:
+        return launches
+    longer = max(gpu, launches)
+    return float(longer * ((gpu / longer) ** sharpness + (launches / longer) ** sharpness) ** (1 / sharpness) - gpu)
+
+
 def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
     """Seconds of all launches of a layer; a scope captured in a CUDA graph leaves a few."""
     knobs = plan.knobs
-    if plan.chip.architecture == "cpu" or "full_iteration" in knobs.graphs:
+    if "full_iteration" in knobs.graphs:
         return 0.0
     mixer = rates.host_mixer_seconds if layer.mixer != "none" else 0.0
     ffn = (
         rates.host_moe_seconds if layer.ffn == "moe" else 0.4 * rates.host_moe_seconds if layer.ffn == "dense" else 0.0
     )
+    ffn *= rates.host_unfused if layer.ffn == "moe" and not runs_fused_experts(plan) else 1.0
     scope = "mamba" if layer.mixer == "mamba" else "attn"
     if scope in knobs.graphs:
         mixer *= rates.host_graphed

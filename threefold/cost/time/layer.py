@@ -18,7 +18,7 @@ from threefold.cost.time.communication import (
 )
 from threefold.cost.time.context_parallel import context_parallel_seconds, latent_expansion_seconds
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
-from threefold.cost.time.host_launches import host_seconds
+from threefold.cost.time.host_launches import LAYER_SHARPNESS, host_seconds, host_wait
 from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
 from threefold.plan.plan import Plan
 from threefold.spec.flops import layer_flops
@@ -39,6 +39,7 @@ class LayerTime:
     cp: float  # context-parallel communication that shows
     ep: float  # expert-parallel exchanges that show
     host: float  # waiting for the host
+    launches: float  # launches of the host that run ahead of the GPU through the microbatch; `host_wait` judges them
 
     @property
     def total(self) -> float:
@@ -54,14 +55,14 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     work = layer_work(case)
     knobs = plan.knobs
     passes, _ = gemms_per_weight(plan)
-    fusion, copied = _fusion_factor(plan, rates), _dispatcher_copies(plan, work)
+    around = _around_experts(plan, work, rates)
     gemm_once = work.dense_flops / gemm_rate(rates, plan, gemm_precision(plan), work.dense_rows)
     experts_once, experts = _expert_seconds(plan, work, rates)
-    attention = _attention_seconds(plan, work, rates)
-    elementwise = _elementwise_seconds(plan, case, work, work.expert_moved_bytes * fusion, copied, rates)
+    attention = _attention_seconds(plan, layer, work, rates)
+    elementwise = _elementwise_seconds(plan, case, work, around.moved_bytes, rates)
     quantize_once = 0.0
     if plan.low_precision:
-        quantize_once = _quantize_seconds(plan, work.quant_elements + work.expert_quant_elements * fusion, rates)
+        quantize_once = _quantize_seconds(plan, work.quant_elements + around.quant_elements, rates)
     sequence = tensor_parallel_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
     forward = ForwardSeconds(gemm_once, experts_once, attention / 3.5, elementwise / 3, quantize_once, sequence)
     gemm, quantize, tp = passes * gemm_once, passes * quantize_once, 2.5 * sequence
@@ -75,17 +76,17 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
     busy = gemm + experts + attention + elementwise + quantize + recompute
     if knobs.ep_overlap and exchange:
-        around = _around_experts_seconds(plan, work, fusion, copied, rates)
-        parts = _layer_parts(plan, layer, forward, around, experts - experts_once, busy + tp + cp)
+        seconds = around.moved_bytes * rates.passes / _memory_bandwidth(plan, rates)
+        seconds += _quantize_seconds(plan, around.quant_elements, rates) if plan.low_precision else 0.0
+        parts = _layer_parts(plan, layer, forward, seconds, experts - experts_once, busy + tp + cp)
         hidden = hidden_seconds(plan, exchange, parts, rates.hidden)
         slowdown = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
         ep += (slowdown - 1) * hidden
     host, gpu = host_seconds(plan, layer, rates), busy + tp + cp + ep
-    # Launches run ahead of the GPU: only what exceeds its time shows, softly where the two are close.
-    waiting = (gpu**4 + host**4) ** 0.25 - gpu
-    if knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and work.grouped_flops:
-        waiting += rates.sync_seconds
-    return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting)
+    waiting, syncs = 0.0, knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and bool(work.grouped_flops)
+    if syncs or STACK_TRAITS[plan.target].waits_every_layer:
+        waiting, host = host_wait(plan, gpu, host, LAYER_SHARPNESS) + (rates.sync_seconds if syncs else 0.0), 0.0
+    return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting, host)
 
 
 def _memory_bandwidth(plan: Plan, rates: Rates) -> float:
@@ -102,12 +103,27 @@ def _expert_seconds(plan: Plan, work: Work, rates: Rates) -> tuple[float, float]
     rate = full_rate * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
     forward = max(work.grouped_flops / rate, work.weight_bytes / bandwidth)
     accumulated = work.weight_bytes * (4 if plan.knobs.grad_dtype == "fp32" else 2)  # gradients read and written
+    if plan.num_microbatches * plan.layout.gpus == 1 and not STACK_TRAITS[plan.target].adds_single_gradient:
+        accumulated = work.weight_bytes
     return forward, passes * forward + wgrads * accumulated / bandwidth
 
 
-def _fusion_factor(plan: Plan, rates: Rates) -> float:
-    """The part of the experts' elementwise passes that fusion leaves."""
-    return rates.fusion if runs_fused_experts(plan) else 1.0
+@dataclass(frozen=True, slots=True)
+class AroundExperts:
+    """Work of the forward around the experts' GEMMs: permutation, activation, quantization and copies."""
+
+    moved_bytes: float
+    quant_elements: float
+
+
+def _around_experts(plan: Plan, work: Work, rates: Rates) -> AroundExperts:
+    """What fusion leaves of the work around the experts' GEMMs."""
+    fused = runs_fused_experts(plan)
+    factor = rates.fusion if fused else 1.0
+    gathers = fused and STACK_TRAITS[plan.target].fuses_permutation and plan.layout.ep * plan.layout.etp == 1
+    permuted = work.permuted_bytes * (factor if gathers else 1.0)
+    moved = (work.expert_moved_bytes * factor + permuted) * rates.expert_passes + _dispatcher_copies(plan, work)
+    return AroundExperts(moved, work.expert_quant_elements * factor * rates.expert_quant)
 
 
 def _dispatcher_copies(plan: Plan, work: Work) -> float:
@@ -117,12 +133,10 @@ def _dispatcher_copies(plan: Plan, work: Work) -> float:
     return 2 * work.dispatch_tokens * (plan.model.moe.top_k if plan.model.moe else 0) * BF16 * plan.model.dim
 
 
-def _elementwise_seconds(
-    plan: Plan, case: LayerCase, work: Work, expert_moved: float, copied: float, rates: Rates
-) -> float:
+def _elementwise_seconds(plan: Plan, case: LayerCase, work: Work, around_experts: float, rates: Rates) -> float:
     """Memory-bound kernels, forward and backward, and the chunks of the delta rule."""
     bandwidth = _memory_bandwidth(plan, rates)
-    moved = work.moved_bytes + expert_moved + copied
+    moved = work.moved_bytes - work.permuted_bytes + around_experts + work.latent_bytes * (rates.latent_passes - 1)
     seconds = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
     if case.layer.mixer == "delta":  # the state passes from chunk to chunk, however many ranks share the heads
         seconds += case.seq_len / 64 * rates.chunk_seconds
@@ -134,26 +148,23 @@ def _quantize_seconds(plan: Plan, elements: float, rates: Rates) -> float:
     return elements * 4 * rates.quant_passes / _memory_bandwidth(plan, rates)
 
 
-def _attention_seconds(plan: Plan, work: Work, rates: Rates) -> float:
+def _attention_seconds(plan: Plan, layer: Layer, work: Work, rates: Rates) -> float:
     """The attention kernel: forward once and backward 2.5 times, because the fused backward recomputes the scores."""
     fraction = rates.attention_blackwell if plan.chip.architecture == "blackwell" else rates.attention
     peak = peak_flops(plan.chip, "bf16") * (1.3 if plan.knobs.fp8_attention else 1.0)
     spec = plan.model.attention
     head = spec.head_dim if isinstance(spec, GqaSpec) else 160
     fraction *= rates.attention_latent if isinstance(spec, MlaSpec) else 1.0
+    fraction *= rates.attention_sinks if isinstance(spec, GqaSpec) and spec.sinks else 1.0
+    if layer.mixer == "window":
+        fraction *= rates.attention_window
+    else:  # a short sequence leaves many tiles of the kernel half empty
+        fraction /= 1 + rates.attention_tokens / plan.job.seq_len
     # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often.
     seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (peak * fraction)
     if STACK_TRAITS[plan.target].sinks_slow_attention and not plan.knobs.fp8_attention:
         seconds += work.sink_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
     return seconds
-
-
-def _around_experts_seconds(plan: Plan, work: Work, fusion: float, copied: float, rates: Rates) -> float:
-    """Forward seconds of permutation, activation and quantization around the experts' GEMMs."""
-    moved = copied + work.permuted_bytes + work.expert_moved_bytes * fusion
-    seconds = moved * rates.passes / _memory_bandwidth(plan, rates)
-    elements = work.expert_quant_elements * fusion
-    return seconds + (_quantize_seconds(plan, elements, rates) if plan.low_precision else 0.0)
 
 
 def _layer_parts(

@@ -6,6 +6,7 @@ All of them are forward and backward together; `time/step.py` adds them to the s
 from threefold.cost.format_support import gemm_precision
 from threefold.cost.layer_work import IMAGE_PATCHES, gemms_per_weight
 from threefold.cost.rates import Rates, gemm_rate
+from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.plan.plan import Plan
 from threefold.spec.flops import padded_vocab
 
@@ -15,7 +16,7 @@ def loss_seconds(plan: Plan, rates: Rates) -> float:
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
     vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
     flops = 2 * gemms_per_weight(plan)[0] * plan.model.dim * vocab * tokens
-    moved = tokens * vocab * 14  # logits written, read for the loss, its gradient written and read twice
+    moved = tokens * vocab * STACK_TRAITS[plan.target].logit_bytes
     precision = plan.knobs.precision if plan.knobs.fp8_output else "bf16"
     return flops / gemm_rate(rates, plan, precision, tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
 

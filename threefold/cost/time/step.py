@@ -10,6 +10,7 @@ from threefold.cost.layer_work import BF16
 from threefold.cost.rates import Rates
 from threefold.cost.stage_contents import chunk_layers, stage_contents
 from threefold.cost.time.data_parallel import data_parallel_seconds
+from threefold.cost.time.host_launches import MICROBATCH_SHARPNESS, host_wait
 from threefold.cost.time.layer import LayerTime, layer_time
 from threefold.cost.time.offload import offload_seconds
 from threefold.cost.time.optimizer import optimizer_seconds
@@ -36,6 +37,9 @@ TERMS = (
     "offload",
     "other",
 )
+
+
+LAYER_TERMS = tuple(name for name in LayerTime.__slots__ if name in TERMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,11 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
         sum(times[layer].total for layer in one.layers) + one.mtp_depths * mtp + one.losses * loss for one in stages
     ]
     loads[0] += vision
+    waits = [
+        host_wait(plan, load, sum(times[layer].launches for layer in one.layers), MICROBATCH_SHARPNESS)
+        for one, load in zip(stages, loads, strict=True)
+    ]
+    loads = [load + wait for load, wait in zip(loads, waits, strict=True)]
     offload = [offload_seconds(plan, one.layers, load, rates, skew) for one, load in zip(stages, loads, strict=True)]
     loads = [load + more for load, more in zip(loads, offload, strict=True)]
     slowest = max(range(len(loads)), key=loads.__getitem__)
@@ -74,8 +83,9 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     stage = stages[slowest]
     for layer in stage.layers:
         one_layer = times[layer]
-        for name in LayerTime.__slots__:
+        for name in LAYER_TERMS:
             terms[name] += getattr(one_layer, name) * count
+    terms["host"] += waits[slowest] * count
     terms["gemm"] += stage.mtp_depths * mtp * count
     terms["loss"] = stage.losses * loss * count
     terms["vision"] = vision * count if slowest == 0 else 0.0

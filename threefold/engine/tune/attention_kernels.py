@@ -1,4 +1,4 @@
-"""Measures the attention kernels of a plan on this device and stores their speeds (`threefold env --tune`).
+"""Measures the attention kernels of a plan on this device and stores their speeds (`threefold calibrate PLAN`).
 
 `attention/kernel_speeds.py` reads them to order the kernels. The built-in table is that of an H200; a measurement is
 needed for another GPU, another release of torch, and FlashAttention-4 where it is installed. Attention is causal, in

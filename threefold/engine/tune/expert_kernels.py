@@ -1,4 +1,4 @@
-"""Measures the expert kernels of one shape on this device and stores the fastest of each kind (`threefold env --tune`).
+"""Measures the expert kernels of one shape on this device and stores the fastest of each kind (`calibrate PLAN`).
 
 It takes some seconds, or a minute where the optional package compiles its kernels for the first time, and runs only on
 request. `kernels/experts/kernel_choice.py` reads the result.
@@ -86,20 +86,21 @@ def expert_shape_of(plan: Plan) -> ExpertShape:
     sizes = moe.num_experts // layout.ep, plan.model.dim, moe.expert_dim // layout.etp
     has_bias_or_clamp = moe.bias or plan.model.activation != "silu"
     return ExpertShape(
-        _num_rows_after_capacity(plan, tokens * moe.top_k) * layout.etp,
+        _num_rows_after_capacity(plan, tokens) * layout.etp,
         *sizes,
         gathered=is_single_rank,
         plain=not has_bias_or_clamp,
     )
 
 
-def _num_rows_after_capacity(plan: Plan, num_copies: int) -> int:
+def _num_rows_after_capacity(plan: Plan, num_tokens: int) -> int:
     """The rows that a capacity factor leaves. A single rank pads its experts to capacity; several send no padding."""
     layout, moe, factor = plan.layout, plan.model.moe, plan.job.capacity_factor
     assert moe is not None
+    num_copies = num_tokens * moe.top_k
     if factor is None:
         return num_copies
-    capacity_rows = moe.num_experts * Capacity(factor, moe.num_experts).rows_per_expert(num_copies)
+    capacity_rows = moe.num_experts * Capacity(factor, moe.num_experts).rows_per_expert(num_tokens, moe.top_k)
     return capacity_rows if layout.tp * layout.cp * layout.ep * layout.etp == 1 else min(capacity_rows, num_copies)
 
 

@@ -113,7 +113,7 @@ class LocalSizes:
         """Rows that the rank's experts receive. With expert tensor parallelism each slice of an expert gets all
         rows. On one rank with all tokens experts are padded to their capacity; else only rows that are kept are
         sent."""
-        layout, capacity = self.plan.layout, self.plan.job.capacity_factor
+        layout, capacity = self.plan.layout, self.plan.expert_capacity_factor
         is_padded = capacity is not None and layout.ep * layout.etp * layout.tp * layout.cp == 1
         load = capacity if is_padded and capacity is not None else self.skew
         return self.dispatched_rows * load * layout.etp

@@ -1,0 +1,139 @@
+"""Calibration: machines are measured, their rates are kept, and later estimates use them and say so."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from threefold.cli.main import main
+from threefold.cost.rates import calibration
+from threefold.cost.time.step import step_time
+from threefold.machine import calibrate as machine
+from threefold.machine.calibrate import Speed, assumed_rates, calibrate, write_chip_file
+from threefold.machine.calibration_plans import calibration_plans
+from threefold.machine.own_chip_file import own_chip_path, priced_here
+from threefold.plan.parse import parse
+from threefold.rules.all import errors, judge, promoted
+from threefold.spec.chips import CHIPS
+
+RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
+SHIPPED = calibration("threefold").rates
+SLOW = replace(SHIPPED, gemm=SHIPPED.gemm / 3, host_moe_seconds=SHIPPED.host_moe_seconds * 2)
+VERSIONS = {"torch": "2.13.0"}
+
+
+def fake_measuring(broken: tuple[str, ...] = ()) -> Callable[..., list[dict[str, Any]]]:
+    """Steps as a slow machine would take them, with one plan that runs out of memory."""
+
+    def measure(
+        plans: Mapping[str, Mapping[str, Any]], ranks: int, how: Any, folder: Path, on_result: Callable[..., None]
+    ) -> list[dict[str, Any]]:
+        on_result({"speed": {"what": "gemm fp32", "size": 1024, "rate": 3e10}})
+        for name, fields in plans.items():
+            plan = parse(fields).plan
+            assert plan
+            taken = {"error": "out of memory"} if name in broken else {"seconds": step_time(plan, SLOW).step_seconds}
+            on_result({"plan": name, **taken})
+        return []
+
+    return measure
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *broken: str) -> machine.Calibrated:
+    measuring = pytest.importorskip("threefold.engine.tune.measure_plans")
+    monkeypatch.setattr(measuring, "measure_plans", fake_measuring(broken))
+    return calibrate("cpu", None, tmp_path, 60.0, lambda text: None, two_ranks=True)
+
+
+@pytest.mark.parametrize(("chip", "ranks"), [("h200", 1), ("a100", 1), ("cpu", 1), ("cpu", 2)])
+def test_the_plans_of_a_calibration_run(chip: str, ranks: int) -> None:
+    found = calibration_plans(chip, ranks, has_fp8="fp8" in CHIPS[chip].peak_flops)
+    assert len(found) >= 6
+    for name, fields in found.items():
+        parsed = parse(fields)
+        assert parsed.plan, (name, parsed.findings)
+        assert not errors(promoted(judge(parsed.plan))), name
+
+
+def test_a_calibration_predicts_the_machine(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(monkeypatch, tmp_path, "sinks")
+    assert [step.name for step in found.steps if step.seconds is None] == ["sinks"]
+    assert max(map(abs, found.before)) > 0.2
+    assert max(map(abs, found.after)) < 0.1
+    assert found.gpus == 2
+    write_chip_file(found, VERSIONS)
+    plan = parse({"model": "tiny-mixtral", "target": "threefold", "cluster.chip": "cpu"}).plan
+    assert plan
+    there = priced_here(plan)
+    truth = step_time(plan, SLOW).step_seconds
+    assert step_time(there, replace(SHIPPED, **there.chip.measured_rates)).step_seconds == pytest.approx(
+        truth, rel=0.15
+    )
+    steps = json.loads(own_chip_path("cpu").with_suffix(".steps.json").read_text())
+    assert len(steps["steps"]) == len(found.measured)
+
+
+def test_later_commands_use_what_was_measured_and_say_so(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def estimated(*more: str) -> dict[str, Any]:
+        assert main(["estimate", RECIPE, "--json", *more]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    before = estimated()
+    write_chip_file(measured(monkeypatch, tmp_path), VERSIONS)
+    after = estimated()
+    assert after["time"]["step_seconds"] > 1.2 * before["time"]["step_seconds"]
+    assert after["calibrated"]
+    assert "steps measured on this machine" in after["basis"]
+    assert estimated("--chip-file", "none") == before
+    assert estimated("--target", "megatron-bridge") == estimated("--target", "megatron-bridge", "--chip-file", "none")
+    own_chip_path("cpu").write_text("chip = 3")
+    assert estimated() == before
+
+
+def test_speeds_become_rates() -> None:
+    speeds = [
+        Speed("gemm bf16", 256, 2e14),
+        Speed("gemm bf16", 16384, 7e14),
+        Speed("attention", 2048, 3e14),
+        Speed("attention", 32768, 6e14),
+        Speed("copy from the host", 2**30, 5e10),
+        Speed("all-to-all ep", 2**16, 1e9),
+        Speed("all-to-all ep", 2**24, 9e10),
+    ]
+    chip = CHIPS["h200"]
+    found = assumed_rates(SHIPPED, chip, speeds)
+    assert found.gemm == pytest.approx(7e14 / chip.peak_flops["bf16"])
+    assert found.attention_tokens == pytest.approx(2048)
+    assert found.host_copy == pytest.approx(5e10 / chip.host_bandwidth)
+    assert found.alltoall == pytest.approx(9e10 / chip.domain_bandwidth)
+    assert found.latency_seconds == pytest.approx(2**16 / 1e9)
+    assert found.passes == SHIPPED.passes
+
+
+def test_a_plan_for_another_chip_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    assert main(["calibrate", RECIPE, "cluster.chip=h100"]) == 1
+    assert "cluster.chip=cpu" in capsys.readouterr().out
+
+
+def test_nothing_measured_is_a_finding(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measuring = pytest.importorskip("threefold.engine.tune.measure_plans")
+    names = (*calibration_plans("cpu", 1), *calibration_plans("cpu", 2))
+    monkeypatch.setattr(measuring, "measure_plans", fake_measuring(names))
+    assert main(["calibrate"]) == 1
+    assert "error[steps-are-measured]" in capsys.readouterr().out
+    assert not own_chip_path("cpu").exists()

@@ -1,0 +1,101 @@
+"""`threefold calibrate`: measure this machine, and let estimates use what was measured."""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from threefold.cli.inputs import missing_package, plan_from, print_findings, seconds
+from threefold.findings import Finding, FindingsError, in_order
+from threefold.machine.calibrate import Calibrated, calibrate, write_chip_file
+from threefold.machine.inventory import Machine, this_machine
+from threefold.plan.plan import Plan
+from threefold.report.calibration import calibration_text
+from threefold.rules.all import check, errors, promoted
+from threefold.spec.chips import CHIPS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", nargs="?", help="a plan to measure besides, and whose kernels are tuned")
+    parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields to override")
+    parser.add_argument("--budget", type=seconds, default=170.0, metavar="SECONDS", help="time to use (default 170)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the chip file here (default: where it is found)"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(target=None)
+
+
+def arguments(plan: str, as_json: bool) -> argparse.Namespace:
+    """The arguments of `threefold calibrate PLAN`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([plan, *(["--json"] if as_json else [])])
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except ModuleNotFoundError as error:
+        return missing_package("calibrate", error)
+    except FindingsError as error:
+        return print_findings(error.findings, args.json)
+
+
+def _run(args: argparse.Namespace) -> int:
+    import threefold.engine.tune.measure_plans  # noqa: F401  a missing package is said before anything is measured
+
+    plan = None
+    here = this_machine(try_kernels=False)
+    if args.plan is not None:
+        parsed, findings = plan_from(args)
+        plan = parsed.plan
+        if plan is None or (blocking := errors(promoted(check(plan, notes=False)))):
+            return print_findings(in_order(findings if plan is None else blocking), args.json)
+        _tune_kernels(plan, here)
+    chip = here.chip
+    if chip not in CHIPS:
+        name = here.gpus[0].name if here.gpus else "this machine"
+        advice = f"the known ones are {', '.join(CHIPS)}"
+        raise FindingsError([Finding(rule="known-value", at="chip", problem=f"{name} is no known chip", advice=advice)])
+    if plan is not None and plan.cluster.chip != chip:
+        problem = f"the plan runs on {plan.cluster.chip}, this machine has {chip}"
+        raise FindingsError(
+            [Finding(rule="known-value", at="cluster.chip", problem=problem, fix={"cluster.chip": chip})]
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        found = calibrate(chip, plan, Path(folder), args.budget, _say, two_ranks=chip == "cpu")
+    return _tell(args, found, here)
+
+
+def _tune_kernels(plan: Plan, here: Machine) -> None:
+    """Choose the fastest kernels of the plan's experts and attention, as later runs will use them."""
+    if not here.gpus:
+        return
+    from threefold.engine.tune.attention_kernels import tune_attention_of_plan
+    from threefold.engine.tune.expert_kernels import tune_experts_of_plan
+
+    for shape, choice in tune_experts_of_plan(plan).items():
+        _say(f"experts {shape}: {choice}")
+    for one in tune_attention_of_plan(plan, _say):
+        _say(f"attention of dim {one.dim} at {one.length}: " + ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked()))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _tell(args: argparse.Namespace, found: Calibrated, here: Machine) -> int:
+    if not found.measured:
+        problem = f"no step could be measured: {found.steps[0].trouble if found.steps else 'the time was over'}"
+        finding = Finding(rule="steps-are-measured", at="calibrate", problem=problem, advice="give a larger --budget")
+        return print_findings([finding], args.json)
+    path = write_chip_file(found, here.versions, args.out)
+    if args.json:
+        json.dump({**found.to_json(), "file": str(path)}, sys.stdout, indent=2)
+        print()
+    else:
+        print(calibration_text(found))
+        print(f"\nwritten to {path}; estimates of our own engine on {found.chip} use it from now on")
+    return 0

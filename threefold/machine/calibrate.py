@@ -1,0 +1,188 @@
+"""Calibrates the estimate on this machine: its speeds, steps of small plans, and the rates that predict them.
+
+`threefold calibrate` calls `calibrate`. The result is a chip file, which later commands use by themselves, with the
+measured steps beside it.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from threefold.cost.chip_file import chip_file_text
+from threefold.cost.fit_rates import (
+    RATES_OF_ONE_RANK,
+    RATES_OF_RANKS,
+    MeasuredStep,
+    errors,
+    fit_rates,
+    held_out_errors,
+)
+from threefold.cost.rates import Rates, calibration, rates_to
+from threefold.machine.calibration_plans import calibration_plans
+from threefold.machine.own_chip_file import own_chip_path
+from threefold.plan.parse import parse
+from threefold.plan.plan import Plan
+from threefold.spec.chips import CHIPS, ChipSpec
+
+STEPS, WARMUP = 24, 4  # short steps vary most; PLAN_SECONDS cuts the long ones
+PLAN_SECONDS, LIMIT_SECONDS = 4.0, 120.0
+HEAD_DIM_OF_RATE = 128  # whose attention runs at the rate `attention`; smaller heads are slower
+BAND = 0.9  # quantile of the held-out errors that is the error of the fit
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What the machine reached: FLOP/s, bytes/s or launches/s at a size."""
+
+    what: str
+    size: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A plan that was measured, or why it could not be."""
+
+    name: str
+    plan: Plan
+    seconds: float | None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What was measured and fitted."""
+
+    chip: str
+    speeds: tuple[Speed, ...]
+    steps: tuple[StepResult, ...]
+    before: tuple[float, ...]  # errors of the measured steps with the rates as they were
+    after: tuple[float, ...]  # and with the fitted ones
+    rates: Rates
+    error: float  # of a step that the fit has not seen
+    gpus: int
+
+    @property
+    def measured(self) -> list[StepResult]:
+        return [step for step in self.steps if step.seconds is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        steps = [
+            {"name": step.name, "fields": dict(step.plan.written), "seconds": step.seconds, "error": error}
+            for step, error in zip(self.measured, self.after, strict=True)
+        ]
+        return {
+            "level": "measured",
+            "chip": self.chip,
+            "error": self.error,
+            "speeds": [asdict(speed) for speed in self.speeds],
+            "steps": steps,
+            "failed": {step.name: step.trouble for step in self.steps if step.seconds is None},
+            "rates": rates_to(self.rates),
+        }
+
+
+def calibrate(
+    chip: str,
+    plan: Plan | None,
+    folder: Path,
+    budget_seconds: float,
+    say: Callable[[str], None],
+    two_ranks: bool = False,
+) -> Calibrated:
+    """Measure and fit. `plan` is measured besides the small plans; `two_ranks` measures exchanges on a CPU."""
+    from threefold.engine.tune.measure_plans import Measuring, measure_plans
+
+    began = time.monotonic()
+    spec, speeds, steps = CHIPS[chip], list[Speed](), list[StepResult]()
+    jobs = [(1, calibration_plans(chip, 1, "fp8" in spec.peak_flops))]
+    if two_ranks:
+        jobs.append((2, calibration_plans(chip, 2)))
+    if plan is not None:
+        jobs.insert(0, (plan.cluster.gpus, {"the plan": {**dict(plan.written), "job.data": "synthetic"}}))
+    for ranks, plans in jobs:
+        left = budget_seconds - (time.monotonic() - began)
+        parsed = {name: _plan(fields) for name, fields in plans.items()}
+
+        def keep(result: dict[str, Any], parsed: Mapping[str, Plan] = parsed) -> None:
+            if "speed" in result:
+                speeds.append(Speed(**result["speed"]))
+                say(f"{speeds[-1].what} at {speeds[-1].size}")
+                return
+            name = result["plan"]
+            steps.append(StepResult(name, parsed[name], result.get("seconds"), result.get("error", "")))
+            taken = result.get("seconds")
+            say(f"{name}: " + (steps[-1].trouble if taken is None else f"{1e3 * taken:.1f} ms a step"))
+
+        how = Measuring(STEPS, WARMUP, PLAN_SECONDS, LIMIT_SECONDS, not speeds or ranks > 1, left)
+        measure_plans(plans, ranks, how, folder, keep)
+    return _fitted(spec, speeds, steps)
+
+
+def _fitted(spec: ChipSpec, speeds: Sequence[Speed], steps: Sequence[StepResult]) -> Calibrated:
+    shipped = calibration("threefold").rates
+    assumed = assumed_rates(shipped, spec, speeds)
+    measured = [MeasuredStep(step.plan, step.seconds) for step in steps if step.seconds is not None]
+    gpus = max((step.plan.layout.gpus for step in measured), default=1)
+    candidates = (*RATES_OF_ONE_RANK, *(RATES_OF_RANKS if gpus > 1 else ()))
+    names = [name for name in candidates if getattr(assumed, name) > 0]
+    rates = fit_rates(measured, assumed, names)
+    held_out = sorted(abs(error) for error in held_out_errors(measured, assumed, names, rates))
+    return Calibrated(
+        chip=spec.name,
+        speeds=tuple(speeds),
+        steps=tuple(steps),
+        before=tuple(errors(measured, shipped)),
+        after=tuple(errors(measured, rates)),
+        rates=rates,
+        error=held_out[math.ceil(BAND * len(held_out)) - 1] if held_out else 1.0,
+        gpus=gpus,
+    )
+
+
+def assumed_rates(shipped: Rates, spec: ChipSpec, speeds: Sequence[Speed]) -> Rates:
+    """The rates that the machine's speeds suggest, from which the fit to whole steps begins."""
+    by_size = {what: {s.size: s.rate for s in speeds if s.what == what} for what in {s.what for s in speeds}}
+    format_ = "fp32" if spec.architecture == "cpu" else "bf16"
+    found: dict[str, Any] = {}
+    if gemm := by_size.get(f"gemm {format_}"):
+        found["gemm"] = max(gemm.values()) / spec.peak_flops[format_]
+    if attention := by_size.get("attention"):
+        short, long = min(attention), max(attention)
+        found["attention"] = attention[long] / spec.peak_flops["bf16"]
+        found["attention_tokens"] = max(1.0, short * (attention[long] / attention[short] - 1))
+    if host := by_size.get("copy from the host"):
+        found["host_copy"] = max(host.values()) / spec.host_bandwidth
+    exchanges = {what: sizes for what, sizes in by_size.items() if what.startswith("all-")}
+    for name, kind in (("alltoall", "all-to-all"), ("collective", "all-reduce")):
+        rates = [max(sizes.values()) for what, sizes in exchanges.items() if what.startswith(kind)]
+        if rates:
+            found[name] = min(rates) / spec.domain_bandwidth
+    latencies = [min(sizes) / sizes[min(sizes)] for what, sizes in exchanges.items() if what.startswith("all-to-all")]
+    if latencies:
+        found["latency_seconds"] = min(latencies)
+    return replace(shipped, **found)
+
+
+def write_chip_file(found: Calibrated, versions: Mapping[str, str | None], path: Path | None = None) -> Path:
+    """Write the chip file of this machine, or another, and the measured steps beside it."""
+    path = path or own_chip_path(found.chip)
+    torch = versions.get("torch") or "unknown"
+    measured = f"{len(found.measured)} steps measured on this machine, {date.today()}, torch {torch}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(chip_file_text(found.chip, measured, found.rates, found.error, found.gpus), encoding="utf-8")
+    rows = [{"name": s.name, "fields": dict(s.plan.written), "seconds": s.seconds} for s in found.measured]
+    said = {"machine": dict(versions), "date": str(date.today()), "steps": rows}
+    path.with_suffix(".steps.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _plan(fields: Mapping[str, Any]) -> Plan:
+    parsed = parse(fields)
+    assert parsed.plan is not None, parsed.findings
+    return parsed.plan
