@@ -54,6 +54,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layout.cp": 2, "knobs.cp_comm": ["p2p"] * 61},
     ),
     "mtp-in-model": ({"job.mtp": 2, "knobs.ep_overlap": False, "knobs.delay_wgrad": False}, {"job.mtp": 0}),
+    "cores-exist": ({"run.cores": "a-b"}, {"run.cores": "0-7,16"}),
     # batch
     "batch-divides-dp": ({"job.global_batch": 8190}, {"job.global_batch": 512}),
     "interleaved-fills-pipeline": ({"job.global_batch": 256}, {"job.global_batch": 512}),
@@ -501,6 +502,27 @@ def test_all_findings_at_once() -> None:
     slugs = [finding.rule for finding in errors(check(plan))]
     assert {"ep-divides-experts", "tp-divides-model", "precision-runs-on-chip", "grids-divide-ranks"} <= set(slugs)
     assert slugs == [finding.rule for finding in errors(check(plan))]  # and in a stable order
+
+
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [
+        ({"job.capacity_factor": 32.0}, None),  # 256 experts, 8 of a token: at 32 each takes all
+        ({"job.capacity_factor": 65_536.0}, {"job.capacity_factor": None}),
+        ({"job.capacity_factor": 65_536.0, "knobs.graphs": ["moe"]}, {"job.capacity_factor": 32.0}),
+    ],
+    ids=["at the limit", "above", "above, with graphs that need it"],
+)
+def test_a_capacity_that_can_drop_nothing_is_named(fields: dict[str, Any], fix: dict[str, Any] | None) -> None:
+    off = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+    found = [one for one in check(build({**CLEAN, **off, **fields})) if one.rule == "capacity-is-used"]
+    assert [one.fix_data for one in found] == ([fix] if fix else [])
+
+
+@pytest.mark.parametrize("cores", ["a-b", "3-1", "0-1;2-3", "0-9999999999", "", "\u0661"])
+def test_cores_that_are_none_are_refused_before_a_run(cores: str) -> None:
+    """With one set for each of eight ranks of a node; a range of ten thousand million cores takes no time."""
+    assert "cores-exist" in {one.rule for one in errors(check(build({**CLEAN, "run.cores": cores})))}
 
 
 def test_fix_text_offers_the_valid_values() -> None:

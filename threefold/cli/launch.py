@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--account", help="who pays")
     parser.add_argument("--container", metavar="IMAGE", help="image to run in (Slurm with pyxis)")
     parser.add_argument("--run", help="the run's folder, on a file system that all nodes see")
+    parser.add_argument("--profile", choices=("nsys",), help="trace some steps with Nsight Systems")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts after failures (default 3)")
     parser.add_argument(
         "--notice", type=int, default=300, metavar="SECONDS", help="to save before the time limit (default 300)"
@@ -36,7 +37,16 @@ def run(args: argparse.Namespace) -> int:
     beside = sys.stderr if args.out is None else None  # a file that the script goes to would hide findings
     if plan is None:
         return print_findings(findings, args.json, beside)
-    options = Options(args.time, args.partition, args.account, args.container, args.max_restarts, args.notice, args.run)
+    options = Options(
+        time=args.time,
+        partition=args.partition,
+        account=args.account,
+        container=args.container,
+        max_restarts=args.max_restarts,
+        notice_seconds=args.notice,
+        run=args.run,
+        nsys=args.profile == "nsys",
+    )
     blocking = [*errors(promoted(check(plan, notes=False))), *faults(plan, options)]
     if blocking:
         return print_findings(in_order(blocking), args.json, beside)

@@ -2,20 +2,25 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, for_our_engine, missing_package, plan_from, print_findings
 from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
-from threefold.engine.run.cpu_affinity import AUTO, core_sets
+from threefold.engine.launch.stop_signals import SIGNAL_CODE, stop_message
+from threefold.engine.run.cpu_affinity import core_sets
 from threefold.engine.run.cpu_threads import sleep_while_waiting
 from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError, in_order
+from threefold.plan.cores import AUTO
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, on_ranks, rank_environment
 from threefold.rules.all import check, errors, judge, promoted
 from threefold.units import format_many
+
+_INTERRUPTED = SIGNAL_CODE + signal.SIGINT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stop-at", type=int, metavar="STEP", help="save and stop behind this step; the same command goes on later"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="trace three steps after the first ones into the run's profile folder"
+    )
+    parser.add_argument(
+        "--profile-with",
+        choices=("torch", "nsys"),
+        default="torch",
+        help="who traces: torch's profiler, or Nsight Systems, under which the command was started",
     )
     parser.add_argument("--nproc", type=int, help="ranks to start on this machine (default: cluster.gpus)")
     parser.add_argument(
@@ -47,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
         return _run_as_rank(args, place)
     except FindingsError as error:
         return print_findings(error.findings, args.json)
+    except KeyboardInterrupt:
+        write_and_flush(sys.stderr, stop_message(signal.SIGINT))
+        return _INTERRUPTED
 
 
 def _run_as_rank(args: argparse.Namespace, place: RankEnvironment) -> int:
@@ -55,6 +72,8 @@ def _run_as_rank(args: argparse.Namespace, place: RankEnvironment) -> int:
         code = _run(args, place)
     except FindingsError as error:
         code = print_findings(error.findings, args.json)
+    except KeyboardInterrupt:  # whoever started the ranks says it
+        code = _INTERRUPTED
     except Exception as error:
         code = _say_fault(place, error)
     if code == 0:
@@ -109,7 +128,14 @@ def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     from threefold.engine.train import enter_world, train
 
     world = enter_world(plan)
-    trainer = train(plan, folder, threads=args.threads, world=world, stop_at=args.stop_at)
+    trainer = train(
+        plan,
+        folder,
+        threads=args.threads,
+        world=world,
+        stop_at=args.stop_at,
+        profile=args.profile_with if args.profile else None,
+    )
     leave()
     done = trainer.step >= plan.job.steps
     if world.is_leader:
@@ -139,6 +165,7 @@ def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     words = [args.plan, *args.overrides, "--run", str(folder)]
     words += ["--threads", str(args.threads)] if args.threads else []
     words += ["--stop-at", str(args.stop_at)] if args.stop_at else []
+    words += ["--profile", "--profile-with", args.profile_with] if args.profile else []
     words += ["--target", args.target] if args.target else []
     words += ["--json"] if args.json else []
     argv = [sys.executable, "-m", "threefold", "train", *words]

@@ -23,7 +23,7 @@ from threefold.rules.all import blockers, check, errors, promoted
 from threefold.units import format_many
 
 WORDS = (
-    "loss of every step",
+    "loss of steps and of an evaluation",
     "gradient norm",
     "gradient, parameter by parameter",
     "weights after three steps",

@@ -10,10 +10,13 @@ Only the thread that trains changes fields; the prefetch and checkpoint threads 
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+from torch.compiler import is_compiling
 
 
 @dataclass
@@ -36,9 +39,29 @@ class EngineContext:
     wgrad_queue: Any = None
     # schedule/autograd_nodes.py: entered around the forward, backward and weight gradients of every node.
     node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None
+    # effects/observe_step.py: what code paths a step took, by kind and detail; None in a step that is not observed.
+    event_counts: Counter[tuple[str, str]] | None = None
+    # effects/activation_bytes.py: told of tensors that recompute and offload keep from being saved; None: not observed.
+    activation_observer: Any = None
+    # effects/own_times.py: entered around every wait for other ranks; None: nobody measures.
+    wait_timer: Callable[[], AbstractContextManager[None]] | None = None
 
 
 context = EngineContext()
+
+
+def count_event(kind: str, detail: str, times: int = 1) -> None:
+    """Count that a step took a code path, in a step that is observed.
+
+    Code that torch.compile traces is not counted: the counts would become guards, and fail in every observed step.
+    """
+    if not is_compiling() and context.event_counts is not None:
+        context.event_counts[kind, detail] += times
+
+
+def timed_wait() -> AbstractContextManager[None]:
+    """Around a wait for other ranks."""
+    return nullcontext() if context.wait_timer is None else context.wait_timer()
 
 
 @contextmanager

@@ -8,6 +8,12 @@ of rules are the rules' docstrings, and those of parsing are in `plan/explain.py
 from threefold.findings import Explanation
 
 EXPLANATIONS = {
+    "steps-are-measured": Explanation(
+        what="A calibration measures at least one step.",
+        why="Rates are fitted to steps; without any there is nothing to fit.",
+        confirm="`threefold calibrate` says of each plan why it could not be measured.",
+        fix="Give more time with `--budget`, or mend what the first plan met.",
+    ),
     "shard-readable": Explanation(
         what="A token shard is whole and of a known version.",
         why="A damaged shard would train on noise.",
@@ -57,10 +63,19 @@ EXPLANATIONS = {
         fix="Tokenize JSONL with messages, or pretrain on it.",
     ),
     "data-unchanged": Explanation(
-        what="A resumed run reads the data it began with.",
-        why="Another mixture would continue another run.",
-        confirm="Compare job.data with the run's plan.",
-        fix="Give the data as it was, or start a new run.",
+        what="A resumed run reads the data it began with, wherever that lies now.",
+        why="Another mixture would continue another run. Content is compared, with `sources` in contract.json: the "
+        "tokenizer by its SHA-256, numbers of tokens, documents and samples, and the fingerprint of each shard.",
+        confirm="The message names each fact that differs. Evaluation (run.eval_every) holds samples out.",
+        fix="Give the data as it was; or go on with other data in a new run, by `export-hf` and `import-hf`.",
+    ),
+    "ranks-see-the-same": Explanation(
+        what="All ranks have the same plan, and see the same data and imported weights.",
+        why="Each rank reads its own files. With another plan it would wait for ever; with another copy of the data or "
+        "weights it would train on, and no number of the run would say so. The embedded corpus is made of each "
+        "machine's own Python sources.",
+        confirm="Compare the files, or the Python versions, of the two nodes.",
+        fix="A file system that all nodes share, or equal copies; with another Python, shards in place of 'embedded'.",
     ),
     "tokenizer-readable": Explanation(
         what="The tokenizer file can be read.",
@@ -152,12 +167,6 @@ EXPLANATIONS = {
         why="A guessed architecture would train something else.",
         confirm="`threefold models` shows the family.",
         fix="Use a family the message names.",
-    ),
-    "cores-exist": Explanation(
-        what="The cores of run.cores are there.",
-        why="A process pinned to no core does not run.",
-        confirm="Count the cores of the machine, and its ranks where a set is written for each.",
-        fix="Write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto.",
     ),
     "ranks-meet": Explanation(
         what="Ranks know who they are and where to meet, from torchrun's or Slurm's variables.",

@@ -1,6 +1,6 @@
-"""One optimizer step: microbatches, gradient norm, clipping, update, and the numbers it reports.
+"""One optimizer step: microbatches, gradient norm, clipping, update, and the numbers it reports; and an evaluation.
 
-`train.py`, `verify/oracle.py` and `verify/overlap_ab.py` call `train_step`.
+`train.py`, `verify/oracle.py` and `verify/overlap_ab.py` call `train_step`; the first two `evaluate_batches`.
 
 Shapes: L layers with experts, E experts.
 """
@@ -67,6 +67,24 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
     if scaler and (applied or overflowed):
         scaler.update(overflowed)
     return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed)
+
+
+@torch.no_grad()
+def evaluate_batches(parts: Parts, batches: list[Batch], num_per_run: int) -> float:
+    """Mean loss over all labels of some microbatches on all ranks, `num_per_run` of them at a time; changes nothing."""
+    for chunk in parts.chunks.values():
+        chunk.eval()
+    share_M, _ = count_labels(parts, batches)
+    total = torch.zeros((), dtype=torch.float64, device=parts.device)
+    for start in range(0, len(batches), num_per_run):
+        part = slice(start, start + num_per_run)
+        sums = parts.runner.run(batches[part], list(share_M[part]), train=False)
+        if "ce" in sums:
+            total += sums["ce"] / parts.mesh.layout.tp
+    all_reduce(total, parts.mesh.world).wait()
+    for chunk in parts.chunks.values():
+        chunk.train()
+    return float(total)
 
 
 def unscale(seen: StepSums, scale: float | None) -> StepSums:

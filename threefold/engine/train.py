@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,16 +17,26 @@ from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.consensus import run_on_first_rank
 from threefold.engine.dist.join import World, join
 from threefold.engine.dist.mesh import Mesh
+from threefold.engine.effects.recorder import RunEffects
+from threefold.engine.launch.stop_signals import stop_between_steps
 from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.optim.lr_schedule import learning_rate
+from threefold.engine.profiler import FIRST_STEP, StepProfiler
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.cpu_affinity import pin_to_cores
 from threefold.engine.run.cpu_threads import choose_threads
-from threefold.engine.run.folder import CHECKPOINTS, Metrics, append_timing, open_run, write_expert_loads
+from threefold.engine.run.folder import (
+    CHECKPOINTS,
+    Metrics,
+    append_timing,
+    open_run,
+    write_effects,
+    write_expert_loads,
+)
 from threefold.engine.run.lock import RunLock
 from threefold.engine.run.progress_display import NULL_STREAM, ExperimentTrackers, Progress
 from threefold.engine.run.throughput import Throughput
-from threefold.engine.step import StepResult, count_labels, train_step
+from threefold.engine.step import StepResult, evaluate_batches, train_step
 from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
@@ -41,10 +50,12 @@ def train(
     threads: int | None = None,
     world: World | None = None,
     stop_at: int | None = None,
+    profile: str | None = None,
 ) -> TrainState:
     """Run a plan to its last step, or go on with the run in the folder. Every rank of `world` calls it alike.
 
-    With `stop_at` the run stops and saves behind that step, as it does after SIGTERM.
+    With `stop_at` the run stops and saves behind that step, as it does after SIGTERM. With `profile` some steps after
+    the first ones are profiled, by "torch" or "nsys".
     """
     world = world or enter_world(plan)
     num_threads, why = choose_threads(plan, _local_size(), threads, world.device.type == "cuda")
@@ -74,6 +85,12 @@ def train(
         metrics = Metrics(folder, state.step) if world.is_leader else None
         if metrics:
             ending.callback(metrics.close)
+        if profile:
+            state.profiler = StepProfiler(folder, parts, world.rank, state.step + FIRST_STEP, by_nsys=profile == "nsys")
+            ending.callback(state.profiler.close)
+            tell(f"profiling steps {state.profiler.first} to {state.profiler.last} into {state.profiler.folder}")
+        last_step = plan.job.steps if stop_at is None else min(stop_at, plan.job.steps)
+        state.effects = RunEffects(plan, parts, world.rank, state.step, last_step)
         _run(state, metrics, board, progress, tell)
     return state
 
@@ -103,17 +120,22 @@ def _run(
 ) -> None:
     """Run to the last step, or until the run is asked to stop; save in either case."""
     plan, folder, first_step = state.plan, state.folder, state.step
-    with _quiet_gc(plan.run.gc_every), _stop_on_signal(state):
+    with _quiet_gc(plan.run.gc_every), stop_between_steps(state.ask_to_stop):
         _loop(state, metrics, board, progress)
         if state.stopping:
             tell(f"stopping behind step {state.step}, saving")
         with state.during("saving the last checkpoint"):
             state.save(wait=True)
+            # Gathered from all ranks, before the first one may find something to raise.
+            report = state.effects.report(state.checkpoints.group) if state.effects else None
     if metrics and metrics.problem:
         raise FindingsError([metrics.problem])
     if state.world.is_leader:
         append_timing(folder, state.seconds, first_step)
         write_expert_loads(folder, state.load_LE)
+    if report is not None and report.observed_step is not None:
+        report.say(tell)
+        write_effects(folder, report.as_json())
     if state.parts.runner.graph_stats:
         tell(state.parts.runner.graph_stats.summary())
 
@@ -141,10 +163,14 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
             state.watchdog.enter_phase(f"step {state.step + 1}", plan.run.hang_seconds)
         batches = [to_device(parts.loader.batch(state.step, m), parts.device) for m in range(plan.num_microbatches)]
         lr = learning_rate(plan.job, state.step)
-        result = train_step(parts, batches, lr, plan.job)
+        with state.effects.step(state.step + 1) if state.effects else nullcontext():
+            with state.profiler.step(state.step + 1) if state.profiler else nullcontext():
+                result = train_step(parts, batches, lr, plan.job)
+            work = throughput.count_work(batches)
         _count_skipped(state, result, progress)
-        work = throughput.count_work(batches)
         seconds = time.perf_counter() - began
+        if state.effects:
+            state.effects.end_step(seconds)
         state.step += 1  # from here on the number of this step, which begins at 1
         values = _step_metrics(state, result, lr, seconds, throughput.metrics(work, seconds))
         if state.step % plan.run.log_every == 0 or state.step in (1, plan.job.steps):
@@ -157,6 +183,8 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         if state.bad_steps > plan.run.bad_steps and not result.applied and not result.overflowed:
             raise _too_many_bad(state)
         with state.during("evaluating or saving"):
+            if state.profiler:
+                state.profiler.finish(state.step)
             _at_intervals(state, metrics, progress)
 
 
@@ -200,7 +228,6 @@ def _at_intervals(state: TrainState, metrics: Metrics | None, progress: Progress
         gc.collect()
 
 
-@torch.no_grad()
 def evaluate(state: TrainState) -> float:
     """Mean loss over the held-out part of the data; leaves every state as it was."""
     plan, parts = state.plan, state.parts
@@ -211,19 +238,7 @@ def evaluate(state: TrainState) -> float:
     runs = -(-plan.run.eval_batches // (each * plan.layout.dp))
     numbers = [divmod(n, parts.held_out.num_microbatches) for n in range(runs * each)]
     batches = [to_device(parts.held_out.batch(*number), parts.device) for number in numbers]
-    for chunk in parts.chunks.values():
-        chunk.eval()
-    share_M, _ = count_labels(parts, batches)
-    total = torch.zeros((), dtype=torch.float64, device=parts.device)
-    for start in range(0, len(batches), each):
-        part = slice(start, start + each)
-        sums = parts.runner.run(batches[part], list(share_M[part]), train=False)
-        if "ce" in sums:
-            total += sums["ce"] / plan.layout.tp
-    all_reduce(total, parts.mesh.world).wait()
-    for chunk in parts.chunks.values():
-        chunk.train()
-    return float(total)
+    return evaluate_batches(parts, batches, each)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -274,21 +289,3 @@ def _quiet_gc(every: int) -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-@contextmanager
-def _stop_on_signal(state: TrainState) -> Iterator[None]:
-    """SIGTERM ends the run after the step under way, with a checkpoint."""
-
-    def stop(number: int, frame: Any) -> None:
-        state.asked_to_stop = True  # and no more: a handler that prints can fall into the middle of a print
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread: whoever runs us stops us
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

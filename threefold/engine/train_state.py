@@ -13,16 +13,23 @@ from typing import Any, cast
 from torch import Tensor
 
 from threefold.engine.build import Parts, device_of, dtype_of, options_of
-from threefold.engine.dist.consensus import capture_outcome, run_on_all_ranks
+from threefold.engine.dist.consensus import (
+    capture_outcome,
+    check_alike_on_ranks,
+    run_on_all_ranks,
+    run_on_first_rank,
+)
 from threefold.engine.dist.join import World
+from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.profiler import StepProfiler
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
-from threefold.engine.run.folder import CHECKPOINTS, read_run_plan, write_contract
+from threefold.engine.run.folder import CHECKPOINTS, check_same_data, read_run_plan, record_plan, write_contract
 from threefold.engine.run.rng_state import random_state, restore_random_state
-from threefold.engine.weights.imported_weights import INITIAL, start_from_initial_weights
+from threefold.engine.weights.imported_weights import INITIAL, list_initial_weights, start_from_initial_weights
 from threefold.engine.weights.model_shapes import MODEL, check_is_model
 from threefold.findings import Finding, FindingsError, shown
 from threefold.plan.plan import Plan
@@ -50,6 +57,8 @@ class TrainState:
     last: dict[str, Any] = field(default_factory=dict)  # metrics of the last step
     seconds: list[float] = field(default_factory=list)  # duration of each step since the start or resume
     load_LE: Tensor | None = None  # tokens of each expert in the last step
+    profiler: StepProfiler | None = None  # of some steps, where the run is profiled
+    effects: RunEffects | None = None  # observes a step, and what each rank waits for
 
     def tensors(self) -> Tensors:
         """What this rank saves, by name. Over all ranks every element is saved once."""
@@ -131,6 +140,10 @@ class TrainState:
             self.parts.loss_scaler.load_state(facts["loss_scaler"])
             self.overflow_steps = int(facts["overflow_steps"])
 
+    def ask_to_stop(self) -> None:
+        """Ask the loop to end behind its step. A signal handler calls it: one that prints could fall into a print."""
+        self.asked_to_stop = True
+
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Tell the watchdog of a phase beside the steps, which may take as long as it likes."""
         return self.watchdog.phase(phase) if self.watchdog else nullcontext()
@@ -143,6 +156,10 @@ def start_or_resume(state: TrainState, tell: Callable[[str], None]) -> None:
     """Continue from the newest checkpoint, start from imported weights, or start with initial ones."""
     plan, folder, parts = state.plan, state.folder, state.parts
     assert parts.loader is not None
+    group, loader = state.checkpoints.group, parts.loader
+    check_alike_on_ranks(group, "data", "job.data", loader.fingerprint)
+    run_on_first_rank(group, lambda: check_same_data(folder, loader.content()))
+    run_on_first_rank(group, lambda: record_plan(folder, plan))
     state.checkpoints.remove_partial()
     tensors = state.tensors_to_load()
     facts = state.checkpoints.load_latest(tell, tensors)
@@ -151,14 +168,15 @@ def start_or_resume(state: TrainState, tell: Callable[[str], None]) -> None:
         tell(f"resuming behind step {state.step} of {plan.job.steps}")
         return
     model = {name.removeprefix("model."): value for name, value in state.weights().items()}
-    filled = capture_outcome(state.checkpoints.group, lambda: start_from_initial_weights(folder, model, plan))
-    run_on_all_ranks(state.checkpoints.group, filled.result)
+    check_alike_on_ranks(group, "imported weights", str(folder / INITIAL), lambda: list_initial_weights(folder))
+    filled = capture_outcome(group, lambda: start_from_initial_weights(folder, model, plan))
+    run_on_all_ranks(group, filled.result)
     if filled.value:
         parts.optimizer.refresh()
         tell(f"starting from the weights in {folder / INITIAL}")
     if state.world.is_leader:
-        is_benchmark = parts.loader.benchmark_only or plan.is_benchmark_only
-        write_contract(folder, plan, parts.device, parts.loader.fingerprint(), is_benchmark)
+        is_benchmark = loader.benchmark_only or plan.is_benchmark_only
+        write_contract(folder, plan, parts.device, (loader.fingerprint(), loader.content()), is_benchmark)
 
 
 def load_run(folder: Path, say: Callable[[str], None]) -> Decoder:

@@ -29,6 +29,7 @@ class Options:
     max_restarts: int = 3
     notice_seconds: int = 300  # before the time limit: for the step under way and its checkpoint
     run: str | None = None  # the run's folder
+    nsys: bool = False  # under Nsight Systems, which traces the steps that `train --profile` chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ def batch_script(plan: Plan, words: list[str], options: Options) -> str:
             '--container-workdir="$PWD"',
         ]
     mounts = {word for word in srun if "$PWD" in word}
-    start = [word if word in mounts else shlex.quote(word) for word in [*srun, *_train(words, options.run)]]
+    tracer = _nsys(options, "SLURM_PROCID") if options.nsys else []
+    command = [*srun, *tracer, *_train(words, options)]
+    start = [word if word in mounts else shlex.quote(word) for word in command]
     body = _BODY.format(exports="\n".join(exports), restarts=options.max_restarts, command=" ".join(start))
     return "\n".join(["#!/bin/bash", *lines, "", body])
 
@@ -144,8 +147,16 @@ def environment(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _train(words: list[str], run: str | None) -> list[str]:
-    return ["python", "-m", "threefold", "train", *words, *(["--run", run] if run else [])]
+def _train(words: list[str], options: Options) -> list[str]:
+    profile = ["--profile", "--profile-with", "nsys"] if options.nsys else []
+    return ["python", "-m", "threefold", "train", *words, *(["--run", options.run] if options.run else []), *profile]
+
+
+def _nsys(options: Options, rank: str) -> list[str]:
+    """Nsight Systems around a process. It begins and ends where ranks call cudaProfilerStart and cudaProfilerStop."""
+    report = f"{options.run or '.'}/nsys-%q{{{rank}}}"
+    capture = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    return ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--sample=none", *capture, f"--output={report}"]
 
 
 def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
@@ -164,7 +175,10 @@ def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
         lines.append(f"# on each of {place.nodes} nodes; HEAD is the name of one of them")
         head += ["--rdzv-backend=c10d", '--rdzv-endpoint="$HEAD:29400"', "--rdzv-id=threefold"]
     exports = [f"{name}={value}" for name, value in settings.items()]
-    start = ["-m", "threefold", *(shlex.quote(word) for word in _train(words, options.run)[3:])]
+    if options.nsys:
+        head = [*(shlex.quote(word) for word in _nsys(options, "HOSTNAME")), *head]
+        lines.append("# then: nsys export --type sqlite REPORT.nsys-rep, and threefold profile REPORT.sqlite")
+    start = ["-m", "threefold", *(shlex.quote(word) for word in _train(words, options)[3:])]
     return "\n".join([*lines, " ".join([*exports, *head, *start])]) + "\n"
 
 

@@ -257,6 +257,17 @@ class Plan:
         return self.model.mtp_layers if self.job.mtp is None else self.job.mtp
 
     @property
+    def expert_capacity_factor(self) -> float | None:
+        """The capacity of an expert over its balanced load; None where none is set for each expert.
+
+        It is at most the number of experts over top-k: such an expert takes every token, and nothing is dropped.
+        """
+        job, moe = self.job, self.model.moe
+        if job.capacity_factor is None or job.capacity_scope != "expert" or moe is None:
+            return None
+        return min(job.capacity_factor, moe.num_experts / moe.top_k)
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of one data-parallel rank in a step; 0 where the batch does not divide."""
         sequences = self.layout.dp * self.job.micro_batch

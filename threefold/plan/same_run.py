@@ -1,11 +1,12 @@
-"""What makes two plans plans of one run: the model by its content, the job, and the knobs that a checkpoint depends on.
+"""What makes two plans plans of one run: model and data by content, the job, and the knobs a checkpoint depends on.
 
-A run folder keeps the facts of its model in contract.json. A path such as `hf:config.json` says nothing about what the
-file held when the run was started, and a model of the catalogue may be corrected between two versions.
+A run folder keeps the facts of its model and data in contract.json. A path such as `hf:config.json` says nothing about
+what the file held when the run was started, and files may be moved. Fields that the contract has by content are not
+compared by their text.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from threefold.plan.plan import Plan
 _CHECKPOINT_KNOBS = ("knobs.precision", "knobs.optimizer_dtype", "knobs.master_weights")
 # What is known about a model beside what it is; and what no step behind the first one reads.
 _BESIDE = ("name", "source", "published_total", "published_active", "approximate", "init_std")
+MODEL, DATA = "model", "sources"  # the keys of a contract that hold content
 _MOST_SHOWN = 6
 _DEEPEST = 4  # tables in each other; a contract may come from a stranger
 
@@ -39,9 +41,18 @@ def _defines_the_model(path: str) -> bool:
     return path != "job.steps" and path.startswith(("model", "job."))
 
 
-def field_differences(before: Plan, now: Plan) -> list[str]:
-    """Each fixed field that is not as it was, in words."""
-    old, new = fixed_fields(before), fixed_fields(now)
+def field_differences(before: Plan, now: Plan, contract: Mapping[str, Any] | None = None) -> list[str]:
+    """Each fixed field that is not as it was, in words; not those whose content the contract of the run has."""
+    has_model = isinstance((contract or {}).get(MODEL), Mapping)
+    has_data = _is_content((contract or {}).get(DATA))
+    old, new = (
+        {
+            path: value
+            for path, value in fixed_fields(plan).items()
+            if not (has_model and path.partition(".")[0] == "model") and not (has_data and path == "job.data")
+        }
+        for plan in (before, now)
+    )
     return [_said(path, old, new) for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path)]
 
 
@@ -55,14 +66,30 @@ def model_differences(facts: Any, now: Plan) -> list[str]:
 
     Facts that only one side knows are left out: another version of this package knew more, or less, of a model.
     """
-    if not isinstance(facts, Mapping):
+    return _fact_differences("model.", facts, model_facts(now)) if isinstance(facts, Mapping) else []
+
+
+def data_differences(content: Any, now: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each fact of the data that is not as the run's contract has it; none where the contract has none."""
+    if not _is_content(content):
         return []
-    old, new = dict(_flat(facts)), dict(_flat(model_facts(now)))
+    if len(content) != len(now):
+        return [f"job.data had {len(content)} sources, now {len(now)}"]
+    pairs = enumerate(zip(content, now, strict=True))
+    return [said for n, (old, new) in pairs for said in _fact_differences(f"job.data[{n}].", old, new)]
+
+
+def _is_content(content: Any) -> bool:
+    return isinstance(content, list) and all(isinstance(source, Mapping) for source in content)
+
+
+def _fact_differences(prefix: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    old, new = dict(_flat(before)), dict(_flat(now))
     same = old.keys() & new.keys()
-    differ = [f"model.{_said(path, old, new)}" for path in sorted(same) if old[path] != new[path]]
+    differ = [f"{prefix}{_said(path, old, new)}" for path in sorted(same) if old[path] != new[path]]
     for path in sorted(old.keys() ^ new.keys()):
         if _is_table(new if path in old else old, path):  # a part that one of them has not, such as a rope_scaling
-            differ.append(f"model.{path} was {_presence(old, path)}, now {_presence(new, path)}")
+            differ.append(f"{prefix}{path} was {_presence(old, path)}, now {_presence(new, path)}")
     return differ
 
 

@@ -62,7 +62,7 @@ def test_what_a_recompute_discards_does_not_leave(monkeypatch: pytest.MonkeyPatc
         found: list[int] = []
         to_host = offload._copy_to_host
         with monkeypatch.context() as patch:
-            patch.setattr(offload, "_copy_to_host", lambda x: found.append(x.numel()) or to_host(x))
+            patch.setattr(offload, "_copy_to_host", lambda x, name: found.append(x.numel()) or to_host(x, name))
             gradients("qwen3_moe", torch.float32, activation_offload=("qkv_linear",), recompute=recompute)
         return found
 
@@ -149,7 +149,8 @@ def test_parameters_stay() -> None:
     model = make("qwen3_moe", torch.float64, activation_offload_layers=2)
     sent = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "_copy_to_host", lambda x, copy=offload._copy_to_host: sent.append(x) or copy(x))
+        to_host = offload._copy_to_host
+        patch.setattr(offload, "_copy_to_host", lambda x, name: sent.append(x) or to_host(x, name))
         forward(model).loss.backward()
     assert sent
     assert not {x.untyped_storage()._cdata for x in sent} & {p.untyped_storage()._cdata for p in model.parameters()}

@@ -203,8 +203,9 @@ def test_layer_equals_token_by_token() -> None:
     same(found, plain_moe(layer, x), [x, *layer.parameters()])
 
 
-def test_enough_capacity_drops_nothing() -> None:
-    layer, x = moe_layer(Options(capacity_factor=6.0)), leaf(2, 7, 8)
+@pytest.mark.parametrize("factor", [6.0, 65_536.0])
+def test_enough_capacity_drops_nothing(factor: float) -> None:
+    layer, x = moe_layer(Options(capacity_factor=factor)), leaf(2, 7, 8)
     found, measured = layer(x)
     assert int(measured.num_dropped) == 0
     same(found, plain_moe(layer, x), [x, *layer.parameters()])

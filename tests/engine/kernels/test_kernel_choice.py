@@ -170,7 +170,13 @@ def test_a_plan_knows_the_shape_of_its_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "alone", "spread"), [(0.5, 16_384, 16_384), (1.0, 32_768, 32_768), (1.5, 49_152, 32_768)]
+    ("factor", "alone", "spread"),
+    [
+        (0.5, 16_384, 16_384),
+        (1.0, 32_768, 32_768),
+        (1.5, 49_152, 32_768),
+        (65_536.0, 524_288, 32_768),  # every expert can take all 4,096 tokens, and no more arrive
+    ],
 )
 def test_capacity_limits_the_rows_of_a_plan(factor: float, alone: int, spread: int) -> None:
     """By hand: 4,096 tokens of 8 experts each are 32,768 copies, 256 for each of 128 experts. One rank fills up."""

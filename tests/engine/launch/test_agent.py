@@ -34,6 +34,7 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the agent starts ranks with these signals blocked
 saved = folder / f"step-{rank}"
 step = int(saved.read_text()) if saved.exists() else 0
 print(f"attempt {attempt} of rank {rank} begins at {step}", flush=True)

@@ -22,7 +22,7 @@ from threefold.engine.weights.safetensors_files import INDEX
 from threefold.engine.weights.write_hf import write_hf
 
 SEED = int(os.environ.get("THREEFOLD_SEED", time.time_ns() % 1_000_000))
-LIMIT_SECONDS = 120  # a hang, however busy the machine: a case takes about a second
+LIMIT_SECONDS = 600  # a hang, however busy the machine: a case takes about a second
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 

@@ -35,6 +35,7 @@ from threefold.engine.attention.torch_kernels import (
     with_dense_rows,
 )
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
+from threefold.engine.context import context, count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.layers.positions import DocumentBounds, document_bounds
 
@@ -59,7 +60,10 @@ def attend(
     if bounds is not None and len(bounds.cu_seqlens) == len(q_BHSD) + 1:
         documents_BS = bounds = None  # every row is one document, so that the faster kernels can be used
     masking = _Masking(window, sinks, documents_BS, bounds)
-    return _select_kernel(q_BHSD, masking)(q_BHSD, k_BGSD, v_BGSD, scale, masking)
+    kernel = _select_kernel(q_BHSD, masking)
+    if kernel is not _sdpa:
+        count_event("attention", _KERNEL_NAMES[kernel])
+    return kernel(q_BHSD, k_BGSD, v_BGSD, scale, masking)
 
 
 class AttentionFn(Protocol):
@@ -143,12 +147,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> T
     """Plain causal attention by the kernel that is fastest at this size, or the next one that supports it."""
     names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2], speeds_measured_here(q.device))
     if names[0] == "fa4" and has_flash_attention_4(q.device):
+        count_event("attention", "FlashAttention-4")
         return flash_attention_4(q, k, v, scale=scale)
     names = [name for name in names if name in SDPA]
     backends = [*(SDPA[name] for name in names), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
     kv_heads = kv_heads_per_group(q, k.shape[1])
     if kv_heads < k.shape[1] and names[:1] == ["cudnn"] and _cudnn_supports(q, k, v, grouped):
+        count_event("attention", "cuDNN, some heads at a time")
         return attend_in_head_groups(q, k, v, scale, kv_heads)
     value_dim = v.shape[-1] if _supports_value_dim(q, k, v, grouped) else q.shape[-1]
     if not is_simulated():
@@ -158,8 +164,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> T
         recompute_output(partial(pad_head_dim, value_dim), v, enabled=recomputes) as padded_v,
         sdpa_kernel(backends, set_priority=True),
     ):
+        if context.event_counts is not None:
+            _count_torchs_choice(q, k, padded_v, scale, grouped)
         out = F.scaled_dot_product_attention(q, k, padded_v, is_causal=True, scale=scale, enable_gqa=grouped)
     return out[..., : v.shape[-1]]
+
+
+def _count_torchs_choice(q: Tensor, k: Tensor, v: Tensor, scale: float, grouped: bool) -> None:
+    """Count the kernel that torch takes among those that are allowed here."""
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    count_event("attention", f"torch's {SDPBackend(choice).name.lower().replace('_', ' ')}")
 
 
 @cache
@@ -288,3 +302,10 @@ class _CudaFlash(torch.autograd.Function):
             rows = sink_gradient(grad, out, lse.transpose(-1, -2), sinks)
             sink_grad = rows.flatten(0, -2).sum(dim=0).to(sinks.dtype)
         return *grads, sink_grad, None, None, None
+
+
+_KERNEL_NAMES: dict[_Kernel, str] = {
+    _on_cpu: "flash on the CPU",
+    _eager: "plain torch, every score in memory",
+    _on_cuda: "torch's flash attention, masked",
+}

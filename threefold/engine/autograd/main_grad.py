@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from threefold.engine.context import count_event
 from threefold.engine.device import device_type, is_simulated
 
 
@@ -33,7 +34,10 @@ def attach_main_grad(weight: Tensor, buffer: Tensor, on_backward: Callable[[Tens
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """The buffer that gradients of this weight accumulate in; None leaves the gradient to autograd."""
-    return getattr(weight, "_threefold_main_grad", None)
+    buffer: Tensor | None = getattr(weight, "_threefold_main_grad", None)
+    if buffer is not None:
+        count_event("main_grad", "fused")
+    return buffer
 
 
 def accumulate_gemm(total_OI: Tensor | None, a_OR: Tensor, b_RI: Tensor, dtype: torch.dtype) -> Tensor:

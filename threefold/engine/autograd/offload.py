@@ -9,7 +9,7 @@ layer. `offload_activations` wraps the methods of a module that a plan can name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from threefold.engine.autograd.saved_tensors import (
 from threefold.engine.context import context, override
 from threefold.engine.device import device_type, is_simulated
 
+WHOLE_LAYERS = "layers"  # the name under which whole layers are reported
 MIN_BYTES = 2**20  # a smaller tensor is not worth a copy on a device
 Output = TypeVar("Output")
 
@@ -68,7 +69,7 @@ def offload_activations(name: str, function: Callable[..., Output]) -> Callable[
         # A recomputed function saves nothing, and its second run must save what the first did.
         if layer is None or name not in layer.names or inside_recompute():
             return function(*args, **kwargs)
-        with saved_tensor_handler(layer):
+        with layer.naming(name), saved_tensor_handler(layer):
             return function(*args, **kwargs)
 
     return offloading
@@ -81,11 +82,20 @@ class OffloadedLayer:
 
     def __init__(self, names: frozenset[str], modules: Iterable[nn.Module], previous: "OffloadedLayer | None") -> None:
         self.names, self.previous = names, previous
+        self._name = WHOLE_LAYERS  # of the module whose saved tensors are offloaded now
         self._modules = tuple(modules)
         self._weights: set[int] | None = None
         self._copies: list[ref[_HostCopy]] = []
         # By storage key, with a weak reference that tells whether the key still means the same storage.
         self._copy_of: dict[int, tuple[Any, ref[_HostCopy]]] = {}
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        before, self._name = self._name, name
+        try:
+            yield
+        finally:
+            self._name = before
 
     def pack(self, tensor: Tensor) -> Placeholder | None:
         storage = tensor.untyped_storage()
@@ -96,9 +106,11 @@ class OffloadedLayer:
         known = self._copy_of.get(storage_key(tensor))
         copy = known[1]() if known is not None and known[0]() is storage else None
         if copy is None:
-            copy = _copy_to_host(tensor)
+            copy = _copy_to_host(tensor, self._name)
             self._copies.append(ref(copy))
             self._copy_of[storage_key(tensor)] = ref(storage), ref(copy)
+        if context.activation_observer is not None:
+            context.activation_observer.offload(self._name, tensor)
         return _OffloadedTensor(self, copy, tensor)
 
     def _is_weight(self, tensor: Tensor) -> bool:
@@ -149,6 +161,7 @@ class _HostCopy:
 
     host: Tensor
     device: torch.device
+    name: str  # of the module that saved it
     sent: Any = None  # CUDA event: the copy to the host is complete
     fetched: Any = None  # CUDA event: the copy to the device is complete
     on_device: Tensor | None = None
@@ -157,11 +170,12 @@ class _HostCopy:
         if self.on_device is not None:
             return
         if self.device.type != "cuda":
-            self.on_device = self.host.contiguous() if is_simulated() else self.host.clone()
+            with _observed_copy(self.name):
+                self.on_device = self.host.contiguous() if is_simulated() else self.host.clone()
             return
         stream = _streams(self.device)[1]
         stream.wait_event(self.sent)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _observed_copy(self.name):
             self.on_device = self.host.to(self.device, non_blocking=True)
         self.fetched = torch.cuda.Event()
         self.fetched.record(stream)
@@ -176,21 +190,27 @@ class _HostCopy:
         return self.on_device
 
 
-def _copy_to_host(tensor: Tensor) -> _HostCopy:
+def _observed_copy(name: str) -> AbstractContextManager[None]:
+    observer = context.activation_observer
+    return nullcontext() if observer is None else observer.copying(name)
+
+
+def _copy_to_host(tensor: Tensor, name: str) -> _HostCopy:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     if is_simulated():  # host memory must not count as memory of the device that a dry run measures
-        return _HostCopy(flat.new_zeros(()).expand(flat.shape), tensor.device)
+        return _HostCopy(flat.new_zeros(()).expand(flat.shape), tensor.device, name)
     if not tensor.is_cuda:
-        return _HostCopy(flat.clone(), tensor.device)
+        with _observed_copy(name):
+            return _HostCopy(flat.clone(), tensor.device, name)
     stream = _streams(tensor.device)[0]
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _observed_copy(name):
         host.copy_(flat, non_blocking=True)
     flat.record_stream(stream)
     sent = torch.cuda.Event()
     sent.record(stream)
-    return _HostCopy(host, tensor.device, sent)
+    return _HostCopy(host, tensor.device, name, sent)
 
 
 @cache

@@ -5,6 +5,9 @@ later functions inside the `with` block that saved such an output get the recomp
 checkpoint). `OutputScope` does this for a method whose output is consumed by the rest of its module:
 `models/activation_memory.py` wraps methods with it, so that the module itself has no code for recompute.
 
+Each function has the name by which a plan asks for its recompute: an observed step (`engine/effects/`) reports by name
+how many bytes were not saved and how long the second runs took.
+
 The backward runs over the graph of the first forward, so that hooks, delayed weight gradients and collectives come in
 the order that they have without recompute. No random state is stored: no module of the engine draws random numbers.
 """
@@ -24,25 +27,26 @@ from threefold.engine.autograd.saved_tensors import (
     saved_tensor_handler,
     storage_key,
 )
+from threefold.engine.context import context
 
 Output = TypeVar("Output")
 
 
-def recompute(function: Callable[..., Output], *inputs: Tensor, enabled: bool = True) -> Output:
+def recompute(function: Callable[..., Output], *inputs: Tensor, enabled: bool = True, name: str = "") -> Output:
     """`function(*inputs)`, whose saved tensors are made again in the backward.
 
-    Tensors that need a gradient must be inputs; a closure would hide them from autograd.
+    Tensors that need a gradient must be inputs; a closure would hide them from autograd. `name` is that of the plan.
     """
-    return _Region(function, inputs).run() if enabled and torch.is_grad_enabled() else function(*inputs)
+    return _Region(function, inputs, name).run() if enabled and torch.is_grad_enabled() else function(*inputs)
 
 
 def recompute_output(
-    function: Callable[..., Output], *inputs: Tensor, enabled: bool = True
+    function: Callable[..., Output], *inputs: Tensor, enabled: bool = True, name: str = ""
 ) -> AbstractContextManager[Output]:
     """`with recompute_output(norm, x) as y`: what is saved of y inside the block is made again in the backward."""
     if not (enabled and torch.is_grad_enabled()):
         return nullcontext(function(*inputs))
-    region = _Region(function, inputs)
+    region = _Region(function, inputs, name)
     return _discarding(region, region.run())
 
 
@@ -84,14 +88,14 @@ class OutputScope:
 
         return scoped
 
-    def output(self, function: Callable[..., Output]) -> Callable[..., Output]:
+    def output(self, function: Callable[..., Output], name: str = "") -> Callable[..., Output]:
         """`function`, whose output is discarded and recomputed. Arguments that are no tensors are kept as they are."""
 
         def recomputed(*args: Any) -> Output:
             if not torch.is_grad_enabled():
                 return function(*args)
             tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
-            region = _Region(_with_constants(function, args), tensors)
+            region = _Region(_with_constants(function, args), tensors, name)
             outputs = region.run()
             self._open[-1].add(region, outputs)
             return outputs
@@ -123,11 +127,14 @@ class _Region:
 
     is_recompute = True
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], name: str) -> None:
         self.function, self.given = function, inputs
+        observer = context.activation_observer
+        self.name = name if observer is None else _reported_name(name, inputs)
         # Autograd saves the inputs, not this object: an offload around the region sees them, and they are freed with
         # the graph. Torch 2.11 frees a node's tensors with its result, so the result is kept here.
-        self.inputs: Any = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs)
+        with nullcontext() if observer is None else observer.saving_inputs(self.name):
+            self.inputs: Any = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs)
         self.placeholders: list[ref[Placeholder]] = []
         self.shapes: list[torch.Size] = []
         self.output_views: list[tuple[ref[Placeholder], int, StridedView]] = []  # of discarded outputs, by number
@@ -139,6 +146,8 @@ class _Region:
             return self.function(*given)
 
     def pack(self, tensor: Tensor) -> Placeholder:
+        if context.activation_observer is not None:
+            context.activation_observer.drop(self.name, tensor)
         placeholder = Placeholder(self.restore)
         self.placeholders.append(ref(placeholder))
         self.shapes.append(tensor.shape)
@@ -146,7 +155,9 @@ class _Region:
 
     def restore(self, placeholder: Placeholder) -> Tensor:
         if self.restored is None:
-            self.restored = self._run_again()
+            observer = context.activation_observer
+            with nullcontext() if observer is None else observer.recomputing(self.name):
+                self.restored = self._run_again()
             self.inputs = self.function = None  # type: ignore[assignment]
         return self.restored[placeholder]
 
@@ -171,7 +182,7 @@ class _SecondRun:
     is_recompute = True
 
     def __init__(self, region: _Region) -> None:
-        self.region = region
+        self.region, self.name = region, region.name
         self.restored: WeakKeyDictionary[Placeholder, Tensor] = WeakKeyDictionary()
         self.count = 0
 
@@ -215,9 +226,24 @@ class _DiscardedOutputs:
         if found is None:
             return None
         region, number, output = found
+        if context.activation_observer is not None:
+            context.activation_observer.drop(region.name, tensor, is_output=True)
         placeholder = Placeholder(region.restore)
         region.output_views.append((ref(placeholder), number, StridedView.of(tensor, output)))
         return placeholder
+
+
+def _reported_name(name: str, inputs: Sequence[Tensor]) -> str:
+    """The name of the outermost region around, which would drop everything alone; else the region's own; else that of
+    a discarded output among its inputs, because of which it is recomputed."""
+    for outer in context.saved_tensor_handlers:
+        if outer.is_recompute:
+            return str(outer.name)
+    if name:
+        return name
+    discarded = (handler for handler in reachable_handlers() if isinstance(handler, _DiscardedOutputs))
+    found = (handler.find(x) for handler in discarded for x in inputs)
+    return next((of[0].name for of in found if of is not None), "other")
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

@@ -31,10 +31,12 @@ def chunk_size(num_tokens: int, token_bytes: int, requested: int | None = None) 
     return min(-(-num_tokens // (num_chunks * _TILE)) * _TILE, num_tokens)
 
 
-def run_in_chunks(function: Callable[..., Tensor], size: int, *inputs_T: Tensor, recompute: bool) -> Tensor:
+def run_in_chunks(
+    function: Callable[..., Tensor], size: int, *inputs_T: Tensor, recompute: bool, name: str = ""
+) -> Tensor:
     """`function(*inputs)`, `size` tokens at a time.
 
-    With `recompute` the backward makes the saved tensors of one chunk at a time.
+    With `recompute` the backward makes the saved tensors of one chunk at a time; `name` is what a plan calls it.
     """
     parts = zip(*(x.split(size) for x in inputs_T), strict=True)
-    return torch.cat([recompute_function(function, *part, enabled=recompute) for part in parts])
+    return torch.cat([recompute_function(function, *part, enabled=recompute, name=name) for part in parts])

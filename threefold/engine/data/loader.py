@@ -162,6 +162,12 @@ class Loader:
         facts = [self.mixture.fingerprint(), job.seq_len, job.packing, job.task]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
+    def content(self) -> list[dict[str, Any]]:
+        """What each source of the mixture holds, wherever it lies, and its share: what the fingerprint is made of."""
+        mixture = self.mixture
+        pairs = zip(mixture.sources, mixture.counts, strict=True)
+        return [{**source.content(), "samples_of_4096": count} for source, count in pairs]
+
     def close(self) -> None:
         """Stop the prefetch thread. Asking for a batch starts it again."""
         if self._prefetcher is not None:

@@ -6,7 +6,7 @@ them.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from threefold.engine.data.packing import (
     packed_sample,
     pad_sample,
 )
-from threefold.engine.data.shards.token_shard import TokenShard
+from threefold.engine.data.shards.token_shard import DIGITS, TokenShard
 
 SYNTHETIC_SAMPLES = 2**40  # samples of a synthetic source; no run reaches the end
 LONG_TOKENS = 32_768  # sequences of at least this length are packed from long documents
@@ -43,6 +43,9 @@ class Source(Protocol):
 
     def fingerprint(self) -> str: ...
 
+    def content(self) -> dict[str, Any]:
+        """What the source holds, wherever it lies, as JSON: the contract of a run has it."""
+
 
 class ShardSource:
     """The sequences of one shard. Fine-tuning (`sft`) keeps documents whole; otherwise they are one stream."""
@@ -64,6 +67,9 @@ class ShardSource:
 
     def fingerprint(self) -> str:
         return self.shard.header.fingerprint
+
+    def content(self) -> dict[str, Any]:
+        return self.shard.content()
 
 
 class SyntheticSource:
@@ -108,6 +114,9 @@ class SyntheticSource:
         facts = (self.name, self.vocab, self.seq_len, self.packing, self.seed, self.lengths)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
+    def content(self) -> dict[str, Any]:
+        return {"name": self.name, "vocab": self.vocab, "sha256": self.fingerprint()[:DIGITS]}
+
 
 @dataclass(frozen=True)
 class ConcatenatedSource:
@@ -134,6 +143,10 @@ class ConcatenatedSource:
     def fingerprint(self) -> str:
         return hashlib.sha256(" ".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
 
+    def content(self) -> dict[str, Any]:
+        shards = {str(number): part.content() for number, part in enumerate(self.parts)}
+        return {"num_shards": len(self.parts), "shard": shards}
+
 
 @dataclass(frozen=True)
 class SampleRange:
@@ -156,6 +169,9 @@ class SampleRange:
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}[{self.first}:{self.first + self.num_samples}]"
+
+    def content(self) -> dict[str, Any]:
+        return {"num_samples": self.num_samples, **self.source.content()}
 
 
 def split_held_out(source: Source, held_out: float, evaluation: bool) -> Source:

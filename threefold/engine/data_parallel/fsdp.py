@@ -85,7 +85,9 @@ class Fsdp:
         self.others.finish_grad_sync()
         parts: dict[tuple[int, ...], list[Tensor]] = {}
         groups = {}
-        for shard in self.shards:
+        # By name, and groups by their ranks: pipeline ranks hold other parameters, in another order, beside a shared
+        # one, and must still come to its sum in the same order.
+        for shard in sorted(self.shards, key=lambda shard: shard.owned.name):
             grad, rest = shard.parameter.grad, shard.groups.rest
             if grad is not None:
                 assert isinstance(grad, DTensor)
@@ -95,7 +97,7 @@ class Fsdp:
             if shard.owned.grad is not None and not rest.is_trivial:
                 parts.setdefault(rest.ranks, []).append(shard.owned.grad)
                 groups[rest.ranks] = rest
-        for ranks, grads in parts.items():
+        for ranks, grads in sorted(parts.items(), key=lambda part: part[0]):
             flat = torch.cat(grads)
             all_reduce(flat, groups[ranks]).wait()
             torch._foreach_copy_(grads, list(flat.split([len(grad) for grad in grads])))

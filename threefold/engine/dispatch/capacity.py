@@ -32,13 +32,16 @@ class Capacity:
     token_group: Group = TRIVIAL_GROUP  # the ranks over which the tokens of a microbatch are spread
     order: TokenOrder | None = None  # None: the gathered tokens lie in the order of the microbatch
 
-    def rows_per_expert(self, num_copies: int) -> int:
-        """The capacity of one expert when `num_copies` token copies are routed."""
-        return max(1, math.ceil(num_copies / self.num_experts * self.factor))
+    def rows_per_expert(self, num_tokens: int, top_k: int) -> int:
+        """The capacity of one expert when each token is copied to `top_k` different experts.
+
+        An expert gets at most one copy of every token, so that a larger capacity would be padding alone.
+        """
+        return min(num_tokens, max(1, math.ceil(num_tokens * top_k / self.num_experts * self.factor)))
 
     def sort_and_pad(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[RowMap, Tensor]:
         """Rows by expert, padded to the capacity, and rows of each expert, on one rank with all tokens."""
-        return drop_and_pad(expert_TK, weight_TK, self.num_experts, self.rows_per_expert(expert_TK.numel()))
+        return drop_and_pad(expert_TK, weight_TK, self.num_experts, self.rows_per_expert(*expert_TK.shape))
 
     @torch.no_grad()
     def mark_dropped(self, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:

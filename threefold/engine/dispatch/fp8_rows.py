@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from threefold.engine.context import count_event
 from threefold.engine.device import is_simulated
 from threefold.engine.dispatch.async_exchange import AsyncExchange, Wait, start_all_to_all
 from threefold.engine.dist.collectives import all_to_all
@@ -30,6 +31,7 @@ def fp8_all_to_all_exchange(group: Group, sizes: Sequence[int], out_sizes: Seque
         return None
 
     def forward(x_SD: Tensor, *others: Tensor) -> tuple[Sequence[Tensor], Wait]:
+        count_event("rows in FP8", "sent")
         packed_SB = pack_fp8(x_SD)
         packed_PB = packed_SB.new_empty(sum(out_sizes), packed_SB.shape[1])
         pending = all_to_all(packed_PB, packed_SB, group, out_sizes, sizes)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.engine.context import context, override
+from threefold.engine.context import context, override, timed_wait
 from threefold.engine.device import device_type
 from threefold.engine.dist.mesh import Group
 
@@ -87,7 +87,8 @@ class PendingCollective:
         for listener in self._listeners:
             listener.on_wait()
         if self._work is not None:
-            self._work.wait()
+            with timed_wait():
+                self._work.wait()
             self._work = None
         if self._after is not None:
             self._after()

@@ -77,6 +77,31 @@ def run_on_all_ranks(group: Group, action: Callable[[], Any]) -> list[Any]:
     return values
 
 
+def check_alike_on_ranks(group: Group, what: str, at: str, look: Callable[[], Any]) -> None:
+    """Raise on all ranks, as one finding, where what a rank sees is not what the first rank sees.
+
+    What ranks read from disk decides how they go on; where they see other files they would go on differently.
+    """
+    seen = run_on_all_ranks(group, look)
+
+    def compare() -> None:
+        other = next((rank for rank, each in zip(group.ranks, seen, strict=True) if each != seen[0]), None)
+        if other is not None:
+            problem = f"rank {other} sees other {what} than rank {group.ranks[0]}"
+            problem += _differing_keys(seen[0], seen[group.ranks.index(other)])
+            advice = "put it where all ranks see the same files, or make the copies the same"
+            raise FindingsError([Finding(rule="ranks-see-the-same", at=at, problem=problem, advice=advice)])
+
+    run_on_first_rank(group, compare)
+
+
+def _differing_keys(one: Any, other: Any) -> str:
+    """The keys whose values differ, in words, of two dicts; nothing for other values."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return ""
+    return f": {', '.join(sorted(key for key in {*one, *other} if one.get(key) != other.get(key)))}"
+
+
 def _system_error(failure: BaseException) -> BaseException:
     """The operating system's error behind a failure, such as a full disk: torch raises errors of its own on top."""
     error: BaseException | None = failure

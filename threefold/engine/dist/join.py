@@ -6,14 +6,18 @@
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+import threefold
+from threefold.engine.dist.consensus import check_alike_on_ranks
+from threefold.engine.dist.mesh import Group
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, rank_environment
@@ -65,7 +69,20 @@ def join(plan: Plan, timeout_seconds: float | None = None, environ: Mapping[str,
         world_size=env.size,
         timeout=timedelta(seconds=timeout_seconds) if timeout_seconds else None,
     )
+    world = Group("world", tuple(range(env.size)), env.rank, dist.group.WORLD)
+    check_alike_on_ranks(world, "fields of the plan", "plan", lambda: shared_fields(plan))
     return World(env.rank, env.size, env.local_rank, device, env.attempt, store)
+
+
+def shared_fields(plan: Plan) -> dict[str, Any]:
+    """What all ranks must have in common: the plan, and the versions that choose the collectives of a step.
+
+    Each node may keep model and data elsewhere, and have other cores. The content of data is compared once it is open.
+    """
+    facts = {name: fact for name, fact in asdict(plan.model).items() if name not in ("name", "source")}
+    elsewhere = ("model", "job.data", "run.cores")
+    versions = {"threefold": threefold.__version__, "torch": str(torch.__version__)}
+    return {"model": facts, **versions, **{path: value for path, value in plan.written if path not in elsewhere}}
 
 
 def leave() -> None:

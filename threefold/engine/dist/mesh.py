@@ -80,17 +80,18 @@ class Mesh:
         if len(ranks) == 1 and not self.with_single_rank_groups:
             return Group(name, ranks, 0, None)
         if ranks not in self._handles:
-            self._handles[ranks] = self._make_or_reuse_world(ranks)
+            self._handles[ranks] = self._make_or_reuse_world(ranks, name)
         return Group(name, ranks, ranks.index(self.rank), self._handles[ranks])
 
-    def _make_or_reuse_world(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _make_or_reuse_world(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         if len(ranks) == self.layout.gpus:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        return self._new_handle(ranks)
+        return self._new_handle(ranks, name)
 
-    def _new_handle(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+    def _new_handle(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        """`name` stands in traces, where `threefold profile` reads the axis from it."""
+        handle = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=name)
         assert isinstance(handle, dist.ProcessGroup)
         return handle
 
@@ -99,7 +100,7 @@ class Mesh:
         if group.is_trivial:
             return group
         if group.ranks not in self._second_handles:
-            self._second_handles[group.ranks] = self._new_handle(group.ranks)
+            self._second_handles[group.ranks] = self._new_handle(group.ranks, group.name)
         return replace(group, handle=self._second_handles[group.ranks])
 
     @property

@@ -9,8 +9,8 @@ outlive it when it is killed.
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from threefold.engine.launch.exit_codes import HUNG, LOST_PEER, REFUSED
 from threefold.engine.launch.rank_process import RankProcess, start_rank
+from threefold.engine.launch.stop_signals import SIGNAL_CODE, STOP_SIGNALS, install_handlers, stop_message
 from threefold.engine.run.folder import unwritable_finding
 from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError
@@ -29,7 +30,10 @@ INTERRUPT_SECONDS = 15.0  # time that ranks have to end after Ctrl-C
 
 @dataclass
 class Agent:
-    """Runs `argv` in `nproc` processes. Rank 0 writes to the output of the agent, the others to `folder`/logs."""
+    """Runs `argv` in `nproc` processes. Rank 0 writes to the output of the agent, the others to `folder`/logs.
+
+    Ranks start with SIGINT, SIGTERM and SIGHUP blocked, and unblock them when they can handle them.
+    """
 
     argv: Sequence[str]
     nproc: int
@@ -71,12 +75,12 @@ class Agent:
             env = _environment(number, self.nproc, attempt, self.max_restarts, port)
             log = logs / f"rank-{number}.log" if number else None
             try:
-                rank = start_rank(self.argv, env, number, log)
+                rank = start_rank(self.argv, env, number, log, blocks_signals=True)
             except OSError as error:
                 raise FindingsError([unwritable_finding(log or logs, error)]) from None
             self.ranks.append(rank)
             if self.stop_signal:
-                rank.process.send_signal(self.stop_signal)
+                rank.process.send_signal(_to_forward(self.stop_signal))
 
     def _wait(self) -> RankProcess | None:
         """Wait until all ranks ended well (None) or one failed; returns the rank whose end explains most."""
@@ -95,8 +99,9 @@ class Agent:
     def _handle_failure(self, failed: RankProcess, attempt: int) -> int | None:
         """Report the failure; returns the exit code, or None to restart all ranks."""
         code = failed.process.returncode
-        if self.stop_signal and (self.stop_signal == signal.SIGINT or code == -self.stop_signal):
-            return 128 + self.stop_signal  # the end that was asked for, though the ranks could not save
+        if self.stop_signal and (self.stop_signal == signal.SIGINT or _ended_by(code, _to_forward(self.stop_signal))):
+            write_and_flush(self.out, stop_message(self.stop_signal))  # asked for, though the ranks could not save
+            return SIGNAL_CODE + self.stop_signal
         head = f"rank {failed.number} of {self.nproc} {failed.end_reason}"
         restarts = not self.stop_signal and code != REFUSED and attempt < self.max_restarts
         plan = f"; starting all ranks again ({attempt + 1} of {self.max_restarts} restarts)" if restarts else ""
@@ -118,31 +123,17 @@ class Agent:
         for rank in self.ranks:
             rank.process.wait()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signals(self) -> AbstractContextManager[None]:
         """Forward signals to the ranks inside the `with` block."""
 
         def forward(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and self.stop_signal == signal.SIGINT:
-                number = signal.SIGKILL  # the second Ctrl-C
-            else:
-                self.stop_signal = number
+            is_second = number == signal.SIGINT and self.stop_signal == signal.SIGINT  # Ctrl-C once more
+            self.stop_signal = number
             for rank in self.ranks:
                 if rank.process.poll() is None:
-                    rank.process.send_signal(number)
+                    rank.process.send_signal(signal.SIGKILL if is_second else _to_forward(number))
 
-        # SIGHUP means that the terminal is gone, as after a lost connection: the ranks save, as after SIGTERM.
-        handlers = {signal.SIGTERM: forward, signal.SIGINT: forward, signal.SIGHUP: _as_sigterm(forward)}
-        before: dict[signal.Signals, Any] = {}
-        with suppress(ValueError):  # not in the main thread: the caller handles signals
-            for number, handler in handlers.items():
-                if signal.getsignal(number) != signal.SIG_IGN:  # ignored on purpose, as under nohup
-                    before[number] = signal.signal(number, handler)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return install_handlers(dict.fromkeys(STOP_SIGNALS, forward))
 
 
 def launch_ranks(argv: Sequence[str], nproc: int, max_restarts: int, folder: Path) -> int:
@@ -183,5 +174,11 @@ def _kept_dying(failed: RankProcess, attempt: int, stopping: bool) -> Finding:
     )
 
 
-def _as_sigterm(forward: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    return lambda number, frame: forward(signal.SIGTERM, frame)
+def _to_forward(number: int) -> int:
+    """The signal that ranks get. A lost terminal is the agent's; the ranks save, as after SIGTERM."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def _ended_by(code: int, number: int) -> bool:
+    """Whether a process ended by this signal: killed by it, or by its handler of it."""
+    return code in (-number, SIGNAL_CODE + number)

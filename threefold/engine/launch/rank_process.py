@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.engine.launch.exit_codes import FAULT, HUNG, LOST_PEER, REFUSED
+from threefold.engine.launch.stop_signals import block_stop_signals
 
 TAIL_LINES = 12
 _END_REASONS = {
@@ -63,8 +64,13 @@ class RankProcess:
             return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
 
 
-def start_rank(argv: Sequence[str], env: dict[str, str], number: int, log: Path | None) -> RankProcess:
-    """Start `argv` as a rank that writes to `log`, or to the output of this process."""
+def start_rank(
+    argv: Sequence[str], env: dict[str, str], number: int, log: Path | None, blocks_signals: bool = False
+) -> RankProcess:
+    """Start `argv` as a rank that writes to `log`, or to the output of this process.
+
+    With `blocks_signals`, SIGINT, SIGTERM and SIGHUP wait until the rank unblocks them (`stop_signals.py`).
+    """
     log_start = log.stat().st_size if log and log.exists() else 0
     with log.open("ab") if log else nullcontext() as out:
         process = subprocess.Popen(
@@ -74,20 +80,23 @@ def start_rank(argv: Sequence[str], env: dict[str, str], number: int, log: Path 
             stderr=subprocess.STDOUT if out else None,
             # Its children can be killed with it, and Ctrl-C reaches it through the agent only.
             start_new_session=True,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=_before_exec(os.getpid(), blocks_signals),
         )
     return RankProcess(number, process, log, log_start)
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """A function for the child process that asks the kernel to kill it when the agent dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
+def _before_exec(parent: int, blocks_signals: bool) -> Callable[[], None]:
+    """A function for the child process: it blocks signals that the rank is to handle, and on Linux asks the kernel to
+    kill the rank when the agent dies."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    def set_death_signal() -> None:
+    def prepare() -> None:
+        if blocks_signals:
+            block_stop_signals()
+        if libc is None:
+            return
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the agent died before the call above
             os._exit(1)
 
-    return set_death_signal
+    return prepare

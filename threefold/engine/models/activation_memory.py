@@ -88,7 +88,7 @@ def apply_activation_memory(model: Decoder, options: Options) -> None:
     for module in model.modules():
         _discard_outputs(module, names)
         if isinstance(module, MoeLayer) and "shared_experts" in names:
-            _wrap(module, "compute_shared", lambda function: partial(recompute, function))
+            _wrap(module, "compute_shared", lambda function: partial(recompute, function, name="shared_experts"))
         if isinstance(module, MlaAttention) and ("mla_up_proj" in names or is_full):
             module.attend_latents = HeadGroups(module, names)  # type: ignore[method-assign]
         if isinstance(module, Block) and ({"moe", "mlp"} & names or is_full):
@@ -112,7 +112,7 @@ def apply_to_layers(owner: Decoder | MtpDepth, layers: Iterable[nn.Module], opti
         for block in group if is_recomputed and len(group) == 1 else []:
             assert isinstance(block, Block)
             if isinstance(block.ffn, MoeLayer):
-                _recompute_chunks(block.ffn)
+                _recompute_chunks(block.ffn, "full")
             block.forward = ChunkedRecompute(block)  # type: ignore[method-assign]
 
 
@@ -135,7 +135,7 @@ def _weak_method(module: nn.Module, method: str) -> Callable[..., Any]:
 
 def _discard_outputs(module: nn.Module, names: frozenset[str]) -> None:
     chosen = [
-        (outputs, scopes)
+        (name, outputs, scopes)
         for name in names
         for kind, outputs, scopes in _DISCARDED_OUTPUTS.get(name, ())
         if isinstance(module, kind)
@@ -143,18 +143,18 @@ def _discard_outputs(module: nn.Module, names: frozenset[str]) -> None:
     if not chosen:
         return
     scope = OutputScope()
-    for method in {method for outputs, _ in chosen for method in outputs}:
+    for method, name in {method: name for name, outputs, _ in chosen for method in outputs}.items():
         if isinstance(module, Block):
             _wrap(module, method, partial(_recompute_norm, scope))
         else:
-            _wrap(module, method, scope.output)
-    for method in {method for _, scopes in chosen for method in scopes}:
+            _wrap(module, method, partial(scope.output, name=name))
+    for method in {method for _, _, scopes in chosen for method in scopes}:
         _wrap(module, method, scope.scope)
 
 
 def _recompute_norm(scope: OutputScope, normalize: Callable[..., Any]) -> Callable[..., Any]:
     """Recompute a norm, but not the sum of the residual stream before it: the recompute would save both terms."""
-    recomputed = scope.output(normalize)
+    recomputed = scope.output(normalize, "layernorm")
 
     def normalized(x_BSD: Tensor, *added_BSD: Tensor) -> Any:
         for y_BSD in added_BSD:
@@ -170,7 +170,8 @@ class FeedForward:
     def __init__(self, block: Block, names: frozenset[str], ffn_chunk: int | None) -> None:
         self.ffn, self.ffn_chunk = block.ffn, ffn_chunk
         self.is_moe = isinstance(block.ffn, MoeLayer)
-        self.is_recomputed = ("moe" if self.is_moe else "mlp") in names
+        self.name = "moe" if self.is_moe else "mlp"
+        self.is_recomputed = self.name in names
 
     def __call__(self, x_BSD: Tensor, recompute_chunks: bool = False) -> tuple[Tensor, RouterStats | None]:
         output = self._run(x_BSD, recompute_chunks or self.is_recomputed or inside_recompute())
@@ -178,11 +179,12 @@ class FeedForward:
 
     def _run(self, x_BSD: Tensor, recompute_chunks: bool) -> Any:
         if not self.runs_in_chunks(x_BSD):
-            return recompute(self.ffn, x_BSD, enabled=self.is_recomputed)
+            return recompute(self.ffn, x_BSD, enabled=self.is_recomputed, name=self.name)
         if self.is_moe or not recompute_chunks:
             return self.ffn(x_BSD)  # MoeLayer goes through its chunks by itself
         size = self._mlp_chunk_size(x_BSD)
-        return run_in_chunks(self.ffn, size, x_BSD.flatten(0, 1), recompute=True).view_as(x_BSD)
+        name = self.name if self.is_recomputed else "full"
+        return run_in_chunks(self.ffn, size, x_BSD.flatten(0, 1), recompute=True, name=name).view_as(x_BSD)
 
     def runs_in_chunks(self, x_BSD: Tensor) -> bool:
         if isinstance(self.ffn, MoeLayer):
@@ -201,16 +203,16 @@ class FeedForward:
 def _recompute_ffn(block: Block, names: frozenset[str], ffn_chunk: int | None) -> None:
     block.run_ffn = FeedForward(block, names, ffn_chunk)  # type: ignore[method-assign]
     if isinstance(block.ffn, MoeLayer) and "moe" in names:
-        _recompute_chunks(block.ffn)
+        _recompute_chunks(block.ffn, "moe")
 
 
-def _recompute_chunks(moe: MoeLayer) -> None:
+def _recompute_chunks(moe: MoeLayer, name: str) -> None:
     """Recompute each chunk of tokens by itself, and the router, which sees all tokens at once, apart from them."""
-    moe.recompute_chunks = True
+    moe.recompute_chunks, moe.recomputed_by = True, name
     route_and_measure, runs_in_chunks = _weak_method(moe, "route_and_measure"), _weak_method(moe, "runs_in_chunks")
 
     def recomputed(num_sequences: int, x_TD: Tensor) -> Any:
-        return recompute(partial(route_and_measure, num_sequences), x_TD, enabled=runs_in_chunks(x_TD))
+        return recompute(partial(route_and_measure, num_sequences), x_TD, enabled=runs_in_chunks(x_TD), name=name)
 
     moe.route_and_measure = recomputed  # type: ignore[method-assign]
 
@@ -230,7 +232,7 @@ class LayerRunner:
             in_chunks = is_recomputed and len(group) == 1 and _runs_in_chunks(group[0], x_BSD)
             with offloads.layer(group):
                 run = partial(_run_group, group, positions)
-                x_BSD, more = recompute(run, x_BSD, enabled=is_recomputed and not in_chunks)
+                x_BSD, more = recompute(run, x_BSD, enabled=is_recomputed and not in_chunks, name="full")
             router_stats += more
         return x_BSD, router_stats
 
@@ -265,7 +267,7 @@ class ChunkedRecompute:
         block = self.block
         if not _runs_in_chunks(block, x_BSD):
             return self.eager(x_BSD, positions)
-        with recompute_output(partial(self._up_to_ffn, positions), x_BSD) as (x_BSD, y_BSD):
+        with recompute_output(partial(self._up_to_ffn, positions), x_BSD, name="full") as (x_BSD, y_BSD):
             assert isinstance(block.run_ffn, FeedForward)
             y_BSD, stats = block.run_ffn(y_BSD, recompute_chunks=True)
         return x_BSD + y_BSD, stats
@@ -311,14 +313,14 @@ class HeadGroups:
         mla, spec = self.mla, self.mla.spec
         q_weights = mla.query_up.weight.split(size * spec.qk_dim)
         kv_weights = mla.kv_up.weight.split(size * (spec.nope_dim + spec.v_dim))
-        core = offload_activations("core_attn", partial(recompute, enabled="core_attn" in self.names))
+        core = offload_activations("core_attn", partial(recompute, enabled="core_attn" in self.names, name="core_attn"))
         outs = []
         for weights in zip(q_weights, kv_weights, strict=True):
             expand = partial(MlaAttention.expand, mla, positions, weights=weights)
-            with recompute_output(expand, *latents) as qkv:
+            with recompute_output(expand, *latents, name="mla_up_proj") as qkv:
                 outs.append(core(partial(MlaAttention.core, mla, positions), *qkv))
         # The attention kernels save the outputs of their groups: the concatenation is not saved beside them.
-        with recompute_output(_concat_heads, *outs) as out_BSX:
+        with recompute_output(_concat_heads, *outs, name="mla_up_proj") as out_BSX:
             return mla.project_out(out_BSX)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from threefold.engine.autograd.linear import grouped_gemm, linear
+from threefold.engine.context import count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
@@ -77,6 +78,7 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
         if self.fuses(x_RD):
+            count_event("experts", "fused")
             return self._forward_fused(x_RD, weight_R, count_E)
         gate_up_RX = self.up_proj(x_RD, count_E)
         hidden_RH = self.activate(gate_up_RX, weight_R)
@@ -89,6 +91,7 @@ class Experts(nn.Module):
 
     def up_proj(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """FC1: gate and up of every row by its expert."""
+        count_event("experts", "plain" if self.low_precision is None else "one by one in low precision")
         run = self._linear(x_RD) if self.low_precision is None else self.low_precision.up
         return run(x_RD, self.gate_up, self.gate_up_bias, count_E)
 
@@ -116,6 +119,7 @@ class Experts(nn.Module):
 
     def forward_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         """The fused experts where all of them are here: tokens in, tokens out, rows gathered as they are read."""
+        count_event("experts", "fused")
         if self.low_precision is not None:
             clamped = self.activation is clamped_swiglu
             return self.low_precision.forward_tokens(x_TD, weight_TK, expert_TK, self.gate_up, self.down, clamped)

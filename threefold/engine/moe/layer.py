@@ -29,6 +29,7 @@ class MoeLayer(nn.Module):
     dispatcher: AnyDispatcher  # shard/expert_parallel.py replaces the local one
     token_group: Group = TRIVIAL_GROUP  # the ranks over which the tokens of a microbatch are spread
     recompute_chunks = False  # whether each chunk of tokens is recomputed by itself (models/activation_memory.py)
+    recomputed_by = ""  # the name in the plan that asked for it
 
     def __init__(self, spec: MoeSpec, dim: int, activation: str, options: Options) -> None:
         super().__init__()
@@ -138,7 +139,8 @@ class MoeLayer(nn.Module):
         # once in the backward.
         recompute = self.recompute_chunks or inside_recompute()
         size = self._chunk_size(x_TD)
-        return run_in_chunks(self._compute_chunk, size, x_TD, weight_TK, expert_TK, recompute=recompute)
+        inputs_T = x_TD, weight_TK, expert_TK
+        return run_in_chunks(self._compute_chunk, size, *inputs_T, recompute=recompute, name=self.recomputed_by)
 
     def _compute_chunk(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
         if self.runs_fused(x_TD):

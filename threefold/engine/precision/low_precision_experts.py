@@ -83,7 +83,9 @@ class LowPrecisionExperts:
     ) -> Tensor:
         """Run each expert on its own, so that no block of rows holds rows of two experts."""
         if name not in self._precisions:
-            self._precisions[name] = [LinearPrecision(self.recipe, WeightCache(self.cache_weights)) for _ in weight_EOI]
+            self._precisions[name] = [
+                LinearPrecision(self.recipe, WeightCache(self.cache_weights), part="experts") for _ in weight_EOI
+            ]
         parts = x_RI.split(host_sizes(count_E, len(x_RI)))
         outs = [
             low_precision_linears(x, [(weight, precision)])[0]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.delayed_wgrad import open_queue_for
 from threefold.engine.autograd.recompute import is_recomputed
-from threefold.engine.precision.choose_backend import choose_backend
+from threefold.engine.context import count_event
+from threefold.engine.precision.choose_backend import EMULATED, choose_backend
 from threefold.engine.precision.emulated_backend import EmulatedBackend
 from threefold.engine.precision.quantize import Quantized
 from threefold.engine.precision.recipes import Recipe
@@ -53,6 +54,7 @@ class LinearPrecision:
     recipe: Recipe
     cache: WeightCache[tuple[Quantized, Quantized]]
     input_is_saved: bool = False  # another operation saves the input for its own backward
+    part: str = "linears"  # of the model, for the report of an observed step: "linears" or "experts"
 
 
 def low_precision_linear(x: Tensor, weight_OI: Tensor, recipe: Recipe) -> Tensor:
@@ -80,6 +82,8 @@ class _LowPrecisionLinears(torch.autograd.Function):
         recipe = precisions[0].recipe
         x_TI = x.reshape(-1, x.shape[-1])
         backend = choose_backend(recipe, x_TI, weights)
+        kernel = "emulated" if backend is EMULATED else type(backend).__name__
+        count_event(f"low-precision {precisions[0].part}", kernel, len(weights))
         ctx.precisions, ctx.shape, ctx.backend = precisions, x.shape, backend
         ctx.wants_weights = [
             queue is not None or wants_weight

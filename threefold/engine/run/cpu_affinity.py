@@ -1,8 +1,7 @@
 """Pinning of a rank to CPU cores (`run.cores`), before its process starts threads. `threefold train` calls it.
 
-`run.cores` is "auto", one set of cores for all ranks of a machine ("0-7,16"), or one set for each local rank
-("0-7;8-15"). "auto" gives each rank cores of the NUMA node of its GPU; ranks whose GPUs share a node divide its cores.
-Where there are no GPUs, ranks divide all cores of the machine.
+`plan/cores.py` reads the text of `run.cores`. "auto" gives each rank cores of the NUMA node of its GPU; ranks whose
+GPUs share a node divide its cores. Where there are no GPUs, ranks divide all cores of the machine.
 """
 
 import os
@@ -12,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from threefold.findings import Finding, FindingsError
+from threefold.plan.cores import AUTO, CORES_ADVICE, parse_core_range, parse_core_sets
 
-AUTO = "auto"
 SYSFS = Path("/sys")
 
 
@@ -34,12 +33,9 @@ def pin_to_cores(cores: str, local_rank: int = 0, local_size: int = 1, on_gpu: b
 def core_sets(cores: str, local_size: int) -> list[set[int]]:
     """The sets that are written in `cores`: one for all ranks of a machine, or one for each of them."""
     try:
-        sets = [{core for part in one.split(",") for core in _core_range(part)} for one in cores.split(";")]
+        return parse_core_sets(cores, local_size)
     except ValueError as error:
-        raise _refuse(f"{cores!r} names no cores: {error}") from None
-    if len(sets) > 1 and len(sets) < local_size:
-        raise _refuse(f"{cores!r} has {len(sets)} sets of cores for {local_size} ranks of a machine")
-    return sets
+        raise _refuse(str(error)) from None
 
 
 def auto_core_sets(local_size: int, on_gpu: bool, sysfs: Path = SYSFS) -> list[set[int]]:
@@ -80,7 +76,7 @@ def visible_gpus() -> list[str]:
 def _cores_near(address: str, sysfs: Path) -> set[int]:
     try:
         text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii")
-        return {core for part in text.strip().split(",") for core in _core_range(part)}
+        return {core for part in text.strip().split(",") for core in parse_core_range(part)}
     except (OSError, ValueError):
         return set()
 
@@ -91,7 +87,7 @@ def _siblings_together(cores: Iterable[int], sysfs: Path) -> list[int]:
     def first_sibling(core: int) -> int:
         try:
             path = sysfs / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-            return _core_range(path.read_text(encoding="ascii").strip().split(",")[0]).start
+            return parse_core_range(path.read_text(encoding="ascii").strip().split(",")[0]).start
         except (OSError, ValueError):
             return core
 
@@ -105,14 +101,5 @@ def _divide(cores: Sequence[int], count: int) -> list[set[int]]:
     return [set(cores[len(cores) * n // count : len(cores) * (n + 1) // count]) for n in range(count)]
 
 
-def _core_range(part: str) -> range:
-    first, dash, last = part.strip().partition("-")
-    found = range(int(first), int(last if dash else first) + 1)
-    if not found:
-        raise ValueError(f"{part.strip()!r} ends before it begins")
-    return found
-
-
 def _refuse(problem: str) -> FindingsError:
-    advice = "write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto"
-    return FindingsError([Finding(rule="cores-exist", at="run.cores", problem=problem, advice=advice)])
+    return FindingsError([Finding(rule="cores-exist", at="run.cores", problem=problem, advice=CORES_ADVICE)])

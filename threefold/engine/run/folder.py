@@ -1,7 +1,7 @@
 """The folder of a run: the plan, the contract (versions, hardware, data), metrics, expert loads and checkpoints.
 
 `engine/train.py` opens and fills it; `sample`, `compare` and `report` read it. The files are plan.toml, contract.json,
-metrics.jsonl, loads.json and checkpoints/step-00000100.
+metrics.jsonl, loads.json, effects.json and checkpoints/step-00000100.
 """
 
 import json
@@ -20,7 +20,15 @@ from threefold.engine.run.lock import RunLock
 from threefold.findings import Finding, FindingsError
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.plan import Plan
-from threefold.plan.same_run import field_differences, listed, model_differences, model_facts
+from threefold.plan.same_run import (
+    DATA,
+    MODEL,
+    data_differences,
+    field_differences,
+    listed,
+    model_differences,
+    model_facts,
+)
 from threefold.safe_files import (
     UnsafeFileError,
     open_regular,
@@ -32,12 +40,15 @@ from threefold.safe_files import (
 )
 
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
-LOADS = "loads.json"
+LOADS, EFFECTS = "loads.json", "effects.json"
 MAX_METRICS_BYTES = 2**31  # some three million lines
 
 
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
-    """Make the folder, or go on in one that holds a run of the same plan. `lock` keeps other processes out."""
+    """Make the folder, or go on in one that holds a run of the same plan. `lock` keeps other processes out.
+
+    The plan of a run that goes on is written by `record_plan`, when its data is known to be the same too.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_run_folder(folder)
@@ -45,32 +56,58 @@ def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
             lock.acquire()
         plan_file = folder / PLAN
         if plan_file.exists():
-            _check_same_run(folder, read_plan(str(plan_file)).plan, plan)
+            _check_same_run(folder, _plan_before(folder, plan), plan)
+        else:
+            record_plan(folder, plan)
     except OSError as error:
         raise FindingsError([unwritable_finding(folder, error)]) from None
-    _replace(plan_file, dump_plan(plan, complete=True).encode())
     if lock:
         lock.write_holder()
+
+
+def record_plan(folder: Path, plan: Plan) -> None:
+    """Write the plan that the run is going on with: `sample` and `export-hf` read it."""
+    _replace(folder / PLAN, dump_plan(plan, complete=True).encode())
+
+
+def check_same_data(folder: Path, content: list[dict[str, Any]]) -> None:
+    """Raise where the data is not what the run was started with, with each fact that differs. Paths are no facts."""
+    differences = data_differences(_contract_of(folder).get(DATA), content)
+    if differences:
+        advice = (
+            "give the data as it was, wherever it lies, with run.eval_every on or off as it was; or go on with other "
+            "data in a new run: `threefold export-hf`, then `import-hf`"
+        )
+        problem = f"the run was started with other data: {listed(differences)}"
+        raise FindingsError([Finding(rule="data-unchanged", at="job.data", problem=problem, advice=advice)])
+
+
+def _plan_before(folder: Path, plan: Plan) -> Plan | None:
+    """The plan in the folder. A model whose content the contract has may be gone from where it lay."""
+    by_content = isinstance(_contract_of(folder).get(MODEL), dict)
+    overrides = [f"model={json.dumps(plan.model_name)}"] if by_content else []
+    return read_plan(str(folder / PLAN), overrides).plan
 
 
 def _check_same_run(folder: Path, before: Plan | None, plan: Plan) -> None:
     """Raise where the folder holds a run of another model or job, with each field that differs."""
     advice = "choose another --run folder, or give the plan it was started with"
-    differences = ["plan.toml in it cannot be read"] if before is None else field_differences(before, plan)
+    contract = _contract_of(folder)
+    differences = ["plan.toml in it cannot be read"] if before is None else field_differences(before, plan, contract)
     if not differences:
-        differences = model_differences(_model_of_contract(folder), plan)
+        differences = model_differences(contract.get(MODEL), plan)
         advice = "give the model as it was when the run was started, or choose another --run folder"
     if differences:
         problem = f"the folder holds a run of another plan: {listed(differences)}"
         raise FindingsError([Finding(rule="run-is-this-plan", at=str(folder), problem=problem, advice=advice)])
 
 
-def _model_of_contract(folder: Path) -> Any:
-    """The facts of the model that the run was last started with; None where the contract has none."""
+def _contract_of(folder: Path) -> dict[str, Any]:
+    """The contract that the run was started with; empty where there is none."""
     try:
-        return read_json_object(folder / CONTRACT).get("model")
+        return read_json_object(folder / CONTRACT)
     except (OSError, ValueError):  # `check_run_folder` says it
-        return None
+        return {}
 
 
 def check_run_folder(folder: Path) -> None:
@@ -119,19 +156,23 @@ def read_run_plan(folder: Path) -> Plan:
     return parsed.plan
 
 
-def write_contract(folder: Path, plan: Plan, device: torch.device, data: str, benchmark_only: bool) -> None:
-    """Write down what a later reader needs in order to know what ran: plan, versions, hardware, data."""
+def write_contract(
+    folder: Path, plan: Plan, device: torch.device, data: tuple[str, list[dict[str, Any]]], benchmark_only: bool
+) -> None:
+    """Write down what a later reader needs in order to know what ran: plan, versions, hardware, and the fingerprint and
+    content of the data."""
     contract = {
         "plan": plan.hash,
         "fields": dict(plan.written),
-        "model": model_facts(plan),
+        MODEL: model_facts(plan),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "threefold": threefold.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {os.cpu_count()}",
         "threads": torch.get_num_threads(),
-        "data": data,
+        "data": data[0],
+        DATA: data[1],
         "benchmark_only": benchmark_only,
     }
     _replace(folder / CONTRACT, json.dumps(contract, indent=2).encode())
@@ -153,7 +194,12 @@ def write_expert_loads(folder: Path, load_LE: Tensor | None) -> None:
         _replace(folder / LOADS, json.dumps(load_LE.round().long().tolist()).encode())
 
 
-def append_timing(folder: Path, seconds: list[float], steps_before: int, skipped: int = 5) -> None:
+def write_effects(folder: Path, report: dict[str, Any]) -> None:
+    """Write what the settings did in this start of the run (`engine/effects/recorder.py`)."""
+    _replace(folder / EFFECTS, json.dumps(report, indent=2, allow_nan=False).encode())
+
+
+def append_timing(folder: Path, seconds: list[float], steps_before: int, skipped: int = 6) -> None:
     """Add a steady window to the contract: the first and last step of this process after its warm-up, numbered from 1,
     and their mean time."""
     path = folder / CONTRACT

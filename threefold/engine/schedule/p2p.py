@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.engine.context import timed_wait
 from threefold.engine.dist.mesh import Group
 
 Heartbeat = Callable[[str], object]  # is told what a rank waits for, for the hang report
@@ -67,7 +68,8 @@ class P2PChannel:
         work, out = self._received.pop(microbatch)
         if work is not None:
             self.heartbeat(f"{self.description} of microbatch {microbatch} from rank {self.group.ranks[self.peer]}")
-            work.wait()
+            with timed_wait():
+                work.wait()
         return out
 
     def wait_for_sends(self) -> None:
@@ -77,7 +79,8 @@ class P2PChannel:
     def _wait_for_oldest_send(self) -> None:
         self.heartbeat(f"{self.description} to rank {self.group.ranks[self.peer]}")
         work, _ = self._sent.popleft()
-        work.wait()
+        with timed_wait():
+            work.wait()
 
     def check_shape(self, x: Tensor) -> None:
         """The peer has allocated this shape and dtype: any other tensor would be misread or never arrive."""

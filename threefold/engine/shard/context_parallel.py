@@ -16,6 +16,7 @@ from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
 from threefold.engine.attention.mla import MlaAttention
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
+from threefold.engine.context import count_event
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
 from threefold.engine.layers.positions import DocumentBounds
 from threefold.engine.models.decoder import Decoder
@@ -69,6 +70,7 @@ class ContextParallelAttention:
             else:
                 documents = None if documents_BS is None else host_documents(documents_BS, bounds)
                 sharded_mask = ShardedMask(ring_group, AttentionMask(window, documents), length, scale)
+                count_event("attention", f"tiles over {ring_group.size} ranks, {self.cp_comm}")
                 function = AllGatherAttention if self.cp_comm == "all_gather" else RingAttention
                 out = function.apply(q, k, v, sinks, sharded_mask)
         return heads_to_sequence(out.transpose(1, 2), ulysses_group).transpose(1, 2)

@@ -29,7 +29,7 @@ from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_b
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile, host_documents
 from threefold.engine.attention.mla import MlaAttention, key_value_heads, query_heads
 from threefold.engine.autograd.main_grad import main_grad_of
-from threefold.engine.context import override
+from threefold.engine.context import count_event, override
 from threefold.engine.dist.mesh import Group
 from threefold.engine.layers.positions import Positions
 from threefold.engine.layers.rope import rope_tables
@@ -150,6 +150,7 @@ class _UpProjection:
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BsX: Tensor, kv_BsX: Tensor, q_weight: Tensor, kv_weight: Tensor, call: _Call) -> Tensor:
+        count_event("attention", "tiles over ranks, latents exchanged")
         spec, inner_group = call.spec, call.exchange.inner_group
         q_up = _UpProjection(q_weight, inner_group, call.q_recipe)
         kv_up = _UpProjection(kv_weight, inner_group, call.kv_recipe)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.autograd.linear import linear
+from threefold.engine.context import count_event
 from threefold.engine.dist.collectives import send_recv
 from threefold.engine.dist.mesh import Group
 
@@ -83,6 +84,7 @@ def _weight_grad(grad_SO: Tensor, x_SI: Tensor) -> Tensor:
 class _AllGatherLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_sI: Tensor, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
+        count_event("tensor-parallel ring", "all-gather")
         size = group.size
         lead, length = x_sI.shape[:-2], x_sI.shape[-2] * size
         x_SI = x_sI.new_empty(*lead, length, x_sI.shape[-1])
@@ -105,6 +107,7 @@ class _AllGatherLinears(torch.autograd.Function):
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SI: Tensor, weight_OI: Tensor, group: Group) -> Tensor:
+        count_event("tensor-parallel ring", "reduce-scatter")
         ctx.save_for_backward(x_SI, weight_OI)
         ctx.group = group
         return ring_reduce(_PartialGemms([x_SI], [weight_OI.T], group.size), group)

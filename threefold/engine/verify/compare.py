@@ -3,8 +3,9 @@
 `oracle.py` runs both and calls `compare_results`. Differences are relative to the largest element of the one-rank
 tensor. A gradient that is zero by mathematics is only rounding on either side: it is compared with the largest gradient
 of the model, and the weights and optimizer states that follow from it are not compared (`Comparison.vanishing`). A
-comparison proves nothing for a tensor that no rank sent, an axis that no collective used, or a gradient that is zero
-everywhere. `Comparison.problems` and `idle` name these.
+small gradient is what is left of larger ones that cancel, with the rounding of those: it is compared with `SMALL` of
+the largest. A comparison proves nothing for a tensor that no rank sent, an axis that no collective used, or a gradient
+that is zero everywhere. `Comparison.problems` and `idle` name these.
 """
 
 import math
@@ -20,6 +21,7 @@ from threefold.layout.degrees import AXES
 from threefold.plan.plan import Plan
 
 VANISHING = 1e-8  # of the largest gradient: below it a gradient in fp64 is rounding
+SMALL = 1e-5  # of the largest gradient: below it rounding of 1e-16 of that is more than the 1e-10 that tests allow
 
 # One rectangle of a tensor each: name, full shape, offsets in the full tensor, values.
 ShardValues = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
@@ -38,13 +40,14 @@ class RankResults:
     biases: dict[str, Tensor] = field(default_factory=dict)  # buffers, such as router biases
     near_ties: int = 0  # choices of experts, and copies at the capacity limit, that a small change would turn
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # collectives by group and operation
+    evaluation: float = 0.0  # loss of an evaluation behind the first step
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The largest relative differences to one rank, and what casts doubt on them."""
 
-    loss: float  # of every loss, of every step, on every rank
+    loss: float  # of every loss, of every step and of the evaluation, on every rank
     norm: float
     gradient: float
     weight: float
@@ -72,10 +75,13 @@ def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResul
     sizes = {name: float(value.abs().max()) for name, value in gradients.items() if value.numel()}
     largest = max(sizes.values(), default=0.0)
     vanishing = {name for name, size in sizes.items() if 0 < size < VANISHING * largest}
-    floors = dict.fromkeys(vanishing, largest)
+    floors = {name: largest if name in vanishing else SMALL * largest for name in sizes}
     by_name = dict(_differences("gradient", gradients, [rank.gradients for rank in ranks], problems, floors))
     worst = max(by_name, key=lambda name: by_name[name], default="")
-    states = _differences("state", _assemble([one_rank.states])[0], [rank.states for rank in ranks], problems, {})
+    by_state = _differences("state", _assemble([one_rank.states])[0], [rank.states for rank in ranks], problems, {})
+    states = [(name.partition(".")[2], gap) for name, gap in by_state]
+    # Moments have the relative rounding of their gradient, so that their differences count for as much as its own.
+    counts = {name: min(1.0, size / floors[name]) for name, size in sizes.items() if size}
     weights = _assemble([one_rank.weights])[0]
     if weights.keys() != gradients.keys():
         problems.append(f"no gradient of {sorted(weights.keys() ^ gradients.keys())}")
@@ -91,7 +97,7 @@ def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResul
         norm=_largest_gap(_gaps(one_rank.norms, rank.norms) for rank in ranks),
         gradient=by_name.get(worst, 0.0),
         weight=max((gap for name, gap in _copy_differences(weights, ranks) if name not in vanishing), default=0.0),
-        state=max((gap for name, gap in states if name.partition(".")[2] not in vanishing), default=0.0),
+        state=max((gap * counts.get(name, 1.0) for name, gap in states if name not in vanishing), default=0.0),
         bias=max(biases, default=0.0),
         worst=worst,
         near_ties=sum(rank.near_ties for rank in (one_rank, *ranks)),
@@ -122,6 +128,7 @@ def _loss_gaps(one_rank: RankResults, rank: RankResults) -> Iterator[float]:
     for wanted, found in zip(one_rank.losses, rank.losses, strict=True):
         assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
         yield from _gaps(list(wanted.values()), [found[name] for name in wanted])
+    yield from _gaps([one_rank.evaluation], [rank.evaluation])
 
 
 def _gaps(wanted: Sequence[float], found: Sequence[float]) -> Iterator[float]:

@@ -23,13 +23,15 @@ from threefold.engine.model_options import Options
 from threefold.engine.moe.router import Router
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.schedule.microbatch_runners import Pipelined
-from threefold.engine.step import StepResult, train_step
+from threefold.engine.step import StepResult, evaluate_batches, train_step
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 
 LR = 1e-3
+EVALUATION = 1000  # number of the step whose samples are evaluated on
+_UNLABELLED = 5  # one sample in this many has no label
 # Relative change of the router's scores on which no choice of experts may depend: a thousand times the rounding in
 # fp64, a few times in fp32, where more would find ties everywhere.
 _NUDGE = {torch.float64: 1e-9, torch.float32: 1e-6}
@@ -54,7 +56,8 @@ def run_one_rank(
 ) -> RankResults:
     """Train the unsharded model on the same microbatches, one after the other, with the plainest knobs."""
     job = replace(plan.job, dynamic_length=False)
-    knobs = Knobs(precision=plan.knobs.precision, optimizer_dtype=plan.knobs.optimizer_dtype, dispatcher="local")
+    kept = ("precision", "optimizer_dtype", "master_weights")  # they change what is computed and which states there are
+    knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
     plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
     one_rank_plan = replace(plan, layout=Layout(), job=job, knobs=knobs)
@@ -81,9 +84,18 @@ def run_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Opt
             results.losses.append(_losses(result))
             results.norms.append(result.grad_norm)
             results.skipped += not result.applied
+            if step == 0:  # the steps behind it show what an evaluation leaves behind
+                results.evaluation = _evaluate(parts, plan)
     _count_unobserved_calls(parts, results)
     _record_weights_and_states(parts, results)
     return results
+
+
+def _evaluate(parts: Parts, plan: Plan) -> float:
+    """The loss of microbatches that no step trains on."""
+    number, dp_rank = EVALUATION, parts.mesh.coordinate("dp")
+    batches = [synthetic_batch(plan, number, m, dp_rank) for m in range(plan.num_microbatches)]
+    return evaluate_batches(parts, batches, plan.num_microbatches)
 
 
 def _losses(result: StepResult) -> dict[str, float]:
@@ -139,7 +151,8 @@ def shard_values(name: str, placement: Placement, memory: Tensor, start: int | N
 
 
 def synthetic_batch(plan: Plan, step: int, microbatch: int, dp_rank: int) -> Batch:
-    """A made-up microbatch: documents of uneven length, some labels missing, every sample different."""
+    """A made-up microbatch: documents of uneven length, some labels missing, in some samples all of them, every sample
+    different."""
     job = plan.job
     first = (microbatch * plan.layout.dp + dp_rank) * job.micro_batch + step * job.global_batch
     rows = [_sample(plan, first + n) for n in range(job.micro_batch)]
@@ -152,6 +165,8 @@ def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
     length = plan.job.seq_len
     tokens = torch.randint(plan.model.vocab, (length + 1,), generator=draw)
     ignored = torch.rand(length, generator=draw) < 0.1 * (1 + number % 3)
+    if number % _UNLABELLED == _UNLABELLED - 1:  # as where a prompt fills its sequence in fine-tuning
+        ignored = torch.ones(length, dtype=torch.bool)
     starts = torch.rand(length, generator=draw) < 3.0 / length
     return tokens[:-1], tokens[1:].masked_fill(ignored, IGNORE), starts.long().cumsum(0)
 

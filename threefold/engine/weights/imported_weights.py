@@ -41,6 +41,11 @@ def load_initial_weights(run: Path, model: nn.Module, placements: Mapping[str, P
     return fill_initial_weights(run, wanted)
 
 
+def list_initial_weights(run: Path) -> list[tuple[str, int]]:
+    """Names and sizes of the files of imported weights; none where the run has no imported weights."""
+    return [(path.name, path.stat().st_size) for path in _weight_files(run)]
+
+
 def start_from_initial_weights(run: Path, wanted: State, plan: Plan) -> bool:
     """Fill the shards that this rank holds of the plan's model. Returns whether the run has imported weights."""
     if not _weight_files(run):

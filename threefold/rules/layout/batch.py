@@ -182,9 +182,10 @@ def synthetic_data_is_benchmark(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="EX-DROP")
 def capacity_is_used(plan: Plan) -> Iterator[Finding]:
-    """Capacity settings need experts, and a scope needs a factor.
+    """Capacity settings need experts, a scope needs a factor, and a factor has an effect below experts over top-k.
 
-    Why: without a factor routing is dropless and the scope means nothing.
+    Why: without a factor routing is dropless and the scope means nothing. An expert gets at most one copy of every
+        token, so that from experts over top-k on nothing is dropped, and all that a factor adds is padding.
     Confirm: job.capacity_factor.
     Fix: delete the setting that has no effect.
     """
@@ -195,3 +196,7 @@ def capacity_is_used(plan: Plan) -> Iterator[Finding]:
     elif job.capacity_scope != "expert" and job.capacity_factor is None:
         problem = f"capacity per {job.capacity_scope} without a capacity factor"
         yield Finding(at="job.capacity_scope", problem=problem, fix={"job.capacity_scope": None})
+    elif job.capacity_factor and (most := plan.expert_capacity_factor) and job.capacity_factor > most:
+        problem = f"{job.capacity_factor:g}, where {most:g} lets every expert take every token: nothing is dropped"
+        fixes = ({"job.capacity_factor": most},)  # where graphs need the fixed sizes of drop-and-pad
+        yield Finding(at="job.capacity_factor", problem=problem, fix={"job.capacity_factor": None}, fixes=fixes)

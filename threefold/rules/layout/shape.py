@@ -9,6 +9,7 @@ from typing import Any
 from threefold.fields import MAX_RANKS
 from threefold.findings import Changes, Finding
 from threefold.layout.degrees import Layout
+from threefold.plan.cores import AUTO, CORES_ADVICE, parse_core_sets
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, near_degrees, rule
 from threefold.spec.tensor_parallel import tp_fits
@@ -267,3 +268,20 @@ def mtp_in_model(plan: Plan) -> Iterator[Finding]:
     if plan.mtp > plan.model.mtp_layers:
         problem = f"{format_many(plan.mtp, 'MTP depth')}; {plan.model.name} has {plan.model.mtp_layers or 'none'}"
         yield Finding(at="job.mtp", problem=problem, fix={"job.mtp": plan.model.mtp_layers})
+
+
+@rule(rows="HO-AFF")
+def cores_exist(plan: Plan) -> Iterator[Finding]:
+    """The cores of `run.cores` are there, in one set for all ranks of a machine or in one for each.
+
+    Why: a process pinned to no core does not run.
+    Confirm: count the cores of the machine, and its ranks where a set is written for each; `train` asks the machine.
+    Fix: write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto.
+    """
+    cores = plan.run.cores
+    if cores is None or cores == AUTO:
+        return
+    try:
+        parse_core_sets(cores, min(plan.cluster.gpus, plan.cluster.node))
+    except ValueError as error:
+        yield Finding(at="run.cores", problem=str(error), fix={"run.cores": AUTO}, advice=CORES_ADVICE)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import open_regular
-from threefold.units import MIB
+from threefold.units import KIB, MIB
 
 MAGIC = b"3FTOKENS"
 VERSION = 1
@@ -29,6 +29,8 @@ HAS_MASK = 1
 ALIGN = 8
 VERIFY_BYTES = 64 * MIB  # a shard of at most this size is verified when it is opened, in about 0.1 s
 CHUNK_BYTES = 4 * MIB
+EDGE_BYTES = 64 * KIB  # at the start and the end of a larger shard that `content` reads
+DIGITS = 16  # of a digest in the contract of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,21 @@ class TokenShard:
     def document(self, index: int) -> NDArray[Any]:
         """The tokens of one document, as a view of the file."""
         return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def content(self) -> dict[str, Any]:
+        """What identifies the content, wherever the file lies. One of a large shard reads its ends and no more."""
+        head = self.header
+        facts: dict[str, Any] = {
+            "tokenizer": head.tokenizer,
+            "vocab": head.vocab,
+            "num_tokens": head.num_tokens,
+            "num_documents": head.num_documents,
+            "sha256": head.fingerprint[:DIGITS],
+        }
+        if head.file_bytes > VERIFY_BYTES:  # its header is believed: nobody compared it with the whole content
+            ends = self._map[:EDGE_BYTES] + self._map[-EDGE_BYTES:]
+            facts["sha256_of_ends"] = hashlib.sha256(ends).hexdigest()[:DIGITS]
+        return facts
 
     def verify(self) -> None:
         """Check that the content has its fingerprint, offsets rise, and tokens are in the vocabulary."""

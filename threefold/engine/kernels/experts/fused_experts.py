@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.autograd.delayed_wgrad import WgradTarget, compute_or_delay, wgrad_targets
+from threefold.engine.context import count_event
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.kernels.experts.kernel_choice import ExpertShape, KernelChoice, choose_kernels
 from threefold.engine.kernels.experts.reference_steps import ReferenceSteps
@@ -103,6 +104,8 @@ class _Experts(torch.autograd.Function):
         plain = bias_EX is None and not clamped
         shape = ExpertShape(weight.numel(), num_experts, dim, expert_dim, gathered=rows is not None, plain=plain)
         ctx.choice = choice if isinstance(choice, KernelChoice) else choose_kernels(shape, x_XD, choice or "auto")
+        for kind in {"reference"} if ctx.choice is None else ctx.choice.kinds:
+            count_event("expert kernels", kind)
         x_XD = x_XD.contiguous()
         steps = _make_steps(ctx, ends_E, len(weight_R))
         gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)

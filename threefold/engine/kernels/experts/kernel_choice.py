@@ -57,6 +57,12 @@ class KernelChoice:
         return isinstance(self.up, CuteConfig)
 
     @property
+    def kinds(self) -> set[str]:
+        """The kinds of kernels that the steps run on, as `knobs.expert_kernels` names them."""
+        configs = [getattr(self, step) for step in STEPS]
+        return {"torch" if c is None else "cute" if isinstance(c, CuteConfig) else "triton" for c in configs}
+
+    @property
     def uses_cute(self) -> bool:
         return any(isinstance(getattr(self, step), CuteConfig) for step in STEPS)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.autograd.delayed_wgrad import WgradTarget, compute_or_delay, wgrad_targets
+from threefold.engine.context import count_event
 from threefold.engine.device import is_simulated
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.kernels.experts.fused_experts import sort_by_expert, values_by_token, weights_by_row
@@ -109,6 +110,7 @@ class _Fp8Experts(torch.autograd.Function):
         saved_weights = () if fp8_weights else (gate_up_EXD, down_EDH)
         fp8_weights = fp8_weights or quantize_weights(gate_up_EXD, down_EDH, recipe)
         ctx.dtypes = gate_up_EXD.dtype, down_EDH.dtype
+        count_event("expert kernels", "fp8" if x_XD.is_cuda else "fp8 reference")
         ctx.steps = steps = _make_steps(recipe, ends_E, len(weight_R), clamped)
         x_fp8, x_columns = steps.quantize(x_XD.contiguous(), rows, _wants_weight_grads(ctx)[0], square=True)
         gate_up_RX = steps.grouped_gemm(x_fp8, fp8_weights.gate_up.value_EOI, fp8_weights.gate_up.scale)

@@ -1,0 +1,119 @@
+"""Runs layouts that were drawn at random, and says of each whether its ranks compute what one rank computes."""
+
+import json
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from drawn_layouts import Drawn, Resolved, draw_layout, resolve
+
+from threefold.engine.build import dtype_of, options_of
+from threefold.engine.verify.compare import Comparison
+from threefold.engine.verify.forked_ranks import RankError, run_ranks
+from threefold.engine.verify.oracle import compare_with_one_rank, run_rank
+from threefold.plan.plan import Plan
+
+STEPS = 2  # the second one shows weights, states and biases that the first one got wrong
+# Sums in another order differ by 1e-15; AdamW divides by the gradient's size, which makes 1e-12 of it.
+TOLERANCE = 1e-10
+# As trained, in 16 bits and less: of cross entropies (seen: 6e-4, in nvfp4) and of gradient norms (seen: 0.02).
+LOSS_TOLERANCE, NORM_TOLERANCE = 0.02, 0.1
+AS_TRAINED = ("bf16", "bf16", "fp16", "fp8-cs", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
+LIMIT_SECONDS = 120.0  # a case takes a second or two; a hang is told from a busy machine by this
+FAULTS = ("DIFFERENT", "CRASH", "HANG")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a draw: equal, near, tied, ran (where one rank routes otherwise), refused, or one of FAULTS."""
+
+    drawn: Drawn
+    resolved: Resolved
+    kind: str
+    said: str = ""  # differences, or the error
+
+    def __str__(self) -> str:
+        """One line, and for a fault all that it takes to repeat it."""
+        plan, line = self.resolved.plan, f"{self.drawn.seed}: {self.kind}"
+        if self.kind not in FAULTS or plan is None:
+            return line
+        fields = json.dumps({path: value for path, value in plan.written if path != "model"})
+        return f"{line}\n  {json.dumps(self.drawn.config)}\n  {fields}\n  {self.said}"
+
+
+def run_draws(
+    seed: int | str, first: int, count: int, as_trained: bool = False, limit: float = LIMIT_SECONDS
+) -> Iterator[Outcome]:
+    """The outcomes of some draws of a seed. Draw 7 of seed 3 is the same whatever is run before it."""
+    return (run_draw(draw_layout(f"{seed}/{number}"), as_trained, limit) for number in range(first, first + count))
+
+
+def run_draw(drawn: Drawn, as_trained: bool = False, limit: float = LIMIT_SECONDS) -> Outcome:
+    """Train two steps in the layout and on one rank: in fp64, or `as_trained` in 16 bits or less, which takes paths
+    that fp64 does not (gradient sums in fp32, grouped GEMMs, loss scaling, quantization) and compares roughly.
+
+    Forced balance gives out experts in the order in which ranks hold tokens, so that one rank cannot say what is right:
+    there the ranks must only end, with one loss.
+    """
+    torch.set_num_threads(1)
+    if as_trained:
+        drawn = replace(drawn, fields={**drawn.fields, **_draw_precision(drawn.seed)})
+    resolved = resolve(drawn)
+    if resolved.plan is None:
+        return Outcome(drawn, resolved, "refused", ", ".join(resolved.refusals))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if resolved.plan.model.is_moe and resolved.plan.job.routing == "forced-balance":
+                return Outcome(drawn, resolved, *_run_alone(resolved.plan, limit))
+            dtype = dtype_of(resolved.plan) if as_trained else torch.float64
+            options = options_of(resolved.plan) if as_trained else None
+            found = compare_with_one_rank(resolved.plan, STEPS, dtype, options, limit)
+    except RankError as error:
+        late = "still run after" in str(error) or "Timed out" in str(error)
+        return Outcome(drawn, resolved, "HANG" if late else "CRASH", str(error))
+    except AssertionError as error:  # of the comparison: ranks that report other losses than one rank
+        return Outcome(drawn, resolved, "DIFFERENT", repr(error))
+    return Outcome(drawn, resolved, *(judge_roughly(found) if as_trained else judge_comparison(found)))
+
+
+def _draw_precision(seed: str) -> dict[str, Any]:
+    draw = random.Random(f"precision {seed}")
+    precision = draw.choice(AS_TRAINED)
+    is_fp8 = precision not in ("bf16", "fp16")
+    return {"knobs.precision": precision, "knobs.fp8_dispatch": is_fp8 and draw.choice((False, False, True))}
+
+
+def judge_comparison(found: Comparison) -> tuple[str, str]:
+    """The kind of outcome and the differences. Where choices of experts are nearly tied, rounding may turn them."""
+    if found.largest <= TOLERANCE:
+        return "equal", ""
+    return "tied" if found.near_ties and not found.problems else "DIFFERENT", _differences(found)
+
+
+def judge_roughly(found: Comparison) -> tuple[str, str]:
+    """The same of a comparison that is as rough as the formats that the model is trained in.
+
+    Only the cross entropy is compared: a few choices of experts turn, and with them what is dropped for capacity.
+    """
+    gap = max((abs(one - other) / abs(one) for one, other in found.steps), default=math.inf)
+    is_near = not found.problems and gap <= LOSS_TOLERANCE and found.norm <= NORM_TOLERANCE
+    return ("near", "") if is_near else ("DIFFERENT", f"cross entropy {gap:.1e}, {_differences(found)}")
+
+
+def _run_alone(plan: Plan, limit: float) -> tuple[str, str]:
+    options = replace(options_of(plan), expert_backend="loop")
+    ranks = run_ranks(plan.layout.gpus, run_rank, plan, STEPS, torch.float64, options, limit=limit)
+    losses = [rank.losses for rank in ranks]
+    is_one = all(each == losses[0] for each in losses) and all(math.isfinite(step["ce"]) for step in losses[0])
+    return ("ran", "") if is_one else ("DIFFERENT", f"losses of the ranks {losses}")
+
+
+def _differences(found: Comparison) -> str:
+    names = ("loss", "norm", "gradient", "weight", "state", "bias")
+    sizes = ", ".join(f"{name} {getattr(found, name):.1e}" for name in names)
+    return "; ".join([f"{sizes}; largest of the gradients in {found.worst}", *found.problems])

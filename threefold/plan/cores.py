@@ -1,0 +1,35 @@
+"""The text of `run.cores`: "auto", one set of CPU cores for all ranks of a machine ("0-7,16"), or one for each local
+rank ("0-7;8-15"). The rule `cores-exist` and the engine, which pins processes (`engine/run/cpu_affinity.py`), call it.
+"""
+
+AUTO = "auto"
+MAX_CORES = 2**16  # no machine has more; keeps a range such as 0-9999999999 from filling the memory
+CORES_ADVICE = "write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto"
+
+
+def parse_core_sets(text: str, local_size: int) -> list[set[int]]:
+    """The sets that are written in `text`. Raises ValueError with the reason where they are none, or too few."""
+    try:
+        sets = [{core for part in one.split(",") for core in parse_core_range(part)} for one in text.split(";")]
+    except ValueError as error:
+        raise ValueError(f"{text!r} names no cores: {error}") from None
+    if 1 < len(sets) < local_size:
+        raise ValueError(f"{text!r} has {len(sets)} sets of cores for {local_size} ranks of a machine")
+    return sets
+
+
+def parse_core_range(part: str) -> range:
+    """One core, or the cores from one to another, as the kernel writes them: "3", "0-7"."""
+    first, dash, last = part.strip().partition("-")
+    found = range(_core(first), _core(last if dash else first) + 1)
+    if not found:
+        raise ValueError(f"{part.strip()!r} ends before it begins")
+    return found
+
+
+def _core(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{text!r} is no number of a core")
+    if len(text) > len(str(MAX_CORES)) or int(text) >= MAX_CORES:
+        raise ValueError(f"no machine has a core {text[:20]}")
+    return int(text)
