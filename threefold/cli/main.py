@@ -4,10 +4,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import threefold
 from threefold.cli.out import Out, standard_streams
+from threefold.engine.launch.stop_signals import end_at_once
 
 VERBS = {
     "plan": "choose layout and knobs for a model on a cluster, ranked, with reasons",
@@ -17,9 +19,13 @@ VERBS = {
     "dry-run": "rehearse any rank without the cluster: peak memory, when and where, and every collective",
     "sweep": "vary one field of a plan, sequence length with CP sized along, and see what gives out",
     "train": "run a plan, or go on with a run",
+    "calibrate": "measure this machine, so that estimates of our own engine are those of this machine",
     "launch": "write the Slurm script or the torchrun commands that run a plan on a cluster",
     "verify": "run a layout in fp64 on this machine and compare it with one rank, gradient by gradient",
     "overlap-ab": "time a plan without EP overlap, with it, and with delayed weight gradients, in matched conditions",
+    "compare": "set two plans, runs or traces side by side, and say which difference explains how much",
+    "regress": "find the setting behind a regression or a crash between two plans, by trying plans between them",
+    "profile": "read a trace or a run, name the wall that holds it back, and list what would cure it",
     "sample": "let a run continue a prompt",
     "tokenize": "turn text files, folders and JSONL into a token shard",
     "import-hf": "begin a run with the weights of a Hugging Face checkpoint",
@@ -31,10 +37,12 @@ VERBS = {
     "env": "say what this machine has: GPU, software, kernels that run, packages and what missing ones would give",
 }
 
+TAKE_A_COMMAND = ("regress",)  # verbs for which the words behind `--` are the command line of another program
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    with standard_streams() as out:
+    with standard_streams() as out, nullcontext() if argv else _signals(words):
         try:
             return _run(words, out)
         except OSError as error:
@@ -44,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return 130
+
+
+def _signals(words: list[str]) -> AbstractContextManager[None]:
+    """What signals do. A run may end before it is under way, without a traceback; other verbs leave them to Python."""
+    return end_at_once() if _verb(words) == "train" else nullcontext()
+
+
+def _verb(words: list[str]) -> str | None:
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _run(words: list[str], out: Out) -> int:
@@ -67,12 +84,14 @@ def _parser(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"threefold {threefold.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    wanted = next((word for word in argv if not word.startswith("-")), None)
+    wanted = _verb(argv)
     for name, doc in VERBS.items():
         sub = verbs.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
         if name == wanted:  # only the verb that runs is imported
             _module(name).add_arguments(sub)
-    args, rest = parser.parse_known_args(argv)
+    end = argv.index("--") if wanted in TAKE_A_COMMAND and "--" in argv else len(argv)
+    args, rest = parser.parse_known_args(argv[:end])
+    args.command = argv[end + 1 :]
     stray = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
     if stray:
         parser.error(f"unrecognized arguments: {' '.join(stray)}")

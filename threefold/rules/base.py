@@ -6,7 +6,7 @@ Its docstring says what it holds (first paragraph), then `Why:`, `Confirm:` and 
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from threefold.engine.finding_explanations import EXPLANATIONS as ENGINE
 from threefold.findings import Explanation, Finding, Severity, in_order
 from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.plan import Plan
+from threefold.rules.compare_explanations import EXPLANATIONS as COMPARING
+from threefold.rules.trace_explanations import EXPLANATIONS as PROFILING
 
 Check = Callable[[Plan], Iterator[Finding]]
 
@@ -84,20 +86,28 @@ def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
         return RULES[slug].explanation
-    return PARSING.get(slug) or ENGINE.get(slug)
+    return PARSING.get(slug) or ENGINE.get(slug) or PROFILING.get(slug) or COMPARING.get(slug)
 
 
 def known_slugs() -> list[str]:
-    return [*RULES, *PARSING, *ENGINE]
+    return [*RULES, *PARSING, *ENGINE, *PROFILING, *COMPARING]
 
 
 def severity_of(slug: str) -> Severity:
-    return RULES[slug].severity if slug in RULES else (PARSING.get(slug) or ENGINE[slug]).severity
+    said = explain(slug)
+    assert said is not None, slug
+    return RULES[slug].severity if slug in RULES else said.severity
 
 
 def raised_by(slug: str) -> str:
-    """The step at which a finding with this slug is raised: `check` (a rule), reading a plan file, or a run."""
-    return "check" if slug in RULES else "reading a plan" if slug in PARSING else "running"
+    """The step at which a slug is raised: `check` (a rule), reading a plan file, a run or `profile`."""
+    places: dict[str, Collection[str]] = {
+        "check": RULES,
+        "reading a plan": PARSING,
+        "profiling": PROFILING,
+        "comparing": COMPARING,
+    }
+    return next((place for place, slugs in places.items() if slug in slugs), "running")
 
 
 def _read_docstring(check: Check) -> Explanation:

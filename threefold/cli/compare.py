@@ -1,0 +1,131 @@
+"""`threefold compare`: two plans, runs or traces side by side, and which difference explains how much."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from threefold.cli.inputs import add_chip_file, on_measured_chip, print_findings
+from threefold.compare.comparison import Comparison, compare_sides
+from threefold.compare.sides import Profile, open_side
+from threefold.cost.chip_file import read_chip_file
+from threefold.findings import FindingsError, in_order
+from threefold.machine.own_chip_file import NO_CHIP_FILE
+from threefold.plan.plan import Plan
+from threefold.report.compare.comparison_text import comparison_text
+from threefold.spec.chips import ChipSpec
+
+CANNOT_JUDGE = 125  # what `git bisect run` takes for: skip this commit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = "a plan file, the folder of a run, a trace, or the output of `threefold profile --json`"
+    parser.add_argument("a", metavar="A", help=kinds)
+    parser.add_argument("b", metavar="B", help="the same; a plan against a run is predicted against measured")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument(
+        "--fail-above",
+        type=_percent,
+        metavar="PERCENT",
+        help="exit with 1 where B is certainly slower than A by more than this, with 125 where nothing can be judged",
+    )
+    parser.add_argument(
+        "--window", type=_window, metavar="FIRST:LAST", help="steps whose times count (default: the steady ones)"
+    )
+    parser.add_argument("--anyway", action="store_true", help="compare also where the work is not comparable")
+    add_chip_file(parser)
+    parser.add_argument("--plot", metavar="FILE", help="draw what explains the change into an image (PNG, SVG)")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        dress = _dress(args.chip_file)
+        sides = [open_side(name, read_trace=_read_trace, dress=dress) for name in (args.a, args.b)]
+        found = compare_sides(sides[0], sides[1], args.window, args.anyway, dress)
+    except FindingsError as error:
+        code = print_findings(in_order(error.findings), args.json)
+        return CANNOT_JUDGE if args.fail_above is not None else code
+    if args.json:
+        json.dump(found.to_json() | _judged(found, args.fail_above), sys.stdout, indent=2, allow_nan=False)
+        print()
+    else:
+        print(comparison_text(found))
+    code = _exit_code(found, args.fail_above)
+    return max(code, _plot(found, args.plot)) if args.plot else code
+
+
+def _exit_code(found: Comparison, fail_above: float | None) -> int:
+    if fail_above is None:
+        return 0
+    if found.speed is None or found.speed.verdict == "too few steps":
+        print("threefold compare: there are too few step times to judge by", file=sys.stderr)
+        return CANNOT_JUDGE
+    if found.speed.is_slower_by(fail_above):
+        print(f"threefold compare: B is slower than A by more than {fail_above:g} %", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _judged(found: Comparison, fail_above: float | None) -> dict[str, object]:
+    if fail_above is None or found.speed is None:
+        return {}
+    return {"fail_above": {"percent": fail_above, "failed": found.speed.is_slower_by(fail_above)}}
+
+
+def _dress(chip_file: str | None) -> Callable[[Plan], Plan]:
+    """Gives plans the facts of a chip file that is about their chip, or what was measured on this machine."""
+    if chip_file not in (None, NO_CHIP_FILE):
+        findings = read_chip_file(str(chip_file))[1]
+        if findings:
+            raise FindingsError(findings)
+    known: dict[tuple[str, str], ChipSpec | None] = {}
+
+    def dress(plan: Plan) -> Plan:
+        key = (plan.cluster.chip, plan.target)
+        if key not in known:
+            known[key] = on_measured_chip(plan, chip_file)[0].cluster.measured
+        return plan.on_chip(known[key])
+
+    return dress
+
+
+def _read_trace(path: Path) -> Profile:
+    """What `threefold profile` says of a trace, or of the traces of a run."""
+    from threefold.profile.analyse import profile_traces
+
+    return profile_traces([path]).to_json()
+
+
+def _percent(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage of 0 or more")
+    return value
+
+
+def _window(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    try:
+        window = int(first), int(last)
+    except ValueError:
+        window = 0, 0
+    if not colon or not 1 <= window[0] <= window[1]:
+        raise argparse.ArgumentTypeError(f"{text} is not FIRST:LAST, two steps counted from 1")
+    return window
+
+
+def _plot(found: Comparison, path: str) -> int:
+    try:
+        from threefold.report.compare.comparison_plot import plot_comparison
+    except ImportError:
+        print("threefold compare: --plot needs matplotlib: pip install threefold[report]", file=sys.stderr)
+        return 1
+    try:
+        plot_comparison(found, path)
+    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
+        print(f"threefold compare: cannot write {path}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {path}", file=sys.stderr)
+    return 0

@@ -1,0 +1,81 @@
+"""`threefold profile`: which wall a trace or a run stands at, and what to change."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from threefold.cli.inputs import print_findings
+from threefold.findings import FindingsError, in_order
+from threefold.plan.file import read_plan
+from threefold.profile.analyse import Profile, profile_traces
+from threefold.report.profile import profile_text
+from threefold.rules.all import errors
+
+TRACE_SUFFIXES = (".json.gz", ".trace.json")
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf", ".html")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        metavar="TRACE|RUN",
+        help="PyTorch traces (.json, .json.gz), SQLite exports of Nsight Systems, or the folder of a run",
+    )
+    parser.add_argument("--plan", metavar="PLAN", help="the plan that ran; cures are then changes of its fields")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="also write the answer: .json, an annotated trace for Perfetto (.json.gz, .trace.json), "
+        "or a picture (.png, .svg, .pdf, .html)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    out = args.out
+    if out is not None and not out.endswith((".json", *TRACE_SUFFIXES, *PICTURE_SUFFIXES)):
+        known = ", ".join((".json", *TRACE_SUFFIXES, *PICTURE_SUFFIXES))
+        print(f"threefold profile: --out {out} ends in none of {known}", file=sys.stderr)
+        return 2
+    plan = None
+    if args.plan:
+        parsed = read_plan(args.plan)
+        plan = parsed.plan
+        if plan is None or errors(parsed.findings):
+            return print_findings(in_order(parsed.findings), args.json)
+    try:
+        found = profile_traces([Path(name) for name in args.traces], plan)
+    except FindingsError as error:
+        return print_findings(in_order(error.findings), args.json)
+    written = out is None or _write(found, out)
+    if args.json:
+        json.dump(found.to_json(), sys.stdout, indent=2)
+        print()
+    else:
+        print(profile_text(found))
+    return 0 if written else 1
+
+
+def _write(found: Profile, path: str) -> bool:
+    try:
+        if path.endswith(TRACE_SUFFIXES):
+            from threefold.report.profile_trace import write_annotated_trace
+
+            write_annotated_trace(found, Path(path))
+        elif path.endswith(PICTURE_SUFFIXES):
+            from threefold.report.profile_plot import write_picture
+
+            write_picture(found, Path(path))
+        else:
+            Path(path).write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print("threefold profile: a picture needs matplotlib: pip install 'threefold[report]'", file=sys.stderr)
+        return False
+    except (OSError, ValueError) as error:
+        print(f"threefold profile: cannot write {path}: {error}", file=sys.stderr)
+        return False
+    return True

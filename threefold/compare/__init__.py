@@ -1,0 +1,1 @@
+"""Differences between plans, runs and traces, and the search for the setting behind a regression."""

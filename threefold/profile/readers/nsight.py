@@ -1,0 +1,186 @@
+"""Reads an SQLite export of Nsight Systems (`nsys export --type sqlite`) into columns.
+
+Tables and columns are those of NVIDIA's documented schema: kernels, copies and memsets of CUPTI, calls of the CUDA
+runtime, NVTX ranges, and the GPUs of the machine. Tables that a report lacks are empty. The file may come from a
+stranger: it is opened read-only, only plain tables are read, never views, and a query that works too long is ended.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from threefold.profile.readers.columns import Columns, NameTable
+from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
+from threefold.profile.trace import COPY, KERNEL, Device, DeviceSpans, HostSpans, Trace, no_device_spans
+
+MAGIC = b"SQLite format 3\0"
+MAX_SECONDS = 300.0
+_BATCH = 100_000
+_NANOSECOND = 1e-9
+_PID_SHIFT = 24  # a global thread id is a process id and, in the lowest 24 bits, a thread id
+_RANGE_TYPES = (59, 60)  # NVTX push/pop and start/end ranges
+_KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+_COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+_RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+
+
+def read_nsight(path: Path) -> Trace:
+    """Read an export."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+            database.text_factory = lambda data: data.decode(errors="replace")
+            database.execute("PRAGMA trusted_schema = OFF")
+            with _time_limit(path, database):
+                return _Export(path, database).trace()
+    except (sqlite3.Error, OverflowError, ValueError) as error:
+        raise unreadable(path, f"the SQLite file cannot be read: {error}", "export the report again") from None
+
+
+@contextmanager
+def _time_limit(path: Path, database: sqlite3.Connection) -> Iterator[None]:
+    """End a query that works for too long, as one over a crafted file would."""
+    end = time.monotonic() + MAX_SECONDS
+    database.set_progress_handler(lambda: time.monotonic() > end, 1_000_000)
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "interrupted" not in str(error):
+            raise
+        raise unreadable(path, f"reading it takes more than {MAX_SECONDS:.0f} s", "export fewer steps") from None
+
+
+class _Export:
+    def __init__(self, path: Path, database: sqlite3.Connection) -> None:
+        self.path, self.database = path, database
+        listed = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        self.tables = {name: self._columns(name) for (name,) in listed.fetchmany(10_000) if isinstance(name, str)}
+        self.names, self.threads, self.devices = NameTable(), NameTable(), NameTable()
+        self.num_rows = 0
+
+    def _columns(self, table: str) -> set[str]:
+        quoted = table.replace('"', '""')
+        return {row[1] for row in self.database.execute(f'PRAGMA table_info("{quoted}")')}
+
+    def trace(self) -> Trace:
+        if _KERNELS not in self.tables:
+            advice = "record with `nsys profile --trace=cuda,nvtx`, and export with `nsys export --type sqlite`"
+            raise unreadable(self.path, f"it has no table {_KERNELS}: no GPU was traced", advice)
+        strings = dict(self._rows("StringIds", ("id", "value")))
+        on_device = Columns(9)
+        self._add_device_spans(on_device, _KERNELS, KERNEL, strings)
+        for table in _COPIES:
+            self._add_device_spans(on_device, table, COPY, strings)
+        launches, ranges = Columns(5), Columns(5)
+        self._add_host_spans(launches, _RUNTIME, ("nameId", "correlationId"), strings)
+        self._add_ranges(ranges, strings)
+        columns = (on_device, launches, ranges)
+        origin = min((column.first() for column in columns if len(column)), default=0.0)
+        gpus = self._gpus()
+        empty = Columns(5)
+        return Trace(
+            path=self.path,
+            names=self.names.values(),
+            devices=[_device(pid, number, gpus) for pid, number in self.devices.values()],
+            device_spans=DeviceSpans(*on_device.joined(origin, _NANOSECOND)),
+            operators=HostSpans(*empty.joined(origin, _NANOSECOND)),
+            launches=HostSpans(*launches.joined(origin, _NANOSECOND)),
+            annotations=HostSpans(*ranges.joined(origin, _NANOSECOND)),
+            device_annotations=no_device_spans(),
+            collectives=[],
+            first_microsecond=origin / 1e3,
+        )
+
+    def _add_device_spans(self, columns: Columns, table: str, kind: int, strings: dict[Any, Any]) -> None:
+        name = next((one for one in ("demangledName", "shortName") if one in self.tables.get(table, ())), "NULL")
+        wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", name)
+        default = "Memset" if table.endswith("SET") else "Memcpy"
+        for rows in self._batches(table, wanted):
+            start, end, device, stream, correlation, pid, name_id = zip(*rows, strict=True)
+            names = [strings.get(one, default if kind == COPY else str(one)) for one in name_id]
+            pids = [one >> _PID_SHIFT if isinstance(one, int) else 0 for one in pid]
+            self._check(table, start, end)
+            columns.add(
+                np.array(start, float), np.array(end, float), self.names.indices(names),
+                self.devices.indices(list(zip(pids, device, strict=True))), _whole(stream), np.full(len(rows), kind),
+                _keys(pids, correlation), np.full(len(rows), -1), np.full(len(rows), -1),
+            )  # fmt: skip
+
+    def _add_host_spans(self, columns: Columns, table: str, wanted: tuple[str, str], strings: dict[Any, Any]) -> None:
+        for rows in self._batches(table, ("start", "end", "globalTid", *wanted)):
+            start, end, thread, name_id, link = zip(*rows, strict=True)
+            self._check(table, start, end)
+            pids = [one >> _PID_SHIFT if isinstance(one, int) else 0 for one in thread]
+            names = [str(strings.get(one, one)) for one in name_id]
+            columns.add(
+                np.array(start, float), np.array(end, float), self.names.indices(names),
+                self.threads.indices(list(thread)), _keys(pids, link),
+            )  # fmt: skip
+
+    def _add_ranges(self, columns: Columns, strings: dict[Any, Any]) -> None:
+        """NVTX ranges. Their text is in the row or in the table of strings; ranges without an end are skipped."""
+        wanted = ("start", "end", "globalTid", "text", "textId", "eventType")
+        for rows in self._batches("NVTX_EVENTS", wanted):
+            whole = [
+                (row[0], row[1], row[2], row[3] if row[3] is not None else strings.get(row[4], ""))
+                for row in rows
+                if row[1] is not None and row[5] in (*_RANGE_TYPES, None)
+            ]
+            if whole:
+                start, end, thread, text = zip(*whole, strict=True)
+                self._check("NVTX_EVENTS", start, end)
+                columns.add(
+                    np.array(start, float), np.array(end, float), self.names.indices([str(one) for one in text]),
+                    self.threads.indices(list(thread)), np.full(len(whole), -1),
+                )  # fmt: skip
+
+    def _batches(self, table: str, wanted: tuple[str, ...]) -> Iterator[list[Any]]:
+        """Rows of a table in pieces; a column that it lacks is NULL."""
+        if table not in self.tables:
+            return
+        known = self.tables[table]
+        listed = ", ".join(f'"{name}"' if name in known else "NULL" for name in wanted)
+        cursor = self.database.execute(f"SELECT {listed} FROM {table}")
+        while rows := cursor.fetchmany(_BATCH):
+            self.num_rows += len(rows)
+            if self.num_rows > MAX_EVENTS or len(self.names) > MAX_NAMES:
+                raise unreadable(self.path, f"it has more than {MAX_EVENTS:,} events", "export fewer steps")
+            yield rows
+
+    def _rows(self, table: str, wanted: tuple[str, ...]) -> Iterator[Any]:
+        for rows in self._batches(table, wanted):
+            yield from rows
+
+    def _check(self, table: str, start: Any, end: Any) -> None:
+        """Raise for times that are no numbers or run backwards."""
+        for begin, finish in zip(start, end, strict=True):
+            if not (isinstance(begin, int) and isinstance(finish, int) and begin <= finish and abs(begin) < 2**62):
+                raise unreadable(self.path, f"an event of {table} runs from {begin!r:.40} to {finish!r:.40} ns")
+
+    def _gpus(self) -> dict[Any, tuple[str, int]]:
+        """Name and memory of each GPU by its number."""
+        wanted = ("id", "name", "totalMemory")
+        return {
+            number: (str(name or ""), memory if isinstance(memory, int) and memory > 0 else 0)
+            for number, name, memory in self._rows("TARGET_INFO_GPU", wanted)
+        }
+
+
+def _device(pid: int, number: Any, gpus: dict[Any, tuple[str, int]]) -> Device:
+    name, memory = gpus.get(number, ("", 0))
+    return Device(f"gpu {number}" + (f" of process {pid}" if pid else ""), name, memory)
+
+
+def _whole(values: Any) -> Any:
+    return np.array([one if isinstance(one, int) and abs(one) < 2**62 else -1 for one in values], np.int64)
+
+
+def _keys(pids: list[int], correlations: Any) -> Any:
+    """Correlation ids of several processes in one column: they are unique only within a process."""
+    numbers = [one if isinstance(one, int) and 0 <= one < 2**38 else -1 for one in correlations]
+    pairs = zip(pids, numbers, strict=True)
+    return np.array([(pid % 2**24 << 38) + one if one >= 0 else -1 for pid, one in pairs], np.int64)

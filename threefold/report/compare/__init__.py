@@ -1,0 +1,1 @@
+"""Comparisons and hunts for regressions, as text and as a picture."""

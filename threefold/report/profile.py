@@ -1,0 +1,98 @@
+"""The text of `threefold profile`: the wall with its evidence, where the time went by device and axis, and cures."""
+
+from collections.abc import Iterator
+
+from threefold.findings import as_overrides
+from threefold.profile.analyse import Profile
+from threefold.profile.cures import Cure
+from threefold.profile.measure import DeviceWalls
+from threefold.report.terminal import table
+from threefold.units import format_many
+
+MAX_DEVICES = 16
+
+
+def profile_text(found: Profile) -> str:
+    parts = [_headline(found), _evidence(found), _devices(found), _axes(found.top), _regions(found.top), _cures(found)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(found: Profile) -> str:
+    top, wall = found.top, found.diagnosis.dominant
+    steps = f", {format_many(top.num_steps, 'step')} of {top.step_seconds:.4g} s" if top.step_seconds else ""
+    name = f" ({top.device.name})" if top.device.name else ""
+    wall_text = "no wall can be told: most of the time is unknown" if wall == "unknown" else f"the wall is {wall}"
+    return (
+        f"measured: {top.name}{name}, {top.num_events:,} device events over {top.span_seconds:.4g} s{steps}"
+        f"\n{wall_text} (confidence {found.diagnosis.confidence:.0%})"
+    )
+
+
+def _evidence(found: Profile) -> str:
+    """Sentences of the dominant wall first, then of the others that have something to say."""
+    said = found.diagnosis.evidence
+    order = [found.diagnosis.dominant, *(wall for wall in said if wall != found.diagnosis.dominant)]
+    return "\n".join(f"  {wall + ':':<15} {text}" for wall in order for text in said[wall])
+
+
+def _devices(found: Profile) -> str:
+    shown = sorted(found.devices, key=lambda device: -device.span_seconds)[:MAX_DEVICES]
+    rows = [_device_row(device) for device in shown]
+    header = ["device", "span, s", "compute", "comm.", "exposed", "hidden", "idle", "host-bound", "unknown"]
+    rest = len(found.devices) - len(shown)
+    more = f"\nand {format_many(rest, 'device')} with shorter spans (--json has all)" if rest else ""
+    return f"seconds on each device\n{table(header, rows)}{more}"
+
+
+def _device_row(device: DeviceWalls) -> list[str]:
+    hidden = device.communication.hidden_fraction
+    seconds = (device.compute_seconds, device.communication.total_seconds, device.communication.exposed_seconds)
+    bound = _seconds(device.host.host_bound_seconds) if device.host.has_launches else "-"
+    return [
+        device.name,
+        f"{device.span_seconds:.4f}",
+        *(_seconds(value) for value in seconds),
+        "-" if hidden is None else f"{hidden:.0%}",
+        _seconds(device.host.idle_seconds),
+        bound,
+        _seconds(device.unknown_seconds),
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _axes(top: DeviceWalls) -> str:
+    if not top.by_axis:
+        return ""
+    rows = [
+        [axis, _seconds(one.total_seconds), _seconds(one.exposed_seconds), f"{one.hidden_fraction or 0.0:.0%}"]
+        for axis, one in top.by_axis.items()
+    ]
+    return f"communication of {top.name} by axis\n" + table(["axis", "total, s", "exposed, s", "hidden"], rows)
+
+
+def _regions(top: DeviceWalls) -> str:
+    if not top.by_region:
+        return ""
+    rows = [
+        [name, _seconds(seconds), f"{top.share(seconds):.0%}"] for name, seconds in list(top.by_region.items())[:12]
+    ]
+    return f"device time of {top.name} by annotated range\n" + table(["range", "seconds", "share"], rows)
+
+
+def _cures(found: Profile) -> str:
+    lines = [line for number, cure in enumerate(found.cures, start=1) for line in _cure_lines(number, cure)]
+    source = "cures, in the documents' order"
+    source += "; gains are estimated" if found.plan else "; with --plan they are fields to set, with estimated gains"
+    return "\n".join([source, *lines])
+
+
+def _cure_lines(number: int, cure: Cure) -> Iterator[str]:
+    gain = "" if cure.predicted_gain is None else f" (estimated {cure.predicted_gain:+.1%} throughput)"
+    yield f"  {number}. {cure.why}{gain}"
+    if cure.changes:
+        yield f"     {as_overrides(cure.changes)}"
+    for finding in cure.findings:
+        yield f"     would bring {finding.severity}[{finding.rule}] {finding.at}: {finding.problem}"
