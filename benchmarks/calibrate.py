@@ -51,7 +51,7 @@ FIXED = (
         "expert_quant",
         "host_unfused",
     ),
-    "latency_seconds",
+    *("latency_seconds", "cpu_sharing"),
 )
 AT_MOST = {
     "gemm": 0.9,

@@ -78,7 +78,7 @@ def test_warm_up_does_not_count(tmp_path: Path) -> None:
     )
     assert found.speed is not None
     assert found.speed.ratio == pytest.approx(1.0, abs=0.02)
-    assert found.speed.b.window == (6, 45)
+    assert found.speed.b.window == (7, 45)
 
 
 def test_a_larger_batch_is_compared_per_useful_token(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Rates:
     host_fp8: float = 1.5  # factor on launches, for those of quantization
     host_grace: float = 1.2  # factor on launches on a Grace core, against an x86 core
     host_graphed: float = 0.15  # fraction of launches that is left inside a captured scope
+    cpu_sharing: float = 1.0  # factor on the work of a rank on a CPU that other ranks share
     sync_seconds: float = 0.5e-3  # host synchronization of the alltoall dispatcher, per layer
     step_seconds: float = 0.05  # logging, data and start-up of collectives, per step
     optimizer: float = 0.6  # the optimizer step, of HBM bandwidth

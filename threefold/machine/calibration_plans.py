@@ -70,6 +70,9 @@ _ON_TWO_CPUS: dict[str, Fields] = {
     "tp": {**_TINY, "job.micro_batch": 4, "layout.tp": 2},
     "cp": {**_TINY, "job.micro_batch": 4, "layout.cp": 2},
     "pp": {**_TINY, "layout.pp": 2},
+    "dp, long": {**_TINY, "job.seq_len": 1024, "job.global_batch": 2},
+    "ep, long": {**_TINY, "job.seq_len": 1024, "job.global_batch": 2, "layout.ep": 2},
+    "tp, long": {**_TINY, "job.seq_len": 1024, "job.global_batch": 1, "layout.tp": 2},
 }
 
 

@@ -56,10 +56,12 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     knobs = plan.knobs
     passes, _ = gemms_per_weight(plan)
     around = _around_experts(plan, work, rates)
-    gemm_once = work.dense_flops / gemm_rate(rates, plan, gemm_precision(plan), work.dense_rows)
+    slower = cpu_slowdown(plan, rates)
+    gemm_once = slower * work.dense_flops / gemm_rate(rates, plan, gemm_precision(plan), work.dense_rows)
     experts_once, experts = _expert_seconds(plan, work, rates)
-    attention = _attention_seconds(plan, layer, work, rates)
-    elementwise = _elementwise_seconds(plan, case, work, around.moved_bytes, rates)
+    experts_once, experts = slower * experts_once, slower * experts
+    attention = slower * _attention_seconds(plan, layer, work, rates)
+    elementwise = slower * _elementwise_seconds(plan, case, work, around.moved_bytes, rates)
     quantize_once = 0.0
     if plan.low_precision:
         quantize_once = _quantize_seconds(plan, work.quant_elements + around.quant_elements, rates)
@@ -82,11 +84,16 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
         hidden = hidden_seconds(plan, exchange, parts, rates.hidden)
         slowdown = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
         ep += (slowdown - 1) * hidden
-    host, gpu = host_seconds(plan, layer, rates), busy + tp + cp + ep
+    host, gpu = slower * host_seconds(plan, layer, rates), busy + tp + cp + ep
     waiting, syncs = 0.0, knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and bool(work.grouped_flops)
     if syncs or STACK_TRAITS[plan.target].waits_every_layer:
         waiting, host = host_wait(plan, gpu, host, LAYER_SHARPNESS) + (rates.sync_seconds if syncs else 0.0), 0.0
     return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting, host)
+
+
+def cpu_slowdown(plan: Plan, rates: Rates) -> float:
+    """How much longer the work of a rank takes because ranks share a CPU: its caches, and the units of a core."""
+    return rates.cpu_sharing if plan.chip.architecture == "cpu" and plan.layout.gpus > 1 else 1.0
 
 
 def _memory_bandwidth(plan: Plan, rates: Rates) -> float:

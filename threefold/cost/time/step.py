@@ -11,7 +11,7 @@ from threefold.cost.rates import Rates
 from threefold.cost.stage_contents import chunk_layers, stage_contents
 from threefold.cost.time.data_parallel import data_parallel_seconds
 from threefold.cost.time.host_launches import MICROBATCH_SHARPNESS, host_wait
-from threefold.cost.time.layer import LayerTime, layer_time
+from threefold.cost.time.layer import LayerTime, cpu_slowdown, layer_time
 from threefold.cost.time.offload import offload_seconds
 from threefold.cost.time.optimizer import optimizer_seconds
 from threefold.cost.time.outside_layers import loss_seconds, mtp_projection_seconds, vision_seconds
@@ -65,7 +65,8 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     count = max(1, plan.num_microbatches)
     stages = _stage_work(plan)
     times = {layer: layer_time(plan, layer, rates, skew) for layer in {each for one in stages for each in one.layers}}
-    mtp, loss = mtp_projection_seconds(plan, rates), loss_seconds(plan, rates)
+    slower = cpu_slowdown(plan, rates)
+    mtp, loss = slower * mtp_projection_seconds(plan, rates), slower * loss_seconds(plan, rates)
     vision = vision_seconds(plan, rates)
     loads = [
         sum(times[layer].total for layer in one.layers) + one.mtp_depths * mtp + one.losses * loss for one in stages
