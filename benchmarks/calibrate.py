@@ -51,7 +51,7 @@ FIXED = (
         "expert_quant",
         "host_unfused",
     ),
-    *("latency_seconds", "cpu_sharing"),
+    *("latency_seconds", "cpu_sharing", "host_ring"),
 )
 AT_MOST = {
     "gemm": 0.9,

@@ -51,6 +51,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *broken: str) -> machine.Calibrated:
     measuring = pytest.importorskip("threefold.engine.tune.measure_plans")
     monkeypatch.setattr(measuring, "measure_plans", fake_measuring(broken))
+    monkeypatch.setattr("threefold.engine.run.cpu_threads.num_cores", lambda: 1)  # as the shipped chip has it
     return calibrate("cpu", None, tmp_path, 60.0, lambda text: None, two_ranks=True)
 
 

@@ -30,7 +30,7 @@ from threefold.plan.file import load_toml
 from threefold.plan.plan import Plan
 from threefold.spec.chips import CHIPS, ChipSpec
 
-FACTS = ("memory_bytes", "memory_bandwidth", "domain_bandwidth", "network_bandwidth", "host_bandwidth")
+FACTS = ("memory_bytes", "memory_bandwidth", "domain_bandwidth", "network_bandwidth", "host_bandwidth", "cores")
 TABLES = ("facts", "peak_flops", "rates", "fit")
 EXAMPLE = 'chip = "h100"'
 SMALLEST, LARGEST = 1e-9, 1e18  # bounds of any number in a chip file: seconds, fractions, bytes/s and FLOP/s
@@ -80,8 +80,7 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
     peaks = _numbers(tables["peak_flops"], "peak_flops", tuple(shipped.peak_flops) if shipped else None, findings)
     if findings or shipped is None:
         return None, findings
-    if "memory_bytes" in facts:
-        facts["memory_bytes"] = round(facts["memory_bytes"])
+    facts |= {name: round(facts[name]) for name in ("memory_bytes", "cores") if name in facts}
     sources = {**shipped.sources, "measured": measured or f"{Path(path).name}, without a date"}
     measured_rates = {**rates, **({"drift": drift} if drift else {})}
     return ChipFile(
@@ -97,11 +96,12 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
     ), []
 
 
-def chip_file_text(chip: str, measured: str, rates: Rates, error: float, gpus: int) -> str:
+def chip_file_text(spec: ChipSpec, measured: str, rates: Rates, error: float, gpus: int) -> str:
     """A chip file with the rates of a fit."""
     numbers = {name: float(f"{value:.6g}") for name, value in rates_to(rates).items() if isinstance(value, float)}
     fit = {"error": float(f"{error:.3g}"), "gpus": gpus}
-    return tomli_w.dumps({"chip": chip, "measured": measured, "fit": fit, "rates": numbers})
+    facts = {"facts": {"cores": spec.cores}} if spec.architecture == "cpu" else {}
+    return tomli_w.dumps({"chip": spec.name, "measured": measured, "fit": fit, **facts, "rates": numbers})
 
 
 def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:

@@ -45,7 +45,13 @@ RATES_OF_ONE_RANK = (
     "step_seconds",
     "optimizer",
 )
-RATES_OF_RANKS = ("alltoall", "collective", "latency_seconds", "cpu_sharing")  # what steps of several ranks say besides
+RATES_OF_RANKS = (
+    "alltoall",
+    "collective",
+    "latency_seconds",
+    "cpu_sharing",
+    "host_ring",
+)  # what steps of several ranks say besides
 RATE_SPREAD = 0.5  # of the logarithm of a rate around the assumed one
 STEP_SPREAD = 0.03  # relative error of a step that the fit takes for granted
 MOST_ITERATIONS, SMALLEST_GAIN = 60, 1e-4

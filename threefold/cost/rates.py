@@ -51,6 +51,7 @@ class Rates:
     contention: float = 0.1  # slowdown of compute per hidden exchange; NCCL's kernels cost 2.5 times as much
     host_mixer_seconds: float = 0.9e-3  # launching a mixer's kernels, forward and backward, without graphs
     host_moe_seconds: float = 2.0e-3  # the same for an MoE feed-forward part
+    host_ring: float = 0.0  # launches that each further step of a ring of context parallelism adds to a mixer's
     host_unfused: float = 1.0  # factor on the MoE part's launches where experts are not fused
     host_fp8: float = 1.5  # factor on launches, for those of quantization
     host_grace: float = 1.2  # factor on launches on a Grace core, against an x86 core

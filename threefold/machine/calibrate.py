@@ -58,7 +58,7 @@ class StepResult:
 class Calibrated:
     """What was measured and fitted."""
 
-    chip: str
+    spec: ChipSpec
     speeds: tuple[Speed, ...]
     steps: tuple[StepResult, ...]
     before: tuple[float, ...]  # errors of the measured steps with the rates as they were
@@ -66,6 +66,10 @@ class Calibrated:
     rates: Rates
     error: float  # of a step that the fit has not seen
     gpus: int
+
+    @property
+    def chip(self) -> str:
+        return self.spec.name
 
     @property
     def measured(self) -> list[StepResult]:
@@ -100,6 +104,10 @@ def calibrate(
 
     began = time.monotonic()
     spec, speeds, steps = CHIPS[chip], list[Speed](), list[StepResult]()
+    if spec.architecture == "cpu":
+        from threefold.engine.run.cpu_threads import num_cores
+
+        spec = replace(spec, cores=num_cores())
     jobs = [(1, calibration_plans(chip, 1, "fp8" in spec.peak_flops))]
     if two_ranks:
         jobs.append((2, calibration_plans(chip, 2)))
@@ -107,7 +115,7 @@ def calibrate(
         jobs.insert(0, (plan.cluster.gpus, {"the plan": {**dict(plan.written), "job.data": "synthetic"}}))
     for ranks, plans in jobs:
         left = budget_seconds - (time.monotonic() - began)
-        parsed = {name: _plan(fields) for name, fields in plans.items()}
+        parsed = {name: _plan(fields).on_chip(spec) for name, fields in plans.items()}
 
         def keep(result: dict[str, Any], parsed: Mapping[str, Plan] = parsed) -> None:
             if "speed" in result:
@@ -134,7 +142,7 @@ def _fitted(spec: ChipSpec, speeds: Sequence[Speed], steps: Sequence[StepResult]
     rates = fit_rates(measured, assumed, names)
     held_out = sorted(abs(error) for error in held_out_errors(measured, assumed, names, rates))
     return Calibrated(
-        chip=spec.name,
+        spec=spec,
         speeds=tuple(speeds),
         steps=tuple(steps),
         before=tuple(errors(measured, shipped)),
@@ -175,7 +183,7 @@ def write_chip_file(found: Calibrated, versions: Mapping[str, str | None], path:
     torch = versions.get("torch") or "unknown"
     measured = f"{len(found.measured)} steps measured on this machine, {date.today()}, torch {torch}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chip_file_text(found.chip, measured, found.rates, found.error, found.gpus), encoding="utf-8")
+    path.write_text(chip_file_text(found.spec, measured, found.rates, found.error, found.gpus), encoding="utf-8")
     rows = [{"name": s.name, "fields": dict(s.plan.written), "seconds": s.seconds} for s in found.measured]
     said = {"machine": dict(versions), "date": str(date.today()), "steps": rows}
     path.with_suffix(".steps.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,14 @@
-"""The text of `run.cores`: "auto", one set of CPU cores for all ranks of a machine ("0-7,16"), or one for each local
-rank ("0-7;8-15"). The rule `cores-exist` and the engine, which pins processes (`engine/run/cpu_affinity.py`), call it.
+"""CPU cores of ranks: the text of `run.cores`, and how many threads a rank has use for.
+
+The text is "auto", one set of cores for all ranks of a machine ("0-7,16"), or one for each local rank ("0-7;8-15"). The
+rule `cores-exist` and the engine, which pins processes (`engine/run/cpu_affinity.py`), parse it.
 """
 
+from threefold.plan.plan import Plan
+
+# FLOPs that a thread should have in a GEMM of a microbatch: some milliseconds of a core, so that waking threads up and
+# waiting for the last of them is little beside it.
+FLOPS_PER_THREAD = 100e6
 AUTO = "auto"
 MAX_CORES = 2**16  # no machine has more; keeps a range such as 0-9999999999 from filling the memory
 CORES_ADVICE = "write cores as 0-7,16, as one set for each rank of a machine (0-7;8-15), or auto"
@@ -33,3 +40,14 @@ def _core(text: str) -> int:
     if len(text) > len(str(MAX_CORES)) or int(text) >= MAX_CORES:
         raise ValueError(f"no machine has a core {text[:20]}")
     return int(text)
+
+
+def num_threads(plan: Plan, cores: int) -> int:
+    """The threads of a rank where all ranks of the plan share so many cores."""
+    return min(max(1, cores // plan.layout.gpus), useful_threads(plan))
+
+
+def useful_threads(plan: Plan) -> int:
+    """The threads that have enough to do in a GEMM of a microbatch on one rank: a square one, as projections are."""
+    tokens = plan.job.micro_batch * plan.job.seq_len / (plan.layout.cp * plan.layout.tp)
+    return max(1, round(2.0 * tokens * plan.model.dim**2 / FLOPS_PER_THREAD))

@@ -24,6 +24,7 @@ class ChipSpec:
     gpus_per_node: int
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     measured_rates: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of a chip file, names of `cost.Rates`
+    cores: int = 1  # of a CPU, which its ranks share
     measured_error: float | None = None  # of predicted steps on the machine that a chip file describes
     measured_gpus: int = 1  # of the steps behind that error
 

@@ -47,6 +47,8 @@ def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
         rates.host_moe_seconds if layer.ffn == "moe" else 0.4 * rates.host_moe_seconds if layer.ffn == "dense" else 0.0
     )
     ffn *= rates.host_unfused if layer.ffn == "moe" and not runs_fused_experts(plan) else 1.0
+    ring = plan.layout.cp if "p2p" in plan.knobs.cp_comm else 1
+    mixer *= 1 + rates.host_ring * (ring - 1)
     scope = "mamba" if layer.mixer == "mamba" else "attn"
     if scope in knobs.graphs:
         mixer *= rates.host_graphed

@@ -20,9 +20,12 @@ from threefold.cost.time.context_parallel import context_parallel_seconds, laten
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
 from threefold.cost.time.host_launches import LAYER_SHARPNESS, host_seconds, host_wait
 from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
+from threefold.plan.cores import num_threads
 from threefold.plan.plan import Plan
 from threefold.spec.flops import layer_flops
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
+
+THREADS_POWER = 0.8  # of the speed that threads of one rank add up to
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +87,27 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
         hidden = hidden_seconds(plan, exchange, parts, rates.hidden)
         slowdown = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
         ep += (slowdown - 1) * hidden
-    host, gpu = slower * host_seconds(plan, layer, rates), busy + tp + cp + ep
+    host, gpu = cpu_sharing(plan, rates) * host_seconds(plan, layer, rates), busy + tp + cp + ep
     waiting, syncs = 0.0, knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and bool(work.grouped_flops)
     if syncs or STACK_TRAITS[plan.target].waits_every_layer:
         waiting, host = host_wait(plan, gpu, host, LAYER_SHARPNESS) + (rates.sync_seconds if syncs else 0.0), 0.0
     return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting, host)
 
 
+def cpu_sharing(plan: Plan, rates: Rates) -> float:
+    """How much longer everything takes a rank because ranks share a CPU: its caches, and the units of a core. While a
+    pipeline fills and drains, its other ranks leave them alone."""
+    if plan.chip.architecture != "cpu" or plan.layout.gpus == 1:
+        return 1.0
+    count = max(1, plan.num_microbatches)
+    return 1 + (rates.cpu_sharing - 1) * count / (count + plan.layout.pp - 1)
+
+
 def cpu_slowdown(plan: Plan, rates: Rates) -> float:
-    """How much longer the work of a rank takes because ranks share a CPU: its caches, and the units of a core."""
-    return rates.cpu_sharing if plan.chip.architecture == "cpu" and plan.layout.gpus > 1 else 1.0
+    """Seconds of a rank's kernels on a CPU over those of one thread that is alone there; large GEMMs have several."""
+    if plan.chip.architecture != "cpu":
+        return 1.0
+    return cpu_sharing(plan, rates) / float(num_threads(plan, plan.chip.cores) ** THREADS_POWER)
 
 
 def _memory_bandwidth(plan: Plan, rates: Rates) -> float:
@@ -166,7 +180,8 @@ def _attention_seconds(plan: Plan, layer: Layer, work: Work, rates: Rates) -> fl
     if layer.mixer == "window":
         fraction *= rates.attention_window
     else:  # a short sequence leaves many tiles of the kernel half empty
-        fraction /= 1 + rates.attention_tokens / plan.job.seq_len
+        parts = 1 if plan.knobs.cp_comm == "a2a" else plan.layout.cp  # a kernel sees one of them, or all in fewer heads
+        fraction /= 1 + rates.attention_tokens * parts / plan.job.seq_len
     # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often.
     seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (peak * fraction)
     if STACK_TRAITS[plan.target].sinks_slow_attention and not plan.knobs.fp8_attention:

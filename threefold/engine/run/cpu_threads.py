@@ -10,11 +10,9 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from threefold.plan.cores import useful_threads
 from threefold.plan.plan import Plan
 
-# FLOPs that a thread should have in a GEMM of a microbatch: some milliseconds of a core, so that waking threads up and
-# waiting for the last of them is little beside it.
-FLOPS_PER_THREAD = 100e6
 CGROUP = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: the quota and the period, in microseconds
 
 
@@ -27,7 +25,7 @@ def choose_threads(plan: Plan, local_size: int, given: int | None, on_gpu: bool)
     cores = num_cores()
     share = max(1, cores // local_size)
     of_all = f"{cores} cores for {local_size} ranks" if local_size > 1 else f"{cores} cores"
-    useful = max(1, round(gemm_flops(plan) / FLOPS_PER_THREAD))
+    useful = useful_threads(plan)
     if on_gpu or useful >= share:
         return share, of_all
     return useful, f"{of_all}, and GEMMs too small for more"
@@ -46,9 +44,3 @@ def num_cores() -> int:
         return min(allowed, max(1, int(quota) // int(period)))
     except (OSError, ValueError):  # no cgroup v2, or "max": no quota
         return allowed
-
-
-def gemm_flops(plan: Plan) -> float:
-    """FLOPs of a square GEMM of a microbatch on one rank, the usual size of a projection."""
-    tokens = plan.job.micro_batch * plan.job.seq_len / (plan.layout.cp * plan.layout.tp)
-    return 2.0 * tokens * plan.model.dim**2
