@@ -26,6 +26,7 @@ VERBS = {
     "compare": "set two plans, runs or traces side by side, and say which difference explains how much",
     "regress": "find the setting behind a regression or a crash between two plans, by trying plans between them",
     "profile": "read a trace or a run, name the wall that holds it back, and list what would cure it",
+    "tune": "measure changes of a plan one variable at a time, and keep what is certainly faster",
     "sample": "let a run continue a prompt",
     "tokenize": "turn text files, folders and JSONL into a token shard",
     "import-hf": "begin a run with the weights of a Hugging Face checkpoint",

@@ -16,6 +16,7 @@ from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.plan import Plan
 from threefold.rules.compare_explanations import EXPLANATIONS as COMPARING
 from threefold.rules.trace_explanations import EXPLANATIONS as PROFILING
+from threefold.rules.tune_explanations import EXPLANATIONS as TUNING
 
 Check = Callable[[Plan], Iterator[Finding]]
 
@@ -86,11 +87,11 @@ def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
         return RULES[slug].explanation
-    return PARSING.get(slug) or ENGINE.get(slug) or PROFILING.get(slug) or COMPARING.get(slug)
+    return PARSING.get(slug) or ENGINE.get(slug) or PROFILING.get(slug) or COMPARING.get(slug) or TUNING.get(slug)
 
 
 def known_slugs() -> list[str]:
-    return [*RULES, *PARSING, *ENGINE, *PROFILING, *COMPARING]
+    return [*RULES, *PARSING, *ENGINE, *PROFILING, *COMPARING, *TUNING]
 
 
 def severity_of(slug: str) -> Severity:
@@ -106,6 +107,7 @@ def raised_by(slug: str) -> str:
         "reading a plan": PARSING,
         "profiling": PROFILING,
         "comparing": COMPARING,
+        "tuning": TUNING,
     }
     return next((place for place, slugs in places.items() if slug in slugs), "running")
 

@@ -1,0 +1,163 @@
+"""`threefold tune`: measure changes of a plan one variable at a time, and keep what is certainly faster."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from threefold.cli.inputs import add_plan_arguments, for_our_engine, missing_package, plan_from, print_findings, seconds
+from threefold.cli.regress import end_on_sigterm
+from threefold.findings import Finding, FindingsError, in_order
+from threefold.machine.inventory import this_machine
+from threefold.machine.own_chip_file import priced_here
+from threefold.plan.file import parse_overrides
+from threefold.plan.parse import change
+from threefold.plan.plan import Plan
+from threefold.report.tune import ledger_text, tuned_text
+from threefold.rules.all import check, errors, promoted
+from threefold.tune.contract import check_same_contract, contract_of
+from threefold.tune.ledger import open_ledger
+from threefold.tune.loop import Settings, Tuned, tune
+from threefold.tune.recalibrate import measured_plans, recalibrate
+from threefold.tune.result import tuned_json, write_winner
+from threefold.units import format_many
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plan_arguments(parser, optional=True)
+    parser.add_argument("--budget", type=_duration, default=480.0, metavar="TIME", help="such as 90s or 8m (8m)")
+    parser.add_argument("--trials", type=_count, metavar="N", help="changes to try at most (default: as time allows)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the tuning; the same command goes on in it")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="of initialisation and data (default: the plan's)")
+    parser.add_argument(
+        "--try", dest="tries", action="append", default=[], metavar="path=value", help="a change of your own to try too"
+    )
+    parser.add_argument("--show", type=Path, metavar="DIR", help="print the trials and verdicts of a tuning, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        if args.show is not None:
+            return _show(args.show, args.json)
+        if args.plan is None:
+            print("threefold tune: give a plan, or --show DIR", file=sys.stderr)
+            return 2
+        with end_on_sigterm():
+            return _run(args)
+    except ModuleNotFoundError as error:
+        return missing_package("tune", error)
+    except FindingsError as error:
+        return print_findings(in_order(error.findings), args.json)
+    except KeyboardInterrupt:
+        print("\nthreefold tune: interrupted; the same command goes on with the trials that are done", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    from threefold.tune.engine_measurer import EngineMeasurer
+
+    parsed, findings = plan_from(args)
+    if parsed.plan is None:
+        return print_findings(findings, args.json)
+    given = for_our_engine(parsed.plan)
+    plan = priced_here(given if args.seed is None else change(given, {"job.seed": args.seed}))
+    if blocking := errors(promoted(check(plan, notes=False))):
+        return print_findings(in_order(blocking), args.json)
+    _check_devices(plan)
+    extra, problems = _tries(args.tries)
+    if problems:
+        return print_findings(in_order(problems), args.json)
+    here = this_machine(try_kernels=False)
+    settings = Settings(args.budget, args.trials, extra)
+    folder = args.out or Path("runs") / f"tune-{Path(args.plan).stem}-{plan.hash}"
+    _say(f"trials are kept in {folder}")
+    with open_ledger(folder) as ledger:
+        contract = contract_of(plan, here, settings.screen, settings.confirm, plan.job.seed)
+        before = ledger.fact("contract")
+        if before is None:
+            ledger.set_fact("contract", contract)
+        else:
+            check_same_contract(before, json.loads(json.dumps(contract)), str(folder))
+        measurer = EngineMeasurer(folder / "processes")
+        try:
+            found = tune(plan, contract, ledger, measurer, settings, _say)
+        finally:
+            measurer.close()
+        write_winner(found, folder)
+        _tell(found, folder, args.json)
+        if before is None or ledger.fact("calibrated") != len(found.trials):
+            if said := recalibrate(plan.cluster.chip, measured_plans(ledger)):
+                _say(said)
+            ledger.set_fact("calibrated", len(found.trials))
+    return 0
+
+
+def _tell(found: Tuned, folder: Path, as_json: bool) -> None:
+    result = tuned_json(found, folder)
+    if as_json:
+        json.dump(result, sys.stdout, indent=2)
+        print()
+    else:
+        print(tuned_text(result))
+
+
+def _show(folder: Path, as_json: bool) -> int:
+    with open_ledger(folder, create=False) as ledger:
+        contract, verdicts = ledger.fact("contract"), ledger.verdicts()
+        trials = [row.to_json() for row in ledger.trials()]
+    if as_json:
+        json.dump({"contract": contract, "verdicts": verdicts, "trials": trials}, sys.stdout, indent=2)
+        print()
+    else:
+        print(ledger_text(contract, verdicts, trials))
+    return 0
+
+
+def _check_devices(plan: Plan) -> None:
+    """Every rank of the plan needs a device of this machine."""
+    from threefold.engine.dist.join import num_devices
+
+    here = num_devices(plan)
+    if here is not None and here < plan.cluster.gpus:
+        problem = f"{format_many(plan.cluster.gpus, 'rank')} of one {plan.cluster.chip} each; this machine shows {here}"
+        advice = "tune a plan of as many ranks as this machine has, or run it where they are"
+        raise FindingsError([Finding(rule="ranks-start-here", at="cluster.gpus", problem=problem, advice=advice)])
+
+
+def _tries(words: list[str]) -> tuple[tuple[dict[str, Any], ...], list[Finding]]:
+    """Each --try is one change: `path=value`, or several separated by blanks."""
+    found, problems = [], []
+    for word in words:
+        changes, more = parse_overrides(word.split())
+        found.append(changes)
+        problems += more
+    return tuple(found), problems
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)\s*([smh]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no time such as 90s or 8m")
+    return seconds(str(float(match[1]) * _UNITS[match[2]]))
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100000")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value

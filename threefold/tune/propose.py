@@ -1,0 +1,205 @@
+"""Proposes changes of a plan, one variable at a time: those for its wall first, in the documents' order.
+
+The loop calls `propose` with the best plan so far. Variables are recompute sets, the microbatch, graph scopes, fused
+kernels, precision, overlaps, dispatchers and their multiprocessors, and layout neighbours. Each change has the gain
+that the cost model predicts. A change that rules or its label refuse, or that is predicted to lose, is returned as
+refused, with the reason.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from threefold.compare.field_groups import differing_fields
+from threefold.cost.estimate import estimate, gain, time_band
+from threefold.cost.memory_ladder import fits
+from threefold.cost.rates import rates_of
+from threefold.cost.time.step import step_time
+from threefold.findings import FindingsError, as_overrides
+from threefold.plan.parse import change
+from threefold.plan.plan import Plan
+from threefold.rules.all import errors, judge, promoted
+from threefold.rules.base import divisors
+from threefold.rules.layout.batch import can_be_priced
+from threefold.rules.walls import remedies
+from threefold.search.neighbours import sensitivity
+from threefold.search.recompute import sets
+from threefold.tune.labels import Label, label_change
+
+MOST_SETS = 3  # sets of recompute that are proposed, the fastest by estimate
+LEAST_PRUNED = 0.05  # predicted loss from which a change is refused; more where the estimate's band is wider
+TIME_WALLS = ("communication", "host", "compute")
+DISPATCH_SMS = (8, 16, 20, 24, 32)
+# Knobs that are tried the other way round: kernels and overlaps whose gain depends on shapes.
+FUSIONS = ("expert_fusion", "loss_fusion", "grad_accum_fusion", "compile")
+OVERLAPS = ("grad_reduce_overlap", "param_gather_overlap", "shared_expert_overlap", "delay_wgrad")
+
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A change of the best plan so far."""
+
+    changes: Mapping[str, Any]
+    why: str
+    plan: Plan
+    label: Label
+    predicted_gain: float | None  # of throughput; None where the cost model does not see the change
+    changed: tuple[str, ...]  # every field in which the plan differs from the baseline of the tuning
+
+    @property
+    def name(self) -> str:
+        return as_overrides(self.changes)
+
+    @property
+    def variable(self) -> frozenset[str]:
+        return frozenset(self.changes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "set": dict(self.changes),
+            "why": self.why,
+            "label": self.label.kind,
+            "predicted_gain": self.predicted_gain,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A change that is not tried."""
+
+    changes: Mapping[str, Any]
+    why: str
+    label: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return as_overrides(self.changes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"set": dict(self.changes), "why": self.why, "label": self.label, "reason": self.reason}
+
+
+def propose(
+    baseline: Plan, best: Plan, wall: str, extra: Sequence[Changes] = ()
+) -> tuple[list[Candidate], list[Refused]]:
+    """Changes of `best` in the order in which to try them: the user's own, the wall's unless they are
+    predicted to lose, then the others by predicted gain. Of changes to the same fields the one with the best prediction
+    goes first."""
+    found: list[Candidate] = []
+    refused: list[Refused] = []
+    seen = {best.hash}
+    ordered = [(dict(changes), "asked for with --try") for changes in extra]
+    of_wall = list(_for_wall(best, wall))
+    rest = [way for name in ("memory", *TIME_WALLS) if name != wall for way in _for_wall(best, name)]
+    rest += [*_for_every_wall(best)]
+    num_first = len(ordered) + len(of_wall)
+    later: list[Candidate] = []
+    for number, (changes, why) in enumerate([*ordered, *of_wall, *rest]):
+        one = _judged(baseline, best, changes, why, is_asked=number < len(ordered))
+        if isinstance(one, Refused):
+            refused.append(one)
+        elif one is not None and one.plan.hash not in seen:
+            seen.add(one.plan.hash)
+            is_first = number < len(ordered) or (number < num_first and (one.predicted_gain or 0.0) >= 0)
+            (found if is_first else later).append(one)
+    later.sort(key=lambda one: -(one.predicted_gain or 0.0))
+    return _best_value_first(found) + _best_value_first(later), refused
+
+
+def _best_value_first(found: list[Candidate]) -> list[Candidate]:
+    """Keep the order of variables; of one variable the best prediction goes first, its others behind all."""
+    by_variable: dict[frozenset[str], list[Candidate]] = {}
+    for one in found:
+        by_variable.setdefault(one.variable, []).append(one)
+    ranked = [sorted(ones, key=lambda one: -(one.predicted_gain or 0.0)) for ones in by_variable.values()]
+    longest = max(map(len, ranked), default=0)
+    return [ones[place] for place in range(longest) for ones in ranked if place < len(ones)]
+
+
+def _judged(
+    baseline: Plan, best: Plan, changes: Changes, why: str, is_asked: bool = False
+) -> Candidate | Refused | None:
+    """The change as a candidate, or why it is refused; None where it changes nothing."""
+    stated = {path: value for path, value in changes.items() if value is not None or path in best.stated}
+    if not stated:
+        return None
+    try:
+        other = change(best, stated)
+    except FindingsError as error:
+        return Refused(stated, why, "none", f"{error.findings[0].rule}: {error.findings[0].problem}")
+    if other.hash == best.hash:
+        return None
+    label = label_change(baseline, other)
+    if not label.is_equivalent:
+        return Refused(stated, why, label.kind, "; ".join(label.reasons))
+    known = {finding.rule for finding in errors(promoted(judge(best)))}
+    broken = [one for one in errors(promoted(judge(other))) if one.rule not in known]
+    if broken:
+        return Refused(stated, why, label.kind, f"{broken[0].rule}: {broken[0].problem}")
+    predicted = _predicted(best, other)
+    if predicted is not None and predicted < -max(LEAST_PRUNED, time_band(best)) and not is_asked:
+        return Refused(stated, why, label.kind, f"predicted to be {-predicted:.0%} slower")
+    changed = tuple(each.path for each in differing_fields(baseline, other))
+    return Candidate(stated, why, other, label, predicted, changed)
+
+
+def _predicted(best: Plan, other: Plan) -> float | None:
+    if not (can_be_priced(best) and can_be_priced(other) and other.num_microbatches):
+        return None
+    found = round(gain(best, other), 4)
+    return found or None  # no term of the estimate depends on what changes nothing in it
+
+
+def _for_wall(plan: Plan, wall: str) -> Iterator[tuple[Changes, str]]:
+    if wall in ("memory", "unknown"):
+        yield from _recompute_sets(plan)
+        return
+    for changes in remedies(plan, wall):
+        if "knobs.graphs" not in changes or plan.chip.architecture != "cpu":
+            yield dict(changes), f"the documents' cure of the {wall} wall"
+    if wall == "host":
+        yield from _microbatches(plan)
+
+
+def _recompute_sets(plan: Plan) -> Iterator[tuple[Changes, str]]:
+    """The fastest sets by estimate that fit, other than the plan's own."""
+    if not can_be_priced(plan):
+        return
+    priced = []
+    for names in sets(plan):
+        other = replace(plan, knobs=replace(plan.knobs, recompute=names))
+        if names != plan.knobs.recompute and fits(other):
+            priced.append((step_time(other, rates_of(plan)).step_seconds, len(names), names))
+    for _, _, names in sorted(priced)[:MOST_SETS]:
+        units = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
+        yield {"knobs.recompute": list(names) or None, **units}, "recompute as little as memory allows"
+
+
+def _microbatches(plan: Plan) -> Iterator[tuple[Changes, str]]:
+    sequences = plan.job.global_batch // plan.layout.dp
+    for size in divisors(sequences) if plan.layout.dp * sequences == plan.job.global_batch else []:
+        now = plan.job.micro_batch
+        if size != now and max(size, now) % min(size, now) == 0 and (max(size, now) // min(size, now)) in (2, 4, 8):
+            yield {"job.micro_batch": size}, "sweep of the microbatch"
+
+
+def _for_every_wall(plan: Plan) -> Iterator[tuple[Changes, str]]:
+    knobs = plan.knobs
+    for name in FUSIONS:
+        yield {f"knobs.{name}": not getattr(knobs, name)}, "kernels whose gain depends on shapes"
+    if plan.layout.gpus > 1:
+        for name in OVERLAPS:
+            yield {f"knobs.{name}": not getattr(knobs, name)}, "overlap whose gain depends on shapes"
+    if knobs.graphs:
+        for scope in knobs.graphs:
+            yield {"knobs.graphs": [s for s in knobs.graphs if s != scope] or None}, "fewer graph scopes"
+    if knobs.dispatcher in ("deepep", "hybridep"):
+        for count in DISPATCH_SMS:
+            yield {"knobs.dispatch_sms": count}, "multiprocessors of the dispatcher"
+    if can_be_priced(plan) and plan.layout.gpus > 1:
+        for trial in sensitivity(plan, estimate(plan)):
+            if trial.effect is not None and "job.micro_batch" not in trial.changes:
+                yield dict(trial.changes), "a neighbour of the layout"
