@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from threefold.cost.estimate import estimate
-from threefold.engine.tune.measure_plans import Measuring, measure_plans
+from threefold.engine.tune.plan_session import PlanSession
 from threefold.machine.inventory import this_machine
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.parse import parse
 
 Fields = dict[str, Any]
+WINDOW, LIMIT_SECONDS = {"warmup": 4, "steps": 8, "seconds": 7.0}, 180.0
 GPU = {"target": "threefold", "cluster.gpus": 1, "job.data": "synthetic", "knobs.expert_fusion": True}
 Q = {"model": "qwen3-30b-a3b", "model.num_layers": 6, "job.seq_len": 4096}
 SIXTEEN = {"knobs.optimizer_dtype": "bf16", "knobs.grad_dtype": "bf16", "knobs.master_weights": False}
@@ -129,24 +130,18 @@ def main() -> int:
     here = this_machine(try_kernels=False)
     rows: list[dict[str, Any]] = []
     for ranks, plans in jobs(here.chip or "", args.only):
-
-        def show(result: dict[str, Any], plans: dict[str, Fields] = plans) -> None:
-            plan = parse(plans[result["plan"]]).plan
-            assert plan is not None
-            if "error" in result:
-                print(f"{result['plan']:34} {result['error']}", flush=True)
-                return
-            predicted = estimate(plan if args.shipped else priced_here(plan)).time.step_seconds
-            row = {**result, "fields": plans[result["plan"]], "predicted": predicted}
-            rows.append({**row, "error": predicted / result["seconds"] - 1})
-            print(
-                f"{result['plan']:34} {1e3 * result['seconds']:9.1f} ms  {1e3 * predicted:9.1f} ms  "
-                f"{rows[-1]['error']:+7.1%}",
-                flush=True,
-            )
-
-        with tempfile.TemporaryDirectory() as folder:
-            measure_plans(plans, ranks, Measuring(8, 3, 7.0, 180.0), Path(folder), show)
+        with tempfile.TemporaryDirectory() as folder, PlanSession(Path(folder), ranks, {}) as session:
+            for name, fields in plans.items():
+                result = session.measure(fields, WINDOW, LIMIT_SECONDS)
+                if "error" in result:
+                    print(f"{name:34} {result['error']}", flush=True)
+                    continue
+                plan, taken = parse(fields).plan, statistics.median(result["steps"])
+                assert plan is not None
+                predicted = estimate(plan if args.shipped else priced_here(plan)).time.step_seconds
+                error = predicted / taken - 1
+                rows.append({"plan": name, "fields": fields, "seconds": taken, "predicted": predicted, "error": error})
+                print(f"{name:34} {1e3 * taken:9.1f} ms  {1e3 * predicted:9.1f} ms  {error:+7.1%}", flush=True)
     sizes = sorted(abs(row["error"]) for row in rows)
     print(f"{len(rows)} steps: mean error {statistics.mean(sizes):.1%}, largest {sizes[-1]:.1%}")
     said = {"machine": {**here.versions, "chip": here.chip}, "date": str(date.today()), "steps": rows}

@@ -1,6 +1,8 @@
 """Rates fitted to steps: known ones are found again, and what no step shows stays as it was."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +53,16 @@ def test_rates_that_no_step_shows_stay() -> None:
     fitted = fit_rates(steps_with(replace(SHIPPED, gemm=SHIPPED.gemm * 0.8)), SHIPPED)
     for name in ("alltoall", "collective", "latency_seconds", "hidden"):
         assert getattr(fitted, name) == getattr(SHIPPED, name)
+
+
+def test_the_shipped_rates_predict_the_engines_own_steps() -> None:
+    """What docs/log/estimate.md says of them."""
+    rows = json.loads((Path(__file__).parents[2] / "data" / "threefold_runs.json").read_text())
+    found = [(parse(row["fields"]).plan, row["seconds"]) for row in rows]
+    sizes = np.abs(errors([MeasuredStep(plan, seconds) for plan, seconds in found if plan], SHIPPED))
+    assert len(sizes) == len(rows) == 113
+    assert sizes.mean() < 0.026
+    assert np.quantile(sizes, 0.9) < 0.066
 
 
 def test_errors_of_steps_left_out_are_larger_than_those_of_the_fit() -> None:

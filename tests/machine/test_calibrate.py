@@ -11,8 +11,10 @@ import pytest
 from threefold.cli.main import main
 from threefold.cost.rates import calibration
 from threefold.cost.time.step import step_time
+from threefold.engine.tune.plan_session import Speed
+from threefold.findings import FindingsError
 from threefold.machine import calibrate as machine
-from threefold.machine.calibrate import Speed, assumed_rates, calibrate, write_chip_file
+from threefold.machine.calibrate import assumed_rates, calibrate, write_chip_file
 from threefold.machine.calibration_plans import calibration_plans
 from threefold.machine.own_chip_file import own_chip_path, priced_here
 from threefold.plan.parse import parse
@@ -25,21 +27,33 @@ SLOW = replace(SHIPPED, gemm=SHIPPED.gemm / 3, host_moe_seconds=SHIPPED.host_moe
 VERSIONS = {"torch": "2.13.0"}
 
 
-def fake_measuring(broken: tuple[str, ...] = ()) -> Callable[..., list[dict[str, Any]]]:
-    """Steps as a slow machine would take them, with one plan that runs out of memory."""
+class FakeSession:
+    """Steps as a slow machine would take them; some plans run out of memory."""
 
-    def measure(
-        plans: Mapping[str, Mapping[str, Any]], ranks: int, how: Any, folder: Path, on_result: Callable[..., None]
-    ) -> list[dict[str, Any]]:
-        on_result({"speed": {"what": "gemm fp32", "size": 1024, "rate": 3e10}})
-        for name, fields in plans.items():
-            plan = parse(fields).plan
-            assert plan
-            taken = {"error": "out of memory"} if name in broken else {"seconds": step_time(plan, SLOW).step_seconds}
-            on_result({"plan": name, **taken})
-        return []
+    def __init__(self, broken: tuple[str, ...], ranks: int) -> None:
+        self.broken = [dict(calibration_plans("cpu", ranks)[name]) for name in broken]
 
-    return measure
+    def __enter__(self) -> "FakeSession":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def speeds(self, fields: Mapping[str, Any], limit: float) -> list[Speed]:
+        return [Speed("gemm fp32", 1024, 3e10)]
+
+    def measure(self, fields: Mapping[str, Any], window: Mapping[str, Any], limit: float) -> dict[str, Any]:
+        plan = parse(fields).plan
+        assert plan
+        taken = step_time(plan, SLOW).step_seconds
+        return {"error": "out of memory"} if fields in self.broken else {"steps": [taken] * 3}
+
+
+def fake_sessions(*broken: str) -> Callable[..., FakeSession]:
+    def start(folder: Path, ranks: int, env: Mapping[str, str]) -> FakeSession:
+        return FakeSession(tuple(name for name in broken if name in calibration_plans("cpu", ranks)), ranks)
+
+    return start
 
 
 @pytest.fixture
@@ -49,8 +63,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *broken: str) -> machine.Calibrated:
-    measuring = pytest.importorskip("threefold.engine.tune.measure_plans")
-    monkeypatch.setattr(measuring, "measure_plans", fake_measuring(broken))
+    monkeypatch.setattr(machine, "PlanSession", fake_sessions(*broken))
     monkeypatch.setattr("threefold.engine.run.cpu_threads.num_cores", lambda: 1)  # as the shipped chip has it
     return calibrate("cpu", None, tmp_path, 60.0, lambda text: None, two_ranks=True)
 
@@ -70,7 +83,7 @@ def test_a_calibration_predicts_the_machine(cache: Path, tmp_path: Path, monkeyp
     assert [step.name for step in found.steps if step.seconds is None] == ["sinks"]
     assert max(map(abs, found.before)) > 0.2
     assert max(map(abs, found.after)) < 0.1
-    assert found.gpus == 2
+    assert (found.fitted.gpus, found.fitted.precisions) == (2, ("fp32",))
     write_chip_file(found, VERSIONS)
     plan = parse({"model": "tiny-mixtral", "target": "threefold", "cluster.chip": "cpu"}).plan
     assert plan
@@ -103,6 +116,21 @@ def test_later_commands_use_what_was_measured_and_say_so(
     assert estimated() == before
 
 
+def test_another_precision_is_not_calibrated(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chip_file(measured(monkeypatch, tmp_path), VERSIONS)
+    assert main(["estimate", RECIPE, "--json", "knobs.precision=bf16"]) == 0
+    assert not json.loads(capsys.readouterr().out)["calibrated"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FindingsError) as caught:
+        write_chip_file(measured(monkeypatch, tmp_path), VERSIONS, tmp_path / "file" / "cpu.toml")
+    assert caught.value.findings[0].rule == "file-writable"
+
+
 def test_speeds_become_rates() -> None:
     speeds = [
         Speed("gemm bf16", 256, 2e14),
@@ -132,9 +160,8 @@ def test_a_plan_for_another_chip_is_refused(capsys: pytest.CaptureFixture[str]) 
 def test_nothing_measured_is_a_finding(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measuring = pytest.importorskip("threefold.engine.tune.measure_plans")
     names = (*calibration_plans("cpu", 1), *calibration_plans("cpu", 2))
-    monkeypatch.setattr(measuring, "measure_plans", fake_measuring(names))
+    monkeypatch.setattr(machine, "PlanSession", fake_sessions(*names))
     assert main(["calibrate"]) == 1
     assert "error[steps-are-measured]" in capsys.readouterr().out
     assert not own_chip_path("cpu").exists()

@@ -166,10 +166,10 @@ def test_cures_for_memory_free_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chip", ["h100", "h200", "b200"])
 def test_chips_by_the_names_of_drivers(chip: str) -> None:
-    from threefold.profile.gemm_efficiency import find_chip
+    from threefold.spec.chips import chip_of_device
 
     for name in (f"NVIDIA {chip.upper()}", f"NVIDIA {chip.upper()} 80GB HBM3", f"NVIDIA-{chip.upper()}-SXM"):
-        found = find_chip(name)
+        found = chip_of_device(name)
         assert found is not None
         assert found.name == chip
-    assert find_chip("AMD Instinct MI300X") is None
+    assert chip_of_device("AMD Instinct MI300X") is None

@@ -122,7 +122,7 @@ class ForkedRanks:
         return [rank.pid for rank in self.ranks if rank.pid and rank.is_alive()]
 
     def codes(self) -> list[int | None]:
-        """Of ranks that ended, what they ended with; None of others."""
+        """The exit code of each rank; None where it still runs."""
         return [rank.exitcode for rank in self.ranks]
 
     def end(self) -> None:

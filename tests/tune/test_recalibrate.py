@@ -24,7 +24,7 @@ def test_a_machine_that_became_slower_is_predicted_slower(tmp_path: Path) -> Non
     shipped = calibration("threefold").rates
     plans = {name: build(fields) for name, fields in list(calibration_plans("cpu", 1).items())[:4]}
     path = tmp_path / "cpu.toml"
-    path.write_text(chip_file_text(CHIPS["cpu"], "a test", shipped, 0.1, 1))
+    path.write_text(chip_file_text(CHIPS["cpu"], "a test", ["fp32"], shipped, 0.1, 1))
     rows = [
         {"name": name, "fields": dict(plan.written), "seconds": step_time(plan, rates_of(plan)).step_seconds}
         for name, plan in plans.items()
@@ -60,6 +60,6 @@ def test_without_a_chip_file_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"steps": [{}]}', '{"steps": 3}'])
 def test_a_damaged_file_of_steps_is_said(text: str, tmp_path: Path) -> None:
     path = tmp_path / "cpu.toml"
-    path.write_text(chip_file_text(CHIPS["cpu"], "a test", calibration("threefold").rates, 0.1, 1))
+    path.write_text(chip_file_text(CHIPS["cpu"], "a test", ["fp32"], calibration("threefold").rates, 0.1, 1))
     path.with_suffix(".steps.json").write_text(text)
     assert "cannot be used" in (recalibrate("cpu", {}, path) or "")

@@ -14,6 +14,7 @@ from threefold.plan.plan import Plan
 from threefold.report.calibration import calibration_text
 from threefold.rules.all import check, errors, promoted
 from threefold.spec.chips import CHIPS
+from threefold.units import format_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import threefold.engine.tune.measure_plans  # noqa: F401  a missing package is said before anything is measured
+    import threefold.engine.tune.trial_steps  # noqa: F401  a missing package is said before anything is measured
 
     plan = None
     here = this_machine(try_kernels=False)
@@ -53,20 +54,30 @@ def _run(args: argparse.Namespace) -> int:
         plan = parsed.plan
         if plan is None or (blocking := errors(promoted(check(plan, notes=False)))):
             return print_findings(in_order(findings if plan is None else blocking), args.json)
-        _tune_kernels(plan, here)
     chip = here.chip
     if chip not in CHIPS:
         name = here.gpus[0].name if here.gpus else "this machine"
         advice = f"the known ones are {', '.join(CHIPS)}"
         raise FindingsError([Finding(rule="known-value", at="chip", problem=f"{name} is no known chip", advice=advice)])
-    if plan is not None and plan.cluster.chip != chip:
+    if plan is not None:
+        _check_runs_here(plan, chip, here)
+        _tune_kernels(plan, here)
+    with tempfile.TemporaryDirectory() as folder:
+        found = calibrate(chip, plan, Path(folder), args.budget, _say, two_ranks=chip == "cpu")
+    return _tell(args, found, here)
+
+
+def _check_runs_here(plan: Plan, chip: str, here: Machine) -> None:
+    """Raise where the plan is for another chip, or for more GPUs than there are."""
+    if plan.cluster.chip != chip:
         problem = f"the plan runs on {plan.cluster.chip}, this machine has {chip}"
         raise FindingsError(
             [Finding(rule="known-value", at="cluster.chip", problem=problem, fix={"cluster.chip": chip})]
         )
-    with tempfile.TemporaryDirectory() as folder:
-        found = calibrate(chip, plan, Path(folder), args.budget, _say, two_ranks=chip == "cpu")
-    return _tell(args, found, here)
+    if here.gpus and plan.cluster.gpus > len(here.gpus):
+        problem = f"{format_many(plan.cluster.gpus, 'rank')}; this machine has {format_many(len(here.gpus), 'GPU')}"
+        advice = "calibrate without a plan, or with one that runs here"
+        raise FindingsError([Finding(rule="ranks-start-here", at="cluster.gpus", problem=problem, advice=advice)])
 
 
 def _tune_kernels(plan: Plan, here: Machine) -> None:
@@ -75,11 +86,13 @@ def _tune_kernels(plan: Plan, here: Machine) -> None:
         return
     from threefold.engine.tune.attention_kernels import tune_attention_of_plan
     from threefold.engine.tune.expert_kernels import tune_experts_of_plan
+    from threefold.engine.tune.trial_steps import free_gpu_memory
 
     for shape, choice in tune_experts_of_plan(plan).items():
         _say(f"experts {shape}: {choice}")
     for one in tune_attention_of_plan(plan, _say):
         _say(f"attention of dim {one.dim} at {one.length}: " + ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked()))
+    free_gpu_memory()
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from threefold.cli.inputs import add_chip_file, on_measured_chip, print_findings
+from threefold.cli.out import is_written
 from threefold.compare.comparison import Comparison, compare_sides
 from threefold.compare.sides import Profile, open_side
 from threefold.cost.chip_file import read_chip_file
@@ -117,15 +118,12 @@ def _window(text: str) -> tuple[int, int]:
 
 
 def _plot(found: Comparison, path: str) -> int:
-    try:
+    def draw() -> None:
         from threefold.report.compare.comparison_plot import plot_comparison
-    except ImportError:
-        print("threefold compare: --plot needs matplotlib: pip install threefold[report]", file=sys.stderr)
-        return 1
-    try:
+
         plot_comparison(found, path)
-    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
-        print(f"threefold compare: cannot write {path}: {error}", file=sys.stderr)
+
+    if not is_written("compare", path, draw):
         return 1
     print(f"wrote {path}", file=sys.stderr)
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.out import is_written
 from threefold.cli.rehearse import as_the_engine_runs, end_progress, loads_from, progress
 from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
@@ -100,33 +101,20 @@ def _tell(args: argparse.Namespace, found: "Rehearsal") -> int:
         print()
     else:
         print(rehearsal_text(found))
-    written = not args.timeline or _write(args.timeline, json.dumps([_line(rank) for rank in found.ranks]))
-    drawn = not args.plot or _plot(found, args.plot)
+    written = not args.timeline or is_written("dry-run", args.timeline, lambda: _write_timeline(found, args.timeline))
+    drawn = not args.plot or is_written("dry-run", args.plot, lambda: _plot(found, args.plot))
     return 1 if errors(found.findings) or not (written and drawn) else 0
 
 
-def _plot(found: "Rehearsal", path: str) -> bool:
-    try:
-        from threefold.report.rehearsal_plot import plot_rehearsal
+def _plot(found: "Rehearsal", path: str) -> None:
+    from threefold.report.rehearsal_plot import plot_rehearsal
 
-        plot_rehearsal(found, path)
-    except ImportError:
-        print("threefold dry-run: --plot needs matplotlib: pip install 'threefold[report]'", file=sys.stderr)
-        return False
-    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
-        print(f"threefold dry-run: cannot write {path}: {error}", file=sys.stderr)
-        return False
-    return True
+    plot_rehearsal(found, path)
+
+
+def _write_timeline(found: "Rehearsal", path: str) -> None:
+    Path(path).write_text(json.dumps([_line(rank) for rank in found.ranks]), encoding="utf-8")
 
 
 def _line(rank: "RankRehearsal") -> dict[str, object]:
     return {"rank": rank.rank, "stage": rank.stage, "peak_bytes": rank.peak_bytes, "points": list(rank.timeline)}
-
-
-def _write(path: str, text: str) -> bool:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"threefold dry-run: cannot write {path}: {error.strerror}", file=sys.stderr)
-        return False
-    return True

@@ -1,4 +1,5 @@
-"""Standard output and error as a shell may hand them over: closed, on a full disk, or with a reader that leaves."""
+"""Where answers go: standard output and error as a shell may hand them over (closed, on a full disk, or with a reader
+that leaves), and files beside them."""
 
 import errno
 import io
@@ -54,3 +55,18 @@ def standard_streams() -> Iterator[Out]:
 
 def _nowhere() -> TextIO:
     return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def is_written(verb: str, path: str, write: Callable[[], object]) -> bool:
+    """Write a file that was asked for beside the answer; False, and one line, where that fails or matplotlib lacks."""
+    try:
+        write()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print(f"threefold {verb}: a picture needs matplotlib: pip install 'threefold[report]'", file=sys.stderr)
+        return False
+    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
+        print(f"threefold {verb}: cannot write {path}: {error}", file=sys.stderr)
+        return False
+    return True

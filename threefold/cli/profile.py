@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 from threefold.cli.inputs import print_findings
+from threefold.cli.out import is_written
 from threefold.findings import FindingsError, in_order
 from threefold.plan.file import read_plan
+from threefold.plan.parse import free_findings
 from threefold.profile.analyse import Profile, profile_traces
 from threefold.report.profile import profile_text
 from threefold.rules.all import errors
@@ -44,12 +46,12 @@ def run(args: argparse.Namespace) -> int:
         parsed = read_plan(args.plan)
         plan = parsed.plan
         if plan is None or errors(parsed.findings):
-            return print_findings(in_order(parsed.findings), args.json)
+            return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
     try:
         found = profile_traces([Path(name) for name in args.traces], plan)
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
-    written = out is None or _write(found, out)
+    written = out is None or is_written("profile", out, lambda: _write(found, out))
     if args.json:
         json.dump(found.to_json(), sys.stdout, indent=2)
         print()
@@ -58,24 +60,14 @@ def run(args: argparse.Namespace) -> int:
     return 0 if written else 1
 
 
-def _write(found: Profile, path: str) -> bool:
-    try:
-        if path.endswith(TRACE_SUFFIXES):
-            from threefold.report.profile_trace import write_annotated_trace
+def _write(found: Profile, path: str) -> None:
+    if path.endswith(TRACE_SUFFIXES):
+        from threefold.report.profile_trace import write_annotated_trace
 
-            write_annotated_trace(found, Path(path))
-        elif path.endswith(PICTURE_SUFFIXES):
-            from threefold.report.profile_plot import write_picture
+        write_annotated_trace(found, Path(path))
+    elif path.endswith(PICTURE_SUFFIXES):
+        from threefold.report.profile_plot import write_picture
 
-            write_picture(found, Path(path))
-        else:
-            Path(path).write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        print("threefold profile: a picture needs matplotlib: pip install 'threefold[report]'", file=sys.stderr)
-        return False
-    except (OSError, ValueError) as error:
-        print(f"threefold profile: cannot write {path}: {error}", file=sys.stderr)
-        return False
-    return True
+        write_picture(found, Path(path))
+    else:
+        Path(path).write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")

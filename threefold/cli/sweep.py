@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.out import is_written
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides
@@ -92,15 +93,12 @@ def _sets_nothing(path: str, value: str) -> Finding:
 
 
 def _plot(found: Sweep, path: str) -> int:
-    try:
+    def draw() -> None:
         from threefold.report.plot import plot_sweep
-    except ImportError:
-        print("threefold sweep: --plot needs matplotlib: pip install threefold[report]", file=sys.stderr)
-        return 1
-    try:
+
         plot_sweep(found, path)
-    except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
-        print(f"threefold sweep: cannot write {path}: {error}", file=sys.stderr)
+
+    if not is_written("sweep", path, draw):
         return 1
     print(f"wrote {path}", file=sys.stderr)
     return 0

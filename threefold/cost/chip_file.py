@@ -2,6 +2,7 @@
 
     chip = "h100"
     measured = "2026-11-15 on 1 x H100, torch 2.11"
+    precisions = ["bf16"]
     [facts]
     memory_bandwidth = 3.2e12
     [peak_flops]
@@ -17,7 +18,7 @@ writes one, with the error of its fit and the GPUs of the steps behind it; `mach
 `threefold estimate --chip-file FILE` and `threefold plan --chip-file FILE` read any other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,15 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
     raw, findings = load_toml(Path(path), "chip", EXAMPLE)
     if findings:
         return None, findings
-    known = ("chip", "measured", *TABLES)
+    known = ("chip", "measured", "precisions", *TABLES)
     findings += [_unknown(name, known) for name in raw if name not in known]
     shipped = _shipped(raw.get("chip"), findings)
     measured = raw.get("measured", "")
     if not isinstance(measured, str):
         findings.append(_wrong_type("measured", measured, "text: when and on what it was measured"))
+    precisions = raw.get("precisions", [])
+    if not isinstance(precisions, list) or not all(isinstance(name, str) for name in precisions):
+        findings.append(_wrong_type("precisions", precisions, "a list of texts: those that were measured"))
     tables = {name: _table(raw, name, findings) for name in TABLES}
     prior = Rates()
     numbers = [f.name for f in fields(Rates) if isinstance(getattr(prior, f.name), float)]
@@ -92,16 +96,20 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
             measured_rates=measured_rates,
             measured_error=fit.get("error"),
             measured_gpus=round(fit.get("gpus", 1)),
+            measured_precisions=tuple(precisions),
         )
     ), []
 
 
-def chip_file_text(spec: ChipSpec, measured: str, rates: Rates, error: float, gpus: int) -> str:
-    """A chip file with the rates of a fit."""
+def chip_file_text(
+    spec: ChipSpec, measured: str, precisions: Sequence[str], rates: Rates, error: float, gpus: int
+) -> str:
+    """A chip file with the rates of a fit to steps in some precisions and of so many GPUs at most."""
     numbers = {name: float(f"{value:.6g}") for name, value in rates_to(rates).items() if isinstance(value, float)}
     fit = {"error": float(f"{error:.3g}"), "gpus": gpus}
     facts = {"facts": {"cores": spec.cores}} if spec.architecture == "cpu" else {}
-    return tomli_w.dumps({"chip": spec.name, "measured": measured, "fit": fit, **facts, "rates": numbers})
+    head = {"chip": spec.name, "measured": measured, "precisions": list(precisions)}
+    return tomli_w.dumps({**head, "fit": fit, **facts, "rates": numbers})
 
 
 def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:

@@ -207,7 +207,8 @@ def _is_calibrated(plan: Plan, basis: Calibration, used: Rates) -> bool:
     Rates or facts that somebody wrote into a chip file are nearer to a machine, but no run has tested them.
     """
     if plan.chip.measured_error is not None and plan.target == "threefold":
-        return plan.layout.gpus <= plan.chip.measured_gpus
+        is_measured = plan.knobs.precision in plan.chip.measured_precisions
+        return is_measured and plan.layout.gpus <= plan.chip.measured_gpus
     chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
     shipped = plan.cluster.measured is None and used == basis.rates
     near = f"{chip}:{precision}" in basis.seen and plan.model.is_moe

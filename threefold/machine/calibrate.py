@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from threefold.cost.chip_file import chip_file_text
@@ -23,25 +24,18 @@ from threefold.cost.fit_rates import (
     held_out_errors,
 )
 from threefold.cost.rates import Rates, calibration, rates_to
+from threefold.engine.tune.plan_session import PlanSession, Speed
+from threefold.findings import Finding, FindingsError
 from threefold.machine.calibration_plans import calibration_plans
 from threefold.machine.own_chip_file import own_chip_path
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
+from threefold.safe_files import write_aside
 from threefold.spec.chips import CHIPS, ChipSpec
 
-STEPS, WARMUP = 24, 4  # short steps vary most; PLAN_SECONDS cuts the long ones
-PLAN_SECONDS, LIMIT_SECONDS = 4.0, 120.0
-HEAD_DIM_OF_RATE = 128  # whose attention runs at the rate `attention`; smaller heads are slower
+WINDOW = {"warmup": 4, "steps": 24, "seconds": 4.0}  # short steps vary most; the seconds cut the long ones
+LIMIT_SECONDS = 120.0
 BAND = 0.9  # quantile of the held-out errors that is the error of the fit
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What the machine reached: FLOP/s, bytes/s or launches/s at a size."""
-
-    what: str
-    size: int
-    rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +57,7 @@ class Calibrated:
     steps: tuple[StepResult, ...]
     before: tuple[float, ...]  # errors of the measured steps with the rates as they were
     after: tuple[float, ...]  # and with the fitted ones
-    rates: Rates
-    error: float  # of a step that the fit has not seen
-    gpus: int
+    fitted: "FittedRates"
 
     @property
     def chip(self) -> str:
@@ -83,11 +75,11 @@ class Calibrated:
         return {
             "level": "measured",
             "chip": self.chip,
-            "error": self.error,
+            "error": self.fitted.error,
             "speeds": [asdict(speed) for speed in self.speeds],
             "steps": steps,
             "failed": {step.name: step.trouble for step in self.steps if step.seconds is None},
-            "rates": rates_to(self.rates),
+            "rates": rates_to(self.fitted.rates),
         }
 
 
@@ -100,57 +92,64 @@ def calibrate(
     two_ranks: bool = False,
 ) -> Calibrated:
     """Measure and fit. `plan` is measured besides the small plans; `two_ranks` measures exchanges on a CPU."""
-    from threefold.engine.tune.measure_plans import Measuring, measure_plans
-
     began = time.monotonic()
-    spec, speeds, steps = CHIPS[chip], list[Speed](), list[StepResult]()
-    if spec.architecture == "cpu":
-        from threefold.engine.run.cpu_threads import num_cores
-
-        spec = replace(spec, cores=num_cores())
+    spec, speeds, steps = _with_cores(CHIPS[chip]), list[Speed](), list[StepResult]()
     jobs = [(1, calibration_plans(chip, 1, "fp8" in spec.peak_flops))]
     if two_ranks:
         jobs.append((2, calibration_plans(chip, 2)))
     if plan is not None:
         jobs.insert(0, (plan.cluster.gpus, {"the plan": {**dict(plan.written), "job.data": "synthetic"}}))
     for ranks, plans in jobs:
-        left = budget_seconds - (time.monotonic() - began)
-        parsed = {name: _plan(fields).on_chip(spec) for name, fields in plans.items()}
-
-        def keep(result: dict[str, Any], parsed: Mapping[str, Plan] = parsed) -> None:
-            if "speed" in result:
-                speeds.append(Speed(**result["speed"]))
-                say(f"{speeds[-1].what} at {speeds[-1].size}")
-                return
-            name = result["plan"]
-            steps.append(StepResult(name, parsed[name], result.get("seconds"), result.get("error", "")))
-            taken = result.get("seconds")
-            say(f"{name}: " + (steps[-1].trouble if taken is None else f"{1e3 * taken:.1f} ms a step"))
-
-        how = Measuring(STEPS, WARMUP, PLAN_SECONDS, LIMIT_SECONDS, not speeds or ranks > 1, left)
-        measure_plans(plans, ranks, how, folder, keep)
-    return _fitted(spec, speeds, steps)
+        with PlanSession(folder, ranks, {}) as session:
+            if not speeds or ranks > 1:
+                say("speeds of the machine" + (f" with {ranks} ranks" if ranks > 1 else ""))
+                speeds += session.speeds(next(iter(plans.values())), LIMIT_SECONDS)
+            for name, fields in plans.items():
+                if time.monotonic() - began > budget_seconds:
+                    break
+                result = session.measure(fields, WINDOW, LIMIT_SECONDS)
+                taken = median(result["steps"]) if result.get("steps") else None
+                steps.append(StepResult(name, _plan(fields).on_chip(spec), taken, result.get("error", "")))
+                say(f"{name}: " + (steps[-1].trouble if taken is None else f"{1e3 * taken:.1f} ms a step"))
+    return _calibrated(spec, speeds, steps)
 
 
-def _fitted(spec: ChipSpec, speeds: Sequence[Speed], steps: Sequence[StepResult]) -> Calibrated:
-    shipped = calibration("threefold").rates
-    assumed = assumed_rates(shipped, spec, speeds)
-    measured = [MeasuredStep(step.plan, step.seconds) for step in steps if step.seconds is not None]
-    gpus = max((step.plan.layout.gpus for step in measured), default=1)
+def _with_cores(spec: ChipSpec) -> ChipSpec:
+    """A CPU with the cores of this machine."""
+    if spec.architecture != "cpu":
+        return spec
+    from threefold.engine.run.cpu_threads import num_cores
+
+    return replace(spec, cores=num_cores())
+
+
+@dataclass(frozen=True, slots=True)
+class FittedRates:
+    """Rates that were fitted to steps of a machine."""
+
+    rates: Rates
+    error: float  # of a step that the fit has not seen, in nine of ten cases
+    gpus: int  # the most ranks of a step
+    precisions: tuple[str, ...]  # of the steps
+
+
+def fit_machine(steps: Sequence[MeasuredStep], assumed: Rates) -> FittedRates:
+    """Fit the rates that steps of so many ranks show."""
+    gpus = max((step.plan.layout.gpus for step in steps), default=1)
     candidates = (*RATES_OF_ONE_RANK, *(RATES_OF_RANKS if gpus > 1 else ()))
     names = [name for name in candidates if getattr(assumed, name) > 0]
-    rates = fit_rates(measured, assumed, names)
-    held_out = sorted(abs(error) for error in held_out_errors(measured, assumed, names, rates))
-    return Calibrated(
-        spec=spec,
-        speeds=tuple(speeds),
-        steps=tuple(steps),
-        before=tuple(errors(measured, shipped)),
-        after=tuple(errors(measured, rates)),
-        rates=rates,
-        error=held_out[math.ceil(BAND * len(held_out)) - 1] if held_out else 1.0,
-        gpus=gpus,
-    )
+    rates = fit_rates(steps, assumed, names)
+    held_out = sorted(abs(error) for error in held_out_errors(steps, assumed, names, rates))
+    error = held_out[math.ceil(BAND * len(held_out)) - 1] if held_out else 1.0
+    return FittedRates(rates, error, gpus, tuple(sorted({step.plan.knobs.precision for step in steps})))
+
+
+def _calibrated(spec: ChipSpec, speeds: Sequence[Speed], steps: Sequence[StepResult]) -> Calibrated:
+    shipped = calibration("threefold").rates
+    measured = [MeasuredStep(step.plan, step.seconds) for step in steps if step.seconds is not None]
+    fitted = fit_machine(measured, assumed_rates(shipped, spec, speeds))
+    before, after = errors(measured, shipped), errors(measured, fitted.rates)
+    return Calibrated(spec, tuple(speeds), tuple(steps), tuple(before), tuple(after), fitted)
 
 
 def assumed_rates(shipped: Rates, spec: ChipSpec, speeds: Sequence[Speed]) -> Rates:
@@ -182,12 +181,23 @@ def write_chip_file(found: Calibrated, versions: Mapping[str, str | None], path:
     path = path or own_chip_path(found.chip)
     torch = versions.get("torch") or "unknown"
     measured = f"{len(found.measured)} steps measured on this machine, {date.today()}, torch {torch}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(chip_file_text(found.spec, measured, found.rates, found.error, found.gpus), encoding="utf-8")
     rows = [{"name": s.name, "fields": dict(s.plan.written), "seconds": s.seconds} for s in found.measured]
     said = {"machine": dict(versions), "date": str(date.today()), "steps": rows}
-    path.with_suffix(".steps.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    save_chip_file(path, found.spec, measured, found.fitted, said)
     return path
+
+
+def save_chip_file(path: Path, spec: ChipSpec, measured: str, fitted: FittedRates, steps: Mapping[str, Any]) -> None:
+    """Write a chip file and the steps behind it. A file that cannot be written is a finding."""
+    text = chip_file_text(spec, measured, fitted.precisions, fitted.rates, fitted.error, fitted.gpus)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(path, text.encode())
+        write_aside(path.with_suffix(".steps.json"), (json.dumps(steps, indent=1) + "\n").encode())
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror or error}"
+        finding = Finding(rule="file-writable", at=str(path), problem=problem, advice="give another file with --out")
+        raise FindingsError([finding]) from None
 
 
 def _plan(fields: Mapping[str, Any]) -> Plan:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from threefold.machine.packages import PACKAGES, PackageStatus, check_package
-from threefold.spec.chips import CHIPS
+from threefold.spec.chips import chip_of_device
 from threefold.units import MIB
 
 
@@ -26,10 +26,9 @@ class Gpu:
 
     @property
     def chip(self) -> str | None:
-        """The name in `spec/chips.py`. The longest match counts, because "GB200" also contains "B200"."""
-        reported = self.name.lower()
-        matches = [name for name in CHIPS if name in reported]
-        return max(matches, key=len, default=None)
+        """The name in `spec/chips.py`."""
+        found = chip_of_device(self.name)
+        return found.name if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,10 @@ def own_chip_path(chip: str) -> Path:
 def own_chip_file(chip: str) -> ChipFile | None:
     """The measurements of this machine for a chip, if there are any. A file that cannot be read is left out aloud."""
     path = own_chip_path(chip)
-    if not path.exists():
+    try:
+        if not path.exists():
+            return None
+    except OSError:  # a cache folder that this user may not look into
         return None
     found, findings = read_chip_file(str(path))
     if findings:

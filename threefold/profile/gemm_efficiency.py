@@ -17,7 +17,7 @@ import numpy as np
 from threefold.profile.classify import Classified
 from threefold.profile.kernel_names import COMPUTE
 from threefold.profile.trace import Ints, Trace
-from threefold.spec.chips import CHIPS, ChipSpec
+from threefold.spec.chips import ChipSpec
 
 # Bytes of an element and the GEMM format of a chip's peaks, by the names that profilers write.
 _DTYPES = {
@@ -50,14 +50,8 @@ class GemmEfficiency:
         return self.peak_seconds / self.attainable_seconds
 
 
-def find_chip(device_name: str) -> ChipSpec | None:
-    """The chip by the name that the driver gives it, such as `NVIDIA H100 80GB HBM3`."""
-    words = device_name.lower().replace("-", " ").split()
-    return next((CHIPS[word] for word in words if word in CHIPS and word != "cpu"), None)
-
-
 def gemm_efficiency(trace: Trace, found: Classified, chosen: Ints, chip: ChipSpec) -> GemmEfficiency | None:
-    """Of the chosen device spans; None where no shape is known."""
+    """What the GEMMs among the chosen device spans reach; None where the trace tells no shape of them."""
     mine = chosen[(found.label == _COMPUTE)[chosen] & (found.operator_link[chosen] >= 0)]
     links, where = np.unique(found.operator_link[mine], return_inverse=True)
     spans = trace.device_spans

@@ -15,11 +15,11 @@ import numpy as np
 from threefold.layout.degrees import Layout
 from threefold.profile.axes import axes_of
 from threefold.profile.classify import EVIDENCE, Classified, classify
-from threefold.profile.gemm_efficiency import GemmEfficiency, find_chip, gemm_efficiency
+from threefold.profile.gemm_efficiency import GemmEfficiency, gemm_efficiency
 from threefold.profile.intervals import Union, gaps, subtract, union
 from threefold.profile.kernel_names import CLASSES, COMMUNICATION, COMPUTE, UNKNOWN, compute_family
 from threefold.profile.trace import Device, Ints, MemoryUse, Trace
-from threefold.spec.chips import ChipSpec
+from threefold.spec.chips import ChipSpec, chip_of_device
 
 _SYNC = re.compile(r"Synchronize|cudaEventQuery")
 _ALLOCATOR = re.compile(r"^(cuda|hip)(Malloc|Free)(?!Host|Async)|^cuMem(Create|Unmap|Release)")
@@ -128,7 +128,7 @@ def _measure(
         if len(own):
             by_axis[axis] = Overlap(own.seconds, subtract(own, compute).seconds)
     kernels = chosen[label == CLASSES.index(COMPUTE)]
-    known_chip = None if device.is_cpu else find_chip(device.name) or chip
+    known_chip = None if device.is_cpu else chip_of_device(device.name) or chip
     is_weak = found.evidence[chosen] == EVIDENCE.index("region")
     calls, seconds = _allocator_calls(trace)
     return DeviceWalls(

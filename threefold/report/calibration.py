@@ -1,6 +1,7 @@
 """A calibration as text: what the machine reached, and each measured step beside its predictions."""
 
-from threefold.machine.calibrate import Calibrated, Speed
+from threefold.engine.tune.plan_session import Speed
+from threefold.machine.calibrate import Calibrated
 from threefold.report.terminal import table
 from threefold.units import format_bytes
 
@@ -18,8 +19,8 @@ def calibration_text(found: Calibrated) -> str:
     parts = [
         table(["measured", "size", "reached"], speeds),
         table(["step", "measured", "predicted before", "predicted now"], steps),
-        f"A step that was not measured is predicted within {found.error:.0%} in nine of ten cases, judged by leaving "
-        "each of these out of the fit.",
+        f"A step that was not measured is predicted within {found.fitted.error:.0%} in nine of ten cases, "
+        "judged by leaving some of these out of the fit.",
     ]
     return "\n\n".join(parts)
 

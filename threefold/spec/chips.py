@@ -27,6 +27,7 @@ class ChipSpec:
     cores: int = 1  # of a CPU, which its ranks share
     measured_error: float | None = None  # of predicted steps on the machine that a chip file describes
     measured_gpus: int = 1  # of the steps behind that error
+    measured_precisions: tuple[str, ...] = ()  # of the steps behind that error
 
     @property
     def is_rack_scale(self) -> bool:
@@ -38,6 +39,13 @@ class ChipSpec:
         wanted = gemm_format(precision)
         found = wanted if wanted in self.peak_flops else "bf16"
         return found, self.peak_flops[found]
+
+
+def chip_of_device(name: str) -> ChipSpec | None:
+    """The chip by the name that the driver gives a device, such as "NVIDIA H100 80GB HBM3". The longest match counts,
+    because "GB200" also contains "B200"."""
+    matches = [chip for chip in CHIPS if chip in name.lower() and chip != "cpu"]
+    return CHIPS[max(matches, key=len)] if matches else None
 
 
 def gemm_format(precision: str) -> str:

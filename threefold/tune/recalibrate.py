@@ -4,8 +4,6 @@
 say little about other plans, and `threefold calibrate` measures those too.
 """
 
-import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +11,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from threefold.cost.chip_file import chip_file_text, read_chip_file
-from threefold.cost.fit_rates import RATES_OF_ONE_RANK, RATES_OF_RANKS, MeasuredStep, fit_rates, held_out_errors
+from threefold.cost.chip_file import read_chip_file
+from threefold.cost.fit_rates import MeasuredStep
 from threefold.cost.rates import calibration
 from threefold.findings import FindingsError
-from threefold.machine.calibrate import BAND
+from threefold.machine.calibrate import fit_machine, save_chip_file
 from threefold.machine.own_chip_file import own_chip_path
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
-from threefold.safe_files import read_json_object, write_aside
+from threefold.safe_files import read_json_object
 from threefold.tune.ledger import Ledger
 
 MOST_PLANS = 12  # of one tuning: more of them would outweigh the machine's other steps
@@ -56,17 +54,10 @@ def recalibrate(
         return f"{path} cannot be used: {findings[0].problem}"
     new = [MeasuredStep(_plan(fields), seconds) for fields, seconds in measured.values()]
     steps = [replace(step, plan=step.plan.on_chip(found.spec)) for step in (*old, *new)]
-    assumed = found.rates_over(calibration("threefold").rates)
-    gpus = max(step.plan.layout.gpus for step in steps)
-    names = [n for n in (*RATES_OF_ONE_RANK, *(RATES_OF_RANKS if gpus > 1 else ())) if getattr(assumed, n) > 0]
-    rates = fit_rates(steps, assumed, names)
-    apart = sorted(abs(error) for error in held_out_errors(steps, assumed, names, rates))
-    band = apart[math.ceil(BAND * len(apart)) - 1]
+    fitted = fit_machine(steps, found.rates_over(calibration("threefold").rates))
     said = f"{len(steps)} steps measured on this machine, {len(new)} of them by tune, {date.today()}"
-    write_aside(path, chip_file_text(found.spec, said, rates, band, gpus).encode())
-    kept["steps"] = [*rows, *_rows(measured)]
-    write_aside(steps_path, (json.dumps(kept, indent=1) + "\n").encode())
-    return f"{path}: rates fitted to {said}; error {band:.0%}"
+    save_chip_file(path, found.spec, said, fitted, {**kept, "steps": [*rows, *_rows(measured)]})
+    return f"{path}: rates fitted to {said}; error {fitted.error:.0%}"
 
 
 def _rows(measured: Mapping[str, tuple[Mapping[str, Any], float]]) -> Sequence[dict[str, Any]]:

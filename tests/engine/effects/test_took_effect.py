@@ -109,7 +109,8 @@ def test_a_step_without_overlap_counts_exchanges_that_nothing_ran_beside() -> No
 
 def test_only_the_first_forward_and_the_last_backward_run_alone() -> None:
     overlapped = effect_of(observe(OVERLAP), "ep_overlap")
-    # Of 4 microbatches' 16 exchanges on each of 2 ranks, those of the first forward and the last backward: 2 + 2.
+    # Each of the 2 ranks has 4 microbatches with 4 exchanges: 32. Nothing runs beside the 2 exchanges of the first
+    # forward and the 2 of the last backward, on either rank: 8.
     assert overlapped.ran == "24 of 32 overlapped"
 
 

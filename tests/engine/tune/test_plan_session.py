@@ -53,6 +53,13 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-4)
 
 
+def test_speeds_of_two_ranks_have_their_exchanges(tmp_path: Path) -> None:
+    with PlanSession(tmp_path, 2, {}) as session:
+        found = session.speeds({**TINY, "cluster.gpus": 2, "layout.ep": 2}, LIMIT_SECONDS)
+    assert all(speed.rate > 0 for speed in found)
+    assert {"gemm fp32", "attention", "copy", "launch", "all-to-all ep", "all-reduce dp"} <= {one.what for one in found}
+
+
 FAKE = """import json, os, signal, sys, time
 done = 0
 while True:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from threefold.engine.dist.collectives import all_reduce, all_to_all
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.tune.step_times import synchronized_time
+from threefold.engine.tune.plan_session import Speed
+from threefold.engine.tune.trial_steps import synchronized_time
 from threefold.units import KIB, MIB
 
 REPEATS = 7
@@ -40,17 +41,9 @@ GPU_SIZES = Sizes(4096, (256, 1024, 4096, 16384), (32, 2048, 768), (32, 256, 102
 CPU_SIZES = Sizes(512, (64, 256, 1024), (8, 256, 256), (16, 128), 8, 64, (128, 512, 1024), 2**26)
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """One measurement."""
-
-    what: str  # "gemm bf16", "attention", "copy", "launch", "alltoall ep"
-    size: int  # rows, tokens of a sequence, or bytes
-    rate: float  # FLOP/s, bytes/s, or launches/s
-
-
-def machine_speeds(device: torch.device, mesh: Mesh | None = None) -> Iterator[Speed]:
-    """All measurements, one after the other."""
+def machine_speeds(mesh: Mesh) -> Iterator[Speed]:
+    """All measurements, one after the other; collectives of the axes that have several ranks."""
+    device = mesh.device
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     yield from _gemms(device, sizes, dtype)
@@ -58,10 +51,9 @@ def machine_speeds(device: torch.device, mesh: Mesh | None = None) -> Iterator[S
     yield from _attention(device, sizes, dtype)
     yield from _copies(device, sizes)
     yield from _launches(device)
-    if mesh is not None:
-        for axis in ("tp", "cp", "dp", "ep"):
-            if not (group := mesh.group(axis)).is_trivial:
-                yield from _collectives(device, axis, group)
+    for axis in ("tp", "cp", "dp", "ep"):
+        if not (group := mesh.group(axis)).is_trivial:
+            yield from _collectives(device, axis, group)
 
 
 def _gemms(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Iterator[Speed]:

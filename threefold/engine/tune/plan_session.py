@@ -1,21 +1,34 @@
 """Measures trials one after the other in processes that stay alive between them, because starting ranks takes longer
 than measuring them.
 
-`threefold/tune/engine_measurer.py` uses a `PlanSession`. A crash, a full memory or a hang is the result of the trial in
-which it happened; the next trial starts new processes. All plans of a session have the same number of ranks.
+`threefold calibrate` and `threefold tune` use a `PlanSession`. A crash, a full memory or a hang is the result of the
+trial in which it happened; the next trial starts new processes. All plans of a session have the same number of ranks.
+This module imports no torch.
 """
 
 import json
+import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from threefold.engine.launch.rank_process import RankProcess, start_rank
-from threefold.engine.tune.measure_plans import POLL_SECONDS, failure_reason, rank_variables
 
 RANK_MODULE = ["-m", "threefold.engine.tune.session_rank"]
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What the machine reaches at one size."""
+
+    what: str  # "gemm bf16", "attention", "copy", "launch", "all-to-all ep"
+    size: int  # rows, tokens of a sequence, or bytes
+    rate: float  # FLOP/s, bytes/s, or launches/s
 
 
 class PlanSession:
@@ -27,12 +40,26 @@ class PlanSession:
         self._processes: list[RankProcess] = []
         self._num_jobs = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
     def measure(self, fields: Mapping[str, Any], window: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
         """The result of `run_trial` on the first rank, or `error`: why there is none."""
+        return self._run({"fields": dict(fields), "window": dict(window)}, limit_seconds)
+
+    def speeds(self, fields: Mapping[str, Any], limit_seconds: float) -> list[Speed]:
+        """What the machine reaches, with the collectives of the axes of this plan; none where that fails."""
+        result = self._run({"fields": dict(fields), "window": None}, limit_seconds)
+        return [Speed(**speed) for speed in result.get("speeds", ())]
+
+    def _run(self, job: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
         if not self._processes:
             self._start()
         with self._jobs.open("a", encoding="utf-8") as jobs:
-            jobs.write(json.dumps({"fields": dict(fields), "window": dict(window)}) + "\n")
+            jobs.write(json.dumps(job) + "\n")
         self._num_jobs += 1
         result = self._wait(limit_seconds)
         if "error" in result:  # memory that a failed plan left behind must not fail the next one
@@ -52,7 +79,7 @@ class PlanSession:
             path.write_text("", encoding="utf-8")
         self._num_jobs = 0
         argv = [sys.executable, *RANK_MODULE, str(self._jobs), str(self._results)]
-        for rank, variables in enumerate(rank_variables(self.ranks)):
+        for rank, variables in enumerate(_rank_variables(self.ranks)):
             self._processes.append(start_rank(argv, {**self.env, **variables}, rank, logs[rank]))
 
     def _wait(self, limit_seconds: float) -> dict[str, Any]:
@@ -66,7 +93,28 @@ class PlanSession:
                 return found
             if ended:
                 failed = next((process for process in ended if process.process.returncode), ended[0])
-                return {"error": failure_reason(failed)}
+                return {"error": _failure_reason(failed)}
             if time.monotonic() - began > limit_seconds:
                 return {"error": f"no result within {limit_seconds:.0f} s"}
             time.sleep(POLL_SECONDS)
+
+
+def _failure_reason(failed: RankProcess) -> str:
+    lines = [line for line in failed.log_tail() if line.strip()]
+    if any("out of memory" in line.lower() for line in lines):
+        return "out of memory"
+    return f"rank {failed.number} {failed.end_reason}" + (f": {lines[-1].strip()}" if lines else "")
+
+
+def _rank_variables(ranks: int) -> list[dict[str, str]]:
+    """The variables of torchrun for each rank. A single rank needs none."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    every = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return [
+        {name: str(value) for name, value in {**every, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        for rank in range(ranks)
+    ]

@@ -1,7 +1,7 @@
 """One rank of a measuring session: `python -m threefold.engine.tune.session_rank JOBS RESULTS`.
 
-`plan_session.py` starts it once a rank and adds a line of JSON to JOBS for every trial; all ranks read the same lines
-in the same order. The first rank adds the result of each trial to RESULTS as a line of JSON.
+`plan_session.py` starts it once a rank and adds a line of JSON to JOBS for every trial, or for the speeds of the
+machine; all ranks read the same lines in the same order. The first rank adds each result to RESULTS as a line of JSON.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch  # noqa: E402  OpenMP reads its variables when torch loads
 from threefold.engine.dist.join import World, join  # noqa: E402
 from threefold.engine.dist.mesh import Mesh  # noqa: E402
 from threefold.engine.run.cpu_affinity import pin_to_cores  # noqa: E402
+from threefold.engine.tune.machine_speeds import machine_speeds  # noqa: E402
 from threefold.engine.tune.trial_steps import TrialWindow, run_trial  # noqa: E402
 from threefold.plan.parse import parse  # noqa: E402
 from threefold.plan.plan import Plan  # noqa: E402
@@ -36,7 +38,11 @@ def main(jobs_path: str, results_path: str) -> int:
         if world is None:
             _pin(plan)
             world = join(plan)
-        found = _measured(plan, world, TrialWindow(**job["window"]))
+        mesh = Mesh(plan.layout, world.rank, world.device)
+        if job["window"] is None:
+            found = {"speeds": [asdict(speed) for speed in machine_speeds(mesh)]}
+        else:
+            found = _measured(plan, world, mesh, TrialWindow(**job["window"]))
         if world.is_leader:
             with Path(results_path).open("a", encoding="utf-8") as results:
                 results.write(json.dumps(found) + "\n")
@@ -61,11 +67,11 @@ def _pin(plan: Plan) -> None:
         pin_to_cores(plan.run.cores, *place, on_gpu=plan.cluster.chip != "cpu")
 
 
-def _measured(plan: Plan, world: World, window: TrialWindow) -> dict[str, Any]:
+def _measured(plan: Plan, world: World, mesh: Mesh, window: TrialWindow) -> dict[str, Any]:
     """The steps of a plan, or what went wrong. Where there are other ranks, an error ends this process, and with it
     theirs: they would wait for it."""
     try:
-        return run_trial(plan, Mesh(plan.layout, world.rank, world.device), window)
+        return run_trial(plan, mesh, window)
     except Exception as error:
         if world.size > 1:
             raise

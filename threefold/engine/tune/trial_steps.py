@@ -1,4 +1,4 @@
-"""Runs the steps of one trial of `threefold tune`: timed steps, losses, work, settings that took effect, and a trace.
+"""Runs the steps of one trial: timed steps, losses, work, settings that took effect, and a trace where it is wanted.
 
 `session_rank.py` calls `run_trial` on every rank. Steps are those of `threefold train`: the plan's data from its first
 step on, and the learning rates of its schedule, so that losses of two trials can be compared step by step.
@@ -23,7 +23,6 @@ from threefold.engine.run.cpu_threads import choose_threads
 from threefold.engine.run.throughput import StepWork, Throughput
 from threefold.engine.step import StepResult, train_step
 from threefold.engine.train import to_device
-from threefold.engine.tune.step_times import synchronized_time
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import rank_environment
 
@@ -70,9 +69,7 @@ def run_trial(plan: Plan, mesh: Mesh, window: TrialWindow) -> dict[str, Any]:
     finally:
         parts.close()
         del parts
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+        free_gpu_memory()
     assert log.work is not None
     return {
         "steps": log.seconds[window.warmup :],
@@ -131,3 +128,17 @@ def _is_over(parts: Parts, here: bool) -> bool:
     said = torch.tensor(int(here), device=parts.device)
     all_reduce(said, parts.mesh.world, "max").wait()
     return bool(said)
+
+
+def free_gpu_memory() -> None:
+    """Give back what nothing refers to any more, for another plan or another process."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def synchronized_time(device: torch.device) -> float:
+    """The host's clock once the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
