@@ -12,6 +12,7 @@ from threefold.cli import tune as verb
 from threefold.machine.inventory import Machine
 from threefold.plan.file import dump_plan
 from threefold.tune import engine_measurer
+from threefold.tune.cards import read_card
 
 HERE = Machine("3.11.0", "Linux", versions={"torch": "2.13.0"})
 
@@ -28,7 +29,7 @@ def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> FakeMeasurer:
     fake = FakeMeasurer(lambda plan: 1.0 - 0.1 * (plan.job.micro_batch // 4), noise=0.003)
-    monkeypatch.setattr(engine_measurer, "EngineMeasurer", lambda folder: fake)
+    monkeypatch.setattr(engine_measurer, "EngineMeasurer", lambda *words: fake)
     return fake
 
 
@@ -42,6 +43,9 @@ def test_it_tells_and_goes_on(
     found = json.loads(text)
     assert found["winner"]["set"]["job.micro_batch"] == 8
     assert (out / "winner.toml").exists()
+    card = read_card(out / "card.toml", Path.cwd())
+    assert card.figures[0].value == pytest.approx(found["speedup"], rel=1e-3)
+    assert "--try" in card.command
     count = len(machine.plans)
     code, text, _ = run(*words, capsys=capsys)
     assert code == 0
@@ -75,10 +79,15 @@ def test_asked_traps_are_refused_with_the_reason(
         (("--trials", "-1"), 2),
         (("--show", "no-such-folder"), 1),
         (("no-such-plan.toml",), 1),
+        (("{plan}", "--keep", "knobs.precison"), 1),
+        (("{plan}", "--rank", "1"), 1),
+        (("{plan}", "--rank", "-1"), 2),
     ],
 )
-def test_wrong_command_lines(words: tuple[str, ...], code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    found, out, err = run("tune", *words, capsys=capsys)
+def test_wrong_command_lines(
+    words: tuple[str, ...], code: int, plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, out, err = run("tune", *(word.format(plan=plan_file) for word in words), capsys=capsys)
     assert found == code
     assert "Traceback" not in out + err
 
@@ -87,7 +96,7 @@ def test_wrong_command_lines(words: tuple[str, ...], code: int, capsys: pytest.C
 @pytest.mark.timeout(500)
 def test_a_tiny_plan_with_the_engine(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Eight microbatches of one short sequence are many times slower than one of eight, whatever the machine."""
-    words = ("job.micro_batch=1", "--budget", "60s", "--trials", "2", "--out", str(tmp_path / "out"), "--json")
+    words = ("job.micro_batch=1", "--budget", "240s", "--trials", "2", "--out", str(tmp_path / "out"), "--json")
     code, text, err = run("tune", str(plan_file), *words, capsys=capsys)
     assert code == 0, err
     found = json.loads(text)

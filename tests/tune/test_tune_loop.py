@@ -44,6 +44,37 @@ def test_a_planted_improvement_is_found(seed: int, tmp_path: Path) -> None:
     assert {"baseline", "winner", "speedup", "interval", "trials"} <= result.keys()
 
 
+def test_certain_changes_are_adopted_together(tmp_path: Path) -> None:
+    """What was better beside the leader of a race is tried on top of it at once, not one race after the other."""
+    found = tuned(FakeMeasurer(planted, noise=0.001, step_noise=0.002), tmp_path)
+    assert found.winner is not None
+    assert (found.winner.knobs.recompute, found.winner.job.micro_batch) == ((), 8)
+    second = [row.role for row in found.trials if row.stage == "race 2"]
+    assert "knobs.recompute=null" in second
+    whys = [one.get("why", "") for one in found.verdicts if one["stage"] == "race 2"]
+    assert any("each of these was certainly better" in why for why in whys)
+
+
+def test_a_change_that_gained_nothing_is_tried_again_on_a_better_plan(tmp_path: Path) -> None:
+    """Compiled parts help only once the microbatch is large, and lose nothing before."""
+
+    def later(plan: Plan) -> float:
+        large = plan.job.micro_batch == 8
+        return (0.8 if large else 1.0) * (0.9 if large and plan.knobs.compile else 1.0)
+
+    found = tuned(FakeMeasurer(later, noise=0.001, step_noise=0.002), tmp_path)
+    assert found.winner is not None
+    assert found.winner.knobs.compile
+    assert found.winner.job.micro_batch == 8
+
+
+def test_kept_fields_are_left_alone(tmp_path: Path) -> None:
+    found = tuned(FakeMeasurer(planted, noise=0.003), tmp_path, keep=frozenset({"job.micro_batch"}))
+    assert found.winner is not None
+    assert found.winner.job.micro_batch == plan_to_tune().job.micro_batch
+    assert not any("job.micro_batch" in row.role for row in found.trials)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_no_change_is_certain_where_nothing_helps(seed: int, tmp_path: Path) -> None:
     found = tuned(FakeMeasurer(seed=seed, **DRIFT), tmp_path)
@@ -60,7 +91,7 @@ def test_a_machine_that_slows_down_does_not_decide(tmp_path: Path) -> None:
     assert found.winner is not None
     assert found.winner.job.micro_batch == 8
     for one in found.verdicts:
-        if one["change"].startswith("knobs.loss_fusion"):
+        if one["change"].startswith("knobs.grad_accum_fusion"):
             assert abs(one["gain"]) < 0.01
 
 

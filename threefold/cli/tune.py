@@ -3,25 +3,28 @@
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, for_our_engine, missing_package, plan_from, print_findings, seconds
+from threefold.api.plans import for_our_engine
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
 from threefold.cli.regress import end_on_sigterm
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.inventory import this_machine
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.plan.table import FIELDS
 from threefold.report.tune import ledger_text, tuned_text
 from threefold.rules.all import check, errors, promoted
-from threefold.tune.contract import check_same_contract, contract_of
+from threefold.tune.contract import ALL_RANKS, check_same_contract, contract_of, is_changeable
 from threefold.tune.ledger import open_ledger
 from threefold.tune.loop import Settings, Tuned, tune
 from threefold.tune.recalibrate import measured_plans, recalibrate
-from threefold.tune.result import tuned_json, write_winner
+from threefold.tune.result import tuned_json, write_card, write_winner
 from threefold.units import format_many
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -35,6 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_seed, metavar="N", help="of initialisation and data (default: the plan's)")
     parser.add_argument(
         "--try", dest="tries", action="append", default=[], metavar="path=value", help="a change of your own to try too"
+    )
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="FIELD", help="a field to leave alone, such as knobs.precision"
+    )
+    parser.add_argument(
+        "--rank", type=_seed, metavar="N", help="run this rank alone, with rehearsed peers, for a layout of many ranks"
+    )
+    parser.add_argument(
+        "--launcher", default="", metavar="COMMAND", help="what starts one process a rank on a cluster, such as srun"
     )
     parser.add_argument("--show", type=Path, metavar="DIR", help="print the trials and verdicts of a tuning, and end")
 
@@ -67,29 +79,33 @@ def _run(args: argparse.Namespace) -> int:
     plan = priced_here(given if args.seed is None else change(given, {"job.seed": args.seed}))
     if blocking := errors(promoted(check(plan, notes=False))):
         return print_findings(in_order(blocking), args.json)
-    _check_devices(plan)
+    ranks = _ranks(plan, args.rank, args.launcher)
     extra, problems = _tries(args.tries)
     if problems:
         return print_findings(in_order(problems), args.json)
     here = this_machine(try_kernels=False)
-    settings = Settings(args.budget, args.trials, extra)
+    problems = [finding for path in args.keep for finding in _unknown(path)]
+    if problems:
+        return print_findings(in_order(problems), args.json)
+    settings = Settings(args.budget, args.trials, extra, frozenset(args.keep))
     folder = args.out or Path("runs") / f"tune-{Path(args.plan).stem}-{plan.hash}"
     _say(f"trials are kept in {folder}")
     with open_ledger(folder) as ledger:
-        contract = contract_of(plan, here, settings.screen, settings.confirm, plan.job.seed)
+        contract = contract_of(plan, here, settings.screen, settings.confirm, plan.job.seed, ranks)
         before = ledger.fact("contract")
         if before is None:
             ledger.set_fact("contract", contract)
         else:
             check_same_contract(before, json.loads(json.dumps(contract)), str(folder))
-        measurer = EngineMeasurer(folder / "processes")
+        measurer = EngineMeasurer(folder / "processes", args.rank, shlex.split(args.launcher))
         try:
             found = tune(plan, contract, ledger, measurer, settings, _say)
         finally:
             measurer.close()
         write_winner(found, folder)
+        write_card(found, folder, _command(args))
         _tell(found, folder, args.json)
-        if before is None or ledger.fact("calibrated") != len(found.trials):
+        if args.rank is None and ledger.fact("calibrated") != len(found.trials):
             if said := recalibrate(plan.cluster.chip, measured_plans(ledger)):
                 _say(said)
             ledger.set_fact("calibrated", len(found.trials))
@@ -117,15 +133,32 @@ def _show(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def _check_devices(plan: Plan) -> None:
-    """Every rank of the plan needs a device of this machine."""
+def _command(args: argparse.Namespace) -> list[str]:
+    """The command line of this tuning, without its output and its own changes."""
+    words = ["threefold", "tune", args.plan, *args.overrides, "--budget", f"{args.budget:g}s"]
+    words += ["--target", args.target] if args.target else []
+    words += ["--seed", str(args.seed)] if args.seed is not None else []
+    words += ["--rank", str(args.rank)] if args.rank is not None else []
+    return words + (["--launcher", args.launcher] if args.launcher else [])
+
+
+def _ranks(plan: Plan, rank: int | None, launcher: str) -> str:
+    """Which ranks run, in the words of the contract. Each needs a device."""
     from threefold.engine.dist.join import num_devices
 
+    if rank is not None:
+        if rank >= plan.cluster.gpus:
+            problem = f"rank {rank} is not among {format_many(plan.cluster.gpus, 'rank')}"
+            raise FindingsError(
+                [Finding(rule="ranks-start-here", at="--rank", problem=problem, advice="choose another")]
+            )
+        return f"rank {rank} of {plan.cluster.gpus} with rehearsed peers"
     here = num_devices(plan)
-    if here is not None and here < plan.cluster.gpus:
-        problem = f"{format_many(plan.cluster.gpus, 'rank')} of one {plan.cluster.chip} each; this machine shows {here}"
-        advice = "tune a plan of as many ranks as this machine has, or run it where they are"
+    if not launcher and here is not None and here < plan.cluster.gpus:
+        problem = f"{format_many(plan.cluster.gpus, 'rank')} of one {plan.chip.name} each; this machine shows {here}"
+        advice = "run one rank with rehearsed peers (--rank 0), or all on a cluster (--launcher srun, threefold launch)"
         raise FindingsError([Finding(rule="ranks-start-here", at="cluster.gpus", problem=problem, advice=advice)])
+    return ALL_RANKS
 
 
 def _tries(words: list[str]) -> tuple[tuple[dict[str, Any], ...], list[Finding]]:
@@ -136,6 +169,15 @@ def _tries(words: list[str]) -> tuple[tuple[dict[str, Any], ...], list[Finding]]
         found.append(changes)
         problems += more
     return tuple(found), problems
+
+
+def _unknown(path: str) -> list[Finding]:
+    """A finding where no trial changes the field, so that a misspelt one does not go unseen."""
+    changeable = [name for name in FIELDS if is_changeable(name)]
+    if path in changeable:
+        return []
+    advice = did_you_mean(path, changeable) or "name a field of layout, knobs or run, or job.micro_batch"
+    return [Finding(rule="unknown-field", at="--keep", problem=f"{path} is no field that trials change", advice=advice)]
 
 
 def _say(text: str) -> None:

@@ -27,6 +27,8 @@ def tuned_text(found: dict[str, Any]) -> str:
             f"{first} to {last} in {confirmation['rounds']} rounds; {winner['label']}"
         )
         lines.append(_losses(confirmation["losses"]))
+        if found["level"] != "measured":
+            lines.append(f"{found['level']}: validate it on the cluster, with losses")
         lines.append(f"written to {winner['file']}")
     lines.append(f"{len(found['trials'])} trials in {found['folder']}; {found['ended']}")
     return "\n".join(line for line in lines if line is not None)
@@ -83,7 +85,7 @@ def _numbers(baseline: dict[str, Any], winner: dict[str, Any] | None) -> str:
                     "-" if one["tflops_per_gpu"] is None else f"{one['tflops_per_gpu']:.4g}",
                     "-" if one["mfu"] is None else f"{one['mfu']:.1%}",
                     "-" if one["peak_bytes"] is None else format_bytes(one["peak_bytes"]),
-                    "yes" if one["losses_finite"] else "no",
+                    {True: "yes", False: "no", None: "-"}[one["losses_finite"]],
                     str(one["skipped_steps"]),
                 ]
             )
@@ -93,7 +95,7 @@ def _numbers(baseline: dict[str, Any], winner: dict[str, Any] | None) -> str:
 
 def _losses(losses: dict[str, Any] | None) -> str:
     if losses is None:
-        return "losses were not compared"
+        return "losses were not compared: a rank without its peers has none"
     said = "agree" if losses["agrees"] else "differ"
     return (
         f"losses {said}: {losses['early_difference']:+.2%} over the first {losses['early_steps']} steps (tolerance "

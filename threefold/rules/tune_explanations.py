@@ -1,4 +1,4 @@
-"""Explanations of the findings that `threefold tune` raises.
+"""Explanations of the findings that `threefold tune` and `threefold card` raise.
 
 `threefold check --explain SLUG` prints them. They stand here, below `tune/`, because the list of all slugs does.
 """
@@ -23,5 +23,11 @@ EXPLANATIONS = {
         why="Every finished trial is kept there, and a tuning that was interrupted goes on from it.",
         confirm="Open the file with sqlite3 and run `PRAGMA integrity_check`.",
         fix="Choose another --out folder, restore the file, or wait for the other tuning.",
+    ),
+    "card-holds-evidence": Explanation(
+        what="A card is a TOML file with a claim, and the figures of the claim are those of its evidence file.",
+        why="A figure that is typed by hand drifts away from what was measured.",
+        confirm="`threefold card check --evidence` reads every card of cards/ and compares its figures.",
+        fix="Correct the field that is named, or copy the figure from the evidence.",
     ),
 }

@@ -14,6 +14,7 @@ from threefold.plan.plan import Plan
 from threefold.plan.same_run import listed, model_facts
 from threefold.tune.measurement import Window
 
+ALL_RANKS = "all"
 CHANGEABLE = ("layout.", "knobs.", "run.")
 CHANGEABLE_FIELDS = ("job.micro_batch",)
 
@@ -23,8 +24,10 @@ def is_changeable(path: str) -> bool:
     return path.startswith(CHANGEABLE) or path in CHANGEABLE_FIELDS
 
 
-def contract_of(plan: Plan, here: Machine, screen: Window, confirm: Window, seed: int) -> dict[str, Any]:
-    """Everything that trials share, as JSON reads it back."""
+def contract_of(
+    plan: Plan, here: Machine, screen: Window, confirm: Window, seed: int, ranks: str = ALL_RANKS
+) -> dict[str, Any]:
+    """Everything that trials share, as JSON reads it back. `ranks` says which ones run."""
     fixed = {path: list(v) if isinstance(v, tuple) else v for path, v in plan.written if not is_changeable(path)}
     return {
         "plan": plan.hash,
@@ -41,6 +44,7 @@ def contract_of(plan: Plan, here: Machine, screen: Window, confirm: Window, seed
             "confirmed_steps": [confirm.first_step, confirm.warmup + confirm.steps],
         },
         "seed": seed,
+        "ranks": ranks,
     }
 
 

@@ -5,37 +5,45 @@ get processes of their own.
 """
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threefold.findings import FindingsError
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import profile_traces
 from threefold.tune.measurement import Measurement, Window
 
+if TYPE_CHECKING:
+    from threefold.engine.tune.plan_session import PlanSession
+
 FIRST_LIMIT_SECONDS = 600.0  # of the first trial, which may compile kernels and read data
 LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 90.0  # a later trial hangs after so many times what it should take
 
 
 class EngineMeasurer:
-    """Trials on this machine. Files of the processes lie in `folder`."""
+    """Trials on this machine, or on the nodes on which `launcher` starts processes. Files lie in `folder`.
 
-    def __init__(self, folder: Path) -> None:
+    With a `rank`, that rank of the plan runs here alone, with rehearsed peers: its compute is measured, communication
+    and the pipeline bubble are predicted, and there are no losses.
+    """
+
+    def __init__(self, folder: Path, rank: int | None = None, launcher: Sequence[str] = ()) -> None:
         from threefold.engine.tune.plan_session import PlanSession
 
         self._start = PlanSession
         self._session: PlanSession | None = None
         self._key: tuple[Any, ...] = ()
-        self._folder = folder
+        self._folder, self._rank, self._launcher = folder, rank, launcher
         self._longest = 0.0  # seconds that a step of a trial took on average, start and build included
 
     def measure(self, plan: Plan, window: Window) -> Measurement:
         key = (plan.cluster.gpus, plan.knobs.max_connections, plan.run.cores)
         if self._session is None or window.is_fresh or key != self._key:
             self.close()
-            self._session = self._start(self._folder, plan.cluster.gpus, _environment(plan))
+            self._session = self._start_session(plan)
             self._key = key
-        trace = self._folder / "trace" if window.is_traced else None
+        trace = self._folder / "trace" if window.is_traced and self._rank is None else None
         steps = {"warmup": window.warmup, "steps": window.steps, "seconds": window.seconds}
         began = time.monotonic()
         result = self._session.measure(
@@ -58,6 +66,12 @@ class EngineMeasurer:
             wall=wall,
             wall_evidence=evidence,
         )
+
+    def _start_session(self, plan: Plan) -> "PlanSession":
+        if self._rank is not None:
+            module = ("-m", "threefold.dryrun.measured.session_rank", str(self._rank))
+            return self._start(self._folder, 1, _environment(plan), module)
+        return self._start(self._folder, plan.cluster.gpus, _environment(plan), launcher=self._launcher)
 
     def now(self) -> float:
         return time.time()

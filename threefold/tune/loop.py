@@ -21,7 +21,7 @@ from threefold.tune.labels import LossComparison, compare_loss_curves
 from threefold.tune.ledger import BASELINE, Ledger, TrialRow
 from threefold.tune.measurement import Measurement, Measurer, Window
 from threefold.tune.propose import Candidate, propose
-from threefold.tune.race import FINAL, Verdict, leader_of, log_gains, run_race
+from threefold.tune.race import FINAL, Answer, Verdict, leader_of, log_gains, run_race
 
 SCREEN = Window(warmup=3, steps=8, seconds=4.0)
 CONFIRM = Window(warmup=5, steps=50)
@@ -41,6 +41,7 @@ class Settings:
     budget_seconds: float = 480.0
     most_trials: int | None = None  # candidates that are screened
     extra: tuple[Mapping[str, Any], ...] = ()  # changes that the user asks for
+    keep: frozenset[str] = frozenset()  # fields that no change may touch
     screen: Window = SCREEN
     confirm: Window = CONFIRM
 
@@ -83,6 +84,11 @@ class Tuned:
     ended: str  # why no further change was tried
 
     @property
+    def confirmed_seconds(self) -> float:
+        """What the trials of the confirmation took."""
+        return math.fsum(row.seconds for row in self.trials if row.stage.startswith(CONFIRMATION))
+
+    @property
     def winner(self) -> Plan | None:
         kept = self.confirmed is not None and not self.confirmed.reason
         return self.adopted[-1].candidate.plan if kept and self.adopted else None
@@ -116,16 +122,21 @@ class _Tuning:
         self.settings, self.say = settings, say
         self.session = uuid.uuid4().hex
         self.ended = "no further change is proposed"
+        self.best = plan
+        self.best_seconds = math.nan  # of a step of it, from its race
+        self.adopted: list[Adopted] = []
+        self.rejected: dict[str, tuple[Answer, str]] = {}  # the last answer of a change, and for which best plan
+        self.together: dict[str, Any] = {}  # changes that were certainly better beside the one that was adopted last
 
     def run(self) -> Tuned:
         proof = self._prove_baseline()
         wall, source, evidence = self._wall(self.plan, proof)
         self.say(f"wall: {wall} ({source})")
-        adopted = self._search(proof, wall)
-        confirmed = self._confirm(adopted) if adopted else None
+        self._search(proof, wall)
+        confirmed = self._confirm() if self.adopted else None
         trials, verdicts = self.ledger.trials(), self.ledger.verdicts()
         return Tuned(
-            self.plan, proof, wall, source, evidence, tuple(adopted), confirmed, tuple(trials), tuple(verdicts),
+            self.plan, proof, wall, source, evidence, tuple(self.adopted), confirmed, tuple(trials), tuple(verdicts),
             self.contract, self.ended,
         )  # fmt: skip
 
@@ -151,58 +162,77 @@ class _Tuning:
             self.ledger.set_fact(key, kept)
         return kept, "estimated", ()
 
-    def _next_wall(self, best: Plan) -> str:
-        """The wall of a plan that was adopted, from a traced trial of it."""
-        stage = f"profile of {best.hash}"
-        self._trial(stage, 0, BASELINE, best, replace(self.settings.screen, is_traced=True))
-        wall, source, _ = self._wall(best, self._known(stage, 0, BASELINE) or Measurement())
+    def _next_wall(self) -> str:
+        """The wall of the plan that was adopted, from a traced trial of it."""
+        stage = f"profile of {self.best.hash}"
+        self._trial(stage, 0, BASELINE, self.best, replace(self.settings.screen, is_traced=True))
+        wall, source, _ = self._wall(self.best, self._known(stage, 0, BASELINE) or Measurement())
         self.say(f"wall: {wall} ({source})")
         return wall
 
-    def _search(self, proof: Measurement, wall: str) -> list[Adopted]:
+    def _search(self, proof: Measurement, wall: str) -> None:
         """Race after race, until nothing is left to try."""
-        adopted: list[Adopted] = []
-        rejected: set[str] = set()
-        best, number = self.plan, 0
+        number = 0
         while True:
             number += 1
             stage = f"race {number}"
-            candidates = self._candidates(stage, best, wall, rejected)
+            candidates = self._candidates(stage, wall)
             if not candidates:
-                return adopted
-            verdicts = self._race(stage, best, candidates, proof)
+                return
+            verdicts = self._race(stage, candidates, proof)
             for one in candidates:
                 if verdicts[one.name].rounds or verdicts[one.name].answer in FINAL:
                     self.ledger.set_verdict(stage, one.name, {**one.to_json(), **verdicts[one.name].to_json()})
             leader = leader_of(verdicts)
-            if leader is not None:
-                chosen = next(one for one in candidates if one.name == leader)
-                adopted.append(Adopted(chosen, verdicts[leader]))
-                best = chosen.plan
-                self.say(f"adopted: {leader} ({verdicts[leader].gain or 0.0:+.1%})")
-            rejected |= {name for name, verdict in verdicts.items() if leader is None or verdict.answer in FINAL}
+            for name, verdict in verdicts.items():
+                if leader is None or verdict.answer in FINAL:
+                    self.rejected[name] = (verdict.answer, self.best.hash)
+            self._adopt(stage, leader, candidates, verdicts)
             if self._is_over and self.ledger.fact(f"race {number + 1}") is None:
-                return adopted
+                return
             if leader is not None:
-                wall = self._next_wall(best)
+                wall = self._next_wall()
 
-    def _candidates(self, stage: str, best: Plan, wall: str, rejected: set[str]) -> list[Candidate]:
-        """The candidates of a race: each changes another variable. The first choice is kept in the ledger, because a
+    def _adopt(
+        self, stage: str, leader: str | None, candidates: Sequence[Candidate], verdicts: Mapping[str, Verdict]
+    ) -> None:
+        """Make the leader of a race the best plan. What was certainly better beside it is proposed on top, at once."""
+        self.together = {}
+        if leader is None:
+            return
+        chosen = next(one for one in candidates if one.name == leader)
+        for one in candidates:
+            if verdicts[one.name].answer == "better" and not one.variable & {*chosen.variable, *self.together}:
+                self.together |= dict(one.changes)
+        self.adopted.append(Adopted(chosen, verdicts[leader]))
+        self.best = chosen.plan
+        self.best_seconds = median(
+            row.measurement.seconds for row in self.ledger.trials(stage) if row.role == leader and row.measurement.steps
+        )
+        self.say(f"adopted: {leader} ({verdicts[leader].gain or 0.0:+.1%})")
+
+    def _candidates(self, stage: str, wall: str) -> list[Candidate]:
+        """The candidates of a race: each changes other variables. The first choice is kept in the ledger, because a
         later version of the estimate would choose others."""
-        found, refused = propose(self.plan, best, wall, [dict(changes) for changes in self.settings.extra])
+        extra = [dict(changes) for changes in self.settings.extra]
+        found, refused = propose(self.plan, self.best, wall, extra, self.together)
+        found = [one for one in found if not one.variable & self.settings.keep]
         kept = self.ledger.fact(stage)
         if kept is not None:
             by_name = {one.name: one for one in found}
             return [by_name[name] for name in kept if name in by_name]
         for way in refused:
             self.ledger.set_verdict("proposal", way.name, {**way.to_json(), "verdict": "refused"})
-        chosen: list[Candidate] = []
-        for one in found:
-            taken = any(one.variable & other.variable for other in chosen)
-            if one.name not in rejected and not taken and len(chosen) < self._most_candidates(stage):
-                chosen.append(one)
+        most = self._most_candidates(stage)
+        new = [one for one in found if one.name not in self.rejected]
+        chosen = _of_different_variables(new or [one for one in found if self._deserves_another_try(one)], most)
         self.ledger.set_fact(stage, [one.name for one in chosen])
         return chosen
+
+    def _deserves_another_try(self, one: Candidate) -> bool:
+        """Whether a change gained nothing on an earlier plan than the best one, and may gain on this one."""
+        answer, of_plan = self.rejected[one.name]
+        return answer in ("no gain", "not certain") and of_plan != self.best.hash and (one.predicted_gain or 0.0) >= 0
 
     def _most_candidates(self, stage: str) -> int:
         most = self.settings.most_trials
@@ -214,8 +244,8 @@ class _Tuning:
             self.ended = f"{most} changes were tried"
         return max(0, min(RACE_SIZE, left))
 
-    def _race(self, stage: str, best: Plan, candidates: Sequence[Candidate], proof: Measurement) -> dict[str, Verdict]:
-        plans = {BASELINE: best, **{one.name: one.plan for one in candidates}}
+    def _race(self, stage: str, candidates: Sequence[Candidate], proof: Measurement) -> dict[str, Verdict]:
+        plans = {BASELINE: self.best, **{one.name: one.plan for one in candidates}}
 
         def trial(number: int, role: str) -> bool:
             if self._known(stage, number, role) is not None:
@@ -223,16 +253,16 @@ class _Tuning:
             if self._is_over:
                 return False
             if role != BASELINE and not self._has_reference(stage):
-                self._trial(stage, -1, BASELINE, best, self.settings.screen)
+                self._trial(stage, -1, BASELINE, self.best, self.settings.screen)
             self._trial(stage, number, role, plans[role], self.settings.screen)
             return True
 
         self.say(f"{stage}: {', '.join(one.name for one in candidates)}")
         return run_race(candidates, lambda: self.ledger.trials(stage), trial, proof)
 
-    def _confirm(self, adopted: Sequence[Adopted]) -> Confirmed:
+    def _confirm(self) -> Confirmed:
         """Baseline and winner in turns: a long run of each first, then short ones until the speedup is certain."""
-        winner = adopted[-1].candidate.plan
+        winner = self.best
         plans, rounds = {BASELINE: self.plan, WINNER: winner}, 0
         stage = f"{CONFIRMATION} of {winner.hash}"
         for number in range(MOST_CONFIRMED):
@@ -250,7 +280,7 @@ class _Tuning:
             if early and not early[0] <= 0 <= early[1]:
                 break
         self._trial(stage, MOST_CONFIRMED, BASELINE, self.plan, self.settings.screen)
-        found = self._confirmation(stage, adopted, rounds)
+        found = self._confirmation(stage, rounds)
         value = {"verdict": found.reason or "confirmed", "gain": found.speedup - 1, "rounds": rounds}
         value["interval"] = [bound - 1 for bound in found.interval] if found.interval else None
         self.ledger.set_verdict(stage, WINNER, value)
@@ -259,7 +289,7 @@ class _Tuning:
     def _confirmed_logs(self, stage: str) -> list[float]:
         return log_gains(self.ledger.trials(stage), WINNER)
 
-    def _confirmation(self, stage: str, adopted: Sequence[Adopted], rounds: int) -> Confirmed:
+    def _confirmation(self, stage: str, rounds: int) -> Confirmed:
         base, won = (self._known(stage, 0, role) or Measurement() for role in (BASELINE, WINNER))
         failed = [row for row in self.ledger.trials(stage) if row.measurement.error]
         if failed:
@@ -267,7 +297,9 @@ class _Tuning:
             return Confirmed(1.0, None, rounds, base, won, None, reason)
         logs = self._confirmed_logs(stage)
         interval = t_interval(logs, CONFIDENCE)
-        losses = compare_loss_curves(base.losses, won.losses, adopted[-1].candidate.changed)
+        has_losses = bool(base.losses or won.losses)  # a rank with rehearsed peers has none
+        changed = self.adopted[-1].candidate.changed
+        losses = compare_loss_curves(base.losses, won.losses, changed) if has_losses else None
         bounds = (math.exp(interval[0]), math.exp(interval[1])) if interval else None
         reason = _why_not_kept(bounds, base, won, losses)
         return Confirmed(math.exp(math.fsum(logs) / len(logs)), bounds, rounds, base, won, losses, reason)
@@ -299,7 +331,9 @@ class _Tuning:
         proof, *others = self.ledger.trials()
         steps = self.settings.confirm.warmup + self.settings.confirm.steps
         of_trial = median([row.seconds for row in others] or [proof.seconds])
-        reserve = 2 * steps * proof.measurement.seconds + 2 * LEAST_CONFIRMED * of_trial
+        before = proof.measurement.seconds
+        now = before if math.isnan(self.best_seconds) else self.best_seconds
+        reserve = steps * (before + now) + 2 * LEAST_CONFIRMED * of_trial
         left = self.settings.budget_seconds - self.ledger.spent_seconds
         if left < min(reserve, self.settings.budget_seconds / 2):
             self.ended = f"the time of {self.settings.budget_seconds:.0f} s was used"
@@ -307,13 +341,22 @@ class _Tuning:
         return False
 
 
-def _why_not_kept(bounds: Interval | None, base: Measurement, won: Measurement, losses: LossComparison) -> str:
+def _of_different_variables(found: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The first candidates of which no two change the same field."""
+    chosen: list[Candidate] = []
+    for one in found:
+        if len(chosen) < most and not any(one.variable & other.variable for other in chosen):
+            chosen.append(one)
+    return chosen
+
+
+def _why_not_kept(bounds: Interval | None, base: Measurement, won: Measurement, losses: LossComparison | None) -> str:
     """Why a winner of races is not kept after its confirmation; empty where it is."""
     if bounds is None or bounds[0] <= 1:
         return "the interval of its speedup does not exclude no gain"
     if not won.is_finite or won.skipped > base.skipped:
         return "steps of it were not finite"
-    if not losses.agrees:
+    if losses is not None and not losses.agrees:
         return "its losses differ from those of the baseline: benchmark-only"
     left_out = won.left_out(base)
     return f"{left_out}: benchmark-only" if left_out else ""

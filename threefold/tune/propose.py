@@ -15,7 +15,7 @@ from threefold.cost.estimate import estimate, gain, time_band
 from threefold.cost.memory_ladder import fits
 from threefold.cost.rates import rates_of
 from threefold.cost.time.step import step_time
-from threefold.findings import FindingsError, as_overrides
+from threefold.findings import Finding, FindingsError, as_overrides
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import errors, judge, promoted
@@ -31,7 +31,7 @@ LEAST_PRUNED = 0.05  # predicted loss from which a change is refused; more where
 TIME_WALLS = ("communication", "host", "compute")
 DISPATCH_SMS = (8, 16, 20, 24, 32)
 # Knobs that are tried the other way round: kernels and overlaps whose gain depends on shapes.
-FUSIONS = ("expert_fusion", "loss_fusion", "grad_accum_fusion", "compile")
+FUSIONS = ("expert_fusion", "loss_fusion", "permute_fusion", "grad_accum_fusion", "compile")
 OVERLAPS = ("grad_reduce_overlap", "param_gather_overlap", "shared_expert_overlap", "delay_wgrad")
 
 Changes = dict[str, Any]
@@ -83,22 +83,23 @@ class Refused:
 
 
 def propose(
-    baseline: Plan, best: Plan, wall: str, extra: Sequence[Changes] = ()
+    baseline: Plan, best: Plan, wall: str, extra: Sequence[Changes] = (), together: Mapping[str, Any] | None = None
 ) -> tuple[list[Candidate], list[Refused]]:
-    """Changes of `best` in the order in which to try them: the user's own, the wall's unless they are
-    predicted to lose, then the others by predicted gain. Of changes to the same fields the one with the best prediction
-    goes first."""
+    """Changes of `best` in the order in which to try them: those that were certainly better one by one (`together`),
+    the user's own, the wall's unless they are predicted to lose, then the others by predicted gain. Of changes to the
+    same fields the one with the best prediction goes first."""
     found: list[Candidate] = []
     refused: list[Refused] = []
-    seen = {best.hash}
-    ordered = [(dict(changes), "asked for with --try") for changes in extra]
+    seen, before = {best.hash}, judge(best)
+    ordered = [(dict(together), "each of these was certainly better on the plan before")] if together else []
+    ordered += [(dict(changes), "asked for with --try") for changes in extra]
     of_wall = list(_for_wall(best, wall))
     rest = [way for name in ("memory", *TIME_WALLS) if name != wall for way in _for_wall(best, name)]
     rest += [*_for_every_wall(best)]
     num_first = len(ordered) + len(of_wall)
     later: list[Candidate] = []
     for number, (changes, why) in enumerate([*ordered, *of_wall, *rest]):
-        one = _judged(baseline, best, changes, why, is_asked=number < len(ordered))
+        one = _judged(baseline, best, before, changes, why, is_asked=number < len(ordered))
         if isinstance(one, Refused):
             refused.append(one)
         elif one is not None and one.plan.hash not in seen:
@@ -120,9 +121,9 @@ def _best_value_first(found: list[Candidate]) -> list[Candidate]:
 
 
 def _judged(
-    baseline: Plan, best: Plan, changes: Changes, why: str, is_asked: bool = False
+    baseline: Plan, best: Plan, before: list[Finding], changes: Changes, why: str, is_asked: bool
 ) -> Candidate | Refused | None:
-    """The change as a candidate, or why it is refused; None where it changes nothing."""
+    """The change as a candidate, or why it is refused; None where it changes nothing. `before`: findings of `best`."""
     stated = {path: value for path, value in changes.items() if value is not None or path in best.stated}
     if not stated:
         return None
@@ -135,10 +136,14 @@ def _judged(
     label = label_change(baseline, other)
     if not label.is_equivalent:
         return Refused(stated, why, label.kind, "; ".join(label.reasons))
-    known = {finding.rule for finding in errors(promoted(judge(best)))}
-    broken = [one for one in errors(promoted(judge(other))) if one.rule not in known]
+    after = judge(other)
+    known = {finding.rule for finding in errors(promoted(before))}
+    broken = [one for one in errors(promoted(after)) if one.rule not in known]
     if broken:
         return Refused(stated, why, label.kind, f"{broken[0].rule}: {broken[0].problem}")
+    idle = [one for one in (*before, *after) if one.rule == "engine-has-a-choice" and one.at in stated]
+    if {one.at for one in idle} == set(stated):
+        return Refused(stated, why, label.kind, idle[0].problem)
     predicted = _predicted(best, other)
     if predicted is not None and predicted < -max(LEAST_PRUNED, time_band(best)) and not is_asked:
         return Refused(stated, why, label.kind, f"predicted to be {-predicted:.0%} slower")
@@ -196,6 +201,7 @@ def _for_every_wall(plan: Plan) -> Iterator[tuple[Changes, str]]:
     if knobs.graphs:
         for scope in knobs.graphs:
             yield {"knobs.graphs": [s for s in knobs.graphs if s != scope] or None}, "fewer graph scopes"
+        yield {"knobs.graphs": ["full_iteration"]}, "one graph of a whole iteration, as narrower scopes are stable"
     if knobs.dispatcher in ("deepep", "hybridep"):
         for count in DISPATCH_SMS:
             yield {"knobs.dispatch_sms": count}, "multiprocessors of the dispatcher"

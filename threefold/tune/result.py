@@ -1,17 +1,24 @@
-"""The result of a tuning as JSON and as a plan file. `cli/tune.py` writes both; `report/tune.py` makes text of it."""
+"""The result of a tuning as JSON, as a plan file and as a card. `cli/tune.py` writes them; `report/tune.py` makes text
+of the JSON."""
 
-from collections.abc import Iterator
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from threefold.findings import as_overrides
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.safe_files import write_aside
+from threefold.tune.contract import ALL_RANKS
 from threefold.tune.loop import Tuned
 from threefold.tune.measurement import Measurement
 
-WINNER_FILE = "winner.toml"
+WINNER_FILE, RESULT_FILE, CARD_FILE = "winner.toml", "result.json", "card.toml"
 NO_CHANGE = "no change is certain"
 
 
@@ -29,9 +36,9 @@ def plan_numbers(plan: Plan, found: Measurement) -> dict[str, Any]:
         "tokens_per_second": found.useful_tokens / seconds if found.useful_tokens and seconds else None,
         "tflops_per_gpu": per_gpu / 1e12 if per_gpu else None,
         "mfu": per_gpu / peak if per_gpu and peak else None,
-        "mfu_peak": f"{plan.cluster.chip} {name} dense" if name else None,
+        "mfu_peak": f"{plan.chip.name} {name} dense" if name else None,
         "peak_bytes": found.peak_bytes,
-        "losses_finite": found.is_finite,
+        "losses_finite": found.is_finite if found.losses else None,
         "last_loss": found.losses[-1] if found.losses else None,
         "skipped_steps": found.skipped,
         "effects": list(found.effects),
@@ -48,7 +55,7 @@ def tuned_json(found: Tuned, folder: Path) -> dict[str, Any]:
     confirmed, winner = found.confirmed, found.winner
     base = confirmed.baseline if confirmed and confirmed.baseline.steps else found.proof
     return {
-        "level": "measured",
+        "level": level_of(found.contract),
         "verdict": "improved" if winner else NO_CHANGE,
         "label": "benchmark-only" if found.baseline.is_benchmark_only else "training-equivalent",
         "baseline": plan_numbers(found.baseline, base),
@@ -63,6 +70,12 @@ def tuned_json(found: Tuned, folder: Path) -> dict[str, Any]:
         "contract": found.contract,
         "folder": str(folder),
     }
+
+
+def level_of(contract: Mapping[str, Any]) -> str:
+    """How the steps of a tuning came about."""
+    ranks = contract.get("ranks", ALL_RANKS)
+    return "measured" if ranks == ALL_RANKS else f"{ranks}: compute measured, communication and bubble estimated"
 
 
 def _winner_json(found: Tuned, folder: Path) -> dict[str, Any] | None:
@@ -101,10 +114,51 @@ def write_winner(found: Tuned, folder: Path) -> Path | None:
     """
     path = folder / WINNER_FILE
     if found.winner is None:
-        path.unlink(missing_ok=True)
+        for name in (WINNER_FILE, RESULT_FILE, CARD_FILE):
+            (folder / name).unlink(missing_ok=True)
         return None
     write_aside(path, ("\n".join([*_comments(found), "", dump_plan(found.winner)])).encode())
     return path
+
+
+def write_card(found: Tuned, folder: Path, command: Sequence[str]) -> None:
+    """Write the speedup of the winner as a card that `threefold card check` measures again.
+
+    `command` is the command line that tuned the plan; the card has it try all changes of the winner at once.
+    """
+    if found.winner is None:
+        return
+    result = tuned_json(found, folder)
+    changes = as_overrides(result["winner"]["set"])
+    hardware, (low, _) = result["contract"]["hardware"], result["interval"]
+    words = [*command, "--try", changes, "--trials", "1", "--json", "--out", "{folder}"]
+    card = {
+        "claim": f"The plan {found.baseline.hash} with {changes} is {{speedup}} times as fast as without",
+        "date": date.today(),
+        "machine": ", ".join(hardware["gpus"]) or f"{hardware['chip']}, {hardware['system']}",
+        "command": shlex.join(words),
+        "needs": {"chip": hardware["chip"]},
+        "evidence": str(folder / RESULT_FILE),
+        "minutes": max(1.0, round(found.confirmed_seconds / 60, 1)),
+        "contract": _without_none(result["contract"]),
+        "figures": [
+            {
+                "name": "speedup",
+                "value": round(result["speedup"], 4),
+                "at": "/speedup",
+                "tolerance": round(1 - low / result["speedup"], 4),
+            }
+        ],
+    }
+    write_aside(folder / RESULT_FILE, (json.dumps(result, indent=1) + "\n").encode())
+    write_aside(folder / CARD_FILE, tomli_w.dumps(card).encode())
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value if each is not None] if isinstance(value, list) else value
 
 
 def _comments(found: Tuned) -> Iterator[str]:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from threefold.cost.rates import rates_of
-from threefold.cost.time.step import step_time
+from threefold.dryrun.measured.rank_steps import step_on_cluster
 from threefold.dryrun.measured.real_rank import real_rank, run_real_step, with_balanced_routing
 from threefold.dryrun.measured.timers import ModuleTimer, PhaseTimer
 from threefold.dryrun.memory_fit import largest_term_advice
@@ -23,8 +22,6 @@ from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.units import format_bytes
-
-_COMMUNICATION = ("tp", "cp", "ep", "dp")
 
 
 @dataclass(frozen=True)
@@ -105,18 +102,16 @@ def measure(
         with modules.module_hooks(parts.chunks.values()):
             run_real_step(parts, reduced, plan)
         module_seconds = _seconds_by_kind(modules, reduced.num_microbatches)
-    # The phase "forward" is that of all microbatches, with their backward.
-    microbatch_seconds = phases.seconds["forward"] * (plan.num_microbatches / reduced.num_microbatches)
-    predicted = step_time(plan, rates_of(plan)).terms
+    step = step_on_cluster(plan, reduced, phases)
     return Measurement(
         plan=plan,
         rehearsed=rehearsed,
         peak_bytes=peak,
         reserved_bytes=reserved,
         module_seconds=module_seconds,
-        compute_seconds=microbatch_seconds + phases.seconds["reduce"] + phases.seconds["optimizer"],
-        communication_seconds=sum(predicted.get(name, 0.0) for name in _COMMUNICATION),
-        bubble_seconds=microbatch_seconds * (plan.layout.pp - 1) / (plan.layout.vpp * plan.num_microbatches),
+        compute_seconds=step.compute,
+        communication_seconds=step.communication,
+        bubble_seconds=step.bubble,
         left_out=tuple(left_out),
     )
 

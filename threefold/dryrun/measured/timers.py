@@ -1,10 +1,9 @@
-"""Times on the GPU: of the phases of a step, and of the forward and backward of each module.
+"""Times of a rank: of the phases of a step, and on a GPU of the forward and backward of each module.
 
 `measure` runs one step with `PhaseTimer` in the place of the origin tracker, and another with `ModuleTimer`, which
-records CUDA events in module hooks.
+records CUDA events in module hooks. `rank_steps` times phases only.
 """
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
+from threefold.engine.tune.trial_steps import synchronized_time
 
 
 class PhaseTimer(OriginTracker):
@@ -25,11 +25,9 @@ class PhaseTimer(OriginTracker):
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        torch.cuda.synchronize(self.device)
-        began = time.perf_counter()
+        began = synchronized_time(self.device)
         yield
-        torch.cuda.synchronize(self.device)
-        self.seconds[phase] = time.perf_counter() - began
+        self.seconds[phase] = synchronized_time(self.device) - began
 
 
 # Last parts of the paths of timed modules. These take and return tensors; torch has no backward hooks for others.

@@ -7,10 +7,13 @@ This module imports no torch.
 """
 
 import json
+import os
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +21,9 @@ from typing import Any, Self
 
 from threefold.engine.launch.rank_process import RankProcess, start_rank
 
-RANK_MODULE = ["-m", "threefold.engine.tune.session_rank"]
+RANK_MODULE = ("-m", "threefold.engine.tune.session_rank")
 POLL_SECONDS = 0.05
+END_SECONDS = 20.0  # that a launcher of a cluster has to end its ranks, before it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,22 @@ class Speed:
 
 
 class PlanSession:
-    """The processes of a number of ranks, started with the first trial and after each failure."""
+    """The processes of a number of ranks, started with the first trial and after each failure.
 
-    def __init__(self, folder: Path, ranks: int, env: Mapping[str, str]) -> None:
+    `module` is what a rank runs. `launcher` is a command that starts one process a rank on the nodes of a cluster, such
+    as srun; the folder must then be one that all nodes see. Without it all ranks are processes of this machine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        env: Mapping[str, str],
+        module: Sequence[str] = RANK_MODULE,
+        launcher: Sequence[str] = (),
+    ) -> None:
         self.folder, self.ranks, self.env = folder, ranks, dict(env)
+        self.module, self.launcher = list(module), list(launcher)
         self._jobs, self._results = folder / "jobs.jsonl", folder / "results.jsonl"
         self._processes: list[RankProcess] = []
         self._num_jobs = 0
@@ -68,18 +84,23 @@ class PlanSession:
 
     def close(self) -> None:
         for process in self._processes:
+            if self.launcher:  # it ends the ranks on other nodes
+                process.process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.process.wait(END_SECONDS)
             process.kill()
             process.process.wait()
         self._processes = []
 
     def _start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        logs = [self.folder / f"rank-{rank}.log" for rank in range(self.ranks)]
+        logs = [self.folder / f"rank-{rank}.log" for rank in range(1 if self.launcher else self.ranks)]
         for path in (self._jobs, self._results, *logs):
             path.write_text("", encoding="utf-8")
         self._num_jobs = 0
-        argv = [sys.executable, *RANK_MODULE, str(self._jobs), str(self._results)]
-        for rank, variables in enumerate(_rank_variables(self.ranks)):
+        argv = [*self.launcher, sys.executable, *self.module, str(self._jobs), str(self._results)]
+        every = [_meeting_point()] if self.launcher else _rank_variables(self.ranks)
+        for rank, variables in enumerate(every):
             self._processes.append(start_rank(argv, {**self.env, **variables}, rank, logs[rank]))
 
     def _wait(self, limit_seconds: float) -> dict[str, Any]:
@@ -110,11 +131,21 @@ def _rank_variables(ranks: int) -> list[dict[str, str]]:
     """The variables of torchrun for each rank. A single rank needs none."""
     if ranks == 1:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    every = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    every = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return [
         {name: str(value) for name, value in {**every, "RANK": rank, "LOCAL_RANK": rank}.items()}
         for rank in range(ranks)
     ]
+
+
+def _meeting_point() -> dict[str, str]:
+    """Where ranks of a cluster meet: on the first node, which is this one unless the environment names another."""
+    address = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+    return port

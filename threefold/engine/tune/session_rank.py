@@ -33,8 +33,8 @@ POLL_SECONDS = 0.02
 
 def main(jobs_path: str, results_path: str) -> int:
     world: World | None = None
-    for job in _jobs(Path(jobs_path)):
-        plan = _plan(job["fields"])
+    for job in read_jobs(Path(jobs_path)):
+        plan = plan_of(job["fields"])
         if world is None:
             _pin(plan)
             world = join(plan)
@@ -44,12 +44,11 @@ def main(jobs_path: str, results_path: str) -> int:
         else:
             found = _measured(plan, world, mesh, TrialWindow(**job["window"]))
         if world.is_leader:
-            with Path(results_path).open("a", encoding="utf-8") as results:
-                results.write(json.dumps(found) + "\n")
+            add_result(Path(results_path), found)
     return 0
 
 
-def _jobs(path: Path) -> Iterator[dict[str, Any]]:
+def read_jobs(path: Path) -> Iterator[dict[str, Any]]:
     """Each line as it is written; a line without its end is still being written."""
     done = 0
     while True:
@@ -58,6 +57,11 @@ def _jobs(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
         done = len(lines)
         time.sleep(POLL_SECONDS)
+
+
+def add_result(path: Path, found: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as results:
+        results.write(json.dumps(found) + "\n")
 
 
 def _pin(plan: Plan) -> None:
@@ -75,12 +79,17 @@ def _measured(plan: Plan, world: World, mesh: Mesh, window: TrialWindow) -> dict
     except Exception as error:
         if world.size > 1:
             raise
-        if isinstance(error, torch.OutOfMemoryError):
-            return {"error": "out of memory"}
-        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {"error": in_words(error)}
 
 
-def _plan(fields: dict[str, Any]) -> Plan:
+def in_words(error: Exception) -> str:
+    """An error as the result of a trial."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def plan_of(fields: dict[str, Any]) -> Plan:
     parsed = parse(fields)
     assert parsed.plan is not None, parsed.findings
     return parsed.plan
