@@ -13,7 +13,16 @@ import pytest
 from repository import ROOT
 
 from threefold.cli.main import main
-from threefold.interop.slurm import Options, Shape, batch_script, faults, shape, time_limit, torchrun_commands
+from threefold.interop.slurm import (
+    Options,
+    Shape,
+    batch_script,
+    faults,
+    shape,
+    time_limit,
+    torchrun_commands,
+    tuning_script,
+)
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 
@@ -87,10 +96,8 @@ def test_nonsense_is_a_finding(options: Options, at: str) -> None:
 
 
 def test_a_plan_that_no_script_can_run_is_a_finding() -> None:
-    uneven = plan_of(**H100 | {"cluster__gpus": 12, "target": "megatron-bridge"})
-    found = list(faults(uneven, Options()))
-    assert [finding.at for finding in found] == ["target", "cluster.gpus"]
-    assert found[0].advice == "set target to threefold, or start it by its own tools"
+    uneven = plan_of(**H100 | {"cluster__gpus": 12})
+    assert [finding.at for finding in faults(uneven, Options())] == ["cluster.gpus"]
 
 
 def test_launch_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +125,18 @@ def test_launch_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[
         main(words)
 
 
+def test_launch_prints_the_exported_script_of_a_megatron_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = str(ROOT / "recipes" / "deepseek-v3-4k-256xgb200-mxfp8.toml")
+    assert main(["launch", plan, "--slurm", "--time", "4:00:00"]) == 0
+    out, err = capsys.readouterr()
+    assert "#SBATCH --segment=16" in out
+    assert "apply_flex_dispatcher_backend(cfg.model" in out
+    assert err.startswith("For Megatron Bridge 0.6.2.\nNot expressed:\n  job.data = ")
+    assert main(["launch", plan, "--torchrun"]) == 0
+    assert "torchrun --nnodes=64 --nproc-per-node=4" in capsys.readouterr().out
+    assert main(["launch", plan, "layout.ep=48", "--slurm"]) == 1
+
+
 STUBS = {
     "scontrol": 'if [ "$1" = show ]; then echo node7; echo node8; else echo "$@" >> calls; fi',
     "scancel": 'echo "scancel $@" >> calls; kill -TERM $(cat rank)',
@@ -129,12 +148,12 @@ WAITS = "trap 'exit 0' TERM; echo $$ > rank.new; mv rank.new rank; while :; do s
 SLOW_SCANCEL = STUBS["scancel"] + "; while kill -0 $(cat rank); do sleep 0.02; done"
 
 
-def batch_job(folder: Path, rank: str, **stubs: str) -> subprocess.Popen[bytes]:
+def batch_job(folder: Path, rank: str, script: str = "", **stubs: str) -> subprocess.Popen[bytes]:
     """The script under bash, with Slurm's commands replaced by ones that note their words."""
     for name, text in {**STUBS, **stubs, "rank.sh": rank}.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    script = batch_script(plan_of(**H100), ["plan.toml"], Options())
+    script = script or batch_script(plan_of(**H100), ["plan.toml"], Options())
     slurm = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]", "PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.Popen(["bash", "-c", script], cwd=folder, env=os.environ | slurm)
 
@@ -157,6 +176,23 @@ def test_the_script_saves_before_its_time_is_over(tmp_path: Path, sign: signal.S
     job.send_signal(sign)
     assert job.wait(HANG_SECONDS) == 0
     assert (tmp_path / "calls").read_text().splitlines()[1:] == ["scancel --signal=TERM 41", *more]
+
+
+@pytest.mark.parametrize(("sign", "more"), [(signal.SIGUSR1, ["requeue 41"]), (signal.SIGTERM, [])])
+def test_a_tuning_starts_ranks_by_srun_and_goes_on_later(tmp_path: Path, sign: signal.Signals, more: list[str]) -> None:
+    script = tuning_script(plan_of(**H100), ["plan.toml", "layout.ep=4"], Options(tune="60m", run="shared/tuning"))
+    stub = f'printf "%s\\n" "$MASTER_ADDR" "$@" > words; {WAITS}'
+    job = batch_job(tmp_path, WAITS, script, python=stub)
+    until((tmp_path / "rank").exists)
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:6] == ["node7", "-m", "threefold", "tune", "plan.toml", "layout.ep=4"]
+    assert words[6:] == [
+        *("--budget", "60m", "--launcher", "srun --kill-on-bad-exit=1 --ntasks-per-node=8", "--out", "shared/tuning")
+    ]
+    job.send_signal(sign)
+    assert job.wait(HANG_SECONDS) == 0
+    calls = tmp_path / "calls"
+    assert (calls.read_text().splitlines() if calls.exists() else []) == more
 
 
 def test_the_script_has_the_code_of_ranks_that_end_while_it_tells_them(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.findings import in_order
-from threefold.interop.slurm import Options, batch_script, faults, torchrun_commands
+from threefold.interop.megatron.bridge_files import inexpressible_text, job_script, torchrun_script
+from threefold.interop.megatron.export_plan import export_plan
+from threefold.interop.slurm import Options, batch_script, faults, torchrun_commands, tuning_script
 from threefold.rules.all import check, errors, promoted
 
 
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--container", metavar="IMAGE", help="image to run in (Slurm with pyxis)")
     parser.add_argument("--run", help="the run's folder, on a file system that all nodes see")
     parser.add_argument("--profile", choices=("nsys",), help="trace some steps with Nsight Systems")
+    parser.add_argument("--tune", metavar="BUDGET", help="a script that tunes the plan for that long, such as 60m")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts after failures (default 3)")
     parser.add_argument(
         "--notice", type=int, default=300, metavar="SECONDS", help="to save before the time limit (default 300)"
@@ -29,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tune is not None and (not args.slurm or args.profile):
+        print("threefold launch: --tune goes with --slurm, and without --profile", file=sys.stderr)
+        return 2
     if args.max_restarts < 0 or args.notice < 1:
         print("threefold launch: --max-restarts is 0 or more, --notice 1 or more", file=sys.stderr)
         return 2
@@ -46,12 +52,29 @@ def run(args: argparse.Namespace) -> int:
         notice_seconds=args.notice,
         run=args.run,
         nsys=args.profile == "nsys",
+        tune=args.tune,
     )
-    blocking = [*errors(promoted(check(plan, notes=False))), *faults(plan, options)]
+    is_ours = plan.target == "threefold"
+    judged = check(plan, notes=False)
+    blocking = [*errors(promoted(judged) if is_ours else judged), *faults(plan, options)]
     if blocking:
         return print_findings(in_order(blocking), args.json, beside)
+    if is_ours and "job.data" not in plan.stated:
+        print(
+            "note: the plan names no job.data: the job trains on the embedded corpus of Python sources", file=sys.stderr
+        )
     words = [args.plan, *args.overrides, *(["--target", args.target] if args.target else [])]
-    text = batch_script(plan, words, options) if args.slurm else torchrun_commands(plan, words, options)
+    if not is_ours and args.tune is not None:
+        print("threefold launch: --tune measures our own engine: give --target threefold", file=sys.stderr)
+        return 2
+    if not is_ours:
+        export = export_plan(plan)
+        text = job_script(export, args.plan, options) if args.slurm else torchrun_script(export)
+        print(inexpressible_text(export), end="", file=sys.stderr)
+    elif args.tune is not None:
+        text = tuning_script(plan, words, options)
+    else:
+        text = batch_script(plan, words, options) if args.slurm else torchrun_commands(plan, words, options)
     if args.out is None:
         print(text, end="")
         return 0

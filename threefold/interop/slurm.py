@@ -30,6 +30,7 @@ class Options:
     notice_seconds: int = 300  # before the time limit: for the step under way and its checkpoint
     run: str | None = None  # the run's folder
     nsys: bool = False  # under Nsight Systems, which traces the steps that `train --profile` chooses
+    tune: str | None = None  # the budget of a tuning, in place of a training
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,21 @@ def shape(plan: Plan) -> Shape | None:
     return Shape(gpus // node, node) if gpus % node == 0 else None
 
 
+def segment_nodes(plan: Plan) -> int | None:
+    """Nodes that Slurm must place in one NVLink rack, as `--segment` takes them; None where NVLink ends at the node.
+
+    A job inside one rack is one segment. A larger one is cut into equal segments that each fit a rack, so that groups
+    of ranks do not straddle racks: 16 nodes of 4 GPUs hold EP 64 in a rack of 72.
+    """
+    place = shape(plan)
+    if place is None or place.nodes == 1 or not plan.chip.is_rack_scale:
+        return None
+    in_rack = plan.cluster.domain_ranks // place.per_node
+    return max((size for size in range(1, min(in_rack, place.nodes) + 1) if place.nodes % size == 0), default=None)
+
+
 def faults(plan: Plan, options: Options) -> Iterator[Finding]:
     """What no script can be written for."""
-    if plan.target != "threefold":
-        advice = "set target to threefold, or start it by its own tools"
-        yield _fault("target", f"a script starts threefold, not {plan.target}", advice)
     if shape(plan) is None:
         node = plan.cluster.node
         problem = f"{format_many(plan.cluster.gpus, 'rank')} cannot fill nodes of {node} evenly"
@@ -62,6 +73,9 @@ def faults(plan: Plan, options: Options) -> Iterator[Finding]:
             yield _fault(f"--{name}", f"{given!r} is no name Slurm takes", "letters, digits and _ . , @ : + - only")
     if options.container is not None and (not options.container.strip() or "\n" in options.container):
         yield _fault("--container", f"{options.container!r} is no image", "give a path or registry#image:tag")
+    if options.tune is not None and options.container is not None:
+        advice = "install threefold where the batch script runs, and leave --container out"
+        yield _fault("--container", "a tuning starts its ranks with srun, which an image lacks", advice)
     if options.time is None:
         return
     minutes = time_limit(options.time)
@@ -126,6 +140,8 @@ def _directives(plan: Plan, file: str, place: Shape, options: Options) -> Iterat
     if place.per_node == plan.cluster.node:
         yield "exclusive"
         yield "mem=0"
+    if (segment := segment_nodes(plan)) is not None:
+        yield f"segment={segment}"
     for option in ("time", "partition", "account"):
         if given := getattr(options, option):
             yield f"{option}={given}"
@@ -133,6 +149,50 @@ def _directives(plan: Plan, file: str, place: Shape, options: Options) -> Iterat
     yield "open-mode=append"
     yield "requeue"
     yield f"signal=B:USR1@{options.notice_seconds}"
+
+
+def node_script(plan: Plan, file: str, options: Options, setup: str, command: str) -> str:
+    """A batch script that starts one torchrun a node, for a program that is not ours.
+
+    `setup` are lines before the start: comments, exports, a file to write. `command` is what torchrun runs.
+    """
+    place = shape(plan)
+    assert place is not None
+    own = ("requeue", "signal=")  # the program would neither save at the signal nor go on after a requeue
+    lines = [
+        f"#SBATCH --{line.replace(f'ntasks-per-node={place.per_node}', 'ntasks-per-node=1')}"
+        for line in _directives(plan, file, place, options)
+        if not line.startswith(own)
+    ]
+    srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1"]
+    if options.container:
+        srun += [shlex.quote(f"--container-image={options.container}"), '--container-mounts="$PWD:$PWD"']
+        srun.append('--container-workdir="$PWD"')
+    tracer = [shlex.quote(word) for word in _nsys(options, "SLURM_NODEID")] if options.nsys else []
+    run = [
+        "torchrun",
+        f"--nnodes={place.nodes}",
+        f"--nproc-per-node={place.per_node}",
+        f"--max-restarts={options.max_restarts}",
+        "--rdzv-backend=c10d",
+        '--rdzv-endpoint="$HEAD:$PORT"',
+        '--rdzv-id="$SLURM_JOB_ID"',
+    ]
+    start = " \\\n    ".join([" ".join([*srun, *tracer, *run]), command])
+    return "\n".join(["#!/bin/bash", *lines, "", _NODE_BODY.format(setup=setup.strip(), start=start)])
+
+
+def tuning_script(plan: Plan, words: list[str], options: Options) -> str:
+    """A batch script that runs `threefold tune` on the first node, and the ranks of its trials on all of them."""
+    place = shape(plan)
+    assert place is not None
+    lines = [f"#SBATCH --{line}" for line in _directives(plan, words[0], place, options)]
+    exports = [f"export {name}={value}" for name, value in environment(plan).items()]
+    launcher = f"srun --kill-on-bad-exit=1 --ntasks-per-node={place.per_node}"
+    command = ["python", "-m", "threefold", "tune", *words, "--budget", options.tune or "", "--launcher", launcher]
+    command += ["--out", options.run] if options.run else []
+    body = _TUNING_BODY.format(exports="\n".join(exports), command=shlex.join(command))
+    return "\n".join(["#!/bin/bash", *lines, "", body])
 
 
 def environment(plan: Plan) -> dict[str, str]:
@@ -181,6 +241,40 @@ def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
     start = ["-m", "threefold", *(shlex.quote(word) for word in _train(words, options)[3:])]
     return "\n".join([*lines, " ".join([*exports, *head, *start])]) + "\n"
 
+
+_TUNING_BODY = """\
+# The tuning runs on this node and starts one task a GPU for its trials. Its folder must be one that all nodes see.
+set -u
+{exports}
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+
+# Finished trials are in the ledger: before the time limit the job waits for its next turn and goes on with them.
+again=0
+{command} &
+task=$!
+trap 'again=1; told=1; kill -TERM "$task"' USR1
+trap 'told=1; kill -TERM "$task"' TERM
+told=1
+while [ "$told" = 1 ]; do  # a signal ends `wait` early; the shell keeps the code of a task that ended meanwhile
+    told=0
+    wait "$task"
+    code=$?
+done
+if [ "$again" = 1 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+_NODE_BODY = """\
+set -eu
+{setup}
+
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+PORT=$((20000 + SLURM_JOB_ID % 20000))
+{start}
+"""
 
 _BODY = """\
 # One task a GPU: Slurm's signals reach the ranks themselves.

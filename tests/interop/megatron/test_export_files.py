@@ -1,0 +1,187 @@
+"""The files of an export: scripts that a shell and Python read, segments of racks, and the environment."""
+
+import subprocess
+from itertools import pairwise
+
+import pytest
+from megatron_exports import recipe, recipe_plans
+
+from threefold.interop.megatron.bridge_files import export_files, job_script, overrides, torchrun_script, train_script
+from threefold.interop.megatron.environment import environment_of
+from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, export_plan
+from threefold.interop.megatron.field_names import DTYPE_PATHS, TORCH_DTYPES
+from threefold.interop.megatron.import_text import import_text
+from threefold.interop.slurm import Options, segment_nodes
+from threefold.plan.parse import change
+from threefold.plan.plan import Plan
+
+GB200 = recipe("deepseek-v3-4k-256xgb200-mxfp8")
+H100 = recipe("deepseek-v3-128k-256xh100-fp8")
+
+
+@pytest.mark.parametrize("name", recipe_plans())
+def test_scripts_are_valid_bash_and_python(name: str) -> None:
+    plan = recipe(name)
+    for to in FORMATS:
+        files = export_files(export_plan(plan, to), f"recipes/{name}.toml", Options(), "out")
+        for file, text in files.items():
+            if file.endswith((".sh", ".sbatch")):
+                subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        if to == BRIDGE:
+            compile(files["train.py"], "train.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "segment"),
+    [
+        (256, 16),  # 64 nodes of 4: four segments, each in one rack of 72
+        (64, 16),  # one rack
+        (72, 18),
+        (128, 16),
+        (96, 12),  # 24 nodes: two segments of 12, the largest that divide them and fit the 64 GPUs of a block
+        (4, None),
+    ],
+)
+def test_racks_are_asked_for_in_whole_segments(gpus: int, segment: int | None) -> None:
+    """EP 64 inside a rack needs 16 nodes of 4 GPUs that Slurm places together."""
+    assert segment_nodes(change(GB200, {"cluster.gpus": gpus})) == segment
+
+
+def test_only_racks_have_segments() -> None:
+    assert segment_nodes(H100) is None
+    assert "#SBATCH --segment=16\n" in job_script(export_plan(GB200), "plan.toml", Options())
+    assert "--segment" not in job_script(export_plan(H100), "plan.toml", Options())
+
+
+def variables(plan: Plan) -> dict[str, str]:
+    return {item.name: item.value for item in environment_of(plan)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "connections"),
+    [
+        ({}, "1"),  # CP on Hopper
+        ({"layout.cp": 1}, "32"),  # DeepEP
+        ({"layout.cp": 1, "knobs.dispatcher": "alltoall"}, "8"),
+        ({"knobs.ep_overlap": True}, "32"),
+        ({"knobs.max_connections": 4}, "4"),
+        ({"cluster.chip": "b200"}, "32"),
+        ({"knobs.data_parallel": "fsdp", "knobs.dispatcher": "alltoall"}, "8"),  # FSDP asserts that it is not 1
+    ],
+)
+def test_connections_follow_the_performance_scripts(changes: dict[str, object], connections: str) -> None:
+    """As `_set_num_cuda_device_max_connections` of scripts/performance/perf_plugins.py has it."""
+    assert variables(change(H100, changes))["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
+
+
+def test_hybridep_is_told_its_domain() -> None:
+    found = variables(GB200)
+    names = ("NVLINK_DOMAIN_SIZE", "USE_MNNVL", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN")
+    assert [found[name] for name in names] == ["72", "1", "64"]
+    hopper = variables(change(H100, {"knobs.dispatcher": "hybridep"}))
+    assert [hopper[name] for name in names] == ["8", "0", "8"]
+    assert "USE_MNNVL" not in variables(H100)
+
+
+def test_every_variable_has_a_reason() -> None:
+    for plan in recipe_plans().values():
+        assert all(item.reason for item in environment_of(plan))
+
+
+def test_a_batch_job_writes_its_own_script() -> None:
+    export = export_plan(GB200)
+    text = job_script(export, "plans/my plan.toml", Options(time="4:00:00", container="a b.sqsh"))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert train_script(export) in text
+    assert "#SBATCH --nodes=64\n#SBATCH --ntasks-per-node=1\n" in text
+    assert "'--container-image=a b.sqsh'" in text
+    assert "requeue" not in text  # the program does not save at a signal
+    assert "--standalone" in torchrun_script(export_plan(change(GB200, {"cluster.gpus": 4, "layout.ep": 4})))
+
+
+def test_a_job_says_where_checkpoints_go_and_what_to_trace() -> None:
+    text = job_script(export_plan(GB200), "plan.toml", Options(run="/shared/my runs", nsys=True))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    folder = '"/shared/my runs/checkpoints"'
+    assert f"'checkpoint.save={folder}' 'checkpoint.load={folder}' profiling.use_nsys_profiler=true" in text
+    assert "nsys profile" in text
+
+
+def test_a_model_without_a_recipe_is_read_from_a_checkpoint() -> None:
+    mixtral = change(H100, {"model": "mixtral-8x7b", "layout.vpp": 1, "job.mtp": None, "layout.ep": 8})
+    script = train_script(export_plan(mixtral))
+    assert 'source = "mistralai/Mixtral-8x7B-v0.1"' in script
+    assert "cfg.model = AutoBridge.from_hf_pretrained(source)" in script
+    tiny = train_script(export_plan(recipe("tiny-qwen3-moe-256-1xcpu-fp32")))
+    assert 'os.environ["HF_MODEL"]' in tiny
+
+
+def test_strings_are_quoted_as_hydra_reads_them() -> None:
+    written = overrides(export_plan(GB200))
+    assert 'model.pipeline_model_parallel_layout="Et*4|(t*4|)*14tmL"' in written
+    moments = change(GB200, {"knobs.optimizer_dtype": "bf16", "knobs.graphs": ["full_iteration"]})
+    written = overrides(export_plan(moments))
+    assert "optimizer.exp_avg_dtype=torch.bfloat16" in written
+    assert "model.cuda_graph_modules=[]" in written
+    assert "--exp-avg-dtype" in export_plan(moments, LM).arguments
+
+
+def test_an_argument_line_says_what_no_recipe_says_for_it() -> None:
+    """Megatron-LM stops without --train-iters and --lr, refuses a seed of 0, and has other betas than a plan."""
+    words = export_plan(H100, LM).arguments
+    said = dict(pairwise(words))
+    job = H100.job
+    for name, value in {
+        "--train-iters": job.steps,
+        "--lr": job.lr,
+        "--adam-beta2": job.adam_beta2,
+        "--weight-decay": job.weight_decay,
+        "--lr-warmup-iters": job.warmup_steps,
+    }.items():
+        assert float(said[name]) == value
+    assert job.seed == 0
+    assert not {"--seed", "--moe-z-loss-coeff"} & {*words}
+    assert "--seed" in export_plan(change(H100, {"job.seed": 7}), LM).arguments
+    assert "rng.seed" not in export_plan(change(H100, {"job.seed": 0})).settings
+
+
+def test_hydra_reads_every_override_as_it_was_meant() -> None:
+    """Hydra's own parser, where it is installed: it is what Bridge parses overrides with."""
+    parser = pytest.importorskip("hydra.core.override_parser.overrides_parser").OverridesParser.create()
+    for name, plan in recipe_plans().items():
+        export = export_plan(plan)
+        read = parser.parse_overrides(overrides(export))
+        for parsed, (path, value) in zip(read, export.settings.items(), strict=True):
+            wanted = TORCH_DTYPES[str(value)] if path in DTYPE_PATHS else value
+            found = parsed.value()
+            found = [str(item) for item in found] if isinstance(found, list) else str(found)
+            assert (parsed.key_or_group, found) == (
+                path,
+                [str(item) for item in wanted] if isinstance(wanted, tuple) else str(wanted),
+            ), name
+
+
+@pytest.mark.parametrize(
+    ("data", "paths"),
+    [
+        ("/data/a.bin", ("/data/a",)),
+        (("/data/a.bin:0.3", "/data/b.idx:0.7"), (0.3, "/data/a", 0.7, "/data/b")),
+        (("/data/a.bin", "/data/b.bin"), ("/data/a", "/data/b")),
+        (("/data/a.bin", "/data/b.tok"), None),  # ours beside Megatron's
+    ],
+)
+def test_datasets_of_megatron_are_handed_on(data: str | tuple[str, ...], paths: tuple[object, ...] | None) -> None:
+    for to in FORMATS:
+        export = export_plan(change(H100, {"job.data": data}), to)
+        assert export.settings.get("dataset.data_path") == paths
+        assert ("job.data" in {item.field for item in export.lost}) == (paths is None)
+    if paths is not None:
+        assert "--data-path" in export.arguments
+
+
+def test_prefixes_of_datasets_come_back() -> None:
+    for text in ("dataset.data_path=[0.3,/data/a,0.7,/data/b]", "x.py --data-path 0.3 /data/a 0.7 /data/b --bf16"):
+        given = {"model": "deepseek-v3", "cluster.chip": "h100", "cluster.gpus": 8}
+        plan = import_text(text, given).plan
+        assert plan is not None
+        assert plan.job.data == ("/data/a:0.3", "/data/b:0.7")

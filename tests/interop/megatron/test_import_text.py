@@ -1,0 +1,196 @@
+"""Overrides, YAML and arguments become plans; what cannot is one finding with a fix."""
+
+import pytest
+from megatron_exports import recipe
+
+from threefold.interop.megatron.bridge_files import overrides, overrides_yaml, train_script
+from threefold.interop.megatron.export_plan import export_plan
+from threefold.interop.megatron.field_names import PLAIN
+from threefold.interop.megatron.import_text import Imported, import_text
+from threefold.interop.megatron.releases import known_releases
+from threefold.plan.parse import change
+
+PLAN = recipe("deepseek-v3-4k-256xgb200-mxfp8")
+GIVEN = {"model": "deepseek-v3", "cluster.chip": "gb200", "cluster.gpus": 256}
+
+
+def rules(imported: Imported) -> list[str]:
+    return [finding.rule for finding in imported.findings]
+
+
+def test_every_file_of_an_export_reads_back() -> None:
+    export = export_plan(PLAN)
+    for text in ("\n".join(overrides(export)), overrides_yaml(export), train_script(export)):
+        imported = import_text(text, GIVEN)
+        assert imported.plan is not None, imported.findings
+        assert dict(imported.plan.written) == dict(PLAN.written)
+        assert imported.findings == []
+
+
+def test_a_complete_yaml_of_bridge_is_read() -> None:
+    """The layout of a configuration that Bridge saves with a checkpoint, with settings that no plan has."""
+    text = """
+_target_: megatron.bridge.training.config.ConfigContainer
+model:
+  _target_: megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider
+  num_layers: 48
+  hidden_size: 2048
+  num_attention_heads: 32
+  num_query_groups: 4
+  num_moe_experts: 128
+  moe_ffn_hidden_size: 768
+  moe_router_topk: 8
+  tensor_model_parallel_size: 2
+  pipeline_model_parallel_size: 1
+  context_parallel_size: 1
+  expert_model_parallel_size: 8
+  seq_length: 8192
+  moe_token_dispatcher_type: flex
+  moe_flex_dispatcher_backend: deepep
+  recompute_granularity: selective
+  recompute_modules: [moe_act]
+  activation_func:
+    _target_: torch.nn.functional.silu
+    _call_: false
+  cuda_graph_impl: transformer_engine
+  cuda_graph_modules:
+  - _target_: megatron.core.transformer.enums.CudaGraphModule
+    _call_: true
+    _args_: [2]
+    _name_: attn
+train: {global_batch_size: 512, micro_batch_size: 2}
+optimizer:
+  use_precision_aware_optimizer: true
+  exp_avg_dtype:
+    _target_: torch.bfloat16
+    _call_: false
+mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: tensorwise, fp8_param_gather: true}
+"""
+    imported = import_text(text, {"cluster.chip": "h100", "cluster.gpus": 16})
+    plan = imported.plan
+    assert plan is not None
+    assert plan.model_name == "qwen3-30b-a3b"
+    assert (plan.layout.tp, plan.layout.ep, plan.job.seq_len, plan.job.global_batch) == (2, 8, 8192, 512)
+    assert (plan.knobs.precision, plan.knobs.fp8_params, plan.knobs.optimizer_dtype) == ("fp8-cs", True, "bf16")
+    assert (plan.knobs.dispatcher, plan.knobs.recompute) == ("deepep", ("moe_act",))
+    assert plan.knobs.graphs == ("attn",)
+    assert imported.findings == []
+
+
+def test_an_argument_line_is_read_with_what_megatron_does_without_an_argument() -> None:
+    text = """CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py \\
+      --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 \\
+      --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size=8 --tensor-model-parallel-size 2 \\
+      --moe-ffn-hidden-size 14336 --bf16 --seq-length 4096 --global-batch-size 256 --micro-batch-size 1 \\
+      --no-gradient-accumulation-fusion \\
+      --recompute-granularity full --recompute-method block --recompute-num-layers 4"""
+    imported = import_text(text, {"cluster.chip": "h100"})
+    plan = imported.plan
+    assert plan is not None
+    assert (plan.model_name, plan.cluster.gpus, plan.knobs.max_connections) == ("mixtral-8x7b", 32, 1)
+    assert (plan.knobs.recompute, plan.knobs.recompute_method, plan.knobs.recompute_layers) == (("full",), "block", 4)
+    off = (plan.knobs.grad_reduce_overlap, plan.knobs.permute_fusion, plan.knobs.grad_accum_fusion)
+    assert (off, plan.knobs.router_dtype) == ((False, False, False), "bf16")
+    assert rules(imported) == ["import-without-counterpart"]  # Megatron-LM's own default, allgather
+
+
+def test_what_a_recipe_decides_and_what_is_missing_is_said() -> None:
+    imported = import_text("model.expert_model_parallel_size=8", {"model": "qwen3-30b-a3b"})
+    assert imported.plan is not None
+    assert imported.plan.cluster.gpus == 8  # the fewest for EP 8
+    assert rules(imported) == ["import-needs-cluster", "import-needs-cluster", "import-recipe-decides"]
+
+
+def test_a_backend_alone_is_said_to_activate_nothing() -> None:
+    imported = import_text("model.moe_flex_dispatcher_backend=deepep", GIVEN)
+    assert imported.plan is not None
+    assert any(f.at == "model.moe_flex_dispatcher_backend" for f in imported.findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "import-readable"),
+        ("hello world", "import-readable"),
+        ("model.x='unclosed", "import-readable"),
+        ("model:\n  a: [1, 2\n", "import-readable"),
+        ("optimizer:\n  lr: 2024-13-45\n", "import-readable"),
+        ("pretrain_gpt.py --num-layers 4 --hidden-size", "import-readable"),
+        ("python a.py model.a=1\npython a.py model.a=2", "import-readable"),
+        ("model.tensor_model_parallel_size=2", "import-needs-model"),
+        ("-mr qwen3_30b_a3b model.tensor_model_parallel_size=two", "wrong-type"),
+        ("-mr qwen3_30b_a3b model.recompute_granularity=selective model.recompute_modules=[no]", "known-value"),
+        ("pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-paralel-size 2", "import-needs-model"),
+        ("-mr qwen3_30b_a3b --moe_a2a_overlap true", "overlap-switch-couples"),
+        ("-mr nosuch_model train.micro_batch_size=1", "import-unknown-name"),
+        ("--recipe nosuch_config train.micro_batch_size=1", "import-unknown-name"),
+        ("-mr qwen3_30b_a3b -c fp99", "import-unknown-name"),
+    ],
+)
+def test_what_cannot_be_read_is_a_finding(text: str, rule: str) -> None:
+    found = import_text(text)
+    assert rule in rules(found)
+    assert all(finding.advice or finding.fix for finding in found.findings)
+    if rule == "import-readable":  # and nothing about what could not be read
+        assert rules(found) == [rule]
+    if rule in ("import-readable", "import-needs-model", "wrong-type", "known-value"):
+        assert found.plan is None
+        assert any(finding.severity == "error" for finding in found.findings)
+
+
+def test_a_misspelt_argument_is_named_with_its_neighbours() -> None:
+    imported = import_text("pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-paralel-size 2")
+    said = next(finding for finding in imported.findings if finding.rule == "import-unknown-name")
+    assert "--pipeline-model-parallel-size" in said.advice
+
+
+def test_a_misspelt_override_is_told_from_one_without_a_counterpart() -> None:
+    text = "model.tensor_model_parallell_size=2 bar.baz=1 logger.tensorboard_dir=x profiling.use_nsys_profiler=true"
+    said = {finding.at: finding for finding in import_text(text, GIVEN).findings}
+    assert said["model.tensor_model_parallell_size"].rule == said["bar.baz"].rule == "import-unknown-name"
+    assert "did you mean tensor_model_parallel_size" in said["model.tensor_model_parallell_size"].advice
+    for path in ("logger.tensorboard_dir", "profiling.use_nsys_profiler"):
+        assert said[path].rule == "import-without-counterpart"
+    many = import_text(" ".join(f"model.x{n}=1" for n in range(20)), GIVEN)
+    assert rules(many).count("import-unknown-name") == 8
+    assert any("12 others" in finding.problem for finding in many.findings)
+
+
+def test_a_cut_model_stays_cut() -> None:
+    cut = change(PLAN, {"model.num_layers": 14, "layout.pp": 1, "layout.vpp": 1, "layout.stages": None})
+    imported = import_text("\n".join(overrides(export_plan(cut))), GIVEN)
+    assert imported.plan is not None
+    assert (imported.plan.model.num_layers, imported.plan.model.num_dense_layers) == (14, 3)
+
+
+VALUES = ("x", "-1", "1.5", "null", "true", "[]", "[a,b]", "[[1]]", "''", "99999999999999999999", "1e999")
+BESIDE = """-mr deepseek_v3 -g h100 -ng 8 ddp.use_megatron_fsdp=true optimizer.use_precision_aware_optimizer=true
+    optimizer.lr=1 train.train_iters=10 scheduler.lr_wsd_decay_iters=2 model.recompute_granularity=full"""
+
+
+def test_no_value_of_any_setting_is_a_traceback() -> None:
+    """Wrong values are findings of parsing, also where a field is computed from a setting."""
+    release = known_releases()[-1]
+    paths = [row.path for row in PLAIN] + [path for path in export_plan(PLAN).settings if release.has_field(path)]
+    extra = ("optimizer.min_lr", "scheduler.lr_wsd_decay_iters", "dist.distributed_timeout_minutes", "mixed_precision")
+    for path in {*paths, *extra}:
+        for value in VALUES:
+            import_text(f"{BESIDE} {path}={value}")
+
+
+@pytest.mark.parametrize("value", ["[{a: 1}]", "!!set {a, b}", "2024-01-01", "0x1" + "0" * 400, "[[{a: 1}]]", "{a: 1}"])
+def test_no_kind_of_value_in_a_yaml_is_a_traceback(value: str) -> None:
+    extra = ("optimizer.optimizer", "scheduler.lr_decay_style", "scheduler.lr_wsd_decay_iters", "optimizer.min_lr")
+    extra += ("dist.distributed_timeout_minutes", "model.moe_router_load_balancing_type", "dataset.data_path")
+    for path in {*(row.path for row in PLAIN), *export_plan(PLAN).settings, *extra}:
+        group, _, name = path.partition(".")
+        beside = "optimizer: {lr: 1}\ntrain: {train_iters: 3}\nmodel: {moe_aux_loss_coeff: [1]}"
+        import_text(f"{beside}\n{group}:\n  {name}: {value}\n", GIVEN)
+    for word in (f"optimizer.min_lr=1{'0' * 400}", f"dataset.data_path=[1{'0' * 400},a]"):
+        import_text(f"{BESIDE} {word}", GIVEN)
+
+
+def test_a_yaml_of_nested_aliases_ends() -> None:
+    levels = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
+    imported = import_text(f"model:\n  a0: &a0 [1, 2]\n{levels}\n")
+    assert imported.plan is None

@@ -1,0 +1,358 @@
+"""`threefold import`: a Bridge command line or override list, its YAML, or a Megatron-LM argument line as a plan."""
+
+import ast
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from threefold.findings import Finding, Severity, did_you_mean, in_order, shown
+from threefold.interop.megatron.architecture import match_model
+from threefold.interop.megatron.argument_line import MOE_DEFAULTS, find_argument, read_arguments
+from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS
+from threefold.interop.megatron.models import model_of_recipe, model_of_stem
+from threefold.interop.megatron.read_settings import fields_of
+from threefold.interop.megatron.settings_writer import LARGEST_BITS, Settings, plain_value
+from threefold.interop.megatron.write_settings import pipeline_layout
+from threefold.plan.parse import change, parse
+from threefold.plan.plan import Plan
+from threefold.spec.models import MODELS
+
+_OVERRIDE = re.compile(r"[+~]{0,2}([a-z_][\w]*(?:\.\w+)*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"^\s*(?:cfg|config|recipe)\.([\w.]+)\s*=\s*(.+?)\s*(?:#.*)?$", re.MULTILINE)
+_APPLY_FLEX = re.compile(r"apply_flex_dispatcher_backend\([^)]*[\"'](\w+)[\"']\s*\)")
+_PASSED_OVER = (
+    "--config_variant",
+    "-cv",
+    "--account",
+    "-a",
+    "--partition",
+    "-p",
+    "--time_limit",
+    "-t",
+    "--max_retries",
+)
+_RECIPE_DECIDES = (  # settings that every recipe of Bridge sets in its own way
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.context_parallel_size",
+    "model.expert_model_parallel_size",
+    "model.seq_length",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "model.recompute_granularity",
+)
+_LEFT_OUT = "..."
+_CHIP = "h100"  # of an import that names none
+
+
+@dataclass
+class Found:
+    """What a text says: settings, and beside them the model, the cluster and the task."""
+
+    settings: Settings = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    kind: str = "overrides"  # or `yaml`, `arguments`
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The plan behind a text, where there is one, and everything found on the way."""
+
+    plan: Plan | None
+    findings: list[Finding]
+    kind: str
+
+
+def import_text(text: str, given: Mapping[str, Any] | None = None, is_yaml: bool = False) -> Imported:
+    """`given`: fields of the plan that the user states beside the text; they count more."""
+    found = _read(text, is_yaml)
+    if any(finding.rule == "import-readable" for finding in found.findings):
+        return Imported(None, in_order(found.findings), found.kind)
+    fields = {"target": "megatron-bridge", **found.fields, **(given or {})}
+    if "model" not in fields and (name := match_model(found.settings)):
+        fields["model"] = name
+    model = MODELS.get(str(fields.get("model")))
+    if found.kind == "arguments" and (model is None or model.is_moe):
+        found.settings = MOE_DEFAULTS | found.settings
+    more, findings = fields_of(found.settings, model, has_arguments=found.kind == "arguments")
+    findings = [*found.findings, *findings]
+    fields = {**more, **fields}
+    if "model" not in fields:
+        problem = "no recipe, and no sizes of a known model"
+        findings.append(_finding("import-needs-model", "model", problem, "name it: --model qwen3-30b-a3b", "error"))
+        return Imported(None, in_order(findings), found.kind)
+    if "cluster.chip" not in fields:
+        fields["cluster.chip"] = _CHIP
+        findings.append(_finding("import-needs-cluster", "cluster.chip", f"no chip named: {_CHIP}", "give --chip"))
+    if found.kind != "arguments" and (missing := [path for path in _RECIPE_DECIDES if path not in found.settings]):
+        problem = f"the recipe decides {', '.join(missing)}, and the plan takes its own defaults"
+        findings.append(_finding("import-recipe-decides", "model", problem, "add the recipe's values"))
+    has_gpus = "cluster.gpus" in fields
+    parsed = parse(fields)
+    findings += parsed.findings
+    if parsed.plan is None:
+        return Imported(None, in_order(findings), found.kind)
+    plan = parsed.plan
+    if not has_gpus:
+        plan = change(plan, {"cluster.gpus": plan.layout.min_gpus})
+        problem = f"no number of GPUs named: {plan.cluster.gpus}, the fewest for this layout"
+        findings.append(_finding("import-needs-cluster", "cluster.gpus", problem, "give --gpus"))
+    return Imported(_in_own_words(plan), in_order(findings), found.kind)
+
+
+def _finding(rule: str, at: str, problem: str, advice: str, severity: Severity = "warning") -> Finding:
+    return Finding(rule=rule, at=at, problem=problem, advice=advice, severity=severity)
+
+
+def _in_own_words(plan: Plan) -> Plan:
+    """A plan without fields that say what their absence says too."""
+    absent: dict[str, Any] = {}
+    if plan.layout.stages is not None:
+        without = change(plan, {"layout.stages": None})
+        if pipeline_layout(without) == plan.layout.stages:
+            absent["layout.stages"] = None
+    if plan.job.mtp == plan.model.mtp_layers:
+        absent["job.mtp"] = None
+    if plan.knobs.cp_inner is not None and change(plan, {"knobs.cp_inner": None}).cp_inner == plan.knobs.cp_inner:
+        absent["knobs.cp_inner"] = None
+    if plan.cluster.gpus_per_node == plan.cluster.spec.gpus_per_node:
+        absent["cluster.gpus_per_node"] = None
+    return change(plan, absent) if absent else plan
+
+
+def _read(text: str, is_yaml: bool) -> Found:
+    if is_yaml or _looks_like_yaml(text):
+        return _read_yaml(text)
+    if "OVERRIDES = [" in text and (script := _read_script(text)):
+        return script
+    found = Found()
+    assignments = _ASSIGNMENT.findall(text)
+    backends = _APPLY_FLEX.findall(text)
+    if assignments or backends:  # lines of a Python script, as Bridge's guides print them
+        found.settings |= {path: _value(value) for path, value in assignments}
+        if backends:
+            found.settings["model.moe_token_dispatcher_type"] = "flex"
+            found.settings["model.moe_flex_dispatcher_backend"] = backends[-1]
+        return found
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        problem = f"not words of a command line: {error}"
+        return Found(findings=[_finding("import-readable", "import", problem, "close the quotes", "error")])
+    if not words:
+        return Found(findings=[_finding("import-readable", "import", "nothing to read", "give a list", "error")])
+    if again := [word for word in words if word.endswith(".py") and words.count(word) > 1]:
+        problem = f"{len(again)} commands run {again[0]}, and each has settings of its own"
+        return Found(findings=[_finding("import-readable", "import", problem, "give one of them", "error")])
+    if any("-" in word[2:] and find_argument(word.partition("=")[0]) for word in words if word.startswith("--")):
+        return _read_argument_line(words)
+    return _read_words(words)
+
+
+def _read_script(text: str) -> Found | None:
+    """The training script of an export: its recipe and its list of overrides."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    words = [
+        item.value
+        for node in body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+        for item in node.value.elts
+        if isinstance(item, ast.Constant) and isinstance(item.value, str)
+    ]
+    recipes = [
+        alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom) and "recipes" in (node.module or "")
+        for alias in node.names
+    ]
+    is_own = "AutoBridge" not in text  # else the recipe only lends its frame to another model
+    return _read_words([*(recipes if is_own else []), *words])
+
+
+def _looks_like_yaml(text: str) -> bool:
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return bool(lines) and re.match(r"\w+:(\s|$)", lines[0]) is not None
+
+
+def _read_yaml(text: str) -> Found:
+    try:
+        import yaml  # type: ignore[import-untyped]  # no dependency of a planner: it comes with Bridge and transformers
+    except ModuleNotFoundError:
+        advice = "pip install pyyaml, or give the overrides as a list"
+        return Found(
+            findings=[_finding("import-readable", "import", "YAML needs PyYAML", advice, "error")], kind="yaml"
+        )
+    try:
+        loaded = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date or a number that is none
+        problem = f"not valid YAML: {' '.join(str(error).split())[:200]}"
+        finding = _finding("import-readable", "import", problem, "correct the YAML", "error")
+        return Found(findings=[finding], kind="yaml")
+    if not isinstance(loaded, dict):
+        finding = _finding("import-readable", "import", "no groups of settings", "give Bridge's YAML", "error")
+        return Found(findings=[finding], kind="yaml")
+    found = Found(kind="yaml")
+    for group, fields in loaded.items():
+        if isinstance(fields, dict):
+            for name, value in fields.items():
+                if not isinstance(_target(value), dict) and not str(name).startswith("_"):
+                    found.settings[f"{group}.{name}"] = _plain(value)
+        elif not str(group).startswith("_"):
+            found.settings[str(group)] = _plain(fields)
+    return found
+
+
+def _target(value: Any) -> Any:
+    """Bridge writes members of enumerations and dtypes as tables: `_name_`, or `_target_` that is not to be called."""
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("_name_"), str):
+        return value["_name_"]
+    is_dtype = str(value.get("_target_")).startswith("torch.") and value.get("_call_") is False
+    return value["_target_"] if is_dtype else value
+
+
+def _plain(value: Any, depth: int = 2) -> Any:
+    """Lists as tuples, two deep like the lists of a layout: aliases of a YAML could nest them without end.
+
+    What no setting of Megatron is (a table inside a list, a set, a date, a number of hundreds of digits) is left out.
+    """
+    if isinstance(value, list):
+        return tuple(_plain(item, depth - 1) for item in value) if depth else _LEFT_OUT
+    value = _target(value)
+    if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+        return _LEFT_OUT
+    return value if value is None or isinstance(value, bool | int | float | str) else _LEFT_OUT
+
+
+def _read_argument_line(words: Sequence[str]) -> Found:
+    found = Found(kind="arguments")
+    start = next((i for i, word in enumerate(words) if word.endswith(".py")), -1)
+    sizes = {"--nnodes": 1, "--nproc-per-node": 0}
+    for i, word in enumerate(words[: start + 1]):
+        if variable := _VARIABLE.fullmatch(word):
+            _take_variable(found, variable)
+        name, equals, value = word.replace("nproc_per_node", "nproc-per-node").partition("=")
+        if name in sizes:
+            value = value if equals else words[i + 1]
+            sizes[name] = int(value) if value.isdigit() else 0
+    if all(sizes.values()):
+        found.fields["cluster.gpus"] = sizes["--nnodes"] * sizes["--nproc-per-node"]
+        if sizes["--nnodes"] > 1:
+            found.fields["cluster.gpus_per_node"] = sizes["--nproc-per-node"]
+    found.settings, findings = read_arguments(words[start + 1 :])
+    found.findings += findings
+    _take_stages_from_layout(found.settings)
+    return found
+
+
+def _take_stages_from_layout(settings: Settings) -> None:
+    """Megatron-LM counts virtual stages by the bars of the layout string."""
+    layout, pp = (
+        settings.get("model.pipeline_model_parallel_layout"),
+        settings.get("model.pipeline_model_parallel_size"),
+    )
+    parsed = parse({"model": "qwen3-30b-a3b", "layout.stages": layout}) if isinstance(layout, str) else None
+    if parsed is not None and parsed.plan is not None and isinstance(pp, int) and pp > 0:
+        settings["model.virtual_pipeline_model_parallel_size"] = max(1, len(parsed.plan.chunks) // pp)
+
+
+def _take_variable(found: Found, variable: re.Match[str]) -> None:
+    if variable[1] == "CUDA_DEVICE_MAX_CONNECTIONS":
+        found.fields["knobs.max_connections"] = plain_value(variable[2])
+
+
+def _read_words(words: Sequence[str]) -> Found:
+    """Flags and overrides of Bridge's scripts. A later word counts more, as it does there."""
+    found = Found()
+    rest = list(words)
+    overrides: Settings = {}
+    while rest:
+        word = rest.pop(0)
+        if variable := _VARIABLE.fullmatch(word):
+            _take_variable(found, variable)
+        elif match := _OVERRIDE.fullmatch(word):
+            overrides[match[1].removeprefix("cfg.")] = _value(match[2])
+        elif word.startswith("-"):
+            name, equals, value = word.partition("=")
+            if not equals:
+                value = rest.pop(0) if rest and not rest[0].startswith("-") and not _is_override(rest[0]) else ""
+            _take_flag(found, name, value)
+        elif recipe := model_of_recipe(word):
+            found.fields["model"], found.fields["job.task"] = recipe
+    found.settings |= overrides
+    if not found.settings and not found.fields:
+        problem = "no override and no argument of Megatron in it"
+        found.findings.append(_finding("import-readable", "import", problem, "write model.x=1 or --x 1", "error"))
+    return found
+
+
+def _is_override(word: str) -> bool:
+    return _OVERRIDE.fullmatch(word) is not None
+
+
+def _take_flag(found: Found, flag: str, value: str) -> None:
+    path = SCRIPT_FLAGS.get(flag)
+    if path is None:
+        if flag not in _PASSED_OVER:
+            found.findings.append(
+                _finding("import-unknown-name", flag, "no flag that a plan has a field for", "the plan goes without it")
+            )
+    elif path == "stem":
+        if model := model_of_stem(value):
+            found.fields["model"] = model
+        else:
+            found.findings.append(_finding("import-unknown-name", flag, f"no model of ours is {value}", "give --model"))
+    elif path == "recipe":
+        if recipe := model_of_recipe(value):
+            found.fields["model"], found.fields["job.task"] = recipe
+        else:
+            problem = f"no model of ours has the recipe {value}"
+            found.findings.append(_finding("import-unknown-name", flag, problem, "give --model"))
+    elif path == "precision":
+        known = {precision.short: precision for precision in PRECISIONS.values() if precision.short}
+        if value in known:
+            found.settings["mixed_precision"] = known[value].recipe
+        else:
+            advice = did_you_mean(value, known)
+            found.findings.append(
+                _finding("import-unknown-name", flag, f"no precision of ours is {shown(value)}", advice)
+            )
+    elif path == "moe_a2a_overlap":
+        if value.lower() in ("true", "1", "t", "yes", "y"):
+            for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"):
+                found.settings[f"comm_overlap.{name}"] = True
+            problem = "this switch sets EP overlap and delayed weight gradients together"
+            found.findings.append(_finding("overlap-switch-couples", flag, problem, "for an A/B set the two apart"))
+    elif path == "model.moe_flex_dispatcher_backend":
+        backend = _value(value)
+        found.settings["model.moe_token_dispatcher_type"] = "alltoall" if backend is None else "flex"
+        found.settings[path] = backend
+    elif path.startswith(("cluster.", "job.")):
+        found.fields[path] = plain_value(value)
+    elif path != "family":
+        found.settings[path] = _value(value)
+
+
+def _value(text: str) -> Any:
+    """A value as Hydra and Python write it."""
+    text = text.strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+        return text[1:-1]
+    if text.startswith("[") and text.endswith("]"):
+        inner = text[1:-1].strip()
+        return tuple(_value(item) for item in inner.split(",")) if inner else ()
+    return plain_value(text)
+
+
+def named(imported: Imported, source: str) -> Imported:
+    """Findings at the place that they came from."""
+    findings = [replace(item, at=source) if item.at == "import" else item for item in imported.findings]
+    return replace(imported, findings=findings)

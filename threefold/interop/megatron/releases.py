@@ -1,0 +1,141 @@
+"""Releases of Megatron Bridge and Megatron Core, and the names that each of them accepts.
+
+The names come from `wheel_fields.json`, which `read_wheels.py` makes from the published wheels. An export looks every
+name up here before it writes it.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+_FACTS = Path(__file__).parent / "wheel_fields.json"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of Megatron-LM."""
+
+    name: str
+    field: str  # the field of Megatron's configuration that it sets
+    kind: str  # flag: sets true; off: sets false; value; list: several words
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release of Megatron Bridge with the Megatron Core that it was published with."""
+
+    bridge: str
+    core: str
+    container: str  # the NeMo container that holds both, such as 26.08
+    groups: dict[str, list[str]]
+    functions: dict[str, list[str]]
+    recipes: dict[str, list[str]]
+    precision_recipes: list[str]
+    choices: dict[str, list[str]]  # by override: the texts that a field may have
+    arguments: dict[str, list[str]]
+
+    def __hash__(self) -> int:
+        return hash(self.bridge)
+
+    @property
+    def number(self) -> tuple[int, ...]:
+        return version(self.bridge)
+
+    def has_field(self, path: str, model_kind: str = "gpt", task: str = "pretrain") -> bool:
+        """Whether a dotted override names a field of a class in the wheels."""
+        group, _, name = path.partition(".")
+        if not name:
+            return group in self.groups["container"]
+        if group == "model":
+            return name in self._names["model.gpt"] or name in self._names.get(f"model.{model_kind}", ())
+        if group == "dataset":
+            return name in self._names[f"dataset.{task}"]
+        return group in self.groups["container"] and name in self._names.get(group, ())
+
+    @cached_property
+    def _names(self) -> dict[str, frozenset[str]]:
+        return {group: frozenset(names) for group, names in self.groups.items()}
+
+    @cached_property
+    def by_argument(self) -> dict[str, Argument]:
+        """The arguments of Megatron-LM by name. Megatron Core 0.16 was published without them."""
+        found = {}
+        for kind, words in self.arguments.items():
+            for word in words:
+                name, _, field = word.partition("=")
+                found[name] = Argument(name, field or name[2:].replace("-", "_"), kind)
+        return found
+
+    @cached_property
+    def by_field(self) -> dict[str, Argument]:
+        """The first argument that sets a field."""
+        found: dict[str, Argument] = {}
+        for argument in self.by_argument.values():
+            found.setdefault(argument.field, argument)
+        return found
+
+
+@lru_cache(maxsize=1)
+def known_releases() -> tuple[Release, ...]:
+    """Oldest first."""
+    facts = json.loads(_FACTS.read_text(encoding="utf-8"))
+    return tuple(Release(**release) for release in facts["releases"])
+
+
+def version(text: str) -> tuple[int, ...]:
+    """Numbers of a version; a part that is no number ends it."""
+    numbers = []
+    for part in text.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def is_release_name(text: str) -> bool:
+    """Whether a text can name a NeMo container or a version of Megatron Bridge: two numbers or more."""
+    return len(version(text)) >= 2
+
+
+@lru_cache(maxsize=1)
+def every_override() -> frozenset[str]:
+    """Every dotted override that some release has, of any kind of model and any task."""
+    return frozenset(
+        f"{group.partition('.')[0]}.{name}"
+        for release in known_releases()
+        for group, names in release.groups.items()
+        if group != "container"
+        for name in names
+    )
+
+
+def is_override(path: str) -> bool:
+    """Whether some release has the override. Groups whose fields were not read (`peft`, `profiling`) pass whole."""
+    group, _, name = path.partition(".")
+    if any(known.startswith(f"{group}.") for known in every_override()):
+        return not name or f"{group}.{name.partition('.')[0]}" in every_override()
+    return any(group in release.groups["container"] for release in known_releases())
+
+
+def find_release(named: str | None, has_arguments: bool = False) -> tuple[Release, str]:
+    """The release that a plan's `stack.release` names, and a remark where another one had to stand in for it.
+
+    A plan names a NeMo container (26.06, 26.06.01) or a version of Megatron Bridge (0.5, 0.5.1). Without a name, or
+    with one that says neither, it is the newest release. `has_arguments`: one whose wheel has Megatron-LM's arguments.
+    """
+    releases = [release for release in known_releases() if release.arguments or not has_arguments]
+    newest = releases[-1]
+    if named is None:
+        return newest, ""
+    numbers = version(named)
+    if not is_release_name(named):
+        return newest, f"no release of NeMo or Megatron Bridge is {named}: the names are those of {newest.bridge}"
+    is_container = numbers[0] >= 20
+    for release in reversed(releases):
+        own = version(release.container) if is_container else release.number
+        if own[:2] == numbers[:2]:
+            return release, ""
+    older = [r for r in releases if (version(r.container) if is_container else r.number) <= numbers]
+    nearest = older[-1] if older else releases[0]
+    return nearest, f"no wheel of {named} was read: the names are those of {nearest.bridge}"
