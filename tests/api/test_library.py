@@ -1,0 +1,177 @@
+"""`import threefold`: its names, when they load, what they show, and that the commands call the same functions."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import ROOT
+
+import threefold
+from threefold.findings import Finding, Findings
+from threefold.notebook import MOST_ROWS, html_table
+
+PACKAGE = ROOT / "threefold"
+TINY = ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
+RECIPE = ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-overlap.toml"
+# The verbs that have a function of the library, and the functions of `threefold.api` that they call.
+CALLED = {
+    "check": {"check"},
+    "estimate": {"judged_estimate", "training_curve"},
+    "plan": {"find_plan"},
+    "dry_run": {"rehearse"},
+    "train": {"train_rank", "start_ranks"},
+    "compare": {"compare_runs"},
+    "profile": {"profile_run"},
+    "inputs": {"open_plan"},
+}
+
+
+def loaded_by(program: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after a program."""
+    code = f"{program}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_loads_nothing_else() -> None:
+    """Under 0.1 s because there is nothing to load: no module of ours, no torch, no numpy."""
+    modules = loaded_by("import threefold; dir(threefold)")
+    assert {name for name in modules if name.startswith("threefold")} == {"threefold"}
+    assert not modules & {"torch", "numpy", "tomli_w", "dataclasses"}
+
+
+def test_help_loads_no_verb() -> None:
+    """`threefold --help` is under 0.1 s because only the list of verbs loads."""
+    program = "from threefold.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
+    modules = loaded_by(program)
+    assert not modules & {"torch", "numpy", "threefold.plan.plan", "threefold.spec.models", "threefold.api.plans"}
+
+
+def test_planning_from_the_library_loads_no_torch() -> None:
+    fields = {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 16, "job.seq_len": 4096}
+    program = (
+        f"import threefold as tf\nplan = tf.find_plan({fields!r}, top=1).best\ntf.check(plan)\ntf.estimate(plan)\n"
+        "tf.estimate_training(plan, 1e12)\ntf.rehearse, tf.train, tf.read_run, tf.profile_run, tf.compare_runs"
+    )
+    assert "torch" not in loaded_by(program)
+
+
+def test_every_name_is_there() -> None:
+    """None hides a folder of the package: that would depend on what was imported before."""
+    assert set(threefold._HOMES) == set(threefold.__all__)
+    assert set(threefold.__all__) <= set(dir(threefold))
+    folders = {path.stem for path in PACKAGE.iterdir()}
+    for name in threefold.__all__:
+        assert name not in folders
+        assert getattr(threefold, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = threefold.nothing
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_every_name_is_typed_and_documented() -> None:
+    """The names of type checkers are those that load, and the reference has every one with its parameters."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("threefold")
+        for alias in node.names
+    }
+    assert imported == threefold._HOMES
+    text = (ROOT / "docs" / "reference" / "library.md").read_text(encoding="utf-8")
+    for name in threefold.__all__:
+        value: Any = getattr(threefold, name)
+        if isinstance(value, type):
+            assert f"`{name}`" in text, name
+            continue
+        signature = re.search(rf"^### `{name}\(([^)]*)\)`$", text, flags=re.MULTILINE)
+        assert signature, name
+        listed = [part.strip().lstrip("*").partition("=")[0] for part in signature[1].split(",")]
+        assert listed == list(value.__annotations__)[:-1], name
+
+
+@pytest.mark.parametrize("verb", CALLED)
+def test_commands_call_the_library(verb: str) -> None:
+    tree = ast.parse((PACKAGE / "cli" / f"{verb}.py").read_text(encoding="utf-8"))
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("threefold.api")
+        for alias in node.names
+    }
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert CALLED[verb] <= imported & called
+
+
+def test_values_show_themselves_shortly() -> None:
+    plan = threefold.load_plan(RECIPE)
+    values = [plan, threefold.check(plan), threefold.estimate(plan), threefold.estimate_training(plan, 1e12)]
+    for value in values:
+        assert len(repr(value)) < 200
+        assert "\n" not in repr(value)
+        shown = value._repr_html_()
+        assert shown.startswith("<table")
+        assert shown.count("<tr>") == 1 + len(value.table()[1])
+    assert str(plan.layout.ep) in dict(zip(*zip(*plan.table()[1], strict=True), strict=True))["layout.ep"]
+
+
+def test_tables_escape_what_files_hold() -> None:
+    found = Findings([Finding(at="<script>", problem="a & b", rule="x", advice="y")])
+    assert "&lt;script&gt;" in found._repr_html_()
+    assert "<script>" not in found._repr_html_()
+    assert "and 5 more" in html_table("long", ["n"], [[str(n)] for n in range(MOST_ROWS + 5)])
+
+
+def test_loading_raises_findings() -> None:
+    with pytest.raises(threefold.FindingsError, match=r"layout\.eq") as error:
+        threefold.load_plan({"model": "qwen3-30b-a3b", "layout": {"eq": 8}})
+    assert error.value.findings[0].rule == "unknown-field"
+    with pytest.raises(threefold.FindingsError, match="cannot be read"):
+        threefold.load_plan("no/such/plan.toml")
+    with pytest.raises(threefold.FindingsError, match="this is a draft"):
+        threefold.load_plan({"model": "qwen3-30b-a3b", "layout.ep": "auto"})
+    with pytest.raises(threefold.FindingsError, match="no model named"):
+        threefold.find_plan({"model": "qwen", "cluster.chip": "h100", "cluster.gpus": 8})
+    with pytest.raises(threefold.FindingsError, match="batch-divides-dp"):
+        threefold.estimate(threefold.load_plan(RECIPE, {"job.global_batch": 17}))
+
+
+def test_changes_are_those_of_the_command_line() -> None:
+    plan = threefold.load_plan(RECIPE, {"layout.ep": 8, "knobs.ep_overlap": None, "global_batch_size": 64})
+    assert (plan.layout.ep, plan.knobs.ep_overlap, plan.job.global_batch) == (8, False, 64)
+    assert threefold.change(plan, {"layout.ep": 4}).layout.ep == 4
+    assert threefold.load_plan(TINY).layout.gpus == 1
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Every cell, in a process of its own, as docs/guide/ten-minutes.ipynb has it."""
+    notebook = ROOT / "docs" / "guide" / "ten-minutes.ipynb"
+    command = [sys.executable, str(ROOT / "tests" / "support" / "notebooks.py"), str(notebook)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout.splitlines()[-1])
+    assert sum(text.startswith("<table") for text in shown) >= 7
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell.get("outputs") for cell in cells), "outputs are not kept: they would age"
+
+
+@pytest.mark.slow
+def test_several_ranks_train_from_the_library(tmp_path: Path) -> None:
+    """Two processes, stopped and gone on with, give the losses of one rank."""
+    fields = {"job.steps": 3, "job.global_batch": 8, "job.micro_batch": 4}
+    two = threefold.load_plan(TINY, {**fields, "cluster.gpus": 2})
+    stopped = threefold.train(two, tmp_path / "two", threads=1, stop_at=2)
+    assert stopped.last("step") == 2
+    found = threefold.train(two, tmp_path / "two", threads=1)
+    one = threefold.train(threefold.load_plan(TINY, fields), tmp_path / "one", threads=1, say=lambda text: None)
+    assert found.columns["loss"] == pytest.approx(one.columns["loss"], rel=1e-4)  # fp32, sums in another order
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        threefold.train(threefold.change(two, {"job.seed": 7}), tmp_path / "two", threads=1)
+    with pytest.raises(threefold.FindingsError, match=r"job\.seed"):
+        threefold.train(threefold.change(one.plan, {"job.seed": 7}), tmp_path / "one", threads=1)

@@ -1,0 +1,1 @@
+"""The library's functions: what `import threefold` offers, and what the commands call."""

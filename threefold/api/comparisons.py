@@ -1,0 +1,63 @@
+"""Traces and runs looked at, and two of anything compared. No torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from threefold.api.plans import on_measured_chip
+from threefold.compare.comparison import Comparison, compare_sides
+from threefold.compare.sides import open_side
+from threefold.cost.chip_file import read_chip_file
+from threefold.findings import FindingsError
+from threefold.machine.own_chip_file import NO_CHIP_FILE
+from threefold.plan.plan import Plan
+from threefold.profile.analyse import Profile, profile_traces
+from threefold.spec.chips import ChipSpec
+
+
+def profile_run(*paths: str | Path, plan: Plan | None = None) -> Profile:
+    """Read PyTorch traces, exports of Nsight Systems or folders of runs; say which wall holds them back, and what would
+    cure it. With the plan that ran, cures are changes of its fields; a run's folder has its own."""
+    return profile_traces([Path(path) for path in paths], plan)
+
+
+def compare_runs(
+    a: str | Path,
+    b: str | Path,
+    window: tuple[int, int] | None = None,
+    anyway: bool = False,
+    chip_file: str | None = None,
+) -> Comparison:
+    """Set two plan files, folders of runs or traces side by side, and say which difference explains how much.
+
+    `window` are the steps whose times count, by default the steady ones. `anyway` compares also where the work is not
+    comparable. Raises where there is nothing to compare.
+    """
+    dress = _dress(chip_file)
+    sides = [open_side(str(name), read_trace=_read_trace, dress=dress) for name in (a, b)]
+    return compare_sides(sides[0], sides[1], window, anyway, dress)
+
+
+def _dress(chip_file: str | None) -> Callable[[Plan], Plan]:
+    """Gives plans the facts of a chip file that is about their chip, or what was measured on this machine."""
+    if chip_file not in (None, NO_CHIP_FILE):
+        findings = read_chip_file(str(chip_file))[1]
+        if findings:
+            raise FindingsError(findings)
+    known: dict[tuple[str, str], ChipSpec | None] = {}
+
+    def dress(plan: Plan) -> Plan:
+        key = (plan.cluster.chip, plan.target)
+        if key not in known:
+            try:
+                known[key] = on_measured_chip(plan, chip_file).cluster.measured
+            except FindingsError:  # the file is about another chip than this side's
+                known[key] = plan.cluster.measured
+        return plan.on_chip(known[key])
+
+    return dress
+
+
+def _read_trace(path: Path) -> dict[str, Any]:
+    """What `threefold profile` says of a trace, or of the traces of a run."""
+    return profile_traces([path]).to_json()

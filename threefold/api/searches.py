@@ -1,0 +1,73 @@
+"""From a question to a plan: the search behind `threefold plan` and `threefold.find_plan`. No torch."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from threefold.cost.chip_file import read_chip_file
+from threefold.findings import FindingsError, in_order
+from threefold.machine.own_chip_file import NO_CHIP_FILE, own_chip
+from threefold.plan.file import read_plan
+from threefold.plan.parse import Fields, normalise, parse
+from threefold.plan.table import AUTO, FIELDS
+from threefold.rules.all import errors
+from threefold.rules.stacks import target_for
+from threefold.search.search import SearchResult, search
+from threefold.spec.chips import ChipSpec
+from threefold.spec.clusters.chip_description import chip_named
+
+
+def find_plan(
+    draft: str | Path | Mapping[str, Any],
+    top: int = 5,
+    chip_file: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Choose layout and knobs: candidates, best first, with reasons; or the finding that says why there are none.
+
+    `draft` is a plan file or its fields, such as {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 64,
+    "job.seq_len": 4096}. Fields of `layout` and `knobs` that are absent or "auto" are searched; cluster.gpus = "auto"
+    finds the fewest GPUs. `chip_file` is that of `estimate`. Raises what is wrong with the draft.
+    """
+    fields, findings = _draft_fields(draft)
+    measured = None
+    if chip_file not in (None, NO_CHIP_FILE):
+        found, unread = read_chip_file(str(chip_file))
+        findings += unread or (found.mismatch(_described(fields).plan_name) if found else [])
+        measured = found.spec if found else None
+    if errors(findings):
+        raise FindingsError(in_order(findings))
+    fields, _ = with_defaults(fields)
+    if chip_file is None:
+        measured = own_chip(_described(fields).plan_name, _value(fields, "target"))
+    return search(fields, top, progress, measured)
+
+
+def _draft_fields(draft: str | Path | Mapping[str, Any]) -> tuple[Fields, list[Any]]:
+    if isinstance(draft, Mapping):
+        return normalise({path: value for path, value in draft.items() if value is not None})
+    parsed = read_plan(str(draft))
+    return {**parsed.fields, **dict.fromkeys(parsed.free, AUTO)}, list(parsed.findings)
+
+
+def _described(fields: Mapping[str, Any]) -> ChipSpec:
+    return chip_named(_value(fields, "cluster.chip"))
+
+
+def _value(fields: Mapping[str, Any], path: str) -> str:
+    return str(fields.get(path, FIELDS[path].default))
+
+
+def with_defaults(fields: Fields) -> tuple[Fields, str]:
+    """The fields with what a search adds, and why the target is what it is where nobody named one.
+
+    A precision that nobody names is searched: the platform's and bf16.
+    """
+    fields = {"knobs.precision": AUTO, **fields}
+    if fields.get("target", AUTO) != AUTO:
+        return fields, ""
+    drafted = parse({path: value for path, value in fields.items() if value != AUTO}).plan
+    if drafted is None:  # the search says what is wrong
+        return fields, ""
+    target, why = target_for(drafted.model)
+    return {**fields, "target": target}, f"for {target}, because {why}"
