@@ -1,0 +1,1 @@
+"""Image encoder and projector of vision-language models: their pictures, parameters and saved activations."""

@@ -1,0 +1,152 @@
+"""Turns the samples of a microbatch into a batch with pictures: their patches, and the positions of all tokens.
+
+A picture whose header is sound can still fail to decode. Its document then has no loss and sees a grey picture, so that
+shapes and all other documents stay as they are; it is counted and named. `loader.py` makes one `BatchImages` a rank.
+
+Shapes: B sequences of a microbatch, S tokens of a sequence, I pictures, P patches, C values of a patch, V tokens of
+pictures.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from threefold.engine.batch import Batch, Images
+from threefold.engine.data.images.decode import ResizeRequest
+from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.patches import PatchRules, write_patches
+from threefold.engine.data.images.picture_source import PictureSample, PictureSource, SamplePicture
+from threefold.engine.data.packing import IGNORED, Sample
+from threefold.engine.vision.positions import multimodal_positions
+from threefold.spec.model import VisionTokens
+
+MAX_NAMED = 10_000  # bad pictures that are remembered
+
+
+@dataclass(frozen=True)
+class SkippedPictures:
+    """What cannot be used of picture data."""
+
+    num_records: int  # left out when the data was indexed
+    records: tuple[tuple[str, str], ...]  # place and reason of the first of them
+    pictures: tuple[tuple[str, str], ...] = ()  # that could not be decoded; their documents have no loss
+
+    @staticmethod
+    def of(sources: Iterable[object], images: "BatchImages | None") -> "SkippedPictures":
+        """Those of the sources of a mixture and of the batches made so far."""
+        num_records, named = 0, []
+        for source in sources:
+            while hasattr(source, "source"):  # the part of a source that trains, or that is held out
+                source = source.source
+            if isinstance(source, PictureSource):
+                count, places = source.skipped()
+                num_records += count
+                named += places
+        if images is None:
+            return SkippedPictures(num_records, tuple(named))
+        with images.lock:
+            return SkippedPictures(num_records, tuple(named), tuple(images.bad.items()))
+
+    @staticmethod
+    def joined(ranks: Sequence["SkippedPictures"]) -> "SkippedPictures":
+        """Those of all ranks, which have the same records and decode different pictures."""
+        pictures = dict(pair for rank in ranks for pair in rank.pictures)
+        return replace(ranks[0], pictures=tuple(pictures.items()))
+
+    def lines(self, most: int = 20) -> list[str]:
+        """What to tell the user; nothing where everything can be used."""
+        count = self.num_records + len(self.pictures)
+        if not count:
+            return []
+        named = (*self.pictures, *self.records)[:most]
+        head = f"skipped {self.num_records} records and {len(self.pictures)} pictures that could not be decoded:"
+        rest = [f"  and {count - len(named)} more"] if count > len(named) else []
+        return [head, *(f"  {at}: {reason}" for at, reason in named), *rest]
+
+
+class BatchImages:
+    """Adds pictures and positions to batches."""
+
+    def __init__(self, rules: PatchRules, vision_tokens: VisionTokens, pool: DecodePool) -> None:
+        self.rules, self.vision_tokens, self.pool = rules, vision_tokens, pool
+        self.bad: dict[str, str] = {}  # place and reason of pictures that could not be decoded
+        self.lock = threading.Lock()  # the prefetch thread counts, the training loop reads
+
+    def add(self, batch: Batch, rows: Sequence[Sample]) -> Batch:
+        """The batch with positions of three axes in place of one, and with the pictures of its rows."""
+        length = batch.tokens_BS.shape[1]
+        placed = [
+            (number, picture)
+            for number, row in enumerate(rows)
+            if isinstance(row, PictureSample)
+            for picture in row.pictures
+        ]
+        positions_3BS = torch.stack([self._positions(row, length) for row in rows], dim=1)
+        batch = replace(batch, positions_BS=None, positions_3BS=positions_3BS)
+        if not placed:
+            return batch
+        patches_PC, failed = self._decode([picture for _, picture in placed])
+        for number, picture in (placed[index] for index in failed):
+            _ignore_document(batch.labels_BS[number], rows[number], picture.document)
+        token_index = [
+            number * length + picture.first_token + np.arange(self.rules.num_tokens(picture.grid))
+            for number, picture in placed
+        ]
+        images = Images(
+            patches_PC=patches_PC,
+            grids_I2=torch.tensor([picture.grid for _, picture in placed]),
+            token_index_V=torch.from_numpy(np.concatenate(token_index)),
+        )
+        return replace(batch, images=images, num_bad_pictures=len(failed))
+
+    def _decode(self, pictures: Sequence[SamplePicture]) -> tuple[Tensor, list[int]]:
+        """The patches of all pictures, and the numbers of those that could not be decoded."""
+        requests = [request for picture in pictures for request in picture.requests]
+        decoded = self.pool.decode(requests)
+        patches_PC = np.zeros((sum(h * w for h, w in (p.grid for p in pictures)), self.rules.patch_values), np.float32)
+        failed, first_row, first_frame = [], 0, 0
+        for number, picture in enumerate(pictures):
+            frames = decoded[first_frame : first_frame + len(picture.requests)]
+            after = first_row + picture.grid[0] * picture.grid[1]
+            pixels = [frame for frame in frames if not isinstance(frame, str)]
+            if len(pixels) == len(frames):
+                write_patches(np.stack(pixels), self.rules, patches_PC[first_row:after])
+            else:
+                failed.append(number)
+                self._count(picture.requests, frames)
+            first_row, first_frame = after, first_frame + len(frames)
+        return torch.from_numpy(patches_PC), failed
+
+    def _count(self, requests: Sequence[ResizeRequest], decoded: Sequence[object]) -> None:
+        with self.lock:
+            for request, found in zip(requests, decoded, strict=True):
+                if isinstance(found, str) and len(self.bad) < MAX_NAMED:
+                    self.bad[request.file.place] = found
+
+    def _positions(self, row: Sample, length: int) -> Tensor:
+        """Positions (3, S) of one row. They begin anew in each document; padding counts like text."""
+        if not isinstance(row, PictureSample):
+            positions_S = np.arange(length) if row.positions_S is None else row.positions_S[:length]
+            return torch.from_numpy(np.ascontiguousarray(positions_S, np.int64)).expand(3, length)
+        num_tokens = len(row.tokens_S) - row.num_padding
+        ends = (*row.starts[1:], num_tokens)
+        parts = []
+        for number, (start, end) in enumerate(zip(row.starts, ends, strict=True)):
+            grids = [picture.grid for picture in row.pictures if picture.document == number]
+            tokens = torch.from_numpy(row.tokens_S[start:end])
+            ids = (self.vision_tokens.image, self.vision_tokens.video)
+            parts.append(multimodal_positions(tokens, grids, ids, self.rules.merge))
+        padding = torch.arange(length - num_tokens).expand(3, -1)
+        if row.documents_S is None and parts and length > num_tokens:
+            padding = padding + int(parts[-1].max()) + 1
+        return torch.cat([*parts, padding], dim=1)
+
+
+def _ignore_document(labels_S: Tensor, row: Sample, document: int) -> None:
+    assert isinstance(row, PictureSample)
+    ends = (*row.starts[1:], len(row.tokens_S) - row.num_padding)
+    labels_S[row.starts[document] : ends[document]] = IGNORED

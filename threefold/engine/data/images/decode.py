@@ -1,0 +1,176 @@
+"""Opens pictures with Pillow: their size from the header, and their pixels, resized. Runs in decoding workers too.
+
+A picture comes from a stranger. Only a few formats are tried, the size is checked before anything is decoded, and every
+failure is a `BadPictureError`, for which the caller skips, counts and names the picture.
+
+This module imports no torch, so that a worker process starts quickly.
+"""
+
+import io
+import multiprocessing
+import os
+import signal
+import struct
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.findings import Finding, FindingsError
+from threefold.safe_files import open_regular
+from threefold.units import MIB
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of a GIF, the first frame
+MAX_FILE_BYTES = 256 * MIB
+MAX_SOURCE_PIXELS = 89_478_485  # Pillow's Image.MAX_IMAGE_PIXELS: a quarter of a GiB as RGB
+_ORIENTATION = 0x0112  # EXIF tag; from 5 on the picture is turned by a quarter
+# What Pillow raises for damaged files, and for those that would decode to too much.
+_PILLOW_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError)
+_PILLOW_ERRORS += (AttributeError, struct.error, zlib.error, ArithmeticError, MemoryError, RecursionError)
+
+
+class BadPictureError(Exception):
+    """A picture that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    """Where the bytes of a picture are: a file, or a member of a tar shard."""
+
+    path: str
+    offset: int = 0
+    num_bytes: int | None = None  # None: all of the file
+    within: str | None = None  # the folder that a link may not leave
+
+    @property
+    def place(self) -> str:
+        """What to call it in a message."""
+        return f"{self.path} (byte {self.offset})" if self.offset else self.path
+
+    def read(self, most: int = MAX_FILE_BYTES) -> bytes:
+        """The bytes, or BadPictureError."""
+        try:
+            with open_regular(Path(self.path), Path(self.within) if self.within else None) as file:
+                size = os.fstat(file.fileno()).st_size - self.offset if self.num_bytes is None else self.num_bytes
+                if size > MAX_FILE_BYTES:
+                    raise BadPictureError(f"its file has {size} bytes, more than {MAX_FILE_BYTES}")
+                file.seek(self.offset)
+                data = file.read(min(size, most))
+        except OSError as error:
+            raise BadPictureError(f"cannot be read: {error.strerror or error}") from None
+        if len(data) < min(size, most):
+            raise BadPictureError("its file ends too early")
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeRequest:
+    """One picture to decode and resize."""
+
+    file: PictureFile
+    height: int
+    width: int
+
+
+def picture_size(data: bytes) -> tuple[int, int]:
+    """Height and width in pixels, upright, from the header; raises BadPictureError also for too many pixels."""
+    try:
+        with _open(data) as image:
+            width, height = image.size
+            orientation = _orientation(image)
+    except BadPictureError:
+        raise
+    except _PILLOW_ERRORS as error:
+        raise BadPictureError(f"no readable picture: {_reason(error)}") from None
+    return (width, height) if 5 <= orientation <= 8 else (height, width)
+
+
+def decode(request: ResizeRequest) -> NDArray[np.uint8]:
+    """The pixels (height, width, 3) of a picture, upright, in RGB, resized as the image processor resizes."""
+    from PIL import Image, ImageOps
+
+    data = request.file.read()
+    try:
+        with _open(data) as opened:
+            upright = opened if _orientation(opened) == 1 else ImageOps.exif_transpose(opened)
+            rgb = upright.convert("RGB")
+            resized = rgb.resize((request.width, request.height), resample=Image.Resampling.BICUBIC)
+            return np.asarray(resized, np.uint8)
+    except BadPictureError:
+        raise
+    except _PILLOW_ERRORS as error:
+        raise BadPictureError(f"cannot be decoded: {_reason(error)}") from None
+
+
+def decode_or_reason(request: ResizeRequest) -> NDArray[np.uint8] | str:
+    """The pixels, or why there are none: what a worker process sends back."""
+    try:
+        return decode(request)
+    except BadPictureError as problem:
+        return str(problem)
+
+
+def start_worker() -> None:
+    """Prepare a worker: Ctrl-C is for its rank, and it ends when its rank is gone, which a killed one cannot tell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, name="threefold-parent", daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def require_pillow() -> None:
+    """Raise a finding where Pillow is not installed."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        problem, advice = "pictures need Pillow, which is not installed", "pip install threefold[train]"
+        raise FindingsError([Finding(rule="pillow-installed", at="job.data", problem=problem, advice=advice)]) from None
+
+
+def _open(data: bytes) -> "Image.Image":
+    """Open a picture without decoding it, and refuse one that would be too large."""
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BadPictureError("it would decode to too many pixels") from None
+    width, height = image.size
+    if width * height > MAX_SOURCE_PIXELS:
+        image.close()
+        raise BadPictureError(f"{width} x {height} pixels, more than {MAX_SOURCE_PIXELS}")
+    if min(width, height) < 1:
+        raise BadPictureError("it has no pixels")
+    return image
+
+
+def _orientation(image: "Image.Image") -> int:
+    """How the picture is turned, by its EXIF data; 1 is upright.
+
+    PNG can have them behind the pixels. They are not read then: the size must be known before the pixels are.
+    """
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    found = image.getexif().get(_ORIENTATION, 1)
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _reason(error: BaseException) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its message has the address of a buffer
+        return f"none of {', '.join(FORMATS)}"
+    lines: list[Any] = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,132 @@
+"""The sequences of picture data: whole documents, one or several in a sequence, with the pictures they refer to.
+
+A document is never split, because a picture cannot be. One that is longer than a sequence is left out and counted.
+Pictures are not decoded here: a sample says which they are, and `batch_images.py` decodes those of a whole batch.
+
+Shapes: S tokens of a sequence, N tokens of it that are not padding.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.engine.data.images.decode import ResizeRequest
+from threefold.engine.data.images.encode_record import PlacedPicture
+from threefold.engine.data.images.patches import PatchRules
+from threefold.engine.data.images.picture_index import PictureIndex
+from threefold.engine.data.packing import IGNORED, Sample, pack_documents, pad_sample
+from threefold.engine.data.shards.token_shard import DIGITS
+from threefold.findings import Finding, FindingsError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePicture:
+    """A picture of a sequence: its frames to decode, and its place."""
+
+    requests: tuple[ResizeRequest, ...]
+    grid: tuple[int, int]  # height and width in patches
+    first_token: int  # in the sequence
+    document: int  # of the sequence, from 0
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSample(Sample):
+    """One sequence with pictures, in the order of their tokens."""
+
+    starts: tuple[int, ...] = ()  # where its documents begin
+    pictures: tuple[SamplePicture, ...] = ()
+
+
+class PictureSource:
+    """The sequences of one index. Fine-tuning (`sft`) learns answers; pretraining learns all text."""
+
+    benchmark_only = False
+
+    def __init__(self, index: PictureIndex, seq_len: int, packing: bool, sft: bool) -> None:
+        self.index, self.seq_len, self.packing, self.sft = index, seq_len, packing, sft
+        self.name = index.name
+        sizes = np.diff(index.shard.offsets.astype(np.int64))
+        used = np.flatnonzero(sizes <= seq_len)
+        self.num_too_long = len(sizes) - len(used)
+        if not len(used):
+            problem = f"every document of {self.name} is longer than {seq_len} tokens; the shortest has {sizes.min()}"
+            advice = "pictures need room: a longer job.seq_len, or smaller pictures with job.max_pixels"
+            raise FindingsError([Finding(rule="data-empty", at="job.data", problem=problem, advice=advice)])
+        order, starts = pack_documents(sizes[used], seq_len) if packing else _one_each(len(used))
+        self._documents, self._starts = used[order], starts
+        vision_tokens = np.concatenate([[0], np.cumsum(index.vision_tokens_of()[self._documents])])
+        self._vision_tokens = np.diff(vision_tokens[self._starts])
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def rules(self) -> PatchRules:
+        return self.index.rules
+
+    def num_vision_tokens(self, index: int) -> int:
+        """The picture tokens of a sample: the load by which `balance.py` deals samples out."""
+        return int(self._vision_tokens[index])
+
+    def sample(self, index: int) -> PictureSample:
+        members = self._documents[self._starts[index] : self._starts[index + 1]].tolist()
+        tokens, labels, starts, pictures, at = [], [], [], [], 0
+        for number, document in enumerate(members):
+            document_tokens, document_labels = self._document(document)
+            tokens.append(document_tokens)
+            labels.append(document_labels)
+            starts.append(at)
+            pictures += [self._place(picture, at, number) for picture in self.index.pictures_of(document)]
+            at += len(document_tokens)
+        boundaries = np.array(starts) if self.packing else None
+        padded = pad_sample(np.concatenate(tokens), np.concatenate(labels), self.seq_len, boundaries)
+        return PictureSample(
+            padded.tokens_S,
+            padded.labels_S,
+            padded.documents_S,
+            padded.positions_S,
+            padded.num_padding,
+            starts=tuple(starts),
+            pictures=tuple(pictures),
+        )
+
+    def skipped(self) -> tuple[int, list[tuple[str, str]]]:
+        """How many records cannot be used, and place and reason of the first ones."""
+        named = list(self.index.skipped)
+        if self.num_too_long:
+            named.append((self.name, f"{self.num_too_long} documents are longer than job.seq_len ({self.seq_len})"))
+        return self.index.num_skipped + self.num_too_long, named
+
+    def fingerprint(self) -> str:
+        facts = f"{self.index.digest} {self.index.shard.header.fingerprint} {self.index.rules}"
+        return hashlib.sha256(facts.encode()).hexdigest()
+
+    def content(self) -> dict[str, Any]:
+        index = self.index
+        counts = {"num_pictures": len(index.pictures), "num_skipped": index.num_skipped}
+        return {**index.shard.content(), **counts, "pictures_sha256": index.digest[:DIGITS]}
+
+    def _document(self, document: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        shard = self.index.shard
+        first, after = (int(offset) for offset in shard.offsets[document : document + 2])
+        tokens = shard.read(first, after)
+        labels = np.append(tokens[1:], IGNORED)
+        if self.sft:
+            labels[:-1][shard.read_mask(first + 1, after) == 0] = IGNORED
+        else:
+            ids = self.index.vision_tokens
+            labels[np.isin(labels, (ids.start, ids.end, ids.image, ids.video))] = IGNORED
+        return tokens, labels
+
+    def _place(self, picture: PlacedPicture, start: int, document: int) -> SamplePicture:
+        height, width = (side * self.rules.patch for side in picture.grid)
+        requests = tuple(ResizeRequest(file, height, width) for file in picture.files)
+        return SamplePicture(requests, picture.grid, start + picture.first_token, document)
+
+
+def _one_each(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.arange(count), np.arange(count + 1)

@@ -1,0 +1,1 @@
+"""Drawn scenes with captions and questions: the data of `job.data = "scenes"`."""

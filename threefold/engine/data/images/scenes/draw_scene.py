@@ -1,0 +1,142 @@
+"""Draws scenes: shapes of different kinds and colours on a textured background, with what can be asked about them.
+
+A scene follows from its seed and number alone. Every kind and every colour of shape occurs at most once, and each shape
+stands in another quarter of the picture, so that each question has one answer. `scene_shards.py` writes scenes to tar
+shards.
+"""
+
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (40, 160, 70),
+    "blue": (40, 80, 210),
+    "yellow": (240, 205, 40),
+    "purple": (140, 50, 170),
+    "orange": (245, 130, 30),
+}
+KINDS = ("circle", "square", "triangle", "cross")
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+COUNT_SHARES = (0.4, 0.3, 0.2, 0.1)  # scenes with one, two, three and four shapes
+SIDES = (56, 176)  # pixels; the smallest and largest side
+MAX_ASPECT = 2.0
+SUPERSAMPLING = 3  # shapes are drawn larger and reduced, so that their edges are smooth
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One shape, with its centre and radius relative to the sides of the picture."""
+
+    kind: str
+    colour: str
+    place: str
+    centre: tuple[float, float]  # x, y from 0 to 1
+    radius: float  # of the shorter side
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is in a picture."""
+
+    width: int
+    height: int
+    shapes: tuple[Shape, ...]
+    background: tuple[int, int, int]
+    file_format: str  # JPEG or PNG
+
+    def caption(self) -> str:
+        """All shapes in the order of reading."""
+        in_order = sorted(self.shapes, key=lambda shape: PLACES.index(shape.place))
+        return ", ".join(f"{shape.colour} {shape.kind} {shape.place}" for shape in in_order)
+
+    def questions(self) -> list[tuple[str, str, str]]:
+        """All that can be asked: the kind of question, the question, and its answer."""
+        asked = [("count", "How many shapes?", str(len(self.shapes)))]
+        for shape in self.shapes:
+            asked.append(("colour", f"What colour is the {shape.place} shape?", shape.colour))
+            asked.append(("position", f"Where is the {shape.colour} shape?", shape.place))
+            asked.append(("kind", f"What is the {shape.colour} shape?", shape.kind))
+        return asked
+
+
+def invent_scene(rng: np.random.Generator) -> Scene:
+    """A random scene."""
+    aspect = float(np.exp(rng.uniform(-np.log(MAX_ASPECT), np.log(MAX_ASPECT))))
+    side = float(np.exp(rng.uniform(*np.log(SIDES))))
+    width, height = (int(np.clip(side * factor, *SIDES)) for factor in (aspect**0.5, aspect**-0.5))
+    count = 1 + int(np.searchsorted(np.cumsum(COUNT_SHARES), rng.random()))
+    kinds, places, colours = (rng.permutation(n)[:count].tolist() for n in (len(KINDS), len(PLACES), len(COLOURS)))
+    shapes = []
+    for kind, place, colour in zip(kinds, places, colours, strict=True):
+        x, y = (0.25 + 0.5 * half + rng.uniform(-0.04, 0.04) for half in (place % 2, place // 2))
+        radius = float(rng.uniform(0.15, 0.21))
+        shapes.append(Shape(KINDS[kind], tuple(COLOURS)[colour], PLACES[place], (x, y), radius))
+    level = rng.integers(120, 236)  # a nearly grey background, so that no shape is lost in it
+    background = tuple(int(value) for value in np.clip(level + rng.integers(-14, 15, 3), 0, 255))
+    return Scene(
+        width,
+        height,
+        tuple(shapes),
+        (background[0], background[1], background[2]),
+        "JPEG" if rng.random() < 0.5 else "PNG",
+    )
+
+
+def draw_scene(scene: Scene, rng: np.random.Generator) -> bytes:
+    """The encoded picture of a scene."""
+    from PIL import Image
+
+    picture = Image.fromarray(_texture(scene, rng))
+    jitter = rng.integers(-12, 13, (len(scene.shapes), 3))
+    for shape, shift in zip(scene.shapes, jitter, strict=True):
+        radius = shape.radius * min(scene.width, scene.height)
+        left, top = (int(c * side - radius) for c, side in zip(shape.centre, (scene.width, scene.height), strict=True))
+        colour = np.clip(np.array(COLOURS[shape.colour]) + shift, 0, 255)
+        picture.paste(tuple(colour.tolist()), (left, top), _shape_mask(shape.kind, radius))
+    return _encode(picture, scene.file_format, rng)
+
+
+def _texture(scene: Scene, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """A background that gets lighter or darker across the picture, with patches of light noise."""
+    from PIL import Image
+
+    cells = rng.normal(0, 6, (8, 8, 1)) + np.linspace(-18, 18, 8)[:, None, None] * rng.uniform(-1, 1)
+    coarse = np.clip(np.array(scene.background) + cells, 0, 255).astype(np.uint8)
+    smooth = Image.fromarray(coarse).resize((scene.width, scene.height), Image.Resampling.BILINEAR)
+    return np.asarray(smooth, np.uint8)
+
+
+def _shape_mask(kind: str, radius: float) -> "Image.Image":
+    """Where a shape covers the square around it."""
+    from PIL import Image, ImageDraw
+
+    side = (2 * int(radius) + 1) * SUPERSAMPLING
+    mask = Image.new("L", (side, side), 0)
+    draw, end, third = ImageDraw.Draw(mask), side - 1, side // 3
+    if kind == "circle":
+        draw.ellipse((0, 0, end, end), fill=255)
+    elif kind == "square":
+        draw.rectangle((0, 0, end, end), fill=255)
+    elif kind == "triangle":
+        draw.polygon(((end / 2, 0), (end, end), (0, end)), fill=255)
+    else:
+        draw.rectangle((0, third, end, end - third), fill=255)
+        draw.rectangle((third, 0, end - third, end), fill=255)
+    return mask.reduce(SUPERSAMPLING)
+
+
+def _encode(picture: "Image.Image", file_format: str, rng: np.random.Generator) -> bytes:
+    out = io.BytesIO()
+    if file_format == "JPEG":
+        picture.save(out, "JPEG", quality=int(rng.integers(80, 96)))
+    else:
+        picture.save(out, "PNG", compress_level=1)
+    return out.getvalue()

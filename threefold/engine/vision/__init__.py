@@ -1,0 +1,1 @@
+"""The image encoder and projector of vision-language models, and the positions of their tokens."""
