@@ -1,0 +1,1 @@
+"""Memory of plans in which some weights do not train."""

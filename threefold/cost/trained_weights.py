@@ -1,0 +1,126 @@
+"""What frozen weights and LoRA adapters save and cost: GEMMs of weight gradients, inputs saved for them, parameters.
+
+`time/` asks how many GEMMs a weight takes part in, `memory/threefold` which inputs are saved for weight gradients.
+Plans in which everything trains take the short way through each function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from threefold.cost.local_parameters import LocalParameter, stage_parameters, whole_parameters
+from threefold.plan.plan import Plan
+from threefold.spec.parameter_names import PARTS
+
+_ALL_GEMMS = (3.0, 1.0)  # forward, gradient of the input, gradient of the weight; how many are the last
+_FROZEN_GEMMS = (2.0, 0.0)
+# The tensor that the weight gradient of a GEMM reads, by the end of the weight's name.
+_INPUTS = {
+    "mixer": ("mixer.q", "mixer.k", "mixer.v", "mixer.q_down", "mixer.kv_down", "mixer.qkvz", "mixer.ba"),
+    "latents": ("mixer.q_up", "mixer.kv_up"),
+    "attention_output": ("mixer.out",),
+    "mlp": ("ffn.gate", "ffn.up"),
+    "mlp_product": ("ffn.down",),
+    "shared": ("shared.gate", "shared.up"),
+    "shared_product": ("shared.down",),
+    "shared_gate": ("shared_gate",),
+    "router": ("router",),
+    "expert_rows": ("experts.gate_up",),
+    "expert_product": ("experts.down",),
+    "head": ("head",),
+    "embedding": ("embed",),
+}
+ALL_INPUTS = frozenset(_INPUTS)
+
+
+def is_partly_frozen(plan: Plan) -> bool:
+    """Whether some parameters of the plan's model do not train."""
+    return bool(plan.job.freeze) or plan.job.lora_rank is not None
+
+
+def is_frozen_by_name(plan: Plan) -> bool:
+    """Whether more is frozen than whole parts of a vision-language model."""
+    return plan.job.lora_rank is not None or any(entry not in PARTS for entry in plan.job.freeze)
+
+
+def gemms_per_weight(plan: Plan, kind: str = "dense") -> tuple[float, float]:
+    """GEMMs that a weight takes part in, forward and backward, and how many of them make its own gradient.
+
+    `kind` is dense, experts or head. The numbers are means over weights; an adapter's own GEMMs count as a part of one
+    of its weight. Gradients pass through frozen weights: a frozen one has two GEMMs.
+    """
+    if not is_partly_frozen(plan):
+        return _ALL_GEMMS
+    if not is_frozen_by_name(plan):
+        return _FROZEN_GEMMS if "language" in plan.job.freeze else _ALL_GEMMS
+    return _gemms_by_kind(tuple(whole_parameters(plan)), plan.model.tied).get(kind, _FROZEN_GEMMS)
+
+
+@lru_cache(maxsize=64)
+def _gemms_by_kind(parameters: tuple[LocalParameter, ...], is_tied: bool) -> dict[str, tuple[float, float]]:
+    weights, trained, adapters = ({"dense": 0.0, "experts": 0.0, "head": 0.0} for _ in range(3))
+    for one in parameters:
+        if len(one.shape) < 2 or one.name.endswith("bias"):
+            continue
+        kind = "experts" if ".experts." in one.name else "dense"
+        if one.name in ("head.weight", "embed.weight"):
+            if one.name.startswith("embed") and not is_tied:
+                continue
+            kind = "head"
+        if one.name.endswith(("lora_a", "lora_b")):
+            adapters[kind] += prod(one.shape)
+        else:
+            weights[kind] += prod(one.shape)
+            trained[kind] += 0 if one.is_frozen else prod(one.shape)
+    return {
+        kind: (2 + (trained[kind] + 3 * adapters[kind]) / size, trained[kind] / size)
+        for kind, size in weights.items()
+        if size
+    }
+
+
+def saved_inputs(plan: Plan) -> frozenset[str]:
+    """The tensors that are saved because a weight gradient reads them, in some layer at least (names in `_INPUTS`).
+
+    An adapter reads the input of its weight. Patterns that freeze some layers only count as if they froze none.
+    """
+    if not is_frozen_by_name(plan):
+        is_frozen = "language" in plan.job.freeze
+        return frozenset() if is_frozen else ALL_INPUTS
+    return _saved_inputs(tuple(whole_parameters(plan)), plan.model.tied)
+
+
+@lru_cache(maxsize=64)
+def _saved_inputs(parameters: tuple[LocalParameter, ...], is_tied: bool) -> frozenset[str]:
+    owners = set()
+    for one in parameters:
+        if not one.is_frozen and not one.name.endswith(("bias", "lora_b")):
+            owners.add(one.name.removesuffix(".weight").removesuffix("lora_a").rstrip("._"))
+    found = {name for name, ends in _INPUTS.items() if any(owner.endswith(ends) for owner in owners)}
+    return frozenset(found | {"head"}) if is_tied and "embedding" in found else frozenset(found)
+
+
+def trained_by_name(plan: Plan) -> tuple[float, float]:
+    """Parameters that train on a rank of an average pipeline stage, outside the experts and inside."""
+    vocab_rows = -(-plan.model.vocab // plan.layout.tp)
+    trained = [one for stage in stage_parameters(plan, vocab_rows) for one in stage if not one.is_frozen]
+    experts = sum(one.elements for one in trained if one.is_expert)
+    return (sum(one.elements for one in trained) - experts) / plan.layout.pp, experts / plan.layout.pp
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCounts:
+    """Adapters of one layer that keep their hidden rows of the adapter's rank for a weight gradient."""
+
+    sharded: int  # inside a tensor-parallel module
+    replicated: int  # on the rank's own tokens: MLA's down projections
+    experts: int
+
+
+def adapter_counts(plan: Plan, layer_parameters: Sequence[LocalParameter]) -> AdapterCounts:
+    """The adapters among the parameters of a layer."""
+    names = [one.name for one in layer_parameters if one.name.endswith("lora_b") and not one.is_frozen]
+    experts = sum(".experts." in name for name in names)
+    replicated = sum(name.endswith(("q_down.lora_b", "kv_down.lora_b")) for name in names)
+    return AdapterCounts(len(names) - experts - replicated, replicated, experts)

@@ -1,0 +1,1 @@
+"""LoRA adapters in the files of PEFT, and merged into the weights."""
