@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import threefold
 from threefold.engine.dist.consensus import check_alike_on_ranks
 from threefold.engine.dist.mesh import Group
+from threefold.engine.dist.shared_gpu import ranks_share_gpu, shared_gpu_variables
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, rank_environment
@@ -54,12 +55,14 @@ def join(plan: Plan, timeout_seconds: float | None = None, environ: Mapping[str,
     size = env.size if env else 1
     if size != plan.cluster.gpus:
         raise _refuse("cluster.gpus", f"the plan is for {format_many(plan.cluster.gpus, 'rank')}, {size} were started")
-    device = _device(plan, env)
+    device = _device(plan, env, environ)
     if env is None:
         return World(0, 1, 0, device, 0)
     store = _store(env, _address(environ), _port(environ))
     backend = "gloo"
     if device.type == "cuda":
+        if ranks_share_gpu(environ):
+            os.environ.update(shared_gpu_variables(env.rank))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
@@ -80,7 +83,7 @@ def shared_fields(plan: Plan) -> dict[str, Any]:
     Each node may keep model and data elsewhere, and have other cores. The content of data is compared once it is open.
     """
     facts = {name: fact for name, fact in asdict(plan.model).items() if name not in ("name", "source")}
-    elsewhere = ("model", "job.data", "run.cores")
+    elsewhere = ("model", "job.data", "job.tokenizer", "job.val_data", "run.cores")
     versions = {"threefold": threefold.__version__, "torch": str(torch.__version__)}
     return {"model": facts, **versions, **{path: value for path, value in plan.written if path not in elsewhere}}
 
@@ -107,9 +110,11 @@ def is_lost_peer_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _LOST_PEER_MESSAGES)
 
 
-def _device(plan: Plan, env: RankEnvironment | None) -> torch.device:
+def _device(plan: Plan, env: RankEnvironment | None, environ: Mapping[str, str]) -> torch.device:
     if plan.cluster.chip == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    if ranks_share_gpu(environ):
+        return torch.device("cuda", 0)
     local = env.local_rank if env else 0
     count = torch.cuda.device_count()
     if local >= count and env and count == 1:  # Slurm may show each task its own GPU only
@@ -169,5 +174,5 @@ def _refuse(at: str, problem: str) -> FindingsError:
 
 
 def num_devices(plan: Plan) -> int | None:
-    """The number of GPUs of this machine; None for a plan whose ranks run on the CPU."""
-    return None if plan.cluster.chip == "cpu" else torch.cuda.device_count()
+    """The number of GPUs of this machine; None for a plan whose ranks need none of their own."""
+    return None if plan.cluster.chip == "cpu" or ranks_share_gpu(os.environ) else torch.cuda.device_count()

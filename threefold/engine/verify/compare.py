@@ -41,6 +41,8 @@ class RankResults:
     near_ties: int = 0  # choices of experts, and copies at the capacity limit, that a small change would turn
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # collectives by group and operation
     evaluation: float = 0.0  # loss of an evaluation behind the first step
+    frozen: set[str] = field(default_factory=set)  # parameters that do not train
+    moved: set[str] = field(default_factory=set)  # those of them whose weights changed all the same
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,22 @@ class Comparison:
         return math.inf if self.problems else max(differences)
 
 
-def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResults]) -> Comparison:
-    """Compare the results of all ranks with those of one rank."""
+def compare_results(
+    plan: Plan,
+    one_rank: RankResults,
+    ranks: Sequence[RankResults],
+    vanishing_below: float = VANISHING,
+    small: float = SMALL,
+) -> Comparison:
+    """Compare the results of all ranks with those of one rank. Both bounds are for fp64; coarser dtypes need larger."""
     problems = [f"{rank.skipped} steps changed nothing" for rank in (one_rank, *ranks) if rank.skipped]
     problems += [f"nothing travelled along {axis}" for axis in _unused_axes(plan, ranks)]
+    problems += [f"frozen and changed: {sorted(rank.moved)}" for rank in (one_rank, *ranks) if rank.moved]
     gradients = _assemble([one_rank.gradients])[0]
     sizes = {name: float(value.abs().max()) for name, value in gradients.items() if value.numel()}
     largest = max(sizes.values(), default=0.0)
-    vanishing = {name for name, size in sizes.items() if 0 < size < VANISHING * largest}
-    floors = {name: largest if name in vanishing else SMALL * largest for name in sizes}
+    vanishing = {name for name, size in sizes.items() if 0 < size < vanishing_below * largest}
+    floors = {name: largest if name in vanishing else small * largest for name in sizes}
     by_name = dict(_differences("gradient", gradients, [rank.gradients for rank in ranks], problems, floors))
     worst = max(by_name, key=lambda name: by_name[name], default="")
     by_state = _differences("state", _assemble([one_rank.states])[0], [rank.states for rank in ranks], problems, {})
@@ -83,8 +92,10 @@ def compare_results(plan: Plan, one_rank: RankResults, ranks: Sequence[RankResul
     # Moments have the relative rounding of their gradient, so that their differences count for as much as its own.
     counts = {name: min(1.0, size / floors[name]) for name, size in sizes.items() if size}
     weights = _assemble([one_rank.weights])[0]
-    if weights.keys() != gradients.keys():
-        problems.append(f"no gradient of {sorted(weights.keys() ^ gradients.keys())}")
+    if weights.keys() - one_rank.frozen != gradients.keys():
+        problems.append(f"no gradient of {sorted((weights.keys() - one_rank.frozen) ^ gradients.keys())}")
+    if one_rank.frozen != {name for rank in ranks for name in rank.frozen}:
+        problems.append("other parameters are frozen than on one rank")
     _assemble_checked("weight", weights, [rank.weights for rank in ranks], problems, once=False)
     if one_rank.biases.keys() != {name for rank in ranks for name in rank.biases}:
         problems.append("router biases are missing")
@@ -115,8 +126,10 @@ def _unused_axes(plan: Plan, ranks: Sequence[RankResults]) -> Iterator[str]:
     reduced = {word for name, call in calls if call in ("reduce_scatter", "fsdp") for word in re.findall(r"\w+", name)}
     used = {name.partition(" ")[0] for name, call in calls if " x " not in name and call != "all_reduce"}
     used = (used - {"dp", "edp"}) | reduced.intersection({"dp", "edp"})
+    # Only gradients of experts travel along edp.
+    experts_train = any(".experts." in name for rank in ranks for name, *_ in rank.gradients)
     for axis in AXES:
-        if plan.layout.degree(axis) > 1 and axis not in used and (axis != "edp" or plan.model.is_moe):
+        if plan.layout.degree(axis) > 1 and axis not in used and (axis != "edp" or experts_train):
             yield axis
 
 

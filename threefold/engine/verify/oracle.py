@@ -24,8 +24,10 @@ from threefold.engine.moe.router import Router
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.engine.step import StepResult, evaluate_batches, train_step
+from threefold.engine.train import to_device
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
+from threefold.engine.verify.picture_samples import add_pictures
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 
@@ -46,6 +48,8 @@ def compare_with_one_rank(
 ) -> Comparison:
     """Run the plan on forked ranks and on one rank, and compare."""
     options = options or replace(options_of(plan), expert_backend="loop")
+    if options.lora is not None:  # with a B of zeros no gradient of A would be compared
+        options = replace(options, lora=replace(options.lora, draws_b=True))
     one_rank = run_one_rank(plan, steps, dtype, options, limit)
     ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, limit=limit)
     return compare_results(plan, one_rank, ranks)
@@ -55,22 +59,34 @@ def run_one_rank(
     plan: Plan, steps: int, dtype: torch.dtype, options: Options, limit: float = LIMIT_SECONDS
 ) -> RankResults:
     """Train the unsharded model on the same microbatches, one after the other, with the plainest knobs."""
-    job = replace(plan.job, dynamic_length=False)
-    kept = ("precision", "optimizer_dtype", "master_weights")  # they change what is computed and which states there are
-    knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
-    plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
-    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
-    one_rank_plan = replace(plan, layout=Layout(), job=job, knobs=knobs)
+    one_rank_plan, plain = on_one_rank(plan, options)
     # This rank is forked too: with a GPU in the machine, a process that has run a backward cannot fork ranks that do.
     (one_rank,) = run_ranks(1, run_rank, one_rank_plan, steps, dtype, plain, limit=limit)
     return one_rank
 
 
-def run_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options) -> RankResults:
-    """Train some steps as one rank of the plan's layout and return what it computed."""
-    mesh = Mesh(plan.layout, rank)
+def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
+    """What one rank trains to compare the plan's ranks with: the unsharded model with the plainest knobs."""
+    job = replace(plan.job, dynamic_length=False)
+    kept = ("precision", "optimizer_dtype", "master_weights")  # they change what is computed and which states there are
+    knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
+    plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
+    plain = replace(plain, vision_recompute=())
+    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
+    return replace(plan, layout=Layout(), job=job, knobs=knobs), plain
+
+
+def run_rank(
+    rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options, mesh: Mesh | None = None
+) -> RankResults:
+    """Train some steps as one rank of the plan's layout and return what it computed, in host memory.
+
+    The rank computes on the device of its mesh, by default on the CPU.
+    """
+    mesh = mesh or Mesh(plan.layout, rank)
     parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
-    results = RankResults()
+    results = RankResults(frozen=set(parts.data.frozen))
+    frozen = _frozen_weights(parts)
 
     def count(call: CollectiveCall) -> None:
         results.calls[call.group.name, call.operation] += 1
@@ -78,7 +94,7 @@ def run_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Opt
     capacity_factor = plan.job.capacity_factor if plan.layout.gpus == 1 else None
     with _TieFinder(parts, results, capacity_factor), observe_collectives(count):
         for step in range(steps):
-            batches = [synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches)]
+            batches = _batches(plan, step, mesh)
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
             result = train_step(recording, batches, LR, plan.job)
             results.losses.append(_losses(result))
@@ -88,14 +104,25 @@ def run_rank(rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Opt
                 results.evaluation = _evaluate(parts, plan)
     _count_unobserved_calls(parts, results)
     _record_weights_and_states(parts, results)
+    results.moved = {name for name, value in _frozen_weights(parts).items() if not torch.equal(value, frozen[name])}
     return results
+
+
+def _frozen_weights(parts: Parts) -> dict[str, Tensor]:
+    """Copies of what this rank holds of frozen parameters."""
+    held = parts.data.local_tensors()
+    return {name: memory.detach().clone() for name, _, memory, _ in held if name in parts.data.frozen}
 
 
 def _evaluate(parts: Parts, plan: Plan) -> float:
     """The loss of microbatches that no step trains on."""
-    number, dp_rank = EVALUATION, parts.mesh.coordinate("dp")
-    batches = [synthetic_batch(plan, number, m, dp_rank) for m in range(plan.num_microbatches)]
-    return evaluate_batches(parts, batches, plan.num_microbatches)
+    return evaluate_batches(parts, _batches(plan, EVALUATION, parts.mesh), plan.num_microbatches)
+
+
+def _batches(plan: Plan, step: int, mesh: Mesh) -> list[Batch]:
+    """The microbatches of this rank in a step, on its device."""
+    made = (synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches))
+    return [to_device(batch, mesh.device) for batch in made]
 
 
 def _losses(result: StepResult) -> dict[str, float]:
@@ -125,7 +152,7 @@ def _record_weights_and_states(parts: Parts, results: RankResults) -> None:
         if one is not None:
             results.states += shard_values(name, one.placement, value.view(-1), one.start)
     for chunk in parts.chunks.values():
-        results.biases |= {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+        results.biases |= {name: buffer.to("cpu", copy=True) for name, buffer in chunk.named_buffers()}
 
 
 class _GradientRecorder:
@@ -137,6 +164,8 @@ class _GradientRecorder:
     def finish_grad_sync(self) -> None:
         self.inner.finish_grad_sync()
         for owned in self.inner.owned:
+            if owned.name in self.inner.frozen:
+                continue
             grad = torch.zeros_like(owned.value) if owned.grad is None else owned.grad
             self.into += shard_values(owned.name, owned.placement, grad, owned.start)
 
@@ -145,9 +174,9 @@ class _GradientRecorder:
 
 
 def shard_values(name: str, placement: Placement, memory: Tensor, start: int | None) -> ShardValues:
-    """Copies of the rectangles that a shard, or its flat elements from `start` on, holds."""
+    """Copies in host memory of the rectangles that a shard, or its flat elements from `start` on, holds."""
     chunks = CheckpointShard(placement, memory, start).chunks
-    return [(name, placement.shape, offsets, chunk.clone()) for offsets, chunk in chunks.items()]
+    return [(name, placement.shape, offsets, chunk.to("cpu", copy=True)) for offsets, chunk in chunks.items()]
 
 
 def synthetic_batch(plan: Plan, step: int, microbatch: int, dp_rank: int) -> Batch:
@@ -157,7 +186,8 @@ def synthetic_batch(plan: Plan, step: int, microbatch: int, dp_rank: int) -> Bat
     first = (microbatch * plan.layout.dp + dp_rank) * job.micro_batch + step * job.global_batch
     rows = [_sample(plan, first + n) for n in range(job.micro_batch)]
     tokens, labels, documents = (torch.stack(each) for each in zip(*rows, strict=True))
-    return Batch(tokens, labels, documents if job.packing else None)
+    batch = Batch(tokens, labels, documents if job.packing else None)
+    return batch if plan.model.vision is None else add_pictures(plan.model.vision, batch, first)
 
 
 def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,6 +220,7 @@ class _TieFinder:
         draw = torch.Generator().manual_seed(0)
         size = _NUDGE[routing.logits_TE.dtype]
         noise = 1 + size * (torch.rand(routing.logits_TE.shape, generator=draw, dtype=torch.float64) - 0.5)
+        noise = noise.to(routing.logits_TE.device)
         logits = (routing.logits_TE.detach() * noise).to(routing.logits_TE.dtype)
         scores = (routing.scores_TE.detach() * noise).to(routing.scores_TE.dtype)
         self.results.near_ties += int((router.choose_experts(logits, scores) != routing.expert_TK).sum())
@@ -200,6 +231,7 @@ class _TieFinder:
         expert_TK, weight_TK = routing.expert_TK, routing.weight_TK.detach()
         capacity = Capacity(self.capacity_factor or 1.0, routing.logits_TE.shape[1])
         noise = 1 + size * (torch.rand(weight_TK.shape, generator=draw, dtype=torch.float64) - 0.5)
+        noise = noise.to(weight_TK.device)
         dropped, nudged = (
             capacity.sort_and_pad(expert_TK, weights)[0].row_TK < 0
             for weights in (weight_TK, (weight_TK * noise).to(weight_TK.dtype))
