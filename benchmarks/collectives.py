@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from threefold.cli.rehearse import as_the_engine_runs
+from threefold.api.rehearsals import as_the_engine_runs
 from threefold.dryrun.rehearse_plan import ALL, rehearse
 from threefold.findings import FindingsError
 from threefold.plan.parse import parse

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.plan import with_defaults
+from threefold.api.searches import with_defaults
 from threefold.findings import FindingsError
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted

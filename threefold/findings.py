@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from threefold.notebook import ShownAsTable
+
 Severity = Literal["error", "warning", "note"]  # refused; doubtful; what the estimate sees and what it would gain
 
 
@@ -110,6 +112,24 @@ def _reads_as_other(text: str) -> bool:
             or text.lower() in ("true", "false", "null", "none", "nan", "inf")
         )
     return True
+
+
+class Findings(list[Finding], ShownAsTable):
+    """Findings in order, as `threefold.check` returns them."""
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self if finding.severity == "error"]
+
+    def summary(self) -> str:
+        counts = {kind: sum(finding.severity == kind for finding in self) for kind in _SEVERITIES}
+        return ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts.items())
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        rows = [[one.severity, one.rule, one.at, one.problem, one.fix_text] for one in self]
+        return ["", "rule", "at", "problem", "fix"], rows
+
+    __repr__ = ShownAsTable.__repr__
 
 
 class FindingsError(Exception):

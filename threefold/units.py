@@ -39,3 +39,11 @@ def format_many(count: int, noun: str) -> str:
     """(1, 'rank') -> '1 rank', (4096, 'rank') -> '4096 ranks', (2, 'fix') -> '2 fixes'."""
     plural = "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{count} {noun}" + ("" if count == 1 else plural)
+
+
+def format_seconds(seconds: float) -> str:
+    """0.25 -> '0.25 s', 600 -> '10 min', 11_124 -> '3.1 h', 2e6 -> '23 days'."""
+    for bound, size, unit in ((60, 1.0, "s"), (3600, 60.0, "min"), (172_800, 3600.0, "h")):
+        if abs(seconds) < bound:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds / 86_400:,.0f} days"

@@ -175,3 +175,11 @@ def test_sequences_of_a_few_tokens_are_remarked(capsys: pytest.CaptureFixture[st
     assert "warning[sequence-has-context] job.seq_len: sequences of 3 tokens are too short to train on" in out
     recipe = str(ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
     assert "sequence-has-context" not in run("check", recipe, capsys=capsys)[1]
+
+
+def test_a_plan_for_another_stack_has_a_next_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "plan.toml")
+    words = ["--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "8", "--seq-len", "4096"]
+    code, text, _ = run("plan", *words, "--target", "megatron-bridge", "--out", out, capsys=capsys)
+    assert (code, f"`threefold export {out} --out export`" in text) == (0, True)
+    assert run("export", out, "--out", str(tmp_path / "export"), capsys=capsys)[0] == 0

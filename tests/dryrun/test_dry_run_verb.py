@@ -10,8 +10,8 @@ from plans import build
 from rehearsal_plans import GPU
 from repository import ROOT
 
+from threefold.api.rehearsals import as_the_engine_runs
 from threefold.cli.main import main
-from threefold.cli.rehearse import as_the_engine_runs
 from threefold.plan.file import read_plan
 from threefold.units import GIB
 

@@ -301,7 +301,7 @@ def fits(field: Field, value: Any) -> bool:
         return bool in field.types
     if kind is str:
         if list in field.types and str not in field.types:
-            return value == ""  # no words at all
+            return value == "" or not field.choices  # no words at all, or any word
         return str in field.types and not field.choices and field.path not in ("model", "layout.stages")
     if kind in (int, float):
         whole = float(value).is_integer() if abs(value) < 1e308 else kind is int

@@ -92,7 +92,7 @@ def test_a_search_starts_without_emulation(
         drafts.append(fields)
         raise FindingsError([Finding("model", "enough was seen", advice="none")])
 
-    monkeypatch.setattr("threefold.cli.plan.search", search)
+    monkeypatch.setattr("threefold.api.searches.search", search)
     words = ["--model", model, "--chip", chip, "--gpus", "8", "--seq-len", "4096", "--target", target]
     assert main(["plan", *words]) == 1
     assert drafts[0]["knobs.precision"] == "auto"

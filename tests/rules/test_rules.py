@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from plans import CLEAN, build
 from random_plans import random_fields
+from repository import ROOT
 
 from threefold.plan.explain import EXPLANATIONS
 from threefold.plan.parse import change
@@ -15,7 +16,19 @@ from threefold.rules.stacks import promoted
 
 # For each rule: changes to CLEAN that it refuses, and changes it accepts ({} is CLEAN itself).
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stack-runs-chip": (
+        {"cluster.chip": f"file:{ROOT}/recipes/chips/mi300x.toml", "knobs.precision": "bf16"},
+        {"cluster.chip": f"file:{ROOT}/recipes/chips/h20.toml"},
+    ),
     "data-exists": ({"job.data": "no/such/shard"}, {"job.data": "synthetic"}),
+    "text-has-a-tokenizer": (
+        {"job.data": "no/such.jsonl", "target": "threefold"},
+        {"job.data": "no/such.jsonl", "job.tokenizer": "no/such.json", "target": "threefold"},
+    ),
+    "validation-data-is-used": (
+        {"job.val_data": "no/such.jsonl", "target": "threefold"},
+        {"job.val_data": "no/such.jsonl", "run.eval_every": 10, "target": "threefold"},
+    ),
     "sequence-has-context": ({"job.seq_len": 4}, {"job.seq_len": 64}),
     # shape
     "grids-divide-ranks": ({"cluster.gpus": 1000}, {"cluster.gpus": 512}),
@@ -363,7 +376,42 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "freeze-parts-exist": ({"job.freeze": ["vision"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["vision"]}),
     "something-trains": ({"job.freeze": ["language"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["language"]}),
+    # what trains
+    "freeze-patterns-match": (
+        {"target": "threefold", "job.freeze": ["layers.0.atn.*"]},
+        {"target": "threefold", "job.freeze": ["layers.0.*", "embed.weight"]},
+    ),
+    "freeze-leaves-something": (
+        {"target": "threefold", "job.freeze": ["*"]},
+        {"target": "threefold", "job.freeze": ["*.weight"]},
+    ),
+    "lora-needs-rank": ({"job.lora_alpha": 16}, {"target": "threefold", "job.lora_alpha": 16, "job.lora_rank": 8}),
+    "lora-targets-exist": (
+        {"target": "threefold", "model": "qwen3-30b-a3b", "job.lora_rank": 8, "job.lora_targets": ["experts", "mlp"]},
+        {"target": "threefold", "job.lora_rank": 8, "job.lora_targets": ["experts", "mlp"]},
+    ),
+    "adapters-need-our-engine": ({"job.lora_rank": 8}, {"target": "threefold", "job.lora_rank": 8}),
+    "lora-excludes-tp-overlap": (
+        {"target": "threefold", "job.lora_rank": 8, "knobs.tp_overlap": True},
+        {"target": "threefold", "job.lora_rank": 8},
+    ),
+    "lora-excludes-latents": (
+        {"target": "threefold", "job.lora_rank": 8, "layout.cp": 2, "knobs.cp_exchange": "latents"},
+        {"target": "threefold", "job.lora_rank": 8, "layout.cp": 2, "knobs.cp_exchange": "expanded"},
+    ),
+    "lora-experts-unfused": (
+        {"target": "threefold", "job.lora_rank": 8, "job.lora_targets": ["experts"], "knobs.expert_fusion": True},
+        {"target": "threefold", "job.lora_rank": 8, "knobs.expert_fusion": True},
+    ),
     "images-need-vision": ({"job.images": 1}, {"model": "qwen3-vl-30b-a3b", "job.images": 1}),
+    "vision-recompute-needs-vision": (
+        {"knobs.vision_recompute": ["attn"]},
+        {"model": "qwen3-vl-30b-a3b", "knobs.vision_recompute": ["attn"]},
+    ),
+    "engine-predicts-ahead-of-pictures": (
+        {"model": "qwen3.5-35b-a3b", "target": "threefold"},
+        {"model": "qwen3.5-35b-a3b", "target": "threefold", "job.mtp": 0},
+    ),
     # stacks
     "engine-has-capacity": (
         {"target": "threefold", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"},

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from plans import CLEAN, build
 
+from threefold.api.searches import with_defaults
 from threefold.cli.main import main
-from threefold.cli.plan import with_defaults
 from threefold.cost.estimate import estimate, gain
 from threefold.cost.memory.threefold.model import ThreefoldMemory
 from threefold.findings import FindingsError

@@ -24,6 +24,7 @@ from threefold.spec.hf_defaults import (
     REQUIRED,
     UNREAD,
     VISION_FIELDS,
+    VISION_TOKENS,
     VISION_UNREAD,
 )
 from threefold.spec.model import ModelSpec
@@ -112,6 +113,8 @@ def test_defaults_of_image_encoders(model_type: str) -> None:
     theirs = defaults_of(CONFIG_MAPPING[model_type].sub_configs["vision_config"])
     assert set(theirs) - BASE == set(VISION_FIELDS[model_type]) | VISION_UNREAD
     assert {name: theirs[name] for name in VISION_FIELDS[model_type]} == VISION_FIELDS[model_type]
+    around = defaults_of(CONFIG_MAPPING[model_type])
+    assert {name: around[name] for name in VISION_TOKENS[model_type]} == VISION_TOKENS[model_type]
 
 
 def read(model_type: str, changes: dict[str, Any], absent: str | None = None) -> ModelSpec | str:

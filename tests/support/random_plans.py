@@ -19,6 +19,9 @@ def _value(path: str) -> st.SearchStrategy[Any]:
         return st.sampled_from(["Et|(tt|)*30mL", "Et*4|(t*4|)*14tmL", "EL", "E|t|L|"])
     if path == "knobs.cp_comm":
         return st.one_of(st.sampled_from(field.choices), st.just(["p2p", "a2a"]))
+    if path == "job.freeze":
+        names = ["vision", "projector", "language", "layers.0.*", "*.experts.*", "emb"]
+        return st.lists(st.sampled_from(names), max_size=2, unique=True)
     if list in field.types and field.choices:
         return st.lists(st.sampled_from(field.choices), max_size=3, unique=True)
     if field.choices:
@@ -41,12 +44,14 @@ def _value(path: str) -> st.SearchStrategy[Any]:
         return st.just("0")
     if path == "job.data":
         return st.sampled_from(["synthetic", "embedded"])
+    if path in ("job.tokenizer", "job.val_data"):
+        return st.sampled_from(["no/such.json", "embedded"])
     if float in field.types:
         low, high = (0.0 if field.at_least is None else field.at_least), field.at_most
         return st.sampled_from([x for x in (0.5, 1.0) if low <= x and (high is None or x <= high)])
     if path == "knobs.dispatch_sms" or path == "knobs.max_connections":
         return st.integers(1, 32)
-    if path in ("job.mtp", "knobs.activation_offload_layers"):
+    if path in ("job.mtp", "knobs.activation_offload_layers", "run.image_workers"):
         return st.integers(0, 3)
     return _SMALL
 

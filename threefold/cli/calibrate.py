@@ -54,10 +54,11 @@ def _run(args: argparse.Namespace) -> int:
         plan = parsed.plan
         if plan is None or (blocking := errors(promoted(check(plan, notes=False)))):
             return print_findings(in_order(findings if plan is None else blocking), args.json)
-    chip = here.chip
-    if chip not in CHIPS:
+    own = plan.cluster.own if plan is not None and here.gpus else None
+    chip = own.plan_name if own else here.chip  # a GPU that we do not know, by the user's own description
+    if chip is None or (own is None and chip not in CHIPS):
         name = here.gpus[0].name if here.gpus else "this machine"
-        advice = f"the known ones are {', '.join(CHIPS)}"
+        advice = f"the known ones are {', '.join(CHIPS)}; or give a plan with cluster.chip=file:PATH"
         raise FindingsError([Finding(rule="known-value", at="chip", problem=f"{name} is no known chip", advice=advice)])
     if plan is not None:
         _check_runs_here(plan, chip, here)

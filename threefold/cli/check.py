@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from threefold.api.plans import check
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.rehearse import verdict_of
 from threefold.findings import Finding, FindingsError, as_overrides, did_you_mean, in_order
@@ -18,12 +19,10 @@ from threefold.rules.all import (
     blockers,
     errors,
     explain,
-    judge,
     known_slugs,
     raised_by,
     repair,
     severity_of,
-    with_fixes,
 )
 from threefold.units import format_many
 
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if fixed is None:
             return 1
         plan, findings = fixed
-    found = with_fixes(plan, [*findings, *judge(plan, notes=not errors(findings))])
+    found = check(plan, findings)
     if args.rehearse and not blockers(found):
         try:
             found += verdict_of(plan)

@@ -6,18 +6,27 @@ import json
 import sys
 from typing import Any
 
+from threefold.cli.inputs import print_findings
+from threefold.findings import FindingsError
 from threefold.report.terminal import table
 from threefold.spec.chips import CHIPS, ChipSpec
-from threefold.spec.stacks import DISPATCHER, PRECISION
+from threefold.spec.clusters.chip_description import PREFIX, find_chip, is_file_name
+from threefold.spec.stacks import DISPATCHER, PRECISION, default_dispatcher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE", help="chip files of your own, to be listed as well")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        own = [find_chip(name if is_file_name(name) else f"{PREFIX}{name}")[1] for name in args.files]
+    except FindingsError as error:
+        return print_findings(error.findings, args.json)
+    chips = [*CHIPS.values(), *own]
     if args.json:
-        json.dump([_facts(chip) for chip in CHIPS.values()], sys.stdout, indent=2)
+        json.dump([_facts(chip) for chip in chips], sys.stdout, indent=2)
         print()
         return 0
     header = [
@@ -31,16 +40,17 @@ def run(args: argparse.Namespace) -> int:
         "GB/s",
         "net GB/s",
         "host GB/s",
+        "W",
         "dispatcher",
         "precision",
     ]
-    print(table(header, [_row(chip) for chip in CHIPS.values()]))
+    print(table(header, [_row(chip) for chip in chips]))
     print(
         "\nPeaks are dense TFLOP/s; link rates are per GPU and direction. Dispatcher and precision are starting points:"
     )
     for name, default in DISPATCHER.items():
         print(f"  {name:6} {default.value:9} since {default.since}: {default.evidence}")
-    for chip in CHIPS.values():
+    for chip in chips:
         print(f"  {chip.name:6} sources: {'; '.join(f'{what}: {source}' for what, source in chip.sources.items())}")
     return 0
 
@@ -64,6 +74,7 @@ def _row(chip: ChipSpec) -> list[str]:
         f"{chip.domain_bandwidth / 1e9:.0f}",
         f"{chip.network_bandwidth / 1e9:.0f}",
         f"{chip.host_bandwidth / 1e9:.0f}",
-        DISPATCHER[chip.name].value,
+        f"{chip.power_watts:.0f}" if chip.power_watts else "-",
+        default_dispatcher(chip).value,
         PRECISION[chip.architecture].value,
     ]

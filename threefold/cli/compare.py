@@ -4,19 +4,13 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-from threefold.cli.inputs import add_chip_file, on_measured_chip, print_findings
+from threefold.api.comparisons import compare_runs
+from threefold.cli.inputs import add_chip_file, print_findings
 from threefold.cli.out import is_written
-from threefold.compare.comparison import Comparison, compare_sides
-from threefold.compare.sides import Profile, open_side
-from threefold.cost.chip_file import read_chip_file
+from threefold.compare.comparison import Comparison
 from threefold.findings import FindingsError, in_order
-from threefold.machine.own_chip_file import NO_CHIP_FILE
-from threefold.plan.plan import Plan
 from threefold.report.compare.comparison_text import comparison_text
-from threefold.spec.chips import ChipSpec
 
 CANNOT_JUDGE = 125  # what `git bisect run` takes for: skip this commit
 
@@ -42,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        dress = _dress(args.chip_file)
-        sides = [open_side(name, read_trace=_read_trace, dress=dress) for name in (args.a, args.b)]
-        found = compare_sides(sides[0], sides[1], args.window, args.anyway, dress)
+        found = compare_runs(args.a, args.b, args.window, args.anyway, args.chip_file)
     except FindingsError as error:
         code = print_findings(in_order(error.findings), args.json)
         return CANNOT_JUDGE if args.fail_above is not None else code
@@ -73,30 +65,6 @@ def _judged(found: Comparison, fail_above: float | None) -> dict[str, object]:
     if fail_above is None or found.speed is None:
         return {}
     return {"fail_above": {"percent": fail_above, "failed": found.speed.is_slower_by(fail_above)}}
-
-
-def _dress(chip_file: str | None) -> Callable[[Plan], Plan]:
-    """Gives plans the facts of a chip file that is about their chip, or what was measured on this machine."""
-    if chip_file not in (None, NO_CHIP_FILE):
-        findings = read_chip_file(str(chip_file))[1]
-        if findings:
-            raise FindingsError(findings)
-    known: dict[tuple[str, str], ChipSpec | None] = {}
-
-    def dress(plan: Plan) -> Plan:
-        key = (plan.cluster.chip, plan.target)
-        if key not in known:
-            known[key] = on_measured_chip(plan, chip_file)[0].cluster.measured
-        return plan.on_chip(known[key])
-
-    return dress
-
-
-def _read_trace(path: Path) -> Profile:
-    """What `threefold profile` says of a trace, or of the traces of a run."""
-    from threefold.profile.analyse import profile_traces
-
-    return profile_traces([path]).to_json()
 
 
 def _percent(text: str) -> float:

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from threefold.api.rehearsals import as_the_engine_runs, loads_from, rehearse
 from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.out import is_written
-from threefold.cli.rehearse import as_the_engine_runs, end_progress, loads_from, progress
+from threefold.cli.rehearse import end_progress, progress
 from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
 
@@ -60,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
             from threefold.dryrun.measured.measure import measure
 
             return _tell_measured(args, measure(plan, _one(ranks), loads, left_out, progress()))
-        from threefold.dryrun.rehearse_plan import rehearse
-
-        return _tell(args, rehearse(plan, ranks, loads, progress(), args.jobs, left_out))
+        return _tell(args, rehearse(parsed.plan, ranks, loads=loads, jobs=args.jobs, say=progress()))
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     except ModuleNotFoundError as error:

@@ -3,17 +3,28 @@
 import argparse
 import json
 import math
+import re
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from threefold.cli.inputs import add_chip_file, add_plan_arguments, on_measured_chip, plan_from, print_findings
-from threefold.cli.rehearse import shares_from, skew_problem
-from threefold.cost.estimate import estimate
+from threefold.api.plans import MOST_TOKENS, judged_estimate, on_measured_chip, training_curve
+from threefold.api.rehearsals import shares_from, skew_problem
+from threefold.cli.inputs import add_chip_file, add_plan_arguments, plan_from, print_findings
 from threefold.cost.layer_work import expert_skew
 from threefold.cost.traffic.by_stack import traffic
-from threefold.findings import in_order
+from threefold.cost.training_run.training_run import TrainingRun, training_run
+from threefold.fields import MAX_RANKS
+from threefold.findings import Finding, FindingsError, did_you_mean, in_order
+from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text
-from threefold.rules.all import PREDICTED, blockers, check, errors
+from threefold.report.training_run.training_text import point_json, training_text, usual_sizes
+from threefold.rules.all import errors
+from threefold.spec.clusters.operations import FIELDS as OPERATIONS
+from threefold.spec.clusters.operations import problem_with
+
+_MOST_SIZES = 200  # of a curve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,27 +38,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the skew, from tokens of each expert: a JSON list, one a layer, or the folder of a run",
     )
+    parser.add_argument(
+        "--tokens", type=_tokens, metavar="N", help="what a training of so many tokens takes, such as 1.5T or 500B"
+    )
+    parser.add_argument("--price", type=_price, metavar="P", help="with --tokens: the price of a GPU-hour")
+    parser.add_argument(
+        "--sizes", type=_sizes, metavar="N,N,...", help="with --tokens: also on clusters of other sizes, or auto"
+    )
+    parser.add_argument(
+        "--assume",
+        action=_Assume,
+        default={},
+        metavar="NAME=VALUE",
+        help="with --tokens: another figure about the cluster, such as gpu_mtbf_hours=20000 (repeat it for more)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    if not (math.isfinite(args.skew) and args.skew >= 1):
-        print(f"threefold estimate: --skew {args.skew} is below the mean, which is 1", file=sys.stderr)
+    if problem := _argument_problem(args):
+        print(f"threefold estimate: {problem}", file=sys.stderr)
         return 2
     parsed, findings = plan_from(args)
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
-    plan, wrong = on_measured_chip(parsed.plan, args.chip_file)
-    if wrong:
-        return print_findings(wrong, args.json)
-    found = check(plan)
-    if blockers(found):  # the estimate of an impossible plan misleads
-        return print_findings(in_order([*findings, *found]), args.json)
-    skew, problem = _skew(args, plan)
-    if problem:
-        print(f"threefold estimate: {problem}", file=sys.stderr)
-        return 2
-    guess, ledger = estimate(plan, skew=skew), traffic(plan, skew)
-    overfull = [finding for finding in found if finding.rule in PREDICTED]
+    try:
+        plan = on_measured_chip(parsed.plan, args.chip_file)
+        skew, problem = _skew(args, plan)
+        if problem:
+            print(f"threefold estimate: {problem}", file=sys.stderr)
+            return 2
+        guess, overfull = judged_estimate(plan, skew)
+    except FindingsError as error:
+        return print_findings(in_order([*findings, *error.findings]), args.json)
+    if args.tokens is not None:
+        return _tell_training(args, plan, training_run(plan, guess, args.tokens, args.price, args.assume), overfull)
+    ledger = traffic(plan, skew)
     if args.json:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
         json.dump({**guess.to_json(), **extra}, sys.stdout, indent=2)
@@ -55,6 +80,82 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(estimate_text(plan, guess, ledger, overfull))
     return 1 if errors(overfull) else 0
+
+
+def _argument_problem(args: argparse.Namespace) -> str:
+    if not (math.isfinite(args.skew) and args.skew >= 1):
+        return f"--skew {args.skew} is below the mean, which is 1"
+    if args.tokens is None and (args.price is not None or args.sizes is not None or args.assume):
+        return "--price, --sizes and --assume are about a whole training: give --tokens"
+    return ""
+
+
+def _tell_training(args: argparse.Namespace, plan: Plan, found: TrainingRun, overfull: Sequence[Finding]) -> int:
+    """What the whole training takes, and the same on clusters of other sizes."""
+    curve = []
+    if args.sizes is not None:
+        sizes = args.sizes or usual_sizes(plan)
+        curve = training_curve(plan, args.tokens, sizes, args.price, args.assume, NO_CHIP_FILE)
+    if args.json:
+        said = {**found.to_json(), "findings": [one.to_json() for one in overfull]}
+        said |= {"curve": [point_json(*pair) for pair in curve]} if curve else {}
+        json.dump(said, sys.stdout, indent=2)
+        print()
+    else:
+        print(training_text(plan, found, curve))
+        print("".join(f"\n{one}" for one in overfull), end="\n" if overfull else "")
+    return 1 if errors(overfull) else 0
+
+
+def _tokens(text: str) -> float:
+    """1.5T, 500B, 10M or a plain number."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    value = _number(text[:-1]) * scale if scale else _number(text)
+    if not 1 <= value <= MOST_TOKENS:  # false of NaN
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 1.5T")
+    return value
+
+
+def _number(text: str) -> float:
+    """The number that a text is; NaN, which every range refuses, where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _price(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no price of a GPU-hour, such as 2.5")
+    return value
+
+
+def _sizes(text: str) -> list[int]:
+    """Numbers of GPUs, or none for `auto`."""
+    if text == "auto":
+        return []
+    parts = text.split(",")
+    sizes = [int(part) if re.fullmatch(r"\s*[0-9]{1,9}\s*", part) else 0 for part in parts]
+    if not all(1 <= size <= MAX_RANKS for size in sizes) or len(sizes) > _MOST_SIZES:
+        raise argparse.ArgumentTypeError(f"{text} are no numbers of GPUs, such as 256,512,1024")
+    return sizes
+
+
+class _Assume(argparse.Action):
+    """Collects name=value into a mapping."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        given = dict(getattr(namespace, self.dest) or {})
+        name, _, text = str(values).partition("=")
+        try:
+            given[name] = float(text)
+        except ValueError:
+            parser.error(f"--assume {values}: write name=number, such as gpu_mtbf_hours=20000")
+        if problem := problem_with(name, given[name]):
+            advice = OPERATIONS[name].doc if name in OPERATIONS else did_you_mean(name, OPERATIONS)
+            parser.error(f"--assume {values}: {problem} ({advice})")
+        setattr(namespace, self.dest, given)
 
 
 def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float, str]:

@@ -10,6 +10,9 @@ from threefold.findings import FindingsError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument(
+        "--adapter", action="store_true", help="only the LoRA adapters, for PEFT (default: merged into the weights)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -18,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return missing_package("export-hf", error)
     try:
-        for line in export_hf(args.run, args.out):
+        for line in export_hf(args.run, args.out, args.adapter):
             print(line)
     except FindingsError as error:
         return print_findings(error.findings, as_json=False)

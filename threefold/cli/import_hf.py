@@ -10,17 +10,26 @@ from threefold.findings import FindingsError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="config.json with safetensors beside it")
     parser.add_argument("--out", type=Path, required=True, help="the run folder to make")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="dtype to keep the weights in")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="dtype to keep the weights in (default auto: the one that loses nothing of the checkpoint)",
+    )
+    parser.add_argument("--adapter", type=Path, metavar="PEFT", help="a folder of PEFT: LoRA adapters to go on from")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
         from threefold.engine.weights.convert import import_hf
+        from threefold.engine.weights.run_files import DRAFT
     except ModuleNotFoundError as error:
         return missing_package("import-hf", error)
     try:
-        for line in import_hf(args.folder, args.out, args.dtype):
+        for line in import_hf(args.folder, args.out, args.dtype, args.adapter):
             print(line)
+        how = f"threefold train {args.out / DRAFT} --run {args.out} job.data=FILE.jsonl job.task=sft"
+        print(f"train from them with data of your own: {how}")
     except FindingsError as error:
         return print_findings(error.findings, as_json=False)
     return 0

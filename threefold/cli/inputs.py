@@ -3,21 +3,14 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
 from typing import TextIO
 
-from threefold.cost.chip_file import read_chip_file
-from threefold.cost.cp_exchange import resolve_exchange
-from threefold.findings import Finding, FindingsError, in_order
-from threefold.machine.own_chip_file import NO_CHIP_FILE, priced_here
-from threefold.plan.file import read_plan
-from threefold.plan.parse import Parsed, change, free_findings
-from threefold.plan.plan import Plan
+from threefold.api.plans import open_plan
+from threefold.findings import Finding
+from threefold.plan.parse import Parsed
 from threefold.report.terminal import findings_text
-from threefold.search.recompute import resolve_recompute
 from threefold.spec.stacks import TARGETS
 
-OUR_ENGINE = "threefold"
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
 
 
@@ -38,41 +31,10 @@ def add_chip_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def on_measured_chip(plan: Plan, chip_file: str | None) -> tuple[Plan, list[Finding]]:
-    """The plan with the facts and rates of a chip file, or with those that were measured on this machine."""
-    if chip_file is None:
-        return priced_here(plan), []
-    if chip_file == NO_CHIP_FILE:
-        return plan, []
-    found, findings = read_chip_file(chip_file)
-    if found is None or (findings := found.mismatch(plan.cluster.chip)):
-        return plan, in_order(findings)
-    return found.applied(plan), []
-
-
 def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:
-    """The parsed plan and what was found on the way; a draft's free fields are findings.
-
-    A memory budget becomes names and an open `cp_exchange` a choice, but for a verb that still changes the plan, and
-    with it what is best.
-    """
+    """The plan of the arguments and what was found on the way (`api.plans.open_plan`)."""
     extra = [f'target="{args.target}"'] if args.target else []
-    parsed = read_plan(args.plan, [*args.overrides, *extra])
-    findings = [*parsed.findings, *free_findings(parsed.free)]
-    if parsed.readable is not None and not keep_budget:
-        try:
-            plan, more = resolve_recompute(resolve_exchange(parsed.readable))
-        except FindingsError as error:
-            bare = change(parsed.readable, {"knobs.recompute": None})  # for rules to judge the rest
-            return replace(parsed, plan=None, readable=bare), in_order([*findings, *error.findings])
-        parsed = replace(parsed, plan=plan if parsed.plan else None, readable=plan)
-        findings += more
-    return parsed, in_order(findings)
-
-
-def for_our_engine(plan: Plan) -> Plan:
-    """The plan as our engine runs it, whatever its target: with the choices made that only our engine has."""
-    return plan if plan.target == OUR_ENGINE else resolve_exchange(change(plan, {"target": OUR_ENGINE}))
+    return open_plan(args.plan, [*args.overrides, *extra], keep_budget)
 
 
 def seconds(text: str) -> float:
@@ -81,6 +43,16 @@ def seconds(text: str) -> float:
     if not 0 < value <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_SECONDS:g} seconds")
     return value
+
+
+def say_too_small(args: argparse.Namespace, verb: str, least: dict[str, int]) -> bool:
+    """Say which of the numbers in the arguments is below its least value; whether there is one."""
+    for name, bound in least.items():
+        given = getattr(args, name)
+        if given is not None and given < bound:
+            print(f"threefold {verb}: --{name.replace('_', '-')} {given} is below {bound}", file=sys.stderr)
+            return True
+    return False
 
 
 def print_findings(findings: list[Finding], as_json: bool, out: TextIO | None = None) -> int:

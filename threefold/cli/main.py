@@ -18,16 +18,21 @@ VERBS = {
     "estimate": "predict memory by stage and term, time by term, and which wall dominates",
     "dry-run": "rehearse any rank without the cluster: peak memory, when and where, and every collective",
     "sweep": "vary one field of a plan, sequence length with CP sized along, and see what gives out",
-    "train": "run a plan, or go on with a run",
+    "train": "run a plan, go on with a run, or start one from the weights of another",
+    "finetune": "train a Hugging Face checkpoint on data of your own, with settings that fit this machine",
     "calibrate": "measure this machine, so that estimates of our own engine are those of this machine",
     "launch": "write the Slurm script or the torchrun commands that run a plan on a cluster",
+    "export": "write a plan as the overrides, script and environment of Megatron Bridge, or as Megatron-LM's arguments",
+    "import": "turn a Megatron Bridge override list or YAML, or a Megatron-LM argument line, into a plan",
     "verify": "run a layout in fp64 on this machine and compare it with one rank, gradient by gradient",
     "overlap-ab": "time a plan without EP overlap, with it, and with delayed weight gradients, in matched conditions",
     "compare": "set two plans, runs or traces side by side, and say which difference explains how much",
     "regress": "find the setting behind a regression or a crash between two plans, by trying plans between them",
     "profile": "read a trace or a run, name the wall that holds it back, and list what would cure it",
     "tune": "measure changes of a plan one variable at a time, and keep what is certainly faster",
-    "sample": "let a run continue a prompt",
+    "card": "list the claims of a project with their evidence, or measure them again",
+    "eval": "measure a run on data: loss, perplexity, bits per byte, accuracy of multiple choice",
+    "sample": "let a run continue prompts or answer chats",
     "tokenize": "turn text files, folders and JSONL into a token shard",
     "import-hf": "begin a run with the weights of a Hugging Face checkpoint",
     "export-hf": "write a run's newest checkpoint as a Hugging Face folder",
@@ -38,6 +43,7 @@ VERBS = {
     "env": "say what this machine has: GPU, software, kernels that run, packages and what missing ones would give",
 }
 
+MODULES = {"import": "import_plan"}  # where a verb is no name of a module
 TAKE_A_COMMAND = ("regress",)  # verbs for which the words behind `--` are the command line of another program
 
 
@@ -57,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _signals(words: list[str]) -> AbstractContextManager[None]:
     """What signals do. A run may end before it is under way, without a traceback; other verbs leave them to Python."""
-    return end_at_once() if _verb(words) == "train" else nullcontext()
+    return end_at_once() if _verb(words) in ("train", "finetune") else nullcontext()
 
 
 def _verb(words: list[str]) -> str | None:
@@ -74,7 +80,7 @@ def _run(words: list[str], out: Out) -> int:
 
 
 def _module(verb: str) -> ModuleType:
-    return importlib.import_module(f"threefold.cli.{verb.replace('-', '_')}")
+    return importlib.import_module(f"threefold.cli.{MODULES.get(verb, verb.replace('-', '_'))}")
 
 
 def _parser(argv: list[str]) -> argparse.Namespace:

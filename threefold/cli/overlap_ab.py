@@ -8,14 +8,8 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from threefold.cli.inputs import (
-    add_plan_arguments,
-    for_our_engine,
-    missing_package,
-    plan_from,
-    print_findings,
-    seconds,
-)
+from threefold.api.plans import for_our_engine
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
@@ -106,7 +100,7 @@ def doubts(rows: Sequence[Any], num_steps: int) -> list[str]:
 def _elsewhere(plan: Plan) -> list[Finding]:
     if plan.cluster.chip == "cpu":
         return []
-    problem = f"the ranks run on this machine's CPU, the plan is for {plan.cluster.chip}"
+    problem = f"the ranks run on this machine's CPU, the plan is for {plan.chip.name}"
     return [Finding("cluster.chip", problem, fix={"cluster.chip": "cpu"}, rule="overlap-ab-runs-here")]
 
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from threefold.api.searches import find_plan, with_defaults
 from threefold.cli.inputs import add_chip_file, add_plan_arguments, missing_package, print_findings
 from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.cost.chip_file import read_chip_file
 from threefold.findings import Finding, FindingsError, in_order
-from threefold.machine.own_chip_file import NO_CHIP_FILE, own_chip
+from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
-from threefold.plan.parse import Fields, normalise, parse
+from threefold.plan.parse import Fields, normalise
 from threefold.plan.plan import Plan
-from threefold.plan.table import AUTO, FIELDS
+from threefold.plan.table import AUTO
 from threefold.report.search import search_text
 from threefold.rules.all import errors
-from threefold.rules.stacks import target_for
-from threefold.search.search import SearchResult, search
+from threefold.search.search import SearchResult
 
 FLAGS = {
     "model": "model",
@@ -81,22 +81,17 @@ def run(args: argparse.Namespace) -> int:
     if unread:
         return print_findings(in_order(unread), args.json)
     if chip_file and args.plan is None:
-        args.chip = args.chip or chip_file.spec.name
+        args.chip = args.chip or chip_file.spec.plan_name
     missing = [f"--{name.replace('_', '-')}" for name in NEEDED if getattr(args, name) is None]
     if args.plan is None and missing:
         print(f"threefold plan: give a draft file, or {', '.join(missing)}", file=sys.stderr)
         return 2
     fields, findings = _draft(args)
-    if chip_file and not errors(findings):
-        findings += chip_file.mismatch(fields.get("cluster.chip", FIELDS["cluster.chip"].default))
     if errors(findings):
         return print_findings(in_order(findings), args.json)
     fields, why = with_defaults(fields)
-    measured = chip_file.spec if chip_file else None
-    if args.chip_file is None:
-        measured = own_chip(*(fields.get(path, FIELDS[path].default) for path in ("cluster.chip", "target")))
     try:
-        found = search(fields, args.top, _progress if sys.stderr.isatty() else None, measured)
+        found = find_plan(fields, args.top, args.chip_file, _progress if sys.stderr.isatty() else None)
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     finally:
@@ -133,21 +128,6 @@ def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
     return fields, findings
 
 
-def with_defaults(fields: Fields) -> tuple[Fields, str]:
-    """The fields with what this verb adds, and why the target is what it is where nobody named one.
-
-    A precision that nobody names is searched: the platform's and bf16.
-    """
-    fields = {"knobs.precision": AUTO, **fields}
-    if fields.get("target", AUTO) != AUTO:
-        return fields, ""
-    drafted = parse({path: value for path, value in fields.items() if value != AUTO}).plan
-    if drafted is None:  # the search says what is wrong
-        return fields, ""
-    target, why = target_for(drafted.model)
-    return {**fields, "target": target}, f"for {target}, because {why}"
-
-
 def _progress(text: str) -> None:
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -177,7 +157,7 @@ def _next_command(out: str | None, plan: Plan) -> str:
     file = out or "plan.toml"
     if plan.target == "threefold":
         return f"{wrote}`threefold dry-run {file}` rehearses it, `threefold train {file}` or `launch {file}` run it"
-    return f"{wrote}`threefold show {file}` has the settings for {plan.target}, which runs it"
+    return f"{wrote}`threefold export {file} --out export` writes what {plan.target} runs"
 
 
 def _write(path: str, plan: Plan) -> int:

@@ -5,12 +5,13 @@ import json
 import sys
 from pathlib import Path
 
+from threefold.api.comparisons import profile_run
 from threefold.cli.inputs import print_findings
 from threefold.cli.out import is_written
 from threefold.findings import FindingsError, in_order
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
-from threefold.profile.analyse import Profile, profile_traces
+from threefold.profile.analyse import Profile
 from threefold.report.profile import profile_text
 from threefold.rules.all import errors
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if plan is None or errors(parsed.findings):
             return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
     try:
-        found = profile_traces([Path(name) for name in args.traces], plan)
+        found = profile_run(*args.traces, plan=plan)
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     written = out is None or is_written("profile", out, lambda: _write(found, out))

@@ -1,4 +1,4 @@
-"""`threefold train`: run a plan, or go on with the run in its folder; start its ranks, or be one of them."""
+"""`threefold train`: run a plan, go on with a run, or start one from another; start its ranks, or be one of them."""
 
 import argparse
 import os
@@ -7,17 +7,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from threefold.cli.inputs import add_plan_arguments, for_our_engine, missing_package, plan_from, print_findings
+from threefold.api.trainings import plan_on_ranks, start_ranks, train_rank, training_errors
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, say_too_small
 from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
 from threefold.engine.launch.stop_signals import SIGNAL_CODE, stop_message
-from threefold.engine.run.cpu_affinity import core_sets
 from threefold.engine.run.cpu_threads import sleep_while_waiting
 from threefold.engine.run.progress_display import write_and_flush
-from threefold.findings import Finding, FindingsError, in_order
-from threefold.plan.cores import AUTO
+from threefold.findings import FindingsError
 from threefold.plan.plan import Plan
-from threefold.plan.ranks import RankEnvironment, on_ranks, rank_environment
-from threefold.rules.all import check, errors, judge, promoted
+from threefold.plan.ranks import RankEnvironment, rank_environment
 from threefold.units import format_many
 
 _INTERRUPTED = SIGNAL_CODE + signal.SIGINT
@@ -41,6 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="who traces: torch's profiler, or Nsight Systems, under which the command was started",
     )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        type=Path,
+        metavar="RUN",
+        help="start a new run from the weights of this run's newest checkpoint, whatever its layout, length or data",
+    )
+    parser.add_argument(
+        "--with-optimizer", action="store_true", help="with --from: take the optimizer's state over as well"
+    )
     parser.add_argument("--nproc", type=int, help="ranks to start on this machine (default: cluster.gpus)")
     parser.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="starts after failures of ranks (default 3)"
@@ -48,11 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("threads", 1), ("nproc", 1), ("max_restarts", 0), ("stop_at", 1)):
-        given = getattr(args, name)
-        if given is not None and given < least:
-            print(f"threefold train: --{name.replace('_', '-')} {given} is below {least}", file=sys.stderr)
-            return 2
+    if say_too_small(args, "train", {"threads": 1, "nproc": 1, "max_restarts": 0, "stop_at": 1}):
+        return 2
+    if args.with_optimizer and args.origin is None:
+        print("threefold train: --with-optimizer goes with --from RUN", file=sys.stderr)
+        return 2
+    if Path(args.plan).is_dir():  # a run goes on by its own plan
+        args.run, args.plan = args.run or Path(args.plan), str(Path(args.plan) / "plan.toml")
     sleep_while_waiting(os.environ)
     try:
         place = rank_environment(os.environ)
@@ -99,13 +109,12 @@ def _run(args: argparse.Namespace, place: RankEnvironment | None) -> int:
     if given is None:
         return print_findings(findings, args.json)
     ranks = place.size if place else args.nproc or given.cluster.gpus
-    # Whatever stack the plan is for, it is judged by the limits of the engine that runs it.
-    plan = on_ranks(for_our_engine(given), ranks, lambda candidate: errors(judge(candidate)))
-    blocking = errors(promoted(check(plan, notes=False)))
+    plan = plan_on_ranks(given, ranks)
+    blocking = training_errors(plan)
     if place.rank == 0 if place else ranks == 1 or blocking:  # an agent leaves it to its first rank
         _say_changes(given, plan)
     if blocking:
-        return print_findings(in_order(blocking), args.json)
+        return print_findings(blocking, args.json)
     # The plan's own hash, whatever the ranks of today and its stack: a run goes on in its folder.
     folder = args.run or Path("runs") / f"{Path(args.plan).stem}-{given.hash}"
     try:
@@ -124,49 +133,27 @@ def _say_changes(given: Plan, plan: Plan) -> None:
 
 
 def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
-    from threefold.engine.dist.join import leave
-    from threefold.engine.train import enter_world, train
-
-    world = enter_world(plan)
-    trainer = train(
-        plan,
-        folder,
-        threads=args.threads,
-        world=world,
-        stop_at=args.stop_at,
-        profile=args.profile_with if args.profile else None,
-    )
-    leave()
-    done = trainer.step >= plan.job.steps
-    if world.is_leader:
-        how = "finished" if done else "stopped"
-        write_and_flush(sys.stdout, f"{how} at step {trainer.step} of {plan.job.steps}: {folder}\n")
+    profiler = args.profile_with if args.profile else None
+    step, is_leader = train_rank(plan, folder, args.threads, args.stop_at, profiler, args.origin, args.with_optimizer)
+    if is_leader:
+        write_and_flush(sys.stdout, f"{_outcome(step, plan.job.steps)}: {folder}\n")
     return 0
+
+
+def _outcome(step: int, steps: int) -> str:
+    if step > steps:
+        return f"the run is at step {step} already, past job.steps = {steps}; nothing was done"
+    return f"{'finished' if step == steps else 'stopped'} at step {step} of {steps}"
 
 
 def _start_ranks(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     """This command again, once a rank."""
-    import threefold.engine.launch.agent as agent
-    from threefold.engine.dist.join import num_devices
-    from threefold.engine.run.folder import check_run_folder
-
-    ranks, here = plan.cluster.gpus, num_devices(plan)
-    if here is not None and here < ranks:
-        finding = Finding(
-            rule="ranks-start-here",
-            at="cluster.gpus",
-            problem=f"{format_many(ranks, 'rank')} of one {plan.cluster.chip} each; this machine shows {here}",
-            advice="start them on the cluster: `threefold launch --slurm` writes a script, --torchrun the commands",
-        )
-        return print_findings([finding], args.json)
-    if plan.run.cores and plan.run.cores != AUTO:
-        core_sets(plan.run.cores, ranks)  # one finding here, and not one a rank
-    check_run_folder(folder)  # before logs are written there
     words = [args.plan, *args.overrides, "--run", str(folder)]
     words += ["--threads", str(args.threads)] if args.threads else []
     words += ["--stop-at", str(args.stop_at)] if args.stop_at else []
     words += ["--profile", "--profile-with", args.profile_with] if args.profile else []
+    words += ["--from", str(args.origin)] if args.origin else []
+    words += ["--with-optimizer"] if args.with_optimizer else []
     words += ["--target", args.target] if args.target else []
     words += ["--json"] if args.json else []
-    argv = [sys.executable, "-m", "threefold", "train", *words]
-    return agent.launch_ranks(argv, ranks, args.max_restarts, folder)
+    return start_ranks(plan, folder, words, args.max_restarts)

@@ -6,14 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from threefold.cli.inputs import (
-    add_plan_arguments,
-    for_our_engine,
-    missing_package,
-    plan_from,
-    print_findings,
-    seconds,
-)
+from threefold.api.plans import for_our_engine
+from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

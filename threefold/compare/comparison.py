@@ -20,7 +20,9 @@ from threefold.compare.traced import Traced, compare_traces
 from threefold.compare.walls import TermRow, estimated_terms, wall_of
 from threefold.compare.work import Unit, Work, unit_of, work_findings, work_of
 from threefold.findings import Finding, FindingsError
+from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
+from threefold.units import format_number
 
 Window = tuple[int, int] | None
 
@@ -45,8 +47,8 @@ class Metric:
         return {"name": self.name, "unit": self.unit, "a": self.a, "b": self.b}
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(ShownAsTable):
     """What differs between A and B."""
 
     a: Side
@@ -61,6 +63,15 @@ class Comparison:
     traced: Traced | None
     seconds: Explained | None
     peak_bytes: Explained | None
+
+    def summary(self) -> str:
+        sides = f"{self.a.name} against {self.b.name}"
+        return f"{sides}: {self.speed.verdict}, B takes {self.speed.ratio:.3f} of A's time" if self.speed else sides
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Each metric of both sides."""
+        rows = [[one.name, one.unit, *map(_shown_metric, (one.a, one.b))] for one in self.metrics]
+        return ["metric", "unit", "A", "B"], rows
 
     def to_json(self) -> dict[str, Any]:
         sides = {
@@ -82,6 +93,10 @@ class Comparison:
             },
             "findings": [each.to_json() for each in self.findings],
         }
+
+
+def _shown_metric(value: float | None) -> str:
+    return "-" if value is None else format_number(value)
 
 
 def compare_sides(

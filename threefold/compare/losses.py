@@ -16,7 +16,10 @@ from threefold.compare.statistics import Interval, mean_interval
 LAST = 0.2  # the part of the common range of tokens whose losses are compared
 LEAST_POINTS = 8  # in that part; it is made longer where there are fewer
 # Fields that must be the same for two runs to see the same tokens at the same step.
-_SAME_ORDER = ("job.data", "job.seed", "job.seq_len", "job.global_batch", "job.packing", "job.task", "model")
+_SAME_ORDER = (
+    *("job.data", "job.tokenizer", "job.val_fraction", "job.seed", "job.seq_len", "job.global_batch"),
+    *("job.packing", "job.task", "model"),
+)
 
 Verdict = Literal["same to the bit", "no certain difference", "higher", "lower", "too few steps", "not finite"]
 

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.findings import Finding, FindingsError
+from threefold.notebook import ShownAsTable
 from threefold.plan.file import read_plan
 from threefold.plan.plan import Plan
 from threefold.plan.same_run import listed, model_differences
 from threefold.safe_files import UnsafeFileError, open_regular, read_json, read_json_object
-from threefold.units import format_many
+from threefold.units import format_many, format_number
 
 PLAN, CONTRACT, METRICS, LOADS = "plan.toml", "contract.json", "metrics.jsonl", "loads.json"
 MAX_LINE_BYTES = 2**20
@@ -47,8 +48,8 @@ COLUMNS = (
 Column = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecord:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunRecord(ShownAsTable):
     """What a run's folder says."""
 
     folder: Path
@@ -57,6 +58,16 @@ class RunRecord:
     columns: dict[str, Column]  # by name in `COLUMNS`, one value a logged step, in order of steps
     loads: list[list[float]]  # tokens of each expert in the last step, one list a layer; empty where unknown
     findings: list[Finding]  # warnings about what was left out
+
+    def summary(self) -> str:
+        loss, done = self.last("loss"), self.last("step")
+        said = f"{self.folder}: step {done or 0:.0f} of {self.plan.job.steps}"
+        return said if loss is None else f"{said}, loss {loss:.4f}"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The last value of each metric."""
+        known = [(name, self.last(name)) for name in COLUMNS]
+        return ["metric", "last"], [[name, format_number(value)] for name, value in known if value is not None]
 
     @property
     def num_steps(self) -> int:

@@ -102,6 +102,11 @@ def work_findings(a: Side, b: Side, severity: Severity = "error") -> list[Findin
     ]
 
 
+def _adapters(plan: Plan) -> str:
+    job = plan.job
+    return "no adapters" if job.lora_rank is None else f"rank {job.lora_rank} of {', '.join(sorted(job.lora_targets))}"
+
+
 def plan_differences(a: Plan, b: Plan) -> Iterator[tuple[str, str]]:
     """Fields by which two plans differ in the kind of work they do, each with the reason."""
     others = [
@@ -115,6 +120,7 @@ def plan_differences(a: Plan, b: Plan) -> Iterator[tuple[str, str]]:
         "job.mtp": (a.mtp, b.mtp, "each depth adds a layer and a loss"),
         "job.routing": (a.job.routing, b.job.routing, "forced balance has no busy experts"),
         "job.freeze": (sorted(a.job.freeze), sorted(b.job.freeze), "frozen parts have no weight gradients"),
+        "job.lora_rank": (_adapters(a), _adapters(b), "beside adapters all weights are frozen"),
         "job.capacity_factor": (a.job.capacity_factor, b.job.capacity_factor, "a capacity leaves tokens out"),
         "job.images": (_images(a), _images(b), "images are encoded, and no FLOPs are counted for them"),
     }

@@ -1,6 +1,6 @@
 """Chip files: TOML files with facts and rates measured on the user's own machine, which replace the shipped ones.
 
-    chip = "h100"
+    chip = "h100"                 # or "file:..." of a chip that is not shipped (spec/clusters/chip_description.py)
     measured = "2026-11-15 on 1 x H100, torch 2.11"
     precisions = ["bf16"]
     [facts]
@@ -26,10 +26,11 @@ from typing import Any
 import tomli_w
 
 from threefold.cost.rates import Rates, rates_to
-from threefold.findings import Finding, did_you_mean, nearest, shown
-from threefold.plan.file import load_toml
+from threefold.findings import Finding, FindingsError, did_you_mean, nearest, shown
 from threefold.plan.plan import Plan
 from threefold.spec.chips import CHIPS, ChipSpec
+from threefold.spec.clusters.chip_description import find_chip, is_file_name
+from threefold.toml_file import load_toml
 
 FACTS = ("memory_bytes", "memory_bandwidth", "domain_bandwidth", "network_bandwidth", "host_bandwidth", "cores")
 TABLES = ("facts", "peak_flops", "rates", "fit")
@@ -41,7 +42,7 @@ SMALLEST, LARGEST = 1e-9, 1e18  # bounds of any number in a chip file: seconds, 
 class ChipFile:
     """A chip as it was measured."""
 
-    spec: ChipSpec  # the shipped facts with the measured ones in place of them, and the rates that were measured
+    spec: ChipSpec  # the chip's facts with the measured ones in place of them, and the rates that were measured
 
     def applied(self, plan: Plan) -> Plan:
         """The plan on the measured chip."""
@@ -52,11 +53,12 @@ class ChipFile:
         return replace(shipped, **self.spec.measured_rates)
 
     def mismatch(self, chip: str) -> list[Finding]:
-        """A finding where the file describes another chip than the one that a plan names."""
-        if chip == self.spec.name:
+        """A finding where the file describes another chip than `chip`, which a plan names."""
+        described = self.spec.plan_name
+        if chip == described:
             return []
-        problem = f"the plan runs on {chip}, the chip file describes {self.spec.name}"
-        fix = {"cluster.chip": self.spec.name}
+        problem = f"the plan runs on {chip}, the chip file describes {described}"
+        fix = {"cluster.chip": described}
         return [Finding(rule="known-value", at="chip", problem=problem, fix=fix, advice="or leave the chip file out")]
 
 
@@ -67,7 +69,7 @@ def read_chip_file(path: str) -> tuple[ChipFile | None, list[Finding]]:
         return None, findings
     known = ("chip", "measured", "precisions", *TABLES)
     findings += [_unknown(name, known) for name in raw if name not in known]
-    shipped = _shipped(raw.get("chip"), findings)
+    shipped = _described(raw.get("chip"), Path(path).parent, findings)
     measured = raw.get("measured", "")
     if not isinstance(measured, str):
         findings.append(_wrong_type("measured", measured, "text: when and on what it was measured"))
@@ -108,13 +110,20 @@ def chip_file_text(
     numbers = {name: float(f"{value:.6g}") for name, value in rates_to(rates).items() if isinstance(value, float)}
     fit = {"error": float(f"{error:.3g}"), "gpus": gpus}
     facts = {"facts": {"cores": spec.cores}} if spec.architecture == "cpu" else {}
-    head = {"chip": spec.name, "measured": measured, "precisions": list(precisions)}
+    head = {"chip": spec.plan_name, "measured": measured, "precisions": list(precisions)}
     return tomli_w.dumps({**head, "fit": fit, **facts, "rates": numbers})
 
 
-def _shipped(name: Any, findings: list[Finding]) -> ChipSpec | None:
+def _described(name: Any, folder: Path, findings: list[Finding]) -> ChipSpec | None:
+    """The chip whose facts the file replaces: a shipped one, or that of a file of the user's own."""
     if isinstance(name, str) and name in CHIPS:
         return CHIPS[name]
+    if isinstance(name, str) and is_file_name(name):
+        try:
+            return find_chip(name, folder)[1]
+        except FindingsError as error:
+            findings.extend(error.findings)
+            return None
     if name is None:
         findings.append(Finding(rule="known-value", at="chip", problem="no chip is named", advice=f"add {EXAMPLE}"))
     elif not isinstance(name, str):

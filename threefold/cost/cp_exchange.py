@@ -34,6 +34,8 @@ def resolve_exchange(plan: Plan) -> Plan:
     """The plan with its exchange written down. Expanded heads that do not fit lose against latents that do."""
     if not has_open_exchange(plan):
         return plan
+    if plan.job.lora_rank is not None and "attention" in plan.job.lora_targets:
+        return change(plan, {"knobs.cp_exchange": "expanded"})  # adapters of the up projections need the heads
     name = cheaper_exchange(plan, rates_of(plan))
     if name == "expanded" and _is_placed(plan) and not _fits(plan, name) and _fits(plan, "latents"):
         name = "latents"

@@ -16,9 +16,11 @@ from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import Memory
 from threefold.cost.rates import Calibration, Rates, calibration, peak_flops, rates_of
 from threefold.cost.time.step import StepTime, step_time
+from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
 from threefold.spec.model import GqaSpec
+from threefold.units import format_bytes
 
 # The wall that each term of time belongs to.
 WALLS = {
@@ -29,8 +31,8 @@ WALLS = {
 MEMORY_BOUND = 0.92  # fraction of the chip's memory beyond which memory is the wall
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+@dataclass(frozen=True, slots=True, repr=False)
+class Estimate(ShownAsTable):
     """What a plan is predicted to need and to reach."""
 
     memory: Memory
@@ -50,6 +52,27 @@ class Estimate:
     calibrated: bool  # whether measured runs like this one are behind the rates
     basis: str  # where the rates come from
     assumed: tuple[str, ...]  # what was assumed of kernels that no published run tells
+
+    def summary(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return (
+            f"{self.time.step_seconds:.4g} s a step, {self.model_tflops_per_gpu:.0f} TFLOP/s a GPU, "
+            f"{format_bytes(self.memory.device_bytes)} ({fits}), wall: {self.wall}"
+        )
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """What a step reaches and needs, then its terms of time, the largest first."""
+        low, high = self.seconds_band
+        worst, by_time = self.memory.worst, sorted(self.time.terms.items(), key=lambda term: -term[1])
+        rows = [
+            ["seconds a step", f"{self.time.step_seconds:.4g}", f"{low:.4g} to {high:.4g}"],
+            ["tokens/s a GPU", f"{self.tokens_per_second_per_gpu:,.0f}", self.basis],
+            ["model TFLOP/s a GPU", f"{self.model_tflops_per_gpu:.0f}", f"MFU {self.mfu:.1%} of {self.mfu_peak}"],
+            ["memory", format_bytes(worst.device_bytes), f"stage {worst.stage}, {worst.moment}"],
+            ["headroom", format_bytes(self.headroom_bytes), "fits" if self.fits else "does not fit"],
+            *([f"time: {name}", f"{seconds:.4g} s", ""] for name, seconds in by_time if seconds),
+        ]
+        return ["", "value", "of"], rows
 
     def to_json(self) -> dict[str, Any]:
         worst = self.memory.worst
@@ -188,7 +211,7 @@ def _assumed(plan: Plan) -> Iterator[str]:
 def _peak_name(plan: Plan) -> str:
     """The peak behind MFU, in words. A format that the chip lacks is emulated in bf16."""
     found, _ = plan.chip.dense_peak(plan.knobs.precision)
-    return f"{plan.cluster.chip} {found} {'measured' if plan.cluster.measured else 'dense'}"
+    return f"{plan.chip.name} {found} {'measured' if plan.cluster.measured else 'dense'}"
 
 
 def _basis(plan: Plan, basis: Calibration, known: bool) -> str:
@@ -209,8 +232,9 @@ def _is_calibrated(plan: Plan, basis: Calibration, used: Rates) -> bool:
     if plan.chip.measured_error is not None and plan.target == "threefold":
         is_measured = plan.knobs.precision in plan.chip.measured_precisions
         return is_measured and plan.layout.gpus <= plan.chip.measured_gpus
-    chip, precision, dispatcher = plan.cluster.chip, plan.knobs.precision, plan.knobs.dispatcher
-    shipped = plan.cluster.measured is None and used == basis.rates
+    chip, precision, dispatcher = plan.chip.name, plan.knobs.precision, plan.knobs.dispatcher
+    is_catalogued = plan.cluster.measured is None and plan.cluster.own is None
+    shipped = is_catalogued and used == basis.rates
     near = f"{chip}:{precision}" in basis.seen and plan.model.is_moe
     near = near and (plan.layout.ep == 1 or dispatcher in basis.seen) and plan.layout.gpus <= basis.most_gpus
     return shipped and near and plan.job.seq_len <= basis.longest and plan.layout.cp == 1

@@ -46,7 +46,14 @@ def has_expert_kernels(plan: Plan) -> bool:
 def uses_fused_experts(plan: Plan) -> bool:
     """Whether the engine runs all of an expert in kernels that save only its input (or that in FP8) and FC1's
     output."""
+    if adapts_experts(plan):
+        return False
     return has_expert_kernels(plan) if plan.low_precision else plan.knobs.expert_fusion
+
+
+def adapts_experts(plan: Plan) -> bool:
+    """Whether experts have LoRA adapters, which come between the steps that fused kernels do in one."""
+    return plan.job.lora_rank is not None and "experts" in plan.job.lora_targets
 
 
 def runs_fused_experts(plan: Plan) -> bool:
@@ -57,6 +64,8 @@ def runs_fused_experts(plan: Plan) -> bool:
     """
     if not STACK_TRAITS[plan.target].emulates_formats:
         return plan.knobs.expert_fusion and plan.model.moe is not None and not plan.model.moe.bias
+    if adapts_experts(plan):
+        return False
     if plan.low_precision:
         return not experts_are_emulated(plan)
     return plan.knobs.expert_fusion and plan.chip.architecture not in ("ampere", "cpu")

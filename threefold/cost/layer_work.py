@@ -81,14 +81,6 @@ def expert_skew(loads: Sequence[float], ep: int) -> float:
     return max(sum(loads[rank * local : (rank + 1) * local]) for rank in range(ep)) * ep / total
 
 
-def gemms_per_weight(plan: Plan) -> tuple[int, int]:
-    """GEMMs that a weight takes part in, forward and backward, and how many of them make its own gradient.
-
-    A frozen weight has none of the latter. Gradients still pass through a frozen language model, to the image encoder.
-    """
-    return (2, 0) if "language" in plan.job.freeze else (3, 1)
-
-
 @lru_cache(maxsize=65536)
 def layer_work(case: LayerCase) -> Work:
     """Forward work of one layer on one rank."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from threefold.cost.vision.parameters import vision_parameters
 from threefold.layout.degrees import Layout
-from threefold.layout.stages import Chunk, chunk_rank
+from threefold.layout.stages import Chunk, balance, chunk_rank
 from threefold.plan.plan import Plan
 from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec, ModelSpec, MoeSpec
+from threefold.spec.parameter_names import is_frozen, part_of
 
 # How a parameter is sharded: not at all, over tp, over tp by rows of the vocabulary, over the expert grid, over ep
 # alone. A number means over tp, by so many heads.
@@ -38,6 +40,7 @@ class LocalParameter:
     num_copies: int  # ranks of the group
     num_shards: int = 1  # ranks of tp or etp that hold different shards of each matrix
     is_shared: bool = False  # whether other pipeline ranks hold it too
+    is_frozen: bool = False  # whether it has neither a gradient nor optimizer states
 
     @property
     def is_expert(self) -> bool:
@@ -57,30 +60,69 @@ class LocalParameter:
 
 def stage_parameters(plan: Plan, vocab_rows: int) -> Sequence[Sequence[LocalParameter]]:
     """The parameters of each pipeline rank, where a rank has `vocab_rows` rows of the vocabulary."""
-    return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows)
+    return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows, _training(plan))
+
+
+def whole_parameters(plan: Plan) -> Sequence[LocalParameter]:
+    """The parameters of the whole model, whatever the layout; those of an image encoder are not among them."""
+    return [parameter for parameter in parameters_of_all_parts(plan) if part_of(parameter.name) == "language"]
+
+
+def parameters_of_all_parts(plan: Plan) -> Sequence[LocalParameter]:
+    """The parameters of the whole model with its image encoder and projector, whatever the layout."""
+    model, chunks = plan.model, balance(plan.model.num_layers, 1, plan.mtp)
+    return _stage_parameters(model, Layout(), chunks, plan.mtp, model.vocab, _training(plan))[0]
+
+
+def _training(plan: Plan) -> "Training":
+    return Training(plan.job.freeze, plan.job.lora_rank, plan.job.lora_targets)
+
+
+def trained_parameters(parameters: Sequence[LocalParameter]) -> list[LocalParameter]:
+    """Those that have gradients and optimizer states."""
+    return [parameter for parameter in parameters if not parameter.is_frozen]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What a job says of the parameters that train."""
+
+    freeze: tuple[str, ...]
+    lora_rank: int | None
+    lora_targets: tuple[str, ...]
+
+    def freezes(self, name: str) -> bool:
+        is_base = self.lora_rank is not None and not name.endswith(("lora_a", "lora_b"))
+        return is_base or is_frozen(name, self.freeze)
 
 
 @lru_cache(maxsize=64)
 def _stage_parameters(
-    model: ModelSpec, layout: Layout, chunks: tuple[Chunk, ...], num_depths: int, vocab_rows: int
+    model: ModelSpec,
+    layout: Layout,
+    chunks: tuple[Chunk, ...],
+    num_depths: int,
+    vocab_rows: int,
+    training: Training,
 ) -> Sequence[Sequence[LocalParameter]]:
     held: list[dict[str, LocalParameter]] = [{} for _ in range(layout.pp)]
     v_shaped = layout.pipeline_schedule == "dualpipev"
     for number in range(len(chunks)):
         stage = held[chunk_rank(number, layout.pp, v_shaped)]
-        for name, shape, sharding in _chunk(model, chunks, num_depths, number):
-            stage.setdefault(name, _local_parameter(model, layout, (name, shape, sharding), vocab_rows))
+        for name, shape, sharding in _with_adapters(_chunk(model, chunks, num_depths, number), training):
+            local = _local_parameter(model, layout, (name, shape, sharding), vocab_rows)
+            stage.setdefault(name, replace(local, is_frozen=training.freezes(name)))
     num_stages = {name: sum(name in stage for stage in held) for stage in held for name in stage}
     return [[_with_stages(parameter, num_stages[parameter.name]) for parameter in stage.values()] for stage in held]
 
 
 def fill_buckets(parameters: Sequence[LocalParameter]) -> list[Bucket]:
-    """Buckets from the last parameter to the first, of parameters with the same copies. A parameter that other pipeline
-    stages share has a bucket of its own."""
+    """Buckets from the last parameter that trains to the first, of parameters with the same copies. A parameter that
+    other pipeline stages share has a bucket of its own."""
     full: list[Bucket] = []
     filling: dict[tuple[int, bool], list[LocalParameter]] = {}
     names: dict[tuple[int, bool], str] = {}
-    for parameter in reversed(parameters):
+    for parameter in reversed(trained_parameters(parameters)):
         if parameter.is_shared:
             full.append((parameter.group, parameter.num_copies, [parameter]))
             continue
@@ -121,18 +163,66 @@ def _local_parameter(
     return LocalParameter(name, shape, elements // layout.tp, "dp x cp", dp, layout.tp)
 
 
+# The linears of a mixer that get LoRA adapters; those whose columns tensor parallelism shards.
+_ADAPTED = ("q", "k", "v", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "out")
+_SHARDED_BY_COLUMNS = ("out", "down")
+
+
+def lora_target(name: str) -> str | None:
+    """The entry of `job.lora_targets` that gives a weight an adapter; None for one that never has any."""
+    parts = name.split(".")
+    if parts[0] != "layers":
+        return None
+    if parts[2:] in (["ffn", "experts", "gate_up"], ["ffn", "experts", "down"]):
+        return "experts"
+    if parts[-1] != "weight":
+        return None
+    if parts[2] == "mixer" and parts[3] in _ADAPTED:
+        return "attention"
+    is_linear = parts[-2] in ("gate", "up", "down")
+    return {("ffn",): "mlp", ("ffn", "shared"): "shared_experts"}.get(tuple(parts[2:-2])) if is_linear else None
+
+
+def _with_adapters(parameters: Parameters, training: Training) -> Parameters:
+    """The parameters, and those of each adapter behind the module that it belongs to."""
+    waiting: list[tuple[str, Shape, Sharding]] = []
+    for name, shape, sharding in parameters:
+        owner = name.rpartition(".")[0]
+        if waiting and waiting[0][0].rpartition(".")[0] != owner:
+            yield from waiting
+            waiting = []
+        yield name, shape, sharding
+        if training.lora_rank is not None and lora_target(name) in training.lora_targets:
+            waiting += _adapter(name, shape, sharding, training.lora_rank)
+    yield from waiting
+
+
+def _adapter(name: str, shape: Shape, sharding: Sharding, rank: int) -> Parameters:
+    """A and B of a weight: the one that shares the sharded dim is sharded as the weight is."""
+    *stack, rows, columns = shape
+    if stack:
+        copied, is_by_columns, path = _EP, name.endswith("down"), f"{name}_"
+    else:
+        path = name.removesuffix("weight")
+        copied, is_by_columns = _REPLICATED, path.split(".")[-2] in _SHARDED_BY_COLUMNS
+    yield f"{path}lora_a", (*stack, rank, columns), sharding if is_by_columns else copied
+    yield f"{path}lora_b", (*stack, rows, rank), copied if is_by_columns else sharding
+
+
 def _chunk(model: ModelSpec, chunks: tuple[Chunk, ...], num_depths: int, number: int) -> Parameters:
     """Parameters of a virtual stage."""
     chunk = chunks[number]
     first_end = next(n for n, c in enumerate(chunks) if c.mtp or c.loss)
     if chunk.embedding or chunk.mtp or (chunk.loss and model.tied):
-        yield "embed", (model.vocab, model.dim), _VOCAB
+        yield "embed.weight", (model.vocab, model.dim), _VOCAB
+    if chunk.embedding and model.vision is not None:
+        yield from ((name, shape, _REPLICATED) for name, shape in vision_parameters(model.vision, model.dim))
     for layer in chunk.layers:
         yield from _layer(model, model.layers[layer], f"layers.{layer}")
     if number == first_end:
-        yield "norm", (model.dim,), _REPLICATED
+        yield "norm.weight", (model.dim,), _REPLICATED
     if chunk.loss and not model.tied:
-        yield "head", (model.vocab, model.dim), _VOCAB
+        yield "head.weight", (model.vocab, model.dim), _VOCAB
     first = sum(c.mtp for c in chunks[:number])
     own_depths = min(num_depths, 1) if model.mtp_shared else num_depths
     for depth in sorted({min(depth, own_depths - 1) for depth in range(first, first + chunk.mtp)}):
@@ -140,19 +230,19 @@ def _chunk(model: ModelSpec, chunks: tuple[Chunk, ...], num_depths: int, number:
 
 
 def _mtp_depth(model: ModelSpec, path: str) -> Parameters:
-    yield f"{path}.embed_norm", (model.dim,), _REPLICATED
-    yield f"{path}.hidden_norm", (model.dim,), _REPLICATED
-    yield f"{path}.join", (model.dim, 2 * model.dim), _REPLICATED
+    yield f"{path}.embed_norm.weight", (model.dim,), _REPLICATED
+    yield f"{path}.hidden_norm.weight", (model.dim,), _REPLICATED
+    yield f"{path}.join.weight", (model.dim, 2 * model.dim), _REPLICATED
     for number, layer in enumerate(model.mtp_depth):
         yield from _layer(model, layer, f"{path}.layers.{number}")
-    yield f"{path}.norm", (model.dim,), _REPLICATED
+    yield f"{path}.norm.weight", (model.dim,), _REPLICATED
 
 
 def _layer(model: ModelSpec, layer: Layer, path: str) -> Parameters:
-    yield f"{path}.mixer_norm", (model.dim,), _REPLICATED
+    yield f"{path}.mixer_norm.weight", (model.dim,), _REPLICATED
     for name, shape, sharding in _mixer(model, layer):
         yield f"{path}.mixer.{name}", shape, sharding
-    yield f"{path}.ffn_norm", (model.dim,), _REPLICATED
+    yield f"{path}.ffn_norm.weight", (model.dim,), _REPLICATED
     ffn = _mlp(model.dim, model.dense_dim) if layer.ffn == "dense" else _moe(model.moe, model.dim)
     for name, shape, sharding in ffn:
         yield f"{path}.ffn.{name}", shape, sharding
@@ -186,37 +276,37 @@ def _gqa(spec: GqaSpec, dim: int) -> Parameters:
     if spec.bias:
         yield "out.bias", (dim,), _REPLICATED
     if spec.qk_norm:
-        yield "q_norm", (spec.head_dim,), _REPLICATED
-        yield "k_norm", (spec.head_dim,), _REPLICATED
+        yield "q_norm.weight", (spec.head_dim,), _REPLICATED
+        yield "k_norm.weight", (spec.head_dim,), _REPLICATED
 
 
 def _mla(spec: MlaSpec, dim: int) -> Parameters:
     queries = spec.num_heads * spec.qk_dim
     if spec.q_rank is None:
-        yield "q", (queries, dim), _TP
+        yield "q.weight", (queries, dim), _TP
     else:
-        yield "q_down", (spec.q_rank, dim), _REPLICATED
-        yield "q_norm", (spec.q_rank,), _REPLICATED
-        yield "q_up", (queries, spec.q_rank), _TP
-    yield "kv_down", (spec.kv_rank + spec.rope_dim, dim), _REPLICATED
-    yield "kv_norm", (spec.kv_rank,), _REPLICATED
-    yield "kv_up", (spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank), _TP
-    yield "out", (dim, spec.num_heads * spec.v_dim), _TP
+        yield "q_down.weight", (spec.q_rank, dim), _REPLICATED
+        yield "q_norm.weight", (spec.q_rank,), _REPLICATED
+        yield "q_up.weight", (queries, spec.q_rank), _TP
+    yield "kv_down.weight", (spec.kv_rank + spec.rope_dim, dim), _REPLICATED
+    yield "kv_norm.weight", (spec.kv_rank,), _REPLICATED
+    yield "kv_up.weight", (spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank), _TP
+    yield "out.weight", (dim, spec.num_heads * spec.v_dim), _TP
 
 
 def _delta(spec: DeltaSpec, dim: int) -> Parameters:
     yield "conv", (2 * spec.keys + spec.values, spec.conv), _TP
     yield "dt_bias", (spec.num_v_heads,), _TP
     yield "a_log", (spec.num_v_heads,), _TP
-    yield "qkvz", (2 * spec.keys + 2 * spec.values, dim), _TP
-    yield "ba", (2 * spec.num_v_heads, dim), _TP
-    yield "norm", (spec.v_dim,), _REPLICATED
-    yield "out", (dim, spec.values), _TP
+    yield "qkvz.weight", (2 * spec.keys + 2 * spec.values, dim), _TP
+    yield "ba.weight", (2 * spec.num_v_heads, dim), _TP
+    yield "norm.weight", (spec.v_dim,), _REPLICATED
+    yield "out.weight", (dim, spec.values), _TP
 
 
 def _mlp(dim: int, hidden: int) -> Parameters:
     for name, shape in (("gate", (hidden, dim)), ("up", (hidden, dim)), ("down", (dim, hidden))):
-        yield name, shape, _TP
+        yield f"{name}.weight", shape, _TP
 
 
 def _moe(moe: MoeSpec | None, dim: int) -> Parameters:
@@ -235,4 +325,4 @@ def _moe(moe: MoeSpec | None, dim: int) -> Parameters:
         for name, shape, sharding in _mlp(dim, moe.shared_width):
             yield f"shared.{name}", shape, sharding
     if moe.shared_gate:
-        yield "shared_gate", (1, dim), _REPLICATED
+        yield "shared_gate.weight", (1, dim), _REPLICATED

@@ -20,6 +20,7 @@ from threefold.cost.memory.by_stack import fullest_bytes, memory
 from threefold.cost.rates import rates_of
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.cost.time.step import step_time
+from threefold.cost.trained_weights import is_frozen_by_name
 from threefold.fields import MAX_RANKS
 from threefold.findings import Changes, FindingsError, as_overrides
 from threefold.plan.parse import change
@@ -106,6 +107,8 @@ def state_bytes(plan: Plan) -> float:
     held = weight + STATE_BYTES[knobs.grad_dtype]
     master = 4 if knobs.master_weights else 0
     states = (master + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
+    if is_frozen_by_name(plan):  # a bound from below: what trains of the rest is left out
+        held, states = weight, 0.0
     if knobs.data_parallel == "zero1":
         return dense_here * (held + states / dense_shards) + experts_here * (held + states / expert_shards)
     copies = layout.replicate

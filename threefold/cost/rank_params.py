@@ -6,6 +6,7 @@ leaves more parameters whole; `memory/threefold/states.py` corrects for that.
 """
 
 from threefold.cost.stage_contents import StageContents
+from threefold.cost.trained_weights import is_frozen_by_name, trained_by_name
 from threefold.plan.plan import Plan
 from threefold.spec.flops import padded_vocab
 from threefold.spec.params import (
@@ -65,6 +66,8 @@ def rank_params(plan: Plan) -> tuple[float, float]:
 
 def trained_params(plan: Plan) -> tuple[float, float]:
     """Parameters of an average rank that get gradients. With a frozen language model only the image encoder's do."""
+    if is_frozen_by_name(plan):
+        return trained_by_name(plan)
     dense, experts = rank_params(plan)
     if "language" not in plan.job.freeze:
         return dense, experts

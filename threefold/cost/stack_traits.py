@@ -30,6 +30,8 @@ class StackTraits:
     logit_bytes: float
     # The host waits for the GPU in every layer, whatever the dispatcher; else only where the dispatcher does.
     waits_every_layer: bool
+    # Ranks of context and tensor parallelism deal out the pictures of their sequences; else each encodes all of them.
+    shares_pictures: bool
     # The format of Muon's orthogonalization, and the fraction of that format's peak at which it is priced.
     muon_format: str
     muon_fraction_gpu: float
@@ -47,6 +49,7 @@ STACK_TRAITS = {
         adds_single_gradient=True,
         logit_bytes=14,
         waits_every_layer=True,
+        shares_pictures=False,
         muon_format="bf16",
         muon_fraction_gpu=1 / 2,
         muon_fraction_cpu=1 / 2,
@@ -61,6 +64,7 @@ STACK_TRAITS = {
         adds_single_gradient=False,
         logit_bytes=5,
         waits_every_layer=False,
+        shares_pictures=True,
         muon_format="fp32",
         muon_fraction_gpu=1 / 8,  # a GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give
         muon_fraction_cpu=1.0,

@@ -6,18 +6,37 @@ The engine's step reads the loss and the gradient norm on the host. Tensors of a
 
 import torch
 
+from threefold.cost.vision.planned_pictures import planned_pictures
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
-from threefold.engine.batch import Batch
+from threefold.engine.batch import Batch, Images
 from threefold.engine.build import Parts
 from threefold.engine.step import add_over_ranks, clip, update
+from threefold.engine.vision.encoder import CHANNELS
 from threefold.plan.plan import Plan
 
 
 def zero_batches(plan: Plan, count: int, device: torch.device) -> list[Batch]:
-    """`count` microbatches in which all tokens and labels are 0."""
+    """`count` microbatches in which all tokens and labels are 0, with pictures where the model sees."""
     shape = plan.job.micro_batch, plan.job.seq_len
-    zeros = [torch.zeros(2, *shape, dtype=torch.long, device=device) for _ in range(count)]
-    return [Batch(tokens_BS=both[0], labels_BS=both[1]) for both in zeros]
+    rows = 5 if plan.is_vlm else 2
+    zeros = [torch.zeros(rows, *shape, dtype=torch.long, device=device) for _ in range(count)]
+    if not plan.is_vlm:
+        return [Batch(tokens_BS=both[0], labels_BS=both[1]) for both in zeros]
+    images = [_blank_pictures(plan, device) for _ in range(count)]
+    return [Batch(x[0], x[1], positions_3BS=x[2:], images=of) for x, of in zip(zeros, images, strict=True)]
+
+
+def _blank_pictures(plan: Plan, device: torch.device) -> Images | None:
+    """As many pictures as the plan expects in a microbatch, at the start of its tokens."""
+    pictures = planned_pictures(plan)
+    if pictures is None or plan.model.vision is None:
+        return None
+    values = CHANNELS * plan.model.vision.temporal_patch * plan.model.vision.patch**2
+    return Images(
+        torch.zeros(1, 1).expand(pictures.count * pictures.patches, values),
+        torch.tensor([pictures.grid] * pictures.count),
+        torch.zeros(pictures.count * pictures.tokens, dtype=torch.long, device=device),
+    )
 
 
 def run_step(parts: Parts, plan: Plan, origins: OriginTracker, num_microbatches: int | None = None) -> None:

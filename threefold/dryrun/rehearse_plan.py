@@ -23,17 +23,18 @@ from threefold.dryrun.representatives import distinct_stages
 from threefold.dryrun.simulated.expert_load import ExpertLoads
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.findings import Finding, FindingsError
+from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.plan.scale import is_small, scale_ranks
-from threefold.units import format_many
+from threefold.units import format_bytes, format_many
 
 Say = Callable[[str], None]
 STAGES = "stages"
 ALL = "all"
 
 
-@dataclass(frozen=True)
-class Rehearsal:
+@dataclass(frozen=True, repr=False)
+class Rehearsal(ShownAsTable):
     """The rehearsed ranks of a plan."""
 
     plan: Plan
@@ -67,6 +68,16 @@ class Rehearsal:
     def num_calls(self) -> int:
         """Collectives and messages that were compared."""
         return sum(len(rank.calls.calls) for rank in self.ranks if rank.calls)
+
+    def summary(self) -> str:
+        fits = "fits" if not self.findings else "has findings"
+        worst = self.worst
+        return f"{len(self.ranks)} ranks, {format_bytes(self.device_bytes)} at rank {worst.rank} ({worst.at}), {fits}"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The peak of each rank."""
+        rows = [[str(one.rank), str(one.stage), format_bytes(one.peak_bytes), one.at] for one in self.ranks]
+        return ["rank", "stage", "peak", "when and where"], rows
 
     def estimated(self) -> Memory:
         return memory(self.plan, self.skew)

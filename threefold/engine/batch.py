@@ -2,12 +2,24 @@
 
 `data/loader.py` makes batches; `step.py` and `schedule/microbatch_runners.py` read them.
 
-Shapes: B sequences of a microbatch, S tokens of a sequence.
+Shapes: B sequences of a microbatch, S tokens of a sequence, I pictures, P patches of all pictures, C values of a patch,
+V tokens that stand for pictures.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Images(NamedTuple):
+    """The pictures of one microbatch, in the order of their tokens. A video is one picture for each pair of frames."""
+
+    # Normalised values, channels x frames x height x width of a patch, in the image processor's order. On the host: the
+    # encoder moves them, so that the device holds those of one microbatch at a time.
+    patches_PC: Tensor
+    grids_I2: Tensor  # int64 on the CPU: height and width of each picture in patches, before merging
+    token_index_V: Tensor  # int64: where the tokens of the pictures stand among the flattened [B * S] tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +29,10 @@ class Batch:
     Labels are shifted already: label i is the token after token i, and -100 where nothing is learned. With packed
     documents, `documents_BS` numbers the documents of each sequence from 0 and `positions_BS` restarts in each.
     `lengths` are the tokens of each sequence that are no padding; None where there is none.
+
+    Vision-language models have `positions_3BS` (temporal, height, width; equal for text) instead of `positions_BS`, and
+    `images`, which is None where the microbatch has no picture. `num_bad_pictures` could not be decoded; they are grey,
+    and their documents have no labels.
     """
 
     tokens_BS: Tensor
@@ -24,3 +40,6 @@ class Batch:
     documents_BS: Tensor | None = None
     positions_BS: Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    positions_3BS: Tensor | None = None
+    images: Images | None = None
+    num_bad_pictures: int = 0

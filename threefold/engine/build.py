@@ -3,12 +3,14 @@
 The parts are the model chunks, the microbatch runner, data parallelism, the optimizer and the data loader.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
+from threefold.engine.data.images.decode_pool import image_workers
 from threefold.engine.data.loader import Loader
+from threefold.engine.data.validation import held_out_share, open_validation
 from threefold.engine.data_parallel.fsdp import Fsdp
 from threefold.engine.data_parallel.fsdp_units import WrapPolicy
 from threefold.engine.data_parallel.full_matrices import FullMatrices
@@ -18,6 +20,7 @@ from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.kernels.experts.kernel_choice import require_kernels
+from threefold.engine.lora.settings import lora_settings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
@@ -29,17 +32,19 @@ from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
 from threefold.engine.schedule.microbatch_runners import MicrobatchRunner, Overlapped, Pipelined, Sequential
 from threefold.engine.shard.order import fsdp_groups, replica_group, shard_group, shard_model
+from threefold.engine.vision.encoder import PatchEmbedding, VisionBlock
+from threefold.engine.vision.projector import Projector
 from threefold.layout.degrees import Layout
-from threefold.plan.plan import Plan
+from threefold.plan.plan import Job, Plan
 
-HELD_OUT = 0.02  # the fraction of the data that is kept for evaluation where the plan asks for it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _WRAPPING = WrapPolicy(
-    is_block=lambda module: isinstance(module, Block),
+    # Encoder and projector of pictures are units apart from the rest: each layer, the patch embedding, the projector.
+    is_block=lambda module: isinstance(module, Block | VisionBlock | PatchEmbedding | Projector),
     is_experts=lambda module: isinstance(module, Experts),
     methods=("forward_chunk", "compute_loss", "run_with_parameters"),
-    block_methods=("run_with_parameters",),
+    block_methods=("run_with_parameters",),  # of those that have them
     experts_methods=("forward_tokens",),
 )
 
@@ -54,7 +59,7 @@ class Parts:
     optimizer: AdamW | Muon
     mesh: Mesh
     loader: Loader | None = None
-    held_out: Loader | None = None
+    validation: dict[str, Loader] = field(default_factory=dict)  # validation sets by name
     loss_scaler: LossScaler | None = None  # of an fp16 model
 
     @property
@@ -68,7 +73,7 @@ class Parts:
         return self.mesh.device
 
     def close(self) -> None:
-        for loader in (self.loader, self.held_out):
+        for loader in (self.loader, *self.validation.values()):
             if loader:
                 loader.close()
 
@@ -101,10 +106,13 @@ def options_of(plan: Plan) -> Options:
         recompute=plan.knobs.recompute,
         recompute_method=plan.knobs.recompute_method,
         recompute_layers=plan.knobs.recompute_layers,
+        vision_recompute=plan.vision_recompute,
         activation_offload=plan.knobs.activation_offload,
         activation_offload_layers=plan.knobs.activation_offload_layers,
         graphs=plan.knobs.graphs,
         compile=plan.knobs.compile,
+        freeze=job.freeze,
+        lora=lora_settings(job),
     )
 
 
@@ -130,7 +138,10 @@ def build(
     dtype = dtype or dtype_of(plan)
     scaler = LossScaler(initial_scale(plan), plan.job.loss_scale_window) if dtype == torch.float16 else None
     parts = Parts(chunks, _runner(plan, mesh, chunks, dtype), data, optimizer, mesh, loss_scaler=scaler)
-    return replace(parts, loader=_loader(plan, mesh), held_out=_held_out(plan, mesh)) if with_data else parts
+    if not with_data:
+        return parts
+    loader = _loader(plan, mesh, plan.job)
+    return replace(parts, loader=loader, validation=_validation(plan, mesh, loader))
 
 
 def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
@@ -194,20 +205,25 @@ def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleR
     return Muon(named, decay, state_dtype, betas=betas, eps=eps, gatherer=gatherer, master=master)
 
 
-def _loader(plan: Plan, mesh: Mesh, evaluation: bool = False) -> Loader:
+def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loader:
     layout = plan.layout
+    share = held_out_share(plan.job, bool(plan.run.eval_every))
     return Loader(
-        plan.job,
+        job,
         plan.model.vocab,
         dp_rank=mesh.coordinate("dp"),
         dp_size=layout.dp,
         seed=plan.job.seed,
-        held_out=HELD_OUT if plan.run.eval_every else 0.0,
-        evaluation=evaluation,
+        held_out=share,
+        evaluation=evaluation and share > 0,
         prefetch=0 if evaluation else 2,
         length_multiple=(2 * layout.cp if layout.cp > 1 else 1) * layout.tp,
+        vision=plan.model.vision,
+        image_workers=0 if evaluation else image_workers(plan.run.image_workers),
     )
 
 
-def _held_out(plan: Plan, mesh: Mesh) -> Loader | None:
-    return _loader(plan, mesh, evaluation=True) if plan.run.eval_every else None
+def _validation(plan: Plan, mesh: Mesh, training: Loader) -> dict[str, Loader]:
+    if not plan.run.eval_every:
+        return {}
+    return open_validation(plan.job, training, lambda job: _loader(plan, mesh, job, evaluation=True))

@@ -67,7 +67,7 @@ EXPLANATIONS = {
         why="Another mixture would continue another run. Content is compared, with `sources` in contract.json: the "
         "tokenizer by its SHA-256, numbers of tokens, documents and samples, and the fingerprint of each shard.",
         confirm="The message names each fact that differs. Evaluation (run.eval_every) holds samples out.",
-        fix="Give the data as it was; or go on with other data in a new run, by `export-hf` and `import-hf`.",
+        fix="Give the data as it was; or go on with other data in a new run: `threefold train PLAN --from RUN`.",
     ),
     "ranks-see-the-same": Explanation(
         what="All ranks have the same plan, and see the same data and imported weights.",
@@ -124,7 +124,8 @@ EXPLANATIONS = {
         why="Going on with another plan would mix two runs. A model `hf:config.json` is compared by what the file "
         "says, not by its path: weights fit into a model with another rope_theta or top-k, and are wrong in it.",
         confirm="The message names each field; plan.toml, and `model` in contract.json, have them as they were.",
-        fix="Another --run folder, or the plan and model as they were; job.steps and run.* may change.",
+        fix="The plan and model as they were, of which job.steps and run.* may change; another --run folder; or a new "
+        "run from the weights of this one: `threefold train PLAN --from RUN`.",
     ),
     "run-is-alone": Explanation(
         what="A folder has one run at a time.",
@@ -320,5 +321,29 @@ EXPLANATIONS = {
         why="The forward is gone when that turns out to be wrong, and the microbatch with it.",
         confirm="The message has what the device said.",
         fix="Take the scope out of knobs.graphs.",
+    ),
+    "weights-are-used": Explanation(
+        what="A run starts from the weights that lie beside its `hf:` configuration, or says that it does not.",
+        why="A plan names a configuration only; training from random weights would look like fine-tuning.",
+        confirm="`threefold train` says where the weights come from in its first line.",
+        fix="`threefold finetune FOLDER --data FILE --out RUN`, or `threefold import-hf`.",
+    ),
+    "imported-weights-have-data": Explanation(
+        what="A run that starts from imported weights names its data.",
+        why="The default data is one token a byte, on which a checkpoint with a tokenizer unlearns what it knows.",
+        confirm="Look for job.data in the plan.",
+        fix="Give job.data, and job.tokenizer where the data is text.",
+    ),
+    "evaluation-ends": Explanation(
+        what="An evaluation has an end.",
+        why="Synthetic data goes on for ever.",
+        confirm="Read what --data names.",
+        fix="Give --sequences N, or data of your own.",
+    ),
+    "questions-readable": Explanation(
+        what="A question of multiple choice has a text, choices, and which of them is right.",
+        why="A line that is skipped would change the accuracy.",
+        confirm="Look at the line that the message names.",
+        fix='Write it as {"question": "...", "choices": ["...", "..."], "answer": 0}.',
     ),
 }

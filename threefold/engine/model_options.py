@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
+from threefold.engine.lora.settings import LoraSettings
 from threefold.engine.precision.recipes import Recipe
 from threefold.plan.plan import INSIDE_MOE
 
@@ -34,10 +35,13 @@ class Options:
     recompute: tuple[str, ...] = ()  # names of modules, or "full"
     recompute_method: str | None = None  # "uniform" or "block", with "full"
     recompute_layers: int | None = None
+    vision_recompute: tuple[str, ...] = ()  # parts of the image encoder and projector, or "full"
     activation_offload: tuple[str, ...] = ()  # names of modules
     activation_offload_layers: int = 0  # the first layers, whose saved tensors are all offloaded
     graphs: tuple[str, ...] = ()  # scopes that are recorded as CUDA graphs, where the device can
     compile: bool = False  # norms, routers and dense MLPs run through torch.compile
+    freeze: tuple[str, ...] = ()  # parts of the model, or patterns of parameter names, that do not train
+    lora: LoraSettings | None = None  # adapters beside frozen weights
 
     @property
     def router_loss_weights(self) -> dict[str, float]:

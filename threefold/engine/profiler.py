@@ -2,10 +2,11 @@
 
 `RUN/profile/rank-N.json.gz` is a trace of torch's profiler, which `threefold profile` and Perfetto read;
 `memory-N.pickle` is what torch's memory viewer reads. Ranges are named `threefold.attention`, `threefold.router`,
-`threefold.dispatch`, `threefold.experts`, `threefold.combine`, `threefold.loss` and `threefold.optimizer`, within a
-`threefold.step`. They are methods of the run's own modules, wrapped for the length of the window, so that a run
-without a profile pays nothing. Around the window stand cudaProfilerStart and cudaProfilerStop, for Nsight Systems with
-`--capture-range=cudaProfilerApi`; there the ranges are NVTX ranges.
+`threefold.dispatch`, `threefold.experts`, `threefold.combine`, `threefold.loss` and `threefold.optimizer`, and for
+models that see `threefold.encoder` and `threefold.projector`, within a `threefold.step`. They are methods of the run's
+own modules, wrapped for the length of the window, so that a run without a profile pays nothing. Around the window stand
+cudaProfilerStart and cudaProfilerStop, for Nsight Systems with `--capture-range=cudaProfilerApi`; there the ranges are
+NVTX ranges.
 """
 
 import gzip
@@ -130,6 +131,9 @@ def _ranges(parts: Parts) -> Iterator[tuple[Any, str, str]]:
     """Objects, their methods, and the names of the ranges."""
     for chunk in parts.chunks.values():
         yield chunk, "compute_loss", "loss"
+        if chunk.vision is not None and chunk.projector is not None:
+            yield chunk.vision, "forward", "encoder"
+            yield chunk.projector, "forward", "projector"
         for module in chunk.modules():
             if isinstance(module, Block):
                 yield module.mixer, "forward", "attention"

@@ -1,42 +1,106 @@
-"""Sampling from a trained model: continue a prompt, greedily or at a temperature. `threefold sample` calls it."""
+"""Text from a run: continue prompts or answer chats, with the run's own tokenizer. `threefold sample` calls it."""
 
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from threefold.engine.data.text.tokenizer import Tokenizer
+from threefold.engine.data.text.chat.chatml import END
+from threefold.engine.data.text.chat.conversation import ChatError
+from threefold.engine.data.text.chat_template import chat_prompt
+from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
+from threefold.engine.generate.choose_tokens import Sampling
+from threefold.engine.generate.generate import generate
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.weights.convert import tokenizer_folder
+from threefold.engine.weights.run_files import end_tokens
 from threefold.findings import Finding, FindingsError
+from threefold.plan.plan import Plan
+
+Prompt = str | list[dict[str, Any]]  # text to continue, or the messages of a chat to answer
+_CONTEXT = 8  # tokens before new ones that their text may depend on, as for a space or a letter of several bytes
+_UNFINISHED = "\ufffd"  # what a letter decodes to of which tokens are still to come
 
 
-@torch.no_grad()
-def continue_tokens(
-    model: Decoder, prompt: list[int], count: int, temperature: float = 0.0, seed: int = 0, context: int = 2048
-) -> list[int]:
-    """`count` more tokens. Every token reads the whole context again; there is no KV cache."""
-    device = next(model.parameters()).device
-    draw = torch.Generator(device="cpu").manual_seed(seed)
-    tokens = list(prompt)
-    model.eval()
-    for _ in range(count):
-        window_BS = torch.tensor([tokens[-context:]], device=device)
-        logits_V = model(window_BS).logits[0, -1].float().cpu()
-        tokens.append(_choose(logits_V, temperature, draw))
-    model.train()
-    return tokens[len(prompt) :]
+def run_tokenizer(run: Path, plan: Plan, given: str | None = None) -> Tokenizer:
+    """The tokenizer that was asked for, or the one that belongs to the run: its copy, the plan's, or bytes."""
+    if given is not None:
+        return open_tokenizer(given)
+    folder = tokenizer_folder(run, plan)
+    if (folder / "tokenizer.json").is_file():
+        return open_tokenizer(str(folder))
+    return open_tokenizer(plan.job.tokenizer or "bytes")
 
 
-def _choose(logits_V: Tensor, temperature: float, draw: torch.Generator) -> int:
-    if temperature < torch.finfo(logits_V.dtype).tiny:
-        return int(logits_V.argmax())
-    below_V = logits_V - logits_V.max()  # keeps a low temperature from making infinities
-    return int(torch.multinomial((below_V / temperature).softmax(dim=-1), 1, generator=draw))
+def run_ends(run: Path, plan: Plan, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end an answer: of the generation settings, of the tokenizer, and the end of a turn in ChatML."""
+    named = {tokenizer.end, tokenizer.special(END)} - {None}
+    return end_tokens(tokenizer_folder(run, plan)) | {token for token in named if token is not None}
 
 
-def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """The continuation as text."""
-    start = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.end or 0]
-    if max(start) >= model.spec.vocab:
-        problem = f"token {max(start)} of the prompt is beyond the model's vocabulary of {model.spec.vocab}"
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, vocab: int) -> list[int]:
+    """The tokens of a prompt. Special tokens that a text spells out are those tokens, as its author means them."""
+    if not isinstance(prompt, str):
+        try:
+            tokens = chat_prompt(tokenizer, prompt)
+        except ChatError as error:
+            advice = '[{"role": "user", "content": "..."}]'
+            raise FindingsError(
+                [Finding(rule="chat-readable", at="--chat", problem=str(error), advice=advice)]
+            ) from error
+    elif isinstance(tokenizer, FileTokenizer):
+        tokens = tokenizer.encode_rendered(prompt)[0]
+    else:
+        tokens = tokenizer.encode(prompt)
+    start = [int(token) for token in tokens] or [tokenizer.end or 0]
+    if max(start) >= vocab:
+        problem = f"token {max(start)} of the prompt is beyond the model's vocabulary of {vocab}"
         advice = "give the tokenizer that the run's data was made with"
         raise FindingsError([Finding(rule="prompt-fits-vocab", at="--tokenizer", problem=problem, advice=advice)])
-    return tokenizer.decode(continue_tokens(model, start, count, temperature, seed))
+    return start
+
+
+def sample_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    ends: set[int] | None = None,
+) -> Iterator[list[str]]:
+    """The texts that each prompt goes on with, piece by piece: for each step a text a prompt, often an empty one."""
+    encoded = [encode_prompt(tokenizer, prompt, model.spec.vocab) for prompt in prompts]
+    ends = ends or set()
+    streams = [TextStream(tokenizer) for _ in prompts]
+    for tokens in generate(model, encoded, max_tokens, sampling, ends):
+        pairs = zip(streams, tokens, strict=True)
+        yield [stream.add(token) if token is not None and token not in ends else "" for stream, token in pairs]
+    yield [stream.rest() for stream in streams]
+
+
+@dataclass
+class TextStream:
+    """Turns tokens into text as they come. A letter whose bytes are not complete waits for the next token."""
+
+    tokenizer: Tokenizer
+    context: list[int] = field(default_factory=list)  # the last tokens whose text was given
+    pending: list[int] = field(default_factory=list)
+
+    def add(self, token: int) -> str:
+        """The text that is certain with this token; empty where it still depends on the next one."""
+        self.pending.append(token)
+        text = self._new_text()
+        if text.endswith(_UNFINISHED) and len(self.pending) < _CONTEXT:
+            return ""
+        return self._give(text)
+
+    def rest(self) -> str:
+        return self._give(self._new_text()) if self.pending else ""
+
+    def _new_text(self) -> str:
+        before = self.tokenizer.decode(self.context)
+        return self.tokenizer.decode([*self.context, *self.pending])[len(before) :]
+
+    def _give(self, text: str) -> str:
+        self.context, self.pending = [*self.context, *self.pending][-_CONTEXT:], []
+        return text

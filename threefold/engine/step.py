@@ -6,7 +6,9 @@ Shapes: L layers with experts, E experts.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,16 @@ class StepResult:
     load_LE: Tensor | None = None  # tokens of each expert, on the device
     loss_scale: float | None = None  # with which fp16 gradients were computed
     overflowed: bool = False  # fp16 gradients were not finite at this scale: a smaller one is tried
+    by_layer: Callable[[], dict[str, Tensor]] | None = None  # computes the router metrics of each layer with experts
+
+    def layer_metrics(self) -> dict[str, float]:
+        """The router metrics of each layer, such as `router/load_max/layer_03`, by the number of its router. Waits for
+        the device."""
+        return {
+            f"{name}/layer_{layer:02d}": value
+            for name, values_L in (self.by_layer() if self.by_layer else {}).items()
+            for layer, value in enumerate(values_L.tolist())
+        }
 
 
 def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepResult:
@@ -66,7 +78,10 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
         update(parts, seen, lr, job, factor if scaler else None)
     if scaler and (applied or overflowed):
         scaler.update(overflowed)
-    return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed)
+    num_passes = len(batches) * parts.mesh.layout.dp
+    routers = {name: seen[name] for name in ("load_LE", "entropy_L", "dropped_L") if name in seen}
+    by_layer = partial(layer_router_metrics, routers, num_passes) if routers else None
+    return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed, by_layer)
 
 
 @torch.no_grad()
@@ -116,6 +131,19 @@ def numbers_of(parts: Parts, seen: StepSums, num_batches: int) -> dict[str, Tens
     entropy_L = seen["entropy_L"] / (num_batches * parts.mesh.layout.dp)
     routers = [router for model in parts.chunks.values() for router in model.routers()]
     return named | router_metrics(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
+
+
+def layer_router_metrics(seen: StepSums, num_passes: int) -> dict[str, Tensor]:
+    """The largest load over the mean one, the entropy, and the dropped part of the tokens, for each router.
+
+    `num_passes`: microbatches of a step over all data-parallel ranks, over which `entropy_L` is summed.
+    """
+    load_LE = seen["load_LE"]
+    return {
+        "router/load_max": load_LE.max(dim=1).values / load_LE.mean(dim=1).clamp(min=1e-9),
+        "router/entropy": seen["entropy_L"] / num_passes,
+        "router/dropped": seen["dropped_L"] / load_LE.sum(dim=1).clamp(min=1),
+    }
 
 
 class AsyncRead:

@@ -13,13 +13,16 @@ import torch
 
 from threefold.engine.batch import Batch
 from threefold.engine.build import build, device_of, why_not_fused
+from threefold.engine.data.images.batch_images import SkippedPictures
+from threefold.engine.data.loader import Loader
 from threefold.engine.dist.collectives import all_reduce
-from threefold.engine.dist.consensus import run_on_first_rank
+from threefold.engine.dist.consensus import run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.join import World, join
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.launch.stop_signals import stop_between_steps
 from threefold.engine.launch.watchdog import Watchdog
+from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.profiler import FIRST_STEP, StepProfiler
 from threefold.engine.run.checkpoints import Checkpoints
@@ -36,6 +39,9 @@ from threefold.engine.run.folder import (
 from threefold.engine.run.lock import RunLock
 from threefold.engine.run.progress_display import NULL_STREAM, ExperimentTrackers, Progress
 from threefold.engine.run.throughput import Throughput
+from threefold.engine.start.abandoned import Start, removed_on_failure
+from threefold.engine.start.imported import check_data_is_named
+from threefold.engine.start.origin import Origin
 from threefold.engine.step import StepResult, evaluate_batches, train_step
 from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
@@ -51,11 +57,12 @@ def train(
     world: World | None = None,
     stop_at: int | None = None,
     profile: str | None = None,
+    origin: Origin | None = None,
 ) -> TrainState:
     """Run a plan to its last step, or go on with the run in the folder. Every rank of `world` calls it alike.
 
     With `stop_at` the run stops and saves behind that step, as it does after SIGTERM. With `profile` some steps after
-    the first ones are profiled, by "torch" or "nsys".
+    the first ones are profiled, by "torch" or "nsys". A new run starts from the weights of `origin`, if one is given.
     """
     world = world or enter_world(plan)
     num_threads, why = choose_threads(plan, _local_size(), threads, world.device.type == "cuda")
@@ -67,7 +74,10 @@ def train(
         tell = (say or progress.say) if world.is_leader else (lambda text: None)
         lock = RunLock(folder, tell)
         ending.callback(lock.close)
+        start = ending.enter_context(removed_on_failure(folder) if world.is_leader else nullcontext(Start()))
         run_on_first_rank(apart, lambda: open_run(folder, plan, lock))
+        start.has_folder = True
+        run_on_first_rank(apart, lambda: check_data_is_named(folder, plan))
         watchdog = ending.enter_context(_watchdog(plan, world))
         parts = build(plan, mesh)
         ending.callback(parts.close)
@@ -76,9 +86,15 @@ def train(
             plan, folder, parts, Checkpoints(folder / CHECKPOINTS, plan.run.keep, apart), world, watchdog
         )
         state.stop_at = stop_at
-        start_or_resume(state, tell)
+        start_or_resume(state, tell, origin)
+        start.has_begun = True
         tell(f"CPU threads of a rank: {num_threads} ({why})")
         _say_what_is_off(plan, tell)
+        for loader in (parts.loader, *parts.validation.values()):
+            for finding in loader.warnings if loader else ():
+                tell(str(finding))
+        if parts.loader is not None:
+            _say_skipped(parts.loader.skipped_pictures(), tell)
         boards = (plan.run.tensorboard, plan.run.wandb) if world.is_leader else (False, None)
         board = ExperimentTrackers(folder, *boards, dict(plan.written), tell)
         ending.callback(board.close)
@@ -128,6 +144,10 @@ def _run(
             state.save(wait=True)
             # Gathered from all ranks, before the first one may find something to raise.
             report = state.effects.report(state.checkpoints.group) if state.effects else None
+            assert state.parts.loader is not None
+            skipped = (
+                run_on_all_ranks(state.checkpoints.group, state.parts.loader.skipped_pictures) if plan.is_vlm else None
+            )
     if metrics and metrics.problem:
         raise FindingsError([metrics.problem])
     if state.world.is_leader:
@@ -138,6 +158,13 @@ def _run(
         write_effects(folder, report.as_json())
     if state.parts.runner.graph_stats:
         tell(state.parts.runner.graph_stats.summary())
+    if skipped:
+        _say_skipped(SkippedPictures.joined(skipped), tell)
+
+
+def _say_skipped(skipped: SkippedPictures, tell: Callable[[str], None]) -> None:
+    for line in skipped.lines():
+        tell(line)
 
 
 def _say_what_is_off(plan: Plan, tell: Callable[[str], None]) -> None:
@@ -176,7 +203,7 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         if state.step % plan.run.log_every == 0 or state.step in (1, plan.job.steps):
             if metrics:
                 metrics.write(values)
-            board.write(state.step, values)
+            board.write(state.step, values | (result.layer_metrics() if board.is_used else {}))
             progress.show(state.step, values)
         state.last, state.load_LE = values, result.load_LE
         state.seconds.append(values["seconds"])
@@ -185,7 +212,7 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         with state.during("evaluating or saving"):
             if state.profiler:
                 state.profiler.finish(state.step)
-            _at_intervals(state, metrics, progress)
+            _at_intervals(state, metrics, board, progress)
 
 
 def _count_skipped(state: TrainState, result: StepResult, progress: Progress) -> None:
@@ -215,38 +242,56 @@ def _agree_to_stop(state: TrainState, metrics: Metrics | None) -> bool:
     return state.stopping
 
 
-def _at_intervals(state: TrainState, metrics: Metrics | None, progress: Progress) -> None:
+def _at_intervals(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers, progress: Progress) -> None:
     run, step = state.plan.run, state.step
     if run.eval_every and step % run.eval_every == 0:
-        loss = evaluate(state)
+        losses = evaluate(state)
+        values = {"eval_loss": sum(losses.values()) / len(losses)}
+        values |= {f"eval/{name}/loss": loss for name, loss in losses.items()}
         if metrics:
-            metrics.write({"step": step, "eval_loss": loss})
-        progress.say(f"step {step}: evaluation loss {loss:.4f}")
+            metrics.write({"step": step, **values})
+        board.write(step, values)
+        each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        progress.say(f"step {step}: evaluation loss {values['eval_loss']:.4f}{f' ({each})' if len(losses) > 1 else ''}")
     if run.save_every and step % run.save_every == 0 and step < state.plan.job.steps:
         state.save()
     if run.gc_every and step % run.gc_every == 0:
         gc.collect()
 
 
-def evaluate(state: TrainState) -> float:
-    """Mean loss over the held-out part of the data; leaves every state as it was."""
+def evaluate(state: TrainState) -> dict[str, float]:
+    """Mean loss of each validation set, by name; leaves every state as it was."""
+    return {name: _evaluate_set(state, loader) for name, loader in state.parts.validation.items()}
+
+
+def _evaluate_set(state: TrainState, loader: Loader) -> float:
+    """The loss over the first samples of a set. Those that only fill the last microbatches of a layout do not count."""
     plan, parts = state.plan, state.parts
-    if parts.held_out is None:
-        return float("nan")
     # A pipeline is made for one number of microbatches.
     each = plan.num_microbatches if plan.layout.pp > 1 else 1
-    runs = -(-plan.run.eval_batches // (each * plan.layout.dp))
-    numbers = [divmod(n, parts.held_out.num_microbatches) for n in range(runs * each)]
-    batches = [to_device(parts.held_out.batch(*number), parts.device) for number in numbers]
+    in_all = sum(source.num_samples for source in loader.mixture.sources)
+    num_samples = min(in_all, plan.run.eval_batches * plan.job.micro_batch)  # whatever the layout
+    runs = -(-num_samples // (each * plan.layout.dp * plan.job.micro_batch))
+    batches = []
+    for n in range(runs * each):
+        index = divmod(n, loader.num_microbatches)
+        counts_B = torch.tensor([number < num_samples for number in loader.samples(*index)])
+        batch = loader.batch(*index)
+        labels_BS = batch.labels_BS.where(counts_B[:, None], IGNORE)
+        batches.append(to_device(replace(batch, labels_BS=labels_BS), parts.device))
     return evaluate_batches(parts, batches, each)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
-    names = ("tokens_BS", "labels_BS", "documents_BS", "positions_BS")
-    moved = {name: getattr(batch, name) for name in names}
-    return replace(batch, **{n: v.to(device, non_blocking=True) for n, v in moved.items() if v is not None})
+    names = ("tokens_BS", "labels_BS", "documents_BS", "positions_BS", "positions_3BS")
+    given = {name: getattr(batch, name) for name in names}
+    moved = {name: x.to(device, non_blocking=True) for name, x in given.items() if x is not None}
+    if (images := batch.images) is not None:
+        # Grids are read on the host, and patches stay there until the encoder runs: those of a step are many.
+        moved["images"] = images._replace(token_index_V=images.token_index_V.to(device, non_blocking=True))
+    return replace(batch, **moved)
 
 
 def _too_many_bad(state: TrainState) -> FindingsError:

@@ -6,13 +6,14 @@ and a few facts: the step, the number of skipped steps, the position in the data
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
 from threefold.engine.build import Parts, device_of, dtype_of, options_of
+from threefold.engine.data.text.tokenizer import tokenizer_facts
 from threefold.engine.dist.consensus import (
     capture_outcome,
     check_alike_on_ranks,
@@ -22,6 +23,7 @@ from threefold.engine.dist.consensus import (
 from threefold.engine.dist.join import World
 from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.launch.watchdog import Watchdog
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.profiler import StepProfiler
@@ -29,8 +31,11 @@ from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, check_same_data, read_run_plan, record_plan, write_contract
 from threefold.engine.run.rng_state import random_state, restore_random_state
+from threefold.engine.start.imported import unused_weights_finding
+from threefold.engine.start.origin import FilledFrom, Origin, fill_from_run, inherit_files
 from threefold.engine.weights.imported_weights import INITIAL, list_initial_weights, start_from_initial_weights
 from threefold.engine.weights.model_shapes import MODEL, check_is_model
+from threefold.engine.weights.run_files import keep_tokenizer
 from threefold.findings import Finding, FindingsError, shown
 from threefold.plan.plan import Plan
 
@@ -152,31 +157,68 @@ class TrainState:
         self.checkpoints.save(self.step, self.tensors(), self.facts(), wait)
 
 
-def start_or_resume(state: TrainState, tell: Callable[[str], None]) -> None:
-    """Continue from the newest checkpoint, start from imported weights, or start with initial ones."""
+def start_or_resume(state: TrainState, tell: Callable[[str], None], origin: Origin | None = None) -> None:
+    """Continue from the newest checkpoint, or start: from another run, from imported weights, or from random ones."""
     plan, folder, parts = state.plan, state.folder, state.parts
     assert parts.loader is not None
     group, loader = state.checkpoints.group, parts.loader
     check_alike_on_ranks(group, "data", "job.data", loader.fingerprint)
-    run_on_first_rank(group, lambda: check_same_data(folder, loader.content()))
-    run_on_first_rank(group, lambda: record_plan(folder, plan))
+    sets = parts.validation.items()
+    check_alike_on_ranks(group, "validation data", "job.val_data", lambda: {n: set_.fingerprint() for n, set_ in sets})
+    tokenizer = tokenizer_facts(loader.tokenizer) if plan.job.tokenizer else None
+    run_on_first_rank(group, lambda: check_same_data(folder, loader.content(), tokenizer))
     state.checkpoints.remove_partial()
     tensors = state.tensors_to_load()
     facts = state.checkpoints.load_latest(tell, tensors)
     if facts:
         state.restore(tensors, facts)
-        tell(f"resuming behind step {state.step} of {plan.job.steps}")
+        run_on_first_rank(group, lambda: record_plan(folder, plan))
+        is_past = state.step > plan.job.steps
+        of_steps = f", past job.steps = {plan.job.steps}" if is_past else f" of {plan.job.steps}"
+        tell(f"resuming behind step {state.step}{of_steps}")
         return
+    lineage = _start_from_run(state, origin, tell).lineage if origin else []
+    if not lineage:
+        _start_from_imported(state, tell)
+    run_on_first_rank(group, lambda: record_plan(folder, plan))
+    run_on_first_rank(group, lambda: keep_tokenizer(folder, plan.job.tokenizer))
+    if state.world.is_leader:
+        is_benchmark = loader.benchmark_only or plan.is_benchmark_only
+        data = loader.fingerprint(), loader.content()
+        write_contract(folder, plan, parts.device, data, is_benchmark, lineage, tokenizer)
+
+
+def _start_from_run(state: TrainState, origin: Origin, tell: Callable[[str], None]) -> FilledFrom:
+    """Fill the weights from the newest checkpoint of another run, and with `--with-optimizer` the optimizer's state."""
+    group, optimizer = state.checkpoints.group, state.parts.optimizer
+    wanted = state.weights()
+    if origin.with_optimizer:
+        wanted = {name: value for name, value in state.tensors_to_load().items() if not name.startswith("rng.")}
+    filled = fill_from_run(origin, wanted, state.plan, group, tell)
+    if origin.with_optimizer:
+        optimizer.steps = int(cast(Tensor, wanted["optimizer.steps"]))
+    else:
+        optimizer.refresh()
+    run_on_first_rank(group, lambda: inherit_files(origin, state.folder, state.plan))
+    what = "weights and optimizer" if origin.with_optimizer else "weights"
+    tell(f"starting from the {what} of {origin.run} at step {filled.step}")
+    return filled
+
+
+def _start_from_imported(state: TrainState, tell: Callable[[str], None]) -> None:
+    """Fill the weights from `initial/` of the folder where the run has one; otherwise they stay random."""
+    folder, plan, group = state.folder, state.plan, state.checkpoints.group
     model = {name.removeprefix("model."): value for name, value in state.weights().items()}
     check_alike_on_ranks(group, "imported weights", str(folder / INITIAL), lambda: list_initial_weights(folder))
     filled = capture_outcome(group, lambda: start_from_initial_weights(folder, model, plan))
     run_on_all_ranks(group, filled.result)
     if filled.value:
-        parts.optimizer.refresh()
-        tell(f"starting from the weights in {folder / INITIAL}")
-    if state.world.is_leader:
-        is_benchmark = loader.benchmark_only or plan.is_benchmark_only
-        write_contract(folder, plan, parts.device, (loader.fingerprint(), loader.content()), is_benchmark)
+        state.parts.optimizer.refresh()
+        tell(f"starting from the imported weights in {folder / INITIAL}")
+        return
+    tell(f"starting from random weights (job.seed {plan.job.seed})")
+    if finding := unused_weights_finding(plan):
+        tell(str(finding))
 
 
 def load_run(folder: Path, say: Callable[[str], None]) -> Decoder:
@@ -192,8 +234,22 @@ def load_run(folder: Path, say: Callable[[str], None]) -> Decoder:
     if found.folder != checkpoints.path(checkpoints.steps()[-1]):
         say(f"answering from step {found.facts.get('step')}, not from the newest checkpoint")
     check_is_model(found, plan)
-    model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), options_of(plan))
+    model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), _inference_options(plan))
     tensors = found.allocate_tensors(MODEL)
     found.fill(tensors)
     model.load_state_dict({name.removeprefix(MODEL): value for name, value in tensors.items()})
     return model
+
+
+def _inference_options(plan: Plan) -> Options:
+    """The plan's options without those of a training step: no token is dropped, and GEMMs are in the weights' dtype."""
+    return replace(
+        options_of(plan),
+        capacity_factor=None,
+        recipe=None,
+        recompute=(),
+        activation_offload=(),
+        activation_offload_layers=0,
+        graphs=(),
+        compile=False,
+    )

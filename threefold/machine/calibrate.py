@@ -31,7 +31,8 @@ from threefold.machine.own_chip_file import own_chip_path
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.safe_files import write_aside
-from threefold.spec.chips import CHIPS, ChipSpec
+from threefold.spec.chips import ChipSpec
+from threefold.spec.clusters.chip_description import chip_named
 
 WINDOW = {"warmup": 4, "steps": 24, "seconds": 4.0}  # short steps vary most; the seconds cut the long ones
 LIMIT_SECONDS = 120.0
@@ -93,7 +94,7 @@ def calibrate(
 ) -> Calibrated:
     """Measure and fit. `plan` is measured besides the small plans; `two_ranks` measures exchanges on a CPU."""
     began = time.monotonic()
-    spec, speeds, steps = _with_cores(CHIPS[chip]), list[Speed](), list[StepResult]()
+    spec, speeds, steps = _with_cores(chip_named(chip)), list[Speed](), list[StepResult]()
     jobs = [(1, calibration_plans(chip, 1, "fp8" in spec.peak_flops))]
     if two_ranks:
         jobs.append((2, calibration_plans(chip, 2)))
@@ -178,7 +179,7 @@ def assumed_rates(shipped: Rates, spec: ChipSpec, speeds: Sequence[Speed]) -> Ra
 
 def write_chip_file(found: Calibrated, versions: Mapping[str, str | None], path: Path | None = None) -> Path:
     """Write the chip file of this machine, or another, and the measured steps beside it."""
-    path = path or own_chip_path(found.chip)
+    path = path or own_chip_path(found.spec.plan_name)
     torch = versions.get("torch") or "unknown"
     measured = f"{len(found.measured)} steps measured on this machine, {date.today()}, torch {torch}"
     rows = [{"name": s.name, "fields": dict(s.plan.written), "seconds": s.seconds} for s in found.measured]

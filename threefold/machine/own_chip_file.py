@@ -4,6 +4,7 @@ The file is `threefold/chips/CHIP.toml` in the user's cache folder. Its rates ar
 another stack are priced as shipped.
 """
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -11,13 +12,18 @@ from pathlib import Path
 from threefold.cost.chip_file import ChipFile, read_chip_file
 from threefold.plan.plan import Plan
 from threefold.spec.chips import ChipSpec
+from threefold.spec.clusters.chip_description import is_file_name
 
 NO_CHIP_FILE = "none"  # given as --chip-file: the shipped rates, whatever was measured here
 
 
 def own_chip_path(chip: str) -> Path:
+    """Where the measurements of a chip lie, by the name that plans have for it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "threefold" / "chips" / f"{chip}.toml"
+    name = chip
+    if is_file_name(chip):  # two files may have one name
+        name = f"{Path(chip).stem}-{hashlib.sha256(chip.encode()).hexdigest()[:8]}"
+    return root / "threefold" / "chips" / f"{name}.toml"
 
 
 def own_chip_file(chip: str) -> ChipFile | None:

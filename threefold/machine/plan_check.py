@@ -37,7 +37,7 @@ def _check_torch(plan: Plan, here: Machine) -> Iterator[Finding]:
 
 
 def _check_gpus(plan: Plan, here: Machine) -> Iterator[Finding]:
-    chip, at = plan.cluster.chip, "cluster.chip"
+    chip, at = plan.chip.name, "cluster.chip"
     if chip == "cpu":
         return
     if not here.gpus:
@@ -51,18 +51,26 @@ def _check_gpus(plan: Plan, here: Machine) -> Iterator[Finding]:
     if len(here.gpus) < wanted:
         problem = f"{wanted} GPUs of a node are used, {len(here.gpus)} are here"
         yield _finding("here-has-chips", "cluster.gpus_per_node", problem, "run it on a node with as many")
-    if here.chip != chip:
+    if not _is_here(plan, here):
         name = here.chip or here.gpus[0].name
         fix = {at: here.chip} if here.chip else None
         problem = f"the plan is for {chip}, the GPU here is {name}"
         yield Finding(rule="here-has-chips", at=at, problem=problem, fix=fix, severity="warning")
-    if here.chip and here.chip != chip:
+    if here.chip and not _is_here(plan, here):
         yield from (f for f in check(change(plan, {at: here.chip}), notes=False) if f.rule in PREDICTED)
     smallest = min(gpu.memory_bytes for gpu in here.gpus)
     planned = plan.chip.memory_bytes
-    if here.chip == chip and smallest < planned * _MEMORY_TOLERANCE:
+    if _is_here(plan, here) and smallest < planned * _MEMORY_TOLERANCE:
         problem = f"a GPU here has {smallest / 2**30:.0f} GiB, the plan counts on {planned / 2**30:.0f}"
         yield _finding("here-has-chips", at, problem, "leave more room, or free the GPU from other work", "warning")
+
+
+def _is_here(plan: Plan, here: Machine) -> bool:
+    """Whether the GPU here is the plan's chip. One of a file of the user's own is known by its name."""
+    if plan.cluster.own is None:
+        return here.chip == plan.chip.name
+    name, device = plan.chip.name.lower(), here.gpus[0].name.lower()
+    return name.startswith(here.chip) if here.chip else name in device
 
 
 def _check_packages(plan: Plan, here: Machine) -> Iterator[Finding]:

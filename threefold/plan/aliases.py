@@ -85,6 +85,15 @@ def known_names() -> list[str]:
     return [*_PLAIN, *_CONVERTED, "bf16", "fp16"]
 
 
+def names_of(field: str) -> list[str]:
+    """Megatron's names that set one of our fields, alone or together with others."""
+    found = [name for name, path in _PLAIN.items() if path == field]
+    for name, convert in _CONVERTED.items():
+        set_by = {path for sample in (True, "full") for path in convert(name, sample)[0]}
+        found += [name] if field in set_by else []
+    return [*found, *(("bf16", "fp16") if field == "knobs.precision" else ())]
+
+
 def _dispatcher_type(path: str, value: Any) -> tuple[Fields, list[Finding]]:
     if value == "flex":
         finding = Finding(

@@ -1,7 +1,7 @@
 """Plan files: TOML in, TOML out, `path=value` overrides on top."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,18 @@ from threefold.findings import Finding
 from threefold.plan.parse import Fields, Parsed, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
-
-MAX_KEY_PARTS = 100  # reading one of thousands takes seconds
-MAX_FILE_BYTES = 2**20  # a plan is a page of text; a larger file is something else
+from threefold.toml_file import load_toml
 
 
-def read_plan(path: str, overrides: Sequence[str] = ()) -> Parsed:
-    """Read a plan file and apply overrides; problems come back as findings, never as exceptions."""
+def read_plan(path: str, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> Parsed:
+    """Read a plan file and apply overrides, and then changes by field; problems come back as findings, never as
+    exceptions."""
     raw, findings = load_toml(Path(path))
-    changes, more = parse_overrides(overrides)
+    overridden, more = parse_overrides(overrides)
     findings.extend(more)
     if findings:
         return Parsed(None, {}, (), findings)
-    return parse(raw, changes, folder=Path(path).parent)
+    return parse(raw, {**overridden, **(changes or {})}, folder=Path(path).parent)
 
 
 def parse_overrides(overrides: Sequence[str]) -> tuple[Fields, list[Finding]]:
@@ -62,39 +61,6 @@ def dump_fields(fields: Fields) -> str:
     if cut:
         doc["model"] = {"name": doc["model"], **cut}
     return tomli_w.dumps(doc)
-
-
-def load_toml(
-    path: Path, kind: str = "plan", example: str = 'model = "qwen3-30b-a3b"'
-) -> tuple[dict[str, Any], list[Finding]]:
-    """The tables of a small TOML file, or a finding that says why there are none."""
-
-    def refuse(problem: str, advice: str) -> tuple[dict[str, Any], list[Finding]]:
-        return {}, [Finding(rule="file-readable", at=str(path), problem=problem, advice=advice)]
-
-    give = f"give the path of a {kind} file"
-    try:
-        if path.is_dir():
-            return refuse("this is a folder", give)
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        return refuse(f"cannot be read: {error.strerror or error}", give)
-    except ValueError as error:
-        return refuse(f"cannot be read: {error}", give)
-    if len(data) > MAX_FILE_BYTES:
-        return refuse(f"more than {MAX_FILE_BYTES} bytes are too many for a {kind}", give)
-    if not data.strip():
-        return refuse("the file is empty", f"begin with {example}")
-    try:
-        text = data.decode("utf-8")
-        if any(line.partition("=")[0].count(".") > MAX_KEY_PARTS for line in text.splitlines()):
-            return refuse(f"a key of more than {MAX_KEY_PARTS} parts", "no field has more than three")
-        return tomllib.loads(text), []
-    except UnicodeDecodeError as error:
-        return refuse(f"not UTF-8 text (byte {error.start})", "save the file as UTF-8")
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        return refuse(f"not valid TOML: {error}", "correct the TOML")
 
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}  # also as Python spells them

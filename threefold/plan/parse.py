@@ -16,6 +16,8 @@ from threefold.plan import aliases
 from threefold.plan.budget import EXAMPLE, budget_bytes, is_budget
 from threefold.plan.plan import Cluster, Job, Knobs, Plan, Run, Stack
 from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
+from threefold.spec.chips import ChipSpec
+from threefold.spec.clusters.chip_description import find_chip, is_file_name
 from threefold.spec.hf import model_from_config
 from threefold.spec.model import ModelSpec
 from threefold.spec.models import MODELS
@@ -39,8 +41,9 @@ def parse(
     overrides: Mapping[str, Any] | None = None,
     folder: Path | None = None,
     model: ModelSpec | None = None,
+    own_chip: ChipSpec | None = None,
 ) -> Parsed:
-    """Turn nested or dotted fields into a plan. `folder` is where relative hf: paths start.
+    """Turn nested or dotted fields into a plan. `folder` is where relative hf: and file: paths start.
 
     An override of None takes a field back, also one that is not known.
     """
@@ -61,6 +64,12 @@ def parse(
     elif model is None:
         name, model = _find_model(str(name), folder, findings)
         set_fields["model"] = name
+    chip = set_fields.get("cluster.chip", "")
+    if is_file_name(chip) and own_chip is None:
+        try:
+            set_fields["cluster.chip"], own_chip = find_chip(chip, folder)
+        except FindingsError as error:
+            return Parsed(None, set_fields, free, [*findings, *error.findings])
     readable = dict(set_fields)
     if model and not model.is_moe and "model.num_experts" in set_fields:
         findings.append(_no_experts(model))
@@ -70,7 +79,7 @@ def parse(
         del readable["layout.stages"]
     if model is None or free or any(finding.at == "model" for finding in findings):
         return Parsed(None, set_fields, free, findings)
-    built = _build(readable, model)
+    built = _build(readable, model, own_chip if is_file_name(chip) else None)
     is_wrong = any(finding.severity == "error" for finding in findings)
     return Parsed(None if is_wrong else built, set_fields, free, findings, built)
 
@@ -78,7 +87,8 @@ def parse(
 def change(plan: Plan, changes: Mapping[str, Any]) -> Plan:
     """A copy of the plan with some fields set, or put back to their defaults with None."""
     touches_model = any(path == "model" or path.startswith("model.") for path in changes)
-    parsed = parse(dict(plan.written), changes, model=None if touches_model else plan.model)
+    own_chip = None if "cluster.chip" in changes else plan.cluster.own
+    parsed = parse(dict(plan.written), changes, model=None if touches_model else plan.model, own_chip=own_chip)
     if parsed.plan is None:
         raise FindingsError(parsed.findings or free_findings(parsed.free))
     changed = replace(parsed.plan, stated=parsed.plan.stated | (plan.stated - set(changes)))
@@ -225,13 +235,13 @@ def _absolute(path: Path) -> Path:
     return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
-def _build(fields: Fields, model: ModelSpec) -> Plan:
+def _build(fields: Fields, model: ModelSpec, own_chip: ChipSpec | None) -> Plan:
     cut = {path.removeprefix("model."): value for path, value in fields.items() if path.startswith("model.")}
     tables = {
         name: {path.removeprefix(f"{name}."): v for path, v in fields.items() if path.startswith(f"{name}.")}
         for name in TABLES
     }
-    cluster = Cluster(**tables["cluster"])
+    cluster = Cluster(**tables["cluster"], own=own_chip)
     written = tuple(sorted((path, v) for path, v in fields.items() if v != FIELDS[path].default))
     return Plan(
         model=model.cut(**cut) if cut and not _is_cut(model, cut) else model,
@@ -260,6 +270,8 @@ def _coerce(field: Field, value: Any) -> tuple[Any, Finding | None]:
         return None, _wrong_type(field, value)
     if field.path == "knobs.recompute" and any(is_budget(word) for word in value):
         return value, _budget_problem(field, value)
+    if field.path == "cluster.chip" and is_file_name(value):
+        return value, None
     for word in value if isinstance(value, tuple) else (value,):
         if field.choices and word not in field.choices:
             return None, _not_a_choice(field, value, word)

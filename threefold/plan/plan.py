@@ -11,6 +11,7 @@ from threefold.fields import MAX_INT, MAX_RANKS, item
 from threefold.layout.degrees import Layout
 from threefold.layout.links import AxisLink, axis_link, domain_ranks
 from threefold.layout.stages import Chunk, balance, parse_stages
+from threefold.notebook import ShownAsTable
 from threefold.plan.budget import budget_bytes
 from threefold.plan.data_entries import parse_entries
 from threefold.spec.chips import CHIPS, ChipSpec
@@ -32,6 +33,7 @@ RECOMPUTE_MODULES = (
 )
 INSIDE_MOE = frozenset({"moe_act", "shared_experts"})  # made again with `moe` as it is
 GRAPH_SCOPES = ("attn", "mamba", "mlp", "moe", "moe_router", "moe_preprocess", "full_iteration")
+VISION_RECOMPUTE = ("full", "attn", "mlp", "projector")
 OFFLOAD_MODULES = (
     "attn_norm",
     "qkv_linear",
@@ -42,6 +44,7 @@ OFFLOAD_MODULES = (
     "moe_act",
     "fused_group_mlp",
 )
+LORA_TARGETS = ("attention", "mlp", "shared_experts", "experts")
 CP_COMM = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CP_EXCHANGE = ("latents", "expanded")
 MEASURABLE = ("dispatcher", "precision", "graphs")
@@ -52,15 +55,16 @@ STATE_DTYPES = ("fp32", "bf16", "fp16", "fp8")
 class Cluster:
     """The machine: how many of which chip."""
 
-    chip: str = item("chip name", "cpu", choices=tuple(CHIPS))
+    chip: str = item("chip name, or file:PATH of a chip file of your own", "cpu", choices=tuple(CHIPS))
     gpus: int = item("GPUs (on cpu: processes) in all", 1, at_least=1, at_most=MAX_RANKS)
     gpus_per_node: int | None = item("GPUs in a node; absent: the chip's usual", at_least=1, at_most=MAX_INT)
     domain: int | None = item("GPUs joined by NVLink; absent: the chip's usual", at_least=1, at_most=MAX_INT)
     measured: ChipSpec | None = item("facts of this very machine, from a chip file", in_file=False)
+    own: ChipSpec | None = item("facts of the file that `chip` names", in_file=False)
 
     @property
     def spec(self) -> ChipSpec:
-        return self.measured or CHIPS[self.chip]
+        return self.measured or self.own or CHIPS[self.chip]
 
     @property
     def node(self) -> int:
@@ -82,9 +86,14 @@ class Job:
     task: str = item("what kind of training", "pretrain", choices=("pretrain", "sft"))
     optimizer: str = item("optimizer", "adamw", choices=("adamw", "muon"))
     data: str | tuple[str, ...] = item(
-        "'embedded' (made of this machine's Python sources), 'synthetic' (benchmark-only), shards, folders or JSONL",
+        "'embedded' (made of this machine's Python sources), 'scenes' (drawn pictures with questions), "
+        "'synthetic' (benchmark-only), shards, folders, JSONL, or tar shards of pictures",
         "embedded",
     )
+    tokenizer: str | None = item("tokenizer.json, or its folder, that encodes text; absent: a token is a byte")
+    val_data: str | tuple[str, ...] | None = item("validation sets, as in job.data, or NAME=entry; absent: a split")
+    val_fraction: float = item("share of the data that the split holds out", 0.02, at_least=0.0001, at_most=0.5)
+    max_bad_records: float = item("share of a file's records that may be bad: skipped", 0.01, at_least=0, at_most=1)
     packing: bool = item("pack documents into sequences, with their boundaries kept by attention", False)
     dynamic_length: bool = item("sequence lengths differ between microbatches, unpadded", False)
     routing: str = item("who chooses the experts", "learned", choices=("learned", "forced-balance"))
@@ -95,8 +104,24 @@ class Job:
         "capacity per expert (drop and pad) or per rank (static buffers)", "expert", choices=("expert", "rank")
     )
     mtp: int | None = item("multi-token-prediction depths trained; absent: all the model has", at_least=0, at_most=64)
-    freeze: tuple[str, ...] = item("parts that do not train", (), choices=("vision", "projector", "language"))
+    freeze: tuple[str, ...] = item(
+        "what does not train: vision, projector, language, or patterns of parameter names such as layers.0.*", ()
+    )
+    lora_rank: int | None = item(
+        "rank of LoRA adapters, beside which all other weights are frozen; absent: none", at_least=1, at_most=4096
+    )
+    lora_alpha: float | None = item(
+        "adapters are scaled by alpha over the rank; absent: twice the rank", at_least=1e-6, at_most=1e6
+    )
+    lora_targets: tuple[str, ...] = item(
+        "which weights get adapters", ("attention", "mlp", "shared_experts"), choices=LORA_TARGETS
+    )
     images: float | None = item("images in a sequence, on average; absent: unknown", at_least=0, at_most=MAX_INT)
+    max_pixels: int | None = item(
+        "pixels that a picture is resized to, at most; absent: as the model's image processor",
+        at_least=1,
+        at_most=2**26,
+    )
     steps: int = item("optimizer steps", 100, at_least=1, at_most=MAX_INT)
     seed: int = item("of initialisation and of the order of data", 0, at_least=0, at_most=MAX_INT)
     lr: float = item("peak learning rate", 3e-4, at_least=0, at_most=100)
@@ -149,6 +174,9 @@ class Knobs:
     graphs: tuple[str, ...] = item("CUDA graph scopes", (), choices=GRAPH_SCOPES)
     compile: bool = item("torch.compile of norms, routers and dense MLPs", False)
     optimizer_offload: float = item("fraction of optimizer states kept on the host", 0.0, at_least=0, at_most=1)
+    vision_recompute: tuple[str, ...] | None = item(
+        "of the image encoder and projector; absent: as the decoder, in full or not at all", choices=VISION_RECOMPUTE
+    )
     activation_offload: tuple[str, ...] = item(
         "modules whose saved tensors go to the host", (), choices=OFFLOAD_MODULES
     )
@@ -193,7 +221,7 @@ class Knobs:
 class Run:
     """How a run is kept: saving, evaluating, watching. None of it changes the result."""
 
-    save_every: int = item("steps between checkpoints; 0: only at the end", 0, at_least=0, at_most=MAX_INT)
+    save_every: int = item("steps between checkpoints; 0: only at the end", 500, at_least=0, at_most=MAX_INT)
     keep: int = item("checkpoints kept", 2, at_least=1, at_most=MAX_INT)
     eval_every: int = item("steps between evaluations; 0: never", 0, at_least=0, at_most=MAX_INT)
     eval_batches: int = item("microbatches of one evaluation", 8, at_least=1, at_most=MAX_INT)
@@ -209,6 +237,9 @@ class Run:
         600.0,
         at_least=0,
         at_most=MAX_INT,
+    )
+    image_workers: int | None = item(
+        "processes of a rank that decode pictures; 0: its loader does; absent: by its cores", at_least=0, at_most=256
     )
     gc_every: int = item(
         "steps between garbage collections by hand; 0: leave it to Python", 50, at_least=0, at_most=MAX_INT
@@ -227,8 +258,8 @@ class Stack:
     )
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(ShownAsTable):
     """A complete plan."""
 
     model: ModelSpec
@@ -242,6 +273,14 @@ class Plan:
     stack: Stack
     written: tuple[tuple[str, Any], ...] = ()  # the fields that differ from their defaults, in order
     stated: frozenset[str] = field(default=frozenset(), compare=False)  # the fields given, also at their defaults
+
+    def summary(self) -> str:
+        where = f"{self.layout.gpus} x {self.chip.name}"
+        return f"{self.hash}, {self.model_name} on {where} for {self.target}, {self.knobs.precision}"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The fields that differ from their defaults."""
+        return ["field", "value"], [[path, str(value)] for path, value in self.written]
 
     @property
     def chip(self) -> ChipSpec:
@@ -293,11 +332,19 @@ class Plan:
         return any(entry.startswith("synthetic") for entry in given)
 
     @property
+    def vision_recompute(self) -> tuple[str, ...]:
+        """What is recomputed of the image encoder and projector."""
+        if self.knobs.vision_recompute is None:
+            return ("full",) if self.is_vlm and "full" in self.knobs.recompute else ()
+        return self.knobs.vision_recompute
+
+    @property
     def is_image_free(self) -> bool:
         """A vision-language model that sees no images: `job.images` is 0, or absent while all data is the engine's own
         text."""
         images, entries = self.job.images, parse_entries(self.job.data)
-        return self.is_vlm and (images == 0 or (images is None and all(entry.is_built_in for entry in entries)))
+        is_text = all(entry.is_built_in and not entry.has_drawn_pictures for entry in entries)
+        return self.is_vlm and (images == 0 or (images is None and is_text))
 
     @property
     def is_benchmark_only(self) -> bool:

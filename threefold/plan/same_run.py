@@ -12,12 +12,15 @@ from typing import Any
 
 from threefold.findings import shown
 from threefold.plan.plan import Plan
+from threefold.plan.table import FIELDS
 
 # The knobs that decide what a checkpoint holds.
 _CHECKPOINT_KNOBS = ("knobs.precision", "knobs.optimizer_dtype", "knobs.master_weights")
 # What is known about a model beside what it is; and what no step behind the first one reads.
 _BESIDE = ("name", "source", "published_total", "published_active", "approximate", "init_std")
-MODEL, DATA = "model", "sources"  # the keys of a contract that hold content
+MODEL, DATA, TOKENIZER = "model", "sources", "tokenizer"  # the keys of a contract that hold content
+# Neither how long a run is nor what it is evaluated on changes what it learns.
+_FREE = ("job.steps", "job.val_data")
 _MOST_SHOWN = 6
 _DEEPEST = 4  # tables in each other; a contract may come from a stranger
 
@@ -32,24 +35,27 @@ def model_facts(plan: Plan) -> dict[str, Any]:
 def fixed_fields(plan: Plan) -> dict[str, Any]:
     """The fields that must stay the same when a run goes on.
 
-    The number of steps, the layout, the cluster and how the run is watched may change.
+    The number of steps, validation data, the layout, the cluster and how the run is watched may change.
     """
     return {path: value for path, value in plan.written if path in _CHECKPOINT_KNOBS or _defines_the_model(path)}
 
 
 def _defines_the_model(path: str) -> bool:
-    return path != "job.steps" and path.startswith(("model", "job."))
+    return path not in _FREE and path.startswith(("model", "job."))
 
 
 def field_differences(before: Plan, now: Plan, contract: Mapping[str, Any] | None = None) -> list[str]:
     """Each fixed field that is not as it was, in words; not those whose content the contract of the run has."""
     has_model = isinstance((contract or {}).get(MODEL), Mapping)
     has_data = _is_content((contract or {}).get(DATA))
+    has_tokenizer = isinstance((contract or {}).get(TOKENIZER), Mapping)
     old, new = (
         {
             path: value
             for path, value in fixed_fields(plan).items()
-            if not (has_model and path.partition(".")[0] == "model") and not (has_data and path == "job.data")
+            if not (has_model and path.partition(".")[0] == "model")
+            and not (has_data and path == "job.data")
+            and not (has_tokenizer and path == "job.tokenizer")
         }
         for plan in (before, now)
     )
@@ -57,8 +63,14 @@ def field_differences(before: Plan, now: Plan, contract: Mapping[str, Any] | Non
 
 
 def _said(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    was, now = (shown(fields[path]) if path in fields else "not stated" for fields in (old, new))
+    was, now = (shown(fields[path]) if path in fields else _said_default(path) for fields in (old, new))
     return f"{path} was {was}, now {now}"
+
+
+def _said_default(path: str) -> str:
+    """The default of a field that a plan does not write, for a reader who does not know it."""
+    default = FIELDS[path].default if path in FIELDS else None
+    return "not stated" if default is None else f"{shown(default)} (the default)"
 
 
 def model_differences(facts: Any, now: Plan) -> list[str]:
@@ -77,6 +89,13 @@ def data_differences(content: Any, now: Sequence[Mapping[str, Any]]) -> list[str
         return [f"job.data had {len(content)} sources, now {len(now)}"]
     pairs = enumerate(zip(content, now, strict=True))
     return [said for n, (old, new) in pairs for said in _fact_differences(f"job.data[{n}].", old, new)]
+
+
+def tokenizer_differences(facts: Any, now: Mapping[str, Any] | None) -> list[str]:
+    """Each fact of the tokenizer that is not as the run's contract has it; none where the contract has none."""
+    if not isinstance(facts, Mapping):
+        return []
+    return _fact_differences("job.tokenizer.", facts, now or {"label": "bytes"})
 
 
 def _is_content(content: Any) -> bool:

@@ -10,13 +10,14 @@ from dataclasses import replace
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import Chunk, format_stages
 from threefold.plan.plan import Knobs, Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec
+from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec, VisionTokens
 
 MAX_RANKS = 16
 MAX_REHEARSED_RANKS = 32
 _MAX_RANK_LAYERS = 256  # ranks times layers of the model
 MAX_TOKENS = 8192  # of a sequence of a plan with the widths it had
 _TOKENS_A_SHARE = 16
+_VOCAB = 61  # odd: the vocabulary's parts differ in size
 _WIDTH = 4  # of a head, in multiples that rotary embedding and every cut like
 
 
@@ -31,12 +32,13 @@ def scale_down(plan: Plan) -> tuple[Plan, list[str]]:
     count = layout.pp * (2 if layout.pipeline_schedule == "dualpipev" else 1) if layout.pp > 1 else 2
     job = replace(
         plan.job,
-        seq_len=4 * 2 * shares,
+        seq_len=4 * (4 if model.vision else 2) * shares,
         micro_batch=min(2, plan.job.micro_batch),
         global_batch=min(2, plan.job.micro_batch) * step * count,
         mtp=min(2, plan.mtp),
         dynamic_length=False,
         data="synthetic",
+        images=1.0 if model.vision and not plan.job.images else plan.job.images,
     )
     if plan.job.dynamic_length:
         said.append("dynamic lengths by full ones")
@@ -52,7 +54,9 @@ def scale_down(plan: Plan) -> tuple[Plan, list[str]]:
         job=job,
         knobs=knobs,
         layout=replace(layout, stages=stages),
-        cluster=replace(plan.cluster, chip="cpu", gpus=layout.gpus, domain=_domain(plan, layout), measured=None),
+        cluster=replace(
+            plan.cluster, chip="cpu", gpus=layout.gpus, domain=_domain(plan, layout), measured=None, own=None
+        ),
     )
     return small, [*said, *more]
 
@@ -187,11 +191,12 @@ def _model(old: ModelSpec, layers: int, shares: int, layout: Layout) -> ModelSpe
         old,
         num_layers=layers,
         dim=8 * max(2, shares),
-        vocab=61,  # odd: the vocabulary's parts differ in size
+        vocab=_VOCAB,
         attention=_attention(old.attention, shares),
         local_attention=_gqa(old.local_attention, shares) if old.local_attention else None,
         delta=_delta(old.delta, shares) if old.delta else None,
         moe=_moe(old.moe, layout) if old.moe else None,
+        vision=_vision(old.vision, layers) if old.vision else None,
         dense_dim=4 * shares if old.dense_dim else 0,
         num_dense_layers=min(1, old.num_dense_layers),
         mtp_layers=min(2, old.mtp_layers),
@@ -215,7 +220,31 @@ def _gqa(old: GqaSpec, shares: int) -> GqaSpec:
     grouped = 2 if old.num_heads > old.num_kv_heads else 1
     heads = grouped * max(2, shares)
     window = None if old.window is None else 5
-    return replace(old, num_heads=heads, num_kv_heads=heads // grouped, head_dim=2 * _WIDTH, window=window)
+    sections = (2, 1, 1) if old.rope_sections else ()
+    return replace(
+        old,
+        num_heads=heads,
+        num_kv_heads=heads // grouped,
+        head_dim=2 * _WIDTH,
+        window=window,
+        rope_sections=sections,
+    )
+
+
+def _vision(old: VisionSpec, layers: int) -> VisionSpec:
+    """As many deepstack features as before and as the decoder has layers for. Ids of pictures end the vocabulary."""
+    deepstack = tuple(range(min(len(old.deepstack), layers)))
+    return replace(
+        old,
+        depth=max(2, len(deepstack)),
+        dim=16,
+        mlp_dim=12,
+        num_heads=2,
+        patch=2,
+        num_positions=9,
+        deepstack=deepstack,
+        tokens=VisionTokens(_VOCAB - 4, _VOCAB - 3, _VOCAB - 2, _VOCAB - 1),
+    )
 
 
 def _delta(old: DeltaSpec, shares: int) -> DeltaSpec:

@@ -48,6 +48,8 @@ def _property(field: Field) -> dict[str, Any]:
     options = [_typed(field, kind) for kind in field.types]
     if field.path == "knobs.recompute":
         options.append({"type": "string", "pattern": PATTERN, "description": "a memory budget"})
+    if field.path == "cluster.chip":
+        options.append({"type": "string", "pattern": "^file:", "description": "a chip file of your own"})
     if field.path in FREE:
         options.append({"const": AUTO, "description": "left to the search"})
     schema: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": options}

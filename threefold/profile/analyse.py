@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.findings import Finding, FindingsError
+from threefold.findings import Finding, FindingsError, as_overrides
+from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.profile.classify import Classified
 from threefold.profile.cures import Cure, cures
@@ -25,8 +26,8 @@ from threefold.profile.trace import Trace
 from threefold.safe_files import open_regular
 
 
-@dataclass(slots=True)
-class Profile:
+@dataclass(slots=True, repr=False)
+class Profile(ShownAsTable):
     """What was measured of one or more traces, and what follows from it."""
 
     devices: list[DeviceWalls]
@@ -38,6 +39,15 @@ class Profile:
     slow_ranks: list[Straggler]
     plan: Plan | None
     log: RunLog
+
+    def summary(self) -> str:
+        found = self.diagnosis
+        return f"the wall is {found.dominant} (confidence {found.confidence:.0%}), {self.top.span_seconds:.4g} s"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The evidence for each wall, and then what would cure it."""
+        rows = [[wall, text] for wall, texts in self.diagnosis.evidence.items() for text in texts]
+        return ["wall", "evidence"], [*rows, *(["cure", f"{as_overrides(c.changes)}: {c.why}"] for c in self.cures)]
 
     def to_json(self) -> dict[str, Any]:
         walls = _walls_json(self.top, self.diagnosis, self.slow_ranks, self.log)

@@ -31,7 +31,7 @@ def _head(plan: Plan, found: Estimate) -> str:
     job = plan.job
     return (
         f"estimated for {plan.target}, {'calibrated' if found.calibrated else 'uncalibrated'}: {plan.model_name}, "
-        f"{plan.layout.gpus} x {plan.cluster.chip}, {plan.knobs.precision}, "
+        f"{plan.layout.gpus} x {plan.chip.name}, {plan.knobs.precision}, "
         f"{job.global_batch} x {format_tokens(job.seq_len)} tokens a step"
     )
 
@@ -75,7 +75,7 @@ def _memory_table(plan: Plan, columns: Sequence[tuple[str, StageMemory]]) -> str
     rows.append(["= allocated", *(_gib(stage.peak_bytes) for stage in stages)])
     rows += [[name, *(_gib(stage.reserve.get(name, 0.0)) for stage in stages)] for name in reserve]
     rows.append(["= on the device", *(_gib(stage.device_bytes) for stage in stages)])
-    rows.append([f"of {plan.cluster.chip}", *[_gib(plan.chip.memory_bytes)] * len(stages)])
+    rows.append([f"of {plan.chip.name}", *[_gib(plan.chip.memory_bytes)] * len(stages)])
     return table(["memory, GiB", *(name for name, _ in columns)], rows)
 
 

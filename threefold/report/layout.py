@@ -87,7 +87,7 @@ def summary_text(plan: Plan) -> str:
     experts = plan.model.num_experts // layout.ep if plan.model.is_moe else 0
     rows = [
         ["plan", plan.hash],
-        ["chip", f"{layout.gpus} x {plan.cluster.chip}, {format_bytes(plan.chip.memory_bytes)} each"],
+        ["chip", f"{layout.gpus} x {plan.chip.name}, {format_bytes(plan.chip.memory_bytes)} each"],
         ["tokens a step", format_count(plan.tokens_per_step)],
         ["microbatches", f"{plan.num_microbatches} of {job.micro_batch} x {format_tokens(job.seq_len)} tokens"],
         ["tokens a rank", f"{job.micro_batch * job.seq_len // (layout.cp * layout.tp)} in a microbatch"],

@@ -30,7 +30,7 @@ def sweep_figure(found: Sweep) -> Figure:
     figure = Figure(figsize=(wide, 7.0), dpi=130, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.1))
     plan = found.points[0].plan
-    figure.suptitle(f"{plan.model_name} on {plan.cluster.chip}, {plan.target}: estimated", fontsize=12)
+    figure.suptitle(f"{plan.model_name} on {plan.chip.name}, {plan.target}: estimated", fontsize=12)
     _throughput(above, found)
     _memory(below, found)
     labels = [_label(found.path, point) for point in found.points]
@@ -81,7 +81,7 @@ def _memory(axes: Axes, found: Sweep) -> None:
     room = found.points[0].plan.chip.memory_bytes / GIB
     axes.axhline(room, color="#a33", linewidth=1.2)
     axes.annotate(
-        f"{found.points[0].plan.cluster.chip}: {room:.0f} GiB", (0, room), xycoords=("axes fraction", "data"),
+        f"{found.points[0].plan.chip.name}: {room:.0f} GiB", (0, room), xycoords=("axes fraction", "data"),
         xytext=(4, 3), textcoords="offset points", color="#a33", fontsize=9,
     )  # fmt: skip
     axes.set_ylim(0, 1.25 * max([room, *bottoms]))

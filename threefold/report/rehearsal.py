@@ -84,7 +84,7 @@ def _step_on_cluster(found: Measurement) -> str:
 def _headline(found: Rehearsal) -> str:
     plan, job = found.plan, found.plan.job
     return (
-        f"rehearsed in {found.seconds:.1f} s: {plan.model_name}, {plan.layout.gpus} x {plan.cluster.chip}, "
+        f"rehearsed in {found.seconds:.1f} s: {plan.model_name}, {plan.layout.gpus} x {plan.chip.name}, "
         f"{plan.knobs.precision}, {job.global_batch} x {format_tokens(job.seq_len)} tokens a step"
     )
 

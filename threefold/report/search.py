@@ -10,7 +10,7 @@ from threefold.report.terminal import findings_text, table
 from threefold.search.neighbours import NextBetter, Trial
 from threefold.search.rank import TIE
 from threefold.search.search import Candidate, SearchResult
-from threefold.spec.stacks import DISPATCHER, GRAPH_SCOPES, PRECISION, Default
+from threefold.spec.stacks import GRAPH_SCOPES, PRECISION, Default, default_dispatcher
 from threefold.units import GIB, format_bytes, format_tokens
 
 
@@ -50,7 +50,7 @@ def _head(plan: Plan, why: str) -> str:
     job = plan.job
     planned = f"Planned {why}; --target names another stack.\n" if why else ""
     return planned + (
-        f"plan {plan.hash}: {plan.model_name} on {plan.layout.gpus} x {plan.cluster.chip} for {plan.target}, "
+        f"plan {plan.hash}: {plan.model_name} on {plan.layout.gpus} x {plan.chip.name} for {plan.target}, "
         f"{job.global_batch} x {format_tokens(job.seq_len)} tokens a step, {plan.knobs.precision}. "
         "Every number is estimated."
     )
@@ -94,18 +94,17 @@ def _sensitivity(steps: Sequence[Trial]) -> str:
 
 
 def _defaults(plan: Plan) -> str:
-    chip = plan.cluster.chip
 
     def row(path: str, default: Default, value: str | list[str], here: str) -> list[str]:
         return [as_override(path, value), default.since, here or "-", default.evidence]
 
-    dispatcher, precision = DISPATCHER[chip], PRECISION[plan.chip.architecture]
+    dispatcher, precision = default_dispatcher(plan.chip), PRECISION[plan.chip.architecture]
     rows = [
         row("knobs.dispatcher", dispatcher, dispatcher.value, plan.knobs.dispatcher),
         row("knobs.precision", precision, precision.value, plan.knobs.precision),
         row("knobs.graphs", GRAPH_SCOPES, GRAPH_SCOPES.value.split(), ",".join(plan.knobs.graphs)),
     ]
-    title = f"Starting points on {chip}, which a measurement overrides:"
+    title = f"Starting points on {plan.chip.name}, which a measurement overrides:"
     return f"{title}\n{table(['default', 'since', 'this plan', 'evidence'], rows)}"
 
 

@@ -32,7 +32,7 @@ def value_text(path: str, value: Any) -> str:
 
 
 def _head(plan: Plan, found: Sweep) -> str:
-    return f"estimated for {plan.target}: {plan.model_name} on {plan.cluster.chip}, {found.path} varied"
+    return f"estimated for {plan.target}: {plan.model_name} on {plan.chip.name}, {found.path} varied"
 
 
 def _rows(found: Sweep) -> str:

@@ -1,6 +1,6 @@
 """Every rule, loaded: importing this module fills the registry."""
 
-from threefold.rules import memory, stacks, vision, walls
+from threefold.rules import adapters, memory, stacks, vision, walls
 from threefold.rules.base import PREDICTED, RULES, blockers, errors, explain, judge, known_slugs, raised_by, severity_of
 from threefold.rules.fixes import check, repair, with_fixes
 from threefold.rules.knobs import dispatch, graphs, overlap, precision, recompute
@@ -10,6 +10,7 @@ from threefold.rules.stacks import promoted
 __all__ = [
     "PREDICTED",
     "RULES",
+    "adapters",
     "batch",
     "blockers",
     "check",

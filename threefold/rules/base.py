@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from threefold.engine.data.finding_explanations import EXPLANATIONS as DATA
 from threefold.engine.finding_explanations import EXPLANATIONS as ENGINE
 from threefold.findings import Explanation, Finding, Severity, in_order
 from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.plan import Plan
 from threefold.rules.compare_explanations import EXPLANATIONS as COMPARING
+from threefold.rules.import_explanations import EXPLANATIONS as IMPORTING
 from threefold.rules.trace_explanations import EXPLANATIONS as PROFILING
 from threefold.rules.tune_explanations import EXPLANATIONS as TUNING
 
@@ -87,11 +89,12 @@ def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
         return RULES[slug].explanation
-    return PARSING.get(slug) or ENGINE.get(slug) or PROFILING.get(slug) or COMPARING.get(slug) or TUNING.get(slug)
+    tables = (PARSING, ENGINE, DATA, PROFILING, COMPARING, TUNING, IMPORTING)
+    return next((table[slug] for table in tables if slug in table), None)
 
 
 def known_slugs() -> list[str]:
-    return [*RULES, *PARSING, *ENGINE, *PROFILING, *COMPARING, *TUNING]
+    return [*RULES, *PARSING, *ENGINE, *DATA, *PROFILING, *COMPARING, *TUNING, *IMPORTING]
 
 
 def severity_of(slug: str) -> Severity:
@@ -108,6 +111,7 @@ def raised_by(slug: str) -> str:
         "profiling": PROFILING,
         "comparing": COMPARING,
         "tuning": TUNING,
+        "importing": IMPORTING,
     }
     return next((place for place, slugs in places.items() if slug in slugs), "running")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from threefold.findings import Finding, shown
-from threefold.plan.data_entries import file_exists, parse_entries
+from threefold.plan.data_entries import file_exists, parse_entries, parse_validation
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
 from threefold.spec.model import ModelSpec
@@ -30,6 +30,20 @@ def stack_runs_family(plan: Plan) -> Iterator[Finding]:
         problem=f"{plan.target} does not train {plan.model.family} models yet",
         advice="the plan can be checked and shown; choose another target to run it",
     )
+
+
+@rule(severity="warning")
+def stack_runs_chip(plan: Plan) -> Iterator[Finding]:
+    """The chip is one that the stack was run on.
+
+    Why: both stacks are written for NVIDIA's GPUs. On others a plan can be priced from the figures of the data sheet,
+        but kernels and dispatchers were never run there.
+    Confirm: the architecture in the chip file.
+    Fix: another chip; or a fork of the stack for this one, and a measurement of your own.
+    """
+    if plan.chip.architecture == "cdna3":
+        problem = f"{plan.target} was never run on {plan.chip.name} ({plan.chip.architecture})"
+        yield Finding(at="cluster.chip", problem=problem, advice="take the estimate for a bound, and measure there")
 
 
 _NOT_YET = {
@@ -131,7 +145,13 @@ def target_for(model: ModelSpec) -> tuple[str, str]:
     return "megatron-bridge", f"{lacks[0]} ({model.name})"
 
 
-ENGINE_LIMITS = ("stack-runs-family", "engine-has-knob", "engine-has-capacity", "engine-has-graphs")
+ENGINE_LIMITS = (
+    "stack-runs-family",
+    "engine-has-knob",
+    "engine-has-capacity",
+    "engine-has-graphs",
+    "engine-predicts-ahead-of-pictures",
+)
 
 
 def promoted(findings: list[Finding]) -> list[Finding]:
@@ -139,26 +159,59 @@ def promoted(findings: list[Finding]) -> list[Finding]:
     return [replace(f, severity="error") if f.rule in ENGINE_LIMITS else f for f in findings]
 
 
+BYTE_MODEL_VOCAB = 1024  # no published tokenizer is smaller; the demo models have 512
 SHORTEST = 8  # tokens; below it a sequence has next to no context to learn from
 
 
 @rule(severity="warning")
 def data_exists(plan: Plan) -> Iterator[Finding]:
-    """The files and folders that `job.data` names are here.
+    """The files and folders that `job.data`, `job.val_data` and `job.tokenizer` name are here.
 
     Why: a run opens them when its ranks have started, and ends there. Relative paths are those of the folder that the
         command is given in, as in `train`; on a cluster that is the folder that the job starts in.
     Confirm: list the paths from that folder.
     Fix: correct the path, give a full one, or make the data (`threefold tokenize`).
     """
-    missing = [
-        entry.name for entry in parse_entries(plan.job.data) if not entry.is_built_in and not file_exists(entry.name)
-    ]
-    if missing:
+    job = plan.job
+    validation = tuple(parse_validation(job.val_data).values())
+    advice = f"correct the path (relative ones begin in {Path.cwd()}), or make it with `threefold tokenize`"
+    for at, data in (("job.data", job.data), ("job.val_data", validation)):
+        missing = [entry.name for entry in parse_entries(data) if not entry.exists]
+        if missing:
+            yield Finding(at=at, problem=f"not here: {', '.join(map(shown, missing))}", advice=advice)
+    if job.tokenizer is not None and not file_exists(job.tokenizer):
+        yield Finding(at="job.tokenizer", problem=f"not here: {shown(job.tokenizer)}", advice="correct the path")
+
+
+@rule(severity="warning", target="threefold")
+def text_has_a_tokenizer(plan: Plan) -> Iterator[Finding]:
+    """Text for a model with a vocabulary of more than bytes is encoded with the model's tokenizer.
+
+    Why: without `job.tokenizer` a token of text is a byte. A model that was trained with a tokenizer of its own takes
+        these numbers for other words, and a new one would use 260 rows of its embedding.
+    Confirm: the vocabulary in the message; shards carry their tokenizer with them and need no job.tokenizer.
+    Fix: name the tokenizer.json, or its folder, in job.tokenizer.
+    """
+    if plan.job.tokenizer is not None or plan.model.vocab <= BYTE_MODEL_VOCAB:
+        return
+    texts = [entry.name for entry in parse_entries(plan.job.data) if entry.is_text]
+    if texts:
+        problem = f"{', '.join(map(shown, texts))} would be encoded as bytes, for a vocabulary of {plan.model.vocab}"
+        yield Finding(at="job.tokenizer", problem=problem, advice="name the model's tokenizer.json, or its folder")
+
+
+@rule(severity="warning", target="threefold")
+def validation_data_is_used(plan: Plan) -> Iterator[Finding]:
+    """Validation data is named where a run evaluates.
+
+    Why: run.eval_every says how often a run evaluates, and 0, its default, is never: the data is not even opened.
+    Confirm: job.val_data beside run.eval_every.
+    Fix: set run.eval_every, or delete job.val_data.
+    """
+    if plan.job.val_data is not None and not plan.run.eval_every:
+        every = max(1, plan.job.steps // 10)
         yield Finding(
-            at="job.data",
-            problem=f"not here: {', '.join(map(shown, missing))}",
-            advice=f"correct the path (relative ones begin in {Path.cwd()}), or make it with `threefold tokenize`",
+            at="run.eval_every", problem="job.val_data is named and never used", fix={"run.eval_every": every}
         )
 
 

@@ -200,3 +200,34 @@ def images_need_vision(plan: Plan) -> Iterator[Finding]:
     """
     if plan.job.images and not plan.is_vlm:
         yield Finding(at="job.images", problem=f"{plan.model.name} has no vision part", fix={"job.images": None})
+
+
+@rule(severity="warning", rows="VL-RECOMP")
+def vision_recompute_needs_vision(plan: Plan) -> Iterator[Finding]:
+    """Recompute of the image encoder needs a model that sees, and an encoder that trains.
+
+    Why: a text model has no encoder, and one whose encoder and projector are frozen saves nothing to be recomputed.
+    Confirm: `threefold models` shows which models see; job.freeze.
+    Fix: delete the knob.
+    """
+    if not plan.knobs.vision_recompute:
+        return
+    problem = "" if plan.is_vlm else f"{plan.model.name} has no vision part"
+    if {"vision", "projector"} <= set(plan.job.freeze):
+        problem = problem or "encoder and projector are frozen and save nothing"
+    if problem:
+        yield Finding(at="knobs.vision_recompute", problem=problem, fix={"knobs.vision_recompute": None})
+
+
+@rule(severity="warning", target="threefold")
+def engine_predicts_ahead_of_pictures(plan: Plan) -> Iterator[Finding]:
+    """The threefold engine trains MTP of a vision-language model on one pipeline stage only.
+
+    Why: a depth reads the embedding of the next token, which for a picture is a feature that the encoder made on the
+        first stage; only features that decoder layers need travel on.
+    Confirm: job.mtp, or the depths that the model has, beside layout.pp.
+    Fix: train without MTP, or PP 1.
+    """
+    if plan.is_vlm and plan.mtp and plan.layout.pp > 1:
+        problem = f"{plan.mtp} MTP depth(s) of a vision-language model behind {plan.layout.pp} stages"
+        yield Finding(at="job.mtp", problem=problem, fix={"job.mtp": 0}, advice="or layout.pp=1")

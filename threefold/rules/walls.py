@@ -24,7 +24,7 @@ from threefold.rules.knobs.graphs import engine_scopes
 from threefold.rules.knobs.overlap import overlap_needs_connections
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES
+from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES, runs_dispatcher
 from threefold.units import format_bytes
 
 # Shares of the step from which a kind of work is a wall.
@@ -96,9 +96,9 @@ def _ep_overlap(plan: Plan) -> Changes:
 
 
 def _dispatchers(plan: Plan) -> Iterator[Changes]:
-    chip, knobs = plan.cluster.chip, plan.knobs
-    for name, chips in DISPATCHER_CHIPS.items():
-        if chip in chips and name != knobs.dispatcher and plan.layout.ep > 1:
+    knobs = plan.knobs
+    for name in DISPATCHER_CHIPS:
+        if runs_dispatcher(name, plan.chip) and name != knobs.dispatcher and plan.layout.ep > 1:
             yield {"knobs.dispatcher": name}
 
 

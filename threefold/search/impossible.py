@@ -77,7 +77,7 @@ def finding(space: Space) -> Finding:
     if best is not None:
         plan = best.plan
         need, have = format_bytes(best.need), format_bytes(plan.chip.memory_bytes)
-        where = f"{plan.layout.gpus} x {plan.cluster.chip}"
+        where = f"{plan.layout.gpus} x {plan.chip.name}"
         problem = (
             f"no plan for {plan.model.name} at {format_tokens(plan.job.seq_len)} tokens fits {where}: "
             f"the leanest ({_words(plan)}) needs {need} of {have} a GPU"

@@ -9,7 +9,7 @@ from threefold.plan.plan import Knobs
 from threefold.rules.knobs.graphs import engine_scopes
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, GRAPH_SCOPES
+from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES, default_dispatcher, runs_dispatcher
 
 FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
 
@@ -65,13 +65,12 @@ def dispatchers(space: Space, layout: Layout) -> list[str]:
     plan = space.base
     if not space.free("knobs.dispatcher") or layout.ep * layout.etp == 1:
         return [plan.knobs.dispatcher]
-    chip = plan.cluster.chip
-    flex = [name for name, chips in DISPATCHER_CHIPS.items() if chip in chips]
+    flex = [name for name in DISPATCHER_CHIPS if runs_dispatcher(name, plan.chip)]
     if plan.target == "threefold" and axis_link(layout, "ep", plan.cluster.domain_ranks).link == "domain":
         return ["alltoall"]  # over NVLink exchanges are too small a part of a step for such a gain
     if plan.target == "threefold" or layout.ep <= FLEX_FROM or not flex:
         return ["alltoall", *flex]
-    return [name for name in dict.fromkeys((DISPATCHER[chip].value, *flex)) if name in flex]
+    return [name for name in dict.fromkeys((default_dispatcher(plan.chip).value, *flex)) if name in flex]
 
 
 def overlaps(space: Space, layout: Layout) -> list[bool]:

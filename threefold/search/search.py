@@ -9,7 +9,8 @@ from typing import Any
 from threefold.cost.estimate import Estimate
 from threefold.cost.memory_ladder import goes_with_mode
 from threefold.fields import MAX_RANKS
-from threefold.findings import Finding
+from threefold.findings import Finding, FindingsError
+from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, judge, promoted
 from threefold.search.explain import Reasons, reasons
@@ -22,6 +23,7 @@ from threefold.search.refine import heeded, rebuilt, refined
 from threefold.search.space import MOST_RELAXED, Space, read_draft
 from threefold.spec.chips import ChipSpec
 from threefold.spec.stacks import engine_lacks
+from threefold.units import format_bytes
 
 FINALISTS = 3  # times the candidates asked for, that are finished and ranked
 
@@ -57,8 +59,8 @@ class Candidate:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class SearchResult(ShownAsTable):
     """The answer: candidates, best first, or a finding."""
 
     candidates: tuple[Candidate, ...]
@@ -70,6 +72,28 @@ class SearchResult:
     next_better: NextBetter | None = None
     sensitivity: tuple[Trial, ...] = ()
     retune: tuple[Trial, ...] = ()
+
+    @property
+    def best(self) -> Plan:
+        """The plan of the first candidate; raises the finding where there is none."""
+        if not self.candidates:
+            raise FindingsError([self.finding] if self.finding else [])
+        return self.candidates[0].plan
+
+    def summary(self) -> str:
+        if not self.candidates:
+            return f"no plan: {self.finding.problem}" if self.finding else "no plan"
+        best = self.candidates[0]
+        return f"{len(self.candidates)} candidates; best {best.plan.summary()}, {best.estimate.summary()}"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The candidates, best first."""
+        rows = []
+        for one in self.candidates:
+            degrees = ", ".join(f"{axis} {one.plan.layout.degree(axis)}" for axis in ("tp", "cp", "pp", "ep", "dp"))
+            tflops, size = one.estimate.model_tflops_per_gpu, one.estimate.memory.device_bytes
+            rows.append([degrees, one.plan.knobs.precision, f"{tflops:.0f}", format_bytes(size), one.estimate.wall])
+        return ["layout", "precision", "TFLOP/s a GPU", "memory", "wall"], rows
 
     def to_json(self) -> dict[str, Any]:
         said: dict[str, Any] = {

@@ -69,7 +69,7 @@ def read_draft(fields: Mapping[str, Any], measured: ChipSpec | None = None) -> S
     if parsed.plan is None:
         raise FindingsError(parsed.findings)
     plan = parsed.plan
-    if measured and measured.name == plan.cluster.chip:
+    if measured and measured.plan_name == plan.chip.plan_name:
         plan = plan.on_chip(measured)
     if plan.recompute_budget is not None:
         raise FindingsError([_budget_in_draft(plan)])

@@ -6,13 +6,15 @@ from typing import Any
 
 from threefold.units import GB, GIB, MIB, TB, TFLOPS
 
+SERVER_OVER_CHIP = 10_200 / 8 / 700  # power of a server over that of its GPUs: DGX H100, 10.2 kW for 8 of 700 W
+
 
 @dataclass(frozen=True, slots=True)
 class ChipSpec:
     """One accelerator in the system it is sold in."""
 
     name: str
-    architecture: str  # ampere, hopper, blackwell, cpu
+    architecture: str  # ampere, ada, hopper, blackwell, cdna3, cpu
     memory_bytes: int
     memory_bandwidth: float  # bytes/s
     # Dense, by GEMM input format: fp32 (TF32 on GPUs), bf16, fp8, fp4.
@@ -28,6 +30,22 @@ class ChipSpec:
     measured_error: float | None = None  # of predicted steps on the machine that a chip file describes
     measured_gpus: int = 1  # of the steps behind that error
     measured_precisions: tuple[str, ...] = ()  # of the steps behind that error
+    power_watts: float | None = None  # the chip's own, as sold (TDP)
+    server_watts: float | None = None  # highest power of its server or rack, a GPU's share
+    operations: Mapping[str, float] = field(default_factory=dict, hash=False)  # names of `spec.clusters.Operations`
+    file: str = ""  # `file:` and the path of the user's own file that describes it; empty for a shipped chip
+
+    @property
+    def plan_name(self) -> str:
+        """What `cluster.chip` of a plan says for this chip."""
+        return self.file or self.name
+
+    @property
+    def watts(self) -> float | None:
+        """Highest power of a GPU with its share of the server; from the chip's own where that is all that is known."""
+        if self.server_watts is None and self.power_watts is not None:
+            return self.power_watts * SERVER_OVER_CHIP
+        return self.server_watts
 
     @property
     def is_rack_scale(self) -> bool:
@@ -70,11 +88,14 @@ A100 = ChipSpec(
     network_bandwidth=25 * GB,
     host_bandwidth=32 * GB,
     gpus_per_node=8,
+    power_watts=400,
+    server_watts=6_500 / 8,
     sources={
         "memory_bytes": _NVIDIA_SMI,
         "rates and NVLink": "NVIDIA A100 80GB SXM datasheet",
         "network": "DGX A100: one 200 Gb/s port a GPU",
         "host": "PCIe 4.0 x16",
+        "power": "NVIDIA A100 80GB SXM and DGX A100 datasheets: 400 W, 6.5 kW for 8 GPUs",
     },
 )
 H100 = ChipSpec(
@@ -88,11 +109,14 @@ H100 = ChipSpec(
     network_bandwidth=50 * GB,
     host_bandwidth=64 * GB,
     gpus_per_node=8,
+    power_watts=700,
+    server_watts=10_200 / 8,
     sources={
         "memory_bytes": _NVIDIA_SMI,
         "rates and NVLink": "NVIDIA H100 SXM datasheet, without sparsity",
         "network": "DGX H100: one 400 Gb/s port a GPU",
         "host": "PCIe 5.0 x16",
+        "power": "NVIDIA H100 SXM and DGX H100 datasheets: 700 W, 10.2 kW for 8 GPUs",
     },
 )
 H200 = ChipSpec(
@@ -106,11 +130,14 @@ H200 = ChipSpec(
     network_bandwidth=50 * GB,
     host_bandwidth=64 * GB,
     gpus_per_node=8,
+    power_watts=700,
+    server_watts=10_200 / 8,
     sources={
         "memory_bytes": _NVIDIA_SMI,
         "rates and NVLink": "NVIDIA H200 SXM datasheet, without sparsity",
         "network": "HGX H200: one 400 Gb/s port a GPU",
         "host": "PCIe 5.0 x16",
+        "power": "NVIDIA H200 SXM and DGX H200 datasheets: 700 W, 10.2 kW for 8 GPUs",
     },
 )
 B200 = ChipSpec(
@@ -124,11 +151,14 @@ B200 = ChipSpec(
     network_bandwidth=50 * GB,
     host_bandwidth=64 * GB,
     gpus_per_node=8,
+    power_watts=1000,
+    server_watts=14_300 / 8,
     sources={
         "memory_bytes": _NVIDIA_SMI,
         "rates and NVLink": "NVIDIA HGX B200 datasheet, a GPU's share, without sparsity",
         "network": "DGX B200: one 400 Gb/s port a GPU",
         "host": "PCIe 5.0 x16",
+        "power": "NVIDIA DGX B200 datasheet: 14.3 kW for 8 GPUs; 1000 W a GPU",
     },
 )
 B300 = ChipSpec(
@@ -142,10 +172,13 @@ B300 = ChipSpec(
     network_bandwidth=100 * GB,
     host_bandwidth=64 * GB,
     gpus_per_node=8,
+    power_watts=1100,
+    server_watts=14_000 / 8,
     sources={
         "memory, rates and NVLink": "NVIDIA HGX B300 datasheet, a GPU's share, without sparsity",
         "network": "DGX B300: one 800 Gb/s port a GPU",
         "host": "PCIe 5.0 x16",
+        "power": "NVIDIA DGX B300 datasheet: 14 kW for 8 GPUs; 1100 W a GPU in vendors' HGX B300 systems",
     },
 )
 GB200 = ChipSpec(
@@ -159,11 +192,14 @@ GB200 = ChipSpec(
     network_bandwidth=50 * GB,
     host_bandwidth=225 * GB,
     gpus_per_node=4,
+    power_watts=1200,
+    server_watts=120_000 / 72,
     sources={
         "memory_bytes": "as commonly reported; a published run reserved 173.9 GiB, more than the datasheet's 186 GB",
         "rates and NVLink": "NVIDIA GB200 NVL72 datasheet, a GPU's share, without sparsity",
         "network": "GB200 NVL72: one 400 Gb/s port a GPU",
         "host": "NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
+        "power": "NVIDIA GB200 NVL72: about 120 kW a rack; 1200 W a GPU",
     },
 )
 GB300 = ChipSpec(
@@ -177,10 +213,13 @@ GB300 = ChipSpec(
     network_bandwidth=100 * GB,
     host_bandwidth=225 * GB,
     gpus_per_node=4,
+    power_watts=1400,
+    server_watts=140_000 / 72,
     sources={
         "memory, rates and NVLink": "NVIDIA GB300 NVL72 datasheet, a GPU's share, without sparsity",
         "network": "GB300 NVL72: one 800 Gb/s port a GPU",
         "host": "NVLink-C2C, 900 GB/s both ways, shared by two GPUs",
+        "power": "vendors' GB300 NVL72 racks: 132 to 140 kW; 1400 W a GPU",
     },
 )
 CPU = ChipSpec(
@@ -202,7 +241,9 @@ CHIPS: dict[str, ChipSpec] = {chip.name: chip for chip in (A100, H100, H200, B20
 # Which low precision a chip multiplies natively, from the GEMM formats of its generation.
 NATIVE_FORMATS: dict[str, frozenset[str]] = {
     "ampere": frozenset({"bf16", "fp16", "fp32"}),
+    "ada": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise"}),
     "hopper": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise", "fp8-blockwise"}),
     "blackwell": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-blockwise", "mxfp8", "nvfp4"}),
+    "cdna3": frozenset({"bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise"}),
     "cpu": frozenset({"bf16", "fp32"}),
 }

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, VisionSpec
 
 # Until release 26.06 Megatron counted a gated MLP as two matrices unless its activation was SiLU, and
 # ignored sliding windows: GPT-OSS figures before and after do not compare.
@@ -71,6 +71,16 @@ def flops_per_token(model: ModelSpec, seq_len: int, mtp: int, tp: int = 1, relea
     join = 2.0 * (3 * h + 2 * h * h) if model.mamba is None else 0.0  # the formula of hybrids leaves it out
     logits = 2.0 * h * padded_vocab(model, tp)
     return 3.0 * (layers + mtp * (depth + join) + logits * (1 + mtp))
+
+
+def picture_flops(vision: VisionSpec, dim: int, num_patches: int) -> tuple[float, float]:
+    """Forward FLOPs of the encoder and of the projector for one picture: each patch attends to all of the picture."""
+    d, joined = vision.dim, vision.dim * vision.merge**2
+    embed = 2.0 * 3 * vision.temporal_patch * vision.patch**2 * d
+    layer = 2.0 * (4 * d * d + 2 * d * vision.mlp_dim) + 4.0 * d * num_patches
+    merger = 2.0 * (joined * joined + joined * dim)
+    num_tokens = num_patches / vision.merge**2
+    return num_patches * (embed + vision.depth * layer), num_tokens * merger * (1 + len(vision.deepstack))
 
 
 def _mixer(model: ModelSpec, layer: Layer, seq_len: int, old: bool) -> tuple[float, float]:

@@ -11,9 +11,9 @@ from typing import Any
 from threefold.findings import Finding, FindingsError, did_you_mean
 from threefold.safe_files import read_json
 from threefold.spec import hf_planned, hf_readers
-from threefold.spec.hf_defaults import CLASSES, COMPOSITE_TIED, VISION_FIELDS
+from threefold.spec.hf_defaults import CLASSES, COMPOSITE_TIED, VISION_FIELDS, VISION_TOKENS
 from threefold.spec.hf_fields import Fields, complete
-from threefold.spec.model import ModelSpec, check_heads, check_routing, check_sizes
+from threefold.spec.model import ModelSpec, check_heads, check_routing, check_sizes, check_vision
 
 
 def model_from_config(path: Path) -> ModelSpec:
@@ -40,6 +40,7 @@ def model_from_dict(config: Fields, name: str, source: str) -> ModelSpec:
         check_sizes(model)
         check_heads(model)
         check_routing(model)
+        check_vision(model)
         if not model.dense_dim and any(layer.ffn == "dense" for layer in model.layers):
             raise ValueError("dense layers need an intermediate_size")
         return model
@@ -57,7 +58,8 @@ def _read(config: Fields, family: str, reader: "Reader", name: str, source: str)
     fields = complete(text, CLASSES[family])
     parts = reader(fields)
     if family in VISION_FIELDS:
-        parts["vision"] = hf_planned.read_vision({**VISION_FIELDS[family], **(config.get("vision_config") or {})})
+        encoder = {**VISION_FIELDS[family], **(config.get("vision_config") or {})}
+        parts["vision"] = hf_planned.read_vision(encoder, {**VISION_TOKENS[family], **config})
     tied = config.get("tie_word_embeddings", COMPOSITE_TIED[family]) if composite else fields["tie_word_embeddings"]
     if not isinstance(tied, bool):
         raise ValueError(f"tie_word_embeddings is {reprlib.repr(tied)}, not true or false")

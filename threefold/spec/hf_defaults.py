@@ -386,4 +386,12 @@ VISION_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": VISION,
     "qwen3_vl_moe": {**VISION, "deepstack_visual_indexes": (8, 16, 24)},
 }
+# The ids around pictures and in their place, beside `vision_config`.
+_TOKEN_NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+VISION_TOKENS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": dict(zip(_TOKEN_NAMES, (248053, 248054, 248056, 248057), strict=True)),
+    "qwen3_vl_moe": dict(zip(_TOKEN_NAMES, (151652, 151653, 151655, 151656), strict=True)),
+}
 VISION_UNREAD = frozenset({"hidden_act", "in_channels", "out_hidden_size", "rope_parameters", "initializer_range"})
+# Of these the engine has one value; a file that states another one is refused. `out_hidden_size` is the model dim.
+VISION_ONLY: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "in_channels": 3}

@@ -4,7 +4,7 @@ import reprlib
 from dataclasses import replace
 from typing import Any
 
-from threefold.spec.hf_defaults import GEMMA4_ROPE
+from threefold.spec.hf_defaults import GEMMA4_ROPE, VISION_ONLY
 from threefold.spec.hf_fields import Fields
 from threefold.spec.hf_readers import (
     activation_name,
@@ -17,15 +17,25 @@ from threefold.spec.hf_readers import (
     read_qwen3_next,
     sliding_window,
 )
-from threefold.spec.model import GqaSpec, IndexerSpec, MambaSpec, MoeSpec, VisionSpec
+from threefold.spec.model import GqaSpec, IndexerSpec, MambaSpec, MoeSpec, VisionSpec, VisionTokens
 
 
 def read_qwen3_vl_moe(c: Fields) -> dict[str, Any]:
-    return {**read_qwen3_moe(c), "family": "qwen3_vl_moe"}
+    parts = read_qwen3_moe(c)
+    return {**parts, "family": "qwen3_vl_moe", "attention": _with_sections(parts["attention"], c, (24, 20, 20))}
 
 
 def read_qwen3_5_moe(c: Fields) -> dict[str, Any]:
-    return {**read_qwen3_next(c), "family": "qwen3_5_moe"}
+    parts = read_qwen3_next(c)
+    return {**parts, "family": "qwen3_5_moe", "attention": _with_sections(parts["attention"], c, (11, 11, 10))}
+
+
+def _with_sections(attention: GqaSpec, c: Fields, default: tuple[int, ...]) -> GqaSpec:
+    """The attention with its multimodal rotary sections. `default` is what transformers takes where a file has none."""
+    found = (c["rope_scaling"] or c["rope_parameters"] or {}).get("mrope_section", default)
+    if len(found) != len(default):
+        raise ValueError(f"mrope_section is {reprlib.repr(found)}, not one number for time, height and width each")
+    return replace(attention, rope_sections=tuple(found))
 
 
 def read_glm_moe_dsa(c: Fields) -> dict[str, Any]:
@@ -132,7 +142,12 @@ def read_nemotron_h(c: Fields) -> dict[str, Any]:
     }
 
 
-def read_vision(c: Fields) -> VisionSpec:
+def read_vision(c: Fields, ids: Fields) -> VisionSpec:
+    """The image encoder, from `vision_config` and the table around it, which has the ids of its tokens."""
+    only = {**VISION_ONLY, "out_hidden_size": (ids.get("text_config") or {}).get("hidden_size")}
+    for name, value in only.items():
+        if name in c and value is not None and c[name] != value:
+            raise ValueError(f"{name} {reprlib.repr(c[name])} of the image encoder is not supported, only {value!r}")
     return VisionSpec(
         depth=c["depth"],
         dim=c["hidden_size"],
@@ -143,4 +158,10 @@ def read_vision(c: Fields) -> VisionSpec:
         merge=c["spatial_merge_size"],
         num_positions=c["num_position_embeddings"],
         deepstack=tuple(c.get("deepstack_visual_indexes") or ()),
+        tokens=VisionTokens(
+            start=ids["vision_start_token_id"],
+            end=ids["vision_end_token_id"],
+            image=ids["image_token_id"],
+            video=ids["video_token_id"],
+        ),
     )

@@ -45,6 +45,8 @@ class GqaSpec:
     rope_theta: float = 10_000.0
     rope_fraction: float = 1.0
     rope_scaling: RopeScaling | None = None
+    # Interleaved multimodal rotary positions: how many frequencies turn by time, height and width. Empty: one position.
+    rope_sections: tuple[int, ...] = ()
 
     @property
     def q_dim(self) -> int:
@@ -147,6 +149,28 @@ class MoeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionTokens:
+    """The ids around pictures and in their place: `start`, one `image` or `video` for each merged patch, `end`."""
+
+    start: int
+    end: int
+    image: int
+    video: int
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSpec:
+    """How pictures become patches: the values of a checkpoint's preprocessor_config.json."""
+
+    min_pixels: int = 65_536  # a picture is resized to between min_pixels and max_pixels, in whole merged patches
+    max_pixels: int = 16_777_216
+    video_min_pixels: int = 4_096  # of all frames of a video together
+    video_max_pixels: int = 25_165_824
+    mean: float = 0.5  # of each channel, taken off values from 0 to 1
+    std: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class VisionSpec:
     """The image encoder of a vision-language model and the projector behind it."""
 
@@ -159,6 +183,8 @@ class VisionSpec:
     merge: int  # merge x merge patches become one token of the language model
     num_positions: int
     deepstack: tuple[int, ...] = ()  # encoder layers whose output is also injected into the decoder
+    tokens: VisionTokens = VisionTokens(start=151652, end=151653, image=151655, video=151656)  # of Qwen3-VL
+    pictures: PictureSpec = PictureSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +301,20 @@ def check_heads(model: ModelSpec) -> None:
     for heads, kind, keys, name in shared:
         if heads % keys:
             raise ValueError(f"{heads} {kind} cannot share {keys} {name} evenly")
+
+
+def check_vision(model: ModelSpec) -> None:
+    """Raise ValueError where an image encoder has heads, positions or deepstack layers that it cannot have."""
+    vision = model.vision
+    if vision is None:
+        return
+    if vision.dim % vision.num_heads or vision.dim // vision.num_heads % 4:
+        problem = f"{vision.dim} over {vision.num_heads} heads of the image encoder"
+        raise ValueError(f"{problem} is no multiple of 4, in which rows and columns turn pairs of numbers")
+    if math.isqrt(vision.num_positions) ** 2 != vision.num_positions:
+        raise ValueError(f"{vision.num_positions} positions of the image encoder are no square")
+    if any(layer >= vision.depth for layer in vision.deepstack) or len(set(vision.deepstack)) < len(vision.deepstack):
+        raise ValueError(f"deepstack layers {vision.deepstack} are not different layers of {vision.depth}")
 
 
 def check_routing(model: ModelSpec) -> None:

@@ -10,8 +10,10 @@ from threefold.spec.model import (
     MlaSpec,
     ModelSpec,
     MoeSpec,
+    PictureSpec,
     RopeScaling,
     VisionSpec,
+    VisionTokens,
 )
 
 DEEPSEEK_V3 = ModelSpec(
@@ -184,8 +186,18 @@ QWEN35_35B = replace(
     num_layers=40,
     dense_dim=0,
     vocab=248320,
+    attention=GqaSpec(
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        qk_norm=True,
+        gated=True,
+        rope_fraction=0.25,
+        rope_theta=1e7,
+        rope_sections=(11, 11, 10),
+    ),
     moe=MoeSpec(num_experts=256, top_k=8, expert_dim=512, num_shared=1, shared_gate=True),
-    vision=_QWEN_VISION,
+    vision=replace(_QWEN_VISION, tokens=VisionTokens(start=248053, end=248054, image=248056, video=248057)),
     published_total=35e9,
     published_active=3e9,
     source="transformers Qwen3_5MoeTextConfig and Qwen3_5MoeVisionConfig defaults",
@@ -203,6 +215,7 @@ QWEN35_397B = replace(
         gated=True,
         rope_fraction=0.25,
         rope_theta=1e7,
+        rope_sections=(11, 11, 10),
     ),
     delta=DeltaSpec(num_k_heads=16, num_v_heads=64, k_dim=128, v_dim=128),
     moe=MoeSpec(num_experts=512, top_k=10, expert_dim=1024, num_shared=1, shared_gate=True),
@@ -215,6 +228,9 @@ QWEN3_VL_30B = replace(
     QWEN3_30B,
     name="qwen3-vl-30b-a3b",
     family="qwen3_vl_moe",
+    attention=GqaSpec(
+        num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True, rope_theta=1e6, rope_sections=(24, 20, 20)
+    ),
     vision=replace(_QWEN_VISION, deepstack=(8, 16, 24)),
     published_total=31e9,
     published_active=3.3e9,
@@ -224,6 +240,9 @@ QWEN3_VL_235B = replace(
     QWEN3_235B,
     name="qwen3-vl-235b-a22b",
     family="qwen3_vl_moe",
+    attention=GqaSpec(
+        num_heads=64, num_kv_heads=4, head_dim=128, qk_norm=True, rope_theta=1e6, rope_sections=(24, 20, 20)
+    ),
     vision=replace(_QWEN_VISION, deepstack=(8, 16, 24)),
     published_total=236e9,
     source="text: qwen3-235b-a22b; vision: transformers Qwen3VLMoeVisionConfig defaults",
@@ -572,8 +591,9 @@ TINY_MIXTRAL = ModelSpec(
 )
 TINY_QWEN3_VL = replace(
     TINY_QWEN3_MOE,
-    name="tiny-qwen3-vl",
+    name="tiny-qwen3-vl-moe",
     family="qwen3_vl_moe",
+    attention=GqaSpec(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, rope_sections=(4, 2, 2)),
     vision=VisionSpec(
         depth=3,
         dim=64,
@@ -584,7 +604,26 @@ TINY_QWEN3_VL = replace(
         merge=2,
         num_positions=64,
         deepstack=(0, 1),
+        tokens=VisionTokens(start=260, end=261, image=262, video=263),  # behind the byte tokens and their four specials
+        pictures=PictureSpec(min_pixels=1_024, max_pixels=16_384, video_min_pixels=1_024, video_max_pixels=65_536),
     ),
+)
+
+TINY_QWEN35 = replace(
+    TINY_QWEN3_NEXT,
+    name="tiny-qwen3.5",
+    family="qwen3_5_moe",
+    attention=GqaSpec(
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=16,
+        qk_norm=True,
+        gated=True,
+        rope_fraction=0.5,
+        rope_sections=(2, 1, 1),
+    ),
+    mtp_layers=0,
+    vision=VisionSpec(depth=3, dim=64, mlp_dim=128, num_heads=4, patch=8, temporal_patch=2, merge=2, num_positions=64),
 )
 
 MODELS: dict[str, ModelSpec] = {
@@ -623,5 +662,6 @@ MODELS: dict[str, ModelSpec] = {
         TINY_GPT_OSS,
         TINY_MIXTRAL,
         TINY_QWEN3_VL,
+        TINY_QWEN35,
     )
 }

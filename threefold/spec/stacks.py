@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from threefold.spec.chips import ChipSpec
 from threefold.spec.model import MlaSpec, ModelSpec
 
 TARGETS = ("threefold", "megatron-bridge")
@@ -27,7 +28,19 @@ class StackSpec:
 STACKS = {
     "threefold": StackSpec(
         "threefold",
-        frozenset({"deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next"}),
+        frozenset(
+            {
+                "deepseek_v3",
+                "gpt_oss",
+                "llama",
+                "mixtral",
+                "qwen3",
+                "qwen3_5_moe",
+                "qwen3_moe",
+                "qwen3_next",
+                "qwen3_vl_moe",
+            }
+        ),
         "the families under engine/models",
     ),
     "megatron-bridge": StackSpec(
@@ -62,8 +75,6 @@ def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
     families = STACKS["threefold"].families
     if model.family not in families:
         yield f"the engine has no {model.family} model", f"choose one of {', '.join(sorted(families))}"
-    if model.vision is not None:
-        yield "the engine has no vision encoder", "choose the text model"
     if isinstance(model.attention, MlaSpec) and model.attention.indexer:
         yield "the engine has no sparse attention", "choose a model without an indexer"
     if model.activation not in ENGINE_ACTIVATIONS:
@@ -132,8 +143,10 @@ DISPATCHER: dict[str, Default] = {
 }
 PRECISION: dict[str, Default] = {
     "ampere": Default("bf16", "2026-08", "no FP8 units"),
+    "ada": Default("bf16", "2026-11", "no published MoE training in FP8 on it"),
     "hopper": Default("fp8-blockwise", "2026-08", _MOE_GUIDE),
     "blackwell": Default("mxfp8", "2026-08", f"{_MOE_GUIDE}; NVFP4 only after BF16 or FP8 is stable"),
+    "cdna3": Default("bf16", "2026-11", "no published MoE training in FP8 on it with these stacks"),
     "cpu": Default("fp32", "2026-11", "bf16 GEMMs are emulated on most CPUs"),
 }
 # Numbers along a product's sum that share a scale.
@@ -152,3 +165,22 @@ DISPATCHER_CHIPS: dict[str, frozenset[str]] = {
     "deepep": frozenset({"a100", "h100", "h200", "b200", "b300"}),
     "hybridep": frozenset({"a100", "h100", "h200", "b200", "b300", "gb200", "gb300"}),
 }
+# Of a chip that is in neither table, because it comes from a file of the user's own: what its generation runs. Ada has
+# capability 8.9, and no NVLink between GPUs.
+_ARCHITECTURE_DISPATCHER = {
+    "ampere": "a100",
+    "hopper": "h100",
+    "blackwell": "b200",
+}
+_PLAIN = Default("alltoall", "2026-11", "safe bring-up: no published run with another dispatcher on this chip")
+
+
+def default_dispatcher(chip: ChipSpec) -> Default:
+    """The dispatcher to start with on a chip."""
+    return DISPATCHER.get(chip.name) or DISPATCHER.get(_ARCHITECTURE_DISPATCHER.get(chip.architecture, "")) or _PLAIN
+
+
+def runs_dispatcher(name: str, chip: ChipSpec) -> bool:
+    """Whether Megatron Bridge activates a flex backend on a chip."""
+    alike = chip.name if chip.name in DISPATCHER else _ARCHITECTURE_DISPATCHER.get(chip.architecture, chip.name)
+    return alike in DISPATCHER_CHIPS[name] or chip.architecture == "ada"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from threefold.cli.rehearse import shares_from
+from threefold.api.rehearsals import shares_from
 from threefold.dryrun.simulated.expert_load import ExpertLoads, split_total
 
 

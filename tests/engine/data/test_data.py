@@ -37,6 +37,7 @@ from threefold.engine.data.shards.shard_writer import ShardWriter
 from threefold.engine.data.shards.token_shard import HEADER, TokenShard
 from threefold.engine.data.sources import ShardSource, SyntheticSource
 from threefold.engine.data.stateless_shuffle import shuffled_index
+from threefold.engine.data.text.chat.conversation import Conversation
 from threefold.engine.data.text.chat_template import chat_prompt, encode_chat
 from threefold.engine.data.text.tokenize_files import tokenize_files
 from threefold.engine.data.text.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
@@ -319,7 +320,7 @@ CHAT = [
 
 def test_only_the_assistant_is_learned(tokenizer_file: Path) -> None:
     for tokenizer in (ByteTokenizer(), FileTokenizer(tokenizer_file)):
-        tokens, mask = encode_chat(tokenizer, CHAT)
+        [(tokens, mask)] = encode_chat(tokenizer, Conversation(CHAT)).samples
         end = tokenizer.special("<|im_end|>")
         learned = [*tokenizer.encode("4").tolist(), end, *tokenizer.encode("six").tolist(), end]
         assert tokens[mask == 1].tolist() == learned
@@ -519,6 +520,11 @@ def test_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:2").touch()
     assert parse_entries("embedded") == [DataEntry("embedded")]
+    assert parse_entries(("a.tok:2x", "b.tok:0.5x", "c:x")) == [
+        DataEntry("a.tok", epochs=2.0),
+        DataEntry("b.tok", epochs=0.5),
+        DataEntry("c:x"),
+    ]
     assert parse_entries(("a.tok:0.3", "b:c.tok:2", "d:e.tok", "run:2")) == [
         DataEntry("a.tok", 0.3),
         DataEntry("b:c.tok", 2.0),
@@ -530,6 +536,18 @@ def test_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def job(data: Any, **fields: Any) -> Job:
     fields = {"seq_len": 8, "global_batch": 12, "micro_batch": 1} | fields
     return Job(data=tuple(map(str, data)) if isinstance(data, list | tuple) else str(data), **fields)
+
+
+def test_text_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
+    """Not by its shard in the cache. An answer behind the end of a sequence is none."""
+    text, chats = tmp_path / "notes.txt", tmp_path / "chats.jsonl"
+    text.write_text("only words")
+    chats.write_text('{"prompt": "%s", "completion": "4"}' % ("long " * 20))
+    for path, said in ((text, "notes.txt has no loss mask"), (chats, "chats.jsonl holds nothing to learn")):
+        finding = refusal(lambda path=path: open_sources(job(path, task="sft"), 1000, cache=tmp_path / "stored"))
+        assert said in finding.problem
+        assert "stored" not in finding.problem
+    assert "first 8 tokens" in finding.fix_text
 
 
 def test_every_data_problem_at_once(tmp_path: Path) -> None:
@@ -550,7 +568,8 @@ def test_every_data_problem_at_once(tmp_path: Path) -> None:
         "shard-readable",
     ]
     assert all(finding.fix_text for finding in caught.value.findings)
-    for data in (["embedded", "synthetic:1"], ["synthetic:nan"], ["synthetic:inf"], ["synthetic:-1"]):
+    refused = (["embedded", "synthetic:1"], ["synthetic:nan"], ["synthetic:inf"], ["synthetic:-1"], ["synthetic:0x"])
+    for data in (*refused, ["embedded:2x", "synthetic:1"]):
         assert refusal(lambda data=data: open_sources(job(data), 1000, cache=tmp_path)).rule == "data-weights"
     assert refusal(lambda: open_sources(job([]), 1000)).rule == "data-empty"
     for data in ("embedded", tmp_path / "ok.tok"):
@@ -563,6 +582,8 @@ def test_sizes_are_the_weights_where_none_are_written(tmp_path: Path) -> None:
     write(tmp_path / "b.tok", [list(range(241))])
     _, weights = open_sources(job([tmp_path / "a.tok", tmp_path / "b.tok"]), 1000)
     assert weights == [10, 30]
+    _, weights = open_sources(job([f"{tmp_path}/a.tok:2x", f"{tmp_path}/b.tok"]), 1000)
+    assert weights == [20, 30]
     [joined], _ = open_sources(job(tmp_path), 1000)
     assert joined.num_samples == 40
     assert joined.sample(10).tokens_S.tolist() == list(range(8))
@@ -661,18 +682,6 @@ def test_tiny_corpus_wraps_around(tmp_path: Path) -> None:
     batch = open_loader(tmp_path / "tiny.tok", micro_batch=12).batch(5, 0)
     assert batch.tokens_BS.tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]] * 12
     assert batch.labels_BS.tolist() == [[2, 3, *[IGNORED] * 6]] * 12
-
-
-def test_held_out_is_never_trained_on(shards: list[Path]) -> None:
-    whole = open_loader(shards[1])
-    train, held = (open_loader(shards[1], held_out=0.25, evaluation=e) for e in (False, True))
-    rows = [
-        {tuple(one.batch(s, m).tokens_BS[0].tolist()) for s in range(9) for m in range(12)} for one in (train, held)
-    ]
-    assert not rows[0] & rows[1]
-    assert len(rows[0]) + len(rows[1]) == whole.mixture.sources[0].num_samples
-    assert len(rows[1]) == 4  # of 17 samples
-    assert refusal(lambda: open_loader(shards[0], held_out=0.1, seq_len=500)).rule == "data-empty"
 
 
 @pytest.fixture(scope="module")

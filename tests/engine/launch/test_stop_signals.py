@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP: while a run starts they end it with one line, in its loop the last two save it."""
+"""SIGINT, SIGTERM and SIGHUP: while a run starts they end it with one line, in its loop they save it."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from threefold.engine.launch.stop_signals import STOP_SIGNALS
+from threefold.engine.launch.stop_signals import INTERRUPTED, STOP_SIGNALS
 from threefold.engine.run.checkpoints import read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, METRICS
 
@@ -37,6 +37,14 @@ def watch(happened, given):
         receiver = os.getpid() if rank == "none" else os.getppid()
         rank = "done"
         os.kill(receiver, int(number))
+sys.addaudithook(watch)
+"""
+
+HANGING_SAVE = """
+import sys, time
+def watch(happened, given):
+    if happened == "open" and str(given[0]).endswith("facts.json"):
+        time.sleep(1e6)
 sys.addaudithook(watch)
 """
 
@@ -69,6 +77,7 @@ def default_signals() -> None:
 
 def check_stop(moment: str, number: signal.Signals, folder: Path, *words: str) -> None:
     code, said = stop_at(moment, number, folder, *words)
+    said = [line for line in said if not line.startswith("starting from random weights")]
     assert said == [f"threefold train: stopped by {number.name}; checkpoints are as they were"], said
     assert code == 128 + number
     assert not list(folder.glob(f"{CHECKPOINTS}/*"))
@@ -204,15 +213,37 @@ def test_under_nohup_a_lost_terminal_is_nothing(tmp_path: Path, started: list[An
 
 
 @RANKS
-def test_interrupt_in_the_loop_is_one_line(words: list[str], tmp_path: Path, started: list[Any]) -> None:
+def test_the_first_interrupt_in_the_loop_saves(words: list[str], tmp_path: Path, started: list[Any]) -> None:
     folder = tmp_path / "run"
     with (tmp_path / "said").open("w+") as said:
         run = start(folder, f"job.steps={LONG}", *words, preexec_fn=default_signals, stdout=said, stderr=said)
         started.append(run)
         wait_until(lambda: num_steps(folder) >= 2, run)
         run.send_signal(signal.SIGINT)
-        assert run.wait(HANG_SECONDS) == 130
+        assert run.wait(HANG_SECONDS) == 0
         said.seek(0)
-        lines = said.read().splitlines()
-    rest = lines[1 + max(n for n, line in enumerate(lines) if line.startswith("step ")) :]
-    assert rest == ["threefold train: stopped by SIGINT; checkpoints are as they were"]
+        text = said.read()
+    assert text.count(INTERRUPTED) == 1
+    assert "Traceback" not in text
+    assert text.splitlines()[-1].startswith("stopped at step ")
+    assert_saved(folder)
+
+
+@RANKS
+def test_the_second_interrupt_ends_the_run_at_once(words: list[str], tmp_path: Path, started: list[Any]) -> None:
+    """The first one cannot end this run: its save never comes to an end."""
+    folder = tmp_path / "run"
+    (tmp_path / "sitecustomize.py").write_text(HANGING_SAVE)
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    given = [f"job.steps={LONG}", "run.save_every=0", *words]
+    run = start(folder, *given, preexec_fn=default_signals, **streams)
+    started.append(run)
+    wait_until(lambda: num_steps(folder) >= 2, run)
+    assert run.stderr is not None
+    run.send_signal(signal.SIGINT)
+    while INTERRUPTED not in (line := run.stderr.readline()):
+        assert line, "it ended"
+    run.send_signal(signal.SIGINT)
+    assert run.wait(HANG_SECONDS) == 130
+    assert "threefold train: stopped by SIGINT; checkpoints are as they were" in run.stderr.read()
+    assert not list(folder.glob(f"{CHECKPOINTS}/step-*"))

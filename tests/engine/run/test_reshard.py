@@ -33,7 +33,7 @@ from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint
 from threefold.engine.run.dcp import CheckpointShard, StoredTensors
-from threefold.engine.run.folder import CHECKPOINTS, open_run
+from threefold.engine.run.folder import CHECKPOINTS, open_run, record_plan
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.weights.convert import export_hf
 from threefold.engine.weights.imported_weights import INITIAL, load_initial_weights
@@ -134,6 +134,7 @@ def tiny_weights(run: Path) -> dict[str, Tensor]:
     """A run of a DeepSeek-like model (fused gate_up, balance bias, MTP), and its weights."""
     plan = tiny_plan({"job.data": "synthetic", **DEEPSEEK})
     open_run(run, plan)
+    record_plan(run, plan)
     torch.manual_seed(1)
     model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), options_of(plan))
     return {f"model.{name}": value for name, value in model.state_dict().items()}

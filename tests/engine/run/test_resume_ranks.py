@@ -17,7 +17,7 @@ from threefold.engine.build import build
 from threefold.engine.dist.join import World
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint
-from threefold.engine.run.folder import CHECKPOINTS, open_run
+from threefold.engine.run.folder import CHECKPOINTS, open_run, record_plan
 from threefold.engine.step import train_step
 from threefold.engine.train_state import TrainState
 from threefold.engine.verify.forked_ranks import run_ranks
@@ -210,6 +210,7 @@ def test_export_of_four_ranks_is_that_of_one(config: Path, tmp_path: Path) -> No
     one, four = (tiny(config, LAYOUTS[n], "bf16") for n in (0, 6))
     for name, plan in (("one", one), ("four", four)):
         open_run(tmp_path / name, plan)
+        record_plan(tmp_path / name, plan)
     run_ranks(4, saves, four, tmp_path / "four", 1e-3)
     run_ranks(1, loads_and_saves, one, [tmp_path / "four"], [tmp_path / "one"])
     for name in ("one", "four"):

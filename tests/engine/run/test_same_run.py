@@ -85,7 +85,7 @@ def test_a_field_of_the_plan_is_named(fields: dict[str, Any], tmp_path: Path) ->
     train(plan_of(fields), tmp_path / "run", quiet)
     changed = plan_of({**fields, "job.lr": 0.5, "job.global_batch": 2})
     problem = refusal(lambda: train(changed, tmp_path / "run", quiet))
-    assert "job.lr was not stated, now 0.5" in problem
+    assert "job.lr was 0.0003 (the default), now 0.5" in problem
     assert "job.global_batch was 4, now 2" in problem
 
 

@@ -7,7 +7,7 @@
 from dataclasses import dataclass, replace
 
 from threefold.cost.format_support import expert_gemm_precision, gemm_precision, runs_fused_experts
-from threefold.cost.layer_work import BF16, LayerCase, Work, gemms_per_weight, layer_case, layer_work
+from threefold.cost.layer_work import BF16, LayerCase, Work, layer_case, layer_work
 from threefold.cost.rates import Rates, gemm_rate, peak_flops
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.cost.stage_contents import NotRecomputedLayer
@@ -20,6 +20,7 @@ from threefold.cost.time.context_parallel import context_parallel_seconds, laten
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
 from threefold.cost.time.host_launches import LAYER_SHARPNESS, host_seconds, host_wait
 from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
+from threefold.cost.trained_weights import gemms_per_weight
 from threefold.plan.cores import num_threads
 from threefold.plan.plan import Plan
 from threefold.spec.flops import layer_flops
@@ -118,7 +119,7 @@ def _expert_seconds(plan: Plan, work: Work, rates: Rates) -> tuple[float, float]
     """Grouped GEMMs of the routed experts: the forward, and forward with backward."""
     if not work.grouped_flops:
         return 0.0, 0.0
-    passes, wgrads = gemms_per_weight(plan)
+    passes, wgrads = gemms_per_weight(plan, "experts")
     bandwidth = _memory_bandwidth(plan, rates)
     full_rate = gemm_rate(rates, plan, expert_gemm_precision(plan), 1e9) * rates.grouped
     rate = full_rate * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
@@ -197,7 +198,9 @@ def _layer_parts(
     shared = forward.gemm * flops.shared / max(1.0, flops.shared + flops.projections)
     passes, wgrads = gemms_per_weight(plan)
     experts = PartSeconds(
-        forward.experts + around_experts, experts_backward + 2 * around_experts, wgrads * experts_backward / 2
+        forward.experts + around_experts,
+        experts_backward + 2 * around_experts,
+        gemms_per_weight(plan, "experts")[1] * experts_backward / 2,
     )
     mixer = forward.gemm - shared + forward.attention + forward.elementwise + forward.quantize + forward.tp
     mixer -= around_experts

@@ -4,7 +4,7 @@
 """
 
 from threefold.cost.format_support import STATE_BYTES
-from threefold.cost.rank_params import rank_params, trained_params
+from threefold.cost.rank_params import trained_params
 from threefold.cost.rates import Rates
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.plan.plan import Plan
@@ -33,7 +33,7 @@ def _muon_seconds(plan: Plan) -> float:
     traits = STACK_TRAITS[plan.target]
     fraction = traits.muon_fraction_cpu if chip.architecture == "cpu" else traits.muon_fraction_gpu
     rate = chip.peak_flops[traits.muon_format] * fraction
-    dense, experts = rank_params(plan)
+    dense, experts = trained_params(plan)
     tables = 2 * model.vocab * model.dim / layout.tp / layout.pp
     expert_side = model.moe.expert_dim * 2 if model.moe else model.dense_dim
     flops = _orthogonalization_flops(model.dim, expert_side) * experts

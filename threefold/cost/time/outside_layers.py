@@ -4,9 +4,11 @@ All of them are forward and backward together; `time/step.py` adds them to the s
 """
 
 from threefold.cost.format_support import gemm_precision
-from threefold.cost.layer_work import IMAGE_PATCHES, gemms_per_weight
 from threefold.cost.rates import Rates, gemm_rate
 from threefold.cost.stack_traits import STACK_TRAITS
+from threefold.cost.trained_weights import gemms_per_weight
+from threefold.cost.vision.planned_pictures import expected_patches, pictures_of_rank
+from threefold.cost.vision.saved_bytes import trains_part
 from threefold.plan.plan import Plan
 from threefold.spec.flops import padded_vocab
 
@@ -15,21 +17,22 @@ def loss_seconds(plan: Plan, rates: Rates) -> float:
     """Embedding, output layer and cross entropy of one microbatch."""
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
     vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
-    flops = 2 * gemms_per_weight(plan)[0] * plan.model.dim * vocab * tokens
+    flops = 2 * gemms_per_weight(plan, "head")[0] * plan.model.dim * vocab * tokens
     moved = tokens * vocab * STACK_TRAITS[plan.target].logit_bytes
     precision = plan.knobs.precision if plan.knobs.fp8_output else "bf16"
     return flops / gemm_rate(rates, plan, precision, tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
 
 
 def vision_seconds(plan: Plan, rates: Rates) -> float:
-    """The image encoder on one microbatch; a frozen encoder runs forward only."""
+    """The image encoder on one microbatch; a frozen encoder runs forward only, a recomputed one forward twice."""
     vision = plan.model.vision
     if vision is None:
         return 0.0
-    images = 1.0 if plan.job.images is None else plan.job.images
-    patches = images * plan.job.micro_batch * IMAGE_PATCHES
-    per_patch = vision.depth * (8 * vision.dim**2 + 4 * vision.dim * vision.mlp_dim + 4 * IMAGE_PATCHES * vision.dim)
-    passes = 1 if "vision" in plan.job.freeze else 3
+    patches, of_picture = expected_patches(plan)
+    if STACK_TRAITS[plan.target].shares_pictures:
+        patches = min(patches, pictures_of_rank(plan) * of_picture)
+    per_patch = vision.depth * (8 * vision.dim**2 + 4 * vision.dim * vision.mlp_dim + 4 * of_picture * vision.dim)
+    passes = 3 + ("full" in plan.vision_recompute) if trains_part(plan, "vision") else 1
     return passes * patches * per_patch / gemm_rate(rates, plan, "bf16", max(1.0, patches))
 
 

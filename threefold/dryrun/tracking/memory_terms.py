@@ -23,6 +23,8 @@ from threefold.plan.terms import MEMORY_TERMS
 
 # Part of a module path -> term. The first match counts, so the more specific parts come first.
 _TERM_OF_PATH = (
+    (".vision", "vision"),
+    (".projector", "vision"),
     (".ffn.experts", "experts"),
     (".ffn.router", "router"),
     (".ffn.shared", "shared_experts"),

@@ -70,7 +70,7 @@ class GqaAttention(nn.Module):
             q_BSHd, gate_BSHd = q_BSX.view(*q_BSX.shape[:2], -1, 2 * self.spec.head_dim).chunk(2, dim=-1)
         else:
             q_BSHd = q_BSX.view(heads)
-        table = positions.rope(self.rope_dim, self.spec.rope_theta, self.spec.rope_scaling)
+        table = positions.rope(self.rope_dim, self.spec.rope_theta, self.spec.rope_scaling, self.spec.rope_sections)
         q_BHSd = norm_and_rotate_heads(q_BSHd, self.q_norm, table)
         k_BGSd = norm_and_rotate_heads(k_BSX.view(heads), self.k_norm, table)
         return q_BHSd, k_BGSd, v_BSX.view(heads).transpose(1, 2), gate_BSHd

@@ -34,14 +34,18 @@ class _SharedInputLinears(torch.autograd.Function):
         ctx.targets = targets
         half = len(parameters) // 2
         weights, biases = parameters[:half], parameters[half:]
-        ctx.save_for_backward(x, *weights)
+        # The input is for the weight gradients alone: frozen weights need none.
+        is_frozen = all(target.queue is None for target in targets) and not any(ctx.needs_input_grad[2 : 2 + half])
+        ctx.save_for_backward(None if is_frozen else x, *weights)
+        ctx.shape = x.shape
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         wants_x, _, *wants = ctx.needs_input_grad
-        x_NI, x_grad = x.flatten(0, -2), None
+        x_NI: Any = None if x is None else x.flatten(0, -2)
+        x_grad: Tensor | None = None
         parameter_grads: list[Tensor | None] = [None] * len(wants)
         for n, (grad, weight_OI) in enumerate(zip(grads, weights, strict=True)):
             if grad is None:
@@ -52,4 +56,4 @@ class _SharedInputLinears(torch.autograd.Function):
             parameter_grads[n] = compute_or_delay(ctx.targets[n], wants[n], partial(compute_wgrad, grad_NO, x_NI))
             if wants[len(weights) + n]:
                 parameter_grads[len(weights) + n] = grad_NO.sum(dim=0)
-        return None if x_grad is None else x_grad.view_as(x), None, *parameter_grads
+        return None if x_grad is None else x_grad.view(ctx.shape), None, *parameter_grads

@@ -1,6 +1,6 @@
-"""The folder for files that can be made again, used by `embedded_corpus.py` and `open_sources.py`.
+"""The folder for files that can be made again, used by `embedded_corpus.py` and `token_cache.py`.
 
-It holds the embedded corpus, and shards made from JSONL.
+It holds the embedded corpus, and shards made from text and records.
 """
 
 import os

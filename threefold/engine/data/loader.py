@@ -2,14 +2,16 @@
 
 All ranks read one global sequence of samples. A step takes the next `global_batch` of them. Microbatch m of
 data-parallel rank r takes B consecutive samples of the step, from number (m * dp_size + r) * B on. The samples of a
-step and their order therefore do not depend on the number of ranks, and a position in the data is one number.
+step and their order therefore do not depend on the number of ranks, and a position in the data is one number. For a
+vision-language model the samples of a step are dealt out by their pictures instead (`images/balance.py`), and batches
+have pictures (`images/batch_images.py`).
 
 Shapes: B sequences of a microbatch, S tokens of a sequence.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,20 @@ import torch
 from torch import Tensor
 
 from threefold.engine.batch import Batch
+from threefold.engine.data.held_out import HeldOut
+from threefold.engine.data.images.balance import BalancedSteps
+from threefold.engine.data.images.batch_images import BatchImages, SkippedPictures
+from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.mixture import Mixture
-from threefold.engine.data.open_sources import open_sources
+from threefold.engine.data.open_sources import DataSettings, open_job_data
 from threefold.engine.data.packing import Sample
 from threefold.engine.data.prefetch import BatchIndex, Prefetcher
-from threefold.engine.data.sources import split_held_out
+from threefold.engine.data.sources import whole_range
 from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Job
+from threefold.spec.model import VisionSpec
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class _BatchMaker:
     length_multiple: int
     start_step: int = 0
     start_sample: int = 0
+    images: BatchImages | None = None  # of a vision-language model, and so is `balance`
+    balance: BalancedSteps | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -48,8 +58,11 @@ class _BatchMaker:
     def first_sample(self, step: int) -> int:
         return self.start_sample + (step - self.start_step) * self.job.global_batch
 
-    def samples(self, step: int, microbatch: int) -> range:
-        first = self.first_sample(step) + (microbatch * self.dp_size + self.dp_rank) * self.job.micro_batch
+    def samples(self, step: int, microbatch: int) -> Sequence[int]:
+        slot = microbatch * self.dp_size + self.dp_rank
+        if self.balance is not None:
+            return self.balance.samples(self.first_sample(step), slot)
+        first = self.first_sample(step) + slot * self.job.micro_batch
         return range(first, first + self.job.micro_batch)
 
     def make(self, step: int, microbatch: int) -> Batch:
@@ -58,7 +71,8 @@ class _BatchMaker:
         if self.job.dynamic_length:
             used = length - min(row.num_padding for row in rows)
             length = min(length, -(-used // self.length_multiple) * self.length_multiple)
-        return _stack(rows, length)
+        batch = _stack(rows, length)
+        return batch if self.images is None else self.images.add(batch, rows)
 
     def indices_from(self, step: int, microbatch: int) -> Iterator[BatchIndex]:
         """This index and all that follow."""
@@ -90,6 +104,8 @@ class Loader:
         cache: str | Path | None = None,
         prefetch: int = 2,
         length_multiple: int = 1,
+        vision: VisionSpec | None = None,
+        image_workers: int = 0,
     ) -> None:
         """Open the data of a job for one data-parallel rank.
 
@@ -99,19 +115,29 @@ class Loader:
             dp_rank: this rank among the `dp_size` data-parallel ranks.
             dp_size: number of data-parallel ranks.
             seed: chooses the order of samples.
-            held_out: share of each source that is held out for evaluation.
+            held_out: share of each source that is held out for evaluation, by the hash of its documents.
             evaluation: give the held-out samples instead of the others.
-            tokenizer: encodes JSONL; bytes by default.
-            cache: folder for shards made from JSONL and for the embedded corpus.
+            tokenizer: encodes text; None takes that of job.tokenizer, or bytes.
+            cache: folder for shards made from text and for the embedded corpus.
             prefetch: microbatches that are made ahead of time; 0 for none.
             length_multiple: job.dynamic_length rounds the length of a microbatch up to a multiple of this.
+            vision: the model's vision part; None for a text model.
+            image_workers: processes that decode pictures; 0 decodes them in the thread that makes batches.
         """
         if not 0 <= dp_rank < dp_size or job.global_batch % (dp_size * job.micro_batch):
             raise ValueError(f"rank {dp_rank} of {dp_size}, batch {job.global_batch}, microbatch {job.micro_batch}")
-        sources, weights = open_sources(job, vocab, seed, tokenizer, cache)
-        self._check_split([source.num_samples for source in sources], held_out, evaluation)
-        parts = [split_held_out(source, held_out, evaluation) for source in sources]
+        split = HeldOut(held_out, seed, evaluation) if held_out or evaluation else None
+        settings = DataSettings(vocab, seed, tokenizer, cache, vision, split)
+        sources, weights = open_job_data(job, settings)
+        assert settings.tokenizer is not None
+        self.tokenizer, self.tokenizer_labels = settings.tokenizer, frozenset(settings.labels)
+        self.warnings = settings.warnings
+        parts = [whole_range(source) for source in sources]
         self._maker = _BatchMaker(Mixture(parts, weights, seed), job, dp_rank, dp_size, length_multiple)
+        if vision is not None:
+            images = BatchImages(patch_rules(vision, job.max_pixels), vision.tokens, DecodePool(image_workers))
+            balance = BalancedSteps(self.mixture.num_vision_tokens, job.global_batch, job.micro_batch)
+            self._maker = replace(self._maker, images=images, balance=balance)
         self._prefetch_depth = prefetch
         self._prefetcher: Prefetcher[Batch] | None = None
         self._next: BatchIndex = (0, 0)
@@ -129,9 +155,13 @@ class Loader:
         """Whether part of the data is synthetic, so that the loss says nothing about learning."""
         return self.mixture.benchmark_only
 
-    def samples(self, step: int, microbatch: int) -> range:
+    def samples(self, step: int, microbatch: int) -> Sequence[int]:
         """The numbers of a microbatch's samples in the global sequence."""
         return self._maker.samples(step, microbatch)
+
+    def skipped_pictures(self) -> SkippedPictures:
+        """The records that cannot be used, and the pictures that this rank could not decode so far."""
+        return SkippedPictures.of(self.mixture.sources, self._maker.images)
 
     def batch(self, step: int, microbatch: int = 0) -> Batch:
         if not 0 <= microbatch < self.num_microbatches or step < self._maker.start_step:
@@ -169,10 +199,12 @@ class Loader:
         return [{**source.content(), "samples_of_4096": count} for source, count in pairs]
 
     def close(self) -> None:
-        """Stop the prefetch thread. Asking for a batch starts it again."""
+        """Stop the prefetch thread and decoding processes. Asking for a batch starts them again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+        if self._maker.images is not None:
+            self._maker.images.pool.close()
 
     def __enter__(self) -> "Loader":
         return self
@@ -189,15 +221,6 @@ class Loader:
         except BaseException:
             self.close()
             raise
-
-    @staticmethod
-    def _check_split(sizes: list[int], held_out: float, evaluation: bool) -> None:
-        if (evaluation or held_out) and (not 0 < held_out < 1 or min(sizes) < 2):
-            problem = f"{held_out:g} of {min(sizes)} sequences cannot be held out for evaluation"
-            found = Finding(
-                rule="data-empty", at="job.data", problem=problem, advice="more data, or a shorter job.seq_len"
-            )
-            raise FindingsError([found])
 
 
 def _stack(rows: list[Sample], length: int) -> Batch:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from threefold.engine.data.packing import Sample
-from threefold.engine.data.sources import Source
+from threefold.engine.data.sources import Source, num_vision_tokens
 from threefold.engine.data.stateless_shuffle import shuffled_index
 
 BLOCK = 4096
@@ -40,6 +40,11 @@ class Mixture:
     def sample(self, n: int) -> Sample:
         number, index = self.locate(n)
         return self.sources[number].sample(index)
+
+    def num_vision_tokens(self, n: int) -> int:
+        """The picture tokens of sample n."""
+        number, index = self.locate(n)
+        return num_vision_tokens(self.sources[number], index)
 
     def fingerprint(self) -> str:
         """A digest that is equal for equal sequences of samples."""

@@ -1,4 +1,4 @@
-"""Turns the documents of a shard into sequences of `seq_len` tokens.
+"""Turns the documents of a shard, or of another store, into sequences of `seq_len` tokens.
 
 `ShardSource` chooses one of three ways. `concatenated_sample` cuts the stream of all documents every S tokens, and
 attention sees across documents. `packed_sample` cuts the same stream and marks document boundaries. `WholeDocuments`
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.engine.data.shards.token_shard import TokenShard, refused
+from threefold.engine.data.shards.document_store import DocumentStore
+from threefold.engine.data.shards.token_shard import refused
 
 Ints = NDArray[np.int64]
 IGNORED = -100  # the label of a position without a loss
@@ -54,13 +55,13 @@ def num_stream_samples(num_tokens: int, seq_len: int) -> int:
     return -(-(num_tokens - 1) // seq_len) if num_tokens > 1 else 0
 
 
-def concatenated_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
+def concatenated_sample(shard: DocumentStore, index: int, seq_len: int) -> Sample:
     """Sequence `index` of the stream. The label of a document's last token is the first token of the next document."""
     tokens_N, labels_N, _ = _stream(shard, index, seq_len)
     return pad_sample(tokens_N, labels_N, seq_len)
 
 
-def packed_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
+def packed_sample(shard: DocumentStore, index: int, seq_len: int) -> Sample:
     """Sequence `index` of the stream, with document boundaries.
 
     A document that the end of a sequence splits continues as a new document in the next sequence. The label at the
@@ -68,7 +69,7 @@ def packed_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
     """
     tokens_N, labels_N, first = _stream(shard, index, seq_len)
     after = first + len(tokens_N)
-    span = np.searchsorted(shard.offsets, [np.uint64(first), np.uint64(after)], side="right")
+    span = np.searchsorted(shard.offsets, np.array([first, after], shard.offsets.dtype), side="right")
     # Document ends, in 1..N; the next token is another document's.
     inside = shard.offsets[span[0] : span[1]].astype(np.int64) - first
     if np.any(np.diff(inside, prepend=0) <= 0) or np.any(inside > len(tokens_N)):
@@ -78,7 +79,7 @@ def packed_sample(shard: TokenShard, index: int, seq_len: int) -> Sample:
     return pad_sample(tokens_N, labels_N, seq_len, starts)
 
 
-def _stream(shard: TokenShard, index: int, seq_len: int) -> tuple[Ints, Ints, int]:
+def _stream(shard: DocumentStore, index: int, seq_len: int) -> tuple[Ints, Ints, int]:
     first = index * seq_len
     chunk = shard.read(first, first + seq_len + 1)
     if len(chunk) <= seq_len:
@@ -92,16 +93,16 @@ class WholeDocuments:
     A document that is longer than a sequence is truncated. A document without any token to learn is left out.
     """
 
-    def __init__(self, shard: TokenShard, seq_len: int, uses_mask: bool, packs_several: bool = True) -> None:
+    def __init__(self, shard: DocumentStore, seq_len: int, uses_mask: bool, packs_several: bool = True) -> None:
         """`uses_mask`: learn only tokens of the loss mask. `packs_several`: put several documents into a sequence."""
         self.shard, self.seq_len, self.packs_several = shard, seq_len, packs_several
-        self.mask = shard.mask if uses_mask else None
+        self.uses_mask = uses_mask and shard.masked
         sizes = np.diff(shard.offsets.astype(np.int64))
         if np.any(sizes <= 0):
             raise refused(shard.path, "its document offsets do not rise")
         used = np.flatnonzero(sizes > 1)
         self.num_truncated = int((sizes > seq_len).sum())
-        if self.mask is not None:
+        if self.uses_mask:
             used = np.array([d for d in used if self._has_labels(int(d))], np.int64)
         lengths = np.minimum(sizes[used], seq_len)
         order, starts = (
@@ -118,8 +119,8 @@ class WholeDocuments:
             first, after = self._bounds(int(document))
             document_tokens = self.shard.read(first, after)
             target = np.append(document_tokens[1:], IGNORED)
-            if self.mask is not None:
-                target[:-1][self.mask[first + 1 : after] == 0] = IGNORED
+            if self.uses_mask:
+                target[:-1][self.shard.read_mask(first + 1, after) == 0] = IGNORED
             tokens.append(document_tokens)
             labels.append(target)
             starts.append(num_tokens)
@@ -133,7 +134,7 @@ class WholeDocuments:
 
     def _has_labels(self, document: int) -> bool:
         first, after = self._bounds(document)
-        return self.mask is None or bool(self.mask[first + 1 : after].any())
+        return bool(self.shard.read_mask(first + 1, after).any())
 
 
 def pack_documents(lengths: NDArray[Any], seq_len: int, window: int = WINDOW) -> tuple[Ints, Ints]:

@@ -20,7 +20,8 @@ from threefold.engine.data.packing import (
     packed_sample,
     pad_sample,
 )
-from threefold.engine.data.shards.token_shard import DIGITS, TokenShard
+from threefold.engine.data.shards.document_store import DocumentStore
+from threefold.engine.data.shards.token_shard import DIGITS
 
 SYNTHETIC_SAMPLES = 2**40  # samples of a synthetic source; no run reaches the end
 LONG_TOKENS = 32_768  # sequences of at least this length are packed from long documents
@@ -48,17 +49,17 @@ class Source(Protocol):
 
 
 class ShardSource:
-    """The sequences of one shard. Fine-tuning (`sft`) keeps documents whole; otherwise they are one stream."""
+    """The sequences of a shard or other store. Fine-tuning (`sft`) keeps documents whole; else they are one stream."""
 
     benchmark_only = False
 
-    def __init__(self, shard: TokenShard, seq_len: int, packing: bool, sft: bool = False) -> None:
+    def __init__(self, shard: DocumentStore, seq_len: int, packing: bool, sft: bool = False) -> None:
         self.name, self.shard, self.seq_len, self.packing = str(shard.path), shard, seq_len, packing
         self._whole_documents = WholeDocuments(shard, seq_len, uses_mask=True, packs_several=packing) if sft else None
         if self._whole_documents is not None:
             self.num_samples = len(self._whole_documents)
         else:
-            self.num_samples = num_stream_samples(shard.header.num_tokens, seq_len)
+            self.num_samples = num_stream_samples(shard.num_tokens, seq_len)
 
     def sample(self, index: int) -> Sample:
         if self._whole_documents is not None:
@@ -66,7 +67,7 @@ class ShardSource:
         return (packed_sample if self.packing else concatenated_sample)(self.shard, index, self.seq_len)
 
     def fingerprint(self) -> str:
-        return self.shard.header.fingerprint
+        return self.shard.fingerprint
 
     def content(self) -> dict[str, Any]:
         return self.shard.content()
@@ -150,7 +151,7 @@ class ConcatenatedSource:
 
 @dataclass(frozen=True)
 class SampleRange:
-    """A range of a source's samples: those held out for evaluation, or the rest for training."""
+    """A range of a source's samples: all of them, or of synthetic ones those held out for evaluation or the rest."""
 
     source: Source
     first: int
@@ -167,6 +168,9 @@ class SampleRange:
     def sample(self, index: int) -> Sample:
         return self.source.sample(self.first + index)
 
+    def num_vision_tokens(self, index: int) -> int:
+        return num_vision_tokens(self.source, self.first + index)
+
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}[{self.first}:{self.first + self.num_samples}]"
 
@@ -174,13 +178,21 @@ class SampleRange:
         return {"num_samples": self.num_samples, **self.source.content()}
 
 
-def split_held_out(source: Source, held_out: float, evaluation: bool) -> Source:
-    """The part of a source for evaluation (its last samples) or the part for training (the others).
+def num_vision_tokens(source: Source, index: int) -> int:
+    """The picture tokens of a sample; 0 where the source has no pictures."""
+    count = getattr(source, "num_vision_tokens", None)
+    return int(count(index)) if count is not None else 0
 
-    `held_out` is the share for evaluation; each part has at least one sample.
+
+def split_held_out(source: Source, held_out: float, evaluation: bool) -> Source:
+    """The part of a synthetic source for evaluation (its last samples) or the part for training (the others).
+
+    Its samples are drawn independently of each other, so that any of them do. Documents are split by `held_out.py`.
     """
-    num_held_out = round(source.num_samples * held_out)
-    if held_out > 0:
-        num_held_out = min(max(num_held_out, 1), source.num_samples - 1)
-    first = source.num_samples - num_held_out
-    return SampleRange(source, first, num_held_out) if evaluation else SampleRange(source, 0, first)
+    first = source.num_samples - round(source.num_samples * held_out)
+    return SampleRange(source, first, source.num_samples - first) if evaluation else SampleRange(source, 0, first)
+
+
+def whole_range(source: Source) -> Source:
+    """All samples of a source. A source that is a range already stays as it is."""
+    return source if isinstance(source, SampleRange) else SampleRange(source, 0, source.num_samples)

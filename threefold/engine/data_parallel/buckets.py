@@ -20,7 +20,7 @@ ALIGN = 64  # elements: a view of any dtype starts at 64 bytes or a multiple, as
 
 @dataclass(eq=False)
 class ParameterEntry:
-    """A parameter that trains, on this rank."""
+    """A parameter on this rank."""
 
     name: str
     parameter: nn.Parameter

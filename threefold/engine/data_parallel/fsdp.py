@@ -1,9 +1,9 @@
 """Fully sharded data parallelism by torch's `fully_shard`: weights are sharded too, and gathered for use.
 
 Dense parameters are sharded over one group, experts over another; with HSDP each group is replicas x shards. Weights
-are kept in fp32 where the model computes in sixteen bits, so that they are their own master weights. Gradients are
-reduced every microbatch: full gradients are never kept. Parameters that several chunks use, or that only one rank
-holds, are left to ZeRO-1 (`others`).
+are kept in fp32 where the model computes in sixteen bits, so that they are their own master weights; frozen ones stay
+in sixteen bits. Gradients are reduced every microbatch: full gradients are never kept. Parameters that several chunks
+use, or that only one rank holds, are left to ZeRO-1 (`others`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,9 @@ class Fsdp:
         settings: DataParallelSettings,
         policy: WrapPolicy,
     ) -> None:
-        entries = collect_entries(chunks, placements)
+        frozen = collect_entries(chunks, placements, frozen=True)
+        entries = [*collect_entries(chunks, placements), *frozen]
+        self.frozen = frozenset(entry.name for entry in frozen)
         self.zero = norm_zero((entry.parameter for entry in entries), settings.device)
         # Whether several chunks use a parameter is asked of all pipeline ranks, because all its ranks must shard alike.
         sharded = [
@@ -73,7 +75,8 @@ class Fsdp:
         non_empty = [shard for shard in self.shards if shard.owned.value.numel()]
         mine = [shard for shard in non_empty if shard.groups.replicas.rank == 0 and shard.groups.rest.rank == 0]
         self.owned = [*(shard.owned for shard in mine), *self.others.owned]
-        self.updated = [*(shard.owned for shard in non_empty), *self.others.updated]
+        trained = [shard.owned for shard in non_empty if shard.owned.name not in self.frozen]
+        self.updated = [*trained, *self.others.updated]
 
     def begin_step(self, passes: int | Mapping[int, int]) -> None:
         for shard in self.shards:
@@ -92,7 +95,7 @@ class Fsdp:
             if grad is not None:
                 assert isinstance(grad, DTensor)
                 shard.owned.grad = grad.to_local().reshape(-1)
-            elif not rest.is_trivial:
+            elif not rest.is_trivial and shard.owned.name not in self.frozen:
                 shard.owned.grad = torch.zeros_like(shard.owned.value)
             if shard.owned.grad is not None and not rest.is_trivial:
                 parts.setdefault(rest.ranks, []).append(shard.owned.grad)

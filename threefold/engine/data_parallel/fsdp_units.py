@@ -77,7 +77,8 @@ class FsdpWrapper:
         dtype = params[0].dtype if params else torch.float32
         assert all(self.groups_of[p].shards.ranks == groups.shards.ranks and p.dtype == dtype for p in params)
         for p in params:
-            p.data = p.data.to(torch.promote_types(dtype, torch.float32))
+            if p.requires_grad:  # a frozen weight needs no master weight
+                p.data = p.data.to(torch.promote_types(dtype, torch.float32))
         unit = fully_shard(
             module,
             mesh=self._mesh(groups),
@@ -108,6 +109,7 @@ class FsdpWrapper:
 
 
 def _gather_in_methods(unit: nn.Module, methods: Sequence[str]) -> None:
-    """Gather the parameters of the unit in these methods too, as in its forward."""
+    """Gather the parameters of the unit in these of its methods too, as in its forward."""
     for method in methods:
-        register_fsdp_forward_method(unit, method)
+        if hasattr(unit, method):
+            register_fsdp_forward_method(unit, method)

@@ -72,7 +72,7 @@ class FullMatrices:
         chosen = [
             (name, placement, tensor.device)
             for name, placement, tensor, _ in data.local_tensors()
-            if uses_muon(name, is_matrix(name, placement.shape))
+            if name not in data.frozen and uses_muon(name, is_matrix(name, placement.shape))
         ]
         by_group: dict[tuple[int, ...], tuple[Group, dict[str, Placement]]] = {}
         for name, placement, _ in chosen:

@@ -36,7 +36,12 @@ class DataParallel(Protocol):
 
     @property
     def updated(self) -> list[OwnedShard]:
-        """The elements that this rank's optimizer updates. With HSDP these are more than the owned ones."""
+        """The elements that this rank's optimizer updates: no frozen ones. With HSDP there are also some that other
+        ranks own."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters on this rank that do not train: they have no gradient and no optimizer state."""
 
     def begin_step(self, passes: int) -> None:
         """Set gradients to zero. `passes` backward passes follow before `finish_grad_sync`."""
@@ -64,6 +69,7 @@ class ShardGatherer(Protocol):
     """The part of ZeRO-1 and FSDP that `FullMatrices` uses."""
 
     updated: list[OwnedShard]
+    frozen: frozenset[str]
 
     def local_tensors(self) -> Iterator[LocalTensor]:
         """All memory that this rank must fill to load weights."""

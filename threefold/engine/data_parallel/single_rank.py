@@ -35,8 +35,13 @@ class SingleRank:
         ]
 
     @property
+    def frozen(self) -> frozenset[str]:
+        return frozenset(name for name, p in self.model.named_parameters() if not p.requires_grad)
+
+    @property
     def updated(self) -> list[OwnedShard]:
-        return self.owned
+        frozen = self.frozen
+        return [owned for owned in self.owned if owned.name not in frozen]
 
     def begin_step(self, passes: int) -> None:
         self.model.zero_grad(set_to_none=True)

@@ -24,13 +24,14 @@ from threefold.engine.data_parallel.owned_shards import (
 from threefold.engine.data_parallel.protocol import LocalTensor
 from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.shard_placement import Placement
+from threefold.engine.dist.shard_placement import Placement, even_range
 
 
 class Zero1:
     """Parameters in buckets, whose gradients are reduce-scattered and whose weights are all-gathered.
 
-    A parameter that no other rank holds, and whose gradient needs no wider dtype, is in no bucket (`unbucketed`).
+    A parameter that no other rank holds, and whose gradient needs no wider dtype, is in no bucket (`unbucketed`). Nor
+    is a frozen one: the ranks that hold it own an even part of it each, for checkpoints.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class Zero1:
         self.settings = settings
         self.grads_per_pass: dict[str, int] = {}  # gradients that a parameter gets in one pass, if more than one
         entries = collect_entries(chunks, placements, exclude)
-        self.zero = norm_zero((entry.parameter for entry in entries), settings.device)
+        self.frozen_entries = collect_entries(chunks, placements, exclude, frozen=True)
+        self.frozen = frozenset(entry.name for entry in self.frozen_entries)
+        self.zero = norm_zero((entry.parameter for entry in (*entries, *self.frozen_entries)), settings.device)
         unbucketed = [entry for entry in entries if self._needs_no_bucket(entry, replica_group)]
         self.unbucketed = {entry.name: _owned_in_full(entry) for entry in unbucketed}
         early, late = fill_buckets(
@@ -55,11 +58,11 @@ class Zero1:
         ]  # in the order of their collectives
         self._num_early, self._next = len(early), 0
         self._gathering: set[Bucket] = set()
-        self.owned: list[OwnedShard] = [
+        self.updated: list[OwnedShard] = [
             *(one for bucket in self.buckets for one in bucket.owned),
             *self.unbucketed.values(),
         ]
-        self.updated = self.owned
+        self.owned = [*self.updated, *_own_parts(self.frozen_entries, replica_group)]
         self._nodes: list[object] = []  # autograd nodes, kept alive because their hooks go with them
         for bucket in self.buckets:
             for entry in bucket.entries:
@@ -174,6 +177,8 @@ class Zero1:
             yield entry.name, entry.placement, entry.parameter, None
         for owned in self.unbucketed.values():
             yield owned.name, owned.placement, owned.parameter, None
+        for entry in self.frozen_entries:
+            yield entry.name, entry.placement, entry.parameter, None
 
     def unshard(self, name: str, parameter: Tensor) -> Tensor:
         """The parameter as the model uses it: ZeRO-1 shards no weights."""
@@ -200,18 +205,32 @@ class Zero1:
 
 
 def collect_entries(
-    chunks: Sequence[nn.Module], placements: Mapping[str, Placement], exclude: Iterable[nn.Parameter] = ()
+    chunks: Sequence[nn.Module],
+    placements: Mapping[str, Placement],
+    exclude: Iterable[nn.Parameter] = (),
+    frozen: bool = False,
 ) -> list[ParameterEntry]:
-    """Parameters that train, in the order of registration. A parameter that several chunks use is listed once."""
+    """Parameters that train, or those that are frozen, in the order of registration. A parameter that several chunks
+    use is listed once."""
     found: dict[nn.Parameter, ParameterEntry] = {}
     excluded = set(exclude)
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             if parameter in found:
                 found[parameter].chunks += (number,)
-            elif parameter.requires_grad and parameter not in excluded:
+            elif parameter.requires_grad != frozen and parameter not in excluded:
                 found[parameter] = ParameterEntry(name, parameter, placements[name], (number,))
     return list(found.values())
+
+
+def _own_parts(entries: Iterable[ParameterEntry], replica_group: Callable[[Placement], Group]) -> Iterator[OwnedShard]:
+    """The part of each frozen parameter that this rank owns: an even part among the ranks that hold the same shard."""
+    for entry in entries:
+        group, p = replica_group(entry.placement), entry.parameter
+        start, stop = even_range(p.numel(), group.rank, group.size)
+        if start < stop:
+            value = p.detach().view(-1)[start:stop]
+            yield make_owned_shard(entry.name, p, entry.placement, start, value, None, p.dtype)
 
 
 def _owned_in_full(entry: ParameterEntry) -> OwnedShard:

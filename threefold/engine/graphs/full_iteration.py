@@ -41,6 +41,9 @@ class FullIterationGraph:
             if batch.documents_BS is not None or batch.positions_BS is not None:
                 graph_stats.count_fallback(_SCOPE, "packed documents")
                 return None
+            if self.model.vision is not None:
+                graph_stats.count_fallback(_SCOPE, "pictures")
+                return None
             if self._slot is None:
                 self._allocate_inputs(slot, batch, label_share)
             if mismatch := self._mismatch(batch):

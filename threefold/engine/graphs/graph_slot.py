@@ -65,7 +65,7 @@ class GraphSlot:
         """`given` at static addresses, copied once per microbatch; None where the shape is not the recorded one."""
         if self._static_positions is None:
             tables = {key: tuple(self.make_static(x) for x in given.rope(*key)) for key in keys}
-            self._static_positions = Positions(self.make_static(given.positions_BS), None, tables)  # type: ignore[arg-type]
+            self._static_positions = Positions(self.make_static(given.positions_BS), _tables=tables)  # type: ignore[arg-type]
         elif self._static_positions.positions_BS.shape != given.positions_BS.shape:
             return None
         elif self._filled_from is not given:

@@ -25,7 +25,6 @@ from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError
 
 LOGS, POLL_SECONDS = "logs", 0.05
-INTERRUPT_SECONDS = 15.0  # time that ranks have to end after Ctrl-C
 
 
 @dataclass
@@ -84,22 +83,18 @@ class Agent:
 
     def _wait(self) -> RankProcess | None:
         """Wait until all ranks ended well (None) or one failed; returns the rank whose end explains most."""
-        kill_at: float | None = None
         while True:
             ended = [rank for rank in self.ranks if rank.has_ended]
             failed = [rank for rank in ended if rank.process.returncode]
-            if len(ended) == self.nproc or (failed and self.stop_signal != signal.SIGINT):
+            if failed or len(ended) == self.nproc:
                 return min(failed, key=_blame_order, default=None)
-            if self.stop_signal == signal.SIGINT:
-                kill_at = kill_at or time.monotonic() + INTERRUPT_SECONDS
-                if time.monotonic() > kill_at:
-                    self._kill_all()
             time.sleep(POLL_SECONDS)
 
     def _handle_failure(self, failed: RankProcess, attempt: int) -> int | None:
         """Report the failure; returns the exit code, or None to restart all ranks."""
         code = failed.process.returncode
-        if self.stop_signal and (self.stop_signal == signal.SIGINT or _ended_by(code, _to_forward(self.stop_signal))):
+        is_interrupted = self.stop_signal == signal.SIGINT and code != REFUSED
+        if self.stop_signal and (is_interrupted or _ended_by(code, _to_forward(self.stop_signal))):
             write_and_flush(self.out, stop_message(self.stop_signal))  # asked for, though the ranks could not save
             return SIGNAL_CODE + self.stop_signal
         head = f"rank {failed.number} of {self.nproc} {failed.end_reason}"
@@ -124,10 +119,10 @@ class Agent:
             rank.process.wait()
 
     def _signals(self) -> AbstractContextManager[None]:
-        """Forward signals to the ranks inside the `with` block."""
+        """Forward signals to the ranks inside the `with` block. The first Ctrl-C lets them save, the second kills."""
 
         def forward(number: int, frame: Any) -> None:
-            is_second = number == signal.SIGINT and self.stop_signal == signal.SIGINT  # Ctrl-C once more
+            is_second = number == signal.SIGINT and self.stop_signal == signal.SIGINT
             self.stop_signal = number
             for rank in self.ranks:
                 if rank.process.poll() is None:

@@ -14,11 +14,12 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_CODE = 128  # shells add the number of the signal to it
+INTERRUPTED = "stopping behind this step, saving; Ctrl-C again ends the run at once, without saving\n"
 Handler = Callable[[int, FrameType | None], Any]
 
 
 def stop_message(number: int) -> str:
-    """What is said where a signal ended a run outside of its loop, or SIGINT anywhere."""
+    """What is said where a signal ended a run outside of its loop, or a second Ctrl-C anywhere."""
     return f"threefold train: stopped by {signal.Signals(number).name}; checkpoints are as they were\n"
 
 
@@ -41,16 +42,32 @@ def end_at_once() -> Iterator[None]:
 
 @contextmanager
 def stop_between_steps(ask_to_stop: Callable[[], None]) -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP call `ask_to_stop`, and SIGINT raises KeyboardInterrupt."""
+    """Inside the block signals call `ask_to_stop`; a second SIGINT (Ctrl-C) ends the process at once."""
+    interrupts = 0
 
     def ask(number: int, frame: FrameType | None) -> None:
         ask_to_stop()
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += 1
+        if interrupts > 1:
+            _exit_now(number, frame)
+        _say_interrupted()
+        ask_to_stop()
+
     handlers: dict[signal.Signals, Handler] = {signal.SIGTERM: ask, signal.SIGHUP: ask}
     if signal.getsignal(signal.SIGINT) is _exit_now:  # a program that calls `train` may have its own handler
-        handlers[signal.SIGINT] = signal.default_int_handler
+        handlers[signal.SIGINT] = interrupt
     with install_handlers(handlers):
         yield
+
+
+def _say_interrupted() -> None:
+    """Answer the first Ctrl-C, on the first rank. Python's streams are passed by: the signal may fall into a print."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            os.write(2, INTERRUPTED.encode())
 
 
 def _exit_now(number: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@
 bounds are computed once and shared by the layers. Example: two packed documents [7, 7, 7, 9, 9] have positions [0, 1,
 2, 0, 1] and cu_seqlens [0, 3, 5].
 
-Shapes: B batch, S sequence.
+Shapes: B batch, S sequence, 3 axes of multimodal positions.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,10 @@ class Positions:
     positions_BS: Tensor
     documents_BS: Tensor | None = None  # None: every row is one document
     whole_BS: Tensor | None = None  # positions of the whole sequence, where `positions_BS` are a rank's shard of it
-    _tables: dict[tuple[int, float, RopeScaling | None], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _tables: dict[tuple[int, float, RopeScaling | None, tuple[int, ...]], tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )
+    axes_3BS: Tensor | None = None  # time, height and width, where pictures are among the tokens
 
     @classmethod
     def from_tokens(
@@ -48,11 +51,19 @@ class Positions:
                 positions_BS = count_BS - start_BS
         return cls(positions_BS, documents_BS)
 
-    def rope(self, dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-        """The cosine and sine tables, shared by every layer with the same frequencies."""
-        key = (dim, theta, scaling)
+    def rope(
+        self, dim: int, theta: float, scaling: RopeScaling | None, sections: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """The cosine and sine tables, shared by every layer with the same frequencies.
+
+        With `sections` (`GqaSpec.rope_sections`) they turn by the three axes; among text alone these are equal.
+        """
+        key = (dim, theta, scaling, sections)
         if key not in self._tables:
-            self._tables[key] = rope.rope_tables(self.positions_BS, dim, theta, scaling)
+            if sections and self.axes_3BS is not None:
+                self._tables[key] = rope.multimodal_rope_tables(self.axes_3BS, *key)
+            else:
+                self._tables[key] = rope.rope_tables(self.positions_BS, dim, theta, scaling)
         return self._tables[key]
 
     def at(self, spans: Sequence[range]) -> Tensor:

@@ -80,7 +80,24 @@ def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> tuple[float, flo
 def rope_tables(positions_BS: Tensor, dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
     """cos_BSF and sin_BSF in fp32."""
     freq_F = frequencies(dim, theta, scaling, positions_BS.device)
-    angle_BSF = positions_BS.to(torch.float32)[..., None] * freq_F
+    return _tables_of_angles(positions_BS.to(torch.float32)[..., None] * freq_F, scaling)
+
+
+def multimodal_rope_tables(
+    positions_3BS: Tensor, dim: int, theta: float, scaling: RopeScaling | None, sections: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """`rope_tables` where each frequency turns by one of three positions: time, height or width (interleaved M-RoPE).
+
+    The axes take turns from frequency to frequency. One that has had as many as its section says leaves its turns to
+    time.
+    """
+    freq_F = frequencies(dim, theta, scaling, positions_3BS.device)
+    axis_F = [n % 3 if n < 3 * sections[n % 3] else 0 for n in range(len(freq_F))]
+    angle_BSF = positions_3BS.to(torch.float32).movedim(0, -1)[..., axis_F] * freq_F
+    return _tables_of_angles(angle_BSF, scaling)
+
+
+def _tables_of_angles(angle_BSF: Tensor, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
     scale = table_scale(scaling)
     return angle_BSF.cos() * scale, angle_BSF.sin() * scale
 

@@ -224,21 +224,28 @@ class LayerRunner:
         self.options = options
 
     def __call__(
-        self, layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions
+        self, layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions, features: Sequence[Tensor] = ()
     ) -> tuple[Tensor, NumberedStats]:
         router_stats: NumberedStats = []
         offloads = LayerOffloads(self.options.activation_offload, self.options.activation_offload_layers)
         for group, is_recomputed in self.options.layer_groups(list(layers)):
             in_chunks = is_recomputed and len(group) == 1 and _runs_in_chunks(group[0], x_BSD)
+            last = len(group) - 1
             with offloads.layer(group):
-                run = partial(_run_group, group, positions)
-                x_BSD, more = recompute(run, x_BSD, enabled=is_recomputed and not in_chunks, name="full")
+                run, inside = partial(_run_group, group, positions), features[:last]
+                x_BSD, more = recompute(run, x_BSD, *inside, enabled=is_recomputed and not in_chunks, name="full")
+                # Added here, the feature behind the last layer is no input that the recompute saves.
+                for feature_BSD in features[last : last + 1]:
+                    x_BSD = x_BSD + feature_BSD
+            features = features[last + 1 :]
             router_stats += more
         return x_BSD, router_stats
 
 
-def _run_group(layers: Sequence[nn.Module], positions: Positions, x_BSD: Tensor) -> tuple[Tensor, NumberedStats]:
-    return run_layers(layers, x_BSD, positions)
+def _run_group(
+    layers: Sequence[nn.Module], positions: Positions, x_BSD: Tensor, *features: Tensor
+) -> tuple[Tensor, NumberedStats]:
+    return run_layers(layers, x_BSD, positions, features)
 
 
 def _runs_in_chunks(block: nn.Module, x_BSD: Tensor) -> bool:

@@ -10,6 +10,7 @@ from threefold.engine.models.activation_memory import apply_activation_memory, a
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.low_precision import apply_low_precision
+from threefold.engine.models.trainable import add_adapters, freeze_parameters
 from threefold.findings import Finding, FindingsError
 from threefold.spec.model import ModelSpec
 from threefold.spec.stacks import engine_lacks
@@ -41,7 +42,7 @@ def build_model(
 
 
 def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Options) -> Decoder:
-    """A model on the `meta` device: parameters have shapes and no memory. Low precision is applied here."""
+    """A model on the `meta` device: parameters have shapes and no memory. Low precision and adapters are applied."""
     problems = [Finding(rule="engine-family", at="model", problem=p, advice=a) for p, a in engine_lacks(spec)]
     if problems:
         raise FindingsError(problems)
@@ -49,6 +50,9 @@ def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Op
         model = Decoder(spec, spec.mtp_layers if mtp is None else mtp, options)
         if options.recipe is not None:
             apply_low_precision(model, options.recipe, options.cache_quantized_weights)
+        if options.lora is not None:
+            add_adapters(model, options.lora)
+        freeze_parameters(model, options)
         return model
 
 

@@ -8,14 +8,16 @@ A pipeline chunk is a decoder without the parts that other chunks hold (`models/
 Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E experts.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.batch import Images
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
 from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
@@ -27,6 +29,9 @@ from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_i
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
+from threefold.engine.vision.encoder import VisionEncoder, blank_images
+from threefold.engine.vision.features import PictureFeatures
+from threefold.engine.vision.projector import Projector
 from threefold.spec.model import Layer, ModelSpec
 
 NumberedStats = list[
@@ -46,6 +51,10 @@ class Output:
     loss: Tensor | None
     logits: Tensor | None
     aux: dict[str, Tensor] = field(default_factory=dict)
+
+
+# Encodes a part of the pictures with a function on this rank, and returns the features of all.
+SharePictures = Callable[[Callable[[Images], list[Tensor]], Images], list[Tensor]]
 
 
 class Block(nn.Module):
@@ -108,12 +117,19 @@ class Block(nn.Module):
         return function(*inputs)
 
 
-def run_layers(layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions) -> tuple[Tensor, NumberedStats]:
-    """One layer after the other. `activation_memory.py` replaces this where layers are recomputed or offloaded."""
+def run_layers(
+    layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions, features: Sequence[Tensor] = ()
+) -> tuple[Tensor, NumberedStats]:
+    """One layer after the other. `activation_memory.py` replaces this where layers are recomputed or offloaded.
+
+    `features` are added behind the first layers, one a layer: what pictures bring to a decoder (deepstack).
+    """
     router_stats: NumberedStats = []
-    for layer in layers:
+    for layer, feature_BSD in zip_longest(layers, features):
         assert isinstance(layer, Block)
         x_BSD, stats = layer(x_BSD, positions)
+        if feature_BSD is not None:
+            x_BSD = x_BSD + feature_BSD
         if stats is not None:
             router_stats.append((layer.router_number, stats))
     return x_BSD, router_stats
@@ -152,6 +168,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.options, self.family = spec, options, FAMILIES[spec.family]
         self.embed: nn.Module | None = nn.Embedding(spec.vocab, spec.dim)
+        self.vision: VisionEncoder | None = None
+        self.projector: Projector | None = None
+        if spec.vision is not None:
+            self.vision = VisionEncoder(spec.vision, options.vision_recompute)
+            self.projector = Projector(spec.vision, spec.dim, options.vision_recompute)
+        self.num_features = 0  # deepstack features that a pipeline chunk gets from the chunk before
         self.layers = nn.ModuleDict({str(n): self.make_block(layer) for n, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = self.make_norm(spec.dim)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.vocab, bias=False)
@@ -164,6 +186,8 @@ class Decoder(nn.Module):
         # shard/ sets these where a sequence or the vocabulary is sharded over ranks.
         self.shard_sequence: ShardSequence = identity
         self.gather_loss_input: InputHook = identity
+        self.shard_hidden: InputHook = identity  # takes the part of a context shard that tensor parallelism leaves here
+        self.share_pictures: SharePictures | None = None
         self.vocab_shard: VocabShard | None = None
 
     def make_norm(self, dim: int) -> nn.Module:
@@ -212,9 +236,15 @@ class Decoder(nn.Module):
         labels_BS: Tensor | None = None,
         documents_BS: Tensor | None = None,
         positions_BS: Tensor | None = None,
+        images: Images | None = None,
+        positions_3BS: Tensor | None = None,
     ) -> Output:
         """The whole model. `labels_BS` are the next tokens already; IGNORE where there is none."""
-        inputs = make_inputs(tokens_BS, labels_BS, documents_BS, positions_BS, self.num_mtp, self.shard_sequence)
+        inputs = make_inputs(
+            *(tokens_BS, labels_BS, documents_BS, positions_BS, self.num_mtp, self.shard_sequence),
+            images=images,
+            positions_3BS=positions_3BS,
+        )
         hidden, router_stats = self.forward_chunk([], inputs)
         if labels_BS is None:
             return Output(None, F.linear(hidden[0], self.head_weight), self.router_statistics(router_stats))
@@ -224,23 +254,56 @@ class Decoder(nn.Module):
         """Run the layers held here, and the MTP depths.
 
         `hidden` are the states of the chunk before, none for the first chunk; the result are the states for the next
-        one: the main one, then one for each MTP depth.
+        one: the features of pictures that its layers need, the main state, then one for each MTP depth.
         """
+        num_features, pictures = self.num_features, None
         if not hidden:
-            assert self.embed is not None
-            hidden = [self.embed(inputs.tokens_BS)]
-        hidden_BSD, router_stats = self.run_layers(self.layers.values(), hidden[-1], inputs.positions)
+            pictures = self.encode_pictures(inputs)
+            hidden = [*(pictures.dense_deepstack() if pictures else ()), self.embed_tokens(inputs, pictures)]
+            num_features = len(hidden) - 1
+        used = min(num_features, len(self.layers))
+        layers, features = self.layers.values(), hidden[:used]
+        hidden_BSD, router_stats = self.run_layers(layers, hidden[-1], inputs.positions, features)
+        del features
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
-        hidden = [*hidden[:-1], hidden_BSD]
+        hidden = [*hidden[used:-1], hidden_BSD]
         for depth in self.depths if inputs.targets else ():
-            assert self.embed is not None
             module = self.mtp[str(min(depth, self.num_mtp_sets - 1))]
-            embed_BSD = self.embed(inputs.targets[depth + 1].tokens_BS)
+            embed_BSD = self.embed_tokens(inputs, pictures, ahead=depth + 1)
             hidden_BSD, more = module(hidden_BSD, embed_BSD, inputs.positions)
             hidden.append(hidden_BSD)
             router_stats += more
         return hidden, router_stats
+
+    def embed_tokens(self, inputs: Inputs, pictures: PictureFeatures | None, ahead: int = 0) -> Tensor:
+        """The embedded tokens, or those `ahead` later, with the features of pictures in their place."""
+        assert self.embed is not None
+        embed_BSD: Tensor = self.embed(inputs.targets[ahead].tokens_BS if ahead else inputs.tokens_BS)
+        return embed_BSD if pictures is None else pictures.merge(embed_BSD, ahead)
+
+    def encode_pictures(self, inputs: Inputs) -> PictureFeatures | None:
+        """The features of the microbatch's pictures; None for a text model.
+
+        Without pictures a blank one is encoded, so that all ranks take part in the collectives of the parameters.
+        """
+        if self.vision is None or self.projector is None:
+            return None
+        device = inputs.tokens_BS.device
+        images = inputs.images or blank_images(self.vision.spec, device)
+        share = self.share_pictures if inputs.images is not None else None
+        main_VD, *deepstack = self._encode(images) if share is None else share(self._encode, images)
+        deepstack = deepstack[: self.spec.num_layers]  # a model that was cut may have fewer layers than features
+        return PictureFeatures(main_VD, deepstack, images.token_index_V, inputs.shape, self._shard_placed)
+
+    def _encode(self, images: Images) -> list[Tensor]:
+        assert self.vision is not None
+        assert self.projector is not None
+        features: list[Tensor] = self.projector(self.vision(images))
+        return features
+
+    def _shard_placed(self, x_BSD: Tensor) -> Tensor:
+        return self.shard_hidden(self.shard_sequence(x_BSD))
 
     @property
     def num_mtp_sets(self) -> int:

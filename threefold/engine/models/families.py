@@ -27,8 +27,10 @@ FAMILIES = {
     "llama": Family(),
     "mixtral": Family(),
     "qwen3": Family(),
+    "qwen3_5_moe": Family(zero_centered_norms=True),
     "qwen3_moe": Family(),
     "qwen3_next": Family(zero_centered_norms=True),
+    "qwen3_vl_moe": Family(),
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.dist.shard_placement import Placement, replicated
 from threefold.engine.layers.norm import GatedRMSNorm, RMSNorm
+from threefold.engine.lora.settings import LORA_A, LORA_B
 from threefold.engine.moe.router import Router
 
 
@@ -21,7 +22,8 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:  # a tied parameter that another chunk has given memory already
                 continue
-            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
+            memory = torch.empty_like(parameter, device=device)
+            module.register_parameter(name, nn.Parameter(memory, parameter.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty_like(buffer, device=device))
 
@@ -55,14 +57,19 @@ def _draw(module: nn.Module, leaf: str, shard: Tensor, std: float, key: str, pla
 
 
 def _init(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
-    if isinstance(module, RMSNorm | GatedRMSNorm):
+    if isinstance(module, nn.LayerNorm) and name == "weight":
+        parameter.fill_(1.0)
+    elif isinstance(module, RMSNorm | GatedRMSNorm):
         parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.zero_centered else 1.0)
     elif isinstance(module, GatedDelta) and name == "a_log":
         # 0.01 to 16: transformers' Qwen3-Next; the lower end keeps the logarithm finite.
         parameter.uniform_(0.01, 16, generator=generator).log_()
     elif isinstance(module, GatedDelta) and name == "dt_bias":
         parameter.fill_(1.0)
-    elif name.endswith("bias"):
+    elif name.endswith(LORA_A):
+        bound = parameter.shape[-1] ** -0.5  # as linear layers of torch and adapters of PEFT begin
+        parameter.uniform_(-bound, bound, generator=generator)
+    elif name.endswith("bias") or (name.endswith(LORA_B) and not module.lora.draws_b):  # type: ignore[union-attr]
         parameter.zero_()
     else:
         parameter.normal_(0.0, std, generator=generator)

@@ -10,9 +10,11 @@ Shapes: B batch, S sequence.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.batch import Images
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.layers.positions import Positions
 
@@ -33,6 +35,8 @@ class Inputs:
     tokens_BS: Tensor
     positions: Positions
     targets: tuple[Target, ...]  # the next token first, then each MTP depth; empty without labels
+    images: Images | None = None  # of the whole sequences
+    shape: tuple[int, int] = (0, 0)  # B and S of the whole sequences, to which `images.token_index_V` refers
 
 
 def make_inputs(
@@ -42,8 +46,12 @@ def make_inputs(
     positions_BS: Tensor | None,
     depths: int,
     shard_sequence: ShardSequence,
+    images: Images | None = None,
+    positions_3BS: Tensor | None = None,
 ) -> Inputs:
     """Build the inputs of this rank. Label i is the token after position i already; IGNORE where there is none."""
+    if positions_3BS is not None:
+        positions_BS = positions_3BS[0]
     whole = Positions.from_tokens(tokens_BS, documents_BS, positions_BS)
     targets = []
     for depth in range(depths + 1) if labels_BS is not None else ():
@@ -59,7 +67,10 @@ def make_inputs(
             )
         )
     positions = Positions(shard_sequence(whole.positions_BS), whole.documents_BS, whole.positions_BS)
-    return Inputs(shard_sequence(tokens_BS), positions, tuple(targets))
+    if positions_3BS is not None:
+        positions.axes_3BS = torch.stack([shard_sequence(axis_BS) for axis_BS in positions_3BS])
+    batch, length = tokens_BS.shape
+    return Inputs(shard_sequence(tokens_BS), positions, tuple(targets), images, (batch, length))
 
 
 def shift_left(x_BS: Tensor, steps: int, fill: int) -> Tensor:

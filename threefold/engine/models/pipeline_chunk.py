@@ -10,6 +10,7 @@ from torch import nn
 
 from threefold.engine.models.decoder import Decoder
 from threefold.layout.stages import Chunk
+from threefold.spec.model import ModelSpec
 
 
 def extract_chunk(whole: Decoder, chunks: Sequence[Chunk], number: int) -> Decoder:
@@ -33,9 +34,19 @@ def extract_chunk(whole: Decoder, chunks: Sequence[Chunk], number: int) -> Decod
         model.embed = None
     if not chunk.loss:
         model.head = None
+    if not chunk.embedding:
+        model.vision = model.projector = None
+        model.num_features = num_features_behind(whole.spec, chunks, number - 1)
     return model
 
 
-def num_hidden_states(chunks: Sequence[Chunk], number: int) -> int:
-    """How many hidden states chunk `number` hands on: the main one, and one for each MTP depth so far."""
-    return 1 + sum(chunk.mtp for chunk in chunks[: number + 1])
+def num_features_behind(spec: ModelSpec, chunks: Sequence[Chunk], number: int) -> int:
+    """How many deepstack features later chunks than `number` still need: one for each of the first layers."""
+    num_deepstack = min(len(spec.vision.deepstack), spec.num_layers) if spec.vision is not None else 0
+    return max(0, num_deepstack - sum(len(chunk.layers) for chunk in chunks[: number + 1]))
+
+
+def num_hidden_states(spec: ModelSpec, chunks: Sequence[Chunk], number: int) -> int:
+    """How many hidden states chunk `number` hands on: features of pictures for later layers, the main state, and one
+    for each MTP depth so far."""
+    return num_features_behind(spec, chunks, number) + 1 + sum(chunk.mtp for chunk in chunks[: number + 1])

@@ -96,7 +96,7 @@ def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float | Tensor
     a token twice.
     """
     for router, load_E in zip(routers, load_LE, strict=True):
-        if router.balance_bias is not None:
+        if router.balance_bias is not None and router.weight.requires_grad:
             load_E = load_E.to(torch.float32)
             router.balance_bias += rate * (load_E.mean() - load_E).sign()
 

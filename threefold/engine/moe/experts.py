@@ -3,7 +3,8 @@
 `moe/layer.py` calls them with the rows that a dispatcher brought. The fused kernels run where the plan asks for them
 and the device has them, grouped GEMMs where `F.grouped_mm` works, and the loop elsewhere.
 
-Shapes: R rows (token copies sorted by expert), D model dim, E experts, H expert dim.
+Shapes: R rows (token copies sorted by expert), D model dim, E experts, H expert dim, I and O dims in and out, r rank of
+adapters.
 
 A row's router weight w goes in before FC2: w (h W + b) = (w h) W + w b. The rows are then only summed on
 the way back, and the backward needs no copy of FC2's output.
@@ -26,9 +27,11 @@ from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
+from threefold.engine.lora.settings import LoraSettings
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 
 Backend = Literal["auto", "grouped", "loop"]
+ADAPTERS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")  # names of the adapters' parameters
 _ALIGN_BYTES = 16  # grouped_mm wants strides of whole 16 bytes
 
 
@@ -57,6 +60,10 @@ class Experts(nn.Module):
     fusion = False  # whether the fused kernels run, which save only the input and FC1's output
     kernels: str | None = None  # the kind of fused kernels; None takes the fastest that was measured
     low_precision: LowPrecisionExperts | None = None  # GEMMs below sixteen bits
+    gate_up_lora_a: nn.Parameter | None
+    gate_up_lora_b: nn.Parameter | None
+    down_lora_a: nn.Parameter | None
+    down_lora_b: nn.Parameter | None
 
     def __init__(
         self,
@@ -74,6 +81,22 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
         self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * expert_dim)) if bias else None
         self.down_bias = nn.Parameter(torch.zeros(num_experts, dim)) if bias else None
+        for name in ADAPTERS:
+            self.register_parameter(name, None)
+        self.lora: LoraSettings | None = None
+
+    def add_adapters(self, settings: LoraSettings) -> None:
+        """Put a LoRA adapter of each expert beside FC1 and FC2. The fused kernels know nothing of them."""
+        num_experts, dim, expert_dim = self.down.shape
+        shapes = (
+            (settings.rank, dim),
+            (2 * expert_dim, settings.rank),
+            (settings.rank, expert_dim),
+            (dim, settings.rank),
+        )
+        for name, shape in zip(ADAPTERS, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(self.down.new_empty(num_experts, *shape)))
+        self.lora = settings
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
         """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
@@ -93,7 +116,8 @@ class Experts(nn.Module):
         """FC1: gate and up of every row by its expert."""
         count_event("experts", "plain" if self.low_precision is None else "one by one in low precision")
         run = self._linear(x_RD) if self.low_precision is None else self.low_precision.up
-        return run(x_RD, self.gate_up, self.gate_up_bias, count_E)
+        gate_up_RX: Tensor = run(x_RD, self.gate_up, self.gate_up_bias, count_E)
+        return self._add_adapter(gate_up_RX, x_RD, self.gate_up_lora_a, self.gate_up_lora_b, count_E)
 
     def activate(self, gate_up_RX: Tensor, weight_R: Tensor) -> Tensor:
         """The activation, times the router weight of each row."""
@@ -102,7 +126,19 @@ class Experts(nn.Module):
     def down_proj(self, hidden_RH: Tensor, count_E: Tensor) -> Tensor:
         """FC2, without its bias."""
         run = self._linear(hidden_RH) if self.low_precision is None else self.low_precision.down
-        return run(hidden_RH, self.down, None, count_E)
+        y_RD: Tensor = run(hidden_RH, self.down, None, count_E)
+        return self._add_adapter(y_RD, hidden_RH, self.down_lora_a, self.down_lora_b, count_E)
+
+    def _add_adapter(
+        self, y_RO: Tensor, x_RI: Tensor, a_ErI: Tensor | None, b_EOr: Tensor | None, count_E: Tensor
+    ) -> Tensor:
+        """The output of the frozen weights for `x_RI`, with that of each row's adapter added."""
+        if self.lora is None or a_ErI is None or b_EOr is None:
+            return y_RO
+        run = self._linear(x_RI) if is_aligned(x_RI, self.lora.rank) else looped_linear
+        hidden_Rr = run(x_RI, a_ErI, None, count_E)
+        # In place, because rows of all experts are among the largest tensors; no GEMM's backward reads its output.
+        return y_RO.add_(run(hidden_Rr, b_EOr, None, count_E), alpha=self.lora.scale)
 
     def _linear(self, x_RX: Tensor) -> Callable[..., Tensor]:
         use_grouped = self.backend == "grouped" or (self.backend == "auto" and can_use_grouped_mm(x_RX, self.down))
@@ -128,7 +164,9 @@ class Experts(nn.Module):
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert after
-        another, and torch's grouped GEMMs are far faster there."""
+        another, and torch's grouped GEMMs are far faster there. Nor with adapters, which come between the layers."""
+        if self.lora is not None:
+            return False
         if self.low_precision is not None:
             return self.low_precision.can_fuse(self.down, biased=self.down_bias is not None)
         return self.fusion and (not x.is_cuda or supports_experts(x, *self.down.shape[1:]))
@@ -197,11 +235,15 @@ def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, coun
 
 def can_use_grouped_mm(x_RD: Tensor, down_EDH: Tensor) -> bool:
     """Whether both GEMMs of these experts can use `F.grouped_mm` on this device."""
-    sizes = down_EDH.shape[1:]
-    aligned = all(size * x_RD.element_size() % _ALIGN_BYTES == 0 for size in sizes)
+    aligned = is_aligned(x_RD, *down_EDH.shape[1:])
     if is_simulated():
         return aligned and x_RD.dtype != torch.float64
     return aligned and _probe(device_type(x_RD.device), x_RD.dtype)
+
+
+def is_aligned(x: Tensor, *sizes: int) -> bool:
+    """Whether `F.grouped_mm` takes matrices of these sizes in the dtype of `x`."""
+    return all(size * x.element_size() % _ALIGN_BYTES == 0 for size in sizes)
 
 
 @cache

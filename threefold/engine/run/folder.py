@@ -23,11 +23,13 @@ from threefold.plan.plan import Plan
 from threefold.plan.same_run import (
     DATA,
     MODEL,
+    TOKENIZER,
     data_differences,
     field_differences,
     listed,
     model_differences,
     model_facts,
+    tokenizer_differences,
 )
 from threefold.safe_files import (
     UnsafeFileError,
@@ -47,18 +49,16 @@ MAX_METRICS_BYTES = 2**31  # some three million lines
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
     """Make the folder, or go on in one that holds a run of the same plan. `lock` keeps other processes out.
 
-    The plan of a run that goes on is written by `record_plan`, when its data is known to be the same too.
+    The plan is written by `record_plan`, when data and weights are known to be good, so that a start that fails does
+    not bind the next one. A plan in a folder without contract and checkpoints is that of a start that was killed.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_run_folder(folder)
         if lock:
             lock.acquire()
-        plan_file = folder / PLAN
-        if plan_file.exists():
+        if (folder / PLAN).exists() and _has_started(folder):
             _check_same_run(folder, _plan_before(folder, plan), plan)
-        else:
-            record_plan(folder, plan)
     except OSError as error:
         raise FindingsError([unwritable_finding(folder, error)]) from None
     if lock:
@@ -70,13 +70,18 @@ def record_plan(folder: Path, plan: Plan) -> None:
     _replace(folder / PLAN, dump_plan(plan, complete=True).encode())
 
 
-def check_same_data(folder: Path, content: list[dict[str, Any]]) -> None:
-    """Raise where the data is not what the run was started with, with each fact that differs. Paths are no facts."""
-    differences = data_differences(_contract_of(folder).get(DATA), content)
+def check_same_data(folder: Path, content: list[dict[str, Any]], tokenizer: dict[str, Any] | None = None) -> None:
+    """Raise where data or tokenizer are not what the run was started with, with each fact that differs.
+
+    Paths are no facts.
+    """
+    contract = _contract_of(folder)
+    differences = tokenizer_differences(contract.get(TOKENIZER), tokenizer)
+    differences += data_differences(contract.get(DATA), content)
     if differences:
         advice = (
             "give the data as it was, wherever it lies, with run.eval_every on or off as it was; or go on with other "
-            "data in a new run: `threefold export-hf`, then `import-hf`"
+            f"data in a new run: `threefold train PLAN --from {folder} --run NEW`"
         )
         problem = f"the run was started with other data: {listed(differences)}"
         raise FindingsError([Finding(rule="data-unchanged", at="job.data", problem=problem, advice=advice)])
@@ -91,7 +96,10 @@ def _plan_before(folder: Path, plan: Plan) -> Plan | None:
 
 def _check_same_run(folder: Path, before: Plan | None, plan: Plan) -> None:
     """Raise where the folder holds a run of another model or job, with each field that differs."""
-    advice = "choose another --run folder, or give the plan it was started with"
+    advice = (
+        f"give the plan it was started with, or start a new run from its weights: "
+        f"`threefold train PLAN --from {folder} --run NEW`"
+    )
     contract = _contract_of(folder)
     differences = ["plan.toml in it cannot be read"] if before is None else field_differences(before, plan, contract)
     if not differences:
@@ -100,6 +108,10 @@ def _check_same_run(folder: Path, before: Plan | None, plan: Plan) -> None:
     if differences:
         problem = f"the folder holds a run of another plan: {listed(differences)}"
         raise FindingsError([Finding(rule="run-is-this-plan", at=str(folder), problem=problem, advice=advice)])
+
+
+def _has_started(folder: Path) -> bool:
+    return (folder / CONTRACT).exists() or any((folder / CHECKPOINTS).glob("step-*"))
 
 
 def _contract_of(folder: Path) -> dict[str, Any]:
@@ -157,10 +169,16 @@ def read_run_plan(folder: Path) -> Plan:
 
 
 def write_contract(
-    folder: Path, plan: Plan, device: torch.device, data: tuple[str, list[dict[str, Any]]], benchmark_only: bool
+    folder: Path,
+    plan: Plan,
+    device: torch.device,
+    data: tuple[str, list[dict[str, Any]]],
+    benchmark_only: bool,
+    lineage: list[dict[str, Any]] | None = None,
+    tokenizer: dict[str, Any] | None = None,
 ) -> None:
-    """Write down what a later reader needs in order to know what ran: plan, versions, hardware, and the fingerprint and
-    content of the data."""
+    """Write down what a later reader needs in order to know what ran: plan, versions, hardware, the fingerprint and
+    content of the data, the tokenizer that the plan names, and the runs that its weights came from, oldest first."""
     contract = {
         "plan": plan.hash,
         "fields": dict(plan.written),
@@ -174,6 +192,8 @@ def write_contract(
         "data": data[0],
         DATA: data[1],
         "benchmark_only": benchmark_only,
+        **({TOKENIZER: tokenizer} if tokenizer else {}),
+        **({"lineage": lineage} if lineage else {}),
     }
     _replace(folder / CONTRACT, json.dumps(contract, indent=2).encode())
 

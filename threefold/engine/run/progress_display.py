@@ -77,11 +77,12 @@ class Progress:
 
 
 def _speed(values: dict[str, Any]) -> str:
-    """Tokens and FLOPs per second. Padding is named where there is some, MFU where the chip's peak is known."""
+    """Tokens, pictures and FLOPs per second. Padding is named where there is some, MFU where the peak is known."""
     tokens, useful = values["tokens_per_second"], values["useful_tokens_per_second"]
     of_them = f" ({useful:,.0f} useful)" if useful < tokens else ""
     mfu = f"  MFU {values['mfu']:.1%} of {values['mfu_peak']}" if "mfu" in values else ""
-    return f"{tokens:,.0f} tokens/s{of_them}  {values['tflops_per_gpu']:.3g} TFLOP/s a rank{mfu}"
+    pictures = f"  {values['images_per_second']:,.1f} images/s" if "images_per_second" in values else ""
+    return f"{tokens:,.0f} tokens/s{of_them}{pictures}  {values['tflops_per_gpu']:.3g} TFLOP/s a rank{mfu}"
 
 
 def _clock(seconds: float) -> str:
@@ -112,6 +113,10 @@ class ExperimentTrackers:
                 self._wandb = service.init(project=wandb, dir=str(folder), config=config, resume="allow")
             except ImportError:
                 say("wandb is not installed: nothing is sent (pip install wandb)")
+
+    @property
+    def is_used(self) -> bool:
+        return self._writer is not None or self._wandb is not None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float)}

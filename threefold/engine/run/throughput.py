@@ -1,7 +1,8 @@
-"""How fast a run is: useful and padded tokens, model FLOPs, MFU, and the memory of the rank that uses most.
+"""How fast a run is: useful and padded tokens, pictures, model FLOPs, MFU, and the memory of the rank that uses most.
 
 `train.py` asks for the numbers after every step. Padding is computed, and so it is in `tokens_per_second`; it is in no
-other number. FLOPs are those that `threefold estimate` counts, with attention over the useful tokens of each sequence.
+other number. FLOPs are those that `threefold estimate` counts, with attention over the useful tokens of each sequence;
+those of encoding pictures are a number of their own.
 """
 
 import resource
@@ -15,7 +16,7 @@ from threefold.engine.batch import Batch
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.mesh import Mesh
 from threefold.plan.plan import Plan
-from threefold.spec.flops import flops_per_token
+from threefold.spec.flops import flops_per_token, picture_flops
 
 
 class StepWork(NamedTuple):
@@ -25,6 +26,11 @@ class StepWork(NamedTuple):
     num_useful_tokens: float
     flops: float  # of the model, without padding and without recompute
     memory_bytes: float  # the peak of the rank that uses most
+    num_images: float = 0.0  # a temporal patch of a video counts as one
+    num_vision_tokens: float = 0.0  # useful tokens that stand for pictures
+    vision_flops: float = 0.0  # of the encoder and projector
+    num_bad_pictures: float = 0.0  # that could not be decoded
+    max_vision_tokens: float = 0.0  # of the rank with most; the mean is what balancing could reach
 
 
 class Throughput:
@@ -38,18 +44,34 @@ class Throughput:
             lambda length: flops_per_token(plan.model, length, plan.mtp, plan.layout.tp)
         )
 
+    def _picture_flops(self, height: int, width: int) -> float:
+        """Training FLOPs of a picture; a frozen part has no backward."""
+        model, frozen = self.plan.model, self.plan.job.freeze
+        if model.vision is None:
+            return 0.0
+        encoder, projector = picture_flops(model.vision, model.dim, height * width)
+        return encoder * (1 if "vision" in frozen else 3) + projector * (1 if "projector" in frozen else 3)
+
     def count_work(self, batches: Sequence[Batch]) -> StepWork:
         """The work of the step that had these microbatches on this rank. Waits for the device."""
         lengths = [length for batch in batches for length in useful_lengths(batch)]
         flops = sum(length * self._flops_per_token(length) for length in lengths if length)
         num_tokens = sum(batch.tokens_BS.numel() for batch in batches)
+        pictures = [batch.images for batch in batches if batch.images is not None]
+        num_images = sum(len(images.grids_I2) for images in pictures)
+        num_vision_tokens = sum(len(images.token_index_V) for images in pictures)
+        vision_flops = sum(self._picture_flops(*grid) for images in pictures for grid in images.grids_I2.tolist())
         device = self.mesh.device
-        sums = torch.tensor([num_tokens, sum(lengths), flops], dtype=torch.float64, device=device)
-        largest = torch.tensor([_peak_memory_bytes(device)], dtype=torch.float64, device=device)
+        num_bad = sum(batch.num_bad_pictures for batch in batches)
+        counted = [num_tokens, sum(lengths), flops, num_images, num_vision_tokens, vision_flops, num_bad]
+        sums = torch.tensor(counted, dtype=torch.float64, device=device)
+        largest = torch.tensor([_peak_memory_bytes(device), num_vision_tokens], dtype=torch.float64, device=device)
         pending = [all_reduce(sums, self.mesh.group("dp")), all_reduce(largest, self.mesh.world, "max")]
         for collective in pending:
             collective.wait()
-        return StepWork(*torch.cat([sums, largest]).tolist())
+        tokens, useful, flops, images, vision_tokens, vision_flops, bad = sums.tolist()
+        memory_bytes, most = largest.tolist()
+        return StepWork(tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most)
 
     def metrics(self, work: StepWork, seconds: float) -> dict[str, Any]:
         """The numbers of a line of `metrics.jsonl`. Where no peak is known, there is no MFU."""
@@ -61,6 +83,15 @@ class Throughput:
             "tflops_per_gpu": per_gpu / 1e12,
             "memory_bytes": int(work.memory_bytes),
         }
+        if self.plan.is_vlm:
+            named |= {
+                "images": int(work.num_images),
+                "images_per_second": work.num_images / seconds,
+                "vision_tokens_per_second": work.num_vision_tokens / seconds,
+                "vision_tokens_imbalance": _imbalance(work, self.plan.layout.dp),
+                "bad_images": int(work.num_bad_pictures),
+                "vision_tflops": work.vision_flops / seconds / 1e12,
+            }
         return (
             named if self.peak_flops is None else named | {"mfu": per_gpu / self.peak_flops, "mfu_peak": self.peak_name}
         )
@@ -71,7 +102,12 @@ def named_peak(plan: Plan) -> tuple[str | None, float | None]:
     if plan.chip.architecture == "cpu":
         return None, None
     name, flops = plan.chip.dense_peak(plan.knobs.precision)
-    return f"{plan.cluster.chip} {name} dense", flops
+    return f"{plan.chip.name} {name} dense", flops
+
+
+def _imbalance(work: StepWork, dp: int) -> float:
+    """Picture tokens of the data-parallel rank with most, over the mean; 1 is level, and what no pictures give."""
+    return work.max_vision_tokens * dp / work.num_vision_tokens if work.num_vision_tokens else 1.0
 
 
 def useful_lengths(batch: Batch) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ class FsdpBackward:
             for state in self.state._state_ctx.all_states:
                 for group in _param_groups(state):
                     states = type(group._training_state)
-                    group._training_state = states.IDLE if state is self.state else states.POST_BACKWARD
+                    is_reduced = state is not self.state and not _has_unreduced_grads(group)
+                    group._training_state = states.POST_BACKWARD if is_reduced else states.IDLE
             self.state._root_post_backward_final_callback()
 
     def _hold_root(self, hold: bool) -> None:
@@ -61,6 +62,13 @@ def _reduce_in_grad_dtype(unit: FSDPModule) -> None:
     for group in _param_groups(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
             parameter.reduce_dtype = None
+
+
+def _has_unreduced_grads(group: Any) -> bool:
+    """Whether gradients of a unit are not reduced yet: FSDP does so where the gradient of the unit's input is there,
+    and the input of a patch embedding has none."""
+    unsharded = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)
+    return any(parameter is not None and parameter.grad is not None for parameter in unsharded)
 
 
 def _param_groups(state: Any) -> Iterator[Any]:

@@ -66,7 +66,10 @@ class Sequential:
 
     def _run(self, batch: Batch, share: LabelShare, train: bool) -> dict[str, Tensor]:
         with self.model_graphs.microbatch():
-            out = self.model(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS)
+            out = self.model(
+                *(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS),
+                *(batch.images, batch.positions_3BS),
+            )
         assert out.loss is not None
         if train:
             (out.loss * share).backward()
@@ -96,7 +99,8 @@ class Overlapped:
 
 def inputs_of(model: Decoder, batch: Batch) -> Inputs:
     return make_inputs(
-        batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS, model.num_mtp, model.shard_sequence
+        *(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS),
+        *(model.num_mtp, model.shard_sequence, batch.images, batch.positions_3BS),
     )
 
 
@@ -148,7 +152,7 @@ class Pipelined:
         local_seq_len = job.seq_len // (layout.cp * layout.tp)
 
         def boundary_shape(number: int) -> tuple[int, ...]:
-            return num_hidden_states(plan.chunks, number), job.micro_batch, local_seq_len, plan.model.dim
+            return num_hidden_states(plan.model, plan.chunks, number), job.micro_batch, local_seq_len, plan.model.dim
 
         # FSDP reduces gradients when the backward leaves a module, so that none may come later.
         delay, overlap = plan.knobs.data_parallel == "zero1", plan.knobs.ep_overlap

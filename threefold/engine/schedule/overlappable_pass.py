@@ -20,7 +20,7 @@ Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token
 is the number of rows that this rank sent, as in `dispatch/protocol.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,14 +103,17 @@ class OverlappedPass:
         model, inputs, run = self.model, self.inputs, self.nodes.run
         depths = model.depths if inputs.targets else range(0)
         embedded: Values = ()
+        num_features = model.num_features
         if not states or depths:
-            tokens = [] if states else [inputs.tokens_BS]
-            tokens += [inputs.targets[depth + 1].tokens_BS for depth in depths]
+            offsets = [*([] if states else [0]), *(depth + 1 for depth in depths)]
             # One node for all embeddings gives the parameter one gradient a pass, as the gradient reduction expects.
-            embedded = run("embedding", "", lambda: tuple(map(model.embed, tokens)), owner=model)  # type: ignore[arg-type]
+            embedded = run("embedding", "", partial(self._embed, offsets), owner=model)
         if not states:
-            states, embedded = [embedded[0]], embedded[1:]
-        hidden = yield from self._layers(model.layers.items(), states.pop())
+            num_features = len(embedded) - 1 - len(depths)
+            states, embedded = list(embedded[: num_features + 1]), embedded[num_features + 1 :]
+        used = min(num_features, len(model.layers))
+        features, states = states[:used], states[used:]
+        hidden = yield from self._layers(model.layers.items(), states.pop(), features)
         if model.norm is not None:
             hidden = single_value(run("norm", "", model.norm, hidden, owner=model))
         states.append(hidden)
@@ -120,6 +123,13 @@ class OverlappedPass:
             states.append(hidden)
         return states
 
+    def _embed(self, offsets: list[int]) -> tuple[Tensor, ...]:
+        """The deepstack features of pictures, where this chunk encodes them, and the tokens at each offset."""
+        model, inputs = self.model, self.inputs
+        pictures = model.encode_pictures(inputs) if 0 in offsets else None
+        features = pictures.dense_deepstack() if pictures else []
+        return *features, *(model.embed_tokens(inputs, pictures, offset) for offset in offsets)
+
     def _mtp_depth(self, name: str, module: nn.Module, hidden: NodeInput, embedded: NodeValue) -> PassSteps[NodeValue]:
         assert isinstance(module, MtpDepth)
         x: NodeInput = single_value(
@@ -128,8 +138,10 @@ class OverlappedPass:
         x = yield from self._layers(((f"{name}.{key}", block) for key, block in module.layers.named_children()), x)
         return single_value(self.nodes.run("norm", name, module.norm, x, owner=self.model))
 
-    def _layers(self, layers: Iterable[tuple[str, nn.Module]], x: NodeInput) -> PassSteps[NodeInput]:
-        options = self.model.options
+    def _layers(
+        self, layers: Iterable[tuple[str, nn.Module]], x: NodeInput, features: Sequence[NodeInput] = ()
+    ) -> PassSteps[NodeInput]:
+        options, added = self.model.options, iter(features)
         for number, (name, block) in enumerate(layers):
             assert isinstance(block, Block)
             whole = number < options.activation_offload_layers
@@ -140,6 +152,8 @@ class OverlappedPass:
                 x = yield from self._layer_with_exchange(name, block, block.ffn, x)
             else:
                 x = self._layer_without_exchange(name, block, x)
+            if (feature := next(added, None)) is not None:
+                x = single_value(self.nodes.run("deepstack", name, torch.add, x, feature))
         return x
 
     def _layer_without_exchange(self, name: str, block: Block, x: NodeInput) -> NodeValue:

@@ -48,7 +48,7 @@ def _make_dispatcher(layer: MoeLayer, mesh: Mesh, plan: Plan) -> AnyDispatcher:
         token_group=token_group,
         capacity_factor=capacity,
         token_order=token_order,
-        chip=plan.cluster.chip,
+        chip=plan.chip.name,
         num_sms=plan.knobs.dispatch_sms,
         fp8_rows=plan.knobs.fp8_dispatch,
         count_group=mesh.second_communicator(mesh.group("ep")) if plan.knobs.ep_overlap else None,
@@ -76,4 +76,16 @@ def _expert_placements(experts: Experts, mesh: Mesh) -> dict[str, Placement]:
         "gate_up_bias": Placement((num_experts, 2 * width), (local_experts, gate_and_up), ("edp",)),
         "down_bias": Placement((num_experts, dim), (local_experts, whole_dim), ("edp", "etp")),
     }
+    if experts.lora is not None:
+        # The result of a rank of ETP is a part of a sum: so are the gradients of what every such rank has a copy of.
+        rank, both = ((0, experts.lora.rank),), ("edp", "etp")
+        sizes = num_experts, experts.lora.rank
+        placements |= {
+            "gate_up_lora_a": Placement((*sizes, dim), (local_experts, rank, whole_dim), both),
+            "gate_up_lora_b": Placement(
+                (num_experts, 2 * width, sizes[1]), (local_experts, gate_and_up, rank), ("edp",)
+            ),
+            "down_lora_a": Placement((*sizes, width), (local_experts, rank, (columns,)), ("edp",)),
+            "down_lora_b": Placement((num_experts, dim, sizes[1]), (local_experts, whole_dim, rank), both),
+        }
     return {name: placement for name, placement in placements.items() if getattr(experts, name) is not None}

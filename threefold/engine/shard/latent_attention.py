@@ -111,7 +111,7 @@ class _UpProjection:
         num_rows = len(weight) // group.size
         self.rows = slice(group.rank * num_rows, (group.rank + 1) * num_rows)
         self.parameter = weight
-        self.weight = weight.detach()[self.rows].requires_grad_()
+        self.weight = weight.detach()[self.rows].requires_grad_(weight.requires_grad)
         # The cache lives as long as this call: weights are quantized once for all blocks.
         self.precision = None if recipe is None else LinearPrecision(recipe, WeightCache())
         self.weight_grad: Tensor | None = None
@@ -124,7 +124,9 @@ class _UpProjection:
         return y
 
     def backward(self, outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], x: Tensor) -> Tensor:
-        """Add this block's weight gradient to the sum. -> the gradient of x."""
+        """Add this block's weight gradient to the sum, unless the weight is frozen. -> the gradient of x."""
+        if not self.weight.requires_grad:
+            return torch.autograd.grad(outputs, x, grads)[0]
         x_grad, weight_grad = torch.autograd.grad(outputs, (x, self.weight), grads)
         if self.weight_grad is None:
             self.weight_grad = weight_grad.to(fp32_or_wider(weight_grad.dtype))

@@ -93,32 +93,35 @@ class _AllGatherLinears(torch.autograd.Function):
             _piece(x_SI, index, size).copy_(piece)
             for out, weight in zip(outs, weights, strict=True):
                 _piece(out, index, size).copy_(F.linear(piece, weight))
-        ctx.save_for_backward(x_SI, *weights)
+        # The gathered input is for the weight gradients alone: frozen weights need none.
+        ctx.save_for_backward(x_SI if any(ctx.needs_input_grad[2:]) else None, *weights)
         ctx.group = group
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_SI, *weights = ctx.saved_tensors
-        x_grad = ring_reduce(_PartialGemms(grads, weights, ctx.group.size), ctx.group)
-        return x_grad, None, *(_weight_grad(grad, x_SI) for grad in grads)
+        wants_x, _, *wants = ctx.needs_input_grad
+        x_grad = ring_reduce(_PartialGemms(grads, weights, ctx.group.size), ctx.group) if wants_x else None
+        return x_grad, None, *(_weight_grad(grad, x_SI) if w else None for grad, w in zip(grads, wants, strict=True))
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SI: Tensor, weight_OI: Tensor, group: Group) -> Tensor:
         count_event("tensor-parallel ring", "reduce-scatter")
-        ctx.save_for_backward(x_SI, weight_OI)
-        ctx.group = group
+        ctx.save_for_backward(x_SI if ctx.needs_input_grad[1] else None, weight_OI)
+        ctx.group, ctx.shape = group, x_SI.shape
         return ring_reduce(_PartialGemms([x_SI], [weight_OI.T], group.size), group)
 
     @staticmethod
-    def backward(ctx: Any, grad_sO: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_sO: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x_SI, weight_OI = ctx.saved_tensors
         size = ctx.group.size
-        x_grad = torch.empty_like(x_SI)
-        weight_grad = torch.zeros_like(weight_OI)
+        x_grad = grad_sO.new_empty(ctx.shape)
+        weight_grad = None if x_SI is None else torch.zeros_like(weight_OI)
         for index, piece in ring_pieces(grad_sO.contiguous(), ctx.group):
             _piece(x_grad, index, size).copy_(piece @ weight_OI)
-            weight_grad += _weight_grad(piece, _piece(x_SI, index, size))
+            if weight_grad is not None:
+                weight_grad += _weight_grad(piece, _piece(x_SI, index, size))
         return x_grad, weight_grad, None

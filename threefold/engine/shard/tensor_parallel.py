@@ -25,6 +25,8 @@ from threefold.engine.dist.shard_placement import Placement, Range, even_range, 
 from threefold.engine.layers.cross_entropy import VocabShard
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
+from threefold.engine.lora.linear import LoraLinear, add_low_rank
+from threefold.engine.lora.settings import LORA_A, LORA_B
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.precision.low_precision_linear import LowPrecisionLinear, low_precision_linears
 from threefold.engine.shard.ring_linear import all_gather_linears, linear_reduce_scatter
@@ -42,14 +44,24 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight, self.group, self.overlap = inner.weight, group, overlap
         self.bias: nn.Parameter | None = inner.bias
-        self.precision = inner.precision if isinstance(inner, LowPrecisionLinear) else None
+        self.precision = inner.precision if isinstance(inner, LowPrecisionLinear | LoraLinear) else None
+        self.lora_a = self.lora_b = self.lora = None
+        if isinstance(inner, LoraLinear):
+            assert not overlap, "a rule refuses adapters with knobs.tp_overlap"
+            self.lora_a, self.lora_b, self.lora = inner.lora_a, inner.lora_b, inner.lora
 
     def forward(self, x: Tensor) -> Tensor:
         if self.overlap:
             y = linear_reduce_scatter(x, self.weight, self.group)
         else:
-            y = reduce_scatter_along(self._gemm(x), self.group, dim=-2)
+            y = reduce_scatter_along(self._add_adapter(self._gemm(x), x), self.group, dim=-2)
         return y if self.bias is None else y + self.bias
+
+    def _add_adapter(self, y: Tensor, x: Tensor) -> Tensor:
+        """A has this rank's columns of the weight and B all rows, so that the ranks' outputs are parts of one sum."""
+        if self.lora is None or self.lora_a is None or self.lora_b is None:
+            return y
+        return add_low_rank(y, x, self.lora_a, self.lora_b, self.lora.scale)
 
     def _gemm(self, x: Tensor) -> Tensor:
         return (
@@ -88,7 +100,7 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
     if group.is_trivial:
         return placements
     for path, module in list(model.named_modules()):
-        for name, dim, ranges, shared_by in _parameter_shards(module, model, group):
+        for name, dim, ranges, shared_by in _with_adapters(module, _parameter_shards(module, model, group)):
             full = f"{path}.{name}" if path else name
             placements[full] = _shard_placement(placements[full], dim, ranges, shared_by)
             owner, _, leaf = full.rpartition(".")
@@ -104,10 +116,15 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
     first, _ = even_range(model.spec.vocab, group.rank, group.size)
     vocab_shard = VocabShard(first, -(-model.spec.vocab // group.size), group)
     model.vocab_shard, model.gather_loss_input = vocab_shard, partial(gather_along, group=group, dim=1)
+    model.shard_hidden = partial(_take_shard, group)
     if model.embed is not None:
         assert isinstance(model.embed, nn.Embedding)
         model.embed = VocabParallelEmbedding(model.embed, vocab_shard)
     return placements
+
+
+def _take_shard(group: Group, x_BSD: Tensor) -> Tensor:
+    return x_BSD.chunk(group.size, dim=1)[group.rank]
 
 
 def _gather_then_apply(x: Tensor, linears: Sequence[nn.Linear], group: Group) -> list[Tensor]:
@@ -118,6 +135,16 @@ def _gather_then_apply(x: Tensor, linears: Sequence[nn.Linear], group: Group) ->
 def _shard_placement(old: Placement, dim: int, ranges: list[Range], shared_by: int) -> Placement:
     parts = tuple(tuple(ranges) if d == dim else unchanged for d, unchanged in enumerate(old.ranges))
     return Placement(old.shape, parts, REPLICAS_OF_SHARDED, tp_replicas=shared_by)
+
+
+def _with_adapters(module: nn.Module, shards: ParameterShards) -> ParameterShards:
+    """The shards, and behind each sharded weight that of its adapter: B has the rows of the weight, A its columns, and
+    every rank has a copy of the other one."""
+    for name, dim, ranges, shared_by in shards:
+        yield name, dim, ranges, shared_by
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and isinstance(module.get_submodule(path), LoraLinear):
+            yield f"{path}.{LORA_A if dim else LORA_B}", dim, ranges, shared_by
 
 
 def _parameter_shards(module: nn.Module, model: Decoder, group: Group) -> ParameterShards:

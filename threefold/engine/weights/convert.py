@@ -3,6 +3,7 @@
 `threefold import-hf` calls `import_hf`, `threefold export-hf` calls `export_hf`. Both yield lines of text to print.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,31 +16,44 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from threefold.engine.lora.settings import lora_settings
 from threefold.engine.run.checkpoint_io import OpenCheckpoint, step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints
-from threefold.engine.run.folder import CHECKPOINTS, PLAN, read_run_plan
+from threefold.engine.run.folder import CHECKPOINTS, read_run_plan
+from threefold.engine.weights.hf_names import hf_layouts
+from threefold.engine.weights.hf_tensor import stored_keys
 from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
-from threefold.engine.weights.model_shapes import MODEL, check_is_model
+from threefold.engine.weights.model_shapes import MODEL, check_is_model, tensors_on_meta
+from threefold.engine.weights.peft.merge import MergedTensors
+from threefold.engine.weights.peft.read_adapter import open_adapter
+from threefold.engine.weights.peft.write_adapter import write_adapter
 from threefold.engine.weights.read_hf import HfWeights, open_hf
+from threefold.engine.weights.run_files import DRAFT, HF_CONFIG, TOKENIZER_FOLDER, copy_model_files
+from threefold.engine.weights.safetensors_files import SafetensorsFolder
 from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError
 from threefold.plan.file import dump_fields
+from threefold.plan.plan import Plan
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded, read_json_object
+from threefold.spec.chips import chip_of_device
 from threefold.spec.hf import model_from_config, model_from_dict
 from threefold.spec.model import ModelSpec
 
-HF_CONFIG = "hf_config.json"  # the imported config.json, in the run's folder
 SHARD_BYTES = 1 << 30  # a file of initial weights is complete when it has this size
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AS_STORED = "auto"  # the dtype that loses no bit of the checkpoint
+_LENGTH = 4096  # tokens of a sequence in the draft, where the model was made for as many
 
 
-def import_hf(folder: Path, out: Path, dtype: str) -> Iterator[str]:
+def import_hf(folder: Path, out: Path, dtype: str, adapter: Path | None = None) -> Iterator[str]:
     """Make a run's folder that starts from these weights. At most one file of SHARD_BYTES is in memory.
 
     Where that fails nothing is left behind.
     """
     spec = model_from_config(folder)
-    weights = open_hf(folder, spec)
+    weights = open_hf(folder, spec, stored_mtp(folder, spec))
+    peft = None if adapter is None else open_adapter(adapter, spec)
+    dtype = _stored_dtype(weights) if dtype == AS_STORED else dtype
     try:
         config = read_bounded(folder / "config.json", MAX_JSON_BYTES, within=folder)
     except OSError as error:
@@ -47,22 +61,68 @@ def import_hf(folder: Path, out: Path, dtype: str) -> Iterator[str]:
     _check_is_free(out)
     for finding in weights.findings:
         yield str(finding)
-    initial, draft, was_there = out / INITIAL, (out / PLAN).with_suffix(".draft.toml"), out.is_dir()
+    initial, draft, was_there = out / INITIAL, out / DRAFT, out.is_dir()
     try:
         initial.mkdir(parents=True)
-        count = _write_initial_weights(weights, initial, _DTYPES[dtype])
+        count, num_rounded = _write_initial_weights(weights, initial, _DTYPES[dtype])
         (out / HF_CONFIG).write_bytes(config)
-        changes = {"model": f"hf:{(out / HF_CONFIG).resolve()}", "knobs.precision": dtype, "job.mtp": spec.mtp_layers}
-        draft.write_text(dump_fields(changes), encoding="utf-8")
+        copied = copy_model_files(folder, out / TOKENIZER_FOLDER)
+        fields_of_draft = _draft_fields(out, config, weights, dtype, copied)
+        if peft is not None:
+            save_file({name: value.to(_DTYPES[dtype]) for name, value in peft}, initial / "adapter.safetensors")
+            fields_of_draft |= peft.plan_fields
+        draft.write_text(dump_fields(fields_of_draft), encoding="utf-8")
     except BaseException as error:
         shutil.rmtree(initial if was_there else out, ignore_errors=True)
+        if was_there:
+            shutil.rmtree(out / TOKENIZER_FOLDER, ignore_errors=True)
         for path in (out / HF_CONFIG, draft) if was_there else ():
             path.unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):
             raise _refuse(out, f"cannot be written: {error}", "free space, or choose another --out folder") from None
         raise
-    yield f"{count:,} weights of {spec.family} in {initial}"
-    yield f"train from them: threefold train {draft} --run {out}"
+    yield f"{count:,} weights of {spec.family} in {initial}, in {dtype}"
+    if peft is not None:
+        yield peft.summary
+    if num_rounded:
+        yield f"{num_rounded} tensors were rounded to {dtype}; --dtype fp32 keeps them as they are"
+    has_tokenizer = "tokenizer.json" in copied
+    yield f"tokenizer and templates in {out / TOKENIZER_FOLDER}" if has_tokenizer else "the checkpoint has no tokenizer"
+
+
+def stored_mtp(folder: Path, spec: ModelSpec) -> int | None:
+    """0 where the checkpoint has no weight of any MTP depth, as transformers saves DeepSeek-V3; None for all depths."""
+    if not spec.mtp_layers:
+        return None
+    stored = SafetensorsFolder(folder).file_of
+    try:
+        names = [name for name in tensors_on_meta(spec, None, len(stored)) if name.startswith("mtp.")]
+    except ValueError:  # `open_hf` says it
+        return None
+    keys = (key for name in names for layout in hf_layouts(name, spec) for part in layout for key in stored_keys(part))
+    return None if any(key in stored for key in keys) else 0
+
+
+def _stored_dtype(weights: HfWeights) -> str:
+    """bf16 where the embedding is stored in it, or quantized; otherwise fp32, which holds fp16 exactly too."""
+    stored = weights.checkpoint.dtype(weights.hf_tensors["embed.weight"][0].key)
+    return "bf16" if stored == "BF16" else "fp32"
+
+
+def _draft_fields(out: Path, config: bytes, weights: HfWeights, dtype: str, copied: list[str]) -> dict[str, Any]:
+    """The fields of a plan that follow from the checkpoint. Data is not among them: it must be named."""
+    longest = json.loads(config).get("max_position_embeddings")
+    has_tokenizer = "tokenizer.json" in copied
+    chip = chip_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return {
+        "model": f"hf:{(out / HF_CONFIG).resolve()}",
+        **({"cluster.chip": chip.name} if chip else {}),
+        "knobs.precision": dtype,
+        "job.mtp": len({name.split(".")[1] for name in weights.shapes if name.startswith("mtp.")}),
+        "job.seq_len": min(longest, _LENGTH) if isinstance(longest, int) and longest > 0 else _LENGTH,
+        "job.lr": 1e-5,  # of fine-tuning; the default is one for pretraining
+        **({"job.tokenizer": str((out / TOKENIZER_FOLDER).resolve())} if has_tokenizer else {}),
+    }
 
 
 def _check_is_free(out: Path) -> None:
@@ -76,18 +136,19 @@ def _check_is_free(out: Path) -> None:
         raise _refuse(out, problem, "choose another --out folder")
 
 
-def _write_initial_weights(weights: HfWeights, folder: Path, dtype: torch.dtype) -> int:
-    """Write all tensors in files of about SHARD_BYTES. Returns the number of weights."""
-    file_number, num_weights, tensors = 0, 0, {}
+def _write_initial_weights(weights: HfWeights, folder: Path, dtype: torch.dtype) -> tuple[int, int]:
+    """Write all tensors in files of about SHARD_BYTES. Returns the number of weights, and of rounded tensors."""
+    file_number, num_weights, num_rounded, tensors = 0, 0, 0, {}
     for name, tensor in weights:
         tensors[name] = tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() else tensor
         num_weights += tensor.numel()
+        num_rounded += tensors[name].dtype != tensor.dtype and not torch.equal(tensors[name].to(tensor.dtype), tensor)
         if sum(value.numel() * value.element_size() for value in tensors.values()) >= SHARD_BYTES:
             save_file(tensors, folder / f"{file_number:05d}.safetensors")
             file_number, tensors = file_number + 1, {}
     if tensors:
         save_file(tensors, folder / f"{file_number:05d}.safetensors")
-    return num_weights
+    return num_weights, num_rounded
 
 
 class _CheckpointTensors(Mapping[str, Tensor]):
@@ -113,16 +174,41 @@ class _CheckpointTensors(Mapping[str, Tensor]):
         return len(self.dtypes_and_shapes)
 
 
-def export_hf(run: Path, out: Path) -> Iterator[str]:
-    """Write the newest checkpoint of a run as a folder that transformers loads."""
+def export_hf(run: Path, out: Path, adapter: bool = False) -> Iterator[str]:
+    """Write the newest checkpoint of a run as a folder that transformers loads, with its tokenizer and templates.
+
+    LoRA adapters are merged into the weights; with `adapter` they alone are written, as a folder that PEFT loads.
+    """
     plan = read_run_plan(run)
+    _check_is_free(out)
     opened = Checkpoints(run / CHECKPOINTS, plan.run.keep).open_newest()
     if opened is None:
         raise _refuse(run, "the run has no checkpoint", "train it first")
     check_is_model(opened, plan)
-    config = _imported_config(run, plan.model)
-    write_hf(_CheckpointTensors(opened), plan.model, out, config)
-    yield f"step {step_of_folder(opened.folder.name)} of {plan.model.name} in {out}"
+    state: Mapping[str, Tensor] = _CheckpointTensors(opened)
+    settings, step = lora_settings(plan.job), step_of_folder(opened.folder.name)
+    if adapter and settings is None:
+        raise _refuse(run, "the run has no LoRA adapters", "leave --adapter out: then its weights are written")
+    if adapter and settings is not None:
+        count = write_adapter(state, plan.model, settings, out)
+        yield f"step {step}: {count:,} weights of adapters of {plan.model.name} for PEFT in {out}"
+    else:
+        if settings is not None:
+            state = MergedTensors(state, settings)
+            yield f"LoRA adapters of rank {settings.rank} are merged into the weights"
+        write_hf(state, plan.model, out, _imported_config(run, plan.model))
+        yield f"step {step} of {plan.model.name} in {out}"
+    copied = copy_model_files(tokenizer_folder(run, plan), out)
+    yield f"with {', '.join(copied)}" if copied else "without a tokenizer: the run has none"
+
+
+def tokenizer_folder(run: Path, plan: Plan) -> Path:
+    """The folder of the tokenizer that belongs to a run: its own copy, or the one that the plan names."""
+    own = run / TOKENIZER_FOLDER
+    if own.is_dir() or plan.job.tokenizer is None:
+        return own
+    named = Path(plan.job.tokenizer)
+    return named if named.is_dir() else named.parent
 
 
 def _imported_config(run: Path, spec: ModelSpec) -> dict[str, Any] | None:

@@ -10,44 +10,13 @@ Shapes: E experts, D model dim, H expert dim, X = 2H (gate and up), W convolutio
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, overload
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from threefold.spec.model import Layer, MlaSpec, ModelSpec
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x
-
-
-@dataclass(frozen=True)
-class HfTensor:
-    """One Hugging Face tensor, and the part of an engine tensor that has its values."""
-
-    key: str  # its name in the checkpoint
-    view: Callable[[Tensor], Tensor] = _whole  # engine tensor -> the part with these values
-    merge: int | None = None  # this dim of the view and the next are one dim of the Hugging Face tensor
-    stored: Literal["plain", "mxfp4"] = "plain"
-
-    def write(self, engine_tensor: Tensor, value: Tensor) -> None:
-        """Copy the values of the Hugging Face tensor into the engine tensor."""
-        target = self.view(engine_tensor)
-        target.copy_(value.reshape(target.shape))
-
-    def shape(self, engine_tensor: Tensor) -> tuple[int, ...]:
-        """The shape of the Hugging Face tensor."""
-        sizes = list(self.view(engine_tensor).shape)
-        if self.merge is not None:
-            sizes[self.merge : self.merge + 2] = [sizes[self.merge] * sizes[self.merge + 1]]
-        return tuple(sizes)
-
-    def read(self, engine_tensor: Tensor) -> Tensor:
-        """The Hugging Face tensor, made from the engine tensor."""
-        return self.view(engine_tensor).reshape(self.shape(engine_tensor)).contiguous()
-
+from threefold.engine.weights.hf_tensor import HfTensor, Layout, TensorsOfExperts, View, whole
+from threefold.engine.weights.hf_vision_names import is_vision_name, vision_tensor
+from threefold.spec.model import DeltaSpec, Layer, MlaSpec, ModelSpec
 
 _GQA = {
     "q": "self_attn.q_proj",
@@ -78,40 +47,14 @@ _DELTA = {
     "out": "linear_attn.out_proj",
 }
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_TOP = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
+_TOP = {"embed.weight": "embed_tokens.weight", "norm.weight": "norm.weight"}
 _ROUTER = {"gpt_oss": "mlp.router", "mixtral": "block_sparse_moe.gate"}
-_SHARED = {"qwen3_next": "mlp.shared_expert"}
+_SHARED = {"qwen3_next": "mlp.shared_expert", "qwen3_5_moe": "mlp.shared_expert"}
+ONE_MTP_DEPTH = ("qwen3_next", "qwen3_5_moe")  # under `mtp.`; other families add layers behind the last
 _MTP = {
     "deepseek_v3": {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"},
     "qwen3_next": {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "join": "fc"},
 }
-
-
-Layout = Sequence[HfTensor]
-
-
-class _OfExperts(Sequence[HfTensor]):
-    """One tensor for each expert or half of one, made when it is asked for: a config.json may tell of any number."""
-
-    def __init__(self, count: int, make: Callable[[int], HfTensor]) -> None:
-        self._numbers, self._make = range(count), make
-
-    @overload
-    def __getitem__(self, index: int) -> HfTensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[HfTensor]: ...
-
-    def __getitem__(self, index: int | slice) -> HfTensor | Sequence[HfTensor]:
-        found = self._numbers[index]
-        return self._make(found) if isinstance(found, int) else [self._make(number) for number in found]
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
 
 def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
@@ -119,11 +62,16 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
 
     The first layout is the one that is written. Others are the stacked experts of newer transformers, and MXFP4.
     """
+    if name == "head.weight":
+        return [[HfTensor("lm_head.weight")]]
+    if spec.vision is not None and is_vision_name(name):
+        return [[vision_tensor(name, spec.vision)]]
+    model = "model." if spec.vision is None else "model.language_model."
     if name in _TOP:
-        return [[HfTensor(_TOP[name])]]
+        return [[HfTensor(model + _TOP[name])]]
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
         number = int(match[1])
-        return _layer_layouts(match[2], f"model.layers.{number}.", spec.layers[number], spec)
+        return _layer_layouts(match[2], f"{model}layers.{number}.", spec.layers[number], spec)
     match = re.fullmatch(r"mtp\.(\d+)\.(?:layers\.(\d+)\.)?(.+)", name)
     assert match, name
     return _mtp_layouts(int(match[1]), match[2], match[3], spec)
@@ -131,7 +79,7 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
 
 def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> list[Layout]:
     """MTP depths: Qwen3-Next has one under `mtp.`; other families follow DeepSeek and add layers after the last."""
-    if spec.family == "qwen3_next":
+    if spec.family in ONE_MTP_DEPTH:
         if layer is not None:
             return _layer_layouts(rest, f"mtp.layers.{depth}.", spec.mtp_depth[int(layer)], spec)
         prefix, table = "mtp.", _MTP["qwen3_next"]
@@ -145,7 +93,7 @@ def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> l
 
 def duplicated_keys(spec: ModelSpec, mtp: int) -> dict[str, str]:
     """Hugging Face key -> engine tensor that it repeats: DeepSeek's MTP layers contain copies of embedding and head."""
-    if spec.family == "qwen3_next":
+    if spec.family in ONE_MTP_DEPTH:
         return {}
     head = "embed.weight" if spec.tied else "head.weight"
     found: dict[str, str] = {}
@@ -162,7 +110,7 @@ def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> lis
     if part == "ffn_norm":
         return [[HfTensor(f"{prefix}post_attention_layernorm.{inner}")]]
     if part == "mixer":
-        return [[_mixer_tensor(inner, prefix, layer, spec)]]
+        return [_mixer_tensors(inner, prefix, layer, spec)]
     if layer.ffn == "dense":
         return [[HfTensor(f"{prefix}mlp.{_translate(inner, _MLP)}")]]
     return _moe_layouts(inner, prefix, spec)
@@ -173,11 +121,36 @@ def _translate(name: str, table: Mapping[str, str]) -> str:
     return f"{table[first]}.{rest}" if rest else table[first]
 
 
-def _mixer_tensor(name: str, prefix: str, layer: Layer, spec: ModelSpec) -> HfTensor:
-    if layer.mixer == "delta":
-        view = (lambda p_WT: p_WT[:, None]) if name == "conv" else _whole
-        return HfTensor(prefix + _translate(name, _DELTA), view)
-    return HfTensor(prefix + _translate(name, _MLA if isinstance(spec.attention, MlaSpec) else _GQA))
+def _mixer_tensors(name: str, prefix: str, layer: Layer, spec: ModelSpec) -> Layout:
+    if layer.mixer != "delta":
+        return [HfTensor(prefix + _translate(name, _MLA if isinstance(spec.attention, MlaSpec) else _GQA))]
+    if spec.family == "qwen3_5_moe" and name in ("qkvz.weight", "ba.weight"):
+        assert spec.delta is not None
+        return _separate_projections(name, f"{prefix}linear_attn.", spec.delta)
+    view = (lambda p_WT: p_WT[:, None]) if name == "conv" else whole
+    return [HfTensor(prefix + _translate(name, _DELTA), view)]
+
+
+def _separate_projections(name: str, prefix: str, delta: DeltaSpec) -> Layout:
+    """Qwen3.5 has one projection for queries, keys and values, and one each for gate, step and decay. The engine's
+    rows go by key head: in each its query, key, values and gates, or its steps and decays."""
+    values_per_key = delta.num_v_heads // delta.num_k_heads
+
+    def of_each_head(start: int, width: int) -> View:
+        return lambda p_XD: p_XD.unflatten(0, (delta.num_k_heads, -1))[:, start : start + width]
+
+    if name == "ba.weight":
+        step, decay = of_each_head(0, values_per_key), of_each_head(values_per_key, values_per_key)
+        return [HfTensor(f"{prefix}in_proj_b.weight", step, 0), HfTensor(f"{prefix}in_proj_a.weight", decay, 0)]
+    width, keys = values_per_key * delta.v_dim, delta.k_dim
+    query, key, value, gate = (
+        of_each_head(start, size)
+        for start, size in ((0, keys), (keys, keys), (2 * keys, width), (2 * keys + width, width))
+    )
+    return [
+        HfTensor(f"{prefix}in_proj_qkv.weight", query, 0, more=(key, value)),
+        HfTensor(f"{prefix}in_proj_z.weight", gate, 0),
+    ]
 
 
 def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
@@ -200,16 +173,18 @@ def _expert_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     gate, up, down = ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     experts_prefix = f"{prefix}{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.experts."
     stacked = [HfTensor(f"{prefix}mlp.experts.{name}_proj")]
+    if spec.family == "qwen3_vl_moe":  # published with the input dim first, and written by transformers 5 as here
+        return [stacked, [HfTensor(f"{prefix}mlp.experts.{name}_proj", lambda p: p.transpose(1, 2))]]
     count = spec.moe.num_experts
     if name == "down":
-        of_expert = _OfExperts(count, lambda e: HfTensor(f"{experts_prefix}{e}.{down}.weight", _expert_view(e)))
+        of_expert = TensorsOfExperts(count, lambda e: HfTensor(f"{experts_prefix}{e}.{down}.weight", _expert_view(e)))
         return [of_expert, stacked]
 
     def half_of_expert(number: int) -> HfTensor:
         expert, half = divmod(number, 2)
         return HfTensor(f"{experts_prefix}{expert}.{(gate, up)[half]}.weight", _expert_view(expert, half))
 
-    return [_OfExperts(2 * count, half_of_expert), stacked]
+    return [TensorsOfExperts(2 * count, half_of_expert), stacked]
 
 
 def _expert_view(number: int, half: int | None = None) -> Callable[[Tensor], Tensor]:
@@ -232,8 +207,3 @@ def _gpt_oss_expert_layouts(name: str, experts_prefix: str) -> list[Layout]:
         [HfTensor(key, lambda p_EXD: p_EXD.unflatten(1, (2, -1)).permute(0, 3, 2, 1), merge=2)],
         [HfTensor(key, lambda p_EXD: p_EXD.unflatten(1, (2, -1)).transpose(1, 2), merge=1, stored="mxfp4")],
     ]
-
-
-def stored_keys(tensor: HfTensor) -> Sequence[str]:
-    """The keys in the safetensors files that hold one Hugging Face tensor."""
-    return (f"{tensor.key}_blocks", f"{tensor.key}_scales") if tensor.stored == "mxfp4" else (tensor.key,)

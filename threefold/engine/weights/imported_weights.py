@@ -15,6 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from threefold.engine.dist.shard_placement import Placement
+from threefold.engine.lora.settings import is_adapter, lora_settings
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.run.dcp import CheckpointShard, State
 from threefold.engine.weights.safetensors_files import READ_ERRORS, abbreviate
@@ -50,7 +52,8 @@ def start_from_initial_weights(run: Path, wanted: State, plan: Plan) -> bool:
     """Fill the shards that this rank holds of the plan's model. Returns whether the run has imported weights."""
     if not _weight_files(run):
         return False
-    known_names = build_model(plan.model, plan.mtp, device="meta").state_dict()
+    options = Options(lora=lora_settings(plan.job))
+    known_names = build_model(plan.model, plan.mtp, device="meta", options=options).state_dict()
     return fill_initial_weights(run, wanted, known_names, plan.model.mtp_layers)
 
 
@@ -59,7 +62,8 @@ def fill_initial_weights(
 ) -> bool:
     """Fill tensors and shards with imported weights. Returns whether the run has any.
 
-    Every wanted weight must have been imported, except for MTP depths that the imported model does not have.
+    Every wanted weight must have been imported, except for adapters and for MTP depths that the imported model does not
+    have.
 
     Args:
         run: the run's folder.
@@ -106,7 +110,8 @@ def _differences(
     shapes: Mapping[str, list[int]], wanted: State, known_names: Collection[str] | None, imported_mtp: float
 ) -> Iterator[tuple[str, str]]:
     """Each way in which the imported model differs from the wanted one, with advice."""
-    missing = sorted(name for name in wanted if name not in shapes and _mtp_depth(name) < imported_mtp)
+    absent = (name for name in wanted if name not in shapes and not is_adapter(name))
+    missing = sorted(name for name in absent if _mtp_depth(name) < imported_mtp)
     if missing:
         yield f"no weights for {abbreviate(missing)}", f"{_IMPORT_AGAIN}, or {_TRAIN_IMPORTED}"
     surplus = sorted(

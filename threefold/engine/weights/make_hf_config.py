@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeScaling
+from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeScaling, VisionSpec
 
 _CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -13,17 +13,33 @@ _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
+_WITH_DELTA = ("qwen3_next", "qwen3_5_moe")
 _LAYER_TYPES = {"attention": "full_attention", "window": "sliding_attention", "delta": "linear_attention"}
 
 
 def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
     """The configuration from which `spec/hf.py` reads the same spec."""
-    config: dict[str, Any] = {
+    text = _text_config(spec)
+    if spec.vision is None:
+        return {"architectures": [_CLASSES[text["model_type"]]], **text}
+    return {
         "architectures": [_CLASSES[spec.family]],
         "model_type": spec.family,
+        "tie_word_embeddings": spec.tied,
+        "text_config": text,
+        **_vision(spec.vision, spec.dim, spec.family),
+    }
+
+
+def _text_config(spec: ModelSpec) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model_type": f"{spec.family}_text" if spec.family in ("qwen3_5_moe", "qwen3_vl_moe") else spec.family,
         "hidden_size": spec.dim,
         "vocab_size": spec.vocab,
         "num_hidden_layers": spec.num_layers,
@@ -38,14 +54,14 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.attention
     assert attention is not None
     config |= _mla(attention) if isinstance(attention, MlaSpec) else _gqa(attention)
-    config |= _rope(attention, partial=spec.family == "qwen3_next")
+    config |= _rope(attention, partial=spec.family in _WITH_DELTA)
     if spec.moe is not None:
         config |= _moe(spec, spec.moe)
     if spec.delta is not None:
         config |= _delta(spec.delta)
     if spec.local_attention is not None:
         config["sliding_window"] = spec.local_attention.window
-    if spec.family in ("gpt_oss", "qwen3_next"):
+    if spec.family in ("gpt_oss", *_WITH_DELTA):
         config["layer_types"] = [_LAYER_TYPES[layer.mixer] for layer in spec.layers]
     if spec.mtp_layers or spec.family == "deepseek_v3":
         config["num_nextn_predict_layers"] = spec.mtp_layers
@@ -80,6 +96,8 @@ def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:
     """RoPE settings, twice: transformers 4 reads `rope_theta`, transformers 5 reads `rope_parameters`."""
     part = {"partial_rotary_factor": spec.rope_fraction} if partial and isinstance(spec, GqaSpec) else {}
     scaling = {"rope_type": "default"} if spec.rope_scaling is None else _scaling(spec.rope_scaling)
+    if isinstance(spec, GqaSpec) and spec.rope_sections:
+        scaling |= {"mrope_section": list(spec.rope_sections), "mrope_interleaved": True}
     config: dict[str, Any] = {
         "rope_theta": spec.rope_theta,
         "rope_parameters": {"rope_theta": spec.rope_theta, **scaling, **part},
@@ -115,7 +133,7 @@ def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         return {**config, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_dim}
     config |= {"moe_intermediate_size": moe.expert_dim, "norm_topk_prob": moe.norm_topk}
     if spec.family != "deepseek_v3":
-        shared = {"shared_expert_intermediate_size": moe.shared_width} if spec.family == "qwen3_next" else {}
+        shared = {"shared_expert_intermediate_size": moe.shared_width} if spec.family in _WITH_DELTA else {}
         return {**config, "num_experts": moe.num_experts, **shared}
     return {
         **config,
@@ -135,4 +153,28 @@ def _delta(spec: DeltaSpec) -> dict[str, Any]:
         "linear_key_head_dim": spec.k_dim,
         "linear_value_head_dim": spec.v_dim,
         "linear_conv_kernel_dim": spec.conv,
+    }
+
+
+def _vision(spec: VisionSpec, dim: int, family: str) -> dict[str, Any]:
+    """The encoder, and the ids of the tokens around pictures and in their place."""
+    deepstack = {"deepstack_visual_indexes": list(spec.deepstack)} if family == "qwen3_vl_moe" else {}
+    return {
+        "vision_config": {
+            "model_type": f"{family}_vision",
+            "depth": spec.depth,
+            "hidden_size": spec.dim,
+            "intermediate_size": spec.mlp_dim,
+            "num_heads": spec.num_heads,
+            "patch_size": spec.patch,
+            "temporal_patch_size": spec.temporal_patch,
+            "spatial_merge_size": spec.merge,
+            "num_position_embeddings": spec.num_positions,
+            "out_hidden_size": dim,
+            **deepstack,
+        },
+        "vision_start_token_id": spec.tokens.start,
+        "vision_end_token_id": spec.tokens.end,
+        "image_token_id": spec.tokens.image,
+        "video_token_id": spec.tokens.video,
     }

@@ -6,6 +6,8 @@ are there before a module is made for each layer. `read_hf`, `convert` and `engi
 
 from torch import Tensor
 
+from threefold.engine.lora.settings import lora_settings
+from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoint_io import OpenCheckpoint
 from threefold.engine.weights.safetensors_files import abbreviate
@@ -16,12 +18,14 @@ from threefold.spec.model import ModelSpec
 MODEL = "model."  # what the names of weights begin with in a checkpoint of a run
 
 
-def tensors_on_meta(spec: ModelSpec, mtp: int | None, num_stored: int) -> dict[str, Tensor]:
+def tensors_on_meta(
+    spec: ModelSpec, mtp: int | None, num_stored: int, options: Options | None = None
+) -> dict[str, Tensor]:
     """The engine's tensors of a model on the meta device. ValueError where `num_stored` tensors cannot be its own."""
     if spec.num_layers > num_stored:
         raise ValueError(f"the model has {spec.num_layers} layers, and only {num_stored} tensors are there")
     try:
-        return dict(build_model(spec, mtp, device="meta").state_dict())
+        return dict(build_model(spec, mtp, device="meta", options=options).state_dict())
     except (RuntimeError, OverflowError, MemoryError, ZeroDivisionError) as error:
         raise ValueError(f"the model is too large: {str(error).splitlines()[0][:200]}") from None
 
@@ -34,7 +38,8 @@ def check_is_model(opened: OpenCheckpoint, plan: Plan) -> None:
         if name.startswith(MODEL)
     }
     try:
-        wanted = {name: tuple(t.shape) for name, t in tensors_on_meta(plan.model, plan.mtp, len(stored)).items()}
+        tensors = tensors_on_meta(plan.model, plan.mtp, len(stored), Options(lora=lora_settings(plan.job)))
+        wanted = {name: tuple(t.shape) for name, t in tensors.items()}
     except ValueError as error:
         raise _misfit(opened, str(error)) from None
     missing, surplus = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.weights.dequantize import MXFP4_BLOCK_BYTES, dequantize_fp8_blocks, dequantize_mxfp4
-from threefold.engine.weights.hf_names import HfTensor, Layout, duplicated_keys, hf_layouts, stored_keys
+from threefold.engine.weights.hf_names import duplicated_keys, hf_layouts
+from threefold.engine.weights.hf_tensor import HfTensor, Layout, stored_keys
 from threefold.engine.weights.model_shapes import tensors_on_meta
 from threefold.engine.weights.safetensors_files import SafetensorsFolder, abbreviate, finding, refuse
 from threefold.findings import Finding, FindingsError
@@ -64,7 +65,7 @@ def open_hf(folder: Path, spec: ModelSpec, mtp: int | None = None) -> HfWeights:
     chosen, problems, used = {}, [], set(duplicated_keys(spec, max(spec.mtp_layers, num_mtp)))
     for name, tensor in tensors.items():
         layouts = hf_layouts(name, spec)
-        layout = next((layout for layout in layouts if _is_complete(layout, checkpoint)), None)
+        layout = _choose_layout(layouts, tensor, checkpoint)
         if layout is None:
             wanted = (key for part in layouts[0] for key in stored_keys(part))
             missing = list(islice((key for key in wanted if key not in checkpoint.file_of), _MOST_COUNTED))
@@ -89,6 +90,15 @@ def read_hf(folder: Path, model: Decoder) -> list[Finding]:
         for name, tensor in weights:
             state[name].copy_(tensor)
     return weights.findings
+
+
+def _choose_layout(layouts: list[Layout], tensor: Tensor, checkpoint: SafetensorsFolder) -> Layout | None:
+    """The first layout whose tensors are all there, and of several the first whose shapes fit too."""
+    complete = [layout for layout in layouts if _is_complete(layout, checkpoint)]
+    fitting = (
+        layout for layout in complete if not any(next(_check(part, tensor, checkpoint), None) for part in layout)
+    )
+    return complete[0] if len(complete) == 1 else next(fitting, complete[0] if complete else None)
 
 
 def _is_complete(layout: Layout, checkpoint: SafetensorsFolder) -> bool:

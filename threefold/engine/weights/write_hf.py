@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from threefold.engine.weights.hf_names import HfTensor, duplicated_keys, hf_layouts
+from threefold.engine.weights.hf_names import ONE_MTP_DEPTH, duplicated_keys, hf_layouts
+from threefold.engine.weights.hf_tensor import HfTensor
 from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.safetensors_files import INDEX, SINGLE, refuse
 from threefold.spec.model import ModelSpec
@@ -78,11 +79,11 @@ def _removed_on_failure(folder: Path, names: list[str]) -> Iterator[None]:
 
 def _items(state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[_Item]:
     depths = {name.split(".")[1] for name in state if name.startswith("mtp.")}
-    if spec.family == "qwen3_next" and len(depths) > 1:
-        raise refuse("qwen3_next checkpoints hold one MTP depth", "train with job.mtp = 1 or 0")
+    if spec.family in ONE_MTP_DEPTH and len(depths) > 1:
+        raise refuse(f"{spec.family} checkpoints hold one MTP depth", "train with job.mtp = 1 or 0")
     for name, tensor in state.items():
         for hf_tensor in hf_layouts(name, spec)[0]:
-            yield _Item(name, hf_tensor, hf_tensor.view(tensor).numel() * tensor.element_size())
+            yield _Item(name, hf_tensor, hf_tensor.num_elements(tensor) * tensor.element_size())
     for key, name in duplicated_keys(spec, len(depths)).items():
         yield _Item(name, HfTensor(key), state[name].numel() * state[name].element_size())
 

@@ -45,7 +45,7 @@ def _described(side: Side) -> str:
     wall = wall_of(side)
     words = [f"{side.name} ({side.kind}"]
     if side.plan is not None:
-        words.append(f", {side.plan.model_name}, {side.plan.layout.gpus} x {side.plan.cluster.chip}")
+        words.append(f", {side.plan.model_name}, {side.plan.layout.gpus} x {side.plan.chip.name}")
     if side.run is not None:
         words.append(f", {format_many(side.run.num_steps, 'logged step')}")
     return "".join([*words, f"; wall: {wall})" if wall else ")"])

@@ -8,7 +8,7 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
 from threefold.rules.layout.batch import can_be_priced
-from threefold.spec.stacks import BRIDGE_FLEX, DISPATCHER, DISPATCHER_CHIPS
+from threefold.spec.stacks import BRIDGE_FLEX, DISPATCHER_CHIPS, default_dispatcher, runs_dispatcher
 
 _WIDE = ("fp32", "fp16")  # rows that the flex dispatchers do not carry
 
@@ -22,7 +22,7 @@ def flex_dispatch_on_gpus(plan: Plan) -> Iterator[Finding]:
     Fix: alltoall, which also runs on gloo.
     """
     if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.chip.architecture == "cpu":
-        problem = f"{plan.knobs.dispatcher} does not run on {plan.cluster.chip}"
+        problem = f"{plan.knobs.dispatcher} does not run on {plan.chip.name}"
         yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
 
 
@@ -36,12 +36,12 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
     Confirm: look for a fallback warning in the log; compare the chip with `threefold chips`.
     Fix: the chip's own default dispatcher, or stack.measured=dispatcher where yours was measured to run.
     """
-    name, default = plan.knobs.dispatcher, DISPATCHER[plan.cluster.chip]
-    gated = name in DISPATCHER_CHIPS and plan.cluster.chip not in DISPATCHER_CHIPS[name]
+    name, default = plan.knobs.dispatcher, default_dispatcher(plan.chip)
+    gated = name in DISPATCHER_CHIPS and not runs_dispatcher(name, plan.chip)
     if gated and plan.chip.architecture != "cpu" and "dispatcher" not in plan.stack.measured:
         yield Finding(
             at="knobs.dispatcher",
-            problem=f"Megatron Bridge 0.4.0 skips {name} on {plan.cluster.chip} and keeps alltoall "
+            problem=f"Megatron Bridge 0.4.0 skips {name} on {plan.chip.name} and keeps alltoall "
             f"(as of {default.since}; published runs with it exist)",
             fix={"knobs.dispatcher": default.value},
             advice="or stack.measured=dispatcher where it was measured",
@@ -72,7 +72,7 @@ def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.dispatcher == "local" and plan.layout.ep * plan.layout.etp > 1:
         problem = f"local dispatch with EP {plan.layout.ep} x ETP {plan.layout.etp}"
-        names = dict.fromkeys(("alltoall", DISPATCHER[plan.cluster.chip].value))
+        names = dict.fromkeys(("alltoall", default_dispatcher(plan.chip).value))
         yield Finding(at="knobs.dispatcher", problem=problem, fixes=[{"knobs.dispatcher": name} for name in names])
 
 
@@ -87,7 +87,7 @@ def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
     Confirm: measure both; look for the backend in the run's effective configuration.
     Fix: the default of the chip, with its date and evidence in the message.
     """
-    default = DISPATCHER[plan.cluster.chip]
+    default = default_dispatcher(plan.chip)
     if (
         not plan.model.is_moe
         or plan.layout.ep <= 8
@@ -102,7 +102,7 @@ def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="knobs.dispatcher",
             problem=(
-                f"alltoall at EP {plan.layout.ep} on {plan.cluster.chip}; "
+                f"alltoall at EP {plan.layout.ep} on {plan.chip.name}; "
                 f"starting point since {default.since}: {default.value} ({default.evidence})"
             ),
             fixes=[
@@ -226,12 +226,12 @@ def expert_kernels_have_use(plan: Plan) -> Iterator[Finding]:
     kernels, runs = plan.knobs.expert_kernels, fuses_experts(plan)
     unnamed = {"knobs.expert_kernels": None} if kernels else {}
     if plan.model.is_moe and plan.knobs.expert_fusion and not runs:
-        problem = f"no fused kernels of experts run on {plan.cluster.chip}: torch's grouped products do"
+        problem = f"no fused kernels of experts run on {plan.chip.name}: torch's grouped products do"
         yield Finding(at="knobs.expert_fusion", problem=problem, fix={"knobs.expert_fusion": None} | unnamed)
     elif kernels and not plan.knobs.expert_fusion:
         problem = f"expert_kernels {kernels} without expert_fusion has no effect"
         fixes: list[Changes] = [{"knobs.expert_fusion": True}] if runs else []
         yield Finding(at="knobs.expert_kernels", problem=problem, fixes=[*fixes, unnamed])
     elif kernels == "cute" and plan.chip.architecture != "hopper":
-        problem = f"the cute kernels run on Hopper, not on {plan.cluster.chip}"
+        problem = f"the cute kernels run on Hopper, not on {plan.chip.name}"
         yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_kernels": None})

@@ -274,7 +274,7 @@ def compile_finds_parts(plan: Plan) -> Iterator[Finding]:
     """
     ours = plan.chip.architecture in ("hopper", "blackwell")
     if plan.knobs.compile and ours and plan.model.delta is None:
-        problem = f"torch.compile finds nothing to fuse in {plan.model.name} on {plan.cluster.chip}"
+        problem = f"torch.compile finds nothing to fuse in {plan.model.name} on {plan.chip.name}"
         yield Finding(at="knobs.compile", problem=problem, fix={"knobs.compile": False})
 
 
@@ -315,6 +315,8 @@ def _no_graph_of(plan: Plan) -> Iterator[tuple[str, str]]:
         yield from ((scope, f"in {plan.knobs.precision}") for scope in ("attn", "mlp", "moe", "full_iteration"))
     if layout.gpus > 1:
         yield "full_iteration", f"on {layout.gpus} ranks"
+    if plan.is_vlm:
+        yield "full_iteration", "with pictures, whose sizes differ"
     if layout.ep * layout.etp > 1:
         yield "moe", f"with EP {layout.ep} x ETP {layout.etp}"
     if dispatcher in ("deepep", "hybridep") and layout.ep > 1:

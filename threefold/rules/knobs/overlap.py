@@ -15,7 +15,7 @@ from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, older, rule, without
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.model import GqaSpec
-from threefold.spec.stacks import BRIDGE_OVERLAP, DISPATCHER, MEGATRON_CONFIG
+from threefold.spec.stacks import BRIDGE_OVERLAP, MEGATRON_CONFIG, default_dispatcher
 
 _BRIDGE = BRIDGE_OVERLAP
 _OFF: dict[str, object] = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
@@ -61,7 +61,7 @@ def ep_overlap_dispatcher(plan: Plan) -> Iterator[Finding]:
     Fix: alltoall, deepep or hybridep.
     """
     if plan.knobs.ep_overlap and plan.knobs.dispatcher == "local":
-        names = dict.fromkeys(("alltoall", DISPATCHER[plan.cluster.chip].value))
+        names = dict.fromkeys(("alltoall", default_dispatcher(plan.chip).value))
         fixes = [{"knobs.dispatcher": name} for name in names]
         yield Finding(at="knobs.dispatcher", problem="EP overlap with the local dispatcher", fixes=fixes)
 

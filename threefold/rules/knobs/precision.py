@@ -27,7 +27,7 @@ def precision_runs_on_chip(plan: Plan) -> Iterator[Finding]:
     """
     if not _native(plan) and plan.knobs.precision != "fp8-rowwise":  # megatron-has-precision
         default = PRECISION[plan.chip.architecture]
-        problem = f"{plan.cluster.chip} has no {plan.knobs.precision} units"
+        problem = f"{plan.chip.name} has no {plan.knobs.precision} units"
         fixes = [{"knobs.precision": name} for name in dict.fromkeys((default.value, "bf16"))]
         yield Finding(at="knobs.precision", problem=problem, fixes=fixes)
 
@@ -47,7 +47,7 @@ def precision_default_for_chip(plan: Plan) -> Iterator[Finding]:
     if other and default.value != "bf16" and "precision" not in plan.stack.measured:
         yield Finding(
             at="knobs.precision",
-            problem=f"{name} on {plan.cluster.chip}; starting point since {default.since}: {default.value} "
+            problem=f"{name} on {plan.chip.name}; starting point since {default.since}: {default.value} "
             f"({default.evidence})",
             fix={"knobs.precision": default.value},
             advice="or stack.measured=precision where it was measured; published runs of both kinds exist",
@@ -64,9 +64,9 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
     Fix: the platform's starting point when speed matters, or bf16 where that is emulated too.
     """
     if is_emulated(plan):
-        problem = f"{plan.knobs.precision} is emulated on {plan.cluster.chip}"
+        problem = f"{plan.knobs.precision} is emulated on {plan.chip.name}"
     elif experts_are_emulated(plan):
-        problem = f"{_what_is_emulated(plan)} on {plan.cluster.chip}"
+        problem = f"{_what_is_emulated(plan)} on {plan.chip.name}"
     else:
         return
     names = [name for name in dict.fromkeys((starting_precision(plan), "bf16")) if name != plan.knobs.precision]

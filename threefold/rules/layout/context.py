@@ -97,7 +97,7 @@ def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
         if whole and (pays(plan, other) or (not surely_fits(plan) and surely_fits(other))):
             fixes.append({"layout.tp": tp, "layout.cp": layout.cp // tp})
     if fixes:
-        problem = f"CP {layout.cp} with TP 1 on {plan.cluster.chip}, where NVLink joins {plan.chip.domain} GPUs"
+        problem = f"CP {layout.cp} with TP 1 on {plan.chip.name}, where NVLink joins {plan.chip.domain} GPUs"
         yield Finding(at="layout.cp", problem=problem, fixes=fixes)
 
 

@@ -7,7 +7,7 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
 from threefold.rules.layout.batch import pays
-from threefold.spec.stacks import DISPATCHER
+from threefold.spec.stacks import default_dispatcher
 from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many
 
@@ -88,7 +88,7 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
         return
     fits = [d for d in divisors(experts) if d * layout.etp <= plan.cluster.domain_ranks and layout.ep % d == 0]
     overlap = {"knobs.ep_overlap": True, "knobs.shared_expert_overlap": False, "knobs.max_connections": 32}
-    default = DISPATCHER[plan.cluster.chip].value
+    default = default_dispatcher(plan.chip).value
     yield Finding(
         at="layout.ep",
         problem=f"EP {link.degree} crosses the network: {link.in_domain} of {link.degree} ranks share a domain",
@@ -97,7 +97,7 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
             *({"layout.ep": ep} for ep in reversed(fits)),
             overlap,
         ],
-        advice=f"the documents' placement rule ({DISPATCHER[plan.cluster.chip].since}); measure alltoall against it",
+        advice=f"the documents' placement rule ({default_dispatcher(plan.chip).since}); measure alltoall against it",
         otherwise=lambda: "hide it: knobs.ep_overlap, a flex dispatcher, or EP within the domain on more GPUs",
     )
 

@@ -6,12 +6,12 @@ over layers and microbatches in flight.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
+from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.stage_contents import StageContents, chunk_layers
-from threefold.layout.stages import chunk_rank
+from threefold.cost.trained_weights import is_partly_frozen
 from threefold.plan.plan import Plan
 from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec
 
@@ -31,7 +31,7 @@ def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
     saved["attention"] = mixer_bytes(local, layer)
     if layer.ffn == "dense":
         saves_mlp = "mlp" not in local.recompute
-        saved["mlp"] = mlp_bytes(local, local.model.dense_dim, local.gathers_sequence) if saves_mlp else 0.0
+        saved["mlp"] = mlp_bytes(local, "mlp", local.model.dense_dim, local.gathers_sequence) if saves_mlp else 0.0
     elif layer.ffn == "moe" and "moe" not in local.recompute:
         saved |= {"router": _router(local), "dispatch": _dispatch(local), "experts": expert_bytes(local)}
         saved["shared_experts"] = shared_expert_bytes(local)
@@ -83,6 +83,8 @@ def mixer_saves_norm(local: LocalSizes, layer: Layer) -> bool:
     """Whether the mixer's first GEMM saves the norm's output. A tensor-parallel module saves what it gathered instead;
     MLA gathers after its down projections."""
     is_mla = layer.mixer == "attention" and isinstance(local.model.attention, MlaSpec)
+    if "mixer" not in local.saved_inputs:
+        return False
     return "layernorm" not in local.recompute and (is_mla or not local.gathers_sequence)
 
 
@@ -92,28 +94,33 @@ def _recomputes_ffn(local: LocalSizes, layer: Layer) -> bool:
 
 def _ffn_saves_norm(local: LocalSizes, layer: Layer) -> bool:
     """Whether the feed-forward part saves the output of the norm before it."""
+    inputs = local.saved_inputs
     if "layernorm" in local.recompute:
         return not local.gathers_sequence and _shared_save_input(local, layer)
     if _recomputes_ffn(local, layer):
         return True  # the input of what is recomputed
     moe = local.model.moe
     if layer.ffn == "moe" and moe:
-        shared_save = bool(moe.shared_gate) or (bool(moe.shared_width) and not local.gathers_sequence)
-        in_place = local.experts_read_in_place and not local.quantized_bytes
-        return not local.routes_in_fp32 or shared_save or in_place
-    return not local.gathers_sequence
+        shared_save = bool(moe.shared_width) and not local.gathers_sequence and "shared" in inputs
+        shared_save = shared_save or (bool(moe.shared_gate) and "shared_gate" in inputs)
+        in_place = local.experts_read_in_place and not local.quantized_bytes and "expert_rows" in inputs
+        return (not local.routes_in_fp32 and "router" in inputs) or shared_save or in_place
+    return not local.gathers_sequence and "mlp" in inputs
 
 
 def _shared_save_input(local: LocalSizes, layer: Layer) -> bool:
     """Whether shared experts save their input although the norm before them is recomputed: EP overlap runs them as a
     part of the layer by themselves, which does not see that its input could be made again."""
     moe = local.model.moe
-    has_shared = layer.ffn == "moe" and moe is not None and bool(moe.shared_width)
+    has_shared = layer.ffn == "moe" and moe is not None and bool(moe.shared_width) and "shared" in local.saved_inputs
     return has_shared and local.plan.knobs.ep_overlap and "shared_experts" not in local.recompute
 
 
-def gathered_input_bytes(local: LocalSizes) -> float:
-    """The sequence as a tensor-parallel module gathers and saves it; 0 where it is the norm's output or recomputed."""
+def gathered_input_bytes(local: LocalSizes, module: str) -> float:
+    """The sequence as a tensor-parallel module (mixer, mlp or shared) gathers and saves it; 0 where it is the norm's
+    output, recomputed, or read by frozen weights alone."""
+    if module not in local.saved_inputs:
+        return 0.0
     is_recomputed = "layernorm" in local.recompute and not local.overlaps_tp
     is_saved_elsewhere = not local.gathers_sequence or is_recomputed
     return 0.0 if is_saved_elsewhere else local.gemm_input_bytes * local.model.dim * local.gathered_tokens
@@ -124,14 +131,17 @@ def mixer_bytes(local: LocalSizes, layer: Layer) -> float:
     model = local.model
     if layer.mixer == "delta" and model.delta:
         states = _delta_ring_states(local, model.delta)
-        return gathered_input_bytes(local) + _delta(local, model.delta) * local.gathered_tokens + states
+        adapters = local.adapter_bytes("attention", 2, local.gathered_tokens)
+        projected = gathered_input_bytes(local, "mixer") + adapters
+        return projected + _delta(local, model.delta) * local.gathered_tokens + states
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
     scores = 0.0 if "core_attn" in local.recompute else local.score_bytes(spec) + local.expanded_kv_bytes(spec)
     if isinstance(spec, MlaSpec):
         return _mla(local, spec) + scores
-    return gathered_input_bytes(local) + _gqa(local, spec) * local.gathered_tokens + scores
+    adapters = local.adapter_bytes("attention", 4, local.gathered_tokens)
+    return gathered_input_bytes(local, "mixer") + _gqa(local, spec) * local.gathered_tokens + scores + adapters
 
 
 def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
@@ -148,10 +158,11 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     if spec.qk_norm:
         saved += norm_bytes(local, q + kv, (q + kv) / head) - (b * q if spec.gated and not norms_in_fp32(local) else 0)
     if "core_attn" not in local.recompute:
+        saves_input = "attention_output" in local.saved_inputs
         copies_output = spec.gated or not local.has_fused_kernels
-        saved += b * q + FP32 * heads + (local.gemm_input_bytes * q if copies_output else 0)
+        saved += b * q + FP32 * heads + (local.gemm_input_bytes * q if copies_output and saves_input else 0)
         # The output of ring attention has another layout than the output projection reads.
-        saved += b * q if local.has_fused_kernels and local.plan.layout.cp > 1 else 0
+        saved += b * q if local.has_fused_kernels and local.plan.layout.cp > 1 and saves_input else 0
     if local.is_16_bit and not local.has_fused_kernels:
         saved += 4 * b * head * spec.rope_fraction / 2
     return saved + (INT64 if spec.sinks else 0)
@@ -161,14 +172,17 @@ def _mla(local: LocalSizes, spec: MlaSpec) -> float:
     """Bytes of latents, heads and the attention output."""
     b, heads = local.element_bytes, spec.num_heads / local.tp
     up = 0.0 if "mla_up_proj" in local.recompute else mla_up_bytes(local, spec)
-    outputs = 2 if saves_output_twice(local, spec) else 1
+    saves_input = "attention_output" in local.saved_inputs
+    outputs = 2 if saves_input and saves_output_twice(local, spec) else 1
     core = 0.0
     if "core_attn" not in local.recompute:
         core = heads * (outputs * b * spec.v_dim + FP32) * local.gathered_tokens
     elif "mla_up_proj" in local.recompute and local.head_chunk_fraction < 1:
         # The output projection saves the outputs of groups of heads, although each group is recomputed.
         core = heads * b * spec.v_dim * local.gathered_tokens
-    return mla_latent_bytes(local, spec) + up + core
+    adapters = local.adapter_bytes("attention", 3, local.gathered_tokens)
+    adapters += local.adapter_bytes("attention", 2 if spec.q_rank else 1, local.tokens)
+    return mla_latent_bytes(local, spec) + up + core + adapters
 
 
 def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
@@ -179,8 +193,9 @@ def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     if local.plan.exchanges_latents:
         return latents + _exchanged_latents(local, spec)
     normed = q_rank + spec.kv_rank + (spec.rope_dim if local.gathers_sequence else 0)
+    normed = normed if "latents" in local.saved_inputs else 0
     latents += local.gemm_input_bytes * normed * (local.gathered_tokens if local.gathers_sequence else t)
-    if not q_rank and (local.gathers_sequence or local.quantized_bytes):
+    if not q_rank and (local.gathers_sequence or local.quantized_bytes) and "mixer" in local.saved_inputs:
         # Queries come from the norm's output: from the gathered one, or quantized apart from the other projection's.
         latents += local.gemm_input_bytes * local.model.dim * local.gathered_tokens
     return latents
@@ -257,11 +272,14 @@ def _delta_ring_states(local: LocalSizes, spec: DeltaSpec) -> float:
     return local.plan.job.micro_batch * each * num_spans
 
 
-def mlp_bytes(local: LocalSizes, hidden: float, with_input: bool) -> float:
-    """Gate, up, their activated product and, in plain torch, the activation; `with_input` adds the gathered input."""
+def mlp_bytes(local: LocalSizes, module: str, hidden: float, with_input: bool) -> float:
+    """Gate, up, their activated product and, in plain torch, the activation; `with_input` adds the gathered input.
+    `module` is mlp or shared."""
     num_saved = 2 if local.has_fused_kernels else 3
-    saved = (num_saved * local.element_bytes + local.gemm_input_bytes) * hidden / local.tp * local.gathered_tokens
-    return saved + (gathered_input_bytes(local) if with_input else 0.0)
+    product = local.gemm_input_bytes if f"{module}_product" in local.saved_inputs else 0.0
+    saved = (num_saved * local.element_bytes + product) * hidden / local.tp * local.gathered_tokens
+    saved += local.adapter_bytes("mlp" if module == "mlp" else "shared_experts", 3, local.gathered_tokens)
+    return saved + (gathered_input_bytes(local, module) if with_input else 0.0)
 
 
 def _router(local: LocalSizes) -> float:
@@ -270,7 +288,8 @@ def _router(local: LocalSizes) -> float:
     moe, job = local.model.moe, local.plan.job
     assert moe is not None
     each = FP32 * moe.num_experts
-    in_fp32 = FP32 * local.model.dim * (local.tokens + moe.num_experts) if local.routes_in_fp32 else 0.0
+    num_saved = moe.num_experts + (local.tokens if "router" in local.saved_inputs else 0)
+    in_fp32 = FP32 * local.model.dim * num_saved if local.routes_in_fp32 else 0.0
     if local.has_fused_kernels:
         scores = FP32 * (moe.num_experts + 1) if job.aux_loss or job.seq_aux_loss else 0
         return in_fp32 + (each + INT64 * moe.top_k + scores) * local.tokens
@@ -289,7 +308,9 @@ def _dispatch(local: LocalSizes) -> float:
     is_exchanged = layout.ep * layout.etp > 1
     indices = INT64 * (2 * local.dispatched_rows + (2 * local.expert_rows if is_exchanged else 0))
     indices_and_weights = indices + FP32 * local.expert_rows
-    row_bytes = 0 if local.quantized_bytes else local.element_bytes  # a quantized row counts as the experts'
+    # A quantized row counts as the experts'. Frozen experts save none.
+    row_bytes = 0 if local.quantized_bytes and not local.has_adapters else local.element_bytes
+    row_bytes = row_bytes if "expert_rows" in local.saved_inputs else 0
     return row_bytes * local.model.dim * local.expert_rows + indices_and_weights
 
 
@@ -298,18 +319,23 @@ def expert_bytes(local: LocalSizes) -> float:
     moe, model, b = local.model.moe, local.model, local.element_bytes
     assert moe is not None
     hidden, low = moe.expert_dim / local.plan.layout.etp, local.quantized_bytes
+    inputs = local.saved_inputs
+    rows_low = low if "expert_rows" in inputs and not local.has_adapters else 0.0
     # FC2's bias is saved for every row, to be multiplied by the router's weight.
     biases = (b * model.dim + 2 * INT64) * local.expert_rows if moe.bias else 0.0
     num_saved = 5.0 if model.activation == "silu" else 8.0
     if local.uses_fused_experts:
-        return 2 * b * hidden * local.expert_rows + low * model.dim * (local.padded_expert_rows if low else 0)
+        padded_rows = local.padded_expert_rows if rows_low else 0
+        return 2 * b * hidden * local.expert_rows + rows_low * model.dim * padded_rows
+    num_saved -= 0 if "expert_product" in inputs else 1
+    biases += local.adapter_bytes("experts", 2, local.expert_rows)
     if "moe_act" in local.recompute:
         num_saved, quantized_act = 2.0, 0.0
     else:
-        quantized_act = low * hidden
+        quantized_act = low * hidden if "expert_product" in inputs and not local.has_adapters else 0.0
     if low:
         num_saved -= 1 if quantized_act else 0
-        return (num_saved * b * hidden + quantized_act + low * model.dim) * local.expert_rows + biases
+        return (num_saved * b * hidden + quantized_act + rows_low * model.dim) * local.expert_rows + biases
     return num_saved * b * hidden * local.expert_rows + biases
 
 
@@ -320,9 +346,10 @@ def shared_expert_bytes(local: LocalSizes) -> float:
     if not moe.shared_width or "shared_experts" in local.recompute:
         return 0.0
     gate = local.element_bytes * (local.model.dim + 2) * local.tokens if moe.shared_gate else 0.0
-    quantized_input = 0.0 if local.gathers_sequence else local.quantized_bytes * local.model.dim * local.tokens
-    gathered_input = gathered_input_bytes(local.without_recompute if local.plan.knobs.ep_overlap else local)
-    return mlp_bytes(local, moe.shared_width, with_input=False) + gathered_input + gate + quantized_input
+    is_quantized = not local.gathers_sequence and "shared" in local.saved_inputs and not local.has_adapters
+    quantized_input = local.quantized_bytes * local.model.dim * local.tokens if is_quantized else 0.0
+    gathered_input = gathered_input_bytes(local.without_recompute if local.plan.knobs.ep_overlap else local, "shared")
+    return mlp_bytes(local, "shared", moe.shared_width, with_input=False) + gathered_input + gate + quantized_input
 
 
 def add_stage_activations(
@@ -350,6 +377,8 @@ def add_stage_activations(
         # input of its last norm.
         embedded = b * dim * t * (chunk.mtp + (chunk.embedding and bool(layers)))
         ends = chunk.mtp * b * dim * t * 5 + (b * dim * t if chunk.loss else 0.0) - embedded
+        # The first norm saves a frozen embedding only for a gradient of its own.
+        embedded *= "embedding" in local.saved_inputs or not is_partly_frozen(plan)
         terms["norms"] = terms.get("norms", 0.0) + ends * count
         terms["embedding"] = terms.get("embedding", 0.0) + embedded * count
         if chunk.embedding:
@@ -366,33 +395,3 @@ def _rope_tables(local: LocalSizes, layers: Sequence[Layer]) -> float:
     specs = [kinds[mixer] for mixer in {layer.mixer for layer in layers} & set(kinds)]
     dims = sum(s.rope_dim if isinstance(s, MlaSpec) else s.head_dim * s.rope_fraction for s in specs if s)
     return FP32 * dims * local.gathered_tokens
-
-
-class PipelineBuffers:
-    """Hidden states and gradients that a rank has sent to a neighbour and that are not yet freed (at most PP for each
-    border between chunks), and one that is being received."""
-
-    def __init__(self, plan: Plan, stage: int, contents: StageContents) -> None:
-        layout = plan.layout
-        self.most = min(layout.pp, max(1, plan.num_microbatches))
-        self.received = 0 if layout.pp == 1 or (stage == 0 and layout.vpp == 1) else 1
-        self.borders: list[tuple[int, int]] = []  # states that each chunk sends after a forward, and after a backward
-        if layout.pp == 1:
-            return
-        is_v = layout.pipeline_schedule == "dualpipev"
-        of_rank = [number for number in range(len(plan.chunks)) if chunk_rank(number, layout.pp, is_v) == stage]
-        # Behind a depth of MTP the hidden states of that depth travel too: before each chunk, and behind the last one.
-        depths = [0, *accumulate(chunk.mtp for chunk in plan.chunks)]
-        is_tip = is_v and stage == layout.pp - 1  # of DualPipeV's V, where both chunks are on one rank
-        for number, chunk in enumerate(contents.chunks):
-            sends_states = not chunk.loss and not (is_tip and number == 0)
-            sends_gradients = not chunk.embedding and not (is_tip and number == 1)
-            states = 1 + depths[of_rank[number] + 1] if sends_states else 0
-            gradients = 1 + depths[of_rank[number]] if sends_gradients else 0
-            self.borders.append((states, gradients))
-
-    def count(self, in_flight: Sequence[int], finished: Sequence[int]) -> int:
-        num_sent = 0
-        for (states, gradients), flying, done in zip(self.borders, in_flight, finished, strict=False):
-            num_sent += states * min(self.most, flying + done) + gradients * min(self.most, done)
-        return num_sent + self.received

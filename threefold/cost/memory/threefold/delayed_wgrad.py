@@ -48,7 +48,21 @@ NO_WGRAD = WgradBytes()
 
 
 def delayed_wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
-    """What one layer keeps for its weight gradients, for one microbatch."""
+    """What one layer keeps for its weight gradients, for one microbatch. Frozen weights keep nothing."""
+    if local.trained_fraction == local.trained_expert_fraction == 0:
+        return NO_WGRAD
+    if local.trained_fraction < 1 or local.trained_expert_fraction < 1:
+        return _of_trained(local, layer)
+    return _wgrad_bytes(local, layer)
+
+
+def _of_trained(local: LocalSizes, layer: Layer) -> WgradBytes:
+    """The same where some weights are frozen: the part of what all would keep that trained weights have."""
+    every, dense = _wgrad_bytes(local, layer), local.trained_fraction
+    return WgradBytes(every.mixer * dense, every.experts * local.trained_expert_fraction, every.dense * dense)
+
+
+def _wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
     model, moe, low = local.model, local.model.moe, local.quantized_bytes
     input_tokens = local.gathered_tokens if local.gathers_sequence else local.tokens
     mixer = _mixer(local, layer)

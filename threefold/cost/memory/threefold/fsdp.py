@@ -132,15 +132,16 @@ def bytes_at_layer_points(local: LocalSizes, units: FsdpUnits) -> dict[str, floa
     b = local.element_bytes
     always = b * (units.root + units.layer)
     experts = b * units.padded_experts + quantized_expert_bytes(local, units)
-    reduced, mtp_root = local.reduced_bytes * units.last_reduced, b * units.mtp_root
-    reducing = local.reduced_bytes * units.padded_experts or reduced
+    trained, experts_trained = local.trained_fraction, local.trained_expert_fraction
+    reduced, mtp_root = local.reduced_bytes * units.last_reduced * trained, b * units.mtp_root * trained
+    reducing = local.reduced_bytes * units.padded_experts * experts_trained or reduced
     if local.expert_chunk_fraction < 1 and units.padded_experts:  # of the chunk of tokens before
         reduced = max(reduced, reducing)
     return {
         "a forward": always + (b * units.padded_experts or b * units.layer),
         "a second forward": always + experts + reduced + mtp_root,
         "a backward": always + experts + reduced + mtp_root + b * units.previous,
-        "a mixer's backward": always + mtp_root + b * (units.previous + units.after_core) + reducing,
+        "a mixer's backward": always + mtp_root + b * (units.previous + units.after_core * trained) + reducing,
     }
 
 
@@ -162,7 +163,9 @@ def reduced_shard_bytes(
         units = _layer_units(local.plan, layer, 0, 0)
         elements += units.layer / units.shards + units.padded_experts / units.expert_shards
     units = _layer_units(local.plan, experts_of, 0, 0)
-    return local.reduced_bytes * (elements + units.padded_experts / units.expert_shards)
+    # Frozen weights are not reduced; of those in several units the part that trains is taken for each.
+    trained = max(local.trained_fraction, local.trained_expert_fraction)
+    return local.reduced_bytes * (elements + units.padded_experts / units.expert_shards) * trained
 
 
 def expert_points(
@@ -183,13 +186,14 @@ def expert_points(
     always, rows = b * (units.root + units.layer), b * local.model.dim * local.expert_rows
     moving = experts_peak(local.without_recompute if local.recompute & {"moe", "full"} else local)
     gathered = always + 2 * b * units.padded_experts + quantized_expert_bytes(local, units)
-    with_reduction = gathered + local.reduced_bytes * units.last_reduced + b * units.mtp_root
+    trained, experts_trained = local.trained_fraction, local.trained_expert_fraction
+    with_reduction = gathered + (local.reduced_bytes * units.last_reduced + b * units.mtp_root) * trained
     in_backward: Terms = {"workspace": with_reduction + rows}
     if local.recompute & {"moe", "full"}:
         in_backward = {"workspace": with_reduction + moving, "recompute": recomputed}
     copied = max(b * units.experts, FP32 * units.padded_experts / units.expert_shards + b * units.experts / 3)
-    reduction = always + b * (units.previous + units.mtp_root) + copied - saved_experts
-    reduction += local.reduced_bytes * units.padded_experts
+    reduction = always + b * (units.previous + units.mtp_root * trained) + copied * experts_trained - saved_experts
+    reduction += local.reduced_bytes * units.padded_experts * experts_trained
     reducing = {"workspace": reduction, "recompute": recomputed}
     done = position.done_fraction
     return [
@@ -204,14 +208,14 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
     microbatch."""
     b, layout = local.element_bytes, local.plan.layout
     points = []
-    if chunk.loss and units.loss_root:
+    if chunk.loss and units.loss_root and "head" in local.saved_inputs:
         # The chunk's root is gathered once more, for its part at the other end of the model.
         own = fsdp_units(local.plan, only_chunk(chunk), at_chunk_end()).root
         # Copies of the model are then summed, shard by shard.
         summed = local.reduced_bytes * units.loss_root / units.shards if layout.replicate > 1 else 0.0
         size = {"workspace": local.reduced_bytes * units.loss_root + b * (units.root + own)}
         points.append(PeakPoint("the loss's reduction", "backward", size, after_head=True, reduced_shards=summed))
-    if chunk.embedding and layout.pp > 1:
+    if chunk.embedding and layout.pp > 1 and "embedding" in local.saved_inputs:
         # After a microbatch's backward: the table's gradient, and the same in fp32 with its shard.
         size = {"workspace": units.root * (b + local.reduced_bytes + FP32 / units.shards)}
         points.append(PeakPoint("the embedding's reduction", "backward", size, saved, 1.0))

@@ -125,7 +125,7 @@ def _recomputed_bytes(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[fl
         return ffn + mixer + norms - late_recomputed_bytes(local, layer, local.without_recompute), mixer + row
     if "layernorm" not in local.recompute:
         return ffn, mixer
-    gathered = gathered_input_bytes(local.without_recompute) if "mlp" not in local.recompute else 0.0
+    gathered = gathered_input_bytes(local.without_recompute, "mlp") if "mlp" not in local.recompute else 0.0
     ffn -= gathered if layer.ffn == "dense" else 0.0
     return ffn + (row if _recomputes_norm_first(local, layer) else 0.0), mixer + row
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from threefold.cost import stage_contents
 from threefold.cost.format_support import uses_fused_experts
+from threefold.cost.trained_weights import gemms_per_weight, saved_inputs
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec
 from threefold.units import GIB
@@ -63,8 +64,34 @@ class LocalSizes:
 
     @property
     def gemm_input_bytes(self) -> float:
-        """Bytes of an element of a tensor that only a GEMM saves."""
-        return self.quantized_bytes or self.element_bytes
+        """Bytes of an element of a tensor that only a GEMM saves. A LoRA adapter saves it as it is."""
+        return self.element_bytes if self.has_adapters else self.quantized_bytes or self.element_bytes
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.plan.job.lora_rank is not None
+
+    @property
+    def saved_inputs(self) -> frozenset[str]:
+        """The tensors that some weight gradient reads; inputs of frozen weights are not among them."""
+        return saved_inputs(self.plan)
+
+    @property
+    def trained_fraction(self) -> float:
+        """The part of the dense weights that has gradients."""
+        return gemms_per_weight(self.plan)[1]
+
+    @property
+    def trained_expert_fraction(self) -> float:
+        """The part of the experts' weights that has gradients."""
+        return gemms_per_weight(self.plan, "experts")[1]
+
+    def adapter_bytes(self, target: str, num_adapters: int, tokens: float) -> float:
+        """What adapters of a target save between their two GEMMs; 0 where the plan has none."""
+        rank = self.plan.job.lora_rank
+        if rank is None or target not in self.plan.job.lora_targets:
+            return 0.0
+        return self.element_bytes * rank * num_adapters * tokens
 
     @property
     def has_fused_kernels(self) -> bool:
@@ -172,9 +199,10 @@ class LocalSizes:
     @property
     def head_chunk_fraction(self) -> float:
         """The fraction of MLA's heads that is recomputed at a time; all in low precision, whose weights are quantized
-        as a whole."""
+        as a whole, and with adapters."""
         spec = self.model.attention
-        if not isinstance(spec, MlaSpec) or self.plan.layout.cp > 1 or self.plan.low_precision:
+        adapts = self.has_adapters and "attention" in self.plan.job.lora_targets
+        if not isinstance(spec, MlaSpec) or self.plan.layout.cp > 1 or self.plan.low_precision or adapts:
             return 1.0
         return self._chunk_fraction(self.gathered_tokens * spec.num_heads / self.tp * spec.qk_dim)
 

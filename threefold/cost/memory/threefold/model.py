@@ -5,7 +5,7 @@ for the peak; with EP overlap `overlap_peak.py` does, because a forward and a ba
 time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
 from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
@@ -16,6 +16,7 @@ from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
 from threefold.cost.memory.threefold.states import state_terms
 from threefold.cost.memory.threefold.transients import optimizer_transients
 from threefold.cost.stage_contents import StageContents, stage_contents
+from threefold.cost.vision.saved_bytes import vision_saved_bytes
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 
@@ -44,6 +45,7 @@ class ThreefoldMemory:
             add_stage_activations(plan, stage, contents, saved, terms, moment.in_flight, moment.finished)
             held = zip(moment.in_flight, finder.held_inputs(contents), strict=True)
             terms["norms"] += sum(count * size for count, size in held)
+            add_vision(plan, contents, terms, moment.in_flight)
             peak.add_to(terms)
             yield StagePeak(terms, peak.text)
 
@@ -54,6 +56,13 @@ def _device_activations(local: LocalSizes, layer: Layer, offloaded: OffloadedAct
     return {name: size - on_host.get(name, 0.0) for name, size in saved.items()}
 
 
+def add_vision(plan: Plan, contents: StageContents, terms: Terms, in_flight: Sequence[int]) -> None:
+    """Add what encoder and projector of pictures save for the microbatches in flight of the first chunk."""
+    for chunk, count in zip(contents.chunks, in_flight, strict=False):
+        if chunk.embedding and plan.is_vlm:
+            terms["vision"] = vision_saved_bytes(plan) * count
+
+
 def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents) -> StagePeak:
     """The peak of a rank on which EP overlap runs pairs of passes."""
     plan, saved = finder.plan, finder.saved
@@ -61,6 +70,7 @@ def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents
     peak = finder.find(stage, contents, terms["gradients"])
     moment = peak.name
     add_stage_activations(plan, stage, contents, saved, terms, peak.pair.in_flight, peak.pair.finished)
+    add_vision(plan, contents, terms, peak.pair.in_flight)
     terms["logits" if moment.startswith("the loss") else "overlap"] = peak.above
     terms["gradients"] -= peak.missing_gradients
     terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0

@@ -137,8 +137,8 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
         output = 0.0
         if "gdn_norm_out" not in local.recompute:
             output = b * model.delta.values / local.tp * local.gathered_tokens
-        yield _attention(gathered_input_bytes(local), "qkv_linear")
-        yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local) - output, "core_attn")
+        yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
+        yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local, "mixer") - output, "core_attn")
         yield _attention(output, "attn_proj")
     elif layer.mixer in ("attention", "window") and isinstance(spec, MlaSpec):
         yield _attention(mla_latent_bytes(local, spec), "qkv_linear")
@@ -146,7 +146,7 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
             yield _attention(mla_up_bytes(local, spec), "core_attn")
         yield from _core_attention_tensors(local, spec, spec.num_heads * spec.v_dim / local.tp)
     elif layer.mixer in ("attention", "window") and isinstance(spec, GqaSpec):
-        yield _attention(gathered_input_bytes(local), "qkv_linear")
+        yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
         yield from _gqa_tensors(local, spec)
         yield from _core_attention_tensors(local, spec, spec.q_dim / local.tp)
 

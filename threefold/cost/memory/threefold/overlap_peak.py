@@ -6,15 +6,11 @@ about one segment. `model.py` asks `OverlapPeakFinder` for each stage with pairs
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.activations import (
-    PipelineBuffers,
-    layer_activations,
-    recomputed_activations,
-)
+from threefold.cost.memory.threefold.activations import layer_activations, recomputed_activations
 from threefold.cost.memory.threefold.delayed_wgrad import (
     NO_WGRAD,
     WgradBytes,
@@ -36,6 +32,7 @@ from threefold.cost.memory.threefold.timelines.moe_forward import (
     exchange_bytes,
     overlapped_experts_peak,
 )
+from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.transients import (
     ffn_backward_transients,
     forward_transients,
@@ -44,6 +41,7 @@ from threefold.cost.memory.threefold.transients import (
     shared_backward_transients,
 )
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.vision.saved_bytes import vision_saved_bytes
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -135,10 +133,14 @@ class OverlapPeakFinder:
 
     def _chunk_passes(self, kind: object, chunk: Chunk) -> "ChunkPasses":
         if kind not in self._passes:
+            # A forward encodes its pictures before anything else, and a backward frees them at its end.
+            vision = vision_saved_bytes(self.plan) if chunk.embedding else 0.0
+            first, *forward = [*_forward_segments(self.local, chunk, self.saved)] or [Segment()]
+            *backward, last = [*_backward_segments(self.local, chunk, self.saved, self.recomputed)] or [Segment()]
             self._passes[kind] = ChunkPasses(
-                _chunk_activations(self.local, chunk, self.saved),
-                [*_forward_segments(self.local, chunk, self.saved)],
-                [*_backward_segments(self.local, chunk, self.saved, self.recomputed)],
+                _chunk_activations(self.local, chunk, self.saved) + vision,
+                [replace(first, peak=first.peak + vision, change=first.change + vision), *forward],
+                [*backward, replace(last, change=last.change - vision)],
                 _forward_alone(self.local, chunk),
             )
         return self._passes[kind]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
-from threefold.cost.memory.threefold.activations import PipelineBuffers
 from threefold.cost.memory.threefold.delayed_wgrad import (
     chunk_wgrad_bytes,
     splits_backward,
@@ -23,8 +22,10 @@ from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, Offload
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, PeakPoint, at_chunk_end, layer_positions
 from threefold.cost.memory.threefold.schedule import NO_CHUNK, ScheduleMoment, schedule_moments
 from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gradient_bytes
+from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.transients import embedding_transients, loss_transients, optimizer_transients
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.vision.saved_bytes import vision_saved_bytes
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 from threefold.units import MIB
@@ -73,7 +74,7 @@ class PeakFinder:
     ) -> None:
         """`saved` is what each kind of layer keeps on the device, `offloaded` what it keeps on the host."""
         self.plan, self.local, self.saved, self.offloaded = plan, LocalSizes(plan, skew), saved, offloaded
-        self.splits_backward = splits_backward(plan)
+        self.splits_backward, self.vision_bytes = splits_backward(plan), vision_saved_bytes(plan)
         kinds = (False, True) if splits_some_backwards(plan) else (self.splits_backward,)
         # By whether a backward delays its weight gradients.
         self.tables = {splits: layer_tables(self.local, saved, offloaded, splits) for splits in kinds}
@@ -84,6 +85,10 @@ class PeakFinder:
         layers = [chunk_layers(self.plan, chunk) for chunk in contents.chunks]
         saved = [sum(sum(self.saved[layer].values()) for layer in chunk) for chunk in layers]
         saved = [size + held for size, held in zip(saved, self.held_inputs(contents), strict=True)]
+        saved = [
+            size + self.vision_bytes if chunk.embedding else size
+            for size, chunk in zip(saved, contents.chunks, strict=True)
+        ]
         wgrad = [
             chunk_wgrad_bytes(self.local, chunk, self.tables[True].wgrad) if True in self.tables else 0.0
             for chunk in contents.chunks
@@ -176,7 +181,7 @@ class PeakFinder:
         saved = add_terms(self.saved[layer] for layer in chunk_layers(self.plan, chunk))
         if self.plan.knobs.data_parallel != "zero1":
             points += root_points(local, fsdp_units(self.plan, contents, positions[0]), chunk, saved)
-        elif chunk.embedding:
+        elif chunk.embedding and "embedding" in local.saved_inputs:
             pending = chunk_wgrad_bytes(local, chunk, self.tables[splits].wgrad) if splits else 0.0
             # On one GPU the gradient that is made here is the one that stays.
             table = local.element_bytes * local.model.vocab * local.model.dim if is_alone else 0.0
@@ -205,7 +210,8 @@ class PeakFinder:
 
 def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:
     peak_bytes, saved = loss_transients(local, 1 + local.plan.mtp)
-    head = local.element_bytes * local.model.dim * (local.model.vocab / local.tp + local.gathered_tokens)
+    head_rows = local.model.vocab / local.tp if "head" in local.saved_inputs else 0.0
+    head = local.element_bytes * local.model.dim * (head_rows + local.gathered_tokens)
     root = 0.0
     if local.plan.knobs.data_parallel != "zero1":
         root = local.element_bytes * fsdp_units(local.plan, contents, at_chunk_end()).root

@@ -8,11 +8,13 @@ from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
+from threefold.cost.memory.threefold.partly_frozen.states import states_by_parameter, trained_expert_elements
 from threefold.cost.memory.threefold.peak_points import at_chunk_end
 from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction
 from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.trained_weights import is_partly_frozen
 from threefold.plan.plan import Plan
 from threefold.spec.flops import padded_vocab
 from threefold.spec.model import MlaSpec
@@ -25,6 +27,9 @@ _QUANTIZED_WEIGHT_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 def state_terms(plan: Plan, contents: StageContents) -> Terms:
     """Bytes of the states of one rank, sharded as the plan says."""
     megatron_dense, experts = stage_params(plan, contents)
+    if is_partly_frozen(plan):
+        quantized = _quantized_weights(plan, contents, experts)
+        return {**states_by_parameter(plan, contents), "quantised_weights": quantized}
     dense = _dense_params(plan, contents, megatron_dense)
     tables = num_vocab_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     on_device = device_fraction(plan, contents)
@@ -129,6 +134,8 @@ def late_gradient_bytes(local: LocalSizes, contents: StageContents, gradients: f
     shards = max(1, layout.edp // layout.replicate) if plan.knobs.data_parallel != "zero1" else 1
     num_moe = sum(layer.ffn == "moe" for chunk in contents.chunks for layer in chunk_layers(plan, chunk))
     experts = num_moe * model.num_experts / layout.ep / layout.etp * (expert_params(model) if num_moe else 0)
+    if is_partly_frozen(plan):
+        experts = trained_expert_elements(plan, contents)
     # What only this rank holds has no buffer, if its gradients need no other dtype.
     has_no_buffer = not local.accumulates_wider
     expert_bytes = FP32 if shards > 1 or local.accumulates_wider else local.element_bytes
@@ -138,6 +145,7 @@ def late_gradient_bytes(local: LocalSizes, contents: StageContents, gradients: f
     is_dense_late = is_dense_late or (replicas == 1 and has_no_buffer)
     are_experts_late = shards > 1 or (layout.edp == 1 and has_no_buffer)
     tables = num_unsharded_tables(plan, contents) * model.vocab / layout.tp * model.dim
+    tables *= "embedding" in local.saved_inputs
     tables *= FP32 if local.accumulates_wider else local.element_bytes
     return (gradients - experts - tables if is_dense_late else 0.0) + (experts if are_experts_late else 0.0)
 
@@ -145,7 +153,11 @@ def late_gradient_bytes(local: LocalSizes, contents: StageContents, gradients: f
 def head_gradient_bytes(local: LocalSizes, contents: StageContents) -> float:
     """The output layer's part of the late gradients, which is there from the loss on."""
     plan = local.plan
-    if not contents.loss or (plan.layout.gpus > 1 and plan.knobs.data_parallel == "zero1"):
+    if (
+        not contents.loss
+        or "head" not in local.saved_inputs
+        or (plan.layout.gpus > 1 and plan.knobs.data_parallel == "zero1")
+    ):
         return 0.0
     if plan.layout.gpus == 1:
         return local.element_bytes * local.model.vocab * local.model.dim if plan.num_microbatches == 1 else 0.0

@@ -33,17 +33,18 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
     chunk = min(s, -(-s // (num_chunks * LOSS_TILE)) * LOSS_TILE)
     table = vocab * dim
     sums_wider = num_chunks > 1 or local.plan.knobs.precision == "fp16"  # whose range is too small for a long sum
-    weight_grad = table * (FP32 if sums_wider else b)
+    trains_head = "head" in local.saved_inputs
+    weight_grad = table * (FP32 if sums_wider else b) * trains_head
     saved = b * dim * s + weight_grad
     on_gpu = local.plan.chip.architecture not in LOGITS_CHUNK_BYTES
     if local.is_16_bit and on_gpu:
         # The gradient overwrites the logits, and cuBLAS accumulates into the head's gradient as it stores.
-        logits, accumulating = b * chunk * (vocab + dim), float(weight_grad)
+        logits, accumulating = b * chunk * (vocab + dim * trains_head), float(weight_grad)
     else:
         num_fp32 = 3 if local.is_16_bit or local.tp > 1 else 2
         logits = (num_fp32 * FP32 - (b if local.is_16_bit else 0)) * chunk * vocab
         accumulating = 0.0
-        if num_chunks > 1:
+        if num_chunks > 1 and trains_head:
             accumulating = weight_grad + (b * table if local.is_16_bit or num_chunks > 2 else 0)
     hidden = b * dim * s  # what the loss reads
     return logits + accumulating + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved
@@ -55,6 +56,8 @@ def embedding_transients(local: LocalSizes, is_used_twice: bool) -> float:
     A table that is used twice has a gradient from each use, and their sum.
     """
     b, dim = local.element_bytes, local.model.dim
+    if "embedding" not in local.saved_inputs:
+        return 0.0
     tables = (3 if is_used_twice else 1) * local.model.vocab / local.tp
     in_fp32 = 1.1 * FP32 * dim * local.gathered_tokens if local.has_fused_kernels and not is_used_twice else 0.0
     return b * dim * (tables + local.tokens) + in_fp32
@@ -110,7 +113,7 @@ def shared_backward_transients(local: LocalSizes) -> float:
 def _mlp_backward(local: LocalSizes, hidden: float, fraction: float) -> float:
     """Bytes in the backward of a gated MLP with so many channels on a rank, for a fraction of the tokens."""
     b, dim, tokens = local.element_bytes, local.model.dim, local.gathered_tokens * fraction
-    weight_grad = b * hidden * dim
+    weight_grad = b * hidden * dim * local.trained_fraction
     # FSDP holds the first weight gradients until all of the unit are there.
     pending = weight_grad if local.plan.knobs.data_parallel != "zero1" else 0.0
     act_grad = b * hidden * tokens

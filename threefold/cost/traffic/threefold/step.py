@@ -10,7 +10,16 @@ from collections.abc import Iterator
 from threefold.cost.layer_work import layer_case, layer_work
 from threefold.cost.traffic.data_parallel import data_parallel_transfers
 from threefold.cost.traffic.dispatch import expert_transfers
-from threefold.cost.traffic.threefold.calls import FP64, INT64, Call, MicrobatchSizes, all_reduce, microbatch_sizes
+from threefold.cost.traffic.threefold.calls import (
+    FP64,
+    INT64,
+    Call,
+    MicrobatchSizes,
+    all_gather,
+    all_reduce,
+    gather_both_ways,
+    microbatch_sizes,
+)
 from threefold.cost.traffic.threefold.context_parallel import context_parallel_calls
 from threefold.cost.traffic.threefold.expert_parallel import capacity_calls, expert_parallel_calls
 from threefold.cost.traffic.threefold.tensor_parallel import (
@@ -20,6 +29,8 @@ from threefold.cost.traffic.threefold.tensor_parallel import (
 )
 from threefold.cost.traffic.threefold.zero1 import zero1_calls
 from threefold.cost.traffic.transfers import Transfer, count_layers
+from threefold.cost.vision.planned_pictures import pictures_of_rank, planned_pictures
+from threefold.cost.vision.saved_bytes import num_deepstack_behind, trains_part
 from threefold.layout.links import Link
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
@@ -29,8 +40,9 @@ def threefold_transfers(plan: Plan, skew: float) -> Iterator[Transfer]:
     """All transfers of a step: exact for what the engine sends itself, estimated for FSDP (torch) and for DeepEP and
     HybridEP (packages).
 
-    Left out are what recompute sends once more, the whole matrices that Muon gathers, and all that is not a training
-    step (evaluation, checkpoints, the consensus on whether to stop).
+    A backward is counted for every layer, also for those below the first weight that trains. Left out are what
+    recompute sends once more, the whole matrices that Muon gathers, and all that is not a training step (evaluation,
+    checkpoints, the consensus on whether to stop).
     """
     gpus, count = plan.layout.gpus, max(1, plan.num_microbatches)
     for (group, operation, num_bytes), number in _all_calls(plan, skew, count).items():
@@ -65,6 +77,7 @@ def _all_calls(plan: Plan, skew: float, count: int) -> Counter[Call]:
                 add(expert_parallel_calls(plan, moe, sizes, skew), number * count * num_groups)
         add(Counter(calls), number * count * ranks_per_stage)
     add(Counter(embedding_and_loss_calls(plan, sizes)), count * ranks_per_stage)
+    add(Counter(_vision_calls(plan, sizes)), count * ranks_per_stage)
     add(Counter(_pipeline_calls(plan, sizes)), count * ranks_per_stage)
     add(Counter(_step_calls(plan)), layout.gpus)
     if plan.knobs.data_parallel == "zero1":
@@ -76,14 +89,28 @@ def _uses_flex_dispatcher(plan: Plan) -> bool:
     return plan.knobs.dispatcher in ("deepep", "hybridep") and plan.layout.ep > 1
 
 
+def _vision_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
+    """The features of pictures, which ranks that share sequences deal out and gather in one call, and back again."""
+    vision, pictures, size = plan.model.vision, planned_pictures(plan), plan.layout.cp * plan.layout.tp
+    if vision is None or pictures is None:
+        return
+    num_features = 1 + min(len(vision.deepstack), plan.model.num_layers)
+    rows = pictures_of_rank(plan) * pictures.tokens
+    has_backward = trains_part(plan, "vision") or trains_part(plan, "projector")
+    calls = gather_both_ways if has_backward else all_gather
+    yield from calls("cp x tp", size, rows * num_features * plan.model.dim * sizes.element_bytes)
+
+
 def _pipeline_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
-    """The hidden states and those of the MTP depths so far, between stages: forward, and their gradients."""
+    """The hidden states, those of the MTP depths so far and the features of pictures that later layers need, between
+    stages: forward, and their gradients."""
     layout, num_states = plan.layout, 1
     v_shaped = layout.pipeline_schedule == "dualpipev"
     for number, chunk in enumerate(plan.chunks[:-1]):
         num_states += chunk.mtp
         if chunk_rank(number, layout.pp, v_shaped) != chunk_rank(number + 1, layout.pp, v_shaped):
-            yield from [("pp", "send", num_states * sizes.tokens * plan.model.dim * sizes.element_bytes)] * 2
+            states = num_states + num_deepstack_behind(plan, number)
+            yield from [("pp", "send", states * sizes.tokens * plan.model.dim * sizes.element_bytes)] * 2
 
 
 def _step_calls(plan: Plan) -> Iterator[Call]:

@@ -10,8 +10,10 @@ from threefold.cost.traffic.threefold.calls import (
     MicrobatchSizes,
     all_reduce,
     gather_both_ways,
+    reduce_scatter,
     scatter_both_ways,
 )
+from threefold.cost.trained_weights import saved_inputs
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer, MlaSpec
 
@@ -60,11 +62,12 @@ def balancing_loss_calls(plan: Plan, layer: Layer, sizes: MicrobatchSizes) -> It
 
 
 def embedding_and_loss_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
-    """Embedding and loss, for the next token and once more for each MTP depth."""
-    tp = plan.layout.tp
+    """Embedding and loss, for the next token and once more for each MTP depth. A frozen embedding has no backward."""
+    tp, is_trained = plan.layout.tp, "embedding" in saved_inputs(plan)
     shard_bytes = sizes.tokens * sizes.element_bytes * plan.model.dim
     for _ in range(1 + plan.mtp):
-        yield from scatter_both_ways("tp", tp, shard_bytes)
+        scatter = scatter_both_ways if is_trained else reduce_scatter
+        yield from scatter("tp", tp, shard_bytes)
         yield from gather_both_ways("tp", tp, shard_bytes)
         for tokens in _loss_chunks(plan, sizes):
             # The largest logit of a token; then the sum of exponentials, and the logit of its label.

@@ -1,1 +1,1 @@
-"""The token shard, the file format that training reads: opening, verifying and writing it."""
+"""Stored documents: the token shard, Megatron's two files, and parts of them."""

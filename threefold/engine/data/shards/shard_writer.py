@@ -50,6 +50,7 @@ class ShardWriter:
         self.path = Path(path)
         self.vocab, self.tokenizer = vocab, tokenizer
         self.num_tokens = self.num_documents = 0
+        self.fingerprint = ""  # of the content, once the shard is written
         self._dtype = token_dtype(vocab)
         if not self.path.name or self.path.is_dir():
             raise unwritable(self.path, IsADirectoryError(errno.EISDIR, "it is a folder"))
@@ -62,7 +63,7 @@ class ShardWriter:
             self._tokens.file.write(bytes(HEADER.size))
         except OSError as error:
             raise unwritable(self.path, error) from error
-        self._masked = False
+        self.masked = False
         self._offsets.write(np.zeros(1, "<u8"))
 
     def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
@@ -72,13 +73,13 @@ class ShardWriter:
             return
         if array.min() < 0 or array.max() >= self.vocab:
             raise ValueError(f"a token outside the vocabulary of {self.vocab}")
-        if mask is not None and not self._masked:
-            self._masked = True
+        if mask is not None and not self.masked:
+            self.masked = True
             self._extend_mask(self.num_tokens)
         self._tokens.write(array.astype(self._dtype))
         if mask is not None:
             self._mask.write(np.asarray(mask, np.uint8))
-        elif self._masked:
+        elif self.masked:
             self._extend_mask(array.size)
         self.num_tokens += array.size
         self.num_documents += 1
@@ -109,14 +110,15 @@ class ShardWriter:
 
     def _finish(self) -> None:
         digests = [section.digest.digest() for section in (self._tokens, self._mask, self._offsets)]
+        self.fingerprint = content_fingerprint(digests, self.vocab, self.tokenizer)
         head = ShardHeader(
             token_bytes=self._dtype.itemsize,
             vocab=self.vocab,
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             tokenizer=self.tokenizer,
-            fingerprint=content_fingerprint(digests, self.vocab, self.tokenizer),
-            masked=self._masked,
+            fingerprint=self.fingerprint,
+            masked=self.masked,
         )
         file = self._tokens.file
         for section in (self._mask, self._offsets):

@@ -31,6 +31,9 @@ VERIFY_BYTES = 64 * MIB  # a shard of at most this size is verified when it is o
 CHUNK_BYTES = 4 * MIB
 EDGE_BYTES = 64 * KIB  # at the start and the end of a larger shard that `content` reads
 DIGITS = 16  # of a digest in the contract of a run
+# In the mask of a document's first token, which nothing predicts: the document belongs to the conversation of the one
+# before it. The two are never held out without each other.
+CONTINUES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +129,29 @@ class TokenShard:
     def __len__(self) -> int:
         return self.header.num_documents
 
+    @property
+    def num_tokens(self) -> int:
+        return self.header.num_tokens
+
+    @property
+    def masked(self) -> bool:
+        return self.header.masked
+
+    @property
+    def fingerprint(self) -> str:
+        return self.header.fingerprint
+
     def read(self, first: int, after: int) -> NDArray[np.int64]:
         """The tokens of a range. A shard that is too large to be verified when it is opened is checked here."""
         tokens = self.tokens[first:after].astype(np.int64)
         if tokens.max(initial=0) >= self.header.vocab:
             raise refused(self.path, f"it holds tokens past its vocabulary of {self.header.vocab}")
         return tokens
+
+    def read_mask(self, first: int, after: int) -> NDArray[np.uint8]:
+        """1 for each token of a range that is learned. Only a shard with a mask is asked."""
+        assert self.mask is not None
+        return self.mask[first:after]
 
     def document(self, index: int) -> NDArray[Any]:
         """The tokens of one document, as a view of the file."""

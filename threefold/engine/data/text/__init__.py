@@ -1,1 +1,1 @@
-"""From text to tokens: reading files, tokenizers, the chat template, and writing a token shard."""
+"""From text to tokens: formats of files and records, tokenizers, chat templates, and writing a token shard."""

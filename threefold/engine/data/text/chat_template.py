@@ -1,79 +1,188 @@
-"""Encodes conversations in the ChatML template, with a loss mask: only the assistant's answers are learned.
+"""Conversations to tokens with a loss mask, by the template of the tokenizer, or ChatML where it has none.
 
-    <|im_start|>user\\nWhat is 2 + 2?<|im_end|>\\n
-    <|im_start|>assistant\\n4<|im_end|>\\n
-                           ^^^^^^^^^^^ learned
+`tokenize_files` calls `encode_chat`, `threefold sample` calls `chat_prompt`. Where the template has `{% generation %}`,
+its bodies are learned. Elsewhere an answer is what the rendering has with it and not without it:
 
-A tokenizer without these special tokens spells <|im_start|> as text and ends a turn with its end-of-text token.
-`tokenize_files` calls `encode_chat`; `threefold sample` calls `chat_prompt`.
+    rendered up to the answer, with the start of an answer   <|im_start|>user ... <|im_start|>assistant\\n
+    rendered with the answer                                 <|im_start|>user ... <|im_start|>assistant\\n4<|im_end|>\\n
+                                                                                                         ^^^^^^^^^^^
+
+Some templates render a turn otherwise when others follow, for instance without its reasoning. Then no single text has
+all answers as they were given, and each answer becomes a sample of its own.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from threefold.engine.data.text.tokenizer import Tokenizer, Tokens
+from threefold.engine.data.text.chat.chatml import chatml_prompt, encode_chatml
+from threefold.engine.data.text.chat.conversation import (
+    ASSISTANT,
+    ChatError,
+    ChatSample,
+    Conversation,
+    check_messages,
+)
+from threefold.engine.data.text.chat.jinja_template import ChatTemplate, Rendered, Span
+from threefold.engine.data.text.tokenizer import FileTokenizer, Offsets, Tokenizer, Tokens
+from threefold.engine.data.text.tokenizer_files import DEFAULT, TOOL_USE
 
-ROLES = ("system", "user", "assistant", "tool")
-START, END = "<|im_start|>", "<|im_end|>"
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """The samples of one conversation: one, or one for each answer where `by_turn` is set."""
+
+    samples: list[ChatSample]
+    by_turn: bool = False
 
 
-class ChatError(ValueError):
-    """A record is no conversation; the message says why."""
-
-
-def encode_chat(tokenizer: Tokenizer, messages: Any) -> tuple[Tokens, NDArray[np.uint8]]:
-    """The tokens of a conversation, and a mask that is 1 for each token that is learned."""
-    if not isinstance(messages, list) or not messages:
-        raise ChatError("messages is no list of turns")
-    parts: list[tuple[Tokens, int]] = []
-    for message in messages:
-        role, content = _parse_turn(message)
-        parts.append((_turn_start(tokenizer, role), 0))
-        parts.append((np.append(tokenizer.encode(content), _turn_end(tokenizer)), int(role == "assistant")))
-        parts.append((tokenizer.encode("\n"), 0))
-    if not any(learned for _, learned in parts):
+def encode_chat(tokenizer: Tokenizer, chat: Conversation) -> EncodedChat:
+    """Tokens and masks of a conversation. Raises ChatError where it cannot be rendered or has nothing to learn."""
+    if not chat.learned_turns:
         raise ChatError("no turn of the assistant: nothing to learn")
-    masks = [np.full(len(tokens), learned, np.uint8) for tokens, learned in parts]
-    return np.concatenate([tokens for tokens, _ in parts]), np.concatenate(masks)
+    template = template_of(tokenizer, chat.tools)
+    if template is None:
+        return EncodedChat([encode_chatml(tokenizer, chat)])
+    assert isinstance(tokenizer, FileTokenizer)  # others have no template
+    whole = template.render(chat.messages, chat.tools, chat.variables)
+    if template.marks_answers:
+        return EncodedChat([_masked(tokenizer, whole, _spans_of_turns(chat, whole.learned))])
+    turns = [_answer(tokenizer, template, chat, turn) for turn in chat.learned_turns]
+    if all(whole.text.startswith(rendered.text) for rendered, _ in turns):
+        return EncodedChat([_masked(tokenizer, whole, [span for _, span in turns])])
+    # A template may leave a turn out, such as a call of a tool that it knows nothing of.
+    samples = [_masked(tokenizer, rendered, [span]) for rendered, span in turns if span[0] < span[1]]
+    if not samples:
+        raise _nothing_to_learn()
+    return EncodedChat(samples, by_turn=True)
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Any) -> Tokens:
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Any,
+    tools: list[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Tokens:
     """The tokens of a conversation up to and including the start of the assistant's next turn."""
-    turns = [_parse_turn(message) for message in messages]
-    parts = [
-        part
-        for role, content in turns
-        for part in (
-            _turn_start(tokenizer, role),
-            tokenizer.encode(content),
-            _turn_end(tokenizer),
-            tokenizer.encode("\n"),
-        )
-    ]
-    return np.concatenate([*parts, _turn_start(tokenizer, "assistant")])
+    chat = Conversation(check_messages(messages), tools, dict(variables or {}))
+    template = template_of(tokenizer, tools)
+    if template is None:
+        return chatml_prompt(tokenizer, chat)
+    assert isinstance(tokenizer, FileTokenizer)
+    return _encode(tokenizer, template.render(chat.messages, tools, chat.variables, answers_next=True))[0]
 
 
-def _parse_turn(message: Any) -> tuple[str, str]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise ChatError(f"a turn has a role of {', '.join(ROLES)}")
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise ChatError(f"the content of a turn is text, not {type(content).__name__}")
-    return str(message["role"]), content
+def template_of(tokenizer: Tokenizer, tools: list[Any] | None = None) -> ChatTemplate | None:
+    """The template for a conversation with or without tools; None where the tokenizer has none."""
+    templates = tokenizer.settings.templates
+    name = TOOL_USE if tools is not None and TOOL_USE in templates else DEFAULT
+    if name not in templates or not isinstance(tokenizer, FileTokenizer):
+        return None
+    return _template(templates[name], tuple(tokenizer.settings.special_tokens.items()), tuple(tokenizer.special_names))
 
 
-def _turn_start(tokenizer: Tokenizer, role: str) -> Tokens:
-    start = tokenizer.special(START)
-    if start is None:
-        return tokenizer.encode(f"{START}{role}\n")
-    return np.concatenate([[start], tokenizer.encode(f"{role}\n")])
+@lru_cache(maxsize=8)
+def _template(source: str, variables: tuple[tuple[str, str], ...], special_names: tuple[str, ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(variables), special_names)
 
 
-def _turn_end(tokenizer: Tokenizer) -> Tokens:
-    closing = tokenizer.special(END)
-    closing = tokenizer.end if closing is None else closing
-    return tokenizer.encode(END) if closing is None else np.array([closing], np.int64)
+def _spans_of_turns(chat: Conversation, spans: tuple[Span, ...]) -> list[Span]:
+    """The spans of the learned turns, where the template marks one for each answer; otherwise all of them."""
+    answers = [n for n, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+    if len(answers) != len(spans):
+        return list(spans)
+    return [span for turn, span in zip(answers, spans, strict=True) if turn >= chat.first_learned]
+
+
+def _answer(tokenizer: FileTokenizer, template: ChatTemplate, chat: Conversation, turn: int) -> tuple[Rendered, Span]:
+    """The conversation up to and including one answer, and the place of the answer."""
+    rendered = template.render(chat.messages[: turn + 1], chat.tools, chat.variables)
+    begin = _answer_start(tokenizer, template, chat, turn, rendered)
+    text = rendered.text[begin:].rstrip()
+    # What the template writes behind the token that ends a turn, a line break as a rule, is not the assistant's.
+    ends = text.endswith(tuple(tokenizer.special_names)) if tokenizer.special_names else False
+    return rendered, (begin, begin + len(text) if ends else len(rendered.text))
+
+
+def _answer_start(
+    tokenizer: FileTokenizer, template: ChatTemplate, chat: Conversation, turn: int, rendered: Rendered
+) -> int:
+    before = chat.messages[:turn]
+    try:
+        prompt = template.render(before, chat.tools, chat.variables, answers_next=True)
+    except ChatError:
+        if turn == 0:  # many templates look at the first message, and the assistant has the first word
+            return 0
+        raise
+    if rendered.text.startswith(prompt.text):
+        return len(prompt.text)
+    base = template.render(before, chat.tools, chat.variables)
+    if not rendered.text.startswith(base.text):
+        return _start_behind_last_turn(template, chat, turn, (base.text, prompt.text, rendered.text))
+    # The start of an answer may have more than every answer has, such as an opened <think>.
+    prompt_tokens, _ = _encode(tokenizer, prompt)
+    tokens, offsets = _encode(tokenizer, rendered)
+    size = min(len(prompt_tokens), len(tokens))
+    differ = np.flatnonzero(prompt_tokens[:size] != tokens[:size])
+    same = int(differ[0]) if differ.size else size
+    return max(len(base.text), int(offsets[same, 0]) if same < len(tokens) else len(rendered.text))
+
+
+def _start_behind_last_turn(template: ChatTemplate, chat: Conversation, turn: int, texts: tuple[str, str, str]) -> int:
+    """Where an answer starts whose template renders earlier turns otherwise once it is there: behind the turn before.
+
+    `texts`: rendered up to the answer, the same with the start of an answer, and rendered with the answer.
+    """
+    base, prompt, rendered = texts
+    earlier = template.render(chat.messages[: turn - 1], chat.tools, chat.variables).text if turn > 1 else ""
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(base, earlier, strict=False)) if a != b), min(len(base), len(earlier))
+    )
+    last_turn = base[shared:]
+    at = rendered.rfind(last_turn) if last_turn else -1
+    if at < 0:
+        raise ChatError("the chat template renders the turn before an answer otherwise when it follows")
+    start = at + len(last_turn)
+    opening = prompt[len(base) :] if prompt.startswith(base) else ""
+    return start + len(opening) if rendered.startswith(opening, start) else start
+
+
+def _masked(tokenizer: FileTokenizer, rendered: Rendered, spans: list[Span]) -> ChatSample:
+    tokens, offsets = _encode(tokenizer, rendered)
+    mask = np.zeros(len(tokens), np.uint8)
+    for begin, end in spans:
+        mask[(offsets[:, 0] < end) & (offsets[:, 1] > begin)] = 1
+    if not mask.any():
+        raise _nothing_to_learn()
+    return tokens, mask
+
+
+def _nothing_to_learn() -> ChatError:
+    return ChatError("the chat template renders no answer of the assistant: nothing to learn")
+
+
+def _encode(tokenizer: FileTokenizer, rendered: Rendered) -> tuple[Tokens, Offsets]:
+    """Tokens of a rendered chat and their places. Special tokens that messages spell out stay text."""
+    if not rendered.spelled:
+        return tokenizer.encode_rendered(rendered.text)
+    ids, places, at = [], [], 0
+    for begin, end in [*rendered.spelled, (len(rendered.text), len(rendered.text))]:
+        for part, spelled in (((at, begin), False), ((begin, end), True)):
+            tokens, offsets = _encode_part(tokenizer, rendered.text[slice(*part)], spelled, part[0] > 0)
+            ids.append(tokens)
+            places.append(offsets + part[0])
+        at = end
+    return np.concatenate(ids), np.concatenate(places)
+
+
+def _encode_part(tokenizer: FileTokenizer, text: str, spelled: bool, inside: bool) -> tuple[Tokens, Offsets]:
+    encode = tokenizer.encode_spelled if spelled else tokenizer.encode_rendered
+    if inside and text:
+        # Some tokenizers put a space before the first word of a text; behind a line break they do not.
+        tokens, offsets = encode("\n" + text)
+        if len(offsets) and offsets[0].tolist() == [0, 1] and (len(offsets) == 1 or offsets[1, 0] >= 1):
+            return tokens[1:], offsets[1:] - 1
+    return encode(text)

@@ -1,7 +1,7 @@
-"""Reads documents from text files, folders and JSONL, one at a time and always in the same order.
+"""Reads documents from text files, folders, JSONL, JSON, Parquet and Arrow, one at a time, always in the same order.
 
-`tokenize_files` reads them. A text file is one document, and so is each line of JSONL: {"text": "..."} or, for a
-conversation, {"messages": [{"role": "user", "content": "..."}, ...]}.
+`tokenize_files` reads them. A text file is one document, and so is each record of the other formats (`records.py`). A
+record that is no document is counted in the summary and skipped; the caller decides how many may be.
 """
 
 import json
@@ -11,29 +11,80 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from threefold.engine.data.text.arrow_tables import ARROW_SUFFIXES, dataset_files, read_arrow
+from threefold.engine.data.text.chat.conversation import ChatError
+from threefold.engine.data.text.records import FORMS, Document, RecordError, parse_record
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import open_regular
-from threefold.units import MIB, format_bytes
+from threefold.units import GIB, MIB, format_bytes, format_many
 
-SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".py", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cc", ".cpp", ".cu", ".rs", ".go", ".java", ".js")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", *ARROW_SUFFIXES)
+RECORD_SUFFIXES = (".jsonl", ".json", *ARROW_SUFFIXES)  # files whose records can be conversations
 MAX_DOCUMENT_BYTES = 64 * MIB  # a document is in memory while it is tokenized
+MAX_JSON_BYTES = GIB  # so is a JSON file, of which all records are read at once
+HOPELESS = 1000, 0.5  # so many bad records, and so large a share of those so far, end the reading of a file early
+NUM_NAMED = 5  # bad records of a file that are named
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text, or the messages of a conversation."""
+@dataclass(slots=True)
+class FileRecords:
+    """The records of one file that were read so far, and those that cannot be used."""
 
-    at: str  # the file, with the line number for JSONL
-    text: str = ""
-    messages: Any = None
+    path: str
+    num_records: int = 0
+    num_bad: int = 0
+    first_bad: Finding | None = None
+    bad: list[str] = field(default_factory=list)  # the first few, with the reason
+
+    def add_bad(self, at: str, error: ValueError) -> None:
+        """Count a record that is no document, or a conversation that cannot be rendered."""
+        self.num_bad += 1
+        is_chat = isinstance(error, ChatError)
+        advice = (
+            '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+            if is_chat
+            else f"a JSON object a record with {FORMS} (--field names its field)"
+        )
+        if self.first_bad is None:
+            rule = "chat-readable" if is_chat else "text-readable"
+            self.first_bad = Finding(rule=rule, at=at, problem=str(error), advice=advice)
+        if len(self.bad) < NUM_NAMED:
+            self.bad.append(f"{at}: {error}")
+
+    def refusal(self, max_bad: float) -> Finding | None:
+        """The finding where more records are bad than may be."""
+        first = self.first_bad
+        if first is None or self.num_bad <= max_bad * self.num_records:
+            return None
+        if self.num_bad > 1:
+            counted = f"{self.num_bad} of {format_many(self.num_records, 'record')} cannot be used, the first for this"
+            return Finding(rule=first.rule, at=first.at, problem=f"{first.problem}; {counted}", advice=first.advice)
+        return first
 
 
 @dataclass(slots=True)
 class ReadSummary:
-    """Counts that are filled in while documents are read."""
+    """Counts that are filled in while documents are read, and the share of a file's records that may be bad."""
 
+    max_bad: float = 1.0
     num_files: int = 0
     skipped: list[str] = field(default_factory=list)  # files in folders that are no text, with the reason
+    files: dict[str, FileRecords] = field(default_factory=dict)  # files of records
+
+    def add_bad(self, at: str, error: ValueError) -> None:
+        """Count a record of the file that `at` names as bad."""
+        file = self.files[at.rpartition(":")[0]]
+        file.add_bad(at, error)
+        many, most = HOPELESS
+        if file.num_bad >= many and (found := file.refusal(max(most, self.max_bad))):
+            raise FindingsError([found])
+
+    def check(self) -> None:
+        """Raise the finding of the first file of which more records are bad than may be."""
+        for file in self.files.values():
+            if found := file.refusal(self.max_bad):
+                raise FindingsError([found])
 
 
 def read_documents(
@@ -44,22 +95,27 @@ def read_documents(
 ) -> Iterator[Document]:
     """All documents of the sources.
 
-    A file that is named itself must be text. A file of a folder that is no text is skipped.
+    A file that is named itself must be readable. A file of a folder that is no text is skipped.
     """
     summary = ReadSummary() if summary is None else summary
     for source in sources:
         path = Path(source)
-        if path.is_dir():
-            for file in _walk_files(path, tuple(suffixes)):
-                try:
-                    yield from _read_file(file, text_field, summary, within=path)
-                except _NotTextError as problem:
-                    summary.skipped.append(f"{file}: {problem}")
-        else:
+        for file, within in list_files(path, suffixes):
             try:
-                yield from _read_file(path, text_field, summary)
+                yield from _read_file(file, text_field, summary, within)
             except _NotTextError as problem:
-                raise _refused(str(path), str(problem), "give a text file, a folder or JSONL") from problem
+                if within is None:
+                    raise _refused(str(path), str(problem), "give a text file, a folder or JSONL") from problem
+                summary.skipped.append(f"{file}: {problem}")
+
+
+def list_files(path: Path, suffixes: Sequence[str] = SUFFIXES) -> Iterator[tuple[Path, Path | None]]:
+    """The files of a source, each with the folder that it must lie in; None for a file that is named itself."""
+    if not path.is_dir():
+        yield path, None
+        return
+    saved = dataset_files(path)
+    yield from ((file, path) for file in (_walk_files(path, tuple(suffixes)) if saved is None else saved))
 
 
 class _NotTextError(Exception):
@@ -72,15 +128,32 @@ def _walk_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted(files) if name.endswith(suffixes) and not name.startswith("."))
 
 
-def _read_file(path: Path, text_field: str, summary: ReadSummary, within: Path | None = None) -> Iterator[Document]:
+def _read_file(path: Path, text_field: str, summary: ReadSummary, within: Path | None) -> Iterator[Document]:
     try:
-        if path.suffix == ".jsonl":
-            yield from _read_jsonl(path, text_field, within)
-        else:
+        if path.suffix not in RECORD_SUFFIXES:
             yield _read_text(path, within)
+        else:
+            counted = summary.files.setdefault(str(path), FileRecords(str(path)))
+            for at, record in _read_records(path, text_field, within):
+                counted.num_records += 1
+                try:
+                    if isinstance(record, RecordError):
+                        raise record
+                    document = parse_record(at, record, text_field)
+                except (RecordError, ChatError) as error:
+                    summary.add_bad(at, error)
+                    continue
+                yield document
     except OSError as error:
         raise _NotTextError(f"cannot be read: {error.strerror or error}") from error
     summary.num_files += 1
+
+
+def _read_records(path: Path, text_field: str, within: Path | None) -> Iterator[tuple[str, Any]]:
+    """The records of a file with their places. A RecordError in place of a record says why it cannot be read."""
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path, within)
+    return _read_json(path, within) if path.suffix == ".json" else read_arrow(path, text_field, within)
 
 
 def _read_text(path: Path, within: Path | None) -> Document:
@@ -96,27 +169,34 @@ def _read_text(path: Path, within: Path | None) -> Document:
         raise _NotTextError(f"not UTF-8 text (byte {error.start})") from error
 
 
-def _read_jsonl(path: Path, text_field: str, within: Path | None) -> Iterator[Document]:
+def _read_jsonl(path: Path, within: Path | None) -> Iterator[tuple[str, Any]]:
     with open_regular(path, within) as file:
         number = 0
         while line := file.readline(MAX_DOCUMENT_BYTES + 1):
             number += 1
-            if line.strip():
-                yield _parse_record(f"{path}:{number}", line, text_field)
+            at = f"{path}:{number}"
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise _refused(at, f"a line of more than {format_bytes(MAX_DOCUMENT_BYTES)}", "split the document")
+            if not line.strip():
+                continue
+            try:
+                yield at, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield at, RecordError(f"not valid JSON: {error}")
 
 
-def _parse_record(at: str, line: bytes, text_field: str) -> Document:
-    if len(line) > MAX_DOCUMENT_BYTES:
-        raise _refused(at, f"a line of more than {format_bytes(MAX_DOCUMENT_BYTES)}", "split the document")
+def _read_json(path: Path, within: Path | None) -> Iterator[tuple[str, Any]]:
+    with open_regular(path, within) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        advice = "write it as JSONL, a record a line: that is read one by one"
+        raise _refused(str(path), f"more than {format_bytes(MAX_JSON_BYTES)} of JSON", advice)
     try:
-        record = json.loads(line)
+        records = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _refused(at, f"not valid JSON: {error}", "one JSON object a line") from error
-    if isinstance(record, dict) and "messages" in record:
-        return Document(at, messages=record["messages"])
-    if isinstance(record, dict) and isinstance(record.get(text_field), str):
-        return Document(at, record[text_field])
-    raise _refused(at, f"no text in {text_field!r} and no messages", "name the field with --field")
+        raise _refused(str(path), f"not valid JSON: {error}", "a list of records, or JSONL (.jsonl)") from error
+    for number, record in enumerate(records if isinstance(records, list) else [records], 1):
+        yield f"{path}:{number}", record
 
 
 def _refused(at: str, problem: str, advice: str) -> FindingsError:

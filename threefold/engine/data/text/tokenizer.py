@@ -3,20 +3,27 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.engine.data.text.tokenizer_files import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER,
+    TokenizerSettings,
+    read_tokenizer_settings,
+)
 from threefold.findings import Finding, FindingsError
-from threefold.safe_files import read_bounded, read_json_object
+from threefold.safe_files import read_bounded
 
 Tokens = NDArray[np.int64]
+Offsets = NDArray[np.int64]  # first character of each token, and the one behind its last, as rows
 
 # Special tokens come after the 256 bytes. Encoding a text never gives one of them.
 BYTE_SPECIALS = {"<|endoftext|>": 256, "<|pad|>": 257, "<|im_start|>": 258, "<|im_end|>": 259}
-MAX_TOKENIZER_BYTES = 2**28  # published ones have some 30 MiB
 MAX_VOCAB = 2**31
 # Names of end-of-text tokens that are tried if tokenizer_config.json states none.
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|im_end|>")  # noqa: RUF001
@@ -28,10 +35,14 @@ class Tokenizer(Protocol):
     label: str  # identifies the tokenizer in shards; shards with different labels are not mixed
     vocab: int
     end: int | None  # the token that ends a document
+    settings: TokenizerSettings  # special tokens by role, and chat templates
 
     def encode(self, text: str) -> Tokens: ...
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[Tokens]: ...
+
+    def encode_completion(self, prompt: str, completion: str) -> tuple[Tokens, NDArray[np.uint8]]:
+        """The tokens of a prompt with its completion, and 1 for each that has some of the completion."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -44,6 +55,7 @@ class ByteTokenizer:
     label = "bytes"
     vocab = 256 + len(BYTE_SPECIALS)
     end: int | None = BYTE_SPECIALS["<|endoftext|>"]
+    settings = TokenizerSettings()
 
     def encode(self, text: str) -> Tokens:
         # JSON can contain half a surrogate pair, which UTF-8 cannot encode; it becomes a question mark.
@@ -51,6 +63,10 @@ class ByteTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[Tokens]:
         return map(self.encode, texts)
+
+    def encode_completion(self, prompt: str, completion: str) -> tuple[Tokens, NDArray[np.uint8]]:
+        parts = self.encode(prompt), self.encode(completion)
+        return np.concatenate(parts), np.repeat(np.array([0, 1], np.uint8), [len(part) for part in parts])
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
@@ -78,6 +94,7 @@ class FileTokenizer:
         self.label = f"hf-{hashlib.sha256(raw).hexdigest()[:16]}"
         if self.vocab > MAX_VOCAB:
             raise _refused(self.path, f"it has a token {self.vocab - 1}, past all vocabularies")
+        self.settings = read_tokenizer_settings(self.path.parent)
         self.end = self._find_end(end)
 
     def encode(self, text: str) -> Tokens:
@@ -89,6 +106,33 @@ class FileTokenizer:
         with self._reading():
             encoded = self._inner.encode_batch([_valid_utf8(text) for text in texts], add_special_tokens=False)
         return (np.array(one.ids, np.int64) for one in encoded)
+
+    def encode_completion(self, prompt: str, completion: str) -> tuple[Tokens, NDArray[np.uint8]]:
+        prompt = _valid_utf8(prompt)
+        tokens, offsets = self.encode_spelled(prompt + _valid_utf8(completion))
+        return tokens, (offsets[:, 1] > len(prompt)).astype(np.uint8)
+
+    def encode_rendered(self, text: str) -> tuple[Tokens, Offsets]:
+        """Tokens of a rendered chat, in which special tokens that are spelled out are these tokens, and their place."""
+        with self._reading():
+            self._inner.encode_special_tokens = False
+            try:
+                found = self._inner.encode(_valid_utf8(text), add_special_tokens=False)
+            finally:
+                self._inner.encode_special_tokens = True
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    def encode_spelled(self, text: str) -> tuple[Tokens, Offsets]:
+        """Tokens of a text, in which special tokens that are spelled out stay text, and their place."""
+        with self._reading():
+            found = self._inner.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """The special tokens of the file and their numbers."""
+        added = self._inner.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def decode(self, tokens: Sequence[int]) -> str:
         with self._reading():
@@ -115,7 +159,7 @@ class FileTokenizer:
             if (token := self.special(name)) is None:
                 raise _refused(self.path, f"it has no token {name!r} to end documents with", "name a token that it has")
             return token
-        names = (_configured_end(self.path.with_name("tokenizer_config.json")), *KNOWN_ENDS)
+        names = (self.settings.special_tokens.get("eos_token"), *KNOWN_ENDS)
         return next((token for name in names if name and (token := self.special(name)) is not None), None)
 
 
@@ -124,7 +168,12 @@ def open_tokenizer(name: str, end: str | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
-    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end)
+    return FileTokenizer(path / TOKENIZER if path.is_dir() else path, end)
+
+
+def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What identifies a tokenizer and its chat templates, wherever they lie: the contract of a run has it."""
+    return {"label": tokenizer.label, "vocab": tokenizer.vocab, "chat_template": tokenizer.settings.template_digest}
 
 
 def _load(path: Path, raw: bytes) -> Any:
@@ -140,15 +189,6 @@ def _load(path: Path, raw: bytes) -> Any:
 
 def _valid_utf8(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _configured_end(path: Path) -> str | None:
-    try:
-        token = read_json_object(path).get("eos_token")
-    except (OSError, ValueError):
-        return None
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
 
 
 def _refused(path: Path, problem: str, advice: str = "") -> FindingsError:

@@ -64,14 +64,15 @@ def fused_topk(logits_TE: Tensor, bias_E: Tensor | None, options: TopKOptions) -
 class _RouterLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_ED)
+        # The input is for the weight gradient alone: a frozen router needs none.
+        ctx.save_for_backward(x_TD if ctx.needs_input_grad[1] else None, weight_ED)
         return _gemm(x_TD, weight_ED.t(), torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TD, weight_ED = ctx.saved_tensors
         num_experts = len(weight_ED)
-        grad_TX = x_TD.new_empty(len(x_TD), 2 * num_experts)
+        grad_TX = weight_ED.new_empty(len(grad_TE), 2 * num_experts)
         if not is_simulated():
             from threefold.engine.kernels.elementwise.topk_router_triton import launch_split_bf16
 

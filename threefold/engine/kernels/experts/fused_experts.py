@@ -110,7 +110,9 @@ class _Experts(torch.autograd.Function):
         steps = _make_steps(ctx, ends_E, len(weight_R))
         gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)
         y_RD = steps.down(act_RH, down_EDH)
-        ctx.save_for_backward(x_XD, weight_R, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
+        # The input is for FC1's weight gradient alone.
+        wants_fc1 = ctx.needs_input_grad[2] or targets[0].queue is not None
+        ctx.save_for_backward(x_XD if wants_fc1 else None, weight_R, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
         return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
 
     @staticmethod

@@ -62,7 +62,8 @@ def _weight_grads(local: LocalSizes) -> float:
     layout, moe = local.plan.layout, local.model.moe
     assert moe is not None
     hidden = moe.expert_dim / layout.etp
-    return local.element_bytes * 3 * hidden * local.model.dim * moe.num_experts / layout.ep
+    elements = 3 * hidden * local.model.dim * moe.num_experts / layout.ep
+    return local.element_bytes * elements * local.trained_expert_fraction
 
 
 def _recomputes_activation(local: LocalSizes) -> bool:
@@ -145,6 +146,8 @@ def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
         line.make(rows.gathered)
     else:
         line.make(rows.gathered, 2 * weight_grads / 3)
+    if local.has_adapters and "experts" in local.plan.job.lora_targets:  # their part of the gradient of the rows
+        line.pass_through(rows.gathered)
     steps["expert_fc1"] = line.take_peak()
     return steps
 

@@ -130,7 +130,7 @@ def overlapped_experts_peak(local: LocalSizes, weights: float = 0.0) -> float:
 def is_saved_as_received(rows: MoeRows) -> bool:
     """Whether FC1 saves the very tensor that arrived."""
     is_copy = rows.dispatcher == "deepep" or rows.local.plan.layout.etp > 1 or rows.is_sorted
-    return not is_copy and not rows.local.quantized_bytes
+    return not is_copy and saves_rows(rows.local)
 
 
 def moe_forward_peak(local: LocalSizes, offloaded_rows: float = 0.0, offloaded_experts: float = 0.0) -> float:
@@ -164,9 +164,15 @@ def moe_forward_peak(local: LocalSizes, offloaded_rows: float = 0.0, offloaded_e
     return line.peak
 
 
+def saves_rows(local: LocalSizes) -> bool:
+    """Whether FC1 or its adapter saves its rows as they are: not quantized, nor where both are frozen or absent."""
+    is_quantized = bool(local.quantized_bytes) and not local.has_adapters
+    return not is_quantized and "expert_rows" in local.saved_inputs
+
+
 def saved_bytes(local: LocalSizes) -> float:
     """What `moe_forward_peak` counts of the tensors that the layer saves."""
-    rows = 0.0 if local.quantized_bytes or local.experts_read_in_place else MoeRows(local).gathered
+    rows = MoeRows(local).gathered if saves_rows(local) and not local.experts_read_in_place else 0.0
     return rows + expert_bytes(local) + shared_expert_bytes(local)
 
 
@@ -247,9 +253,9 @@ def _compute(line: Timeline, rows: MoeRows, received: float, offloaded: float = 
         line.free(rows.gathered)
     if is_deepep:
         line.replace(received, rows.received)
-    # GEMMs in low precision save their input quantized, so that the rows are freed here.
+    # GEMMs in low precision save their input quantized, frozen ones save none, so that the rows are freed here.
     is_copy = is_deepep or etp > 1 or rows.is_sorted
-    line.free(rows.gathered if local.quantized_bytes and is_copy else 0.0)
+    line.free(rows.gathered if is_copy and not saves_rows(local) else 0.0)
 
 
 def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
@@ -279,6 +285,8 @@ def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
     if biased and not low:  # of FC1, for every row
         line.make(2 * hidden, 2 * hidden)
         line.free(4 * hidden)
+    adapted = 1.0 if local.has_adapters and "experts" in local.plan.job.lora_targets else 0.0
+    line.pass_through(adapted * 2 * hidden)  # the adapters' part of FC1's output
     num_saved = 2 if model.activation == "silu" else 5
     line.make(num_saved * hidden, hidden)
     if "moe_act" in local.recompute:
@@ -293,10 +301,12 @@ def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
         line.replace(rows.gathered, rows.gathered)
     else:
         line.make(rows.gathered)
+    line.pass_through(adapted * rows.gathered)
     if biased:  # of FC2, saved for every row; times the router's weight; added
         line.make(rows.gathered, rows.gathered, rows.gathered)
         line.free(rows.gathered, rows.gathered)
-    line.free(hidden if low or "moe_act" in local.recompute else 0.0, max(0.0, offloaded - saved))
+    is_freed = low or "moe_act" in local.recompute or "expert_product" not in local.saved_inputs
+    line.free(hidden if is_freed else 0.0, max(0.0, offloaded - saved))
 
 
 def _run_in_place(line: Timeline, rows: MoeRows) -> None:

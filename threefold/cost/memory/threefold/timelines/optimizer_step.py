@@ -5,7 +5,7 @@ It follows `engine/optim/muon.py`, `engine/data_parallel/full_matrices.py` and `
 
 from collections.abc import Sequence
 
-from threefold.cost.local_parameters import LocalParameter, fill_buckets, stage_parameters
+from threefold.cost.local_parameters import LocalParameter, fill_buckets, stage_parameters, trained_parameters
 from threefold.cost.memory.threefold.local_sizes import FP32
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.cost.stage_contents import StageContents, stage_contents
@@ -42,7 +42,7 @@ def _buckets_in_order(parameters: Sequence[LocalParameter]) -> list[list[LocalPa
 def muon_peak(plan: Plan, contents: StageContents, accumulates_wider: bool) -> float:
     """The most bytes in a step of Muon. All its tensors are in fp32. Gradients that are accumulated in another dtype
     than weights have lie in buckets, also on one rank."""
-    parameters = rank_parameters(plan, contents)
+    parameters = trained_parameters(rank_parameters(plan, contents))
     is_sharded = plan.knobs.data_parallel != "zero1" and plan.layout.gpus > 1
     groups = [[one] for one in parameters] if is_sharded else _buckets_in_order(parameters)
     line, last = Timeline(), 0.0
@@ -110,7 +110,7 @@ def device_fraction(plan: Plan, contents: StageContents) -> float:
     wanted = plan.knobs.optimizer_offload
     if wanted in (0.0, 1.0):
         return 1 - wanted
-    parameters = rank_parameters(plan, contents)
+    parameters = trained_parameters(rank_parameters(plan, contents))
     if plan.knobs.data_parallel == "zero1" and plan.layout.gpus > 1:
         sizes = [part for _, _, bucket in fill_buckets(parameters) for part in owned_parts(bucket)]
     else:

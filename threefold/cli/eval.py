@@ -1,0 +1,92 @@
+"""`threefold eval`: loss, perplexity and bits per byte of a run on data, and its accuracy in multiple choice."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from threefold.cli.inputs import missing_package, print_findings
+from threefold.findings import FindingsError
+from threefold.units import format_many
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="FILE", help="as job.data; may come several times"
+    )
+    parser.add_argument(
+        "--choices", action="append", default=[], type=Path, metavar="FILE", help="questions with choices (JSONL)"
+    )
+    parser.add_argument("--task", choices=("pretrain", "sft"), help="which tokens count (default: as the run trains)")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the run's)")
+    parser.add_argument("--sequences", type=int, help="sequences of each --data at most (default: all)")
+    parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer file (default: the run's own)")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.data and not args.choices:
+        print("threefold eval: give --data FILE or --choices FILE", file=sys.stderr)
+        return 2
+    if any(value is not None and value < 1 for value in (args.seq_len, args.sequences)):
+        print("threefold eval: --seq-len and --sequences are 1 or more", file=sys.stderr)
+        return 2
+    try:
+        return _print(args, _measure(args))
+    except FindingsError as error:
+        return print_findings(error.findings, args.json)
+    except ModuleNotFoundError as error:
+        return missing_package("eval", error)
+
+
+def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from threefold.engine.evaluate.data_loss import data_loss
+    from threefold.engine.evaluate.multiple_choice import answer_questions, read_questions
+    from threefold.engine.run.folder import read_run_plan
+    from threefold.engine.sample import run_tokenizer
+    from threefold.engine.train_state import load_run
+
+    plan = read_run_plan(args.run)
+    questions = {str(path): read_questions(path) for path in args.choices}
+    tokenizer = run_tokenizer(args.run, plan, args.tokenizer)
+    model = load_run(args.run, lambda text: print(text, file=sys.stderr))
+    job = replace(plan.job, task=args.task or plan.job.task, seq_len=args.seq_len or plan.job.seq_len)
+    found: list[dict[str, Any]] = []
+    for data in args.data:
+        one = data_loss(model, tokenizer, job, data, args.sequences)
+        numbers = {"loss": one.loss, "perplexity": one.perplexity, "bits_per_byte": one.bits_per_byte}
+        found.append({"data": data, "tokens": one.num_tokens, "bytes": one.num_bytes, **numbers})
+    for name, asked in questions.items():
+        accuracy = answer_questions(model, tokenizer, asked)
+        found.append(
+            {
+                "choices": name,
+                "questions": accuracy.num_questions,
+                "accuracy": accuracy.accuracy,
+                "normalized_accuracy": accuracy.normalized_accuracy,
+                "by_chance": accuracy.num_by_chance / accuracy.num_questions,
+            }
+        )
+    return found
+
+
+def _print(args: argparse.Namespace, found: list[dict[str, Any]]) -> int:
+    if args.json:
+        print(json.dumps({"run": str(args.run), "results": found}, indent=2))
+        return 0
+    for one in found:
+        if "data" in one:
+            bits = "" if one["bits_per_byte"] is None else f"  {one['bits_per_byte']:.4f} bits a byte"
+            print(
+                f"{one['data']}: loss {one['loss']:.4f}  perplexity {one['perplexity']:.4g}{bits}  "
+                f"({one['tokens']:,} tokens)"
+            )
+        else:
+            print(
+                f"{one['choices']}: accuracy {one['accuracy']:.1%}, by byte {one['normalized_accuracy']:.1%}, "
+                f"by chance {one['by_chance']:.1%}  ({format_many(one['questions'], 'question')})"
+            )
+    return 0

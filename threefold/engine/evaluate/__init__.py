@@ -1,0 +1,1 @@
+"""Measures a trained model on data: loss, perplexity, bits per byte, and multiple choice."""

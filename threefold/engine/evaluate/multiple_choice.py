@@ -1,0 +1,138 @@
+"""Multiple choice: which answer of a question a model finds likeliest. `threefold eval --choices` calls it.
+
+A line of the file is {"question": "...", "choices": ["...", "..."], "answer": 1}. The answer is the number of a choice,
+from 0, a letter (A is the first choice), or the text of a choice. `prompt`, `context` and `query` are read as
+`question`; `messages` is a chat, which the choices answer.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer
+from threefold.engine.models.decoder import Decoder
+from threefold.engine.sample import encode_prompt
+from threefold.findings import Finding, FindingsError
+from threefold.safe_files import open_regular
+
+QUESTIONS = ("question", "prompt", "context", "query")
+MAX_LINE_BYTES = 2**24
+_ADVICE = '{"question": "...", "choices": ["...", "..."], "answer": 0}, one a line'
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: Any  # text, or the messages of a chat
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many questions the model answers right."""
+
+    num_questions: int
+    num_right: int  # by the probability of the whole choice
+    num_right_normalized: int  # by its probability over its bytes, so that long choices have no disadvantage
+    num_by_chance: float  # that guessing gives
+
+    @property
+    def accuracy(self) -> float:
+        return self.num_right / self.num_questions
+
+    @property
+    def normalized_accuracy(self) -> float:
+        return self.num_right_normalized / self.num_questions
+
+
+def read_questions(path: Path) -> list[Question]:
+    """All questions of a file. A line that is none is a finding."""
+    try:
+        with open_regular(path) as file:
+            lines = list(iter(lambda: file.readline(MAX_LINE_BYTES), b""))
+    except OSError as error:
+        raise _refuse(str(path), f"cannot be read: {error.strerror or error}") from None
+    questions = [_question(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    if not questions:
+        raise _refuse(str(path), "the file has no question")
+    return questions
+
+
+def _question(at: str, line: bytes) -> Question:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _refuse(at, f"this is no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise _refuse(at, "a question is an object")
+    prompt = record.get("messages", next((record[name] for name in QUESTIONS if name in record), None))
+    choices = record.get("choices")
+    if isinstance(choices, dict):  # as published ARC has it: {"text": [...], "label": [...]}
+        choices = choices.get("text")
+    if not isinstance(prompt, str | list) or not isinstance(choices, list):
+        raise _refuse(at, "a question has a text and a list of choices")
+    if len(choices) < 2 or not all(isinstance(choice, str) and choice for choice in choices):
+        raise _refuse(at, "choices are at least two texts")
+    answer = _answer(record.get("answer", record.get("label", record.get("answerKey"))), choices)
+    if answer is None:
+        raise _refuse(at, "the answer is no number, letter or text of a choice")
+    return Question(prompt, tuple(choices), answer)
+
+
+def _answer(given: Any, choices: Sequence[str]) -> int | None:
+    if isinstance(given, str):
+        if given in choices:
+            return choices.index(given)
+        given = int(given) if given.isdecimal() else ord(given) - ord("A") if len(given) == 1 else None
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    return given if is_number and 0 <= given < len(choices) else None
+
+
+@torch.no_grad()
+def answer_questions(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Accuracy:
+    """Score every choice behind its question by the probability of its tokens."""
+    model.eval()
+    right = normalized = 0
+    by_chance = 0.0
+    for question in questions:
+        prompt = encode_prompt(tokenizer, question.prompt, model.spec.vocab)
+        choices = [_choice_text(question.prompt, choice) for choice in question.choices]
+        scores = list(choice_scores(model, prompt, [_encode(tokenizer, choice) for choice in choices]))
+        per_byte = [score / len(choice.encode()) for score, choice in zip(scores, choices, strict=True)]
+        right += scores.index(max(scores)) == question.answer
+        normalized += per_byte.index(max(per_byte)) == question.answer
+        by_chance += 1 / len(choices)
+    return Accuracy(len(questions), right, normalized, by_chance)
+
+
+@torch.no_grad()
+def choice_scores(model: Decoder, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> Iterator[float]:
+    """The log-probability of each choice behind the prompt."""
+    device = model.head_weight.device
+    for choice in choices:
+        tokens_BS = torch.tensor([[*prompt, *choice]], device=device)
+        logits = model(tokens_BS).logits
+        assert logits is not None
+        log_CV = F.log_softmax(logits[0, len(prompt) - 1 : -1].float(), dim=-1)
+        chosen_C = torch.tensor(choice, device=device)
+        yield float(log_CV.gather(1, chosen_C[:, None]).sum())
+
+
+def _choice_text(prompt: Any, choice: str) -> str:
+    """A choice behind a text begins with a space, as a word does; an answer of a chat does not."""
+    needs_space = isinstance(prompt, str) and prompt and not prompt[-1].isspace() and not choice[0].isspace()
+    return f" {choice}" if needs_space else choice
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    tokens = tokenizer.encode_spelled(text)[0] if isinstance(tokenizer, FileTokenizer) else tokenizer.encode(text)
+    return [int(token) for token in tokens]
+
+
+def _refuse(at: str, problem: str) -> FindingsError:
+    return FindingsError([Finding(rule="questions-readable", at=at, problem=problem, advice=_ADVICE)])

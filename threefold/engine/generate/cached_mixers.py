@@ -1,0 +1,164 @@
+"""The mixers of a layer with a cache: `prefill` reads prompts, `step` one token a row.
+
+A prompt goes through the module's own attention kernels. A token attends to its cache in plain torch, with MLA's up
+projections absorbed into queries and outputs, so that the cache holds latents only. `cached_decoder.py` calls
+`cached_mixer` for each block.
+
+Shapes: B rows, S tokens, C slots of a cache, D model dim, H query heads, G key/value heads, R = H / G, d head dim,
+c latent dim, n unrotated, r rotated, k key dim, v value dim, W convolution channels, T taps of the convolution.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from threefold.engine.attention.delta_chunks import chunk_delta_rule, l2_normalize
+from threefold.engine.attention.gated_delta import GatedDelta, HeadWeights, short_conv
+from threefold.engine.attention.gqa import GqaAttention
+from threefold.engine.attention.mla import MlaAttention, query_heads
+from threefold.engine.generate.caches import DeltaState, SlotCache
+from threefold.engine.layers.positions import Positions
+from threefold.engine.layers.rope import rotate
+from threefold.engine.sum_dtype import fp32_or_wider
+
+
+class CachedMixer(Protocol):
+    """A mixer that remembers the tokens before."""
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        """The mixer over prompts that start at position 0; row b has `lengths[b]` tokens, then padding."""
+        ...
+
+    def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
+        """The mixer for one more token of each row, at `positions`, of which `longest` is the largest."""
+        ...
+
+
+def cached_mixer(mixer: nn.Module) -> CachedMixer:
+    if isinstance(mixer, GqaAttention):
+        return CachedGqa(mixer)
+    if isinstance(mixer, MlaAttention):
+        return CachedMla(mixer)
+    assert isinstance(mixer, GatedDelta), type(mixer)
+    return CachedDelta(mixer)
+
+
+class CachedGqa:
+    """Grouped-query attention; a layer with a window keeps no more tokens than the window has."""
+
+    def __init__(self, mixer: GqaAttention) -> None:
+        self.mixer, self.cache = mixer, SlotCache(mixer.spec.window)
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        q_BHSd, k_BGSd, v_BGSd, gate_BSHd = self.mixer.project(x_BSD, positions)
+        self.cache.fill(lengths, (k_BGSd, v_BGSd))
+        return self.mixer.project_out(self.mixer.core(positions, q_BHSd, k_BGSd, v_BGSd, gate_BSHd))
+
+    def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
+        q_BHSd, k_BGSd, v_BGSd, gate_BSHd = self.mixer.project(x_BSD, positions)
+        position_B = positions.positions_BS[:, 0]
+        self.cache.append(position_B, longest, (k_BGSd, v_BGSd))
+        k_BGCd, v_BGCd = self.cache.used()
+        q_BGRd = q_BHSd.reshape(*k_BGSd.shape[:2], -1, q_BHSd.shape[-1])
+        score_BGRC = q_BGRd @ k_BGCd.transpose(-1, -2) * self.mixer.spec.head_dim**-0.5
+        weight_BGRC = attention_weights(score_BGRC, self.cache.visible(position_B), self.mixer.sinks)
+        out_BSHd = (weight_BGRC.to(v_BGCd.dtype) @ v_BGCd).flatten(1, 2)[:, None]
+        gated = out_BSHd if gate_BSHd is None else out_BSHd * gate_BSHd.sigmoid()
+        return self.mixer.project_out(gated.flatten(2))
+
+
+class CachedMla:
+    """Multi-head latent attention; the cache holds the latent and the rotated key of all heads."""
+
+    def __init__(self, mixer: MlaAttention) -> None:
+        self.mixer, self.cache = mixer, SlotCache()
+        spec = mixer.spec
+        parameter = mixer.kv_up.weight
+        # The map of the module itself, whatever it adds to its weight.
+        identity_cc = torch.eye(spec.kv_rank, dtype=parameter.dtype, device=parameter.device)
+        up_cHX = mixer.kv_up(identity_cc).unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        self.key_up_Hcn, self.value_up_Hcv = (
+            part.transpose(0, 1).contiguous() for part in up_cHX.split([spec.nope_dim, spec.v_dim], dim=-1)
+        )
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        q_BSX, latent_BSc, k_BSr = self.mixer.compress(x_BSD)
+        self.cache.fill(lengths, (latent_BSc[:, None], self._rotated(k_BSr, positions)))
+        return self.mixer.attend_latents(positions, q_BSX, latent_BSc, k_BSr)
+
+    def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
+        mixer, spec = self.mixer, self.mixer.spec
+        q_BSX, latent_BSc, k_BSr = mixer.compress(x_BSD)
+        position_B = positions.positions_BS[:, 0]
+        self.cache.append(position_B, longest, (latent_BSc[:, None], self._rotated(k_BSr, positions)))
+        latent_BCc, k_BCr = (x[:, 0] for x in self.cache.used())
+        q_BHSd = query_heads(spec, mixer.query_up(q_BSX), self._table(positions))
+        q_BHn, q_BHr = q_BHSd[:, :, 0].split([spec.nope_dim, spec.rope_dim], dim=-1)
+        q_BHc = torch.einsum("bhn,hcn->bhc", q_BHn, self.key_up_Hcn)
+        score_BHC = (q_BHc @ latent_BCc.transpose(-1, -2) + q_BHr @ k_BCr.transpose(-1, -2)) * mixer.scale
+        weight_BHC = attention_weights(score_BHC[:, None], self.cache.visible(position_B), None)[:, 0]
+        out_BHv = torch.einsum("bhc,hcv->bhv", weight_BHC.to(latent_BCc.dtype) @ latent_BCc, self.value_up_Hcv)
+        return mixer.project_out(out_BHv.flatten(1)[:, None])
+
+    def _table(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        spec = self.mixer.spec
+        return positions.rope(spec.rope_dim, spec.rope_theta, spec.rope_scaling)
+
+    def _rotated(self, k_BSr: Tensor, positions: Positions) -> Tensor:
+        return rotate(k_BSr[:, None], self._table(positions), self.mixer.spec.rope_pairs)
+
+
+class CachedDelta:
+    """The gated delta rule; the state does not grow with the text."""
+
+    def __init__(self, mixer: GatedDelta) -> None:
+        self.mixer = mixer
+        self.weights = HeadWeights(mixer.conv, mixer.dt_bias, mixer.a_log)
+        self.memory: DeltaState | None = None
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        mixer = self.mixer
+        qkv_BSKX, ba_BSKY, z_BSHv = mixer.project(x_BSD)
+        mixed_BSW = mixer.channels(qkv_BSKX)
+        q, k, v = mixer.heads(F.silu(short_conv(mixed_BSW, mixer.conv, None)))
+        g_BSH, beta_BSH = self.weights.gates(ba_BSKY)
+        # Padding neither decays nor writes, so that the state behind it is that of the prompt.
+        length_B = torch.tensor(lengths, device=x_BSD.device)
+        inside_BS1 = (positions.positions_BS < length_B[:, None])[..., None]
+        chunked = chunk_delta_rule(q, k, v, g_BSH * inside_BS1, beta_BSH * inside_BS1)
+        state_BHkv = chunked.transition()[..., : mixer.spec.v_dim].clone()
+        num_before = mixer.conv.shape[1] - 1
+        padded = F.pad(mixed_BSW, (0, 0, num_before, 0))
+        last = [row[length : length + num_before] for row, length in zip(padded, lengths, strict=True)]
+        self.memory = DeltaState(state_BHkv, torch.stack(last))
+        return mixer.project_out(mixer.normalize_output(chunked.output(), z_BSHv))
+
+    def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
+        mixer, memory = self.mixer, self.memory
+        assert memory is not None
+        qkv_BSKX, ba_BSKY, z_BSHv = mixer.project(x_BSD)
+        taps_BTW = torch.cat([memory.conv_BTW, mixer.channels(qkv_BSKX)], dim=1)
+        memory.conv_BTW = taps_BTW[:, 1:]
+        q, k, v = mixer.heads(F.silu((taps_BTW * mixer.conv.T).sum(dim=1, keepdim=True)))
+        g_BSH, beta_BSH = self.weights.gates(ba_BSKY)
+        dtype = fp32_or_wider(q.dtype)
+        q_BHk, k_BHk, v_BHv, g_BH, beta_BH = (x[:, 0].to(dtype) for x in (q, k, v, g_BSH, beta_BSH))
+        q_BHk, k_BHk = l2_normalize(q_BHk) * q_BHk.shape[-1] ** -0.5, l2_normalize(k_BHk)
+        state_BHkv = memory.state_BHkv * g_BH.exp()[..., None, None]
+        known_BHv = torch.einsum("bhkv,bhk->bhv", state_BHkv, k_BHk)
+        correction_BHv = beta_BH[..., None] * (v_BHv - known_BHv)
+        memory.state_BHkv = state_BHkv + k_BHk[..., None] * correction_BHv[:, :, None]
+        out_BSHv = torch.einsum("bhkv,bhk->bhv", memory.state_BHkv, q_BHk)[:, None].to(q.dtype)
+        return mixer.project_out(mixer.normalize_output(out_BSHv, z_BSHv))
+
+
+def attention_weights(score_BGRC: Tensor, visible_BC: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over visible slots, in fp32 at least; a sink takes probability and has no slot."""
+    score = score_BGRC.to(fp32_or_wider(score_BGRC.dtype)).masked_fill(~visible_BC[:, None, None], float("-inf"))
+    if sinks is None:
+        return score.softmax(dim=-1)
+    column = sinks.to(score.dtype).view(1, *score.shape[1:3], 1).expand(*score.shape[:3], 1)
+    return torch.cat([score, column], dim=-1).softmax(dim=-1)[..., :-1]

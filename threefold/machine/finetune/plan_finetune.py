@@ -1,0 +1,207 @@
+"""Writes the plan of `threefold finetune`: settings that follow from the checkpoint, the data and this machine.
+
+The learning rate follows the size of the model, the number of steps the size of the data, and the first set of memory
+settings that passes every rule, the predicted peak among them, is taken. What the user overrides is never changed.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from threefold.cost.estimate import estimate
+from threefold.findings import Finding, FindingsError
+from threefold.machine.finetune.checkpoint_facts import CheckpointFacts, DataFacts
+from threefold.plan.parse import parse
+from threefold.plan.plan import Plan
+from threefold.rules.all import check, errors, judge, promoted
+from threefold.rules.stacks import text_has_a_tokenizer
+from threefold.spec.chips import CHIPS, chip_of_device
+from threefold.spec.params import count_params
+from threefold.units import format_many
+
+Fields = dict[str, Any]
+MAX_LENGTH = {"cpu": 1024}  # tokens of a sequence that are chosen at most; a user may ask for more
+MAX_LENGTH_GPU = 4096
+MAX_BATCH = 16  # sequences
+LEAST_STEPS = 50  # that a small data set is cut into, by smaller batches
+EPOCHS = {True: 3, False: 1}  # of answers, of text
+BYTES_A_TOKEN = 4  # of published tokenizers on English text, about; only steps are counted by it
+RECORDS_TO_SPLIT = 500  # fewer give too few for an evaluation
+EVALUATIONS, MIN_EVAL_BATCHES, MAX_EVAL_BATCHES = 10, 8, 256
+# Learning rates: 1e-5 is what published fine-tunings of models with some billion parameters use; small models take
+# more, by the inverse square root of their size. Adapters take ten times as much as the weights themselves.
+LR, LR_PARAMETERS, MAX_LR = 1e-5, 3e9, 3e-4
+LORA_FACTOR, MIN_LORA_LR, MAX_LORA_LR = 10, 1e-4, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for."""
+
+    run: Path
+    lora_rank: int | None = None
+    val_data: tuple[str, ...] = ()
+    overrides: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinetunePlan:
+    """The plan, the fields that it was made of, and what a user should know about them."""
+
+    plan: Plan
+    fields: Fields
+    notes: tuple[str, ...]
+
+
+def plan_finetune(
+    checkpoint: CheckpointFacts, data: DataFacts, request: Request, chip: str, gpus: int, memory_bytes: int
+) -> FinetunePlan:
+    """The plan for `gpus` devices of this machine. Raises the findings of the last try where nothing fits."""
+    common = {**_of_checkpoint(checkpoint, request, chip), "cluster.chip": chip, "cluster.gpus": gpus}
+    overrides = dict(request.overrides or {})
+    refused: Plan | None = None
+    tight: FinetunePlan | None = None  # the smallest plan that no rule refuses, though its peak is near the memory
+    for memory in memory_settings(checkpoint, chip, gpus):
+        fields = {**common, **memory}
+        fields = {**fields, **_of_data(checkpoint, data, request, {**fields, **overrides}), **overrides}
+        parsed = parse(fields)
+        if parsed.plan is None:
+            raise FindingsError(parsed.findings)
+        plan = parsed.plan
+        _check_text_has_tokenizer(plan)
+        measured = plan.on_chip(replace(CHIPS[chip], memory_bytes=memory_bytes)) if chip == "cpu" else plan
+        if errors(promoted(judge(measured))):
+            refused = measured
+            continue
+        tight = FinetunePlan(plan, fields, tuple(_notes(checkpoint, data, plan)))
+        if estimate(measured).fits:
+            return tight
+    if tight is None:
+        assert refused is not None
+        raise FindingsError(errors(promoted(check(refused, notes=False))))
+    return replace(tight, notes=(*tight.notes, "memory is tight: the predicted peak is near what the device has"))
+
+
+def _check_text_has_tokenizer(plan: Plan) -> None:
+    """Raise where text would be encoded as bytes for a checkpoint that was trained on other tokens."""
+    found = [replace(finding, severity="error", rule="text-has-a-tokenizer") for finding in text_has_a_tokenizer(plan)]
+    if found:
+        raise FindingsError(found)
+
+
+def _of_checkpoint(checkpoint: CheckpointFacts, request: Request, chip: str) -> Fields:
+    fields: Fields = {
+        "model": f"hf:{checkpoint.folder.resolve() / 'config.json'}",
+        "target": "threefold",
+        "job.lr": learning_rate(count_params(checkpoint.spec).total, request.lora_rank is not None),
+        "job.weight_decay": 0.0,
+        # On a CPU fp32 is as fast as bf16, and holds every stored dtype exactly.
+        "knobs.precision": "fp32" if chip == "cpu" else "bf16",
+    }
+    if checkpoint.has_tokenizer:
+        fields["job.tokenizer"] = str(checkpoint.folder.resolve())
+    if checkpoint.spec.mtp_layers and not checkpoint.has_mtp:
+        fields["job.mtp"] = 0
+    if checkpoint.spec.moe and checkpoint.spec.moe.balance_bias:
+        fields["job.bias_rate"] = 0.0  # as at the end of pretraining: DeepSeek-V3 technical report, section 4.2
+    if request.lora_rank is not None:
+        fields["job.lora_rank"] = request.lora_rank
+    return fields
+
+
+def learning_rate(num_parameters: float, is_lora: bool) -> float:
+    rate = min(MAX_LR, max(LR, LR * math.sqrt(LR_PARAMETERS / num_parameters)))
+    rate = min(MAX_LORA_LR, max(MIN_LORA_LR, LORA_FACTOR * rate)) if is_lora else rate
+    return float(f"{rate:.1e}")
+
+
+def _of_data(checkpoint: CheckpointFacts, data: DataFacts, request: Request, chosen: Fields) -> Fields:
+    """Task, length, batch, steps and intervals. `chosen` has what is settled: dp, the length, the user's fields."""
+    limit = MAX_LENGTH.get(chosen["cluster.chip"], MAX_LENGTH_GPU)
+    length = int(chosen.get("job.seq_len", min(limit, checkpoint.max_len or limit)))
+    num_tokens = _num_tokens(checkpoint, data)
+    sequences = max(1.0, EPOCHS[data.has_answers] * num_tokens / length)
+    least = int(chosen["cluster.gpus"])  # of a batch: each data-parallel rank has a sequence
+    wanted = max(1, min(MAX_BATCH, int(sequences / LEAST_STEPS)))
+    batch = int(chosen.get("job.global_batch", least * max(1, 2 ** int(math.log2(max(1.0, wanted / least))))))
+    steps = int(chosen.get("job.steps", max(1, math.ceil(sequences / batch))))
+    evaluates = request.val_data or (data.num_records or 0) >= RECORDS_TO_SPLIT
+    return {
+        "job.task": "sft" if data.has_answers else "pretrain",
+        "job.data": data.entries[0] if len(data.entries) == 1 else list(data.entries),
+        "job.seq_len": length,
+        "job.global_batch": batch,
+        "job.steps": steps,
+        "job.warmup_steps": min(100, max(1, steps // 30)),
+        "run.save_every": min(500, max(10, steps // 5)),
+        **(_evaluation(steps, batch) if evaluates else {}),
+        **({"job.val_data": list(request.val_data)} if request.val_data else {}),
+    }
+
+
+def _evaluation(steps: int, batch: int) -> Fields:
+    """Ten evaluations, which together take about a twentieth of the time: a forward is a third of a training step."""
+    batches = min(MAX_EVAL_BATCHES, max(MIN_EVAL_BATCHES, round(0.05 * steps * batch * 3 / EVALUATIONS)))
+    return {"run.eval_every": max(1, steps // EVALUATIONS), "run.eval_batches": batches}
+
+
+def _num_tokens(checkpoint: CheckpointFacts, data: DataFacts) -> float:
+    return data.num_tokens + data.num_bytes / (BYTES_A_TOKEN if checkpoint.has_tokenizer else 1)
+
+
+def memory_settings(checkpoint: CheckpointFacts, chip: str, gpus: int) -> Iterator[Fields]:
+    """Layouts and knobs to try, the fastest first and the smallest last."""
+    layout: Fields = {"job.packing": True}
+    experts = checkpoint.spec.num_experts
+    if gpus > 1 and experts:
+        layout["layout.ep"] = max(degree for degree in range(1, gpus + 1) if gpus % degree == experts % degree == 0)
+    fast = {} if chip == "cpu" else {"knobs.expert_fusion": True}
+    some, full = {"knobs.recompute": ["layernorm", "moe_act"]}, {"knobs.recompute": ["full"]}
+    small = {"knobs.optimizer_dtype": "bf16"}
+    offload = {"knobs.optimizer_offload": 1.0}
+    ladder: list[Fields] = [{**fast}, {}, some, full, {**full, **small}, {**full, **offload}]
+    if gpus > 1:
+        ladder += [{**full, "knobs.data_parallel": "fsdp"}, {**full, **small, "knobs.data_parallel": "fsdp"}]
+    yield from ({**layout, **one} for one in ladder)
+    yield {**layout, "job.packing": False}
+    for length in (2048, 1024, 512):
+        if chip != "cpu" and length < (checkpoint.max_len or MAX_LENGTH_GPU):
+            yield {**layout, **full, **offload, "job.seq_len": length}
+
+
+def _notes(checkpoint: CheckpointFacts, data: DataFacts, plan: Plan) -> Iterator[str]:
+    if checkpoint.dtype in ("F32", "F64", "F16") and plan.knobs.precision != "fp32":
+        yield f"the checkpoint is in {checkpoint.dtype}; its weights are rounded to {plan.knobs.precision} here"
+    if not checkpoint.has_tokenizer:
+        yield "the checkpoint has no tokenizer.json: text is read as one token a byte; give job.tokenizer=FILE"
+    if checkpoint.spec.mtp_layers and plan.mtp == 0:
+        yield "the checkpoint has no weights of multi-token prediction: none is trained"
+    if plan.run.eval_every == 0:
+        yield "nothing is held out for evaluation: give --val FILE"
+    if checkpoint.has_tokenizer and not checkpoint.has_template and plan.job.task == "sft":
+        yield "the tokenizer has no chat template: conversations are written in ChatML"
+    if checkpoint.max_len is not None and plan.job.seq_len > checkpoint.max_len:
+        yield f"job.seq_len is beyond the {checkpoint.max_len} positions that the checkpoint was made for"
+    epochs = plan.job.steps * plan.tokens_per_step / max(1.0, _num_tokens(checkpoint, data))
+    about = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
+    steps = format_many(plan.job.steps, "step")
+    yield f"{steps} of {plan.tokens_per_step:,} tokens: about {about} epochs, by the data's size"
+
+
+def devices_here() -> tuple[str, int, int]:
+    """The chip that torch sees on this machine, how many of it, and the memory of one; else the CPU. Loads torch."""
+    from threefold.engine.tune.runnable_kernels import local_gpus
+
+    gpus = local_gpus()
+    if not gpus:
+        return "cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name, memory_bytes, _ = gpus[0]
+    chip = chip_of_device(name)
+    if chip is None:
+        known = ", ".join(sorted(set(CHIPS) - {"cpu"}))
+        problem, advice = f"this machine has {name}, of which no figures are known", f"known are {known}"
+        raise FindingsError([Finding(rule="ranks-start-here", at="cluster.chip", problem=problem, advice=advice)])
+    return chip.name, len(gpus), memory_bytes

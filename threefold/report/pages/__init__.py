@@ -1,0 +1,1 @@
+"""Pages of the documentation that are generated from declarations."""
