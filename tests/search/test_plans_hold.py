@@ -17,7 +17,6 @@ from threefold.rules.knobs.graphs import engine_scopes
 from threefold.search.refine import CHOSEN
 from threefold.search.search import Candidate, SearchResult, search
 from threefold.search.sweep import sweep
-from threefold.spec.models import MODELS
 
 REQUESTS: dict[str, dict[str, Any]] = {
     # Blackwell, where graphs pay and our engine records them only beside some settings.
@@ -115,8 +114,14 @@ def test_no_plan_for_a_model_that_the_engine_lacks() -> None:
     assert found.finding is not None
     assert "nemotron_h" in found.finding.problem
     assert found.finding.fix_data == {"target": "megatron-bridge"}
-    vision = next(name for name, spec in MODELS.items() if spec.vision is not None)
-    assert search({**draft, "model": vision}).finding is not None
+
+
+def test_a_model_that_sees_is_planned_with_pictures() -> None:
+    draft = {"model": "qwen3-vl-30b-a3b", "target": "threefold", "cluster.chip": "h100", "cluster.gpus": 8}
+    assert with_defaults(draft)[0]["job.data"] == "scenes"
+    for given in ({"job.data": "my-pictures.jsonl"}, {"job.images": 2.0}):
+        assert with_defaults({**draft, **given})[0].get("job.data") == given.get("job.data")
+    assert "job.data" not in with_defaults({**draft, "model": "qwen3-30b-a3b"})[0]
 
 
 def test_the_default_target_is_the_engine_where_it_trains_the_model(capsys: pytest.CaptureFixture[str]) -> None:

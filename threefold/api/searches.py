@@ -61,13 +61,14 @@ def _value(fields: Mapping[str, Any], path: str) -> str:
 def with_defaults(fields: Fields) -> tuple[Fields, str]:
     """The fields with what a search adds, and why the target is what it is where nobody named one.
 
-    A precision that nobody names is searched: the platform's and bf16.
+    A precision that nobody names is searched: the platform's and bf16. A model that sees gets drawn pictures where
+    nobody names data, as others get the embedded text.
     """
     fields = {"knobs.precision": AUTO, **fields}
-    if fields.get("target", AUTO) != AUTO:
-        return fields, ""
     drafted = parse({path: value for path, value in fields.items() if value != AUTO}).plan
-    if drafted is None:  # the search says what is wrong
+    if drafted is not None and drafted.is_vlm and not drafted.stated & {"job.data", "job.images"}:
+        fields = {"job.data": "scenes", **fields}
+    if fields.get("target", AUTO) != AUTO or drafted is None:  # the search says what is wrong
         return fields, ""
     target, why = target_for(drafted.model)
     return {**fields, "target": target}, f"for {target}, because {why}"

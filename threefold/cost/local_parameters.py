@@ -60,21 +60,32 @@ class LocalParameter:
 
 def stage_parameters(plan: Plan, vocab_rows: int) -> Sequence[Sequence[LocalParameter]]:
     """The parameters of each pipeline rank, where a rank has `vocab_rows` rows of the vocabulary."""
-    return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows, _training(plan))
+    return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows, training_of(plan))
 
 
 def whole_parameters(plan: Plan) -> Sequence[LocalParameter]:
     """The parameters of the whole model, whatever the layout; those of an image encoder are not among them."""
-    return [parameter for parameter in parameters_of_all_parts(plan) if part_of(parameter.name) == "language"]
+    return language_parameters(plan.model, plan.mtp, training_of(plan))
 
 
 def parameters_of_all_parts(plan: Plan) -> Sequence[LocalParameter]:
     """The parameters of the whole model with its image encoder and projector, whatever the layout."""
-    model, chunks = plan.model, balance(plan.model.num_layers, 1, plan.mtp)
-    return _stage_parameters(model, Layout(), chunks, plan.mtp, model.vocab, _training(plan))[0]
+    return _whole_parameters(plan.model, plan.mtp, training_of(plan))
 
 
-def _training(plan: Plan) -> "Training":
+@lru_cache(maxsize=64)
+def language_parameters(model: ModelSpec, num_depths: int, training: "Training") -> tuple[LocalParameter, ...]:
+    """The parameters of the language model, whatever the layout."""
+    every = _whole_parameters(model, num_depths, training)
+    return tuple(parameter for parameter in every if part_of(parameter.name) == "language")
+
+
+def _whole_parameters(model: ModelSpec, num_depths: int, training: "Training") -> Sequence[LocalParameter]:
+    chunks = balance(model.num_layers, 1, num_depths)
+    return _stage_parameters(model, Layout(), chunks, num_depths, model.vocab, training)[0]
+
+
+def training_of(plan: Plan) -> "Training":
     return Training(plan.job.freeze, plan.job.lora_rank, plan.job.lora_targets)
 
 

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from threefold.cost.local_parameters import LocalParameter, stage_parameters, whole_parameters
+from threefold.cost.local_parameters import (
+    LocalParameter,
+    Training,
+    language_parameters,
+    stage_parameters,
+    training_of,
+)
 from threefold.plan.plan import Plan
+from threefold.spec.model import ModelSpec
 from threefold.spec.parameter_names import PARTS
 
 _ALL_GEMMS = (3.0, 1.0)  # forward, gradient of the input, gradient of the weight; how many are the last
@@ -54,18 +61,18 @@ def gemms_per_weight(plan: Plan, kind: str = "dense") -> tuple[float, float]:
         return _ALL_GEMMS
     if not is_frozen_by_name(plan):
         return _FROZEN_GEMMS if "language" in plan.job.freeze else _ALL_GEMMS
-    return _gemms_by_kind(tuple(whole_parameters(plan)), plan.model.tied).get(kind, _FROZEN_GEMMS)
+    return _gemms_by_kind(plan.model, plan.mtp, training_of(plan)).get(kind, _FROZEN_GEMMS)
 
 
 @lru_cache(maxsize=64)
-def _gemms_by_kind(parameters: tuple[LocalParameter, ...], is_tied: bool) -> dict[str, tuple[float, float]]:
+def _gemms_by_kind(model: ModelSpec, num_depths: int, training: Training) -> dict[str, tuple[float, float]]:
     weights, trained, adapters = ({"dense": 0.0, "experts": 0.0, "head": 0.0} for _ in range(3))
-    for one in parameters:
+    for one in language_parameters(model, num_depths, training):
         if len(one.shape) < 2 or one.name.endswith("bias"):
             continue
         kind = "experts" if ".experts." in one.name else "dense"
         if one.name in ("head.weight", "embed.weight"):
-            if one.name.startswith("embed") and not is_tied:
+            if one.name.startswith("embed") and not model.tied:
                 continue
             kind = "head"
         if one.name.endswith(("lora_a", "lora_b")):
@@ -88,17 +95,17 @@ def saved_inputs(plan: Plan) -> frozenset[str]:
     if not is_frozen_by_name(plan):
         is_frozen = "language" in plan.job.freeze
         return frozenset() if is_frozen else ALL_INPUTS
-    return _saved_inputs(tuple(whole_parameters(plan)), plan.model.tied)
+    return _saved_inputs(plan.model, plan.mtp, training_of(plan))
 
 
 @lru_cache(maxsize=64)
-def _saved_inputs(parameters: tuple[LocalParameter, ...], is_tied: bool) -> frozenset[str]:
+def _saved_inputs(model: ModelSpec, num_depths: int, training: Training) -> frozenset[str]:
     owners = set()
-    for one in parameters:
+    for one in language_parameters(model, num_depths, training):
         if not one.is_frozen and not one.name.endswith(("bias", "lora_b")):
             owners.add(one.name.removesuffix(".weight").removesuffix("lora_a").rstrip("._"))
     found = {name for name, ends in _INPUTS.items() if any(owner.endswith(ends) for owner in owners)}
-    return frozenset(found | {"head"}) if is_tied and "embedding" in found else frozenset(found)
+    return frozenset(found | {"head"}) if model.tied and "embedding" in found else frozenset(found)
 
 
 def trained_by_name(plan: Plan) -> tuple[float, float]:

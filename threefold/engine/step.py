@@ -133,7 +133,7 @@ def numbers_of(parts: Parts, seen: StepSums, num_batches: int) -> dict[str, Tens
     return named | router_metrics(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
 
 
-def layer_router_metrics(seen: StepSums, num_passes: int) -> dict[str, Tensor]:
+def layer_router_metrics(seen: dict[str, Tensor], num_passes: int) -> dict[str, Tensor]:
     """The largest load over the mean one, the entropy, and the dropped part of the tokens, for each router.
 
     `num_passes`: microbatches of a step over all data-parallel ranks, over which `entropy_L` is summed.

@@ -26,10 +26,9 @@ def test_a_launcher_starts_the_ranks_and_ends_them(tmp_path: Path) -> None:
     fields = dict(build({**FIELDS, "cluster.gpus": 2, "layout.ep": 2}).written)
     launcher = (sys.executable, str(Path(fake_srun.__file__)), "2")
     with PlanSession(tmp_path, 2, {"MASTER_ADDR": "127.0.0.1"}, launcher=launcher) as session:
-        first, second = (session.measure(fields, WINDOW, 150.0) for _ in range(2))
+        first = session.measure(fields, WINDOW, 150.0)
     assert "error" not in first, first
-    assert len(first["steps"]) == len(second["steps"]) == 2
-    assert first["losses"] == second["losses"]
+    assert len(first["steps"]) == 2
     with PlanSession(tmp_path / "alone", 1, {}) as session:
         alone = session.measure(dict(build(FIELDS).written), WINDOW, 150.0)
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5)

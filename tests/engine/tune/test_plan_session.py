@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from threefold.engine.tune import plan_session as module
 from threefold.engine.tune.plan_session import PlanSession
 
 TINY = {
@@ -84,8 +83,7 @@ def test_a_death_or_a_hang_is_a_result_and_the_next_trial_starts_anew(
 ) -> None:
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
-    monkeypatch.setattr(module, "RANK_MODULE", [str(script)])
-    session = PlanSession(tmp_path / "work", 1, {})
+    session = PlanSession(tmp_path / "work", 1, {}, module=[str(script)])
     names = ("good", "killed", "full", "hangs", "last")
     try:
         found = [session.measure({"name": name}, {}, 5.0).get("error") for name in names]
