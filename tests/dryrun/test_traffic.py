@@ -160,7 +160,10 @@ def differences(seen: Ledger, wanted: Ledger) -> dict[tuple[str, str, int], tupl
     return {key: (seen[key], wanted[key]) for key in seen | wanted if seen[key] != wanted[key]}
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("tp latents, MTP",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_what_ranks_send_is_what_the_ledger_says(name: str) -> None:
     plan = CASES[name]
     assert not [finding for finding in check(plan) if finding.severity == "error"]

@@ -84,11 +84,12 @@ def train_with_naps(rank: int, plan: Plan, folder: Path, naps: tuple[float, ...]
 @pytest.mark.parametrize(
     ("fields", "naps", "slow"),
     [
-        ({}, (3.0, 3.0), []),
-        ({}, (0.0, 2.0), [1]),
-        ({"layout.pp": 2, "model.num_layers": 2}, (0.0, 2.0), [1]),
+        pytest.param({}, (3.0, 3.0), [], marks=pytest.mark.slow, id="even"),
+        pytest.param({}, (0.0, 2.0), [1], id="one slow rank"),
+        pytest.param(
+            {"layout.pp": 2, "model.num_layers": 2}, (0.0, 2.0), [1], marks=pytest.mark.slow, id="one slow stage"
+        ),
     ],
-    ids=["even", "one slow rank", "one slow stage"],
 )
 def test_a_run_names_its_slow_ranks(
     fields: dict[str, Any], naps: tuple[float, ...], slow: list[int], tmp_path: Path

@@ -121,6 +121,7 @@ def test_a_phase_past_its_limit_is_named(capfd: pytest.CaptureFixture[str]) -> N
     )
 
 
+@pytest.mark.slow
 def test_the_end_of_a_chain_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """Whoever speaks first: rank 2 is late, not rank 3, which waits for it."""
     said = alarm_of("in a chain", capfd)

@@ -80,7 +80,10 @@ def held_alone_and_over_ranks(rank: int, alone: Plan, sharded: list[Plan]) -> li
 @pytest.mark.parametrize(
     ("family", "exchange", "kinds"),
     [
-        pytest.param(family, exchange, kinds, marks=pytest.mark.slow if "a2a+p2p" in kinds else ())
+        pytest.param(
+            *(family, exchange, kinds),
+            marks=pytest.mark.slow if "a2a+p2p" in kinds or exchange == "expanded" else (),
+        )
         for family, exchanges in EXCHANGES.items()
         for exchange in exchanges
         for kinds in (("p2p", "all_gather", "a2a"), ("a2a+p2p",))

@@ -21,6 +21,7 @@ FIELDS: dict[str, Any] = {
 WINDOW = {"warmup": 1, "steps": 2, "seconds": 60.0, "trace": None}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_launcher_starts_the_ranks_and_ends_them(tmp_path: Path) -> None:
     fields = dict(build({**FIELDS, "cluster.gpus": 2, "layout.ep": 2}).written)

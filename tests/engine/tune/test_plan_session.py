@@ -52,6 +52,7 @@ def test_two_ranks_measure_together(tmp_path: Path) -> None:
     assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_speeds_of_two_ranks_have_their_exchanges(tmp_path: Path) -> None:
     with PlanSession(tmp_path, 2, {}) as session:
         found = session.speeds({**TINY, "cluster.gpus": 2, "layout.ep": 2}, LIMIT_SECONDS)
