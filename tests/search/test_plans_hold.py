@@ -157,6 +157,7 @@ def test_the_next_better_plan_is_better_once_it_fits() -> None:
     assert all(cure.effect is not None and cure.effect > 0 for cure in better.cures)
 
 
+@pytest.mark.slow
 def test_few_stages_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """What makes the search fast: a plan that misfits is given up at its first full stage, most are never estimated."""
     stages, plain = 0, ThreefoldMemory.stage_peaks

@@ -226,6 +226,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_ranks_meet_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "meet.py"
     file.write_text(MEET)

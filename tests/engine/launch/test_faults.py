@@ -119,6 +119,7 @@ def kill_and_compare(ranks: int, kills: int, steps: int, tmp_path: Path, started
 
 
 @pytest.mark.timeout(5000)  # more than HANG_SECONDS, whose failure says more
+@pytest.mark.slow
 def test_a_killed_rank_costs_nothing_but_time(tmp_path: Path, started: list[Run]) -> None:
     kill_and_compare(2, 1, 30, tmp_path, started)
 
