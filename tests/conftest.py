@@ -5,6 +5,8 @@ To look further: pytest --hypothesis-profile=explore --timeout=0
 
 import inspect
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,10 @@ from hypothesis import settings
 settings.register_profile("repeat", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("repeat")
+
+# A suite that a shell started in the background inherits an ignored SIGINT; tests of Ctrl-C need Python's own handler.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # The planner installs without these packages. A test file that needs one of them says so by its imports.
