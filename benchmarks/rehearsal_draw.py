@@ -11,7 +11,15 @@ from typing import Any
 
 from threefold.findings import FindingsError
 from threefold.plan.parse import parse
-from threefold.plan.plan import CP_COMM, CP_EXCHANGE, OFFLOAD_MODULES, RECOMPUTE_MODULES, Plan
+from threefold.plan.plan import (
+    CP_COMM,
+    CP_EXCHANGE,
+    LORA_TARGETS,
+    OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
+    VISION_RECOMPUTE,
+    Plan,
+)
 from threefold.rules.all import blockers, check
 from threefold.rules.stacks import ENGINE_LIMITS
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -31,7 +39,11 @@ MODEL_NAMES = (
     "mixtral-8x7b",
     "llama3-8b",
     "qwen3-8b",
+    "qwen3-vl-30b-a3b",
+    "qwen3-vl-235b-a22b",
+    "qwen3.5-35b-a3b",
 )
+FROZEN = ("*.experts.*", "embed.weight", "*.mixer.*", "*norm*", "*.router.*")
 TOKENS = tuple(4096 * 2**n for n in range(8))  # 4K to 512K
 RANK_TOKENS = (1024, 65_536)  # tokens of a sequence on one context-parallel rank
 DELTA_RANK_TOKENS = 4096  # the same with the delta rule, which a rehearsal goes through in chunks of 64
@@ -69,6 +81,7 @@ def random_fields(draw: random.Random) -> dict[str, Any]:
     with_graphs = _one_in(draw, 10)
     fields |= _layout(draw, model, with_graphs)
     fields |= _job(draw, model, fields)
+    fields |= _trained_parts(draw, model)
     fields |= _schedule(draw, fields)
     fields |= _recompute(draw, model)
     fields |= _offload(draw)
@@ -130,6 +143,24 @@ def _job(draw: random.Random, model: ModelSpec, fields: dict[str, Any]) -> dict[
         "job.aux_loss": 0.0 if _one_in(draw, 4) else None,
         "job.routing": "forced-balance" if model.moe and _one_in(draw, 6) else None,
     }
+
+
+def _trained_parts(draw: random.Random, model: ModelSpec) -> dict[str, Any]:
+    """Adapters, frozen weights, and the pictures of a model that sees."""
+    fields: dict[str, Any] = {}
+    if _one_in(draw, 8):
+        fields["job.lora_rank"] = draw.choice((4, 16, 64))
+        fields["job.lora_targets"] = draw.sample(LORA_TARGETS, draw.randint(1, len(LORA_TARGETS)))
+    elif _one_in(draw, 10):
+        fields["job.freeze"] = draw.sample(FROZEN, draw.randint(1, 2))
+    if model.vision is not None:
+        fields |= {"job.data": "scenes", "job.images": draw.choice((0.5, 1.0, 4.0))}
+        fields["job.max_pixels"] = draw.choice((None, 65_536, 262_144))
+        if _one_in(draw, 2):
+            fields["job.freeze"] = draw.choice((["vision"], ["vision", "projector"], ["language"]))
+        if _one_in(draw, 3):
+            fields["knobs.vision_recompute"] = draw.sample(VISION_RECOMPUTE, 1)
+    return fields
 
 
 def _schedule(draw: random.Random, fields: dict[str, Any]) -> dict[str, Any]:

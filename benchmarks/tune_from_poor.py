@@ -51,7 +51,7 @@ POOR = {
     "knobs.permute_fusion": False,
     "knobs.grad_accum_fusion": False,
 }
-# Of the plans that docs/log/step-speed.md measured with fp32 masters, the fastest; as one graph it is 1 to 3 % faster.
+# The fastest plan with fp32 masters in docs/log/step-speed.md, replayed as one graph, which gains 1 to 3 %.
 BEST = {"job.micro_batch": 4, "knobs.expert_fusion": True, "knobs.graphs": ["full_iteration"]}
 BEST_ON_CPU = {"job.micro_batch": 4}
 TURNS = 5

@@ -4,24 +4,25 @@ A result inherits from `ShownAsTable` and says what it is (`summary`) and what i
 own long repr off with `repr=False`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from html import escape
 
 MOST_ROWS = 60  # of a table in a notebook; a longer one says how many rows are left out
 
 
-class ShownAsTable:
+class ShownAsTable(ABC):
     """A value with a short repr and a table for notebooks."""
 
     __slots__ = ()
 
+    @abstractmethod
     def summary(self) -> str:
         """One line that says what the value is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """Header and rows of what the value holds."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.summary()}>"

@@ -1,24 +1,35 @@
 """Layouts drawn at random for the oracle: tiny models of every family that the engine trains, on up to eight ranks.
 
 `draw_layout(seed)` draws a model, a layout, a job and knobs from all that a plan can say, whether they go together or
-not. `resolve(drawn)` asks the rules: the plan as it was drawn, as repaired by the fixes of the rules, or nothing.
-`layout_runs.py` runs the plans, in fp64 or with a precision of its own choice. Left out are `compile` (minutes a case)
-and knobs of GPUs that a CPU does not have (`dispatch_sms`, `expert_kernels`).
+not: models that see, adapters and frozen parts among them. `resolve(drawn)` asks the rules: the plan as it was drawn,
+as repaired by the fixes of the rules, or nothing. `layout_runs.py` runs the plans, in fp64 or with a precision of its
+own choice. Left out are `compile` (minutes a case) and knobs of GPUs that a CPU does not have (`dispatch_sms`,
+`expert_kernels`).
 """
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import tiny_vision
 from tiny_models import FAMILIES, config_of
 
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.findings import Finding, FindingsError
 from threefold.layout.degrees import SCHEDULES
 from threefold.plan.parse import parse
-from threefold.plan.plan import CP_COMM, CP_EXCHANGE, OFFLOAD_MODULES, RECOMPUTE_MODULES, Plan
+from threefold.plan.plan import (
+    CP_COMM,
+    CP_EXCHANGE,
+    LORA_TARGETS,
+    OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
+    VISION_RECOMPUTE,
+    Plan,
+)
 from threefold.rules.all import errors, judge, promoted, repair
 from threefold.spec.hf import model_from_dict
 
@@ -27,6 +38,8 @@ MAX_PASSES = 12  # layers times microbatches, above which a draw has the smalles
 _RANKS = (2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8, 8)
 _FAMILIES = (*FAMILIES, "deepseek_v3", "deepseek_v3", "qwen3_next", "qwen3_moe", "gpt_oss")
 _DENSE = ("llama", "qwen3")
+_SEEING = tuple(tiny_vision.CONFIGS)
+_FROZEN = ("*.experts.*", "layers.0.*", "embed.weight", "*norm*", "*.mixer.*", "*.router.*", "head.weight", "language")
 _SHARDING_AXES = ("tp", "cp", "ep", "etp")
 _OBSTACLES = ("recompute_method", "recompute_layers", "activation_offload", "activation_offload_layers")
 
@@ -53,16 +66,20 @@ class Resolved:
 
 def draw_layout(seed: int | str) -> Drawn:
     """The draw of a seed."""
-    draw = random.Random(f"layout {seed}")
+    draw, parts = random.Random(f"layout {seed}"), random.Random(f"parts {seed}")
     family = draw.choice(_FAMILIES)
+    if _one_in(parts, 5):
+        family = parts.choice(_SEEING)
     fields = {"model": family, "target": "threefold", "cluster.chip": "cpu"}
     fields |= _draw_degrees(draw, family in _DENSE)
     config, mtp = _draw_config(draw, family, fields)
     depths = config.get("num_nextn_predict_layers", 0) if mtp is None else mtp
+    num_layers = config.get("text_config", config)["num_hidden_layers"]
     if fields["layout.pp"] > 1 and _one_in(draw, 2):
-        fields["layout.stages"] = _draw_stages(draw, fields, config["num_hidden_layers"], depths)
-    fields |= _draw_job(draw, fields, config["num_hidden_layers"]) | {"job.mtp": mtp}
-    fields |= _draw_knobs(draw, fields, config["num_hidden_layers"])
+        fields["layout.stages"] = _draw_stages(draw, fields, num_layers, depths)
+    fields |= _draw_job(draw, fields, num_layers) | {"job.mtp": mtp}
+    fields |= _draw_knobs(draw, fields, num_layers)
+    fields |= _draw_trained_parts(parts, family in _SEEING)
     if fields.get("knobs.ep_overlap") and draw.random() < 0.8:
         fields |= _without_obstacles(draw, fields)
     return Drawn(str(seed), config, {path: value for path, value in fields.items() if value is not None})
@@ -128,6 +145,8 @@ def _draw_schedule(draw: random.Random) -> Fields:
 
 def _draw_config(draw: random.Random, family: str, layout: Fields) -> tuple[dict[str, Any], int | None]:
     """A configuration, and the MTP depths that the job trains; None are those of the model."""
+    if family in _SEEING:
+        return _draw_seeing_config(draw, family, layout), None
     config = config_of(family, odd=_one_in(draw, 3))
     chunks = layout["layout.pp"] * layout.get("layout.vpp", 1)
     more = draw.choice((1, 2, 2, 3)) if chunks == 1 else min(chunks, 8) + draw.choice((-2, -1, 0, 0, 1))
@@ -151,6 +170,38 @@ def _draw_config(draw: random.Random, family: str, layout: Fields) -> tuple[dict
     if family not in _DENSE:
         _draw_experts(draw, family, layout["layout.ep"], config)
     return config, draw.choice((None, None, None, 0, 0, 1, 2)) if family == "deepseek_v3" or _one_in(draw, 4) else None
+
+
+def _draw_seeing_config(draw: random.Random, family: str, layout: Fields) -> dict[str, Any]:
+    """A vision-language model: layers and experts of its decoder are drawn, its encoder is left as it is."""
+    config = copy.deepcopy(tiny_vision.CONFIGS[family])
+    text, chunks = config["text_config"], layout["layout.pp"] * layout.get("layout.vpp", 1)
+    text["num_hidden_layers"] = num_layers = max(2, draw.choice((2, 3)) if chunks == 1 else min(chunks, 8))
+    if family == "qwen3_5_moe":
+        kinds = ("linear_attention", "full_attention")
+        text["layer_types"] = [draw.choice(kinds) for _ in range(num_layers)]
+    if layout["layout.tp"] > 4:
+        text |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    _draw_experts(draw, family, layout["layout.ep"], text)
+    return config
+
+
+def _draw_trained_parts(draw: random.Random, sees: bool) -> Fields:
+    """Adapters, frozen parts and recompute of an encoder; mostly none of them."""
+    fields: Fields = {}
+    if _one_in(draw, 5):
+        fields["job.lora_rank"] = draw.choice((1, 2, 3, 8))
+        fields["job.lora_alpha"] = draw.choice((None, 1.0, 5.0))
+        fields["job.lora_targets"] = draw.sample(LORA_TARGETS, draw.randint(1, len(LORA_TARGETS)))
+    elif _one_in(draw, 5):
+        fields["job.freeze"] = draw.sample(_FROZEN, draw.randint(1, 2))
+    if sees:
+        fields["job.images"] = 1.0
+        if _one_in(draw, 3):
+            fields["knobs.vision_recompute"] = draw.sample(VISION_RECOMPUTE, draw.randint(1, 2))
+        if _one_in(draw, 3):
+            fields["job.freeze"] = draw.sample(("vision", "projector", "language"), draw.randint(1, 2))
+    return fields
 
 
 def _draw_experts(draw: random.Random, family: str, ep: int, config: dict[str, Any]) -> None:

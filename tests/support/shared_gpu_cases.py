@@ -25,7 +25,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3
 # In bf16 a few choices of experts turn, so that gradients of single experts are not compared. Seen on CPUs: 4e-4 of
 # losses, 5e-3 of gradient norms.
 BF16_LOSS_TOLERANCE, BF16_NORM_TOLERANCE = 5e-3, 5e-2
-# Of the largest gradient: below the first one a gradient in fp32 is rounding, below the other it is mostly so.
+# Fractions of the largest gradient. A gradient below the first one is rounding in fp32; below the second, mostly so.
 VANISHING, SMALL = 1e-6, 1e-2
 
 # The most important ones first: a run by hand may end before all of them had their turn.

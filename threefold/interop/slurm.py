@@ -114,7 +114,6 @@ def batch_script(plan: Plan, words: list[str], options: Options) -> str:
     place = shape(plan)
     assert place is not None
     lines = [f"#SBATCH --{line}" for line in _directives(plan, words[0], place, options)]
-    exports = [f"export {name}={value}" for name, value in environment(plan).items()]
     srun = ["srun", "--kill-on-bad-exit=1", f"--ntasks-per-node={place.per_node}"]
     if options.container:
         srun += [
@@ -126,7 +125,7 @@ def batch_script(plan: Plan, words: list[str], options: Options) -> str:
     tracer = _nsys(options, "SLURM_PROCID") if options.nsys else []
     command = [*srun, *tracer, *_train(words, options)]
     start = [word if word in mounts else shlex.quote(word) for word in command]
-    body = _BODY.format(exports="\n".join(exports), restarts=options.max_restarts, command=" ".join(start))
+    body = _BODY.format(head=_head(plan), restarts=options.max_restarts, command=" ".join(start), end=_END)
     return "\n".join(["#!/bin/bash", *lines, "", body])
 
 
@@ -187,12 +186,16 @@ def tuning_script(plan: Plan, words: list[str], options: Options) -> str:
     place = shape(plan)
     assert place is not None
     lines = [f"#SBATCH --{line}" for line in _directives(plan, words[0], place, options)]
-    exports = [f"export {name}={value}" for name, value in environment(plan).items()]
     launcher = f"srun --kill-on-bad-exit=1 --ntasks-per-node={place.per_node}"
     command = ["python", "-m", "threefold", "tune", *words, "--budget", options.tune or "", "--launcher", launcher]
     command += ["--out", options.run] if options.run else []
-    body = _TUNING_BODY.format(exports="\n".join(exports), command=shlex.join(command))
+    body = _TUNING_BODY.format(head=_head(plan), command=shlex.join(command), end=_END)
     return "\n".join(["#!/bin/bash", *lines, "", body])
+
+
+def _head(plan: Plan) -> str:
+    exports = [f"export {name}={value}" for name, value in environment(plan).items()]
+    return _HEAD.format(exports="\n".join(exports))
 
 
 def environment(plan: Plan) -> dict[str, str]:
@@ -242,30 +245,41 @@ def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
     return "\n".join([*lines, " ".join([*exports, *head, *start])]) + "\n"
 
 
-_TUNING_BODY = """\
-# The tuning runs on this node and starts one task a GPU for its trials. Its folder must be one that all nodes see.
+# What both scripts that run threefold begin and end with.
+_HEAD = """\
 set -u
 {exports}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 
-# Finished trials are in the ledger: before the time limit the job waits for its next turn and goes on with them.
 again=0
-{command} &
-task=$!
-trap 'again=1; told=1; kill -TERM "$task"' USR1
-trap 'told=1; kill -TERM "$task"' TERM
-told=1
-while [ "$told" = 1 ]; do  # a signal ends `wait` early; the shell keeps the code of a task that ended meanwhile
-    told=0
-    wait "$task"
-    code=$?
-done
+wait_for_task() {{  # a signal ends `wait` early; the shell keeps the code of a task that ended meanwhile
+    told=1
+    while [ "$told" = 1 ]; do
+        told=0
+        wait "$task"
+        code=$?
+    done
+}}
+"""
+
+_END = """\
 if [ "$again" = 1 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
+
+_TUNING_BODY = """\
+# The tuning runs on this node and starts one task a GPU for its trials. Its folder must be one that all nodes see.
+{head}
+# Finished trials are in the ledger: before the time limit the job waits for its next turn and goes on with them.
+{command} &
+task=$!
+trap 'again=1; told=1; kill -TERM "$task"' USR1
+trap 'told=1; kill -TERM "$task"' TERM
+wait_for_task
+{end}"""
 
 _NODE_BODY = """\
 set -eu
@@ -278,15 +292,10 @@ PORT=$((20000 + SLURM_JOB_ID % 20000))
 
 _BODY = """\
 # One task a GPU: Slurm's signals reach the ranks themselves.
-set -u
-{exports}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
-
+{head}
 # Ranks end behind their step and save. Before the time limit the job then waits for its next turn; one that is
 # cancelled does not.
 stopping=0
-again=0
 stop() {{
     stopping=1
     told=1
@@ -301,19 +310,10 @@ for attempt in $(seq 0 {restarts}); do
     export MASTER_PORT=$((20000 + (SLURM_JOB_ID + attempt) % 20000))
     {command} &
     task=$!
-    told=1
-    while [ "$told" = 1 ]; do  # a signal ends `wait` early; the shell keeps the code of a task that ended meanwhile
-        told=0
-        wait "$task"
-        code=$?
-    done
+    wait_for_task
     if [ "$stopping" = 1 ] || [ "$code" = 0 ] || [ "$code" = 78 ]; then  # 78: a finding, it would come again
         break
     fi
     echo "attempt $attempt ended with code $code" >&2
 done
-if [ "$again" = 1 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
+{end}"""

@@ -393,5 +393,6 @@ VISION_TOKENS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": dict(zip(_TOKEN_NAMES, (151652, 151653, 151655, 151656), strict=True)),
 }
 VISION_UNREAD = frozenset({"hidden_act", "in_channels", "out_hidden_size", "rope_parameters", "initializer_range"})
-# Of these the engine has one value; a file that states another one is refused. `out_hidden_size` is the model dim.
+# The engine supports one value of these fields; a file that states another is refused. `out_hidden_size` is the model
+# dim.
 VISION_ONLY: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "in_channels": 3}

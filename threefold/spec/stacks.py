@@ -165,8 +165,8 @@ DISPATCHER_CHIPS: dict[str, frozenset[str]] = {
     "deepep": frozenset({"a100", "h100", "h200", "b200", "b300"}),
     "hybridep": frozenset({"a100", "h100", "h200", "b200", "b300", "gb200", "gb300"}),
 }
-# Of a chip that is in neither table, because it comes from a file of the user's own: what its generation runs. Ada has
-# capability 8.9, and no NVLink between GPUs.
+# A chip from a user's file is in neither table: it gets the default of its generation. Ada has none: its GPUs have no
+# NVLink between them.
 _ARCHITECTURE_DISPATCHER = {
     "ampere": "a100",
     "hopper": "h100",

@@ -31,7 +31,7 @@ def model() -> Decoder:
 
 
 def log_probabilities(model: Decoder, tokens: list[int]) -> torch.Tensor:
-    """Of each token given those before it, by the definition."""
+    """The log probability of each token given the tokens before it, by the definition."""
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits
     assert logits is not None

@@ -39,7 +39,7 @@ def multimodal_positions(
         at = first + rows * columns
         assert at <= length, f"a picture of {rows} x {columns} tokens is cut by the end of its document"
         assert all(is_vision[first:at]), f"a picture of {rows} x {columns} tokens has fewer of them"
-    assert True not in is_vision[at:], f"tokens of more than {len(grids)} pictures"
+    assert not any(is_vision[at:]), f"tokens of more than {len(grids)} pictures"
     return torch.cat([*parts, _text(length - at, start)], dim=1)
 
 

@@ -87,8 +87,8 @@ def peft_tensors(name: str, spec: ModelSpec) -> list[PeftTensor]:
         wrapper = f"{module}.base_layer" if parameter.startswith("gate_up") else module
         alternates = spec.family == "gpt_oss" and parameter.startswith("gate_up")
         return [PeftTensor(f"{PREFIX}{wrapper}.{matrix}", _within_layer(part.key), True, is_b, None, alternates)]
-    # Of a model with experts PEFT takes any module with the name of an expert's projection for one of its experts. A
-    # parameter is taken as it is named.
+    # PEFT takes every module of an MoE model that is named like an expert's projection for an expert. Parameters, which
+    # it finds by their whole name, are safe from that.
     is_parameter = spec.moe is not None and ".ffn." in weight
     found = []
     for part in layouts[0]:
