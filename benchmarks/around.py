@@ -86,7 +86,7 @@ def experts(x_TD: Tensor) -> Iterator[Piece]:
 
     def route(*wanted: str) -> Callable[..., Any]:
         def work(x_TD: Tensor, weight: Tensor) -> Any:
-            routing = router(x_TD)
+            routing = router(x_TD, wanted, 4)
             measured = balance.compute_router_stats(routing, 4, wanted, torch.zeros((), device=DEVICE))
             return routing.weight_TK, *measured.losses.values()
 

@@ -2,7 +2,7 @@
 other libraries that are installed (`moe_peers.py`), in one process.
 
 python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-block fp8-row] [--repeats 40]
-    [--tune] [--peers [search]] [--out FILE]
+    [--tune] [--peers [search]] [--router] [--out FILE]
 
 Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the gradients
 of input, router weights and expert weights: sorting is in, the router is not, on all sides. They take turns at every
@@ -10,7 +10,8 @@ run, back and forth, so that all see the same clocks: a GPU at the limit of its 
 made it, whoever ran then. A ratio is their time over ours in bf16. In FP8 weights are quantised beforehand, as once an
 optimizer step is enough; what that takes is said beside. Saved: bytes a token that the forward leaves for the backward,
 the layer's input included (in FP8 a copy in one byte is kept in its place), its output not. As dense products: the
-layer's six products with one weight for all rows, and nothing before, between or behind them.
+layer's six products with one weight for all rows, and nothing before, between or behind them. With `--router` whole
+layers are measured, from tokens on (`moe_whole.py`).
 
 Shapes: T tokens, K experts of a token, R rows, D model dim, E experts, H expert dim, X = 2 H.
 """
@@ -23,7 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from moe_peers import Side, peers
 from moe_torch import gathered_layer, grouped_layer, grouped_rows, split_rows
+from moe_whole import HOST_SIZES, both, count_launches, host_seconds, whole_sides
 from torch import Tensor
 
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts
@@ -158,6 +160,43 @@ def measure(
     }
 
 
+def measure_whole(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Whole layers: times as the GPU sees them, and what the host does for them."""
+    layers = whole_sides(case, device)
+    slope = torch.randn_like(layers["threefold"].arguments[0])
+    few = whole_sides(replace(case, **HOST_SIZES), device, compiled=False)
+    few_slope = torch.randn_like(few["threefold"].arguments[0])
+    forward = turns({name: side.forward for name, side in layers.items()}, device, repeats // 2)
+    whole = turns({name: partial(both, side, slope) for name, side in layers.items()}, device, repeats)
+    # While sides take turns, the host runs ahead in one that keeps the GPU busy, and the next one need not wait for it.
+    alone = {name: turns({name: partial(both, side, slope)}, device, repeats)[name] for name, side in layers.items()}
+    found: dict[str, Any] = {}
+    for name, side in layers.items():
+        found[name] = {"forward_ms": forward[name], "ms": whole[name], "alone_ms": alone[name]}
+        found[name]["tflops"] = case.flops / whole[name] / 1e9
+        if device.type == "cuda":
+            found[name]["launches"] = count_launches(side, slope)
+        if device.type == "cuda" and name in few:
+            calls = {"host_forward_ms": few[name].forward, "host_ms": partial(both, few[name], few_slope)}
+            found[name] |= {key: 1e3 * host_seconds(call) for key, call in calls.items()}
+    ratio = {name: found[name]["ms"] / found["threefold"]["ms"] for name in layers if name != "threefold"}
+    return found | {"ratio": ratio}
+
+
+def print_whole(name: str, row: dict[str, Any]) -> None:
+    for side in (side for side in row if side != "ratio"):
+        one, ratio = row[side], row["ratio"].get(side)
+        said = f"{name:20} {side:20} {one['forward_ms']:8.3f} {one['ms']:8.3f} {one['tflops']:8.0f} {'':14}"
+        said += f" {ratio:12.3f}x" if ratio else " " * 14
+        said += f"  alone {one['alone_ms']:.3f} ms"
+        if "launches" in one:
+            launches = one["launches"]
+            said += f", launches {launches['forward']} + {launches['both'] - launches['forward']}"
+        if "host_ms" in one:
+            said += f", host {one['host_forward_ms']:.3f} / {one['host_ms']:.3f} ms"
+        print(said, flush=True)
+
+
 def saved(side: Side, case: Case, keeps_input: bool) -> float | None:
     for _ in range(2):  # what is made once, compiled code among it, must not count
         side.forward()
@@ -241,6 +280,7 @@ def main() -> int:
         choices=("some", "search"),
         help="beside the layers of other libraries that are installed; search: SonicMoE by its own search, too",
     )
+    parser.add_argument("--router", action="store_true", help="whole layers, with their routers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -252,6 +292,11 @@ def main() -> int:
             from threefold.engine.tune.expert_kernels import tune_experts
 
             tune_experts(shape_of(case), max(case.top_k, 1), device)
+        if args.router:
+            rows[name] = {"case": asdict(case), **measure_whole(case, device, args.repeats)}
+            print_whole(name, {side: one for side, one in rows[name].items() if side != "case"})
+            save(args.out, device, rows)
+            continue
         row = measure(case, device, args.repeats, args.precision, args.peers)
         choice = choose_kernels(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))
         rows[name] = {"case": asdict(case), "choice": asdict(choice) if choice else None, **row}
@@ -267,9 +312,14 @@ def main() -> int:
         ms, tflops = row["dense"]["ms"], row["dense"]["tflops"]
         print(f"{name:20} {'as dense products':20} {'':8} {ms:8.3f} {tflops:8.0f}", flush=True)
         gc.collect()
-        if args.out:  # as far as it got
-            args.out.write_text(json.dumps({"machine": facts_of(device), "rows": rows}, indent=1), encoding="utf-8")
+        save(args.out, device, rows)
     return 0
+
+
+def save(path: Path | None, device: torch.device, rows: dict[str, Any]) -> None:
+    """Write what was measured so far."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": facts_of(device), "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """How fast a training step is: ours against Hugging Face `transformers`, one after the other in one process.
 
-python benchmarks/step.py [--layers 8] [--micro 1 4] [--sides ...] [--steps 8] [--set FIELD=VALUE] [--json FILE]
+python benchmarks/step.py [--model NAME] [--layers 8] [--micro 1 4] [--sides ...] [--set FIELD=VALUE] [--json FILE]
 python benchmarks/step.py --device cpu --tiny        the same code on a small shape; its times mean nothing
 
-Qwen3-30B-A3B cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. All sides keep weights, gradients
-and moments in bf16 without fp32 masters, but for "threefold, fp32", which has both in fp32; "one graph" replays forward
-and backward as one CUDA graph. All choose experts by their own routers, and compute no balancing loss. Experts run on
-what `threefold env --tune` found here, else on the default kernels. The ceilings are a bf16 product of 8192^3 in the
-same run: by a cool card, and after a second of it, when the card has come down to the clock that its power allows.
+A model cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. DeepSeek-V3 is cut to one dense layer and
+32 experts besides, and no model has multi-token prediction; Qwen3-Next runs on flash-linear-attention where installed.
+All sides keep weights, gradients and moments in bf16 without fp32 masters, but for "threefold, fp32", which has both in
+fp32; "one graph" replays forward and backward as one CUDA graph. All choose experts by their own routers, and compute
+no balancing loss. Experts run on what `threefold env --tune` found here, else on the default kernels. The ceilings are
+a bf16 product of 8192^3 in the same run: by a cool card, and after a second of it, when the card has come down to the
+clock that its power allows.
 """
 
 import argparse
@@ -40,7 +42,7 @@ from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
 from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec
-from threefold.spec.models import QWEN3_30B
+from threefold.spec.models import DEEPSEEK_V3, QWEN3_30B, QWEN3_NEXT
 from threefold.units import GIB
 
 TINY = replace(
@@ -51,6 +53,12 @@ TINY = replace(
     attention=GqaSpec(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6),
     moe=MoeSpec(num_experts=8, top_k=2, expert_dim=32),
 )
+assert DEEPSEEK_V3.moe is not None
+MODELS = {
+    "qwen3-30b-a3b": QWEN3_30B,
+    "deepseek-v3": replace(DEEPSEEK_V3, mtp_layers=0, num_dense_layers=1, moe=replace(DEEPSEEK_V3.moe, num_experts=32)),
+    "qwen3-next-80b-a3b": replace(QWEN3_NEXT, mtp_layers=0),
+}
 BETAS, LR, NUM_BATCHES = (0.9, 0.95), 1e-5, 4
 SIDES = ("threefold", "threefold, one graph", "threefold, fp32", "transformers", "transformers, compiled")
 Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
@@ -58,7 +66,7 @@ Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
 
 def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, more: dict[str, Any] | None = None) -> Plan:
     fields = {
-        "model": "qwen3-30b-a3b",
+        "model": model.name,
         "model.num_layers": layers,
         "job.seq_len": seq_len,
         "job.micro_batch": micro,
@@ -256,6 +264,7 @@ def facts_of(device: torch.device) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, nargs="+", default=[8])
     parser.add_argument("--micro", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seq", type=int, help="tokens of a sequence; absent: 4096, or 64 with --tiny")
@@ -267,7 +276,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="of the plan, for our sides")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device, model = torch.device(args.device), TINY if args.tiny else QWEN3_30B
+    device, model = torch.device(args.device), TINY if args.tiny else MODELS[args.model]
     seq_len = args.seq or (64 if args.tiny else 4096)
     more = {name: json.loads(value) for name, value in (pair.split("=", 1) for pair in args.set)}
     tops = ceilings(device)
@@ -276,7 +285,13 @@ def main() -> int:
         for micro in args.micro:
             plan = plan_of(model, layers, micro, seq_len, more)
             choice = choose_kernels(expert_shape_of(plan), torch.empty(0, dtype=torch.bfloat16, device=device))
-            row: dict[str, Any] = {"layers": layers, "micro": micro, "seq_len": seq_len, "set": more}
+            row: dict[str, Any] = {
+                "model": model.name,
+                "layers": layers,
+                "micro": micro,
+                "seq_len": seq_len,
+                "set": more,
+            }
             row["experts"] = str(choice)
             for side in args.sides:
                 row[side] = measure(side, plan, device, args.steps, args.warmup)

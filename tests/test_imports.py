@@ -26,6 +26,7 @@ LEVELS = (
     {"compare"},
     {"tune"},
     {"report", "api"},
+    {"explore"},
     {"cli"},
 )
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}

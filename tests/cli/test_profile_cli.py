@@ -47,9 +47,10 @@ SCHEMA = {
                 "required": ["set", "why", "predicted_gain"],
             },
         },
+        "part_seconds": {"type": "object", "additionalProperties": NUMBER},
         "devices": {"type": "array", "items": {"type": "object", "required": ["span_seconds", "walls"]}},
     },
-    "required": ["span_seconds", "walls", "dominant", "confidence", "fixes", "devices"],
+    "required": ["span_seconds", "walls", "dominant", "confidence", "fixes", "part_seconds", "devices"],
     "additionalProperties": False,
 }
 

@@ -87,6 +87,7 @@ CASES = {
     # Every axis alone.
     "dp": plan_of("qwen3_moe", 2, ODD, job_micro_batch=2),
     "tp": plan_of("qwen3_moe", 2, tp=2),
+    "tp, norms over all heads, copied keys": plan_of("minimax_m2", 4, tp=4, ep=2),
     "cp": plan_of("qwen3_moe", 2, ODD, cp=2),
     "ep": plan_of("qwen3_moe", 2, ODD, ep=2),
     "etp": plan_of("qwen3_moe", 2, etp=2),
@@ -108,6 +109,9 @@ CASES = {
     "cp by layer": plan_of("mixtral", 2, cp=2, knobs_cp_comm=["a2a", "p2p"]),
     "cp delta states": plan_of("qwen3_next", 4, cp=2, tp=2, ep=2),
     "cp delta heads": plan_of("qwen3_next", 2, ODD, cp=2, knobs_cp_comm="a2a", job_micro_batch=2),
+    "cp mamba states": plan_of("nemotron_h", 4, cp=2, tp=2, ep=2),
+    "cp mamba groups": plan_of("nemotron_h", 2, {"num_key_value_heads": 4}, cp=2, knobs_cp_comm="a2a"),
+    "tp sparse latents": plan_of("deepseek_v32", 2, tp=2),
     # Latents that travel in place of keys and values; without a rank of queries their hidden states do.
     "latents p2p": plan_of("deepseek_v3", 2, ODD, cp=2, knobs_cp_exchange="latents", knobs_precision="bf16"),
     "latents all_gather": plan_of(

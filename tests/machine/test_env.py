@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 from repository import ROOT
 
+import threefold
 from threefold.cli.env import env_text
 from threefold.cli.main import main
 from threefold.findings import Finding
@@ -169,6 +170,22 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [(gpu.chip, gpu.memory_bytes) for gpu in gpus] == [("h200", 143771 * 2**20)] * 2
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert inventory._query_driver() == ((), None)
+
+
+def test_a_probe_wants_the_name_that_the_engine_calls() -> None:
+    assert Package("x", "numpy", "", "", "array").probe == "from numpy import array"
+    assert check_package(Package("numpy", "numpy", "", "", "array")).works
+    found = check_package(Package("numpy-of-another-branch", "numpy", "", "", "no_such_name", "numpy"))
+    assert found.version is not None
+    assert "no_such_name" in found.trouble
+
+
+def test_json_shows_versions_and_probes() -> None:
+    said = machine(1).to_json()
+    assert said["threefold"] == threefold.__version__
+    probes = {package["name"]: package["probe"] for package in said["packages"]}
+    assert probes["hybrid-ep"] == "from deep_ep import HybridEPBuffer"
+    assert set(probes) == {package.name for package in PACKAGES}
 
 
 def test_the_table_names_what_is_missing_and_how_to_get_it() -> None:

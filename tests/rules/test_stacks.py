@@ -59,9 +59,9 @@ def test_a_run_opens_what_the_rule_found(tmp_path: Path, monkeypatch: pytest.Mon
         ("llama", {"hidden_act": "gelu"}, "threefold"),
         ("deepseek_v3", {"hidden_act": "gelu"}, "threefold"),
         ("qwen3_next", {"hidden_act": "gelu"}, "threefold"),
-        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "threefold"),
-        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "megatron-bridge"),
-        ("deepseek_v3", {"rope_scaling": {"rope_type": "longrope"}}, "megatron-bridge"),
+        ("llama", {"rope_scaling": {"rope_type": "xpos"}}, "threefold"),
+        ("llama", {"rope_scaling": {"rope_type": "xpos"}}, "megatron-bridge"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "xpos"}}, "megatron-bridge"),
         ("qwen3_moe", {"hidden_act": "quick_gelu"}, "megatron-bridge"),
     ],
 )

@@ -13,7 +13,7 @@ from threefold.cost.memory.threefold.model import ThreefoldMemory
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.rules.all import check, errors, promoted
-from threefold.rules.knobs.graphs import engine_scopes
+from threefold.rules.knobs.engine_graphs import engine_scopes
 from threefold.search.refine import CHOSEN
 from threefold.search.search import Candidate, SearchResult, search
 from threefold.search.sweep import sweep
@@ -174,10 +174,10 @@ def test_few_stages_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stages < 8000  # 16,684 before
 
 
-def test_our_engine_records_no_graph_beside_overlap() -> None:
-    fields = {**CLEAN, "target": "threefold", "knobs.precision": "bf16", "layout.tp": 1, "knobs.delay_wgrad": False}
-    scopes = ("attn", "moe_router", "moe_preprocess")
-    assert engine_scopes(build(fields), scopes) == ()
-    plain = {**fields, "knobs.ep_overlap": False, "knobs.dispatcher": "alltoall"}
-    assert engine_scopes(build(plain), scopes) == scopes
-    assert engine_scopes(build({**plain, "knobs.precision": "fp8-blockwise"}), scopes) == scopes[1:]
+def test_scopes_that_our_engine_records() -> None:
+    """CLEAN has TP, EP overlap, delayed weight gradients, FP8 and DeepEP."""
+    scopes, fields = ("attn", "moe_router", "moe_preprocess"), {**CLEAN, "target": "threefold"}
+    assert engine_scopes(build(fields), scopes) == scopes[:2]
+    assert engine_scopes(build({**fields, "knobs.dispatcher": "alltoall"}), scopes) == scopes
+    assert engine_scopes(build({**fields, "knobs.precision": "nvfp4"}), scopes) == ("moe_router",)
+    assert engine_scopes(build({**fields, "knobs.data_parallel": "fsdp"}), scopes) == ()

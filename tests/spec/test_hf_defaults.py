@@ -34,8 +34,14 @@ WALKED = [name for name in READERS if name != "kimi_k2"]  # which transformers h
 # Named by the class itself, or by its code for older files.
 BY_CODE = {
     "deepseek_v3": {"num_nextn_predict_layers": "num_mtp_layers"},
+    "deepseek_v32": {"num_experts": "n_routed_experts"},
     "glm_moe_dsa": {"num_experts": "n_routed_experts"},
-    "nemotron_h": {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel"},
+    "nemotron_h": {
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_conv_bias": "use_conv_bias",
+    },
 }
 
 
@@ -145,7 +151,14 @@ def test_an_absent_field_is_its_default(model_type: str) -> None:
 TOGETHER: dict[str, dict[str, Any]] = {
     "max_position_embeddings": {"rope_scaling": {"rope_type": "yarn", "factor": None}},
     "rope_parameters": {"rope_scaling": None},
+    "max_window_layers": {"num_hidden_layers": 64},
 }
+
+
+# Phi-MoE has one rotary scaling only.
+TOGETHER_PHI: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+TOGETHER_PHI |= {"short_mscale": 1.2, "long_mscale": 1.2}
+TOGETHER_PHI |= {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
 
 
 def other(value: Any, name: str) -> Any:
@@ -160,6 +173,8 @@ def other(value: Any, name: str) -> Any:
         return "quick_gelu"
     if value is None:
         return 2
+    if value == -1:
+        return 0
     return value * 2 + (1 if isinstance(value, int) else 0.1)
 
 
@@ -171,6 +186,8 @@ def test_no_field_is_ignored(model_type: str) -> None:
         if name == "tie_word_embeddings" and model_type in COMPOSITE_TIED:
             continue  # that of the whole configuration counts
         before, changed = TOGETHER.get(name, {}), other(default, name)
+        if (model_type, name) == ("phimoe", "max_position_embeddings"):
+            before = {"rope_scaling": TOGETHER_PHI}
         found = read(model_type, {**before, name: changed})
         assert name in str(found) or name not in kind.only, name
         assert found != read(model_type, {**before, name: default}) or (isinstance(found, str) and name in found), name

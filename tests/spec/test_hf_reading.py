@@ -129,10 +129,39 @@ def test_latent_attention_that_the_engine_has_not_is_said() -> None:
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "short_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 4.0}}, "rope_type"),
+        ("dots1", {"n_shared_experts": None}, "n_shared_experts"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index"),
+        ("granitemoe", {"attention_bias": True}, "residual_multiplier"),
+        ("granitemoe", {"attention_multiplier": 0.0}, "scale of the attention"),
+        ("hunyuan_v1_moe", {"moe_topk": [8, 4]}, "moe_topk"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "num_shared_expert"),
+        ("minimax_m2", {"attn_type_list": [0, 1]}, "attn_type_list"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+        ("minimax_m2", {"rotary_dim": 129}, "partial_rotary_factor"),
+        ("olmoe", {"head_dim": 64}, "hidden_size"),
+        ("olmoe", {"clip_qkv": -1.0}, "clip_qkv"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ("phimoe", {"router_jitter_noise": 0.0}, "router_jitter_noise"),
+        ("phimoe", {"tie_word_embeddings": True}, "lm_head_bias"),
+        ("phimoe", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
+        ("phimoe", {"rope_scaling": {"rope_type": "longrope", "short_mscale": 1.0}}, "long_mscale"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(model_type: str, changes: dict[str, Any], said: str) -> None:
     assert said in refused(model_type, **changes)
+
+
+def test_a_model_with_pictures_has_no_scaling_by_length() -> None:
+    text = {**CONFIGS["qwen3_vl_moe"]["text_config"], "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert any("with pictures" in problem for problem, _ in engine_lacks(read("qwen3_vl_moe", text_config=text)))
+    assert not list(engine_lacks(read("qwen3_moe", rope_scaling={"rope_type": "dynamic", "factor": 2.0})))
 
 
 def test_a_fifo_is_no_configuration(tmp_path: Path) -> None:

@@ -54,15 +54,21 @@ def test_total_is_the_published_one(name: str) -> None:
     tolerance = last_digit(model.published_total)
     if name == "kimi-k2":
         tolerance = 14e9  # the report says 1.04T; the published configuration gives 1.026T
-    assert count_params(model).main == pytest.approx(model.published_total, abs=tolerance)
+    params = count_params(model)
+    total = params.main
+    if name == "glm-4.5":
+        total += params.mtp - params.embedding - params.head  # the report says: with MTP, without both tables
+    assert total == pytest.approx(model.published_total, abs=tolerance)
 
 
 def active(name: str, params: Params) -> int:
     """Authors differ in what a token meets."""
     if name.startswith("gpt-oss"):
         return params.active_matmul  # the model card says: without the embedding
-    if name in ("deepseek-v3", "deepseek-v3-no-mtp", "kimi-k2", "glm-5.2", "nemotron-3-ultra"):
+    if name in ("deepseek-v3", "deepseek-v3-no-mtp", "kimi-k2", "glm-5.2", "nemotron-3-ultra", "minimax-m2"):
         return params.active_matmul  # unsaid; of the two counts the one that rounds to their figure
+    if name.startswith("glm-4.5"):
+        return params.active_matmul - params.head  # the report says: without both tables
     if name == "qwen3-next-80b-a3b":
         return params.active_matmul - params.head  # unsaid; 3.9B with both tables, 3.3B without
     return params.active
@@ -122,7 +128,13 @@ def test_every_stack_family_is_readable() -> None:
     assert all(stack.families <= set(READERS) for stack in STACKS.values())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "mixtral", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "mixtral", "qwen3_vl_moe"),
+        *("glm4_moe", "minimax_m2", "qwen2_moe"),
+    ],
+)
 def test_a_tiny_model_for_each_trainable_family(family: str) -> None:
     tiny = [m for m in MODELS.values() if m.family == family and m.name.startswith("tiny-")]
     # A laptop CPU trains it: under five million parameters.
@@ -216,14 +228,15 @@ def test_no_family_ignores_its_activation(model_type: str) -> None:
             assert any("'quick_gelu'" in problem for problem, _ in lacks(found)), target
 
 
-@pytest.mark.parametrize("model_type", [name for name in CONFIGS if name not in ("gemma4", "nemotron_h")])
-@pytest.mark.parametrize("kind", ["longrope", "dynamic", "ntk"])
+@pytest.mark.parametrize("model_type", [name for name in CONFIGS if name not in ("gemma4", "nemotron_h", "phimoe")])
+@pytest.mark.parametrize("kind", ["dynamic", "ntk"])
 def test_a_rotary_scaling_that_a_stack_has_not_is_said(model_type: str, kind: str) -> None:
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 4096}
     found = read_text(model_type, rope_scaling=scaling, rope_parameters=None)
     for target, lacks in LACKS.items():
         if found.family in STACKS[target].families:
-            assert any(f"rotary scaling '{kind}'" in problem for problem, _ in lacks(found)), target
+            said = any(f"rotary scaling '{kind}'" in problem for problem, _ in lacks(found))
+            assert said or (target == "threefold" and kind == "dynamic" and found.vision is None), target
 
 
 def test_megatron_bridge_has_the_scaling_of_llama_for_llama_only() -> None:

@@ -38,6 +38,8 @@ MAX_PASSES = 12  # layers times microbatches, above which a draw has the smalles
 _RANKS = (2, 2, 3, 4, 4, 4, 4, 5, 6, 6, 7, 8, 8, 8, 8, 8)
 _FAMILIES = (*FAMILIES, "deepseek_v3", "deepseek_v3", "qwen3_next", "qwen3_moe", "gpt_oss")
 _DENSE = ("llama", "qwen3")
+_LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+_GROUP_LIMITED = (*_LATENT, "dots1", "glm4_moe", "nemotron_h")  # experts in groups, with the keys of DeepSeek-V3
 _SEEING = tuple(tiny_vision.CONFIGS)
 _FROZEN = ("*.experts.*", "layers.0.*", "embed.weight", "*norm*", "*.mixer.*", "*.router.*", "head.weight", "language")
 _SHARDING_AXES = ("tp", "cp", "ep", "etp")
@@ -64,11 +66,11 @@ class Resolved:
     refusals: tuple[str, ...]  # the rules that refuse it still
 
 
-def draw_layout(seed: int | str) -> Drawn:
-    """The draw of a seed."""
+def draw_layout(seed: int | str, families: Sequence[str] = ()) -> Drawn:
+    """The draw of a seed: of any of the models in `tiny_models` and `tiny_vision`, or of these `families`."""
     draw, parts = random.Random(f"layout {seed}"), random.Random(f"parts {seed}")
-    family = draw.choice(_FAMILIES)
-    if _one_in(parts, 5):
+    family = draw.choice(families or _FAMILIES)
+    if _one_in(parts, 5) and not families:
         family = parts.choice(_SEEING)
     fields = {"model": family, "target": "threefold", "cluster.chip": "cpu"}
     fields |= _draw_degrees(draw, family in _DENSE)
@@ -80,6 +82,9 @@ def draw_layout(seed: int | str) -> Drawn:
     fields |= _draw_job(draw, fields, num_layers) | {"job.mtp": mtp}
     fields |= _draw_knobs(draw, fields, num_layers)
     fields |= _draw_trained_parts(parts, family in _SEEING)
+    can_be_dynamic = fields["layout.cp"] > 1 and fields["layout.pp"] == 1 and not fields.get("knobs.ep_overlap")
+    if can_be_dynamic and _one_in(parts, 2):
+        fields["knobs.cp_dynamic"] = True
     if fields.get("knobs.ep_overlap") and draw.random() < 0.8:
         fields |= _without_obstacles(draw, fields)
     return Drawn(str(seed), config, {path: value for path, value in fields.items() if value is not None})
@@ -156,20 +161,31 @@ def _draw_config(draw: random.Random, family: str, layout: Fields) -> tuple[dict
         config["vocab_size"] = draw.choice((7, 20, 64))
     if layout["layout.tp"] > 4 or _one_in(draw, 6):
         config["num_attention_heads"] = 8
-        config["num_key_value_heads"] = 8 if family == "deepseek_v3" else draw.choice((1, 2, 4, 8))
+        config["num_key_value_heads"] = 8 if family in _LATENT else draw.choice((1, 2, 4, 8))
     if layout["layout.tp"] == 3:
-        config |= {"num_attention_heads": 6, "num_key_value_heads": 6 if family == "deepseek_v3" else 3}
-    kinds = {"qwen3_next": ("linear_attention", "full_attention"), "gpt_oss": ("sliding_attention", "full_attention")}
+        config |= {"num_attention_heads": 6, "num_key_value_heads": 6 if family in _LATENT else 3}
+    delta, windows = ("linear_attention", "full_attention"), ("sliding_attention", "full_attention")
+    kinds = {"qwen3_next": delta, "qwen3_5_moe_text": delta, "gpt_oss": windows, "dots1": windows}
     if family in kinds:
         config["layer_types"] = [draw.choice(kinds[family]) for _ in range(num_layers)]
-    if family == "deepseek_v3":
+    if family == "nemotron_h":
+        # Experts and a mixer at least, so that every axis has something to shard.
+        config["num_hidden_layers"] = num_layers = max(2, num_layers)
+        mixers, others = ("linear_attention", "linear_attention", "full_attention"), ("moe", "mlp")
+        kept = [draw.choice((*mixers, *others)) for _ in range(num_layers - 2)]
+        config["layers_block_type"] = ["moe", *kept, draw.choice(mixers)]
+        config["tie_word_embeddings"] = False
+    if family in _GROUP_LIMITED:
         config["first_k_dense_replace"] = draw.choice((0, 1, 1, min(2, num_layers - 1)))
         config["num_nextn_predict_layers"] = draw.choice((0, 0, 1, 1, 2))
     if family == "qwen3_moe" and _one_in(draw, 6):
         config["mlp_only_layers"] = [draw.randrange(num_layers)]
     if family not in _DENSE:
         _draw_experts(draw, family, layout["layout.ep"], config)
-    return config, draw.choice((None, None, None, 0, 0, 1, 2)) if family == "deepseek_v3" or _one_in(draw, 4) else None
+    if family == "phimoe":  # whose routers choose two, and whose tied head has no bias
+        config |= {"num_experts_per_tok": 2, "lm_head_bias": not config["tie_word_embeddings"]}
+    has_depths = family in (*_LATENT, "glm4_moe", "nemotron_h")
+    return config, draw.choice((None, None, None, 0, 0, 1, 2)) if has_depths or _one_in(draw, 4) else None
 
 
 def _draw_seeing_config(draw: random.Random, family: str, layout: Fields) -> dict[str, Any]:
@@ -206,11 +222,12 @@ def _draw_trained_parts(draw: random.Random, sees: bool) -> Fields:
 
 def _draw_experts(draw: random.Random, family: str, ep: int, config: dict[str, Any]) -> None:
     """Experts that mostly divide by EP, some of them so few that a rank has one."""
-    name = {"mixtral": "num_local_experts", "gpt_oss": "num_local_experts", "deepseek_v3": "n_routed_experts"}
+    name = dict.fromkeys(("mixtral", "gpt_oss", "granitemoe", "minimax_m2"), "num_local_experts")
+    name |= {**dict.fromkeys(_GROUP_LIMITED, "n_routed_experts"), "ernie4_5_moe": "moe_num_experts"}
     count = ep * draw.choice((1, 2, 2, 3)) if not _one_in(draw, 10) else draw.choice((4, 6, 8))
     config[name.get(family, "num_experts")] = count = max(2, count)
     config["num_experts_per_tok"] = draw.randint(1, min(4, count))
-    if family == "deepseek_v3":
+    if family in _GROUP_LIMITED:
         config["n_group"] = groups = draw.choice([n for n in _divisors(count) if count // n > 1])
         config["topk_group"] = top = draw.randint(1, groups)
         config["num_experts_per_tok"] = draw.randint(1, min(4, count // groups * top))

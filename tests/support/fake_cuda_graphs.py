@@ -2,13 +2,30 @@
 and each replay after that runs the work again and writes to the same addresses.
 
 Graphs of one pool use again what those before them have freed: a replay may overwrite what any graph recorded later
-has made, and here it does.
+has made, and here it does. As on a GPU, a collective that is started while something is recorded must be waited for
+before the recording ends.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+
+from threefold.engine.dist.collectives import CallListener, CollectiveCall, observe_collectives
+
+
+class _Unjoined(CallListener):
+    """Counts the collectives that nothing has waited for yet."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, call: CollectiveCall) -> "_Unjoined":
+        self.count += 1
+        return self
+
+    def on_end(self) -> None:
+        self.count -= 1
 
 
 def _tensors(made: Any) -> list[Tensor]:
@@ -46,7 +63,11 @@ class StandIn:
         pass
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Again]:
-        made = work()
+        unjoined = _Unjoined()
+        with observe_collectives(unjoined):
+            made = work()
+        if unjoined.count:
+            raise RuntimeError("capturing stream has unjoined work")
         graph = Again(work, made)
         for one in self.graphs:
             one.later.append(graph)

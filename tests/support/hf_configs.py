@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import hf_mixture_configs
+
 _DEEPSEEK = {
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -89,6 +91,7 @@ _QWEN_VISION = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    **hf_mixture_configs.CONFIGS,
     "deepseek_v3": {
         **_DEEPSEEK,
         "rope_scaling": {
@@ -100,6 +103,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "deepseek_v32": {
+        **_DEEPSEEK,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
     },
     "gemma4": {
         "tie_word_embeddings": True,
@@ -232,7 +250,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 # Parameters of transformers 5.22.2 models made from these configurations on the meta device, MTP not among them.
 TOTALS = {
+    **hf_mixture_configs.TOTALS,
     "deepseek_v3": 26_618_387_456,
+    "deepseek_v32": 26_688_184_576,
     "gemma4": 5_637_188_608,
     "glm_moe_dsa": 12_983_272_448,
     "gpt_oss": 2_804_643_712,

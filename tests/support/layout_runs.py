@@ -4,7 +4,7 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,10 +46,16 @@ class Outcome:
 
 
 def run_draws(
-    seed: int | str, first: int, count: int, as_trained: bool = False, limit: float = LIMIT_SECONDS
+    seed: int | str,
+    first: int,
+    count: int,
+    as_trained: bool = False,
+    limit: float = LIMIT_SECONDS,
+    families: Sequence[str] = (),
 ) -> Iterator[Outcome]:
     """The outcomes of some draws of a seed. Draw 7 of seed 3 is the same whatever is run before it."""
-    return (run_draw(draw_layout(f"{seed}/{number}"), as_trained, limit) for number in range(first, first + count))
+    draws = (draw_layout(f"{seed}/{number}", families) for number in range(first, first + count))
+    return (run_draw(drawn, as_trained, limit) for drawn in draws)
 
 
 def run_draw(drawn: Drawn, as_trained: bool = False, limit: float = LIMIT_SECONDS) -> Outcome:

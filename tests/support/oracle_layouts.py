@@ -231,4 +231,54 @@ KNOBS = [
     case("full recompute", "qwen3_next", 4, pp=2, tp=2, ep=2, knobs={"recompute": ["full"]}, job=PACKED),
     case("full recompute, fsdp", "qwen3_moe", 4, cp=2, ep=2, knobs={"recompute": ["full"], **FSDP}),
 ]  # fmt: skip
-CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS, *KNOBS]
+# Layers that are a mixer or a feed-forward network alone, Mamba-2 among them, and experts without a gate.
+HYBRIDS = [
+    case("mamba packed", "nemotron_h", 2, job=PACKED),
+    case("mamba tp", "nemotron_h", 4, tp=4, spec={"n_groups": 4}),
+    case("mamba tp cp packed", "nemotron_h", 4, often=True, tp=2, cp=2, ep=2, job=PACKED),
+    case("mamba cp passes states", "nemotron_h", 4, cp=4, job=PACKED, spec=ODD),
+    case("mamba cp exchanges groups", "nemotron_h", 4, cp=2, tp=2, knobs={"cp_comm": "a2a"}, job=PACKED,
+         spec={"num_attention_heads": 4, "num_key_value_heads": 4}),
+    case("mamba pp vpp ep", "nemotron_h", 4, pp=2, vpp=2, ep=2, stages="Et|t|tt|tL"),
+    case("mamba etp", "nemotron_h", 4, etp=2, ep=2, spec={"moe_intermediate_size": 10}),
+    case("mamba fsdp, full recompute", "nemotron_h", 4, cp=2, ep=2, knobs={"recompute": ["full"], **FSDP}, job=PACKED),
+    case("mamba recompute of modules", "nemotron_h", 4, tp=2, ep=4,
+         knobs={"recompute": ["layernorm", "core_attn", "moe_act", "mlp", "shared_experts"]}),
+    case("mamba ep overlap", "nemotron_h", 4, ep=2, tp=2, knobs={"ep_overlap": True, "delay_wgrad": True}),
+    case("mamba mtp, muon", "nemotron_h", 4, tp=2, cp=2, job={"mtp": 2, **MUON}, spec=MTP2),
+]  # fmt: skip
+DYNAMIC, LENGTHS = {"cp_dynamic": True}, {"packing": True, "seq_len": 64}
+DYNAMIC_CP = [
+    case("dynamic cp", "qwen3_moe", 4, cp=4, job=LENGTHS, knobs=DYNAMIC),
+    case("dynamic cp, dp and ep", "qwen3_moe", 4, cp=2, ep=4, job=LENGTHS, knobs=DYNAMIC),
+    case("dynamic cp, empty microbatches", "qwen3_moe", 4, cp=4, ep=4, knobs=DYNAMIC,
+         job={**LENGTHS, "global_batch": 1}),
+    case("dynamic cp over eight ranks", "deepseek_v3", 8, cp=4, ep=8, knobs=DYNAMIC,
+         job={**LENGTHS, "global_batch": 2}),
+    case("dynamic cp tp ep etp", "gpt_oss", 4, tp=2, cp=2, ep=2, etp=2, job=LENGTHS, knobs=DYNAMIC),
+    case("dynamic cp, two depths", "deepseek_v3", 4, cp=4, ep=2, job=LENGTHS, knobs=DYNAMIC, spec=MTP2),
+    case("dynamic cp all-gather", "gpt_oss", 4, cp=4, job=LENGTHS, knobs={**DYNAMIC, "cp_comm": "all_gather"}),
+    case("dynamic cp a2a", "deepseek_v3", 4, cp=4, job=LENGTHS, knobs={**DYNAMIC, "cp_comm": "a2a"}),
+    case("dynamic cp a2a+p2p", "qwen3_moe", 4, cp=4, job=LENGTHS,
+         knobs={**DYNAMIC, "cp_comm": "a2a+p2p", "cp_inner": 2}),
+    case("dynamic cp by layer", "deepseek_v3", 4, cp=4, job=LENGTHS,
+         knobs={**DYNAMIC, "cp_comm": ["p2p", "a2a", "all_gather"]}, spec={"num_hidden_layers": 3, **MTP1}),
+    case("dynamic cp latents", "deepseek_v3", 4, cp=4, job=LENGTHS, spec=MTP1,
+         knobs={**DYNAMIC, **LATENTS, "recompute": ["full"]}),
+    case("dynamic cp latents a2a+p2p", "deepseek_v3", 4, cp=4, job=LENGTHS,
+         knobs={**DYNAMIC, **LATENTS, "cp_comm": "a2a+p2p", "cp_inner": 2, "recompute": ["mla_up_proj", "moe"]}),
+    case("dynamic cp by the delta rule", "qwen3_next", 4, cp=2, ep=2, job=LENGTHS, knobs={**DYNAMIC, **FSDP}),
+    case("dynamic cp hsdp", "llama", 4, cp=2, replicate=2, job=LENGTHS, knobs={**DYNAMIC, **HSDP}),
+    case("dynamic cp muon", "qwen3_moe", 4, cp=2, tp=2, job={**LENGTHS, **MUON},
+         knobs={**DYNAMIC, "recompute": ["core_attn", "moe_act", "layernorm"]}),
+    case("dynamic cp of full sequences", "mixtral", 4, cp=4, job={"seq_len": 32}, knobs=DYNAMIC),
+]  # fmt: skip
+# Attention to the keys that an indexer chose. The indexer does not train.
+SPARSE = [
+    case("sparse tp packed", "deepseek_v32", 4, tp=2, ep=2, job=PACKED),
+    case("sparse pp vpp, recomputed", "glm_moe_dsa", 4, pp=2, vpp=2, ep=2, spec=FOUR, job=PACKED,
+         knobs={"recompute": ["core_attn", "mla_up_proj", "layernorm"]}),
+    case("sparse fsdp, full recompute", "deepseek_v32", 4, tp=2, knobs={"recompute": ["full"], **FSDP}, spec=MTP1),
+    case("sparse ep overlap", "glm_moe_dsa", 4, ep=4, knobs={"ep_overlap": True, "delay_wgrad": True}, spec=ODD),
+]  # fmt: skip
+CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS, *KNOBS, *HYBRIDS, *DYNAMIC_CP, *SPARSE]

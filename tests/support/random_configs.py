@@ -5,7 +5,11 @@ files, and turns some settings to values that few files have, among them such as
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
+
+from tiny_mixtures import MIXTURES
+from tiny_models import config_of
 
 from threefold.spec.hf_defaults import CLASSES, REQUIRED
 
@@ -13,11 +17,11 @@ FAMILIES = ("deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", 
 _ACTS = ("silu", "silu", "silu", "swish", "gelu", "relu", "gelu_pytorch_tanh")
 
 
-def draw_config(seed: int | str) -> dict[str, Any]:
+def draw_config(seed: int | str, families: Sequence[str] = FAMILIES) -> dict[str, Any]:
     """The configuration of a seed. Everything in it is what `json.loads` could have read."""
     rng = random.Random(f"config {seed}")
-    family = rng.choice(FAMILIES)
-    config = _plain(rng, family)
+    family = rng.choice(families)
+    config = _mixture(rng, family) if family in MIXTURES else _plain(rng, family)
     if rng.random() < 0.5:
         _leave_out(rng, family, config)
     for _ in range(rng.choice((0, 1, 2, 3, 5))):
@@ -64,6 +68,16 @@ def _plain(rng: random.Random, family: str) -> dict[str, Any]:
     if family == "deepseek_v3":
         del config["head_dim"]
         config |= _latent(rng, heads)
+    return config
+
+
+def _mixture(rng: random.Random, family: str) -> dict[str, Any]:
+    """A family of `tiny_mixtures`: its plain configuration or the odd one, with other sizes."""
+    config = config_of(family, odd=rng.random() < 0.5)
+    wide = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    config |= {name: rng.randint(3, 24) for name in wide if name in config}
+    config |= {"vocab_size": rng.randint(20, 70), "rms_norm_eps": rng.choice((1e-5, 1e-6, 1e-3))}
+    config["num_key_value_heads"] = rng.choice((1, 2, 4))
     return config
 
 

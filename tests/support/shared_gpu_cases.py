@@ -70,6 +70,20 @@ _NAMES = {
 }
 _ORACLE = {case.name: case for case in ORACLE_CASES}
 CASES: dict[int, dict[str, Case]] = {ranks: {name: _ORACLE[name] for name in names} for ranks, names in _NAMES.items()}
+SCOPES, WHOLE = ("attn", "moe_router", "moe_preprocess"), ("full_iteration",)
+# Layouts whose ranks record CUDA graphs on a GPU, collectives included. Two microbatches warm up, so there are more.
+# Whole microbatches are of dense models: experts in fp32 run one by one, with their sizes on the host.
+_GRAPHED = {
+    4: {"tp cp ep etp": SCOPES, "ep overlap": SCOPES, "dp pp vpp ep": SCOPES, "cp": WHOLE},
+    2: {"tp": SCOPES, "dualpipev": SCOPES, "tp with one key head": WHOLE, "dp without experts": WHOLE},
+}
+for _ranks, _graphed in _GRAPHED.items():
+    for _name, _scopes in _graphed.items():
+        _plain = _ORACLE[_name]
+        _job = {**_plain.job, "packing": False, "global_batch": max(8, _plain.job.get("global_batch", 0))}
+        _knobs = {**_plain.knobs, "graphs": _scopes}
+        _case = replace(_plain, name=f"{_name}, graphs", job=_job, knobs=_knobs)
+        CASES[_ranks][_case.name] = _case
 
 
 def case_plan(case: Case, precision: str, chip: str) -> Plan:

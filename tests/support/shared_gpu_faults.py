@@ -61,7 +61,7 @@ class DisturbedRun:
             self.agent = subprocess.Popen(
                 [sys.executable, "-m", "threefold", *words],
                 cwd=ROOT,
-                env=os.environ | shared_gpu_environment(),
+                env=os.environ | shared_gpu_environment() | {"PYTHONFAULTHANDLER": "1"},
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
@@ -74,6 +74,9 @@ class DisturbedRun:
                 victim = self._wait_for(step, victim)
                 os.kill(victim, number)
             return self.agent.wait(max(0.0, self.end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._dump_stacks()
+            raise
         finally:
             self.agent.kill()  # and with it, its ranks
             self.agent.wait()
@@ -89,11 +92,21 @@ class DisturbedRun:
                 raise TimeoutError(f"the run never came behind step {step} with a rank {VICTIM} to disturb")
             time.sleep(0.01)
 
+    def _ranks(self) -> list[int]:
+        """The processes of the ranks, as far as they are there."""
+        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
+        return [int(rank) for rank in children.read_text().split()] if children.exists() else []
+
     def _victim(self) -> int | None:
         """The process of the rank that is disturbed, once it is there."""
-        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
-        ranks = children.read_text().split() if children.exists() else []
-        return int(ranks[VICTIM]) if len(ranks) == RANKS else None
+        ranks = self._ranks()
+        return ranks[VICTIM] if len(ranks) == RANKS else None
+
+    def _dump_stacks(self) -> None:
+        """Let ranks that hang write where they hang into their logs (PYTHONFAULTHANDLER)."""
+        for rank in self._ranks():
+            os.kill(rank, signal.SIGABRT)
+        time.sleep(2)
 
     def _newest(self) -> int:
         """The newest checkpoint's step."""

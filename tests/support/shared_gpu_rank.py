@@ -88,7 +88,12 @@ class RankSession:
             return {}
         bounds = (VANISHING, SMALL)
         kind, said = judge(compare_results(plan, self.references[name, precision], ranks, *bounds), precision)
-        return {"kind": kind, "said": f"{said}; {ranks[0].calls.total()} collectives"}
+        said += f"; {ranks[0].calls.total()} collectives"
+        if plan.knobs.graphs and self.chip != "cpu":
+            said += f"; graphs: {ranks[0].graphs}"
+            if any("eager" in rank.graphs or not rank.graphs for rank in ranks):
+                kind = "DIFFERENT"
+        return {"kind": kind, "said": said}
 
     def _settings(self, name: str, precision: str) -> tuple[Plan, Options]:
         plan = case_plan(CASES[self.world.size][name], precision, self.chip)

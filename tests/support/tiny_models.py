@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import tiny_mixtures
+
 from threefold.spec.hf import model_from_dict
 from threefold.spec.model import ModelSpec
 
@@ -87,6 +89,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 4,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **{name: value for name, value in _BASE.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
+        **_GQA,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "layer_norm_epsilon": 1e-5,
+        "intermediate_size": 48,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "ssm_state_size": 8,
+        "n_groups": 4,
+        "conv_kernel": 4,
+        "chunk_size": 8,
+        "time_step_min": 0.01,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+}
+# So many heads that no two keys have a score of zero: which of equals `topk` takes is not defined.
+_SPARSE = {**CONFIGS["deepseek_v3"], "index_n_heads": 9, "index_head_dim": 8, "index_topk": 5}
+CONFIGS["deepseek_v32"] = {**_SPARSE, "model_type": "deepseek_v32"}
+CONFIGS["glm_moe_dsa"] = {
+    **_SPARSE,
+    "model_type": "glm_moe_dsa",
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 # Sizes that no kernel likes, tied embeddings, and the settings the first set leaves out.
 ODD: dict[str, dict[str, Any]] = {
@@ -113,12 +150,29 @@ ODD: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         "tie_word_embeddings": True,
     },
+    "deepseek_v32": {"hidden_size": 27, "n_shared_experts": 1, "index_head_dim": 5, "index_topk": 4},
+    "glm_moe_dsa": {"hidden_size": 27, "q_lora_rank": 9, "index_n_heads": 8, "index_topk": 3, "norm_topk_prob": False},
+    "nemotron_h": {
+        "hidden_size": 22,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 5,
+        "ssm_state_size": 7,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 9,
+        "norm_topk_prob": False,
+        "layers_block_type": ["moe", "linear_attention", "linear_attention", "full_attention", "mlp"],
+    },
 }
 FAMILIES = tuple(CONFIGS)
 
 
 def config_of(family: str, odd: bool = False) -> dict[str, Any]:
-    return {**CONFIGS[family], **(ODD[family] if odd else {})}
+    """The configuration of a family here or in `tiny_mixtures`."""
+    plain, odds = {**CONFIGS, **tiny_mixtures.CONFIGS}, {**ODD, **tiny_mixtures.ODD}
+    return {**plain[family], **(odds[family] if odd else {})}
 
 
 def spec_of(family: str, odd: bool = False, **changes: Any) -> ModelSpec:

@@ -59,6 +59,8 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     if plan.job.dynamic_length:
         plan = change(plan, {"job.dynamic_length": None})
         said.append("job.dynamic_length: every microbatch has its full length")
+    if plan.shards_dynamically:
+        said.append("knobs.cp_dynamic: every sequence has its full length, and so the degree of the layout")
     # Whether it fits is for the rehearsal to say, and where the memory goes if it does not.
     if wrong := [
         finding for finding in blockers(promoted(check(plan, notes=False))) if finding.rule != "states-fit-memory"

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from threefold.cli.inputs import missing_package, plan_from, print_findings, seconds
+from threefold.cli.inputs import duration, missing_package, plan_from, print_findings
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.calibrate import Calibrated, calibrate, write_chip_file
 from threefold.machine.inventory import Machine, this_machine
@@ -20,7 +20,7 @@ from threefold.units import format_many
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", nargs="?", help="a plan to measure besides, and whose kernels are tuned")
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields to override")
-    parser.add_argument("--budget", type=seconds, default=170.0, metavar="SECONDS", help="time to use (default 170)")
+    parser.add_argument("--budget", type=duration, default=170.0, metavar="TIME", help="such as 90s or 8m (170s)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the chip file here (default: where it is found)"
     )

@@ -61,7 +61,10 @@ def _list(cards: list[Card], args: argparse.Namespace) -> int:
 
 def _check(cards: list[Card], args: argparse.Namespace) -> int:
     if args.evidence:
-        print(f"{len(cards)} cards, each with the figures of its evidence", file=sys.stderr)
+        if args.json:
+            print(json.dumps({"ok": True, "cards": [card.name for card in cards]}))
+        else:
+            print(f"{len(cards)} cards, each with the figures of its evidence", file=sys.stderr)
         return 0
     here, results = this_machine(try_kernels=False), []
     for card in cards:

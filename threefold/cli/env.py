@@ -6,12 +6,13 @@ import sys
 
 from threefold.machine.inventory import Machine, this_machine
 from threefold.report.terminal import table
+from threefold.units import format_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--no-kernels", action="store_true", help="do not try kernels on the GPU")
-    parser.add_argument("--tune", metavar="PLAN", help="the same as `threefold calibrate PLAN`")
+    parser.add_argument("--tune", metavar="PLAN", help=argparse.SUPPRESS)  # as `threefold calibrate PLAN`
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +36,11 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def env_text(here: Machine) -> str:
-    parts = [table(["machine", ""], _machine(here)), table(["package", "version", "state"], _packages(here))]
+    parts = [
+        table(["machine", ""], _machine(here)),
+        table(["package", "version", "state"], _packages(here)),
+        "Each package is imported in a process of its own; `threefold env --json` shows the statements.",
+    ]
     if here.kernels:
         rows = [[probe.kernel, "runs" if probe.works else f"no: {probe.trouble}"] for probe in here.kernels]
         parts.append(table(["kernel", "here"], rows))
@@ -45,7 +50,10 @@ def env_text(here: Machine) -> str:
 
 
 def _machine(here: Machine) -> list[list[str]]:
-    rows = [["python", here.python], ["system", here.system]]
+    rows = [["threefold", here.threefold], ["python", here.python], ["system", here.system]]
+    if here.num_cores:
+        memory = f", {here.host_memory_bytes / 2**30:.1f} GiB" if here.host_memory_bytes else ""
+        rows.append(["CPU", f"{format_many(here.num_cores, 'core')}{memory}"])
     for gpu in here.gpus:
         known = gpu.chip or "not among our chips"
         able = "" if gpu.capability is None else f", capability {gpu.capability[0]}.{gpu.capability[1]}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import missing_package, print_findings
+from threefold.cli.inputs import missing_package, print_findings, sequence_length
 from threefold.findings import FindingsError
 from threefold.units import format_many
 
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--choices", action="append", default=[], type=Path, metavar="FILE", help="questions with choices (JSONL)"
     )
     parser.add_argument("--task", choices=("pretrain", "sft"), help="which tokens count (default: as the run trains)")
-    parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: the run's)")
+    parser.add_argument(
+        "--seq-len", metavar="S", type=sequence_length, help="tokens of a sequence, such as 32K (default: the run's)"
+    )
     parser.add_argument("--sequences", type=int, help="sequences of each --data at most (default: all)")
     parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer file (default: the run's own)")
     parser.add_argument("--json", action="store_true", help="machine-readable output")

@@ -1,9 +1,10 @@
 """`threefold export-hf`: the newest checkpoint of a run as a folder that transformers loads."""
 
 import argparse
+import json
 from pathlib import Path
 
-from threefold.cli.inputs import missing_package, print_findings
+from threefold.cli.inputs import add_json, missing_package, print_findings
 from threefold.findings import FindingsError
 
 
@@ -13,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="only the LoRA adapters, for PEFT (default: merged into the weights)"
     )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,8 +23,13 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return missing_package("export-hf", error)
     try:
+        lines = []
         for line in export_hf(args.run, args.out, args.adapter):
-            print(line)
+            lines.append(line)
+            if not args.json:
+                print(line, flush=True)
     except FindingsError as error:
-        return print_findings(error.findings, as_json=False)
+        return print_findings(error.findings, args.json)
+    if args.json:
+        print(json.dumps({"ok": True, "out": str(args.out), "done": lines}, indent=2))
     return 0

@@ -1,6 +1,7 @@
 """`threefold finetune`: a Hugging Face checkpoint and data become a plan for this machine, and the plan is trained."""
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan-only", action="store_true", help="show the plan and stop: nothing is written")
     parser.add_argument("--threads", type=int, help="CPU threads of a rank")
     parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and stop behind this step")
-    parser.add_argument("--json", action="store_true", help="findings in a machine-readable form")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         chosen = _plan(args)
+        if args.plan_only and args.json:
+            print(json.dumps({"ok": True, "plan": dump_fields(chosen.fields), "notes": list(chosen.notes)}, indent=2))
+            return 0
         lines = [dump_fields(chosen.fields).rstrip(), *(f"# {note}" for note in chosen.notes)]
         print("\n".join(lines), file=sys.stderr if args.json else None, flush=True)
         return 0 if args.plan_only else _import_and_train(args, chosen)

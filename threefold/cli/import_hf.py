@@ -1,9 +1,10 @@
 """`threefold import-hf`: a Hugging Face checkpoint becomes the start of a run."""
 
 import argparse
+import json
 from pathlib import Path
 
-from threefold.cli.inputs import missing_package, print_findings
+from threefold.cli.inputs import add_json, missing_package, print_findings
 from threefold.findings import FindingsError
 
 
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype to keep the weights in (default auto: the one that loses nothing of the checkpoint)",
     )
     parser.add_argument("--adapter", type=Path, metavar="PEFT", help="a folder of PEFT: LoRA adapters to go on from")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,10 +28,16 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return missing_package("import-hf", error)
     try:
+        lines = []
         for line in import_hf(args.folder, args.out, args.dtype, args.adapter):
-            print(line)
+            lines.append(line)
+            if not args.json:
+                print(line, flush=True)
         how = f"threefold train {args.out / DRAFT} --run {args.out} job.data=FILE.jsonl job.task=sft"
-        print(f"train from them with data of your own: {how}")
+        if args.json:
+            print(json.dumps({"ok": True, "out": str(args.out), "done": lines, "next": how}, indent=2))
+        else:
+            print(f"train from them with data of your own: {how}")
     except FindingsError as error:
-        return print_findings(error.findings, as_json=False)
+        return print_findings(error.findings, args.json)
     return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from typing import TextIO
 
@@ -12,6 +13,8 @@ from threefold.report.terminal import findings_text
 from threefold.spec.stacks import TARGETS
 
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BINARY = {"": 1, "K": 2**10, "M": 2**20}
 
 
 def add_plan_arguments(
@@ -20,7 +23,7 @@ def add_plan_arguments(
     parser.add_argument("plan", nargs="?" if optional else None, help="a plan file (TOML)")
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields to override, such as layout.ep=16")
     parser.add_argument("--target", choices=TARGETS, help=target)
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    add_json(parser)
 
 
 def add_chip_file(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +40,29 @@ def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Pars
     return open_plan(args.plan, [*args.overrides, *extra], keep_budget)
 
 
-def seconds(text: str) -> float:
-    """A limit in an argument. Not a number and none at all would never be over, less than nothing at once."""
-    value = float(text)
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def duration(text: str) -> float:
+    """Seconds of a time or limit in an argument: 90, 90s, 8m or 1h. Not a number and none at all would never be over,
+    less than nothing at once."""
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([smh]?)", text.strip())
+    try:
+        value = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    except ValueError:  # several points
+        value = 0.0
     if not 0 < value <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {MOST_SECONDS:g} seconds")
+        raise argparse.ArgumentTypeError(f"{text} is no time between 0 and {MOST_SECONDS:g} seconds, such as 90s or 8m")
     return value
+
+
+def sequence_length(text: str) -> int:
+    """Tokens of a sequence: 4096, 32K or 1M, in binary thousands as in plan files."""
+    match = re.fullmatch(r"([0-9]{1,12})([KM]?)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens, such as 4096 or 32K")
+    return int(match[1]) * _BINARY[match[2]]
 
 
 def say_too_small(args: argparse.Namespace, verb: str, least: dict[str, int]) -> bool:

@@ -1,6 +1,7 @@
 """`threefold launch`: what starts a plan on a cluster, printed or written."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--account", help="who pays")
     parser.add_argument("--container", metavar="IMAGE", help="image to run in (Slurm with pyxis)")
     parser.add_argument("--run", help="the run's folder, on a file system that all nodes see")
-    parser.add_argument("--profile", choices=("nsys",), help="trace some steps with Nsight Systems")
+    parser.add_argument("--profile", action="store_true", help="trace some steps, with Nsight Systems")
     parser.add_argument("--tune", metavar="BUDGET", help="a script that tunes the plan for that long, such as 60m")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts after failures (default 3)")
     parser.add_argument(
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         notice_seconds=args.notice,
         run=args.run,
-        nsys=args.profile == "nsys",
+        nsys=args.profile,
         tune=args.tune,
     )
     is_ours = plan.target == "threefold"
@@ -76,12 +77,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         text = batch_script(plan, words, options) if args.slurm else torchrun_commands(plan, words, options)
     if args.out is None:
-        print(text, end="")
+        print(json.dumps({"ok": True, "script": text}, indent=2) if args.json else text, end="\n" if args.json else "")
         return 0
     try:
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
         print(f"threefold launch: cannot write {args.out}: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"wrote {args.out}: sbatch {args.out}" if args.slurm else f"wrote {args.out}")
+    if args.json:
+        print(json.dumps({"ok": True, "script": text, "out": str(args.out)}, indent=2))
+    else:
+        print(f"wrote {args.out}: sbatch {args.out}" if args.slurm else f"wrote {args.out}")
     return 0

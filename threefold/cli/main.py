@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import threefold
-from threefold.cli.out import Out, standard_streams
+from threefold.cli.out import Out, shown_at_work, standard_streams
+from threefold.cli.parser import Parser, verb_parser
 from threefold.engine.launch.stop_signals import end_at_once
 
 VERBS = {
@@ -30,6 +31,8 @@ VERBS = {
     "regress": "find the setting behind a regression or a crash between two plans, by trying plans between them",
     "profile": "read a trace or a run, name the wall that holds it back, and list what would cure it",
     "tune": "measure changes of a plan one variable at a time, and keep what is certainly faster",
+    "report": "write a plan, a run or a tuning as one page for a browser: drawings, findings, contract",
+    "explore": "serve a page on this machine that shows how a plan changes with its degrees and knobs",
     "card": "list the claims of a project with their evidence, or measure them again",
     "eval": "measure a run on data: loss, perplexity, bits per byte, accuracy of multiple choice",
     "sample": "let a run continue prompts or answer chats",
@@ -40,10 +43,13 @@ VERBS = {
     "models": "list the known models, or show one",
     "chips": "list the known chips",
     "schema": "print the JSON Schema of plan files",
+    "completion": "print the script that completes commands in bash, zsh or fish",
     "env": "say what this machine has: GPU, software, kernels that run, packages and what missing ones would give",
 }
 
 MODULES = {"import": "import_plan"}  # where a verb is no name of a module
+# Verbs that may take longer than two seconds and have no progress of their own to show.
+SHOWN_AT_WORK = ("check", "estimate", "sweep", "compare", "profile", "env", "eval", "import-hf", "export-hf", "report")
 TAKE_A_COMMAND = ("regress",)  # verbs for which the words behind `--` are the command line of another program
 
 
@@ -72,9 +78,13 @@ def _verb(words: list[str]) -> str | None:
 
 def _run(words: list[str], out: Out) -> int:
     try:
-        args = _parser(words)
-        code: int = _module(args.verb).run(args)
-        return code
+        args = _parse(words)
+        module = _module(args.verb)
+        # A rehearsal shows its own progress, and forks: no thread of ours may be in the middle of a write then.
+        is_shown = args.verb in SHOWN_AT_WORK and not getattr(args, "rehearse", False)
+        with shown_at_work(args.verb) if is_shown else nullcontext():
+            code: int = module.run(args)
+            return code
     finally:
         out.flush()
 
@@ -83,25 +93,31 @@ def _module(verb: str) -> ModuleType:
     return importlib.import_module(f"threefold.cli.{MODULES.get(verb, verb.replace('-', '_'))}")
 
 
-def _parser(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def build_parser(*wanted: str | None) -> Parser:
+    """The parser of the command line. Only the verbs that are asked for are imported and know their arguments."""
+    parser = Parser(
         prog="threefold",
         description="Plan, check, price and train Mixture-of-Experts models.",
         epilog="A plan is a TOML file; any field can be overridden: threefold check plan.toml layout.ep=16",
     )
     parser.add_argument("--version", action="version", version=f"threefold {threefold.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    wanted = _verb(argv)
     for name, doc in VERBS.items():
         sub = verbs.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
-        if name == wanted:  # only the verb that runs is imported
+        if name in wanted:
             _module(name).add_arguments(sub)
+    return parser
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    wanted = _verb(argv)
+    parser = build_parser(wanted)
     end = argv.index("--") if wanted in TAKE_A_COMMAND and "--" in argv else len(argv)
     args, rest = parser.parse_known_args(argv[:end])
     args.command = argv[end + 1 :]
     stray = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]
     if stray:
-        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+        verb_parser(parser, args.verb).refuse_words(stray)
     if rest:  # overrides may stand behind options too, where argparse does not look for them
         args.overrides = [*args.overrides, *rest]
     return args

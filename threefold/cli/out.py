@@ -10,6 +10,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from threefold.cli.terminal_line import coloured, uses_colour, working_line
+
 _GONE = (errno.EPIPE, errno.EIO)  # the reader closed its pipe, as `| head` does; the terminal is no more
 
 
@@ -19,11 +21,15 @@ class Out:
     def __init__(self, stream: TextIO, must_arrive: bool) -> None:
         self.stream, self.must_arrive = stream, must_arrive
         self.error: OSError | None = None
+        self.before_write: Callable[[], None] | None = None  # erases what stands on the line of the terminal
+        self.has_colour = uses_colour(stream)
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
 
     def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
+        if self.before_write:
+            self.before_write()
+        self._try(self.stream.write, coloured(text) if self.has_colour else text)
         return len(text)
 
     def flush(self) -> None:
@@ -51,6 +57,20 @@ def standard_streams() -> Iterator[Out]:
     out, err = Out(sys.stdout or _nowhere(), must_arrive=True), Out(sys.stderr or _nowhere(), must_arrive=False)
     with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
         yield out
+
+
+@contextmanager
+def shown_at_work(verb: str) -> Iterator[None]:
+    """Say on a terminal that a verb is at work while it prints nothing."""
+    with working_line(verb) as line:
+        streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Out)] if line else []
+        for stream in streams:
+            stream.before_write = line.erase if line else None
+        try:
+            yield
+        finally:
+            for stream in streams:
+                stream.before_write = None
 
 
 def _nowhere() -> TextIO:

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
+from threefold.cli.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=_at_least(0), default=2, metavar="N", help="steps before the steady window (2)"
     )
     parser.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="steps of the steady window (5)")
-    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+    parser.add_argument("--limit", type=duration, default=600.0, metavar="TIME", help="what the ranks may take (10m)")
 
 
 def _at_least(least: int) -> Callable[[str], int]:

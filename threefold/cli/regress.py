@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import print_findings, seconds
+from threefold.cli.inputs import duration, print_findings
 from threefold.compare.regress.command import ELAPSED, Command
 from threefold.compare.regress.hunt import Hunted, hunt
 from threefold.compare.regress.trials import Trials
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=_count, default=6, metavar="N", help="rounds of a plan at most, each beside plan A (6)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the hunt; the same command goes on in it")
-    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds a trial may take (600)")
+    parser.add_argument("--limit", type=duration, default=600.0, metavar="TIME", help="what a trial may take (10m)")
     parser.add_argument(
         "--worse-by", type=_percent, default=2.0, metavar="PERCENT", help="smallest slowdown that counts (2)"
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import missing_package, print_findings
+from threefold.cli.inputs import add_json, missing_package, print_findings
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded
 
@@ -21,9 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="append", default=[], help="a question to answer, or messages as JSON; may come several times"
     )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="a picture that every prompt is about, in the place of <image> or before the text; may come several times",
+    )
     parser.add_argument("--system", help="the system message before each --chat that is a question")
     parser.add_argument("--file", type=Path, help="prompts from a file, one a line: text, or JSON with messages")
-    parser.add_argument("--tokens", type=int, default=200, help="how many to add at most (default 200)")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="to add at most (default 200)")
+    parser.add_argument("--tokens", dest="max_tokens", type=int, help=argparse.SUPPRESS)  # its older name
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens only; 0: from all")
     parser.add_argument(
@@ -32,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature (default 0)")
     parser.add_argument("--ignore-end", action="store_true", help="go on behind tokens that end a text")
     parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer file (default: the run's own)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,15 +64,17 @@ def run(args: argparse.Namespace) -> int:
         ends = set() if args.ignore_end else run_ends(args.run, plan, tokenizer)
         model = load_run(args.run, lambda text: print(text, file=sys.stderr))
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        _print(prompts, sample_texts(model, tokenizer, prompts, args.tokens, sampling, ends))
+        pictures = (args.image, plan.job.max_pixels)
+        pieces = sample_texts(model, tokenizer, prompts, args.max_tokens, sampling, ends, *pictures)
+        _print(args.json, prompts, pieces)
     except FindingsError as error:
-        return print_findings(error.findings, as_json=False)
+        return print_findings(error.findings, args.json)
     return 0
 
 
 def _wrong_number(args: argparse.Namespace) -> str:
-    if not 0 <= args.temperature < math.inf or abs(args.seed) >= SEEDS or args.tokens < 0:
-        return "--temperature and --tokens are 0 or more, --seed is of 62 bits"
+    if not 0 <= args.temperature < math.inf or abs(args.seed) >= SEEDS or args.max_tokens < 0:
+        return "--temperature and --max-tokens are 0 or more, --seed is of 62 bits"
     return "" if args.top_k >= 0 and 0 <= args.top_p <= 1 else "--top-k is 0 or more, --top-p between 0 and 1"
 
 
@@ -100,18 +112,22 @@ def _unreadable(at: str, problem: str) -> FindingsError:
     return FindingsError([Finding(rule="chat-readable", at=at, problem=problem, advice=advice)])
 
 
-def _print(prompts: list[Any], pieces: Iterator[list[str]]) -> None:
+def _print(as_json: bool, prompts: list[Any], pieces: Iterator[list[str]]) -> None:
     """One prompt streams as it comes. Several are printed one below the other when all have ended."""
     heads = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
-    if len(prompts) == 1:
+    if len(prompts) == 1 and not as_json:
         first = next(pieces, [""])  # before the prompt is echoed, so that a prompt that is refused is not
         print(heads[0] + first[0], end="", flush=True)
         for (piece,) in pieces:
             print(piece, end="", flush=True)
         print()
         return
-    texts = list(heads)
+    texts = [""] * len(heads) if as_json else list(heads)
     for new in pieces:
         texts = [text + piece for text, piece in zip(texts, new, strict=True)]
+    if as_json:
+        said = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        print(json.dumps(said, indent=2, ensure_ascii=False))
+        return
     for number, text in enumerate(texts, start=1):
         print(f"--- {number}\n{text}")

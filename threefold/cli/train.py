@@ -1,6 +1,7 @@
 """`threefold train`: run a plan, go on with a run, or start one from another; start its ranks, or be one of them."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -136,7 +137,9 @@ def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     profiler = args.profile_with if args.profile else None
     step, is_leader = train_rank(plan, folder, args.threads, args.stop_at, profiler, args.origin, args.with_optimizer)
     if is_leader:
-        write_and_flush(sys.stdout, f"{_outcome(step, plan.job.steps)}: {folder}\n")
+        facts = {"ok": True, "run": str(folder), "step": step, "steps": plan.job.steps}
+        said = json.dumps(facts) if args.json else f"{_outcome(step, plan.job.steps)}: {folder}"
+        write_and_flush(sys.stdout, f"{said}\n")
     return 0
 
 

@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
+from threefold.cli.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
 from threefold.cli.regress import end_on_sigterm
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.inventory import this_machine
@@ -27,12 +26,10 @@ from threefold.tune.recalibrate import measured_plans, recalibrate
 from threefold.tune.result import tuned_json, write_card, write_winner
 from threefold.units import format_many
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, optional=True)
-    parser.add_argument("--budget", type=_duration, default=480.0, metavar="TIME", help="such as 90s or 8m (8m)")
+    parser.add_argument("--budget", type=duration, default=480.0, metavar="TIME", help="such as 90s or 8m (8m)")
     parser.add_argument("--trials", type=_count, metavar="N", help="changes to try at most (default: as time allows)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the tuning; the same command goes on in it")
     parser.add_argument("--seed", type=_seed, metavar="N", help="of initialisation and data (default: the plan's)")
@@ -182,13 +179,6 @@ def _unknown(path: str) -> list[Finding]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _duration(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)\s*([smh]?)", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text} is no time such as 90s or 8m")
-    return seconds(str(float(match[1]) * _UNITS[match[2]]))
 
 
 def _count(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, seconds
+from threefold.cli.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-down", action="store_true", help=f"shrink the model, and the layout to at most {MAX_RANKS} ranks"
     )
-    parser.add_argument("--limit", type=seconds, default=600.0, metavar="S", help="seconds the ranks may take (600)")
+    parser.add_argument("--limit", type=duration, default=600.0, metavar="TIME", help="what the ranks may take (10m)")
 
 
 def run(args: argparse.Namespace) -> int:

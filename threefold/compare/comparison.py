@@ -39,7 +39,7 @@ class Metric:
     """One number of both sides; None where a side does not have it."""
 
     name: str
-    unit: str  # "s", "tokens/s", "TFLOP/s", "fraction", "bytes", "steps" or "x"
+    unit: str  # "s", "tokens/s", "images/s", "TFLOP/s", "fraction", "bytes", "steps" or "x"
     a: float | None
     b: float | None
 
@@ -185,6 +185,8 @@ def _unit_findings(unit: Unit, a: Work, b: Work) -> Iterator[Finding]:
     if unit == "step":
         return
     tokens = f"{a.useful_tokens.mean():,.0f} useful tokens in a step of A, {b.useful_tokens.mean():,.0f} in one of B"
+    if a.images is not None and b.images is not None:
+        tokens += f"; {a.images.mean():,.4g} and {b.images.mean():,.4g} images"
     flops = f"{a.flops_per_token:.4g} and {b.flops_per_token:.4g} model FLOPs a token"
     yield Finding(
         rule="work-is-comparable",
@@ -207,9 +209,13 @@ def _metrics(a: Side, b: Side, work_a: Work | None, work_b: Work | None, window:
     speeds = [_throughput(work) for _, work in sides]
     yield Metric("useful tokens", "tokens/s", speeds[0][0], speeds[1][0])
     yield Metric("useful tokens a GPU", "tokens/s", speeds[0][1], speeds[1][1])
+    images = [None if work is None else work.images_per_second for _, work in sides]
+    yield Metric("images", "images/s", *images)
     yield Metric("model FLOPs a GPU", "TFLOP/s", speeds[0][2], speeds[1][2])
     yield Metric("MFU", "fraction", *(_mfu(side, window) for side, _ in sides))
     yield Metric("peak memory", "bytes", *(_peak_bytes(side) for side, _ in sides))
+    for part in ("encoder", "projector", "decoder"):
+        yield Metric(part, "s", *(_median(side, f"{part}_seconds", window) for side, _ in sides))
     for name, unit, column in _COUNTS:
         yield Metric(name, unit, *(side.run.last(column) if side.run is not None else None for side, _ in sides))
 
@@ -226,7 +232,14 @@ def _throughput(work: Work | None) -> tuple[float | None, float | None, float | 
 def _mfu(side: Side, window: Window) -> float | None:
     if side.run is None:
         return side.guess.mfu if side.guess else None
-    values = side.run.columns["mfu"][side.run.is_steady(window)]
+    return _median(side, "mfu", window)
+
+
+def _median(side: Side, column: str, window: Window) -> float | None:
+    """Of the steps of a run that count for its times."""
+    if side.run is None:
+        return None
+    values = side.run.columns[column][side.run.is_steady(window)]
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else None
 

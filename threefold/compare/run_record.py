@@ -33,6 +33,7 @@ WARMUP_STEPS = 6  # left out at the start of a run whose contract has no steady 
 COLUMNS = (
     "step",
     "loss",
+    "grad_norm",
     "seconds",
     "tokens_per_second",
     "useful_tokens_per_second",
@@ -43,7 +44,13 @@ COLUMNS = (
     "skipped_steps",
     "overflow_steps",
     "router/dropped",
+    "router/entropy",
     "router/load_max",
+    "images",
+    "vision_tflops",
+    "encoder_seconds",
+    "projector_seconds",
+    "decoder_seconds",
 )
 Column = NDArray[np.float64]
 
@@ -79,6 +86,12 @@ class RunRecord(ShownAsTable):
         """Useful tokens of each logged step; those of the plan where a line does not say."""
         counted = self.columns["useful_tokens_per_second"] * self.columns["seconds"]
         return np.where(np.isfinite(counted), counted, float(self.plan.tokens_per_step))
+
+    @property
+    def is_image_free(self) -> bool:
+        """A vision-language model saw no image in any logged step. A run that does not count images is not."""
+        counted = self.columns["images"][np.isfinite(self.columns["images"])]
+        return self.plan.is_vlm and len(counted) > 0 and not counted.any()
 
     @property
     def tokens_seen(self) -> Column:

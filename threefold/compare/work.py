@@ -2,8 +2,9 @@
 
 A step of 8,192 sequences is not a step of 4,096: times are compared per step where both steps do the same work, per
 useful token where a token costs the same on both sides, and per model FLOP where sequence lengths differ, because
-attention makes tokens of longer sequences dearer. Where the work differs in kind (another model, forced routing,
-dropped tokens, frozen parts, no images), no number makes it comparable: `work_findings` says why.
+attention makes tokens of longer sequences dearer, or where the images of a token do. FLOPs of encoding images are
+counted. Where the work differs in kind (another model, forced routing, dropped tokens, frozen parts, no images), no
+number makes it comparable: `work_findings` says why.
 """
 
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ import numpy as np
 from threefold.compare.contract import model_fact_differences
 from threefold.compare.run_record import Column
 from threefold.compare.sides import Side
+from threefold.cost.vision.planned_pictures import expected_patches
 from threefold.findings import Finding, Severity, shown
 from threefold.plan.plan import Plan
 from threefold.plan.same_run import listed
-from threefold.spec.flops import flops_per_token
+from threefold.spec.flops import flops_per_token, picture_training_flops
 
 Unit = Literal["step", "useful token", "model FLOP"]
 
@@ -26,7 +28,12 @@ SAME_STEP = 0.001  # relative difference of tokens and FLOPs up to which two ste
 SAME_TOKEN = 0.01  # and of FLOPs a token up to which a token costs the same
 DROPPED = 0.001  # difference of the fractions of dropped tokens from which work was left out
 # Facts of a model that change what it computes, but not how much.
-_SAME_WORK = frozenset({"rope_theta", "rope_scaling", "rope_fraction", "norm_eps", "norm_topk", "score", "scale"})
+_SAME_WORK = frozenset(
+    {
+        *("rope_theta", "rope_scaling", "rope_fraction", "rope_pairs", "norm_after_rope", "clip_qkv", "out_scale"),
+        *("norm_eps", "norm_topk", "score", "scale", "jitter", "embed_scale", "logit_divisor"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class Work:
     useful_tokens: Column
     flops: Column  # of the model for the useful tokens, without recompute; output layer as on one rank
     gpus: int
+    images: Column | None = None  # of a vision-language model; None where they are not known
 
     def amount(self, unit: Unit) -> Column:
         """Units of work in each step."""
@@ -45,6 +53,11 @@ class Work:
     @property
     def flops_per_token(self) -> float:
         return float(self.flops.sum() / self.useful_tokens.sum())
+
+    @property
+    def images_per_second(self) -> float | None:
+        known = self.images is not None and bool(np.isfinite(self.images).all())
+        return float(self.images.sum() / self.seconds.sum()) if known and self.images is not None else None
 
 
 def work_of(side: Side, window: tuple[int, int] | None = None) -> Work | None:
@@ -55,15 +68,20 @@ def work_of(side: Side, window: tuple[int, int] | None = None) -> Work | None:
     if side.run is None:
         assert side.guess is not None
         tokens = float(plan.tokens_per_step)
-        one = np.ones(1)
-        return Work(one * side.guess.time.step_seconds, one * tokens, one * tokens * _flops(plan), plan.layout.gpus)
+        one, sequences = np.ones(1), plan.job.global_batch
+        images = None if plan.job.images is None or not plan.is_vlm else one * _pictures(plan)[0] * sequences
+        step_seconds = side.guess.time.step_seconds
+        return Work(one * step_seconds, one * tokens, one * tokens * _flops(plan), plan.layout.gpus, images)
     steady = side.run.is_steady(window)
     if not steady.any():
         return None
     seconds, tokens_a_step = side.run.columns["seconds"][steady], side.run.useful_tokens[steady]
-    counted = side.run.columns["tflops"][steady] * seconds * 1e12 * _flops(plan) / _flops(plan, plan.layout.tp)
+    whole_head = _text_flops(plan) / _text_flops(plan, plan.layout.tp)
+    counted = side.run.columns["tflops"][steady] * seconds * 1e12 * whole_head
+    counted = counted + np.nan_to_num(side.run.columns["vision_tflops"][steady]) * seconds * 1e12
     flops = np.where(np.isfinite(counted), counted, tokens_a_step * _flops(plan))
-    return Work(seconds, tokens_a_step, flops, plan.layout.gpus)
+    images = side.run.columns["images"][steady] if plan.is_vlm else None
+    return Work(seconds, tokens_a_step, flops, plan.layout.gpus, images)
 
 
 def unit_of(a: Work, b: Work) -> Unit:
@@ -94,7 +112,10 @@ def work_findings(a: Side, b: Side, severity: Severity = "error") -> list[Findin
     differences = dict(plan_differences(a.plan, b.plan))
     if a.run is not None and b.run is not None:
         differences.pop("job.capacity_factor", None)  # the runs say how many tokens were left out
+        if all(np.isfinite(side.columns["images"]).all() for side in (a.run, b.run)):
+            differences.pop("job.images", None)  # and how many images they saw
     differences.update(_measured_differences(a, b))
+    differences.update(_image_free(a, b))
     advice = "make the two alike there; --anyway compares them as they are"
     return [
         Finding(rule="work-is-comparable", at=at, problem=problem, advice=advice, severity=severity)
@@ -122,7 +143,7 @@ def plan_differences(a: Plan, b: Plan) -> Iterator[tuple[str, str]]:
         "job.freeze": (sorted(a.job.freeze), sorted(b.job.freeze), "frozen parts have no weight gradients"),
         "job.lora_rank": (_adapters(a), _adapters(b), "beside adapters all weights are frozen"),
         "job.capacity_factor": (a.job.capacity_factor, b.job.capacity_factor, "a capacity leaves tokens out"),
-        "job.images": (_images(a), _images(b), "images are encoded, and no FLOPs are counted for them"),
+        "job.images": (_images(a), _images(b), "images are encoded, and take time of their own"),
     }
     for path, (old, new, why) in pairs.items():
         if old != new:
@@ -147,6 +168,18 @@ def _measured_differences(a: Side, b: Side) -> Iterator[tuple[str, str]]:
         yield "metrics.jsonl", f"tokens were dropped at the experts: {said}"
 
 
+def _image_free(a: Side, b: Side) -> Iterator[tuple[str, str]]:
+    """Sides of a vision-language model without images, also where neither has any: their speed is that of text."""
+    found = [
+        name
+        for name, side in (("A", a), ("B", b))
+        if side.plan is not None and (side.plan.is_image_free if side.run is None else side.run.is_image_free)
+    ]
+    if found:
+        without = f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} no images"
+        yield "job.images", f"{without}: a vision-language model without them is no evidence of its speed"
+
+
 def _dropped(side: Side) -> float:
     if side.run is None:
         return 0.0
@@ -155,8 +188,23 @@ def _dropped(side: Side) -> float:
     return float(known.mean()) if len(known) else 0.0
 
 
-def _flops(plan: Plan, tp: int = 1) -> float:
+def _flops(plan: Plan) -> float:
+    """Of a token, with its part of the pictures that the plan expects."""
+    images, of_picture = _pictures(plan)
+    return _text_flops(plan) + images * of_picture / plan.job.seq_len
+
+
+def _text_flops(plan: Plan, tp: int = 1) -> float:
     return flops_per_token(plan.model, plan.job.seq_len, plan.mtp, tp, plan.stack.release)
+
+
+def _pictures(plan: Plan) -> tuple[float, float]:
+    """Images in a sequence that the plan expects, and the FLOPs of one; none for a text model."""
+    patches, of_picture = (0.0, 0) if plan.is_image_free else expected_patches(plan)
+    if not patches:
+        return 0.0, 0.0
+    images = patches / of_picture / plan.job.micro_batch
+    return images, picture_training_flops(plan.model, of_picture, plan.job.freeze)
 
 
 def _is_near(a: float, b: float, tolerance: float) -> bool:

@@ -64,7 +64,7 @@ def runs_fused_experts(plan: Plan) -> bool:
     """
     if not STACK_TRAITS[plan.target].emulates_formats:
         return plan.knobs.expert_fusion and plan.model.moe is not None and not plan.model.moe.bias
-    if adapts_experts(plan):
+    if adapts_experts(plan) or not plan.model.glu:
         return False
     if plan.low_precision:
         return not experts_are_emulated(plan)

@@ -15,7 +15,7 @@ from threefold.cost.vision.parameters import vision_parameters
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import Chunk, balance, chunk_rank
 from threefold.plan.plan import Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec, ModelSpec, MoeSpec
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec
 from threefold.spec.parameter_names import is_frozen, part_of
 
 # How a parameter is sharded: not at all, over tp, over tp by rows of the vocabulary, over the expert grid, over ep
@@ -231,9 +231,11 @@ def _chunk(model: ModelSpec, chunks: tuple[Chunk, ...], num_depths: int, number:
     for layer in chunk.layers:
         yield from _layer(model, model.layers[layer], f"layers.{layer}")
     if number == first_end:
-        yield "norm.weight", (model.dim,), _REPLICATED
+        yield from _norm(model, "norm")
     if chunk.loss and not model.tied:
         yield "head.weight", (model.vocab, model.dim), _VOCAB
+        if model.head_bias:
+            yield "head.bias", (model.vocab,), _VOCAB
     first = sum(c.mtp for c in chunks[:number])
     own_depths = min(num_depths, 1) if model.mtp_shared else num_depths
     for depth in sorted({min(depth, own_depths - 1) for depth in range(first, first + chunk.mtp)}):
@@ -241,27 +243,40 @@ def _chunk(model: ModelSpec, chunks: tuple[Chunk, ...], num_depths: int, number:
 
 
 def _mtp_depth(model: ModelSpec, path: str) -> Parameters:
-    yield f"{path}.embed_norm.weight", (model.dim,), _REPLICATED
-    yield f"{path}.hidden_norm.weight", (model.dim,), _REPLICATED
+    yield from _norm(model, f"{path}.embed_norm")
+    yield from _norm(model, f"{path}.hidden_norm")
     yield f"{path}.join.weight", (model.dim, 2 * model.dim), _REPLICATED
     for number, layer in enumerate(model.mtp_depth):
         yield from _layer(model, layer, f"{path}.layers.{number}")
-    yield f"{path}.norm.weight", (model.dim,), _REPLICATED
+    yield from _norm(model, f"{path}.norm")
+
+
+def _norm(model: ModelSpec, path: str) -> Parameters:
+    """A norm of the residual stream."""
+    for name in ("weight", "bias") if model.norm == "layer" else ("weight",):
+        yield f"{path}.{name}", (model.dim,), _REPLICATED
 
 
 def _layer(model: ModelSpec, layer: Layer, path: str) -> Parameters:
-    yield f"{path}.mixer_norm.weight", (model.dim,), _REPLICATED
+    if layer.mixer != "none":
+        yield from _norm(model, f"{path}.mixer_norm")
     for name, shape, sharding in _mixer(model, layer):
         yield f"{path}.mixer.{name}", shape, sharding
-    yield f"{path}.ffn_norm.weight", (model.dim,), _REPLICATED
-    ffn = _mlp(model.dim, model.dense_dim) if layer.ffn == "dense" else _moe(model.moe, model.dim)
+    if layer.ffn == "none":
+        return
+    yield from _norm(model, f"{path}.ffn_norm")
+    ffn = _mlp(model, model.dense_dim) if layer.ffn == "dense" else _moe(model, model.moe, model.dim)
     for name, shape, sharding in ffn:
         yield f"{path}.ffn.{name}", shape, sharding
 
 
 def _mixer(model: ModelSpec, layer: Layer) -> Parameters:
     spec = model.local_attention if layer.mixer == "window" else model.attention
-    if layer.mixer == "delta" and model.delta:
+    if layer.mixer == "none":
+        return
+    if layer.mixer == "mamba" and model.mamba:
+        yield from _mamba(model.mamba, model.dim)
+    elif layer.mixer == "delta" and model.delta:
         yield from _delta(model.delta, model.dim)
     elif isinstance(spec, MlaSpec):
         yield from _mla(spec, model.dim)
@@ -284,9 +299,12 @@ def _gqa(spec: GqaSpec, dim: int) -> Parameters:
         if spec.bias:
             yield f"{name}.bias", (width,), sharding
     yield "out.weight", (dim, spec.q_dim), _TP
-    if spec.bias:
+    if spec.has_out_bias:
         yield "out.bias", (dim,), _REPLICATED
-    if spec.qk_norm:
+    if spec.qk_norm and spec.qk_norm_over == "projection":
+        yield "q_norm.weight", (spec.q_dim,), _TP
+        yield "k_norm.weight", (spec.kv_dim,), heads
+    elif spec.qk_norm:
         yield "q_norm.weight", (spec.head_dim,), _REPLICATED
         yield "k_norm.weight", (spec.head_dim,), _REPLICATED
 
@@ -303,6 +321,13 @@ def _mla(spec: MlaSpec, dim: int) -> Parameters:
     yield "kv_norm.weight", (spec.kv_rank,), _REPLICATED
     yield "kv_up.weight", (spec.num_heads * (spec.nope_dim + spec.v_dim), spec.kv_rank), _TP
     yield "out.weight", (dim, spec.num_heads * spec.v_dim), _TP
+    if spec.indexer is not None:
+        index, rank = spec.indexer, spec.q_rank or dim
+        yield "indexer.q.weight", (index.num_heads * index.head_dim, rank), _REPLICATED
+        yield "indexer.k.weight", (index.head_dim, dim), _REPLICATED
+        yield "indexer.k_norm.weight", (index.head_dim,), _REPLICATED
+        yield "indexer.k_norm.bias", (index.head_dim,), _REPLICATED
+        yield "indexer.weight.weight", (index.num_heads, dim), _REPLICATED
 
 
 def _delta(spec: DeltaSpec, dim: int) -> Parameters:
@@ -315,25 +340,36 @@ def _delta(spec: DeltaSpec, dim: int) -> Parameters:
     yield "out.weight", (dim, spec.values), _TP
 
 
-def _mlp(dim: int, hidden: int) -> Parameters:
-    for name, shape in (("gate", (hidden, dim)), ("up", (hidden, dim)), ("down", (dim, hidden))):
-        yield f"{name}.weight", shape, _TP
+def _mamba(spec: MambaSpec, dim: int) -> Parameters:
+    yield "conv", (spec.conv_dim, spec.conv), _TP
+    yield "conv_bias", (spec.conv_dim,), _TP
+    for name in ("dt_bias", "a_log", "skip"):
+        yield name, (spec.num_heads,), _TP
+    yield "in_proj.weight", (spec.projected_dim, dim), _TP
+    yield "norm.weight", (spec.inner_dim,), _TP
+    yield "out.weight", (dim, spec.inner_dim), _TP
 
 
-def _moe(moe: MoeSpec | None, dim: int) -> Parameters:
+def _mlp(model: ModelSpec, hidden: int) -> Parameters:
+    for name, shape in (("gate", (hidden, model.dim)), ("up", (hidden, model.dim)), ("down", (model.dim, hidden))):
+        if model.glu or name != "gate":
+            yield f"{name}.weight", shape, _TP
+
+
+def _moe(model: ModelSpec, moe: MoeSpec | None, dim: int) -> Parameters:
     if moe is None:
         return
-    number, width = moe.num_experts, moe.expert_dim
+    number, width, num_fc1 = moe.num_experts, moe.expert_dim, 2 if model.glu else 1
     yield "router.weight", (number, dim), _REPLICATED
     if moe.bias:
         yield "router.bias", (number,), _REPLICATED
-    yield "experts.gate_up", (number, 2 * width, dim), _EXPERT
+    yield "experts.gate_up", (number, num_fc1 * width, dim), _EXPERT
     yield "experts.down", (number, dim, width), _EXPERT
     if moe.bias:
-        yield "experts.gate_up_bias", (number, 2 * width), _EXPERT
+        yield "experts.gate_up_bias", (number, num_fc1 * width), _EXPERT
         yield "experts.down_bias", (number, dim), _EP
     if moe.num_shared:
-        for name, shape, sharding in _mlp(dim, moe.shared_width):
+        for name, shape, sharding in _mlp(model, moe.shared_width):
             yield f"shared.{name}", shape, sharding
     if moe.shared_gate:
         yield "shared_gate.weight", (1, dim), _REPLICATED

@@ -39,7 +39,7 @@ _MOST_GPUS_FACTOR = 64  # the statement of what would fit looks no further
 
 def recomputable_modules(plan: Plan) -> list[str]:
     """Modules of a model that selective recompute can redo. Attention itself repeats too much for too little, unless
-    most of it is the delta rule, whose chunks are large, and sequences are short."""
+    most of it is the delta rule or Mamba's scan, whose chunks are large, and sequences are short."""
     model, moe = plan.model, plan.model.moe
     redoes_delta_rule = STACK_TRAITS[plan.target].recomputes_delta_rule
     has = {
@@ -49,7 +49,7 @@ def recomputable_modules(plan: Plan) -> list[str]:
         "moe_act": moe is not None,
         "shared_experts": bool(moe and moe.shared_width),
         "mlp": any(layer.ffn == "dense" for layer in model.layers),
-        "core_attn": model.delta is not None and redoes_delta_rule and not plan.is_long,
+        "core_attn": bool(model.delta or model.mamba) and redoes_delta_rule and not plan.is_long,
     }
     return [name for name, there in has.items() if there]
 

@@ -17,14 +17,17 @@ from threefold.cost.local_parameters import (
     training_of,
 )
 from threefold.plan.plan import Plan
-from threefold.spec.model import ModelSpec
+from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.parameter_names import PARTS
 
 _ALL_GEMMS = (3.0, 1.0)  # forward, gradient of the input, gradient of the weight; how many are the last
 _FROZEN_GEMMS = (2.0, 0.0)
 # The tensor that the weight gradient of a GEMM reads, by the end of the weight's name.
 _INPUTS = {
-    "mixer": ("mixer.q", "mixer.k", "mixer.v", "mixer.q_down", "mixer.kv_down", "mixer.qkvz", "mixer.ba"),
+    "mixer": (
+        *("mixer.q", "mixer.k", "mixer.v", "mixer.q_down", "mixer.kv_down", "mixer.qkvz", "mixer.ba"),
+        "mixer.in_proj",
+    ),
     "latents": ("mixer.q_up", "mixer.kv_up"),
     "attention_output": ("mixer.out",),
     "mlp": ("ffn.gate", "ffn.up"),
@@ -43,12 +46,19 @@ ALL_INPUTS = frozenset(_INPUTS)
 
 def is_partly_frozen(plan: Plan) -> bool:
     """Whether some parameters of the plan's model do not train."""
-    return bool(plan.job.freeze) or plan.job.lora_rank is not None
+    return bool(plan.job.freeze) or plan.job.lora_rank is not None or _has_frozen_indexers(plan)
 
 
 def is_frozen_by_name(plan: Plan) -> bool:
     """Whether more is frozen than whole parts of a vision-language model."""
-    return plan.job.lora_rank is not None or any(entry not in PARTS for entry in plan.job.freeze)
+    by_name = plan.job.lora_rank is not None or any(entry not in PARTS for entry in plan.job.freeze)
+    return by_name or _has_frozen_indexers(plan)
+
+
+def _has_frozen_indexers(plan: Plan) -> bool:
+    """Whether the model has indexers, which our own engine never trains."""
+    spec = plan.model.attention
+    return plan.target == "threefold" and isinstance(spec, MlaSpec) and spec.indexer is not None
 
 
 def gemms_per_weight(plan: Plan, kind: str = "dense") -> tuple[float, float]:

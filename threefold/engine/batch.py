@@ -33,6 +33,9 @@ class Batch:
     Vision-language models have `positions_3BS` (temporal, height, width; equal for text) instead of `positions_BS`, and
     `images`, which is None where the microbatch has no picture. `num_bad_pictures` could not be decoded; they are grey,
     and their documents have no labels.
+
+    With dynamic context parallelism `cp_degree` ranks share the microbatch, `lengths` are those of its documents, and
+    an empty microbatch has none: its tokens stand for nothing.
     """
 
     tokens_BS: Tensor
@@ -43,3 +46,9 @@ class Batch:
     positions_3BS: Tensor | None = None
     images: Images | None = None
     num_bad_pictures: int = 0
+    cp_degree: int | None = None  # None: all ranks of the CP group share the microbatch
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: other ranks have work, and this one takes part in their collectives."""
+        return self.cp_degree is not None and not self.lengths

@@ -4,10 +4,11 @@ The parts are the model chunks, the microbatch runner, data parallelism, the opt
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
+from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid
 from threefold.engine.data.images.decode_pool import image_workers
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.validation import held_out_share, open_validation
@@ -36,6 +37,8 @@ from threefold.engine.vision.encoder import PatchEmbedding, VisionBlock
 from threefold.engine.vision.projector import Projector
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Job, Plan
+from threefold.spec.flops import flops_per_token
+from threefold.units import GIB
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,6 +113,7 @@ def options_of(plan: Plan) -> Options:
         activation_offload=plan.knobs.activation_offload,
         activation_offload_layers=plan.knobs.activation_offload_layers,
         graphs=plan.knobs.graphs,
+        graph_memory_bytes=None if plan.knobs.graph_memory_gb is None else plan.knobs.graph_memory_gb * GIB,
         compile=plan.knobs.compile,
         freeze=job.freeze,
         lora=lora_settings(job),
@@ -137,7 +141,7 @@ def build(
     optimizer = _optimizer(plan, mesh, chunks, data)
     dtype = dtype or dtype_of(plan)
     scaler = LossScaler(initial_scale(plan), plan.job.loss_scale_window) if dtype == torch.float16 else None
-    parts = Parts(chunks, _runner(plan, mesh, chunks, dtype), data, optimizer, mesh, loss_scaler=scaler)
+    parts = Parts(chunks, _runner(plan, mesh, chunks, data, dtype), data, optimizer, mesh, loss_scaler=scaler)
     if not with_data:
         return parts
     loader = _loader(plan, mesh, plan.job)
@@ -174,7 +178,7 @@ def why_not_fused(plan: Plan) -> str | None:
     """Why weight-gradient GEMMs cannot add into the gradient buffer; None where they can."""
     if plan.knobs.data_parallel != "zero1":
         return f"{plan.knobs.data_parallel} reduces the gradients that autograd makes"
-    return "CUDA graphs record the gradients that autograd makes" if plan.knobs.graphs else None
+    return None
 
 
 def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp) -> None:
@@ -185,13 +189,17 @@ def _count_uses(plan: Plan, chunks: dict[int, Decoder], data: SingleRank | Zero1
         zero1.grads_per_pass = {"embed.weight": 2} if plan.model.tied and both else {}
 
 
-def _runner(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], dtype: torch.dtype) -> MicrobatchRunner:
+def _runner(
+    plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp, dtype: torch.dtype
+) -> MicrobatchRunner:
     if plan.layout.pp > 1:
         return Pipelined(chunks, plan, mesh, dtype)
     (model,) = chunks.values()
     # FSDP reduces gradients when the backward leaves a module, so that none may come later.
     delay = plan.knobs.delay_wgrad and plan.knobs.data_parallel == "zero1"
-    return Overlapped(model, delay) if plan.knobs.ep_overlap else Sequential(model)
+    if plan.knobs.ep_overlap:
+        return Overlapped(model, delay)
+    return Sequential(model, reduces_grads=not isinstance(data, SingleRank))
 
 
 def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp) -> AdamW | Muon:
@@ -207,6 +215,7 @@ def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleR
 
 def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loader:
     layout = plan.layout
+    dynamic = None if evaluation or not plan.shards_dynamically else dynamic_grid(plan, mesh)
     share = held_out_share(plan.job, bool(plan.run.eval_every))
     return Loader(
         job,
@@ -220,7 +229,20 @@ def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loade
         length_multiple=(2 * layout.cp if layout.cp > 1 else 1) * layout.tp,
         vision=plan.model.vision,
         image_workers=0 if evaluation else image_workers(plan.run.image_workers),
+        dynamic_cp=dynamic,
     )
+
+
+def dynamic_grid(plan: Plan, mesh: Mesh) -> DynamicGrid:
+    """The ranks that share the documents of a step. Their cost is what `threefold estimate` counts for a document."""
+    layout = plan.layout
+
+    @cache
+    def cost_of(length: int) -> float:
+        return length * flops_per_token(plan.model, length, plan.mtp, layout.tp)
+
+    rank = mesh.coordinate("dp") * layout.cp + mesh.coordinate("cp")
+    return DynamicGrid(layout.dp, layout.cp, layout.tp, rank, cost_of)
 
 
 def _validation(plan: Plan, mesh: Mesh, training: Loader) -> dict[str, Loader]:

@@ -37,6 +37,8 @@ class EngineContext:
     offloaded_layer: Any = None
     # autograd/delayed_wgrad.py: where linear layers leave their weight gradients; None computes them at once.
     wgrad_queue: Any = None
+    # graphs/recorder.py: whether the work that runs now is being recorded as a CUDA graph.
+    recording_graph: bool = False
     # schedule/autograd_nodes.py: entered around the forward, backward and weight gradients of every node.
     node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None
     # effects/observe_step.py: what code paths a step took, by kind and detail; None in a step that is not observed.

@@ -39,6 +39,7 @@ class Options:
     activation_offload: tuple[str, ...] = ()  # names of modules
     activation_offload_layers: int = 0  # the first layers, whose saved tensors are all offloaded
     graphs: tuple[str, ...] = ()  # scopes that are recorded as CUDA graphs, where the device can
+    graph_memory_bytes: float | None = None  # the budget of their memory; None: any
     compile: bool = False  # norms, routers and dense MLPs run through torch.compile
     freeze: tuple[str, ...] = ()  # parts of the model, or patterns of parameter names, that do not train
     lora: LoraSettings | None = None  # adapters beside frozen weights

@@ -135,7 +135,7 @@ def _ranges(parts: Parts) -> Iterator[tuple[Any, str, str]]:
             yield chunk.vision, "forward", "encoder"
             yield chunk.projector, "forward", "projector"
         for module in chunk.modules():
-            if isinstance(module, Block):
+            if isinstance(module, Block) and module.mixer is not None:
                 yield module.mixer, "forward", "attention"
             elif isinstance(module, MoeLayer):
                 yield module.router, "forward", "router"

@@ -5,17 +5,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.text.chat.chatml import END
 from threefold.engine.data.text.chat.conversation import ChatError
 from threefold.engine.data.text.chat_template import chat_prompt
 from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from threefold.engine.generate.choose_tokens import Sampling
 from threefold.engine.generate.generate import generate
+from threefold.engine.generate.picture_prompt import PicturePrompt, make_picture_prompt
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.weights.convert import tokenizer_folder
 from threefold.engine.weights.run_files import end_tokens
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
+from threefold.spec.model import ModelSpec
 
 Prompt = str | list[dict[str, Any]]  # text to continue, or the messages of a chat to answer
 _CONTEXT = 8  # tokens before new ones that their text may depend on, as for a space or a letter of several bytes
@@ -53,11 +56,30 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, vocab: int) -> list[int]
     else:
         tokens = tokenizer.encode(prompt)
     start = [int(token) for token in tokens] or [tokenizer.end or 0]
-    if max(start) >= vocab:
-        problem = f"token {max(start)} of the prompt is beyond the model's vocabulary of {vocab}"
+    _check_vocab(start, vocab)
+    return start
+
+
+def _check_vocab(tokens: Sequence[int], vocab: int) -> None:
+    if max(tokens) >= vocab:
+        problem = f"token {max(tokens)} of the prompt is beyond the model's vocabulary of {vocab}"
         advice = "give the tokenizer that the run's data was made with"
         raise FindingsError([Finding(rule="prompt-fits-vocab", at="--tokenizer", problem=problem, advice=advice)])
-    return start
+
+
+def encode_picture_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], spec: ModelSpec, files: Sequence[Path], max_pixels: int | None
+) -> list[PicturePrompt]:
+    """Prompts about pictures, as the training data of a vision-language model has them; each gets all files."""
+    vision = spec.vision
+    if vision is None:
+        problem, advice = f"{spec.name} has no vision part", "give a run of a vision-language model, or no --image"
+        raise FindingsError([Finding(rule="images-need-vision", at="--image", problem=problem, advice=advice)])
+    rules = patch_rules(vision, max_pixels)
+    found = [make_picture_prompt(tokenizer, vision.tokens, rules, prompt, files) for prompt in prompts]
+    for prompt in found:
+        _check_vocab(prompt.tokens, spec.vocab)
+    return found
 
 
 def sample_texts(
@@ -67,12 +89,19 @@ def sample_texts(
     max_tokens: int,
     sampling: Sampling | None = None,
     ends: set[int] | None = None,
+    images: Sequence[Path] = (),
+    max_pixels: int | None = None,
 ) -> Iterator[list[str]]:
-    """The texts that each prompt goes on with, piece by piece: for each step a text a prompt, often an empty one."""
-    encoded = [encode_prompt(tokenizer, prompt, model.spec.vocab) for prompt in prompts]
+    """The texts that each prompt goes on with, piece by piece: for each step a text a prompt, often an empty one.
+
+    `images` are pictures that every prompt is about, of at most `max_pixels` as in training.
+    """
+    pictures = encode_picture_prompts(tokenizer, prompts, model.spec, images, max_pixels) if images else None
+    encoded = [prompt.tokens for prompt in pictures or ()]
+    encoded = encoded or [encode_prompt(tokenizer, prompt, model.spec.vocab) for prompt in prompts]
     ends = ends or set()
     streams = [TextStream(tokenizer) for _ in prompts]
-    for tokens in generate(model, encoded, max_tokens, sampling, ends):
+    for tokens in generate(model, encoded, max_tokens, sampling, ends, pictures):
         pairs = zip(streams, tokens, strict=True)
         yield [stream.add(token) if token is not None and token not in ends else "" for stream, token in pairs]
     yield [stream.rest() for stream in streams]

@@ -7,6 +7,7 @@ Shapes: L layers with experts, E experts.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from threefold.engine.batch import Batch
 from threefold.engine.build import Parts
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.models.inputs import labels_ahead
 from threefold.engine.moe.balance import router_metrics, update_bias
 from threefold.engine.precision.weight_cache import mark_weights_changed
 from threefold.engine.schedule.microbatch_runners import StepSums
@@ -51,18 +53,29 @@ class StepResult:
         }
 
 
-def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepResult:
-    """Forward and backward over the microbatches, clip, update. The loss is the mean over all labels of the step."""
+def train_step(
+    parts: Parts,
+    batches: list[Batch],
+    lr: float,
+    job: Job,
+    around_microbatches: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> StepResult:
+    """Forward and backward over the microbatches, clip, update. The loss is the mean over all labels of the step.
+
+    The microbatch loop runs within `around_microbatches()`, for what is measured of it alone.
+    """
     scaler = parts.loss_scaler
     scale = scaler.scale if scaler else None
     share_M, labels = count_labels(parts, batches)
     parts.data.begin_step(len(batches))
-    sums = parts.runner.run(batches, list(share_M if scale is None else share_M * scale))
+    with around_microbatches():
+        sums = parts.runner.run(batches, list(share_M if scale is None else share_M * scale))
     parts.data.finish_grad_sync()
     seen = unscale(add_over_ranks(parts, sums, parts.data.grad_sum_of_squares()), scale)
     norm = seen.pop("squares").sqrt()
     factor = clip(parts, norm, job)
-    reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, len(batches))})
+    num_passes = count_passes(parts, batches)
+    reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, num_passes)})
     # Reading the numbers is the only wait of the host for the device. An optimizer that checks the factor by itself is
     # launched before that, so that the device does not wait for the host.
     early = parts.optimizer.uses_fused_kernel
@@ -78,7 +91,6 @@ def train_step(parts: Parts, batches: list[Batch], lr: float, job: Job) -> StepR
         update(parts, seen, lr, job, factor if scaler else None)
     if scaler and (applied or overflowed):
         scaler.update(overflowed)
-    num_passes = len(batches) * parts.mesh.layout.dp
     routers = {name: seen[name] for name in ("load_LE", "entropy_L", "dropped_L") if name in seen}
     by_layer = partial(layer_router_metrics, routers, num_passes) if routers else None
     return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed, by_layer)
@@ -123,17 +135,17 @@ def update(parts: Parts, seen: StepSums, lr: float, job: Job, factor: Any) -> No
             update_bias(model.routers(), seen["load_LE"][model.router_numbers], rate)
 
 
-def numbers_of(parts: Parts, seen: StepSums, num_batches: int) -> dict[str, Tensor]:
+def numbers_of(parts: Parts, seen: StepSums, num_passes: float | Tensor) -> dict[str, Tensor]:
     """The losses of the step, and metrics of the routers before their biases are updated."""
     named = {name: value for name, value in seen.items() if value.dim() == 0}
     if "load_LE" not in seen:
         return named
-    entropy_L = seen["entropy_L"] / (num_batches * parts.mesh.layout.dp)
+    entropy_L = seen["entropy_L"] / num_passes
     routers = [router for model in parts.chunks.values() for router in model.routers()]
     return named | router_metrics(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
 
 
-def layer_router_metrics(seen: dict[str, Tensor], num_passes: int) -> dict[str, Tensor]:
+def layer_router_metrics(seen: dict[str, Tensor], num_passes: float | Tensor) -> dict[str, Tensor]:
     """The largest load over the mean one, the entropy, and the dropped part of the tokens, for each router.
 
     `num_passes`: microbatches of a step over all data-parallel ranks, over which `entropy_L` is summed.
@@ -182,11 +194,50 @@ def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:
 
 def count_labels(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
     """The label share of each microbatch, and the number of labels of the step on all data-parallel ranks."""
+    if batches[0].cp_degree is not None:
+        return _count_labels_of_rows(parts, batches)
+    for model in parts.chunks.values():
+        model.depth_label_ratios = None
     count_M = torch.stack([(batch.labels_BS != IGNORE).sum() for batch in batches])
     total = count_M.sum()
     all_reduce(total, parts.mesh.group("dp")).wait()
     total = total.clamp(min=1)
     return count_M.double() / total, total
+
+
+def _count_labels_of_rows(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
+    """`count_labels` with dynamic context parallelism, where each rank has microbatches of its own.
+
+    Microbatches are packed anew for every layout, so that the losses of MTP depths are divided by the labels of the
+    whole step too.
+    """
+    num_mtp = next(iter(parts.chunks.values())).num_mtp
+    counts = [
+        [(labels_ahead(batch.labels_BS, batch.documents_BS, depth) != IGNORE).sum() for depth in range(num_mtp + 1)]
+        for batch in batches
+    ]
+    count_MK = torch.stack([torch.stack(each) for each in counts]).double()
+    total_K = _sum_over_rows(parts, batches, count_MK)
+    for model in parts.chunks.values():
+        model.depth_label_ratios = total_K[1:] / total_K[0].clamp(min=1)
+    total = total_K[0].round().clamp(min=1)
+    return count_MK[:, 0] / total, total
+
+
+def _sum_over_rows(parts: Parts, batches: list[Batch], values_MK: Tensor) -> Tensor:
+    """The sum of values of the microbatches of all ranks, each microbatch once: `cp_degree` ranks share it."""
+    degree_M = torch.tensor([batch.cp_degree for batch in batches], dtype=torch.float64, device=values_MK.device)
+    total_K = (values_MK / degree_M[:, None]).sum(dim=0)
+    all_reduce(total_K, parts.mesh.group("dp", "cp")).wait()
+    return total_K
+
+
+def count_passes(parts: Parts, batches: list[Batch]) -> float | Tensor:
+    """The microbatches of a step over all ranks, those that several ranks share once and empty ones not at all."""
+    if batches[0].cp_degree is None:
+        return len(batches) * parts.mesh.layout.dp
+    has_tokens_M1 = torch.tensor([[not batch.is_empty] for batch in batches], dtype=torch.float64, device=parts.device)
+    return _sum_over_rows(parts, batches, has_tokens_M1)[0]
 
 
 def add_over_ranks(parts: Parts, sums: StepSums, squares: Tensor) -> StepSums:

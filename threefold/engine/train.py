@@ -19,6 +19,7 @@ from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.consensus import run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.join import World, join
 from threefold.engine.dist.mesh import Mesh
+from threefold.engine.effects.part_times import PartTimes
 from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.launch.stop_signals import stop_between_steps
 from threefold.engine.launch.watchdog import Watchdog
@@ -136,8 +137,9 @@ def _run(
 ) -> None:
     """Run to the last step, or until the run is asked to stop; save in either case."""
     plan, folder, first_step = state.plan, state.folder, state.step
+    part_times = PartTimes(state.parts)
     with _quiet_gc(plan.run.gc_every), stop_between_steps(state.ask_to_stop):
-        _loop(state, metrics, board, progress)
+        _loop(state, metrics, board, progress, part_times)
         if state.stopping:
             tell(f"stopping behind step {state.step}, saving")
         with state.during("saving the last checkpoint"):
@@ -160,6 +162,8 @@ def _run(
         tell(state.parts.runner.graph_stats.summary())
     if skipped:
         _say_skipped(SkippedPictures.joined(skipped), tell)
+    for line in part_times.summary():
+        tell(line)
 
 
 def _say_skipped(skipped: SkippedPictures, tell: Callable[[str], None]) -> None:
@@ -180,7 +184,13 @@ def _watchdog(plan: Plan, world: World) -> AbstractContextManager[Watchdog | Non
     return Watchdog(plan.run.hang_seconds, world.store, world.rank, world.size)
 
 
-def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers, progress: Progress) -> None:
+def _loop(
+    state: TrainState,
+    metrics: Metrics | None,
+    board: ExperimentTrackers,
+    progress: Progress,
+    part_times: PartTimes,
+) -> None:
     plan, parts = state.plan, state.parts
     assert parts.loader is not None
     throughput = Throughput(plan, parts.mesh)
@@ -188,12 +198,13 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
         began = time.perf_counter()
         if state.watchdog:
             state.watchdog.enter_phase(f"step {state.step + 1}", plan.run.hang_seconds)
-        batches = [to_device(parts.loader.batch(state.step, m), parts.device) for m in range(plan.num_microbatches)]
+        count = parts.loader.num_batches(state.step)
+        batches = [to_device(parts.loader.batch(state.step, m), parts.device) for m in range(count)]
         lr = learning_rate(plan.job, state.step)
         with state.effects.step(state.step + 1) if state.effects else nullcontext():
             with state.profiler.step(state.step + 1) if state.profiler else nullcontext():
-                result = train_step(parts, batches, lr, plan.job)
-            work = throughput.count_work(batches)
+                result = train_step(parts, batches, lr, plan.job, part_times.microbatches)
+            work = throughput.count_work(batches, part_times.seconds())
         _count_skipped(state, result, progress)
         seconds = time.perf_counter() - began
         if state.effects:
@@ -207,6 +218,8 @@ def _loop(state: TrainState, metrics: Metrics | None, board: ExperimentTrackers,
             progress.show(state.step, values)
         state.last, state.load_LE = values, result.load_LE
         state.seconds.append(values["seconds"])
+        if plan.is_vlm:
+            part_times.remember(values)
         if state.bad_steps > plan.run.bad_steps and not result.applied and not result.overflowed:
             raise _too_many_bad(state)
         with state.during("evaluating or saving"):

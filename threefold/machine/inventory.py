@@ -3,6 +3,7 @@
 `threefold env` prints a `Machine`, `plan_check` compares a plan with it. torch is imported only if it is installed.
 """
 
+import os
 import platform
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import threefold
 from threefold.machine.packages import PACKAGES, PackageStatus, check_package
 from threefold.spec.chips import chip_of_device
 from threefold.units import MIB
@@ -51,6 +53,9 @@ class Machine:
     versions: dict[str, str | None] = field(default_factory=dict)  # torch, cuda, cudnn, nccl
     packages: tuple[PackageStatus, ...] = ()
     kernels: tuple[KernelProbe, ...] = ()
+    num_cores: int = 0
+    host_memory_bytes: int = 0
+    threefold: str = threefold.__version__
 
     @property
     def chip(self) -> str | None:
@@ -64,7 +69,13 @@ class Machine:
             **asdict(self),
             "chip": self.chip,
             "packages": [
-                {**asdict(status.package), "version": status.version, "works": status.works, "trouble": status.trouble}
+                {
+                    **asdict(status.package),
+                    "probe": status.package.probe,
+                    "version": status.version,
+                    "works": status.works,
+                    "trouble": status.trouble,
+                }
                 for status in self.packages
             ],
         }
@@ -83,7 +94,16 @@ def this_machine(try_kernels: bool = True) -> Machine:
         versions = torch_versions()
         gpus = tuple(Gpu(*facts) for facts in local_gpus()) or gpus
         kernels = _probes(probe_kernels() if try_kernels else ())
-    return Machine(platform.python_version(), platform.platform(), gpus, driver, versions, packages, kernels)
+    cores, memory_bytes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, _host_memory_bytes()
+    system = (platform.python_version(), platform.platform())
+    return Machine(*system, gpus, driver, versions, packages, kernels, cores or os.cpu_count() or 0, memory_bytes)
+
+
+def _host_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # no such question on this system
+        return 0
 
 
 def _probes(tried: Iterable[tuple[str, str]]) -> tuple[KernelProbe, ...]:

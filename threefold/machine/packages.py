@@ -14,14 +14,22 @@ _DEEPEP = "https://github.com/deepseek-ai/DeepEP"
 class Package:
     """A package that the planner does not need."""
 
-    name: str  # of the distribution
+    name: str  # of the distribution, and in tables
     module: str  # the module that must import
     gives: str  # what it is used for
     install: str  # how to get it
+    attribute: str = ""  # what the module must have too, where releases of the same name differ
+    distribution: str = ""  # where two entries look at one distribution
+
+    @property
+    def probe(self) -> str:
+        """The statement that must succeed in a process of its own."""
+        return f"from {self.module} import {self.attribute}" if self.attribute else f"import {self.module}"
 
 
+_TRAIN = "pip install 'threefold[train]'"
 PACKAGES = (
-    Package("torch", "torch", "training and rehearsal", "pip install 'threefold[train]'"),
+    Package("torch", "torch", "training and rehearsal", _TRAIN),
     Package("triton", "triton", "our own kernels for experts, norms, router, loss", "it comes with torch on Linux"),
     Package(
         "quack-kernels",
@@ -35,11 +43,27 @@ PACKAGES = (
         "FlashAttention-4, where `calibrate PLAN` measures it as the fastest",
         "pip install 'threefold[fa4]'",
     ),
+    Package("deep_ep", "deep_ep", "DeepEP (knobs.dispatcher=deepep)", f"build it from {_DEEPEP}", "Buffer"),
     Package(
-        "deep_ep", "deep_ep", "DeepEP or HybridEP (knobs.dispatcher)", f"build it from {_DEEPEP}, its branch hybrid-ep"
+        "hybrid-ep",
+        "deep_ep",
+        "HybridEP (knobs.dispatcher=hybridep)",
+        f"build it from {_DEEPEP}, its branch hybrid-ep",
+        "HybridEPBuffer",
+        "deep_ep",
     ),
     Package(
-        "flash-linear-attention", "fla", "a fused gated delta rule (Qwen3-Next)", "pip install flash-linear-attention"
+        "flash-linear-attention",
+        "fla",
+        "a fused gated delta rule (Qwen3-Next)",
+        "pip install flash-linear-attention",
+    ),
+    Package(
+        "mamba-ssm",
+        "mamba_ssm.ops.triton.ssd_combined",
+        "a fused scan for Mamba-2 layers",
+        "pip install mamba-ssm",
+        "mamba_chunk_scan_combined",
     ),
     Package(
         "transformer-engine",
@@ -47,12 +71,24 @@ PACKAGES = (
         "what target megatron-bridge runs on",
         "pip install transformer-engine",
     ),
+    Package(
+        "flash-attn",
+        "flash_attn",
+        "attention of target megatron-bridge; our engine uses cuDNN's and torch's own kernels",
+        "pip install flash-attn",
+        "flash_attn_func",
+    ),
     Package("transformers", "transformers", "Hugging Face as oracle and as peer", "pip install transformers"),
     Package("torchtitan", "torchtitan", "a peer to measure against", "pip install torchtitan"),
     Package("sonic-moe", "sonicmoe", "a peer to measure experts against", "pip install sonic-moe (Python 3.12)"),
-    Package("safetensors", "safetensors", "Hugging Face checkpoints in and out", "pip install 'threefold[train]'"),
-    Package("tokenizers", "tokenizers", "tokenizer files", "pip install 'threefold[train]'"),
-    Package("tensorboard", "tensorboard", "TensorBoard events", "pip install 'threefold[train]'"),
+    Package("safetensors", "safetensors", "Hugging Face checkpoints in and out", _TRAIN),
+    Package("tokenizers", "tokenizers", "tokenizer files", _TRAIN),
+    Package("jinja2", "jinja2", "chat templates of tokenizers", _TRAIN),
+    Package("pillow", "PIL.Image", "pictures as data", _TRAIN),
+    Package(
+        "pyarrow", "pyarrow.parquet", "Parquet files and saved datasets as data", "pip install 'threefold[parquet]'"
+    ),
+    Package("tensorboard", "tensorboard", "TensorBoard events", _TRAIN),
     Package("wandb", "wandb", "logging to Weights & Biases (run.wandb)", "pip install wandb"),
     Package("matplotlib", "matplotlib", "plots", "pip install 'threefold[report]'"),
 )
@@ -74,13 +110,13 @@ class PackageStatus:
 def check_package(package: Package) -> PackageStatus:
     """Find a package and import it in another process."""
     version = _version(package)
-    return PackageStatus(package, version, "" if version is None else _import_error(package.module))
+    return PackageStatus(package, version, "" if version is None else _import_error(package.probe))
 
 
 def _version(package: Package) -> str | None:
     """The installed version; "?" if the module is found without the metadata of an installation."""
     try:
-        return distribution(package.name).version
+        return distribution(package.distribution or package.name).version
     except PackageNotFoundError:
         return "?" if _is_importable(package.module) else None
 
@@ -96,12 +132,12 @@ def _is_importable(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _import_error(module: str) -> str:
-    """Why the module does not import; empty if it does.
+def _import_error(probe: str) -> str:
+    """Why the import does not succeed; empty if it does.
 
     The import runs in its own process, because a broken package can crash it and a working one takes memory.
     """
-    command = [sys.executable, "-c", f"import {module}"]
+    command = [sys.executable, "-c", probe]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -80,7 +80,8 @@ def _check_packages(plan: Plan, here: Machine) -> Iterator[Finding]:
     knobs = plan.knobs
     if knobs.dispatcher in ("deepep", "hybridep") and plan.layout.ep > 1:
         fix = {"knobs.dispatcher": "alltoall"}
-        yield from _check_package(here, "deep_ep", "knobs.dispatcher", f"dispatcher {knobs.dispatcher}", "error", fix)
+        package = "deep_ep" if knobs.dispatcher == "deepep" else "hybrid-ep"
+        yield from _check_package(here, package, "knobs.dispatcher", f"dispatcher {knobs.dispatcher}", "error", fix)
         if here.package("deep_ep").works and older(here.versions.get("nccl"), _NCCL):
             problem = f"DeepEP's newer interface wants NCCL {_NCCL}, here is {here.versions['nccl']}"
             yield _finding("here-has-packages", "knobs.dispatcher", problem, "install a newer nvidia-nccl", "warning")
@@ -114,6 +115,9 @@ def _check_long_context(plan: Plan, here: Machine) -> Iterator[Finding]:
         yield _finding(
             slug, at, "gated delta layers run in plain torch without fla, many times slower", package.install, "warning"
         )
+    if any(layer.mixer == "mamba" for layer in model.layers) and not here.package("mamba-ssm").works:
+        package, problem = here.package("mamba-ssm").package, "Mamba layers run in plain torch without mamba-ssm"
+        yield _finding(slug, at, f"{problem}, many times slower", package.install, "warning")
     if plan.target != "threefold" or not here.gpus:
         return
     if older(here.versions.get("cudnn"), _CUDNN):

@@ -50,6 +50,7 @@ _PLAIN = {
     "fp8_param_gather": "knobs.fp8_params",
     "cuda_graph_scope": "knobs.graphs",
     "cp_comm_type": "knobs.cp_comm",
+    "hybrid_context_parallel": "knobs.cp_dynamic",
     "optimizer_offload_fraction": "knobs.optimizer_offload",
     "moe_deepep_num_sms": "knobs.dispatch_sms",
     "moe_hybridep_num_sms": "knobs.dispatch_sms",

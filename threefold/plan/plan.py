@@ -172,6 +172,7 @@ class Knobs:
     param_gather_overlap: bool = item("gather parameters during forward", True)
     tp_overlap: bool = item("overlap tensor-parallel communication with GEMMs", False)
     graphs: tuple[str, ...] = item("CUDA graph scopes", (), choices=GRAPH_SCOPES)
+    graph_memory_gb: float | None = item("GiB that CUDA graphs may hold on a rank; absent: any", at_least=0)
     compile: bool = item("torch.compile of norms, routers and dense MLPs", False)
     optimizer_offload: float = item("fraction of optimizer states kept on the host", 0.0, at_least=0, at_most=1)
     vision_recompute: tuple[str, ...] | None = item(
@@ -212,6 +213,7 @@ class Knobs:
         at_least=1,
         at_most=MAX_RANKS,
     )
+    cp_dynamic: bool = item("each sequence is sharded over as few CP ranks as its length needs", False)
     max_connections: int | None = item(
         "CUDA_DEVICE_MAX_CONNECTIONS; absent: the launcher chooses", at_least=1, at_most=32
     )
@@ -380,6 +382,11 @@ class Plan(ShownAsTable):
         a plan is read (`cost/cp_exchange.py`); in a plan that nobody resolved it means expanded heads."""
         can = isinstance(self.model.attention, MlaSpec) and self.layout.cp > 1 and self.target == "threefold"
         return can and self.knobs.cp_exchange == "latents"
+
+    @property
+    def shards_dynamically(self) -> bool:
+        """Whether sequences have CP degrees of their own, which takes more than one CP rank."""
+        return self.knobs.cp_dynamic and self.layout.cp > 1
 
     @property
     def cp_inner(self) -> int:

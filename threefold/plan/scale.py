@@ -10,7 +10,7 @@ from dataclasses import replace
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import Chunk, format_stages
 from threefold.plan.plan import Knobs, Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec, VisionTokens
+from threefold.spec.model import DeltaSpec, GqaSpec, MambaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec, VisionTokens
 
 MAX_RANKS = 16
 MAX_REHEARSED_RANKS = 32
@@ -72,6 +72,7 @@ def scale_ranks(plan: Plan) -> tuple[Plan, list[str]]:
     model = replace(
         plan.model,
         num_layers=layers,
+        pattern=short_pattern(plan.model),
         num_dense_layers=min(1, plan.model.num_dense_layers),
         mtp_layers=min(2, plan.model.mtp_layers),
         moe=_fewer_experts(plan, plan.model.moe, layout) if plan.model.moe else None,
@@ -183,18 +184,28 @@ def _chunks(plan: Plan, layout: Layout) -> list[Chunk]:
 def _least_layers(model: ModelSpec) -> int:
     """One of every kind: dense and expert layers, each mixer."""
     dense = min(1, model.num_dense_layers) if model.moe else 0
-    return max(len(model.pattern), dense + 1, 2)
+    return max(len(short_pattern(model)), dense + 1, 2)
+
+
+def short_pattern(model: ModelSpec) -> str:
+    """The pattern of layers, or of one that does not repeat the beginning that has every kind of layer."""
+    if len(model.pattern) < model.num_layers:
+        return model.pattern
+    sizes = (size for size in range(1, len(model.pattern)) if set(model.pattern[:size]) == set(model.pattern))
+    return model.pattern[: next(sizes, len(model.pattern))]
 
 
 def _model(old: ModelSpec, layers: int, shares: int, layout: Layout) -> ModelSpec:
     return replace(
         old,
         num_layers=layers,
+        pattern=short_pattern(old),
         dim=8 * max(2, shares),
         vocab=_VOCAB,
         attention=_attention(old.attention, shares),
         local_attention=_gqa(old.local_attention, shares) if old.local_attention else None,
         delta=_delta(old.delta, shares) if old.delta else None,
+        mamba=_mamba(old.mamba, shares) if old.mamba else None,
         moe=_moe(old.moe, layout) if old.moe else None,
         vision=_vision(old.vision, layers) if old.vision else None,
         dense_dim=4 * shares if old.dense_dim else 0,
@@ -209,8 +220,10 @@ def _attention(old: GqaSpec | MlaSpec | None, shares: int) -> GqaSpec | MlaSpec 
     if isinstance(old, MlaSpec):
         rank = None if old.q_rank is None else 6
         heads = max(2, shares)
+        # Fewer keys than a short sequence has, and so many heads that no two of them have equal scores.
+        indexer = old.indexer and replace(old.indexer, num_heads=8, head_dim=2 * _WIDTH, top_k=5)
         return replace(
-            old, num_heads=heads, q_rank=rank, kv_rank=8, nope_dim=_WIDTH, rope_dim=_WIDTH, v_dim=6, indexer=None
+            old, num_heads=heads, q_rank=rank, kv_rank=8, nope_dim=_WIDTH, rope_dim=_WIDTH, v_dim=6, indexer=indexer
         )
     return _gqa(old, shares) if old else None
 
@@ -251,6 +264,12 @@ def _delta(old: DeltaSpec, shares: int) -> DeltaSpec:
     each = min(2, old.num_v_heads // old.num_k_heads)
     keys = max(2, shares)
     return replace(old, num_k_heads=keys, num_v_heads=each * keys, k_dim=4, v_dim=6)
+
+
+def _mamba(old: MambaSpec, shares: int) -> MambaSpec:
+    groups = max(2, shares)
+    heads = groups * min(2, old.num_heads // old.num_groups)
+    return replace(old, num_heads=heads, num_groups=groups, head_dim=4, state_dim=6)
 
 
 def _moe(old: MoeSpec, layout: Layout) -> MoeSpec:

@@ -57,6 +57,7 @@ class Profile(ShownAsTable):
             "dominant": self.diagnosis.dominant,
             "confidence": self.diagnosis.confidence,
             "fixes": [cure.to_json() for cure in self.cures],
+            "part_seconds": self.log.part_seconds,
             "devices": [self._device_json(device) for device in self.devices],
         }
 

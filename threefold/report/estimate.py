@@ -33,6 +33,7 @@ def _head(plan: Plan, found: Estimate) -> str:
         f"estimated for {plan.target}, {'calibrated' if found.calibrated else 'uncalibrated'}: {plan.model_name}, "
         f"{plan.layout.gpus} x {plan.chip.name}, {plan.knobs.precision}, "
         f"{job.global_batch} x {format_tokens(job.seq_len)} tokens a step"
+        f"{', each sequence at its full length (cp_dynamic)' if plan.shards_dynamically else ''}"
     )
 
 

@@ -8,7 +8,7 @@ from threefold.plan.plan import Plan
 from threefold.report.terminal import table
 from threefold.units import format_bytes, format_count, format_many, format_tokens
 
-_NAMES = {
+AXIS_NAMES = {
     "pp": "pipeline",
     "dp": "data",
     "cp": "context",
@@ -37,7 +37,7 @@ def axes_text(plan: Plan) -> str:
     for axis in AXES:
         link = plan.link(axis)
         shared = "" if link.degree == 1 else f"{link.in_domain} of {link.degree}"
-        rows.append([axis, _NAMES[axis], str(link.degree), str(link.stride), link.link, shared])
+        rows.append([axis, AXIS_NAMES[axis], str(link.degree), str(link.stride), link.link, shared])
     return table(["axis", "parallel", "degree", "stride", "link", "share a domain"], rows)
 
 

@@ -13,8 +13,9 @@ MAX_DEVICES = 16
 
 
 def profile_text(found: Profile) -> str:
-    parts = [_headline(found), _evidence(found), _devices(found), _axes(found.top), _regions(found.top), _cures(found)]
-    return "\n\n".join(part for part in parts if part)
+    top = found.top
+    parts = [_headline(found), _evidence(found), _parts(found), _devices(found), _axes(top), _regions(top)]
+    return "\n\n".join(part for part in [*parts, _cures(found)] if part)
 
 
 def _headline(found: Profile) -> str:
@@ -33,6 +34,18 @@ def _evidence(found: Profile) -> str:
     said = found.diagnosis.evidence
     order = [found.diagnosis.dominant, *(wall for wall in said if wall != found.diagnosis.dominant)]
     return "\n".join(f"  {wall + ':':<15} {text}" for wall in order for text in said[wall])
+
+
+def _parts(found: Profile) -> str:
+    """Encoder, projector and decoder of a vision-language model, forward and backward, as the run measured them."""
+    step, seconds = found.log.step_seconds, found.log.part_seconds
+    if not seconds or not step:
+        return ""
+    named = {**seconds, "elsewhere": max(0.0, step - sum(seconds.values()))}
+    rows = [[name, _seconds(value), f"{value / step:.0%}"] for name, value in named.items()]
+    return f"parts of a step of {step:.4g} s (metrics.jsonl, forward and backward)\n" + table(
+        ["part", "seconds", "share"], rows
+    )
 
 
 def _devices(found: Profile) -> str:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from threefold.profile.analyse import Profile
 from threefold.profile.measure import DeviceWalls
+from threefold.report.html.profile_picture import time_by_part
 from threefold.report.profile import profile_text
 
 MAX_DEVICES = 32
@@ -71,20 +72,6 @@ def _draw_devices(axes: Axes, devices: list[DeviceWalls]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds of the span")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize=7, ncols=len(_COLOURS), frameon=False)
-
-
-def time_by_part(device: DeviceWalls) -> dict[str, float]:
-    """Parts of the span that add up to it. What runs beside compute or exposed communication is in those."""
-    compute, exposed = device.compute_seconds, device.communication.exposed_seconds
-    rest = max(0.0, device.busy_seconds - compute - exposed)
-    unknown = min(rest, device.unknown_seconds)
-    return {
-        "compute": compute,
-        "exposed communication": exposed,
-        "unknown": unknown,
-        "copies alone": rest - unknown,
-        "idle": device.host.idle_seconds,
-    }
 
 
 def _draw_axes(axes: Axes, top: DeviceWalls) -> None:

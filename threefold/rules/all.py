@@ -3,8 +3,8 @@
 from threefold.rules import adapters, memory, stacks, vision, walls
 from threefold.rules.base import PREDICTED, RULES, blockers, errors, explain, judge, known_slugs, raised_by, severity_of
 from threefold.rules.fixes import check, repair, with_fixes
-from threefold.rules.knobs import dispatch, graphs, overlap, precision, recompute
-from threefold.rules.layout import batch, context, fold, pipeline, shape
+from threefold.rules.knobs import dispatch, engine_graphs, graphs, overlap, precision, recompute
+from threefold.rules.layout import batch, context, dynamic_context, fold, pipeline, shape
 from threefold.rules.stacks import promoted
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "check",
     "context",
     "dispatch",
+    "dynamic_context",
+    "engine_graphs",
     "errors",
     "explain",
     "fold",

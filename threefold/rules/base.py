@@ -17,6 +17,7 @@ from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.plan import Plan
 from threefold.rules.compare_explanations import EXPLANATIONS as COMPARING
 from threefold.rules.import_explanations import EXPLANATIONS as IMPORTING
+from threefold.rules.page_explanations import EXPLANATIONS as EXPLORING
 from threefold.rules.trace_explanations import EXPLANATIONS as PROFILING
 from threefold.rules.tune_explanations import EXPLANATIONS as TUNING
 
@@ -61,11 +62,12 @@ def rule(
     return register
 
 
-def judge(plan: Plan, notes: bool = False) -> list[Finding]:
-    """Every finding about a plan at once, errors first, with the rules' ways to a fix untried. Notes only if asked."""
+def judge(plan: Plan, notes: bool = False, leave_out: Collection[str] = ()) -> list[Finding]:
+    """Every finding about a plan at once, errors first, with the rules' ways to a fix untried. Notes only if asked.
+    Rules named in `leave_out` are not asked."""
     found: list[Finding] = []
     for one in RULES.values():
-        if one.target in ("both", plan.target) and (notes or one.severity != "note"):
+        if one.slug not in leave_out and one.target in ("both", plan.target) and (notes or one.severity != "note"):
             found.extend(_signed(finding, one, plan) for finding in one.check(plan))
     return in_order(found)
 
@@ -89,12 +91,12 @@ def explain(slug: str) -> Explanation | None:
     """What a slug means, whether a rule or parsing speaks it."""
     if slug in RULES:
         return RULES[slug].explanation
-    tables = (PARSING, ENGINE, DATA, PROFILING, COMPARING, TUNING, IMPORTING)
+    tables = (PARSING, ENGINE, DATA, PROFILING, COMPARING, TUNING, IMPORTING, EXPLORING)
     return next((table[slug] for table in tables if slug in table), None)
 
 
 def known_slugs() -> list[str]:
-    return [*RULES, *PARSING, *ENGINE, *DATA, *PROFILING, *COMPARING, *TUNING, *IMPORTING]
+    return [*RULES, *PARSING, *ENGINE, *DATA, *PROFILING, *COMPARING, *TUNING, *IMPORTING, *EXPLORING]
 
 
 def severity_of(slug: str) -> Severity:
@@ -111,6 +113,7 @@ def raised_by(slug: str) -> str:
         "profiling": PROFILING,
         "comparing": COMPARING,
         "tuning": TUNING,
+        "exploring": EXPLORING,
         "importing": IMPORTING,
     }
     return next((place for place, slugs in places.items() if slug in slugs), "running")

@@ -100,19 +100,17 @@ def engine_has_a_choice(plan: Plan) -> Iterator[Finding]:
 def grad_accum_fusion_takes_effect(plan: Plan) -> Iterator[Finding]:
     """Fused gradient accumulation is asked for where the threefold engine can do it.
 
-    Why: FSDP reduces, and CUDA graphs record, the gradients that autograd makes; there each weight gradient is made in
-        sixteen bits before it is added. The engine goes without the fusion in silence unless a plan states it.
-    Confirm: knobs.grad_accum_fusion beside knobs.data_parallel and knobs.graphs.
+    Why: FSDP reduces the gradients that autograd makes; there each weight gradient is made in sixteen bits before it is
+        added. The engine goes without the fusion in silence unless a plan states it.
+    Confirm: knobs.grad_accum_fusion beside knobs.data_parallel.
     Fix: delete the line, or go without what keeps the fusion off.
     """
     if "knobs.grad_accum_fusion" not in plan.stated or not plan.knobs.grad_accum_fusion:
         return
-    found = [] if plan.knobs.data_parallel == "zero1" else [plan.knobs.data_parallel]
-    found += ["CUDA graphs"] if plan.knobs.graphs else []
-    if found:
+    if plan.knobs.data_parallel != "zero1":
         yield Finding(
             at="knobs.grad_accum_fusion",
-            problem=f"the fusion is off with {' and '.join(found)}",
+            problem=f"the fusion is off with {plan.knobs.data_parallel}",
             advice="delete the line: nothing changes",
         )
 
@@ -150,7 +148,6 @@ ENGINE_LIMITS = (
     "engine-has-knob",
     "engine-has-capacity",
     "engine-has-graphs",
-    "engine-predicts-ahead-of-pictures",
 )
 
 

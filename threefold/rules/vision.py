@@ -1,13 +1,18 @@
 """Vision-language models: FSDP or 3D, images in benchmarks, what is frozen."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from threefold.cost.memory.by_stack import memory
+from threefold.cost.memory_ladder import fits
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
 from threefold.rules.knobs.graphs import narrower
 from threefold.rules.knobs.precision import FP8_KNOBS
+from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.stacks import MEGATRON_FSDP
+from threefold.units import format_bytes
 
 _AS_FSDP: dict[str, object] = {
     "knobs.data_parallel": "fsdp",
@@ -15,6 +20,67 @@ _AS_FSDP: dict[str, object] = {
     "layout.vpp": 1,
     "layout.schedule": None,
 }
+
+
+def stage_of_work(plan: Plan) -> str:
+    """What a plan is for, as far as it says: bring-up recomputes everything, finetuning has answers or frozen parts."""
+    if plan.full_recompute:
+        return "bring-up"
+    is_tuned = plan.job.task == "sft" or plan.job.freeze or plan.job.lora_rank is not None
+    return "finetuning" if is_tuned else "pretraining"
+
+
+def _as_3d(plan: Plan) -> Plan:
+    """The plan without FSDP, its layout as it is otherwise."""
+    knobs = replace(plan.knobs, data_parallel="zero1")
+    return replace(plan, knobs=knobs, layout=replace(plan.layout, replicate=1))
+
+
+def fsdp_or_3d(plan: Plan) -> tuple[str, str]:
+    """Which of the two the documents advise for this model, stage of work and cluster, and why."""
+    stage, other = stage_of_work(plan), _as_3d(plan)
+    if stage == "bring-up":
+        return "FSDP", "it is the simplest path to a working multimodal run, and memory is tuned first"
+    if stage == "finetuning" and plan.layout.stages is None:
+        return "FSDP", "a frozen encoder goes with it as it is, and no pipeline has to be cut around the encoder"
+    if other.layout.pp > 1 and other.layout.stages is None:
+        return "FSDP", "the encoder makes pipeline stages uneven, and no layout with it is written (layout.stages)"
+    if not fits(other):
+        need, have = format_bytes(memory(other).worst.device_bytes), format_bytes(plan.chip.memory_bytes)
+        return "FSDP", f"without it a rank would need {need} of {have}, and a pipeline is awkward to cut at the encoder"
+    cut = "a written pipeline layout" if other.layout.pp > 1 else "no pipeline to cut"
+    return "3D parallel", f"it has the higher ceiling for a stable model with {cut} and time for deeper sweeps"
+
+
+@rule(severity="note", rows="VL-GUIDE")
+def vlm_fsdp_or_3d(plan: Plan) -> Iterator[Finding]:
+    """FSDP or 3D parallel for a MoE VLM follows from the stage of work, the model and the cluster.
+
+    Why: FSDP is the simplest path to a working multimodal run: for bring-up, for tuning memory first, and where the
+        encoder makes pipeline boundaries awkward. 3D parallel has the higher ceiling, for stable models with a clean
+        layout and time for deeper sweeps. One checkpoint moves between both. Bring-up is taken to recompute in full,
+        finetuning to have answers (`task = "sft"`) or frozen parts.
+    Confirm: run both with real images and compare them by useful work: `threefold compare A B`.
+    Fix: the other one, where the note says so; experts stay spread over EP, inside the NVLink domain where they can.
+    """
+    layout, experts = plan.layout, plan.model.num_experts
+    if not plan.is_vlm or layout.gpus == 1 or plan.chip.architecture == "cpu":
+        return
+    if not can_be_priced(plan) or not plan.num_microbatches:
+        return
+    advised, reason = fsdp_or_3d(plan)
+    has = "3D parallel" if plan.knobs.data_parallel == "zero1" else "FSDP"
+    topology = ""
+    if experts and layout.ep > 1:
+        inside = "inside an NVLink domain" if plan.link("ep").link != "network" else "over the network"
+        topology = f", EP {layout.ep} {inside}"
+    problem = (
+        f"{advised} for {stage_of_work(plan)} of {plan.model.name} on {layout.gpus} x {plan.chip.name}{topology}: "
+        f"{reason}; this plan is {has}"
+    )
+    change = {"FSDP": "knobs.data_parallel=fsdp layout.tp=1 layout.pp=1", "3D parallel": "knobs.data_parallel=zero1"}
+    advice = f"{change[advised]}; compare both with real images" if has != advised else "compare both with real images"
+    yield Finding(at="knobs.data_parallel", problem=problem, advice=advice)
 
 
 @rule(severity="warning", rows="VL-GUIDE")
@@ -217,17 +283,3 @@ def vision_recompute_needs_vision(plan: Plan) -> Iterator[Finding]:
         problem = problem or "encoder and projector are frozen and save nothing"
     if problem:
         yield Finding(at="knobs.vision_recompute", problem=problem, fix={"knobs.vision_recompute": None})
-
-
-@rule(severity="warning", target="threefold")
-def engine_predicts_ahead_of_pictures(plan: Plan) -> Iterator[Finding]:
-    """The threefold engine trains MTP of a vision-language model on one pipeline stage only.
-
-    Why: a depth reads the embedding of the next token, which for a picture is a feature that the encoder made on the
-        first stage; only features that decoder layers need travel on.
-    Confirm: job.mtp, or the depths that the model has, beside layout.pp.
-    Fix: train without MTP, or PP 1.
-    """
-    if plan.is_vlm and plan.mtp and plan.layout.pp > 1:
-        problem = f"{plan.mtp} MTP depth(s) of a vision-language model behind {plan.layout.pp} stages"
-        yield Finding(at="job.mtp", problem=problem, fix={"job.mtp": 0}, advice="or layout.pp=1")

@@ -20,7 +20,7 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
 from threefold.rules.knobs.dispatch import fuses_experts
-from threefold.rules.knobs.graphs import engine_scopes
+from threefold.rules.knobs.engine_graphs import engine_scopes
 from threefold.rules.knobs.overlap import overlap_needs_connections
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.chips import NATIVE_FORMATS
@@ -52,7 +52,11 @@ def _for_host(plan: Plan) -> Iterator[Changes]:
     scopes = tuple(GRAPH_SCOPES.value.split()) if plan.model.is_moe else ("attn",)
     if plan.target == "threefold":
         scopes = engine_scopes(plan, scopes)
-    if not plan.knobs.graphs:
+    given = plan.knobs.graphs
+    if plan.is_vlm:  # start narrow, and widen by one scope once the path of real pictures is stable
+        if len(given) < len(scopes) and given == scopes[: len(given)]:
+            yield {"knobs.graphs": list(scopes[: len(given) + 1])}
+    elif not given:
         yield from ({"knobs.graphs": list(scopes[:count])} for count in range(len(scopes), 0, -1))
     yield {"job.micro_batch": 2 * plan.job.micro_batch}
     yield {"job.micro_batch": 4 * plan.job.micro_batch}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from threefold.cost.estimate import Estimate
 from threefold.plan.plan import Plan
 from threefold.rules.layout.context import target_cp
+from threefold.rules.vision import fsdp_or_3d, stage_of_work
 from threefold.units import format_bytes, format_many, format_tokens
 
 TERMS_NAMED = 3
@@ -100,6 +101,8 @@ def _vision(plan: Plan) -> Iterator[str]:
     rule = "vlm-fsdp-before-pipeline"
     uneven = "the vision encoder makes pipeline stages uneven"
     ceiling = "3D parallelism (TP x PP x EP) has the higher ceiling once its stages are written (layout.stages)"
+    advised, reason = fsdp_or_3d(plan)
+    yield f"The documents advise {advised} for {stage_of_work(plan)}: {reason} (vlm-fsdp-or-3d)."
     if plan.knobs.data_parallel != "zero1":
         yield f"FSDP, because {uneven}: it needs no cut and comes up first. {ceiling} ({rule})."
     elif plan.layout.pp > 1:

@@ -6,7 +6,7 @@ from threefold.cost.format_support import can_fuse_experts, starting_precision
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import Knobs
-from threefold.rules.knobs.graphs import engine_scopes
+from threefold.rules.knobs.engine_graphs import engine_scopes
 from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES, default_dispatcher, runs_dispatcher
@@ -84,7 +84,10 @@ def overlaps(space: Space, layout: Layout) -> list[bool]:
 
 
 def graph_scopes(space: Space, layout: Layout, knobs: Knobs) -> list[tuple[str, ...]]:
-    """No graphs, or the dropless scopes, where our engine is to run the plan those of them that it records."""
+    """No graphs, or the dropless scopes, where our engine is to run the plan those of them that it records.
+
+    A vision-language model starts with the narrowest; `tune` widens them by one scope at a time.
+    """
     base = space.base
     if not space.free("knobs.graphs"):
         return [base.knobs.graphs]
@@ -94,6 +97,7 @@ def graph_scopes(space: Space, layout: Layout, knobs: Knobs) -> list[tuple[str, 
     scopes = tuple(GRAPH_SCOPES.value.split()) if base.model.is_moe else ("attn",)
     if base.target == "threefold":
         scopes = engine_scopes(replace(base, layout=layout, knobs=knobs), scopes)
+    scopes = scopes[:1] if base.is_vlm else scopes
     return [(), scopes] if scopes else [()]
 
 

@@ -4,6 +4,7 @@ Counts are forward FLOPs for one token; training is three times that.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -81,6 +82,14 @@ def picture_flops(vision: VisionSpec, dim: int, num_patches: int) -> tuple[float
     merger = 2.0 * (joined * joined + joined * dim)
     num_tokens = num_patches / vision.merge**2
     return num_patches * (embed + vision.depth * layer), num_tokens * merger * (1 + len(vision.deepstack))
+
+
+def picture_training_flops(model: ModelSpec, num_patches: int, frozen: Collection[str]) -> float:
+    """Training FLOPs of encoding one picture; a frozen part (`vision`, `projector`) has no backward."""
+    if model.vision is None:
+        return 0.0
+    encoder, projector = picture_flops(model.vision, model.dim, num_patches)
+    return encoder * (1 if "vision" in frozen else 3) + projector * (1 if "projector" in frozen else 3)
 
 
 def _mixer(model: ModelSpec, layer: Layer, seq_len: int, old: bool) -> tuple[float, float]:

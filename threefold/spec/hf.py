@@ -1,6 +1,7 @@
 """A ModelSpec from a Hugging Face `config.json`, read as transformers reads it.
 
-Add a family by adding a reader to READERS and the defaults of its configuration class to `hf_defaults.CLASSES`.
+Add a family by adding a reader to READERS (or `MIXTURE_READERS`) and the defaults of its configuration class to
+`hf_defaults.CLASSES` (or `MIXTURE_CLASSES`).
 """
 
 import reprlib
@@ -12,6 +13,7 @@ from threefold.findings import Finding, FindingsError, did_you_mean
 from threefold.safe_files import read_json
 from threefold.spec import hf_planned, hf_readers
 from threefold.spec.hf_defaults import CLASSES, COMPOSITE_TIED, VISION_FIELDS, VISION_TOKENS
+from threefold.spec.hf_families.mixture_readers import MIXTURE_READERS
 from threefold.spec.hf_fields import Fields, complete
 from threefold.spec.model import ModelSpec, check_heads, check_routing, check_sizes, check_vision
 
@@ -80,7 +82,9 @@ def _refuse(problem: str, advice: str) -> FindingsError:
 
 Reader = Callable[[Fields], dict[str, Any]]
 READERS: dict[str, Reader] = {
+    **MIXTURE_READERS,
     "deepseek_v3": hf_readers.read_deepseek,
+    "deepseek_v32": hf_planned.read_deepseek_v32,
     "gemma4": hf_planned.read_gemma4,
     "glm_moe_dsa": hf_planned.read_glm_moe_dsa,
     "gpt_oss": hf_readers.read_gpt_oss,

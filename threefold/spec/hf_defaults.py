@@ -5,14 +5,16 @@ field of the installed classes: each is either read (`defaults`), accepted with 
 for a reason that stands beside it. A field that transformers adds fails that test until somebody decides.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-READ_FROM = "transformers 5.22.2"
+from threefold.spec.hf_families.config_class import BASE as _BASE
+from threefold.spec.hf_families.config_class import NO_DROPOUT as _NO_DROPOUT
+from threefold.spec.hf_families.config_class import REQUIRED as REQUIRED
+from threefold.spec.hf_families.config_class import ROPE as _ROPE
+from threefold.spec.hf_families.config_class import HfClass
+from threefold.spec.hf_families.mixture_defaults import MIXTURE_CLASSES
 
-# Sizes that no two models share. transformers would take those of some model; here a file without them is refused.
-REQUIRED = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"})
+READ_FROM = "transformers 5.22.2"
 
 # Fields of every class that change neither sizes nor logits and gradients.
 UNREAD = frozenset(
@@ -29,35 +31,6 @@ UNREAD = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HfClass:
-    """One configuration class of transformers."""
-
-    defaults: Mapping[str, Any]  # fields that are read
-    only: Mapping[str, Any] = field(default_factory=dict)  # fields of which one value is supported, the default
-    unread: frozenset[str] = frozenset()
-    # A key that transformers reads as another field, and before it where a file has both.
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    # Keys that are no fields of the class and are read all the same; None where nothing stands for an absent one.
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    null_means: Mapping[str, Any] = field(default_factory=dict)  # what null does in fields whose default is not null
-    theta: float = 10_000.0
-
-
-_ROPE = {
-    "rope_theta": None,
-    "rope_scaling": None,
-    "partial_rotary_factor": None,
-    "original_max_position_embeddings": None,
-}
-_BASE = {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_parameters": None,
-}
-_NO_DROPOUT = {"attention_dropout": 0.0}
 _SPARSE = {**_NO_DROPOUT, "decoder_sparse_step": 1, "mlp_only_layers": None}
 # Read with use_sliding_window only, which is refused.
 _WINDOW = frozenset({"sliding_window"})
@@ -258,12 +231,30 @@ GLM_MOE_DSA = HfClass(
         "index_topk": 2048,
         "index_head_dim": 128,
         "index_n_heads": 32,
+        "indexer_types": None,
     },
     only={**_NO_DROPOUT, "attention_bias": False, "mlp_bias": False},
-    # head_dim is overwritten; the others say which layers share an indexer's choice.
-    unread=frozenset({"head_dim", "layer_types", "indexer_types"}),
+    unread=frozenset({"head_dim", "layer_types"}),  # head_dim is overwritten; all layers are of one type
     aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-    extra={**_ROPE, "num_nextn_predict_layers": None, "rope_interleave": True},
+    extra={
+        **_ROPE,
+        "num_nextn_predict_layers": None,
+        "rope_interleave": True,
+        "index_topk_pattern": None,
+        "index_topk_freq": None,
+    },
+)
+DEEPSEEK_V32 = HfClass(
+    defaults={
+        **{name: value for name, value in GLM_MOE_DSA.defaults.items() if name != "indexer_types"},
+        **{name: DEEPSEEK_V3.defaults[name] for name in GLM_MOE_DSA.defaults if name in DEEPSEEK_V3.defaults},
+        "max_position_embeddings": 163840,
+        "index_n_heads": 64,
+    },
+    only=GLM_MOE_DSA.only,
+    unread=GLM_MOE_DSA.unread,
+    aliases=GLM_MOE_DSA.aliases,
+    extra=GLM_MOE_DSA.extra,
 )
 GEMMA4_TEXT = HfClass(
     defaults={
@@ -306,7 +297,6 @@ NEMOTRON_H = HfClass(
         "tie_word_embeddings": False,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "attention_bias": False,
         "intermediate_size": 21504,
         "mlp_hidden_act": "relu2",
         "ssm_state_size": 128,
@@ -314,6 +304,7 @@ NEMOTRON_H = HfClass(
         "mamba_head_dim": 64,
         "n_groups": 8,
         "conv_kernel": 4,
+        "time_step_min": 0.001,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "moe_intermediate_size": 7688,
@@ -329,7 +320,16 @@ NEMOTRON_H = HfClass(
         "initializer_range": 0.02,
         "layer_norm_epsilon": 1e-5,
     },
-    only={**_NO_DROPOUT, "hidden_dropout": 0.0, "mlp_bias": False, "use_bias": False, "mamba_proj_bias": False},
+    only={
+        **_NO_DROPOUT,
+        "hidden_dropout": 0.0,
+        "mlp_bias": False,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+    },
     unread=frozenset(
         {
             *(
@@ -337,9 +337,10 @@ NEMOTRON_H = HfClass(
                 "max_position_embeddings",
                 "sliding_window",
                 "use_mamba_kernels",
-                "mamba_hidden_act",
             ),
-            *("expand", "time_step_min", "time_step_max", "time_step_limit", "time_step_floor", "use_conv_bias"),
+            # The widths of Mamba layers are stated; the limits of steps but the least one belong to initial weights, or
+            # are not read by transformers either.
+            *("expand", "time_step_max", "time_step_limit", "time_step_floor"),
             *("chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "residual_in_fp32"),
             *("rescale_prenorm_residual",),
         }
@@ -349,12 +350,16 @@ NEMOTRON_H = HfClass(
         "num_local_experts": "n_routed_experts",
         "mamba_n_groups": "n_groups",
         "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_conv_bias": "use_conv_bias",
     },
     extra={"hybrid_override_pattern": None, "mtp_hybrid_override_pattern": None},
 )
 
 CLASSES = {
+    **MIXTURE_CLASSES,
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
     "gemma4": GEMMA4_TEXT,
     "glm_moe_dsa": GLM_MOE_DSA,
     "gpt_oss": GPT_OSS,

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from threefold.spec.hf_defaults import REQUIRED, HfClass
+from threefold.spec.hf_families.config_class import REQUIRED, HfClass
 from threefold.spec.model import RopeScaling
 
 Fields = Mapping[str, Any]
@@ -39,6 +39,8 @@ def _same(value: Any, only: Any) -> bool:
 
 def _checked(name: str, value: Any, kind: HfClass) -> Any:
     default = kind.defaults[name]
+    if name in kind.by_layer and isinstance(value, list):
+        return value
     if value is None:
         if default is None or isinstance(default, Mapping):
             return default
@@ -61,12 +63,19 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
-def read_rope(c: Fields, head_dim: Any, partial: bool = False) -> dict[str, Any]:
+def _numbers(name: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is {reprlib.repr(values)}, not a list of numbers")
+    return tuple(number(name, value) for value in values)
+
+
+def read_rope(c: Fields, head_dim: Any, partial: bool = False, fixed_alpha: bool = False) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` of an attention, and its `rope_fraction` where the family rotates a part only.
 
     As transformers 5 does it: `rope_scaling` stands for all of `rope_parameters` where both are given; what stands in
     the table goes before the same key outside of it. A part of the head is rotated by the families that ask for it in
-    their code; others pass `partial_rotary_factor` over, and fail where a scaling makes use of it.
+    their code; others pass `partial_rotary_factor` over, and fail where a scaling makes use of it. With `fixed_alpha`
+    an `alpha` beside the scaling `dynamic` stretches the base once and for all (Hunyuan).
     """
     rope = c["rope_scaling"] or c["rope_parameters"] or {}
     if not isinstance(rope, Mapping):
@@ -77,14 +86,18 @@ def read_rope(c: Fields, head_dim: Any, partial: bool = False) -> dict[str, Any]
     fraction = rope.get("partial_rotary_factor", c["partial_rotary_factor"])
     fraction = 1.0 if fraction is None else number("partial_rotary_factor", fraction)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str):
-        raise ValueError(f"rope_type is {reprlib.repr(kind)}, not a text")
+    if not isinstance(kind, str) or kind == "ntk_alpha":
+        raise ValueError(f"rope_type is {reprlib.repr(kind)}, not one of transformers'")
+    if fixed_alpha and kind == "dynamic" and rope.get("alpha"):
+        kind = "ntk_alpha"
     if not partial and kind == "default":
         fraction = 1.0
     if not partial and fraction != 1.0:
         raise ValueError(f"partial_rotary_factor {fraction} with the rotary scaling {kind!r} is not supported")
     _check_rotated(head_dim, fraction, kind)
-    scaling = None if kind == "default" else _scaling(c, rope, kind)
+    scaling = None if kind == "default" else _read_scaling(c, rope, kind)
+    if scaling is not None:
+        _check_scaling(scaling, head_dim, fraction)
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"rope_theta is {theta}; YaRN needs one above 1")
     return {"rope_theta": theta, "rope_scaling": scaling, **({"rope_fraction": fraction} if partial else {})}
@@ -104,29 +117,55 @@ def _check_rotated(head_dim: Any, fraction: float, kind: str) -> None:
         raise ValueError(f"{what} gives {dim} rotated dimensions, an odd number; they turn in pairs")
 
 
-def _scaling(c: Fields, rope: Fields, kind: str) -> RopeScaling:
-    known = kind in ("yarn", "llama3", "linear")  # others are read for what they are; only the engine must know more
-    needed = {"yarn": ("factor",), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    if missing := [key for key in needed.get(kind, ()) if key not in rope]:
+_NEEDED = {
+    "yarn": ("factor",),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "ntk_alpha": ("alpha",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+def _check_scaling(scaling: RopeScaling, head_dim: Any, fraction: float) -> None:
+    """Raise ValueError where a scaling does not go with the number of rotated dimensions."""
+    if type(head_dim) is not int or head_dim < 1:
+        return  # `check_sizes` says it
+    rotated = int(head_dim * fraction)
+    if scaling.kind == "longrope" and scaling.original_len == 1:
+        raise ValueError("the rotary scaling 'longrope' needs original_max_position_embeddings above 1")
+    if scaling.kind in ("dynamic", "ntk_alpha") and rotated == 2:
+        raise ValueError(f"the rotary scaling {scaling.kind!r} needs more than two rotated dimensions (head_dim)")
+    for name in ("short_factor", "long_factor") if scaling.kind == "longrope" else ():
+        count = len(getattr(scaling, name))
+        if count != -(-rotated // 2):
+            raise ValueError(f"{name} has {count} numbers for {-(-rotated // 2)} rotary frequencies")
+
+
+def _read_scaling(c: Fields, rope: Fields, kind: str) -> RopeScaling:
+    known = kind in _NEEDED  # others are read for what they are; only the engine must know more
+    if missing := [key for key in _NEEDED.get(kind, ()) if key not in rope]:
         raise ValueError(f"the rotary scaling {kind!r} lacks {', '.join(missing)}")
     length = c["max_position_embeddings"]
     original = rope.get("original_max_position_embeddings", length)
     if kind in ("yarn", "llama3", "longrope") and c["original_max_position_embeddings"] is not None:
         original = c["original_max_position_embeddings"]
-    factor = rope.get("factor")
-    if kind == "yarn" and factor is None:
+    if kind in ("dynamic", "ntk_alpha"):
+        original = length  # whatever the table says
+    factor = rope.get("alpha" if kind == "ntk_alpha" else "factor")
+    if kind in ("yarn", "longrope") and factor is None:
         factor = number("max_position_embeddings", length) / number("original_max_position_embeddings", original)
     if not known:
         original, factor = original or 1, factor or 1.0
     optional = ("attention_factor", "mscale", "mscale_all_dim")
     betas = ("beta_fast", "beta_slow") if kind == "yarn" else ()
     bounds = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ()
-    return RopeScaling(
-        kind=kind,
-        factor=number("factor", factor),
-        original_len=original,
-        truncate=bool(rope.get("truncate", True)),
+    lists = ("short_factor", "long_factor") if kind == "longrope" else ()
+    numbers: dict[str, Any] = {
         **{name: number(name, rope[name]) for name in optional if rope.get(name) is not None},
         **{name: number(name, rope[name]) for name in betas if rope.get(name)},
         **{name: number(name, rope[name]) for name in bounds},
-    )
+        **{name: _numbers(name, rope[name]) for name in lists},
+    }
+    truncate = bool(rope.get("truncate", True))
+    return RopeScaling(number("factor", factor), original, kind, truncate=truncate, **numbers)

@@ -1,4 +1,5 @@
-"""The families that are planned and priced and that the engine does not train yet, and the image encoders."""
+"""Readers of families with parts of their own: rotary positions of pictures, an indexer, Mamba layers, Gemma 4, which
+the engine does not train yet; and of the image encoders."""
 
 import reprlib
 from dataclasses import replace
@@ -39,6 +40,18 @@ def _with_sections(attention: GqaSpec, c: Fields, default: tuple[int, ...]) -> G
 
 
 def read_glm_moe_dsa(c: Fields) -> dict[str, Any]:
+    parts = read_deepseek_v32(c)
+    indexer = parts["attention"].indexer
+    if indexer is not None:
+        types, pattern, freq = c["indexer_types"], c["index_topk_pattern"], c["index_topk_freq"]
+        is_reused = any(kind in ("S", "shared") for kind in types or pattern or ()) or (
+            types is None and pattern is None and (freq or 1) > 1
+        )
+        indexer = replace(indexer, rope_pairs=True, is_reused=is_reused)
+    return {**parts, "family": "glm_moe_dsa", "attention": replace(parts["attention"], indexer=indexer)}
+
+
+def read_deepseek_v32(c: Fields) -> dict[str, Any]:
     indexer = IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"]) if c["index_topk"] else None
     dense = c["first_k_dense_replace"]
     if (types := c["mlp_layer_types"]) is not None:
@@ -48,7 +61,9 @@ def read_glm_moe_dsa(c: Fields) -> dict[str, Any]:
         ):
             raise ValueError("dense layers behind sparse ones (mlp_layer_types) are not supported")
     parts = read_deepseek({**c, "first_k_dense_replace": dense, "num_mtp_layers": c["num_nextn_predict_layers"] or 0})
-    return {**parts, "family": "glm_moe_dsa", "attention": replace(parts["attention"], indexer=indexer)}
+    if indexer is not None and indexer.head_dim < parts["attention"].rope_dim:
+        raise ValueError(f"index_head_dim {indexer.head_dim} is less than the dims that turn, qk_rope_head_dim")
+    return {**parts, "family": "deepseek_v32", "attention": replace(parts["attention"], indexer=indexer)}
 
 
 def read_gemma4(c: Fields) -> dict[str, Any]:
@@ -117,6 +132,8 @@ def _nemotron_pattern(types: Any, letters: Any, default: str) -> str:
 
 
 def read_nemotron_h(c: Fields) -> dict[str, Any]:
+    if c["tie_word_embeddings"]:  # transformers gives it a head of its own all the same
+        raise ValueError("a head tied to the embedding (tie_word_embeddings) is not supported")
     pattern = _nemotron_pattern(c["layers_block_type"], c["hybrid_override_pattern"], "ME*-")
     moe = group_limited_moe(c, shared_dim=c["moe_shared_expert_intermediate_size"], latent_dim=c["moe_latent_size"])
     return {
@@ -124,13 +141,14 @@ def read_nemotron_h(c: Fields) -> dict[str, Any]:
         "num_layers": len(pattern),
         "pattern": pattern,
         "dense_dim": c["intermediate_size"],
-        "attention": GqaSpec(c["num_attention_heads"], kv_heads(c), c["head_dim"], bias=c["attention_bias"]),
+        "attention": GqaSpec(c["num_attention_heads"], kv_heads(c), c["head_dim"], use_rope=False),
         "mamba": MambaSpec(
             num_heads=c["mamba_num_heads"],
             head_dim=c["mamba_head_dim"],
             state_dim=c["ssm_state_size"],
             num_groups=c["n_groups"],
             conv=c["conv_kernel"],
+            time_step_min=float(c["time_step_min"]),
         ),
         "moe": moe if "E" in pattern else None,
         "glu": False,

@@ -12,16 +12,11 @@ from threefold.spec.hf_fields import Fields, read_rope
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, MoeSpec
 
 
-def grouped_attention(c: Fields, partial: bool = False, **extra: Any) -> GqaSpec:
+def grouped_attention(c: Fields, partial: bool = False, fixed_alpha: bool = False, **extra: Any) -> GqaSpec:
     head_dim = _head_dim(c)
-    return GqaSpec(
-        num_heads=c["num_attention_heads"],
-        num_kv_heads=kv_heads(c),
-        head_dim=head_dim,
-        bias=c.get("attention_bias", False),
-        **read_rope(c, head_dim, partial),
-        **extra,
-    )
+    sizes = {"num_heads": c["num_attention_heads"], "num_kv_heads": kv_heads(c), "head_dim": head_dim}
+    bias = c.get("attention_bias", False)
+    return GqaSpec(**{**sizes, "bias": bias, **read_rope(c, head_dim, partial, fixed_alpha), **extra})
 
 
 def _head_dim(c: Fields) -> Any:
@@ -76,13 +71,19 @@ def layer_pattern(types: Sequence[str], letters: Mapping[str, str], num_layers: 
 
 
 def read_llama(c: Fields) -> dict[str, Any]:
+    return decoder_parts(c, "llama", grouped_attention(c))
+
+
+def decoder_parts(c: Fields, family: str, attention: GqaSpec, **parts: Any) -> dict[str, Any]:
+    """What the decoders of most families have, with `parts` of a family's own."""
     return {
-        "family": "llama",
+        "family": family,
         "num_layers": c["num_hidden_layers"],
         "dense_dim": c["intermediate_size"],
-        "attention": grouped_attention(c),
+        "attention": attention,
         "activation": activation_name(c),
         "norm_eps": float(c["rms_norm_eps"]),
+        **parts,
     }
 
 

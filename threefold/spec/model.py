@@ -14,7 +14,11 @@ Ffn = Literal["dense", "moe", "none"]
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to a longer context. The engine runs `yarn`, `llama3` and `linear`."""
+    """How rotary frequencies are stretched to a longer context. The engine runs those of `ENGINE_ROPE_SCALING`.
+
+    The frequencies of `dynamic` and `longrope` depend on the length of the longest document in a microbatch. Those of
+    `ntk_alpha` (Hunyuan) do not: `factor`, which its configurations call alpha, stretches the base once and for all.
+    """
 
     factor: float
     original_len: int  # context the unstretched frequencies were trained for
@@ -27,6 +31,13 @@ class RopeScaling:
     truncate: bool = True  # the ramp starts and ends at whole dimensions
     low_freq_factor: float = 1.0  # of llama3: wavelengths above original_len / this are multiplied by factor
     high_freq_factor: float = 4.0  # those below original_len / this are left alone; between, a ramp
+    short_factor: tuple[float, ...] = ()  # of longrope: what each frequency is divided by, up to original_len
+    long_factor: tuple[float, ...] = ()  # and beyond it
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies depend on the length of the text."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +48,38 @@ class GqaSpec:
     num_kv_heads: int
     head_dim: int
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"  # one norm of all heads together: OLMoE, MiniMax-M2
+    norm_after_rope: bool = False  # norms of queries and keys behind the rotation (Hunyuan), which else comes last
     bias: bool = False  # on q, k, v and the output projection
+    out_bias: bool = True  # where the others have a bias, the output projection has one too
+    clip_qkv: float | None = None  # queries, keys and values are clipped to this size, before the rotation (OLMoE)
+    scale: float | None = None  # of the attention logits; None: 1 / sqrt(head_dim)
+    out_scale: float = 1.0  # of what attention adds to the residual stream (Granite)
     sinks: bool = False  # one learnt logit per head that takes probability and gives no value
     gated: bool = False  # the query projection also yields a sigmoid gate on the output
     shared_kv: bool = False  # keys serve as values: one projection for both
     window: int | None = None
+    use_rope: bool = True  # False: no rotary positions, as between Mamba layers
     rope_theta: float = 10_000.0
     rope_fraction: float = 1.0
     rope_scaling: RopeScaling | None = None
+    rope_pairs: bool = False  # neighbouring dimensions turn together, not the two halves
     # Interleaved multimodal rotary positions: how many frequencies turn by time, height and width. Empty: one position.
     rope_sections: tuple[int, ...] = ()
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated dims of a head."""
+        return int(self.head_dim * self.rope_fraction) if self.use_rope else 0
+
+    @property
+    def has_out_bias(self) -> bool:
+        return self.bias and self.out_bias
+
+    @property
+    def logit_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return float(self.head_dim**-0.5) if self.scale is None else self.scale
 
     @property
     def q_dim(self) -> int:
@@ -64,6 +97,8 @@ class IndexerSpec:
     num_heads: int
     head_dim: int
     top_k: int
+    rope_pairs: bool = False  # neighbouring dimensions turn together, not the two halves
+    is_reused: bool = False  # some layers have no indexer and read what one of a layer before them chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +153,21 @@ class MambaSpec:
     state_dim: int
     num_groups: int
     conv: int = 4
+    time_step_min: float = 0.001  # a token's step is at least this long, behind the softplus
 
     @property
     def inner_dim(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the convolution: the inner ones, then B and C of all groups."""
+        return self.inner_dim + 2 * self.num_groups * self.state_dim
+
+    @property
+    def projected_dim(self) -> int:
+        """Columns of the input projection: the gate, the channels of the convolution, and a step for each head."""
+        return self.inner_dim + self.conv_dim + self.num_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +180,8 @@ class MoeSpec:
     num_shared: int = 0
     shared_dim: int | None = None  # width of all shared experts together; default num_shared * expert_dim
     shared_gate: bool = False
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    jitter: float = 0.01  # of sparsemixer (Phi-MoE): experts within twice this of the best one share in its softmax
     norm_topk: bool = True
     num_groups: int = 1  # group-limited routing: experts in groups, of which a token may use top_groups
     top_groups: int = 1
@@ -240,7 +287,11 @@ class ModelSpec:
     activation: str = "silu"
     tied: bool = False
     norm_eps: float = 1e-6
+    norm: Literal["rms", "layer"] = "rms"  # of the residual stream: RMSNorm, or LayerNorm with a bias (Phi-MoE)
+    head_bias: bool = False  # on the logits over the vocabulary (Phi-MoE)
     init_std: float = 0.02  # standard deviation of initial weights
+    embed_scale: float = 1.0  # embedded tokens are multiplied by it (Granite)
+    logit_divisor: float = 1.0  # logits over the vocabulary are divided by it (Granite)
     vocab_multiple: int = 128  # Megatron pads the vocabulary to a multiple of this and TP
     vision: VisionSpec | None = None
     published_total: float | None = None  # parameters as the authors state them
@@ -284,6 +335,9 @@ def check_sizes(spec: Any, at: str = "") -> None:
         elif hint == tuple[int, ...]:
             for size in value:
                 _check_size(name, size, least=0, most=MAX_INT)
+        elif hint == tuple[float, ...]:
+            if not all(number > 0 and math.isfinite(number) for number in value):
+                raise ValueError(f"{name} is {reprlib.repr(value)}, not positive numbers")
         elif hint is int or (hint == int | None and value is not None):
             least = 1 if f.default is MISSING else 0
             _check_size(name, value, least, most=MAX_LAYERS if f.name.endswith("layers") else MAX_INT)
@@ -301,6 +355,11 @@ def check_heads(model: ModelSpec) -> None:
     for heads, kind, keys, name in shared:
         if heads % keys:
             raise ValueError(f"{heads} {kind} cannot share {keys} {name} evenly")
+    for spec in _grouped(model):
+        for name in ("clip_qkv", "scale"):
+            value = getattr(spec, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} of the attention heads is {value}, not a positive number")
 
 
 def check_vision(model: ModelSpec) -> None:

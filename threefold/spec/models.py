@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from threefold.spec.hf_families.mixture_models import MIXTURE_MODELS
 from threefold.spec.model import (
     DeltaSpec,
     GqaSpec,
@@ -315,7 +316,7 @@ NEMOTRON_3_NANO = ModelSpec(
     pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     dim=2688,
     vocab=131072,
-    attention=GqaSpec(num_heads=32, num_kv_heads=2, head_dim=128),
+    attention=GqaSpec(num_heads=32, num_kv_heads=2, head_dim=128, use_rope=False),
     mamba=MambaSpec(num_heads=64, head_dim=64, state_dim=128, num_groups=8),
     moe=MoeSpec(
         num_experts=128,
@@ -376,7 +377,7 @@ NEMOTRON_3_ULTRA = replace(
         "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
     ),
     dim=8192,
-    attention=GqaSpec(num_heads=64, num_kv_heads=2, head_dim=128),
+    attention=GqaSpec(num_heads=64, num_kv_heads=2, head_dim=128, use_rope=False),
     mamba=MambaSpec(num_heads=256, head_dim=64, state_dim=128, num_groups=8),
     moe=MoeSpec(
         num_experts=512,
@@ -410,7 +411,7 @@ GLM_52 = ModelSpec(
         nope_dim=192,
         rope_dim=64,
         v_dim=256,
-        indexer=IndexerSpec(num_heads=32, head_dim=128, top_k=2048),
+        indexer=IndexerSpec(num_heads=32, head_dim=128, top_k=2048, rope_pairs=True),
     ),
     moe=MoeSpec(
         num_experts=256,
@@ -565,6 +566,41 @@ TINY_QWEN3_NEXT = ModelSpec(
     mtp_layers=1,
     source=_MADE_HERE,
 )
+TINY_DEEPSEEK_V32 = replace(
+    TINY_DEEPSEEK_V3,
+    name="tiny-deepseek-v3.2",
+    family="deepseek_v32",
+    attention=MlaSpec(
+        num_heads=8,
+        q_rank=48,
+        kv_rank=32,
+        nope_dim=16,
+        rope_dim=16,
+        v_dim=16,
+        indexer=IndexerSpec(num_heads=8, head_dim=32, top_k=64),
+    ),
+    mtp_layers=0,
+)
+TINY_NEMOTRON_H = ModelSpec(
+    name="tiny-nemotron-h",
+    family="nemotron_h",
+    num_layers=6,
+    pattern="MEM*E-",
+    dim=128,
+    vocab=512,
+    attention=GqaSpec(num_heads=8, num_kv_heads=4, head_dim=16, use_rope=False),
+    mamba=MambaSpec(num_heads=8, head_dim=32, state_dim=16, num_groups=4),
+    moe=MoeSpec(
+        num_experts=16, top_k=4, expert_dim=64, num_shared=1, shared_dim=128, score="sigmoid", balance_bias=True
+    ),
+    dense_dim=256,
+    glu=False,
+    activation="relu2",
+    mtp_pattern="*E",
+    mtp_shared=True,
+    norm_eps=1e-5,
+    source=_MADE_HERE,
+)
 _TINY_OSS_ATTENTION = GqaSpec(num_heads=8, num_kv_heads=4, head_dim=16, bias=True, sinks=True)
 TINY_GPT_OSS = ModelSpec(
     name="tiny-gpt-oss",
@@ -655,10 +691,13 @@ MODELS: dict[str, ModelSpec] = {
         LLAMA3_70B,
         LLAMA31_405B,
         QWEN3_8B,
+        *MIXTURE_MODELS,
         TINY_QWEN3_MOE,
         DEMO_QWEN3_MOE,
         TINY_DEEPSEEK_V3,
         TINY_QWEN3_NEXT,
+        TINY_NEMOTRON_H,
+        TINY_DEEPSEEK_V32,
         TINY_GPT_OSS,
         TINY_MIXTRAL,
         TINY_QWEN3_VL,

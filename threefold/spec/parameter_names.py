@@ -23,8 +23,9 @@ def freezes(entry: str, name: str) -> bool:
 
 
 def is_frozen(name: str, freeze: Iterable[str]) -> bool:
-    """Whether any entry of `job.freeze` freezes a parameter."""
-    return any(freezes(entry, name) for entry in freeze)
+    """Whether any entry of `job.freeze` freezes a parameter. Those of an indexer never train: its choice of keys has no
+    gradient."""
+    return ".indexer." in name or any(freezes(entry, name) for entry in freeze)
 
 
 def idle_patterns(freeze: Iterable[str], names: Sequence[str]) -> list[str]:

@@ -56,13 +56,13 @@ def count_params(model: ModelSpec, mtp_layers: int | None = None) -> Params:
     table = model.vocab * model.dim
     return Params(
         embedding=table,
-        head=0 if model.tied else table,
+        head=0 if model.tied else table + (model.vocab if model.head_bias else 0),
         mixers=sum(mixer_params(model, layer) for layer in layers),
         dense=sum(layer.ffn == "dense" for layer in layers) * dense_params(model),
         experts=moe_layers * moe.num_experts * expert_params(model) if moe else 0,
         shared=moe_layers * shared_params(model),
         routers=moe_layers * router_params(model),
-        norms=sum(norm_params(model, layer) for layer in layers) + model.dim,
+        norms=sum(norm_params(model, layer) for layer in layers) + _norm_width(model),
         mtp=depths * mtp_params(model),
         vision=vision_params(model.vision, model.dim) if model.vision else 0,
         inactive=moe_layers * (moe.num_experts - moe.top_k) * expert_params(model) if moe else 0,
@@ -94,7 +94,11 @@ def mixer_params(model: ModelSpec, layer: Layer) -> int:
 
 def norm_params(model: ModelSpec, layer: Layer) -> int:
     """One norm before the mixer, one before the feed-forward part."""
-    return model.dim * ((layer.mixer != "none") + (layer.ffn != "none"))
+    return _norm_width(model) * ((layer.mixer != "none") + (layer.ffn != "none"))
+
+
+def _norm_width(model: ModelSpec) -> int:
+    return model.dim * (2 if model.norm == "layer" else 1)
 
 
 def dense_params(model: ModelSpec) -> int:
@@ -152,8 +156,9 @@ def _mlp(model: ModelSpec, dim: int, hidden: int) -> int:
 def _gqa(spec: GqaSpec, dim: int) -> int:
     q_out = spec.q_dim * (2 if spec.gated else 1)
     kv_out = spec.kv_dim * (1 if spec.shared_kv else 2)
-    bias = q_out + kv_out + dim if spec.bias else 0
-    norms = 2 * spec.head_dim if spec.qk_norm else 0
+    bias = (q_out + kv_out if spec.bias else 0) + (dim if spec.has_out_bias else 0)
+    widths = spec.q_dim + spec.kv_dim if spec.qk_norm_over == "projection" else 2 * spec.head_dim
+    norms = widths if spec.qk_norm else 0
     sinks = spec.num_heads if spec.sinks else 0
     return dim * (q_out + kv_out) + spec.q_dim * dim + bias + norms + sinks
 

@@ -31,9 +31,21 @@ STACKS = {
         frozenset(
             {
                 "deepseek_v3",
+                "deepseek_v32",
+                "dots1",
+                "ernie4_5_moe",
+                "glm4_moe",
+                "glm_moe_dsa",
                 "gpt_oss",
+                "granitemoe",
+                "hunyuan_v1_moe",
                 "llama",
+                "minimax_m2",
                 "mixtral",
+                "nemotron_h",
+                "olmoe",
+                "phimoe",
+                "qwen2_moe",
                 "qwen3",
                 "qwen3_5_moe",
                 "qwen3_moe",
@@ -66,8 +78,11 @@ STACKS = {
 }
 
 
-ENGINE_ACTIVATIONS = ("silu", "clamped swiglu")  # those of `engine/moe/experts.py`
-ENGINE_ROPE_SCALING = ("yarn", "llama3", "linear")
+ENGINE_ACTIVATIONS = ("silu", "clamped swiglu", "relu2")  # those of `engine/moe/experts.py`
+ENGINE_DENSE_ACTIVATIONS = ("silu", "relu2")  # those of `engine/layers/mlp.py`
+ENGINE_UNGATED = ("relu2",)  # those of networks without a gate; all others have one
+# The last one is what transformers calls `dynamic` with an alpha.
+ENGINE_ROPE_SCALING = ("yarn", "llama3", "linear", "dynamic", "longrope", "ntk_alpha")
 
 
 def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -75,15 +90,29 @@ def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
     families = STACKS["threefold"].families
     if model.family not in families:
         yield f"the engine has no {model.family} model", f"choose one of {', '.join(sorted(families))}"
-    if isinstance(model.attention, MlaSpec) and model.attention.indexer:
-        yield "the engine has no sparse attention", "choose a model without an indexer"
+    if isinstance(model.attention, MlaSpec) and (indexer := model.attention.indexer):
+        if indexer.is_reused:
+            problem = "the engine has no layers that read what the indexer of another layer chose (indexer_types)"
+            yield problem, "choose a model with an indexer in every layer"
+        if model.attention.q_rank is None:
+            yield "the engine has no indexer without latents of queries", "choose a model with a q_lora_rank"
     if model.activation not in ENGINE_ACTIVATIONS:
         yield f"the engine has no activation {model.activation!r}", f"known: {', '.join(ENGINE_ACTIVATIONS)}"
-    elif model.activation != "silu" and _has_dense_parts(model):
+    elif model.glu == (model.activation in ENGINE_UNGATED):
+        gating = "gated" if model.glu else "ungated"
+        yield (
+            f"the engine has no {gating} feed-forward network with {model.activation!r}",
+            "relu2 goes without a gate, others with one",
+        )
+    elif model.activation not in ENGINE_DENSE_ACTIVATIONS and _has_dense_parts(model):
         yield f"the engine has no dense feed-forward network with {model.activation!r}", "use silu"
-    kind = _rope_scaling(model)
-    if kind and kind not in ENGINE_ROPE_SCALING:
-        yield f"the engine has no rotary scaling {kind!r}", f"use {', '.join(ENGINE_ROPE_SCALING)}, or none"
+    if model.moe and model.moe.latent_dim:
+        yield "the engine has no experts behind a latent projection (moe_latent_size)", "choose a model without it"
+    scaling = _rope_scaling(model)
+    if scaling and scaling not in ENGINE_ROPE_SCALING:
+        yield f"the engine has no rotary scaling {scaling!r}", f"use {', '.join(ENGINE_ROPE_SCALING[:-1])}, or none"
+    if scaling in ("dynamic", "longrope") and model.vision is not None:
+        yield f"the engine has no rotary scaling {scaling!r} for models with pictures", "use yarn, llama3 or linear"
     if isinstance(model.attention, MlaSpec) and model.attention.v_dim > model.attention.qk_dim:
         problem = f"the engine has no latent attention with values ({model.attention.v_dim}) wider than keys"
         yield problem, f"v_head_dim of at most qk_nope_head_dim + qk_rope_head_dim ({model.attention.qk_dim})"

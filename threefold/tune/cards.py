@@ -164,6 +164,8 @@ def _problems(values: Mapping[str, Any]) -> Iterator[str]:
         if parsed is None or parsed.plan is None:
             said = parsed.findings[0].problem if parsed and parsed.findings else "it is no table of fields"
             yield f"its plan is none: {said}"
+        elif parsed.plan.is_image_free:
+            yield "its plan trains a vision-language model without images, which is no evidence of its speed"
 
 
 def _figure_problems(values: Mapping[str, Any]) -> Iterator[str]:

@@ -62,6 +62,8 @@ class EngineMeasurer:
             peak_bytes=result["peak_bytes"],
             useful_tokens=result["work"]["useful_tokens"],
             flops=result["work"]["flops"],
+            images=result["work"].get("images"),
+            is_image_free=bool(result["work"].get("is_image_free", False)),
             effects=tuple(result["effects"]),
             wall=wall,
             wall_evidence=evidence,

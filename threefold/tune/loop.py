@@ -149,6 +149,14 @@ class _Tuning:
             problem = f"the baseline does not run: {found.error or 'its loss is not finite'}"
             advice = "run `threefold check` and `threefold train` on it first, and tune in another --out folder"
             raise FindingsError([Finding(rule="baseline-runs", at="baseline", problem=problem, advice=advice)])
+        if found.is_image_free:
+            problem = (
+                "no step of the baseline has an image: the speed of a vision-language model without is no evidence"
+            )
+            advice = "give data with images, such as scenes, and tune in another --out folder"
+            raise FindingsError(
+                [Finding(rule="vlm-benchmark-has-images", at="job.data", problem=problem, advice=advice)]
+            )
         return found
 
     def _wall(self, plan: Plan, found: Measurement) -> tuple[str, str, tuple[str, ...]]:

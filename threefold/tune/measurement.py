@@ -41,6 +41,8 @@ class Measurement:
     peak_bytes: int | None = None
     useful_tokens: float | None = None  # of the first step
     flops: float | None = None  # of the model in the first step
+    images: float | None = None  # of the first step
+    is_image_free: bool = False  # a vision-language model saw no image in any step
     effects: tuple[dict[str, Any], ...] = field(default=())  # settings, and whether they took effect
     error: str = ""
     wall: str = ""  # that the trace shows, where one was taken
@@ -80,6 +82,8 @@ class Measurement:
             ratio = self.useful_tokens / baseline.useful_tokens
             if ratio < 1 - SAME_WORK:
                 return f"a step has {self.useful_tokens:.0f} useful tokens, {baseline.useful_tokens:.0f} before"
+        if self.images is not None and baseline.images and self.images < baseline.images:
+            return f"a step has {self.images:.0f} images, {baseline.images:.0f} before"
         return ""
 
     def to_json(self) -> dict[str, Any]:

@@ -87,12 +87,14 @@ def propose(
 ) -> tuple[list[Candidate], list[Refused]]:
     """Changes of `best` in the order in which to try them: those that were certainly better one by one (`together`),
     the user's own, the wall's unless they are predicted to lose, then the others by predicted gain. Of changes to the
-    same fields the one with the best prediction goes first."""
+    same fields the one with the best prediction goes first. A vision-language model's microbatch is swept first."""
     found: list[Candidate] = []
     refused: list[Refused] = []
     seen, before = {best.hash}, judge(best)
     ordered = [(dict(together), "each of these was certainly better on the plan before")] if together else []
     ordered += [(dict(changes), "asked for with --try") for changes in extra]
+    if best.is_vlm:  # measured whatever the estimate says: pictures make the microbatch matter more than it knows
+        ordered += [(dict(changes), f"{why} with pictures") for changes, why in _microbatches(best)]
     of_wall = list(_for_wall(best, wall))
     rest = [way for name in ("memory", *TIME_WALLS) if name != wall for way in _for_wall(best, name)]
     rest += [*_for_every_wall(best)]
@@ -144,6 +146,9 @@ def _judged(
     idle = [one for one in (*before, *after) if one.rule == "engine-has-a-choice" and one.at in stated]
     if {one.at for one in idle} == set(stated):
         return Refused(stated, why, label.kind, idle[0].problem)
+    wide = [one for one in after if one.rule == "etp-only-when-ep-insufficient"]
+    if wide and wide[0].rule not in {one.rule for one in before} and not is_asked:
+        return Refused(stated, why, label.kind, f"{wide[0].rule}: {wide[0].problem}")
     predicted = _predicted(best, other)
     if predicted is not None and predicted < -max(LEAST_PRUNED, time_band(best)) and not is_asked:
         return Refused(stated, why, label.kind, f"predicted to be {-predicted:.0%} slower")

@@ -34,6 +34,7 @@ def plan_numbers(plan: Plan, found: Measurement) -> dict[str, Any]:
         "step_seconds": seconds,
         "num_steps": len(found.steps),
         "tokens_per_second": found.useful_tokens / seconds if found.useful_tokens and seconds else None,
+        **({"images_per_second": found.images / seconds} if found.images and seconds else {}),
         "tflops_per_gpu": per_gpu / 1e12 if per_gpu else None,
         "mfu": per_gpu / peak if per_gpu and peak else None,
         "mfu_peak": f"{plan.chip.name} {name} dense" if name else None,

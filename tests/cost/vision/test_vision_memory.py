@@ -43,6 +43,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "frozen encoder": {"job.freeze": ["vision"]},
     "frozen decoder": {"job.freeze": ["language"]},
     "delta rule": {"model": "qwen3.5-35b-a3b", "job.mtp": 0},
+    "mtp over stages": {"model": "qwen3.5-35b-a3b", "job.mtp": 1, "layout.pp": 2},
 }
 OFTEN = ("encoder on its own stage", "ep overlap")
 

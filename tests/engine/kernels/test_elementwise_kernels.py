@@ -249,14 +249,14 @@ def scores(logits: Any, spec: MoeSpec) -> Any:
 def test_chosen_experts_and_weights(name: str) -> None:
     spec = ALL_KINDS[name]
     for num_tokens in (37,) if not HAS_GPU else (1, 1037):
-        from threefold.engine.kernels.elementwise.topk_router import fused_topk
+        from threefold.engine.kernels.elementwise.topk_router import route_logits
 
         router = router_of(spec, 8)
         logits = torch.randn(num_tokens, spec.num_experts, device=DEVICE).requires_grad_()
         if spec.score == "softmax" and not spec.balance_bias:
             # Logits are compared here: with few values, zeros of both signs among them, most rows have ties.
             logits = (torch.randint(-9, 9, logits.shape, device=DEVICE) / 4 * logits.detach().sign()).requires_grad_()
-        made = fused_topk(logits, router.balance_bias, router._router_options(num_tokens))
+        made = route_logits(logits, router.balance_bias, router._router_options(num_tokens))
         score = scores(logits.detach().float(), spec)
         compared = logits.detach() if spec.score == "softmax" else score
         if router.balance_bias is not None:
@@ -280,12 +280,12 @@ def test_chosen_experts_and_weights(name: str) -> None:
 @runs
 @pytest.mark.parametrize("name", ALL_KINDS)
 def test_the_first_of_equal_experts_are_chosen(name: str) -> None:
-    from threefold.engine.kernels.elementwise.topk_router import fused_topk
+    from threefold.engine.kernels.elementwise.topk_router import route_logits
 
     spec = ALL_KINDS[name]
     logits = torch.full((3, spec.num_experts), -0.7, device=DEVICE)
     bias = torch.zeros(spec.num_experts, device=DEVICE) if spec.balance_bias else None
-    made = fused_topk(logits, bias, router_of(spec, 8)._router_options(3))
+    made = route_logits(logits, bias, router_of(spec, 8)._router_options(3))
     assert made.expert_TK.tolist() == [list(range(spec.top_k))] * 3
 
 

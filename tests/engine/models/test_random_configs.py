@@ -8,6 +8,7 @@ import os
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch.nn.functional as F
 import transformers
-from random_configs import draw_config
+from random_configs import FAMILIES, draw_config
+from tiny_mixtures import MIXTURES
 from torch import Tensor
 
 from threefold.engine.models.build import build_model
@@ -86,15 +88,16 @@ def compare(engine: Decoder, model: Any, tokens: Tensor, labels: Tensor) -> None
     assert seen == {name for name, p in theirs.items() if p.grad is not None or name in seen}
 
 
-def outcome(seed: str, folder: Path) -> str:
+def outcome(seed: str, folder: Path, families: Sequence[str]) -> str:
     """What became of one draw; an assertion where it is neither equal nor refused."""
-    config = draw_config(seed)
+    config = draw_config(seed, families)
     found, model = check(config, folder / "raw"), peer(config, seed)
     if isinstance(found, str):
         assert re.search(r"[a-z]+_[a-z_]+|activation|scaling|experts|heads|head|groups|values", found), found
         return "refused by both" if model is None else "refused"
     engine = build_model(found, mtp=0)
-    avoided = config.get("pad_token_id")  # transformers keeps the gradients of padding out of the embedding
+    # transformers keeps the gradients of padding out of the embedding; some classes have a token of padding by default.
+    avoided = config.get("pad_token_id") if model is None else model.config.pad_token_id
     allowed = torch.tensor([token for token in range(found.vocab) if token != avoided])
     tokens, labels = (allowed[torch.randint(0, len(allowed), (2, LENGTH))] for _ in range(2))
     if model is None:
@@ -106,14 +109,14 @@ def outcome(seed: str, folder: Path) -> str:
     return "equal"
 
 
-def draw(seeds: list[str], folder: Path) -> Counter[str]:
+def draw(seeds: list[str], folder: Path, families: Sequence[str] = FAMILIES) -> Counter[str]:
     found: Counter[str] = Counter()
     for seed in seeds:
         (folder / seed).mkdir()
         try:
-            found[outcome(seed, folder / seed)] += 1
+            found[outcome(seed, folder / seed, families)] += 1
         except Exception as error:
-            error.add_note(f"draw_config({seed!r}) = {json.dumps(draw_config(seed))}")
+            error.add_note(f"draw_config({seed!r}) = {json.dumps(draw_config(seed, families))}")
             raise
     return found
 
@@ -123,8 +126,14 @@ def test_configurations_are_read_as_transformers_reads_them(tmp_path: Path) -> N
     assert found["equal"] >= 8, found  # the rest is refused, most by both
 
 
+def test_configurations_of_mixtures_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    found = draw([f"mixtures.{seed}" for seed in range(30)], tmp_path, MIXTURES)
+    assert found["equal"] >= 8, found
+
+
 @pytest.mark.slow
-def test_two_hundred_configurations_drawn_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("families", [FAMILIES, MIXTURES], ids=["families", "mixtures"])
+def test_two_hundred_configurations_drawn_anew(families: Sequence[str], tmp_path: Path) -> None:
     start = os.environ.get("THREEFOLD_SEED") or str(random.SystemRandom().randrange(10**9))
-    found = draw([f"{start}.{number}" for number in range(200)], tmp_path)
+    found = draw([f"{start}.{number}" for number in range(200)], tmp_path, families)
     assert found["equal"] > 60, (start, found)  # the rest is refused; a test that refuses all would show nothing

@@ -10,10 +10,13 @@ from functools import cache
 from typing import Any
 
 import mutations_dp_pp  # noqa: F401
+import mutations_dynamic_cp  # noqa: F401
 import mutations_experts  # noqa: F401
+import mutations_mixtures  # noqa: F401
 import mutations_tp_cp  # noqa: F401
 import pytest
 import torch
+from mixture_layouts import MIXTURE_CASES
 from mutation_registry import MUTATIONS, Mutation
 from oracle_layouts import CASES
 
@@ -31,7 +34,7 @@ STEPS = 2  # the second shows what the first left behind
 @cache
 def intact_run(name: str) -> tuple[Plan, Options, RankResults]:
     torch.set_num_threads(1)
-    [case] = [case for case in CASES if case.name == name]
+    [case] = [case for case in (*CASES, *MIXTURE_CASES) if case.name == name]
     plan = case.plan
     options = replace(options_of(plan), expert_backend="loop")
     return plan, options, run_one_rank(plan, STEPS, torch.float64, options)
@@ -66,4 +69,4 @@ def test_nothing_broken_is_not_caught() -> None:
 
 def test_there_are_enough() -> None:
     assert len(MUTATIONS) >= 25
-    assert {mutation.case for mutation in MUTATIONS} <= {case.name for case in CASES}
+    assert {mutation.case for mutation in MUTATIONS} <= {case.name for case in (*CASES, *MIXTURE_CASES)}

@@ -46,7 +46,8 @@ def test_layout_is_one_rank(case: Case) -> None:
     assert found.problems == ()
     assert found.near_ties == 0
     assert (found.idle, found.vanishing) == ((), ())
-    assert found.num_parameters == len(list(build_model(plan.model, plan.mtp, device="meta").parameters()))
+    parameters = build_model(plan.model, plan.mtp, device="meta").parameters()
+    assert found.num_parameters == sum(parameter.requires_grad for parameter in parameters)
     assert found.largest <= FP64, found
 
 
@@ -71,7 +72,7 @@ def test_set_covers_every_axis_and_pair() -> None:
     for axes in (set(), *alone):
         assert any(case.written() == axes for case in CASES), axes
     often = [case for case in CASES if case.often]
-    assert 18 <= len(often) <= 24
+    assert 18 <= len(often) <= 26
     assert max(case.gpus for case in often) <= 8
     for cases in (CASES, often):
         for pair in combinations((*AXES, *SHARDED), 2):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from threefold.cli.main import main
 from threefold.engine.profiler import PROFILE
 from threefold.engine.run.folder import METRICS
 from threefold.engine.train import train
+from threefold.profile.analyse import profile_traces
+from threefold.report.profile import profile_text
 
 RECIPE = str(ROOT / "recipes" / "tiny-qwen3-vl-moe-256-4xcpu-fp32-fsdp.toml")
 SMALL = ["job.global_batch=4", "job.micro_batch=1", "model.num_layers=3"]
@@ -42,11 +45,38 @@ def test_a_checkpoint_moves_from_fsdp_to_3d(tmp_path: Path) -> None:
         assert losses(moves)[step] == pytest.approx(loss, rel=FP32), step
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["check", "estimate", "dry-run", "train"])
+def test_every_verb_takes_an_fp8_decoder_over_context_ranks(verb: str, tmp_path: Path) -> None:
+    """FP8 is emulated on a CPU; the encoder stays as it is."""
+    fields = ["knobs.data_parallel=zero1", "layout.cp=2", "layout.ep=2", "cluster.gpus=2", "job.steps=2"]
+    words = [RECIPE, *SMALL, *fields, "knobs.precision=fp8-blockwise"]
+    assert main([verb, *words, *(["--run", str(tmp_path / "run")] if verb == "train" else [])]) == 0
+    if verb == "train":
+        assert losses(tmp_path / "run").keys() == {1, 2}
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_profile_names_encoder_and_projector(tmp_path: Path) -> None:
-    """Their ranges lie beside those of the decoder, once a microbatch, also where it has no picture."""
+def test_a_run_and_its_profile_tell_encoder_projector_and_decoder_apart(tmp_path: Path) -> None:
+    """Their ranges lie beside those of the decoder, once a microbatch, also where it has no picture. The seconds of the
+    three are in every line of metrics, at the end of the run and in its profile; they do not exceed the step."""
     plan = tiny_plan({**TINY, "model": "tiny-qwen3-vl-moe", "job.data": "synthetic", "job.images": 1.0, "job.steps": 5})
-    train(plan, tmp_path, lambda text: None, profile="torch")
+    said: list[str] = []
+    train(plan, tmp_path, said.append, profile="torch")
     with gzip.open(tmp_path / PROFILE / "rank-0.json.gz") as file:
         names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count("threefold.encoder") == names.count("threefold.projector") == names.count("threefold.loss") > 0
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text(encoding="utf-8").splitlines()]
+    parts = ("encoder", "projector", "decoder")
+    for line in lines:
+        seconds = [line[f"{part}_seconds"] for part in parts]
+        assert min(seconds) > 0
+        assert sum(seconds) <= line["seconds"]
+    [spent, work] = [text for text in said if text.startswith("median of 3 steps")]
+    assert [part in spent for part in parts] == [True] * 3
+    assert "images/s" in work
+    assert "useful tokens/s" in work
+    profile = profile_traces([tmp_path])
+    assert list(profile.to_json()["part_seconds"]) == list(parts)
+    text = profile_text(profile)
+    assert [re.search(rf"^{part} .*\d%", text, re.MULTILINE) is not None for part in parts] == [True] * 3

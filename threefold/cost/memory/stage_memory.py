@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.layout.dynamic_cp import num_dynamic_groups
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 from threefold.units import GIB, MIB
@@ -87,6 +88,8 @@ def stage_memory(plan: Plan, stage: int, peak: StagePeak) -> StageMemory:
     peak_bytes = sum(peak.terms.values())
     on_gpu = plan.chip.architecture != "cpu"
     num_groups = sum(plan.layout.degree(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep", "edp", "etp"))
+    if plan.shards_dynamically:
+        num_groups += num_dynamic_groups(plan.layout.cp, plan.layout.tp)
     reserve = {
         "attention_in_graphs": peak.graph_pool_bytes,
         "slack": ALLOCATOR_SLACK * peak_bytes,

@@ -58,7 +58,7 @@ def recompute_seconds(plan: Plan, layer: Layer, forward: ForwardSeconds, work: W
     seconds = 0.0
     if "core_attn" in names:
         seconds += forward.attention
-        if layer.mixer == "delta" and traits.recomputes_delta_rule:
+        if layer.mixer in ("delta", "mamba") and traits.recomputes_delta_rule:
             seconds += work.scan_bytes * rates.scan / bandwidth + plan.job.seq_len / 64 * rates.chunk_seconds / 3
     if "layernorm" in names:
         norms = 2 * 3 * BF16 * plan.model.dim * work.dense_rows / plan.layout.tp

@@ -39,6 +39,14 @@ def num_deepstack_behind(plan: Plan, number: int) -> int:
     return max(0, min(len(vision.deepstack), plan.model.num_layers) - num_layers)
 
 
+def num_picture_states_behind(plan: Plan, number: int) -> int:
+    """States with features of pictures that pipeline chunk `number` hands on: for layers, and one for each MTP depth
+    behind it, which reads the features of the pictures ahead."""
+    if plan.model.vision is None or number < 0:
+        return 0
+    return num_deepstack_behind(plan, number) + sum(chunk.mtp for chunk in plan.chunks[number + 1 :])
+
+
 def _encoder(plan: Plan, vision: VisionSpec, pictures: PlannedPictures) -> float:
     b, dim, recomputed = _element_bytes(plan), vision.dim, plan.vision_recompute
     patches = pictures_of_rank(plan) * pictures.patches

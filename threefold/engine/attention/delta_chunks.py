@@ -90,7 +90,7 @@ def chunk_delta_rule(
     # Padding of the last chunk neither decays nor writes, and counts as the last document, so that its state goes on.
     document_BS = torch.cat([document_BS, document_BS[:, -1:].expand(-1, -document_BS.shape[1] % chunk)], dim=1)
     document_BNC = document_BS.unflatten(1, (-1, chunk))
-    same, same_as_before, same_as_last, carries_state = _document_masks(document_BNC, document_before_B)
+    same, same_as_before, same_as_last, carries_state = document_masks(document_BNC, document_before_B)
     cumulative_g = g_BHNC.cumsum(dim=-1)
     decay = (cumulative_g[..., :, None] - cumulative_g[..., None, :]).masked_fill(~same, float("-inf")).exp()
     read_decay = cumulative_g.exp() * same_as_before  # of the incoming state, up to each token
@@ -117,7 +117,7 @@ def _split_chunks(x_BSHd: Tensor, chunk: int) -> Tensor:
     return F.pad(x_BHSd, (0, 0, 0, -x_BHSd.shape[2] % chunk)).unflatten(2, (-1, chunk))
 
 
-def _document_masks(document_BNC: Tensor, document_before_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def document_masks(document_BNC: Tensor, document_before_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four masks, each with a dim for the heads.
 
     Pairs of tokens of a chunk in one document (causal); tokens that read the incoming state; tokens that write to the

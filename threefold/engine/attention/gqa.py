@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.backend import AttentionFn, attend
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
+from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.layers.positions import Positions
-from threefold.engine.layers.rope import norm_and_rotate_heads
+from threefold.engine.layers.projection_norm import ProjectionNorm
+from threefold.engine.layers.rope import norm_and_rotate_heads, rotate
 from threefold.spec.model import GqaSpec
 
 
@@ -22,14 +24,13 @@ class GqaAttention(nn.Module):
     def __init__(self, spec: GqaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.spec = spec
-        self.rope_dim = int(spec.head_dim * spec.rope_fraction)
         # A gated query projection holds, head by head, the query and then its gate.
         self.q = nn.Linear(dim, spec.q_dim * (2 if spec.gated else 1), bias=spec.bias)
         self.k = nn.Linear(dim, spec.kv_dim, bias=spec.bias)
         self.v = nn.Linear(dim, spec.kv_dim, bias=spec.bias)
-        self.out = nn.Linear(spec.q_dim, dim, bias=spec.bias)
-        self.q_norm = norm(spec.head_dim) if spec.qk_norm else nn.Identity()
-        self.k_norm = norm(spec.head_dim) if spec.qk_norm else nn.Identity()
+        self.out = nn.Linear(spec.q_dim, dim, bias=spec.has_out_bias)
+        self.q_norm = _make_norm(spec, spec.q_dim, norm)
+        self.k_norm = _make_norm(spec, spec.kv_dim, norm)
         if spec.sinks:
             self.sinks = nn.Parameter(torch.zeros(spec.num_heads))
         else:
@@ -52,7 +53,7 @@ class GqaAttention(nn.Module):
             q_BHSd,
             k_BGSd,
             v_BGSd,
-            scale=self.spec.head_dim**-0.5,
+            scale=self.spec.logit_scale,
             window=self.spec.window,
             sinks=self.sinks,
             documents_BS=positions.documents_BS,
@@ -63,14 +64,50 @@ class GqaAttention(nn.Module):
 
     def project(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values ready to attend, and the output gate."""
-        q_BSX, k_BSX, v_BSX = self.input_linears(x_BSD, (self.q, self.k, self.v))
+        q_BSX, k_BSX, v_BSX = self._normalize_projections(*self.input_linears(x_BSD, (self.q, self.k, self.v)))
         heads = (*q_BSX.shape[:2], -1, self.spec.head_dim)
         gate_BSHd = None
         if self.spec.gated:
             q_BSHd, gate_BSHd = q_BSX.view(*q_BSX.shape[:2], -1, 2 * self.spec.head_dim).chunk(2, dim=-1)
         else:
             q_BSHd = q_BSX.view(heads)
-        table = positions.rope(self.rope_dim, self.spec.rope_theta, self.spec.rope_scaling, self.spec.rope_sections)
-        q_BHSd = norm_and_rotate_heads(q_BSHd, self.q_norm, table)
-        k_BGSd = norm_and_rotate_heads(k_BSX.view(heads), self.k_norm, table)
+        table = None
+        if self.spec.use_rope:
+            table = positions.rope(
+                self.spec.rope_dim, self.spec.rope_theta, self.spec.rope_scaling, self.spec.rope_sections
+            )
+        q_BHSd = self._prepare_heads(q_BSHd, self.q_norm, table)
+        k_BGSd = self._prepare_heads(k_BSX.view(heads), self.k_norm, table)
         return q_BHSd, k_BGSd, v_BSX.view(heads).transpose(1, 2), gate_BSHd
+
+    def _normalize_projections(self, q_BSX: Tensor, k_BSX: Tensor, v_BSX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What some families do to all heads of a token together: norms, a limit, and a factor on the output."""
+        spec = self.spec
+        if isinstance(self.q_norm, ProjectionNorm):
+            q_BSX, k_BSX = self.q_norm(q_BSX), self.k_norm(k_BSX)
+        if spec.clip_qkv is not None:
+            q_BSX, k_BSX, v_BSX = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q_BSX, k_BSX, v_BSX))
+        if spec.out_scale != 1.0:
+            v_BSX = v_BSX * spec.out_scale  # the output is linear in the values, which are fewer
+        return q_BSX, k_BSX, v_BSX
+
+    def _prepare_heads(self, x_BSHd: Tensor, norm: nn.Module, table: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Heads after their norm and the rotation, in the order of the family, as (B, H, S, d)."""
+        if isinstance(norm, ProjectionNorm):
+            norm = nn.Identity()
+        if not self.spec.norm_after_rope or table is None:
+            return norm_and_rotate_heads(x_BSHd, norm, table, self.spec.rope_pairs)
+        rotated_BSHd = rotate(x_BSHd.transpose(1, 2), table, self.spec.rope_pairs).transpose(1, 2)
+        normed_BSHd: Tensor = norm(rotated_BSHd)
+        return normed_BSHd.transpose(1, 2)
+
+
+def _make_norm(spec: GqaSpec, width: int, make_norm: Callable[[int], nn.Module]) -> nn.Module:
+    """The norm of queries or keys, whose projection is `width` wide: none, of each head, or of the projection."""
+    if not spec.qk_norm:
+        return nn.Identity()
+    if spec.qk_norm_over == "head":
+        return make_norm(spec.head_dim)
+    like = make_norm(width)
+    assert isinstance(like, RMSNorm)
+    return ProjectionNorm(like)

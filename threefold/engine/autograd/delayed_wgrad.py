@@ -7,7 +7,7 @@ weight gradients are left for later (`linear.py`, `shared_input_linear.py`, `pre
 `kernels/`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ class WgradQueue:
 
     def __init__(self) -> None:
         self.pending: list[DelayedWgrad] = []
+        self.weights: list[Tensor] = []  # of the forwards so far: those whose gradients come from here
         self._outer_queues: list[Any] = []  # a stack, as one queue may be entered while it is entered
 
     def __enter__(self) -> None:
@@ -44,6 +45,7 @@ class WgradQueue:
         """Compute all gradients, one parameter after another: only one gradient and its inputs are alive at a time."""
         by_parameter = _group_by_parameter(self.pending)
         self.pending.clear()
+        self.weights.clear()
         for delayed in by_parameter:
             with torch.enable_grad():
                 roots = [_DelayedGrad.apply(*delayed.pop(0)) for _ in range(len(delayed))]
@@ -51,10 +53,25 @@ class WgradQueue:
             torch.autograd.backward(roots, [root.detach() for root in roots])
 
 
+def compute_wgrads(delayed: Sequence[DelayedWgrad]) -> dict[Tensor, Tensor]:
+    """The gradients by parameter, without those that were added to a `main_grad`. `delayed` stays as it is."""
+    grads: dict[Tensor, Tensor] = {}
+    for group in _group_by_parameter(list(delayed)):
+        parameter = parameter_of(group[0][0])
+        assert parameter is not None
+        with torch.enable_grad():
+            roots = [_DelayedGrad.apply(*each) for each in group]
+        ones = [root.detach() for root in roots]
+        (grad,) = torch.autograd.grad(roots, [parameter], ones, allow_unused=True)
+        if grad is not None:
+            grads[parameter] = grad
+    return grads
+
+
 def _group_by_parameter(delayed: list[DelayedWgrad]) -> list[list[DelayedWgrad]]:
     groups: dict[int, list[DelayedWgrad]] = {}
     for weight, compute in delayed:
-        groups.setdefault(id(_parameter_of(weight)), []).append((weight, compute))
+        groups.setdefault(id(parameter_of(weight)), []).append((weight, compute))
     return list(groups.values())
 
 
@@ -76,19 +93,24 @@ class _DelayedGrad(torch.autograd.Function):
 def open_queue_for(x: Tensor, weight: Tensor) -> list[DelayedWgrad] | None:
     """The list that the weight gradient of `x @ weight` belongs in; None computes it inside the backward."""
     queue = context.wgrad_queue
-    return queue.pending if queue is not None and _can_delay(x, weight) else None
+    if queue is None or not _can_delay(x, weight):
+        return None
+    queue.weights.append(weight)
+    pending: list[DelayedWgrad] = queue.pending
+    return pending
 
 
 def _can_delay(x: Tensor, weight: Tensor) -> bool:
     """Only the gradient of a parameter or of a view of one can be delayed: a cast or gathered weight has a backward of
     its own, which must still run."""
-    base = _parameter_of(weight)
+    base = parameter_of(weight)
     if base is None or not base.is_leaf or x.dim() < 2:
         return False
     return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
 
-def _parameter_of(weight: Tensor) -> Tensor | None:
+def parameter_of(weight: Tensor) -> Tensor | None:
+    """The parameter that a weight is, or is a view of."""
     return weight._base if weight._is_view() else weight
 
 

@@ -32,6 +32,14 @@ def attach_main_grad(weight: Tensor, buffer: Tensor, on_backward: Callable[[Tens
     return accumulate_node
 
 
+def share_main_grad(weight: Tensor, alias: Tensor) -> bool:
+    """Make gradients of `alias` accumulate where those of `weight` do. -> whether there is such a buffer."""
+    buffer: Tensor | None = getattr(weight, "_threefold_main_grad", None)
+    if buffer is not None:
+        alias._threefold_main_grad = buffer  # type: ignore[attr-defined]
+    return buffer is not None
+
+
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """The buffer that gradients of this weight accumulate in; None leaves the gradient to autograd."""
     buffer: Tensor | None = getattr(weight, "_threefold_main_grad", None)

@@ -4,7 +4,8 @@ All ranks read one global sequence of samples. A step takes the next `global_bat
 data-parallel rank r takes B consecutive samples of the step, from number (m * dp_size + r) * B on. The samples of a
 step and their order therefore do not depend on the number of ranks, and a position in the data is one number. For a
 vision-language model the samples of a step are dealt out by their pictures instead (`images/balance.py`), and batches
-have pictures (`images/batch_images.py`).
+have pictures (`images/batch_images.py`). With dynamic context parallelism the documents of a step are dealt out to all
+ranks, in as many microbatches as they need (`dynamic_cp/dynamic_steps.py`).
 
 Shapes: B sequences of a microbatch, S tokens of a sequence.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.batch import Batch
+from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid, DynamicSteps
 from threefold.engine.data.held_out import HeldOut
 from threefold.engine.data.images.balance import BalancedSteps
 from threefold.engine.data.images.batch_images import BatchImages, SkippedPictures
@@ -50,10 +52,14 @@ class _BatchMaker:
     start_sample: int = 0
     images: BatchImages | None = None  # of a vision-language model, and so is `balance`
     balance: BalancedSteps | None = None
+    dynamic: DynamicSteps | None = None  # with dynamic context parallelism
 
     @property
     def num_microbatches(self) -> int:
         return self.job.global_batch // (self.dp_size * self.job.micro_batch)
+
+    def num_batches(self, step: int) -> int:
+        return self.num_microbatches if self.dynamic is None else len(self.dynamic.rounds(self.first_sample(step)))
 
     def first_sample(self, step: int) -> int:
         return self.start_sample + (step - self.start_step) * self.job.global_batch
@@ -66,6 +72,8 @@ class _BatchMaker:
         return range(first, first + self.job.micro_batch)
 
     def make(self, step: int, microbatch: int) -> Batch:
+        if self.dynamic is not None:
+            return self.dynamic.batch(self.first_sample(step), microbatch)
         rows = [self.mixture.sample(n) for n in self.samples(step, microbatch)]
         length = self.job.seq_len
         if self.job.dynamic_length:
@@ -81,7 +89,7 @@ class _BatchMaker:
             step, microbatch = self.next_index(step, microbatch)
 
     def next_index(self, step: int, microbatch: int) -> BatchIndex:
-        return (step, microbatch + 1) if microbatch + 1 < self.num_microbatches else (step + 1, 0)
+        return (step, microbatch + 1) if microbatch + 1 < self.num_batches(step) else (step + 1, 0)
 
 
 class Loader:
@@ -106,6 +114,7 @@ class Loader:
         length_multiple: int = 1,
         vision: VisionSpec | None = None,
         image_workers: int = 0,
+        dynamic_cp: DynamicGrid | None = None,
     ) -> None:
         """Open the data of a job for one data-parallel rank.
 
@@ -123,6 +132,7 @@ class Loader:
             length_multiple: job.dynamic_length rounds the length of a microbatch up to a multiple of this.
             vision: the model's vision part; None for a text model.
             image_workers: processes that decode pictures; 0 decodes them in the thread that makes batches.
+            dynamic_cp: the ranks that share the documents of a step; None: each microbatch is one of a CP group.
         """
         if not 0 <= dp_rank < dp_size or job.global_batch % (dp_size * job.micro_batch):
             raise ValueError(f"rank {dp_rank} of {dp_size}, batch {job.global_batch}, microbatch {job.micro_batch}")
@@ -138,6 +148,9 @@ class Loader:
             images = BatchImages(patch_rules(vision, job.max_pixels), vision.tokens, DecodePool(image_workers))
             balance = BalancedSteps(self.mixture.num_vision_tokens, job.global_batch, job.micro_batch)
             self._maker = replace(self._maker, images=images, balance=balance)
+        if dynamic_cp is not None:
+            dynamic = DynamicSteps(dynamic_cp, self.mixture.sample, job.global_batch, job.seq_len)
+            self._maker = replace(self._maker, dynamic=dynamic)
         self._prefetch_depth = prefetch
         self._prefetcher: Prefetcher[Batch] | None = None
         self._next: BatchIndex = (0, 0)
@@ -149,6 +162,10 @@ class Loader:
     @property
     def num_microbatches(self) -> int:
         return self._maker.num_microbatches
+
+    def num_batches(self, step: int) -> int:
+        """Microbatches of a step: `num_microbatches`, unless dynamic context parallelism packs each step anew."""
+        return self._maker.num_batches(step)
 
     @property
     def benchmark_only(self) -> bool:
@@ -164,8 +181,8 @@ class Loader:
         return SkippedPictures.of(self.mixture.sources, self._maker.images)
 
     def batch(self, step: int, microbatch: int = 0) -> Batch:
-        if not 0 <= microbatch < self.num_microbatches or step < self._maker.start_step:
-            raise IndexError(f"step {step} microbatch {microbatch}: there are {self.num_microbatches} in a step")
+        if step < self._maker.start_step or not 0 <= microbatch < self.num_batches(step):
+            raise IndexError(f"step {step} microbatch {microbatch}: not in a step from {self._maker.start_step} on")
         index = (step, microbatch)
         batch = self._maker.make(*index) if self._prefetch_depth == 0 else self._take_prefetched(index)
         self._next = self._maker.next_index(*index)

@@ -6,7 +6,8 @@ after it. Modules run about in the order of registration, so that this costs nex
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -32,14 +33,23 @@ def wait_before_use(
             # A module with a list of layers waits for its first module only: the layers have hooks of their own.
             end = ends[min(indices)] if module is root or _holds_layers(module) else max(indices)
             after = ends[min(end + 1, len(order) - 1)]
-            module.register_forward_pre_hook(_wait_hook(known[: num_needed[after]], wait))
+            module.register_forward_pre_hook(_WaitHook(known[: num_needed[after]], wait))
 
 
-def _wait_hook(wanted: list[Source], wait: Callable[[Sequence[Source]], None]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: object) -> None:
-        wait(wanted)
+@dataclass(frozen=True)
+class _WaitHook(Generic[Source]):
+    wanted: list[Source]
+    wait: Callable[[Sequence[Source]], None]
 
-    return hook
+    def __call__(self, *_: object) -> None:
+        self.wait(self.wanted)
+
+
+def wait_for_parameters(module: nn.Module) -> None:
+    """Wait as a call of the module would: for code that uses its parameters without calling it."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _WaitHook):
+            hook()
 
 
 def _holds_layers(module: nn.Module) -> bool:

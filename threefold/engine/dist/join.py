@@ -5,7 +5,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,9 +88,20 @@ def shared_fields(plan: Plan) -> dict[str, Any]:
     return {"model": facts, **versions, **{path: value for path, value in plan.written if path not in elsewhere}}
 
 
+_before_leaving: list[Callable[[], None]] = []
+
+
+def call_before_leaving(callback: Callable[[], None]) -> Callable[[], None]:
+    """Register what must be freed before the process groups are destroyed."""
+    _before_leaving.append(callback)
+    return callback
+
+
 def leave() -> None:
     """Destroy the process groups of this rank, if it has any."""
     if dist.is_initialized():
+        for callback in _before_leaving:
+            callback()
         dist.destroy_process_group()
 
 

@@ -10,11 +10,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from threefold.engine.batch import Batch
+from threefold.engine.data.images.batch_images import BatchImages
+from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.open_sources import open_sources
 from threefold.engine.data.packing import Sample
 from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.train import to_device
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Job
 
@@ -47,7 +52,11 @@ class DataLoss:
 @torch.no_grad()
 def data_loss(model: Decoder, tokenizer: Tokenizer, job: Job, data: str, max_sequences: int | None = None) -> DataLoss:
     """The loss over every sequence of one entry of `job.data`, or over the first ones."""
-    (source,), _ = open_sources(replace(job, data=data, packing=True), model.spec.vocab, tokenizer=tokenizer)
+    vision = model.spec.vision
+    (source,), _ = open_sources(
+        replace(job, data=data, packing=True), model.spec.vocab, tokenizer=tokenizer, vision=vision
+    )
+    images = BatchImages(patch_rules(vision, job.max_pixels), vision.tokens, DecodePool(0)) if vision else None
     if source.benchmark_only and max_sequences is None:
         problem, advice = f"{data} never ends", "give --sequences N"
         raise FindingsError([Finding(rule="evaluation-ends", at="--data", problem=problem, advice=advice)])
@@ -55,38 +64,47 @@ def data_loss(model: Decoder, tokenizer: Tokenizer, job: Job, data: str, max_seq
     model.eval()
     num_tokens, num_bytes, nats = 0, 0, 0.0
     for number in range(count):
-        sample = source.sample(number)
-        loss, labels = sample_loss(model, sample)
-        num_tokens, nats = num_tokens + len(labels), nats + loss
-        num_bytes += sum(len(tokenizer.decode(part).encode("utf-8", "replace")) for part in _by_document(sample))
+        batch = make_batch(source.sample(number), images)
+        loss, num_labels = batch_loss(model, batch)
+        num_tokens, nats = num_tokens + num_labels, nats + loss
+        num_bytes += sum(len(tokenizer.decode(part).encode("utf-8", "replace")) for part in _by_document(batch))
     if not num_tokens:
         problem, advice = f"{data} has no token to predict", "give more data"
         raise FindingsError([Finding(rule="data-empty", at="--data", problem=problem, advice=advice)])
     return DataLoss(data, num_tokens, num_bytes, nats)
 
 
-def sample_loss(model: Decoder, sample: Sample) -> tuple[float, list[int]]:
-    """The summed loss of a sequence, and its labels."""
-    device = model.head_weight.device
+def make_batch(sample: Sample, images: BatchImages | None) -> Batch:
+    """A microbatch of one sequence. `images` decodes the pictures of a vision-language model."""
 
     def row(values: object) -> Tensor | None:
-        return None if values is None else torch.as_tensor(values, device=device)[None]
+        return None if values is None else torch.as_tensor(values)[None]
 
     tokens_BS, labels_BS = row(sample.tokens_S), row(sample.labels_S)
     assert tokens_BS is not None
     assert labels_BS is not None
-    labels = [int(label) for label in labels_BS[0] if label != IGNORE]
-    if not labels:
-        return 0.0, labels
-    output = model(tokens_BS, labels_BS, row(sample.documents_S), row(sample.positions_S))
-    return float(output.aux["ce"]) * len(labels), labels
+    batch = Batch(tokens_BS, labels_BS.clone(), row(sample.documents_S), row(sample.positions_S))
+    return batch if images is None else images.add(batch, [sample])
 
 
-def _by_document(sample: Sample) -> Iterator[list[int]]:
-    """The labels of each document, which decode to its text."""
-    documents = [0] * len(sample.labels_S) if sample.documents_S is None else list(sample.documents_S)
+def batch_loss(model: Decoder, batch: Batch) -> tuple[float, int]:
+    """The summed loss of a microbatch, and the number of its labels."""
+    num_labels = int((batch.labels_BS != IGNORE).sum())
+    if not num_labels:
+        return 0.0, 0
+    there = to_device(batch, model.head_weight.device)
+    output = model(
+        *(there.tokens_BS, there.labels_BS, there.documents_BS, there.positions_BS, there.images, there.positions_3BS)
+    )
+    return float(output.aux["ce"]) * num_labels, num_labels
+
+
+def _by_document(batch: Batch) -> Iterator[list[int]]:
+    """The labels of each document of a microbatch of one sequence, which decode to its text."""
+    labels = batch.labels_BS[0].tolist()
+    documents = [0] * len(labels) if batch.documents_BS is None else batch.documents_BS[0].tolist()
     found: dict[int, list[int]] = {}
-    for document, label in zip(documents, sample.labels_S, strict=True):
+    for document, label in zip(documents, labels, strict=True):
         if label != IGNORE:
-            found.setdefault(int(document), []).append(int(label))
+            found.setdefault(document, []).append(label)
     return iter(found.values())

@@ -5,10 +5,12 @@ projections absorbed into queries and outputs, so that the cache holds latents o
 `cached_mixer` for each block.
 
 Shapes: B rows, S tokens, C slots of a cache, D model dim, H query heads, G key/value heads, R = H / G, d head dim,
-c latent dim, n unrotated, r rotated, k key dim, v value dim, W convolution channels, T taps of the convolution.
+c latent dim, n unrotated or state dim, r rotated, k key dim, v value dim, W convolution channels, T taps of the
+convolution, I inner channels.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,7 +21,10 @@ from threefold.engine.attention.delta_chunks import chunk_delta_rule, l2_normali
 from threefold.engine.attention.gated_delta import GatedDelta, HeadWeights, short_conv
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention, query_heads
-from threefold.engine.generate.caches import DeltaState, SlotCache
+from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
+from threefold.engine.attention.state_space.chunk_scan import chunk_scan, decay_state
+from threefold.engine.attention.state_space.mamba import Mamba
+from threefold.engine.generate.caches import RecurrentState, SlotCache
 from threefold.engine.layers.positions import Positions
 from threefold.engine.layers.rope import rotate
 from threefold.engine.sum_dtype import fp32_or_wider
@@ -40,8 +45,12 @@ class CachedMixer(Protocol):
 def cached_mixer(mixer: nn.Module) -> CachedMixer:
     if isinstance(mixer, GqaAttention):
         return CachedGqa(mixer)
+    if isinstance(mixer, SparseMlaAttention):
+        return CachedSparseMla(mixer)
     if isinstance(mixer, MlaAttention):
         return CachedMla(mixer)
+    if isinstance(mixer, Mamba):
+        return CachedMamba(mixer)
     assert isinstance(mixer, GatedDelta), type(mixer)
     return CachedDelta(mixer)
 
@@ -63,7 +72,7 @@ class CachedGqa:
         self.cache.append(position_B, longest, (k_BGSd, v_BGSd))
         k_BGCd, v_BGCd = self.cache.used()
         q_BGRd = q_BHSd.reshape(*k_BGSd.shape[:2], -1, q_BHSd.shape[-1])
-        score_BGRC = q_BGRd @ k_BGCd.transpose(-1, -2) * self.mixer.spec.head_dim**-0.5
+        score_BGRC = q_BGRd @ k_BGCd.transpose(-1, -2) * self.mixer.spec.logit_scale
         weight_BGRC = attention_weights(score_BGRC, self.cache.visible(position_B), self.mixer.sinks)
         out_BSHd = (weight_BGRC.to(v_BGCd.dtype) @ v_BGCd).flatten(1, 2)[:, None]
         gated = out_BSHd if gate_BSHd is None else out_BSHd * gate_BSHd.sigmoid()
@@ -93,15 +102,25 @@ class CachedMla:
         mixer, spec = self.mixer, self.mixer.spec
         q_BSX, latent_BSc, k_BSr = mixer.compress(x_BSD)
         position_B = positions.positions_BS[:, 0]
-        self.cache.append(position_B, longest, (latent_BSc[:, None], self._rotated(k_BSr, positions)))
-        latent_BCc, k_BCr = (x[:, 0] for x in self.cache.used())
+        more = self.read_more(x_BSD, positions)
+        self.cache.append(position_B, longest, (latent_BSc[:, None], self._rotated(k_BSr, positions), *more))
+        latent_BCc, k_BCr, *others = (x[:, 0] for x in self.cache.used())
         q_BHSd = query_heads(spec, mixer.query_up(q_BSX), self._table(positions))
         q_BHn, q_BHr = q_BHSd[:, :, 0].split([spec.nope_dim, spec.rope_dim], dim=-1)
         q_BHc = torch.einsum("bhn,hcn->bhc", q_BHn, self.key_up_Hcn)
         score_BHC = (q_BHc @ latent_BCc.transpose(-1, -2) + q_BHr @ k_BCr.transpose(-1, -2)) * mixer.scale
-        weight_BHC = attention_weights(score_BHC[:, None], self.cache.visible(position_B), None)[:, 0]
+        visible_BC = self.choose(self.cache.visible(position_B), x_BSD, q_BSX, positions, *others)
+        weight_BHC = attention_weights(score_BHC[:, None], visible_BC, None)[:, 0]
         out_BHv = torch.einsum("bhc,hcv->bhv", weight_BHC.to(latent_BCc.dtype) @ latent_BCc, self.value_up_Hcv)
         return mixer.project_out(out_BHv.flatten(1)[:, None])
+
+    def read_more(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
+        """What else the cache keeps of tokens; nothing without an indexer."""
+        return ()
+
+    def choose(self, visible_BC: Tensor, x_BSD: Tensor, q_BSX: Tensor, positions: Positions, *others: Tensor) -> Tensor:
+        """Which of the visible slots a query reads: all of them without an indexer."""
+        return visible_BC
 
     def _table(self, positions: Positions) -> tuple[Tensor, Tensor]:
         spec = self.mixer.spec
@@ -111,13 +130,37 @@ class CachedMla:
         return rotate(k_BSr[:, None], self._table(positions), self.mixer.spec.rope_pairs)
 
 
+class CachedSparseMla(CachedMla):
+    """Latent attention with an indexer, whose rotated keys the cache keeps too."""
+
+    mixer: SparseMlaAttention
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        q_BSX, latent_BSc, k_BSr = self.mixer.compress(x_BSD)
+        tensors = (latent_BSc[:, None], self._rotated(k_BSr, positions), *self.read_more(x_BSD, positions))
+        self.cache.fill(lengths, tensors)
+        return self.mixer.attend_chosen(positions, q_BSX, latent_BSc, k_BSr, *self.mixer.read_for_indexer(x_BSD))
+
+    def read_more(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
+        k_BSd, _ = self.mixer.indexer.read_tokens(x_BSD)
+        return (self.mixer.indexer.rotate_heads(k_BSd[:, None], self._table(positions)),)
+
+    def choose(self, visible_BC: Tensor, x_BSD: Tensor, q_BSX: Tensor, positions: Positions, *others: Tensor) -> Tensor:
+        indexer = self.mixer.indexer
+        (k_BCd,), (_, weight_BSI) = others, indexer.read_tokens(x_BSD)
+        scores_BSC = indexer.scores(indexer.queries(q_BSX, self._table(positions)), k_BCd, weight_BSI)
+        scores_BC = scores_BSC[:, 0].masked_fill(~visible_BC, float("-inf"))
+        chosen_BK = scores_BC.topk(min(indexer.index.top_k, scores_BC.shape[-1]), dim=-1).indices
+        return visible_BC & torch.zeros_like(visible_BC).scatter(-1, chosen_BK, True)
+
+
 class CachedDelta:
     """The gated delta rule; the state does not grow with the text."""
 
     def __init__(self, mixer: GatedDelta) -> None:
         self.mixer = mixer
         self.weights = HeadWeights(mixer.conv, mixer.dt_bias, mixer.a_log)
-        self.memory: DeltaState | None = None
+        self.memory: RecurrentState | None = None
 
     def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
         mixer = self.mixer
@@ -130,10 +173,7 @@ class CachedDelta:
         inside_BS1 = (positions.positions_BS < length_B[:, None])[..., None]
         chunked = chunk_delta_rule(q, k, v, g_BSH * inside_BS1, beta_BSH * inside_BS1)
         state_BHkv = chunked.transition()[..., : mixer.spec.v_dim].clone()
-        num_before = mixer.conv.shape[1] - 1
-        padded = F.pad(mixed_BSW, (0, 0, num_before, 0))
-        last = [row[length : length + num_before] for row, length in zip(padded, lengths, strict=True)]
-        self.memory = DeltaState(state_BHkv, torch.stack(last))
+        self.memory = RecurrentState(state_BHkv, _last_tokens(mixed_BSW, lengths, mixer.conv.shape[1] - 1))
         return mixer.project_out(mixer.normalize_output(chunked.output(), z_BSHv))
 
     def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
@@ -147,12 +187,51 @@ class CachedDelta:
         dtype = fp32_or_wider(q.dtype)
         q_BHk, k_BHk, v_BHv, g_BH, beta_BH = (x[:, 0].to(dtype) for x in (q, k, v, g_BSH, beta_BSH))
         q_BHk, k_BHk = l2_normalize(q_BHk) * q_BHk.shape[-1] ** -0.5, l2_normalize(k_BHk)
-        state_BHkv = memory.state_BHkv * g_BH.exp()[..., None, None]
+        state_BHkv = memory.state * g_BH.exp()[..., None, None]
         known_BHv = torch.einsum("bhkv,bhk->bhv", state_BHkv, k_BHk)
         correction_BHv = beta_BH[..., None] * (v_BHv - known_BHv)
-        memory.state_BHkv = state_BHkv + k_BHk[..., None] * correction_BHv[:, :, None]
-        out_BSHv = torch.einsum("bhkv,bhk->bhv", memory.state_BHkv, q_BHk)[:, None].to(q.dtype)
+        memory.state = state_BHkv + k_BHk[..., None] * correction_BHv[:, :, None]
+        out_BSHv = torch.einsum("bhkv,bhk->bhv", memory.state, q_BHk)[:, None].to(q.dtype)
         return mixer.project_out(mixer.normalize_output(out_BSHv, z_BSHv))
+
+
+class CachedMamba:
+    """Mamba-2; the state does not grow with the text."""
+
+    def __init__(self, mixer: Mamba) -> None:
+        self.mixer, self.weights = mixer, mixer.head_weights()
+        self.memory: RecurrentState | None = None
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        mixer, weights = self.mixer, self.weights
+        gate_BSI, mixed_BSW, step_BSH = mixer.project(x_BSD)
+        convolved_BSW = weights.activate(short_conv(mixed_BSW, weights.conv_WT, None))
+        inputs = mixer.scan_inputs(convolved_BSW, step_BSH, weights)
+        # A step of no length neither decays nor writes, so that the state behind padding is that of the prompt.
+        length_B = torch.tensor(lengths, device=x_BSD.device)
+        inside_BS1 = (positions.positions_BS < length_B[:, None])[..., None]
+        scan = chunk_scan(replace(inputs, step_BSH=inputs.step_BSH * inside_BS1))
+        state_BGnX, _ = scan.transition()
+        self.memory = RecurrentState(state_BGnX, _last_tokens(mixed_BSW, lengths, mixer.conv.shape[1] - 1))
+        return mixer.project_out(mixer.normalize_output(scan.output().flatten(2), gate_BSI))
+
+    def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
+        mixer, weights, memory = self.mixer, self.weights, self.memory
+        assert memory is not None
+        gate_BSI, mixed_BSW, step_BSH = mixer.project(x_BSD)
+        taps_BTW = torch.cat([memory.conv_BTW, mixed_BSW], dim=1)
+        memory.conv_BTW = taps_BTW[:, 1:]
+        convolved_BSW = weights.activate((taps_BTW * weights.conv_WT.T).sum(dim=1, keepdim=True))
+        scan = chunk_scan(mixer.scan_inputs(convolved_BSW, step_BSH, weights), chunk=1)
+        out_BSI = scan.output(memory.state).flatten(2)
+        memory.state = decay_state(memory.state, scan.decay_BGNR[:, :, 0]) + scan.added_BGNnX[:, :, 0]
+        return mixer.project_out(mixer.normalize_output(out_BSI, gate_BSI))
+
+
+def _last_tokens(mixed_BSW: Tensor, lengths: Sequence[int], count: int) -> Tensor:
+    """The inputs of a convolution that the token behind each prompt still reads, zeros where a prompt has fewer."""
+    padded = F.pad(mixed_BSW, (0, 0, count, 0))
+    return torch.stack([row[length : length + count] for row, length in zip(padded, lengths, strict=True)])
 
 
 def attention_weights(score_BGRC: Tensor, visible_BC: Tensor, sinks: Tensor | None) -> Tensor:

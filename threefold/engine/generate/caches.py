@@ -70,8 +70,8 @@ class SlotCache:
 
 
 @dataclass
-class DeltaState:
-    """The state of the gated delta rule, and the inputs of its convolution that the next token still reads."""
+class RecurrentState:
+    """The state of the gated delta rule or of Mamba-2, and the inputs of its convolution that the next token reads."""
 
-    state_BHkv: Tensor
+    state: Tensor  # (B, H, k, v), or of Mamba (B, groups, state dim, channels of a group)
     conv_BTW: Tensor  # T is one less than the taps

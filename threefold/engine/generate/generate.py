@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from threefold.engine.generate.cached_decoder import CachedDecoder
 from threefold.engine.generate.choose_tokens import Sampling, TokenChooser
+from threefold.engine.generate.picture_prompt import PicturePrompt
 from threefold.engine.models.decoder import Decoder
 
 
@@ -16,17 +17,19 @@ def generate(
     max_tokens: int,
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
+    pictures: Sequence[PicturePrompt | None] | None = None,
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt, at most `max_tokens` times; None for a row that has ended.
 
-    A row ends behind a token of `ends`, which is still given. The model must be whole and on one rank.
+    A row ends behind a token of `ends`, which is still given. The model must be whole and on one rank. `pictures` are
+    those of each prompt.
     """
     if max_tokens < 1:
         return
     model.eval()
     chooser = TokenChooser(sampling or Sampling(), len(prompts))
     cached = CachedDecoder(model)
-    logits_BV = cached.prefill(prompts)
+    logits_BV = cached.prefill(prompts, pictures)
     has_ended = [False] * len(prompts)
     for count in range(1, max_tokens + 1):
         chosen = chooser.choose(logits_BV)

@@ -1,21 +1,28 @@
 """The scope `full_iteration`: forward and backward of a whole microbatch as one CUDA graph.
 
-There are two graphs: the one for the first microbatch of a step writes the gradients, the one for later microbatches
-adds to them. Both use the same gradient addresses, and the parameters' `.grad` points there.
+On one rank there are two graphs: the one for the first microbatch of a step writes the gradients, the one for later
+microbatches adds to them. Both use the same gradient addresses, and the parameters' `.grad` points there. On several
+ranks, or where gradients are summed in a wider dtype, one graph writes the gradients of each microbatch, and they are
+handed to autograd, whose hooks accumulate and reduce them as ever. The collectives of the forward and the backward are
+inside the graph; the reduction of gradients is not.
 
 Shapes: B batch, S sequence.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from threefold.engine.autograd.main_grad import main_grad_of
 from threefold.engine.batch import Batch
+from threefold.engine.data_parallel.wait_before_use import wait_for_parameters
 from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.graphed_function import make_aliases, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs
-from threefold.engine.graphs.recorder import Graph
+from threefold.engine.graphs.quantized_weights import refresh_weights
+from threefold.engine.graphs.recorder import Graph, record_work
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.sum_dtype import fp32_or_wider
 
@@ -27,8 +34,9 @@ _SCOPE = "full_iteration"
 class FullIterationGraph:
     """The graphs of a whole model. `ModelGraphs.run` calls it for every microbatch."""
 
-    def __init__(self, model: Decoder, graphs: ChunkGraphs) -> None:
+    def __init__(self, model: Decoder, graphs: ChunkGraphs, reduces_grads: bool = False) -> None:
         self.model, self.graphs = model, graphs
+        self.reduces_grads = reduces_grads  # whether gradients go through hooks of the parameters (`Zero1`)
         self._slot: GraphSlot | None = None
         self._graphs: dict[bool, tuple[Aux, Graph]] = {}
 
@@ -36,14 +44,19 @@ class FullIterationGraph:
         """Losses and statistics of the microbatch; None where the caller must run it eagerly."""
         with self.graphs.microbatch():
             slot, graph_stats = self.graphs.slot, self.graphs.graph_stats
-            if slot is None or (self._slot is None and any(p.grad is not None for p in self.model.parameters())):
+            if slot is None or (self._slot is None and self._accumulates):
                 return None  # still warming up, or not the first microbatch of a step, with which recording starts
             if batch.documents_BS is not None or batch.positions_BS is not None:
                 graph_stats.count_fallback(_SCOPE, "packed documents")
                 return None
+            if batch.cp_degree is not None:
+                graph_stats.count_fallback(_SCOPE, "another CP degree")
+                return None
             if self.model.vision is not None:
                 graph_stats.count_fallback(_SCOPE, "pictures")
                 return None
+            for module in self.model.modules():
+                wait_for_parameters(module)
             if self._slot is None:
                 self._allocate_inputs(slot, batch, label_share)
             if mismatch := self._mismatch(batch):
@@ -51,6 +64,8 @@ class FullIterationGraph:
                 return None
             self._tokens_BS.copy_(batch.tokens_BS)
             self._labels_BS.copy_(batch.labels_BS)
+            if self._label_ratios is not None and self.model.depth_label_ratios is not None:
+                self._label_ratios.copy_(self.model.depth_label_ratios)
             if isinstance(label_share, Tensor):
                 self._label_share.copy_(label_share)
             else:
@@ -61,6 +76,8 @@ class FullIterationGraph:
         self._slot, self._aliases = slot, make_aliases([self.model])
         self._addresses = [p.data_ptr() for p in self._aliases]
         self._tokens_BS, self._labels_BS = slot.copy_static(batch.tokens_BS), slot.copy_static(batch.labels_BS)
+        ratios = self.model.depth_label_ratios  # the step makes new ones each time
+        self._label_ratios = None if ratios is None else slot.copy_static(ratios)
         first = next(self.model.parameters())
         dtype = label_share.dtype if isinstance(label_share, Tensor) else fp32_or_wider(first.dtype)
         self._label_share = torch.zeros((), dtype=dtype, device=first.device)
@@ -71,32 +88,85 @@ class FullIterationGraph:
             return "another shape", f"{tuple(batch.tokens_BS.shape)}, recorded with {tuple(shape)}"
         if [p.data_ptr() for p in self._aliases] != self._addresses:
             return "a parameter moved", ""
+        if (self.model.depth_label_ratios is None) != (self._label_ratios is None):
+            return "another way to count labels", ""
+        if self.reduces_grads:
+            return None
         foreign_grads = [p for p, alias in self._aliases.items() if p.grad is not None and p.grad is not alias.grad]
         return ("gradients of another microbatch that ran eagerly", "") if foreign_grads else None
 
+    @property
+    def _accumulates(self) -> bool:
+        """Whether the gradients of the microbatch are added to those of an earlier one inside the graph."""
+        return not self.reduces_grads and any(p.grad is not None for p in self.model.parameters())
+
     def _replay(self, slot: GraphSlot) -> Aux | None:
-        accumulates = any(p.grad is not None for p in self._aliases)
+        accumulates = self._accumulates
+        refresh_weights([self.model])
         if accumulates not in self._graphs:
             slot.recorder.prepare()
             try:
-                self._graphs[accumulates] = slot.recorder.record(partial(self._forward_backward, accumulates))
+                work = partial(self._forward_backward, accumulates)
+                self._graphs[accumulates] = record_work(slot.recorder, work)
             except RuntimeError as error:
                 self.graphs.disable(_SCOPE, error)
                 return None
             self.graphs.graph_stats.recorded += 1
         aux, graph = self._graphs[accumulates]
+        if self.reduces_grads:
+            self._copy_grads_out()
         graph.replay()
-        self.graphs.graph_stats.replays += 1
-        for p, alias in self._aliases.items():
-            p.grad = alias.grad
+        self.graphs.graph_stats.replays[_SCOPE] += 1
+        if self.reduces_grads:
+            self._hand_to_autograd()
+        else:
+            for p, alias in self._aliases.items():
+                p.grad = alias.grad
         return {name: value.clone() for name, value in aux.items()}
 
     def _forward_backward(self, accumulates: bool) -> Aux:
         if not accumulates:
             for alias in self._aliases.values():
                 alias.grad = None
+        of_step, self.model.depth_label_ratios = self.model.depth_label_ratios, self._label_ratios
         with use_aliases([self.model], self._aliases):
             out = self.model(self._tokens_BS, self._labels_BS)
+        self.model.depth_label_ratios = of_step
         assert out.loss is not None
         (out.loss * self._label_share).backward()
         return out.aux
+
+    def _hand_to_autograd(self) -> None:
+        """Let autograd bring each parameter its gradient, and call its hooks, from the last layer to the first."""
+        aliases = [(p, alias) for p, alias in reversed(self._aliases.items()) if self._has_grad(alias)]
+        # Nothing else may refer to these tensors, or autograd copies them. Where a gradient was added to a `main_grad`
+        # inside the graph, there is none.
+        grads = [None if alias.grad is None else alias.grad.detach() for _, alias in aliases]
+        scalar = _Grads.apply(grads, *(p for p, _ in aliases))
+        del grads
+        scalar.backward()
+
+    @staticmethod
+    def _has_grad(alias: nn.Parameter) -> bool:
+        return alias.grad is not None or main_grad_of(alias) is not None
+
+    def _copy_grads_out(self) -> None:
+        """Copy gradients of the last microbatch that still lie where the graph writes those of the next one."""
+        for p, alias in self._aliases.items():
+            if p.grad is not None and alias.grad is not None and p.grad.data_ptr() == alias.grad.data_ptr():
+                p.grad = p.grad.clone()
+
+
+class _Grads(torch.autograd.Function):
+    """A scalar whose backward brings parameters gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.grads = grads
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads = tuple(ctx.grads)
+        ctx.grads.clear()
+        return None, *grads

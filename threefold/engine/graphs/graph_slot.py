@@ -25,9 +25,12 @@ RopeKey = tuple[Any, ...]  # the key of a rotary table of `Positions`
 class GraphSlot:
     """The graphs and static tensors that one microbatch in flight uses."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, wgrad_recorder: Recorder) -> None:
         self.recorder = recorder
-        self.num_in_flight = 0  # graphed functions whose forward has run and whose backward has not
+        # Weight gradients that a schedule delays have a pool of their own: their order among the other graphs is not
+        # the same in every microbatch, only their order among themselves is.
+        self.wgrad_recorder = wgrad_recorder
+        self.num_in_flight = 0  # graphed functions whose forward has run and whose last gradient has not
         # No graph is recorded after the first microbatch: it would use memory that an earlier graph still needs.
         self.is_sealed = False
         self.num_calls: Counter[object] = Counter()  # calls of each part in this microbatch
@@ -51,6 +54,11 @@ class GraphSlot:
         """Note tensors that a graph of this slot writes; a later graph may read them in place."""
         self._owned_addresses |= {x.data_ptr() for x in tensors}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pools and of the static inputs."""
+        return self.recorder.num_bytes + self.wgrad_recorder.num_bytes + self.input_bytes
+
     def make_static(self, x: Tensor) -> Tensor:
         """A tensor with the value of `x` at an address that stays: `x` itself if a graph of this slot writes it."""
         if x.data_ptr() in self._owned_addresses:
@@ -65,11 +73,14 @@ class GraphSlot:
         """`given` at static addresses, copied once per microbatch; None where the shape is not the recorded one."""
         if self._static_positions is None:
             tables = {key: tuple(self.make_static(x) for x in given.rope(*key)) for key in keys}
-            self._static_positions = Positions(self.make_static(given.positions_BS), _tables=tables)  # type: ignore[arg-type]
+            whole_BS = None if given.whole_BS is None else self.make_static(given.whole_BS)
+            self._static_positions = Positions(self.make_static(given.positions_BS), None, whole_BS, tables)  # type: ignore[arg-type]
         elif self._static_positions.positions_BS.shape != given.positions_BS.shape:
             return None
         elif self._filled_from is not given:
             self._static_positions.positions_BS.copy_(given.positions_BS)
+            if self._static_positions.whole_BS is not None and given.whole_BS is not None:
+                self._static_positions.whole_BS.copy_(given.whole_BS)
             for key, table in self._static_positions._tables.items():
                 for static, x in zip(table, given.rope(*key), strict=True):
                     static.copy_(x)

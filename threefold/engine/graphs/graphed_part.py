@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.context import context
+from threefold.engine.data_parallel.wait_before_use import wait_for_parameters
 from threefold.engine.graphs.graph_slot import GraphSlot, RopeKey
 from threefold.engine.graphs.graphed_function import Function, GraphedFunction
 from threefold.engine.graphs.recorder import CudaRecorder, Recorder
@@ -23,10 +25,16 @@ class ChunkGraphs:
     """The graph slots of one model chunk, and the slot of the microbatch whose forward runs now."""
 
     def __init__(
-        self, make_recorder: Callable[[], Recorder], graph_stats: GraphStats | None = None, warmup: int = WARMUP
+        self,
+        make_recorder: Callable[[], Recorder],
+        graph_stats: GraphStats | None = None,
+        warmup: int = WARMUP,
+        max_bytes: float | None = None,
     ) -> None:
         self.make_recorder, self.graph_stats = make_recorder, graph_stats or GraphStats()
+        self.max_bytes = max_bytes  # the budget of all graphs of the rank; None: any
         self.slot: GraphSlot | None = None  # None: this microbatch runs eagerly
+        self.delays_wgrad = False  # whether some microbatch came with a queue for its weight gradients
         self.rope_keys: set[RopeKey] = set()  # the rotary tables that the model has asked for
         self._slots: list[GraphSlot] = []
         self._warmup = warmup
@@ -46,7 +54,10 @@ class ChunkGraphs:
         """Start a step: no microbatch is in flight, even if the last step failed half-way."""
         for slot in self._slots:
             slot.num_in_flight = 0
-        held = sum(slot.recorder.num_bytes + slot.input_bytes for slot in self._slots)
+        self._report_bytes()
+
+    def _report_bytes(self) -> None:
+        held = sum(slot.num_bytes for slot in self._slots)
         self.graph_stats.num_bytes += held - self._reported_bytes
         self._reported_bytes = held
 
@@ -66,16 +77,29 @@ class ChunkGraphs:
         if free is None and len(self._slots) == MAX_SLOTS:
             self.graph_stats.count_fallback("microbatch", f"more than {MAX_SLOTS} in flight")
             return None
+        if free is None and self._exceeds_budget():
+            self.graph_stats.count_fallback("microbatch", "no memory left in knobs.graph_memory_gb")
+            return None
         if free is None:
-            free = GraphSlot(self.make_recorder())
+            free = GraphSlot(self.make_recorder(), self.make_recorder())
             free.recorder.prepare()
             self._slots.append(free)
         free.begin_microbatch()
         return free
 
+    def _exceeds_budget(self) -> bool:
+        """Whether one more slot, as large as the largest so far, would hold more than the budget."""
+        if self.max_bytes is None:
+            return False
+        self._report_bytes()
+        largest = max((slot.num_bytes for slot in self._slots), default=0)
+        return self.graph_stats.num_bytes + largest > self.max_bytes
 
-def cuda_graphs(device: torch.device, graph_stats: GraphStats | None = None) -> ChunkGraphs:
-    return ChunkGraphs(lambda: CudaRecorder(device), graph_stats)
+
+def cuda_graphs(
+    device: torch.device, graph_stats: GraphStats | None = None, max_bytes: float | None = None
+) -> ChunkGraphs:
+    return ChunkGraphs(lambda: CudaRecorder(device), graph_stats, max_bytes=max_bytes)
 
 
 class GraphedPart:
@@ -90,13 +114,16 @@ class GraphedPart:
         A part may be called several times in a microbatch: each call of a slot has a graph of its own.
         """
         slot, graph_stats = self.graphs.slot, self.graphs.graph_stats
+        self.graphs.delays_wgrad |= context.wgrad_queue is not None
         if slot is None:
             return None
+        for module in self.modules:
+            wait_for_parameters(module)  # before anything is recorded: a replay calls no module, whose hook would wait
         functions, call = slot.functions[self], slot.num_calls[self]
         slot.num_calls[self] += 1
         if call == len(functions) and not slot.is_sealed:
             try:
-                functions.append(GraphedFunction(slot, function, self.modules, inputs))
+                functions.append(GraphedFunction(slot, function, self.modules, inputs, self.graphs.delays_wgrad))
             except RuntimeError as error:
                 self.graphs.disable(self.scope, error)
                 return None
@@ -108,5 +135,5 @@ class GraphedPart:
         if mismatch := graphed.mismatch(inputs):
             graph_stats.count_fallback(self.scope, *mismatch)
             return None
-        graph_stats.replays += 1
+        graph_stats.replays[self.scope] += 1
         return graphed(*inputs)

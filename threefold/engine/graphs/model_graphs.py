@@ -16,13 +16,13 @@ from threefold.engine.models.decoder import Decoder
 class ModelGraphs:
     """The graphs of one model chunk. Without `graphs` everything runs eagerly."""
 
-    def __init__(self, model: Decoder, graphs: ChunkGraphs | None = None) -> None:
+    def __init__(self, model: Decoder, graphs: ChunkGraphs | None = None, reduces_grads: bool = False) -> None:
         self.graphs = graphs
         self.graph_stats: GraphStats | None = None if graphs is None else graphs.graph_stats
         self._full_iteration: FullIterationGraph | None = None
         if graphs is not None:
             if "full_iteration" in model.options.graphs:
-                self._full_iteration = FullIterationGraph(model, graphs)
+                self._full_iteration = FullIterationGraph(model, graphs, reduces_grads)
             else:
                 attach_graphs(model, model.options.graphs, graphs)
 
@@ -38,9 +38,14 @@ class ModelGraphs:
         return nullcontext() if self.graphs is None or self._full_iteration is not None else self.graphs.microbatch()
 
 
-def make_model_graphs(model: Decoder, graph_stats: GraphStats | None = None) -> ModelGraphs:
-    """The graphs that the model's options name, on a GPU; on a CPU there are none."""
+def make_model_graphs(
+    model: Decoder, graph_stats: GraphStats | None = None, reduces_grads: bool = False
+) -> ModelGraphs:
+    """The graphs that the model's options name, on a GPU; on a CPU there are none.
+
+    `reduces_grads` says that hooks of the parameters accumulate gradients and reduce them over ranks.
+    """
     first = next(model.parameters(), None)  # a pipeline chunk may have no parameters
     if first is None or not first.is_cuda or not model.options.graphs:
         return ModelGraphs(model)
-    return ModelGraphs(model, cuda_graphs(first.device, graph_stats))
+    return ModelGraphs(model, cuda_graphs(first.device, graph_stats, model.options.graph_memory_bytes), reduces_grads)

@@ -1,6 +1,8 @@
 """Records work on a device as a graph without running it, to be replayed at the same addresses.
 
-`CudaRecorder` captures CUDA graphs; the tests put a recorder for the CPU in its place.
+`CudaRecorder` captures CUDA graphs; the tests put a recorder for the CPU in its place. Collectives inside are captured
+too: their communicators have run eagerly before (`graphed_part.WARMUP`), and each is waited for inside, so that NCCL's
+stream has joined the capture at its end.
 """
 
 import gc
@@ -8,8 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
+
+from threefold.engine.context import override
+from threefold.engine.dist.join import call_before_leaving
 
 Result = TypeVar("Result")
 
@@ -34,12 +40,29 @@ class Recorder(Protocol):
         ...
 
 
+def record_work(recorder: Recorder, work: Callable[[], Result]) -> tuple[Result, Graph]:
+    """`recorder.record`, with code deep inside told that a graph is recorded (`context.recording_graph`)."""
+
+    def flagged() -> Result:
+        with override("recording_graph", True):
+            return work()
+
+    return recorder.record(flagged)
+
+
 class CudaRecorder:
     """Captures CUDA graphs on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_bytes = device, 0
         self.pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        _RECORDERS.add(self)
+
+    def free_graphs(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
     def prepare(self) -> None:
         """Empty the allocator's cache, because cached memory cannot be released during a capture."""
@@ -67,7 +90,18 @@ class CudaRecorder:
             if gc_was_enabled:
                 gc.enable()
         self.num_bytes += torch.cuda.memory_reserved(self.device) - reserved
+        self._graphs.append(graph)
         return result, graph
+
+
+_RECORDERS: WeakSet[CudaRecorder] = WeakSet()
+
+
+@call_before_leaving
+def _free_all_graphs() -> None:
+    """NCCL does not destroy a communicator while a graph holds one of its collectives: it would wait for ever."""
+    for recorder in list(_RECORDERS):
+        recorder.free_graphs()
 
 
 @cache

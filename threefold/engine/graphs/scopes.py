@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from threefold.engine.attention.state_space.mamba import Mamba
+from threefold.engine.dispatch.protocol import DispatchState
 from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.graphs.graphed_part import ChunkGraphs, GraphedPart
 from threefold.engine.layers.positions import Positions
@@ -19,17 +21,21 @@ from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
 from threefold.engine.moe.layer import MoeLayer
 
+# Residual stream, normed tokens, the router's weights and choice, its statistics, and rows in order with their counts.
+Routed = tuple[Tensor, Tensor, Tensor, Tensor, RouterStats, tuple[RowMap, Tensor] | None]
+
 
 def attach_graphs(model: Decoder, scopes: Collection[str], graphs: ChunkGraphs) -> None:
     """Record `attn`, `mlp` and `moe` whole, or only the part of `moe` before the dispatch."""
     for block in model.blocks():
-        if "attn" in scopes:
+        if "attn" in scopes and block.mixer is not None and not isinstance(block.mixer, Mamba):
             block.mix = GraphedMixer(block, graphs)  # type: ignore[method-assign]
         moe = isinstance(block.ffn, MoeLayer)
-        if ("moe" if moe else "mlp") in scopes:
+        if block.ffn is not None and ("moe" if moe else "mlp") in scopes:
             block.feed_forward = GraphedFeedForward(block, graphs)  # type: ignore[method-assign,assignment]
         elif moe and "moe_router" in scopes:
-            block.feed_forward = GraphedRouter(block, graphs, "moe_preprocess" in scopes)  # type: ignore[method-assign,assignment]
+            block.graphed_router = GraphedRouter(block, graphs, "moe_preprocess" in scopes)
+            block.feed_forward = block.graphed_router  # type: ignore[method-assign]
 
 
 class GraphedMixer:
@@ -37,7 +43,7 @@ class GraphedMixer:
 
     def __init__(self, block: Block, graphs: ChunkGraphs) -> None:
         self.graphs, self.eager = graphs, block.mix
-        self.part = GraphedPart("attn", graphs, (block.mixer_norm, block.mixer))
+        self.part = GraphedPart("attn", graphs, _present(block.mixer_norm, block.mixer))
 
     def __call__(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
         made = self._replay(x_BSD, positions)
@@ -66,7 +72,7 @@ class GraphedFeedForward:
     def __init__(self, block: Block, graphs: ChunkGraphs) -> None:
         self.eager = block.feed_forward
         self.moe = block.ffn if isinstance(block.ffn, MoeLayer) else None
-        self.part = GraphedPart("moe" if self.moe else "mlp", graphs, (block.ffn_norm, block.ffn))
+        self.part = GraphedPart("moe" if self.moe else "mlp", graphs, _present(block.ffn_norm, block.ffn))
 
     def __call__(self, *given_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
         made = self.part.replay(self._flat, *given_BSD)
@@ -82,7 +88,7 @@ class GraphedFeedForward:
 
 class GraphedRouter:
     """`Block.feed_forward`: norm, router and its losses in one graph, and with `sorts` the sorting of rows; then the
-    experts run eagerly.
+    experts run eagerly. `schedule/overlappable_pass.py` calls `mix_and_preprocess` and runs the experts apart.
 
     The normed tokens are an output of the graph and stay in memory, so that recompute of norms saves nothing here.
     """
@@ -90,22 +96,45 @@ class GraphedRouter:
     def __init__(self, block: Block, graphs: ChunkGraphs, sorts: bool) -> None:
         assert isinstance(block.ffn, MoeLayer)
         self.block, self.eager, self.moe, self.sorts = block, block.feed_forward, block.ffn, sorts
-        self.part = GraphedPart("moe_router", graphs, (block.ffn_norm, block.ffn.router))
+        self.part = GraphedPart("moe_router", graphs, _present(block.ffn_norm, block.ffn.router))
         self.padded = False
 
     def __call__(self, *given_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
+        routed = self._route(*given_BSD)
+        if routed is None:
+            return self.eager(*given_BSD)
+        x_BSD, y_BSD, weight_TK, expert_TK, stats, order = routed
+        y_BSD, num_dropped = self.moe.compute_routed(y_BSD, weight_TK, expert_TK, order)
+        return x_BSD + y_BSD, _with_dropped(stats, num_dropped)
+
+    def mix_and_preprocess(
+        self, x_BSD: Tensor, positions: Positions
+    ) -> tuple[Tensor, Tensor, Tensor, DispatchState, RouterStats]:
+        """From the beginning of the layer to the state of the dispatch that begins here."""
+        block, dispatcher = self.block, self.moe.dispatcher
+        given_BSD = block.mix(x_BSD, positions)
+        routed = self._route(*given_BSD)
+        if routed is None:
+            x_BSD, y_BSD, routing = block.normalize_and_route(*given_BSD)
+            state = dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
+            return x_BSD, y_BSD, routing.weight_TK, state, self.moe.compute_stats(routing, state, len(x_BSD))
+        x_BSD, y_BSD, weight_TK, expert_TK, stats, order = routed
+        state = dispatcher.make_state(*order) if order else dispatcher.dispatch_preprocess(expert_TK, weight_TK)
+        return x_BSD, y_BSD, weight_TK, state, _with_dropped(stats, state.num_dropped)
+
+    def _route(self, *given_BSD: Tensor) -> Routed | None:
+        """The outputs of the graph; None where the caller must run the block eagerly."""
         made = self.part.replay(self._up_to_dispatch, *given_BSD)
         if made is None:
-            return self.eager(*given_BSD)
+            return None
         x_BSD, y_BSD, weight_TK, expert_TK, *rest = made
-        num_losses = len(self.moe.options.router_losses)
-        stats = _stats_of(rest[: 3 + num_losses], self.moe.options.router_losses)
+        num_stats = 3 + len(self.moe.options.router_losses)
+        stats = _stats_of(rest[:num_stats], self.moe.options.router_losses)
         order = None
-        if rest[3 + num_losses :]:
-            slot_R, row_TK, count_E = rest[3 + num_losses :]
+        if rest[num_stats:]:
+            slot_R, row_TK, count_E = rest[num_stats:]
             order = RowMap(slot_R, row_TK, self.padded), count_E
-        y_BSD, num_dropped = self.moe.compute_routed(y_BSD, weight_TK, expert_TK, order)
-        return x_BSD + y_BSD, stats if num_dropped is None else replace(stats, num_dropped=num_dropped)
+        return x_BSD, y_BSD, weight_TK, expert_TK, stats, order
 
     def _up_to_dispatch(self, *given_BSD: Tensor) -> tuple[Tensor, ...]:
         moe = self.moe
@@ -122,6 +151,10 @@ class GraphedRouter:
         return *made, rows.slot_R, rows.row_TK, count_E
 
 
+def _with_dropped(stats: RouterStats, num_dropped: Tensor | None) -> RouterStats:
+    return stats if num_dropped is None else replace(stats, num_dropped=num_dropped)
+
+
 def _tensors(stats: RouterStats) -> tuple[Tensor, ...]:
     return stats.load_E, stats.num_dropped, stats.entropy, *stats.losses.values()
 
@@ -129,3 +162,8 @@ def _tensors(stats: RouterStats) -> tuple[Tensor, ...]:
 def _stats_of(tensors: Iterable[Tensor], wanted: Iterable[str]) -> RouterStats:
     load_E, num_dropped, entropy, *losses = tensors
     return RouterStats(dict(zip(wanted, losses, strict=True)), load_E, num_dropped, entropy)
+
+
+def _present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:
+    """The modules that a block has: some have no mixer, and some no feed-forward network."""
+    return tuple(module for module in modules if module is not None)

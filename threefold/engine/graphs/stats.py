@@ -14,7 +14,7 @@ class GraphStats:
     """Counts of recorded graphs, replays and eager runs."""
 
     recorded: int = 0
-    replays: int = 0
+    replays: Counter[str] = field(default_factory=Counter)  # by scope
     fallbacks: Counter[tuple[str, str]] = field(default_factory=Counter)  # runs without a graph, by scope and reason
     details: dict[tuple[str, str], str] = field(default_factory=dict)  # of the first fallback of each reason
     num_bytes: int = 0  # memory pools and static inputs
@@ -23,15 +23,25 @@ class GraphStats:
         self.fallbacks[scope, reason] += 1
         self.details.setdefault((scope, reason), detail)
 
+    def tally(self) -> str:
+        """Replays by scope, then the runs without a graph by scope and reason: "attn 8, moe_router 8"."""
+        replays = [f"{scope} {times}" for scope, times in sorted(self.replays.items())]
+        fallbacks = [f"{scope} eager {times} ({why})" for (scope, why), times in sorted(self.fallbacks.items())]
+        return ", ".join([*replays, *fallbacks])
+
     def metrics(self) -> dict[str, int]:
         return {
-            "graphs/replays": self.replays,
+            "graphs/replays": self.replays.total(),
+            **{f"graphs/replays/{scope}": times for scope, times in sorted(self.replays.items())},
             "graphs/fallbacks": self.fallbacks.total(),
             "graphs/memory_bytes": self.num_bytes,
         }
 
     def summary(self) -> str:
-        text = f"graphs: {self.recorded} recorded, {format_bytes(self.num_bytes)}, {self.replays} replays, "
+        text = f"graphs: {self.recorded} recorded, {format_bytes(self.num_bytes)}, {self.replays.total()} replays"
+        if self.replays:
+            text += " (" + ", ".join(f"{scope} {times}" for scope, times in sorted(self.replays.items())) + ")"
+        text += ", "
         text += f"{self.fallbacks.total()} fallbacks to eager"
         for (scope, reason), times in self.fallbacks.most_common():
             detail = self.details[scope, reason]

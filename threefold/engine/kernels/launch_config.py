@@ -42,6 +42,16 @@ class CuteConfig:
     group: int = 8  # tiles of rows that come before the next tile of columns
 
 
+def cdiv(size: int, block: int) -> int:
+    """Blocks that cover `size`. Triton's function of this name is also one for kernels, and costs the host more."""
+    return -(-size // block)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not less; 1 for 0. Triton's function of this name costs the host more."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 def num_programs(device: torch.device, per_sm: int) -> int:
     """Programs of a persistent kernel, whose programs go on from tile to tile or from row to row."""
     if device.type == "cuda":

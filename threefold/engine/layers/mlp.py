@@ -1,4 +1,4 @@
-"""The dense feed-forward network (SwiGLU): used by dense layers and as the shared experts of an MoE layer.
+"""The dense feed-forward network: used by dense layers and as the shared experts of an MoE layer.
 
 Shapes: D model dim, H hidden dim, ... any dims before.
 """
@@ -10,22 +10,34 @@ from threefold.engine.kernels.elementwise.silu_mul import silu_mul
 from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 
+DENSE_ACTIVATIONS = ("silu", "relu2")  # those of `spec/stacks.py`, ENGINE_DENSE_ACTIVATIONS
+
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return silu_mul(gate, up) if runs_fused(gate, up) else F.silu(gate) * up
 
 
-class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x)). Tensor parallelism replaces `input_linears` and `down`."""
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x) squared, the activation of Nemotron-H's networks, which have no gate."""
+    return F.relu(x).square()
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), or without a gate down(relu(up(x))^2). Tensor parallelism replaces `input_linears`
+    and `down`."""
+
+    def __init__(self, dim: int, hidden_dim: int, activation: str = "silu") -> None:
         super().__init__()
-        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        assert activation in DENSE_ACTIVATIONS, "engine_lacks refuses others"
+        self.gate = nn.Linear(dim, hidden_dim, bias=False) if activation != "relu2" else None
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = nn.Linear(hidden_dim, dim, bias=False)
         self.input_linears: InputLinears = apply_linears
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            (up,) = self.input_linears(x, (self.up,))
+            return self.down(squared_relu(up))
         gate, up = self.input_linears(x, (self.gate, self.up))
         return self.down(gated_silu(gate, up))

@@ -1,6 +1,6 @@
 """RMS norms, with the residual addition in front of them; statistics are in fp32 or wider.
 
-The decoder, the gated delta rule and the norms of heads (`rope.py`) use them.
+The decoder, the gated delta rule, Mamba-2 and the norms of heads (`rope.py`) use them.
 
 Shapes: D the normed dim, ... any dims before it.
 """
@@ -43,6 +43,20 @@ class RMSNorm(nn.Module):
         return (y * (1 + self.weight.to(y.dtype))).to(x.dtype)
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm with a bias, called as `RMSNorm` is (Phi-MoE)."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, added: Tensor | None = None, return_residual: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x. With `return_residual`, the residual stream (x plus `added`) and the norm of it."""
+        assert return_residual or added is None
+        if added is not None:
+            x = x + added
+        y = super().forward(x)
+        return (x, y) if return_residual else y
+
+
 class GatedRMSNorm(nn.Module):
     """The output norm of the gated delta rule: RMS norm of x, times silu(gate)."""
 
@@ -54,3 +68,20 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         y = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return (y * F.silu(gate.to(fp32_or_wider(gate.dtype)))).to(x.dtype)
+
+
+class GroupedGatedRMSNorm(nn.Module):
+    """The output norm of Mamba-2: x times silu(gate), then an RMS norm of each group of channels.
+
+    Tensor parallelism shards `weight` by whole groups.
+    """
+
+    def __init__(self, dim: int, group_dim: int, eps: float) -> None:
+        super().__init__()
+        self.group_dim, self.eps = group_dim, eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        dtype = fp32_or_wider(x.dtype)
+        gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (-1, self.group_dim))
+        return F.rms_norm(gated, (self.group_dim,), None, self.eps).flatten(-2).to(x.dtype) * self.weight

@@ -63,8 +63,14 @@ class Positions:
             if sections and self.axes_3BS is not None:
                 self._tables[key] = rope.multimodal_rope_tables(self.axes_3BS, *key)
             else:
-                self._tables[key] = rope.rope_tables(self.positions_BS, dim, theta, scaling)
+                length = self.length if scaling is not None and scaling.depends_on_length else None
+                self._tables[key] = rope.rope_tables(self.positions_BS, dim, theta, scaling, length)
         return self._tables[key]
+
+    @property
+    def length(self) -> Tensor:
+        """The length of the longest document in the whole sequence, on the device."""
+        return (self.positions_BS if self.whole_BS is None else self.whole_BS).max() + 1
 
     def at(self, spans: Sequence[range]) -> Tensor:
         """The positions of spans of the whole sequence, one behind the other."""

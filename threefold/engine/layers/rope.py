@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): plain or scaled (YaRN, Llama 3.1, linear), on all of a head or a part of it.
+"""Rotary position embedding (RoPE): plain or scaled (`RopeScaling`), on all of a head or a part of it.
 
 Dims turn as halves or as interleaved pairs. The attention modules ask `Positions.rope` for the tables and rotate
 queries and keys with them.
@@ -29,19 +29,34 @@ def logit_scale(scaling: RopeScaling | None) -> float:
 
 
 def table_scale(scaling: RopeScaling | None) -> float:
-    """YaRN's factor on cos and sin."""
-    if scaling is None or scaling.kind != "yarn":
+    """The factor of YaRN and LongRoPE on cos and sin."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind == "longrope":
+        is_stretched = scaling.factor > 1
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_len)) if is_stretched else 1.0
     if scaling.mscale and scaling.mscale_all_dim:
         return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
     return _mscale(scaling.factor)
 
 
-def frequencies(dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None) -> Tensor:
-    """Radians per position for each pair of dims, in fp32 as every published model was trained."""
+def frequencies(
+    dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    device: torch.device | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    """Radians per position for each pair of dims, in fp32 as every published model was trained.
+
+    `length` is that of the longest document in the microbatch, a tensor so that no host waits for it. Without it,
+    frequencies that depend on the length are those of the context of training.
+    """
     exponent_F = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    if scaling is not None and scaling.kind in ("dynamic", "ntk_alpha"):
+        return 1.0 / _stretched_base(dim, theta, scaling, length) ** exponent_F
     plain_F = 1.0 / theta**exponent_F
     if scaling is None:
         return plain_F
@@ -49,11 +64,29 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None, device: tor
         return plain_F / scaling.factor
     if scaling.kind == "llama3":
         return _llama3_frequencies(plain_F, scaling)
+    if scaling.kind == "longrope":
+        return plain_F / _longrope_factors(scaling, plain_F, length)
     assert scaling.kind == "yarn"  # build_model refuses others
     low, high = _yarn_ramp(dim, theta, scaling)
     position_F = torch.arange(dim // 2, dtype=torch.float32, device=device)
     slow_F = ((position_F - low) / (high - low)).clamp(0, 1)
     return plain_F / scaling.factor * slow_F + plain_F * (1 - slow_F)
+
+
+def _stretched_base(dim: int, theta: float, scaling: RopeScaling, length: Tensor | None) -> Tensor | float:
+    """The base of NTK-aware scaling: stretched by a fixed alpha, or by how far a text is beyond the context."""
+    power = dim / (dim - 2)
+    if scaling.kind == "ntk_alpha":
+        return float(theta * scaling.factor**power)
+    if length is None:
+        return theta
+    ratio = length.clamp(min=scaling.original_len).to(torch.float32) / scaling.original_len
+    return theta * (scaling.factor * ratio - (scaling.factor - 1)) ** power
+
+
+def _longrope_factors(scaling: RopeScaling, like_F: Tensor, length: Tensor | None) -> Tensor:
+    short_F, long_F = like_F.new_tensor(scaling.short_factor), like_F.new_tensor(scaling.long_factor)
+    return short_F if length is None else torch.where(length > scaling.original_len, long_F, short_F)
 
 
 def _llama3_frequencies(plain_F: Tensor, scaling: RopeScaling) -> Tensor:
@@ -77,9 +110,11 @@ def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> tuple[float, flo
     return low, high + 0.001 if low == high else high  # 0.001: as YaRN's code avoids the division by zero
 
 
-def rope_tables(positions_BS: Tensor, dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """cos_BSF and sin_BSF in fp32."""
-    freq_F = frequencies(dim, theta, scaling, positions_BS.device)
+def rope_tables(
+    positions_BS: Tensor, dim: int, theta: float, scaling: RopeScaling | None, length: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos_BSF and sin_BSF in fp32. `length`: see `frequencies`."""
+    freq_F = frequencies(dim, theta, scaling, positions_BS.device, length)
     return _tables_of_angles(positions_BS.to(torch.float32)[..., None] * freq_F, scaling)
 
 
@@ -102,12 +137,19 @@ def _tables_of_angles(angle_BSF: Tensor, scaling: RopeScaling | None) -> tuple[T
     return angle_BSF.cos() * scale, angle_BSF.sin() * scale
 
 
-def norm_and_rotate_heads(x_BSHd: Tensor, norm: nn.Module, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Projected heads after the norm of queries or keys and the rotation, as (B, H, S, d) for attention."""
+def norm_and_rotate_heads(
+    x_BSHd: Tensor, norm: nn.Module, table: tuple[Tensor, Tensor] | None, pairs: bool = False
+) -> Tensor:
+    """Projected heads after the norm of queries or keys and the rotation, as (B, H, S, d) for attention.
+
+    Without a table nothing is rotated.
+    """
+    if table is None:
+        return norm(x_BSHd).transpose(1, 2)
     if isinstance(norm, RMSNorm) and runs_fused(x_BSHd):
-        options = RotaryOptions(eps=norm.eps, zero_centered=norm.zero_centered)
+        options = RotaryOptions(interleaved=pairs, eps=norm.eps, zero_centered=norm.zero_centered)
         return norm_and_rotate(x_BSHd, norm.weight, table, options).transpose(1, 2)
-    return rotate(norm(x_BSHd).transpose(1, 2), table)
+    return rotate(norm(x_BSHd).transpose(1, 2), table, pairs)
 
 
 def rotate(x_BHSR: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:

@@ -23,6 +23,8 @@ from threefold.engine.attention.backend import attend
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
+from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.autograd.offload import LayerOffloads, offload_activations
 from threefold.engine.autograd.recompute import OutputScope, recompute, recompute_output
 from threefold.engine.autograd.saved_tensors import inside_recompute
@@ -45,11 +47,16 @@ _DISCARDED_OUTPUTS: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...], tupl
             ("mix", "ffn_branch", "normalize_and_route", "mix_and_route"),
         ),
     ),
-    "mla_up_proj": ((MlaAttention, ("expand",), ("attend_latents",)),),
+    "mla_up_proj": (
+        (MlaAttention, ("expand",), ("attend_latents",)),
+        (SparseMlaAttention, ("expand",), ("attend_chosen",)),
+    ),
     "core_attn": (
         (MlaAttention, ("core", "core_over_ranks"), ("attend_latents",)),
+        (SparseMlaAttention, ("core_of_chosen",), ("attend_chosen",)),
         (GqaAttention, ("core",), ("forward",)),
         (GatedDelta, ("core",), ("forward",)),
+        (Mamba, ("core",), ("forward",)),
     ),
     "gdn_norm_out": ((GatedDelta, ("normalize_output",), ("forward",)),),
     "moe_act": ((Experts, ("activate",), ("forward",)),),
@@ -62,16 +69,20 @@ _OFFLOADED: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = {
         (MlaAttention, ("compress", "expand")),
         (GqaAttention, ("project",)),
         (GatedDelta, ("project",)),
+        (Mamba, ("project",)),
     ),
     "core_attn": (
         (MlaAttention, ("core", "core_over_ranks")),
+        (SparseMlaAttention, ("core_of_chosen",)),
         (GqaAttention, ("core",)),
         (GatedDelta, ("core", "normalize_output")),
+        (Mamba, ("core", "normalize_output")),
     ),
     "attn_proj": (
         (MlaAttention, ("project_out",)),
         (GqaAttention, ("project_out",)),
         (GatedDelta, ("project_out",)),
+        (Mamba, ("project_out",)),
     ),
     "expert_fc1": ((Experts, ("up_proj",)),),
     "moe_act": ((Experts, ("activate",)),),
@@ -89,9 +100,9 @@ def apply_activation_memory(model: Decoder, options: Options) -> None:
         _discard_outputs(module, names)
         if isinstance(module, MoeLayer) and "shared_experts" in names:
             _wrap(module, "compute_shared", lambda function: partial(recompute, function, name="shared_experts"))
-        if isinstance(module, MlaAttention) and ("mla_up_proj" in names or is_full):
+        if type(module) is MlaAttention and ("mla_up_proj" in names or is_full):
             module.attend_latents = HeadGroups(module, names)  # type: ignore[method-assign]
-        if isinstance(module, Block) and ({"moe", "mlp"} & names or is_full):
+        if isinstance(module, Block) and module.ffn is not None and ({"moe", "mlp"} & names or is_full):
             _recompute_ffn(module, names, options.ffn_chunk)
         for name in options.activation_offload:
             for kind, methods in _OFFLOADED[name]:
@@ -168,6 +179,7 @@ class FeedForward:
     """`Block.run_ffn` with recompute of `moe` or `mlp`, in chunks of tokens where they are many."""
 
     def __init__(self, block: Block, names: frozenset[str], ffn_chunk: int | None) -> None:
+        assert block.ffn is not None
         self.ffn, self.ffn_chunk = block.ffn, ffn_chunk
         self.is_moe = isinstance(block.ffn, MoeLayer)
         self.name = "moe" if self.is_moe else "mlp"
@@ -197,7 +209,7 @@ class FeedForward:
         num_tokens = x_BSD.shape[:-1].numel()
         if self.ffn.input_linears is not apply_linears:
             return num_tokens
-        return chunk_size(num_tokens, self.ffn.gate.out_features * x_BSD.element_size(), self.ffn_chunk)
+        return chunk_size(num_tokens, self.ffn.up.out_features * x_BSD.element_size(), self.ffn_chunk)
 
 
 def _recompute_ffn(block: Block, names: frozenset[str], ffn_chunk: int | None) -> None:
@@ -250,6 +262,8 @@ def _run_group(
 
 def _runs_in_chunks(block: nn.Module, x_BSD: Tensor) -> bool:
     assert isinstance(block, Block)
+    if block.ffn is None:
+        return False
     assert isinstance(block.run_ffn, FeedForward)
     return block.run_ffn.runs_in_chunks(x_BSD)
 

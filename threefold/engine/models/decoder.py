@@ -10,6 +10,7 @@ Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -21,22 +22,22 @@ from threefold.engine.batch import Images
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
 from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
-from threefold.engine.layers.norm import RMSNorm
+from threefold.engine.layers.norm import LayerNorm, RMSNorm
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
 from threefold.engine.models.families import FAMILIES, make_mixer
+from threefold.engine.models.head import head_input, head_matrix
 from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_inputs
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
 from threefold.engine.vision.encoder import VisionEncoder, blank_images
-from threefold.engine.vision.features import PictureFeatures
+from threefold.engine.vision.features import PictureFeatures, stands_for_picture
 from threefold.engine.vision.projector import Projector
 from threefold.spec.model import Layer, ModelSpec
 
-NumberedStats = list[
-    tuple[int, RouterStats]
-]  # router statistics, each with the number of its router in the whole model
+# Router statistics, each with the number of its router in the whole model.
+NumberedStats = list[tuple[int, RouterStats]]
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,30 @@ SharePictures = Callable[[Callable[[Images], list[Tensor]], Images], list[Tensor
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x))."""
+    """x + mixer(norm(x)), then x + ffn(norm(x)). A layer of Nemotron-H has only one of both."""
 
     router_number: int = -1  # the number of its router among all routers of the model
+    graphed_router: Any = None  # graphs/scopes.py: replays norm and router for schedules that run the experts apart
 
-    def __init__(self, mixer_norm: nn.Module, mixer: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
+    def __init__(self, make_norm: Callable[[], nn.Module], mixer: nn.Module | None, ffn: nn.Module | None) -> None:
         super().__init__()
-        self.mixer_norm, self.mixer, self.ffn_norm, self.ffn = mixer_norm, mixer, ffn_norm, ffn
+        self.mixer_norm, self.mixer = None if mixer is None else make_norm(), mixer
+        self.ffn_norm, self.ffn = None if ffn is None else make_norm(), ffn
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, RouterStats | None]:
         return self.feed_forward(*self.mix(x_BSD, positions))
 
     def mix(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
         """The residual stream, and the mixer's output still to be added: the next norm adds it while it reads both."""
+        if self.mixer is None:
+            return (x_BSD,)
         x_BSD, y_BSD = self.normalize_for_mixer(x_BSD)
         return x_BSD, self.mixer(y_BSD, positions)
 
     def feed_forward(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
         """Everything behind the mixer."""
+        if self.ffn is None:
+            return sum(added_BSD, x_BSD), None
         x_BSD, y_BSD, stats = self.ffn_branch(x_BSD, *added_BSD)
         return x_BSD + y_BSD, stats
 
@@ -86,22 +93,25 @@ class Block(nn.Module):
 
     def normalize_for_mixer(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream and its norm."""
+        assert self.mixer_norm is not None
         both: tuple[Tensor, Tensor] = self.mixer_norm(x_BSD, return_residual=True)
         return both
 
     def normalize_for_ffn(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with the mixer's output added, and its norm."""
+        assert self.ffn_norm is not None
         both: tuple[Tensor, Tensor] = self.ffn_norm(x_BSD, *added_BSD, return_residual=True)
         return both
 
     def run_ffn(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
+        assert self.ffn is not None
         return self.ffn(x_BSD) if isinstance(self.ffn, MoeLayer) else (self.ffn(x_BSD), None)
 
     def normalize_and_route(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, Routing]:
         """The residual stream, its norm, and the router's choice: for CUDA graphs that run the experts eagerly."""
         assert isinstance(self.ffn, MoeLayer)
         x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
-        return x_BSD, y_BSD, self.ffn.router(y_BSD.flatten(0, 1))
+        return x_BSD, y_BSD, self.ffn.choose_experts(y_BSD.flatten(0, 1), len(y_BSD))
 
     def mix_and_route(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Routing]:
         """The same from the beginning of the layer: for schedules that run the experts apart.
@@ -110,7 +120,7 @@ class Block(nn.Module):
         """
         assert isinstance(self.ffn, MoeLayer)
         x_BSD, y_BSD = self.normalize_for_ffn(*self.mix(x_BSD, positions))
-        return x_BSD, y_BSD, self.ffn.router(y_BSD.flatten(0, 1))
+        return x_BSD, y_BSD, self.ffn.choose_experts(y_BSD.flatten(0, 1), len(y_BSD))
 
     def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run a function that uses this block's parameters without calling it: FSDP gathers them around this method."""
@@ -174,9 +184,10 @@ class Decoder(nn.Module):
             self.vision = VisionEncoder(spec.vision, options.vision_recompute)
             self.projector = Projector(spec.vision, spec.dim, options.vision_recompute)
         self.num_features = 0  # deepstack features that a pipeline chunk gets from the chunk before
+        self.num_ahead, self.later_depths = 0, range(0)  # and those for MTP depths; depths that later chunks hold
         self.layers = nn.ModuleDict({str(n): self.make_block(layer) for n, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = self.make_norm(spec.dim)
-        self.head = None if spec.tied else nn.Linear(spec.dim, spec.vocab, bias=False)
+        self.head = None if spec.tied else nn.Linear(spec.dim, spec.vocab, bias=spec.head_bias)
         sets = min(mtp, 1) if spec.mtp_shared else mtp
         self.mtp = nn.ModuleDict({str(n): MtpDepth(self) for n in range(sets)})
         self.num_mtp, self.depths, self.has_loss = mtp, range(mtp), True
@@ -185,22 +196,27 @@ class Decoder(nn.Module):
             block.router_number, self.num_routers = self.num_routers, self.num_routers + 1
         # shard/ sets these where a sequence or the vocabulary is sharded over ranks.
         self.shard_sequence: ShardSequence = identity
+        self.use_cp_degree: Callable[[int | None], None] = lambda degree: None  # before each microbatch
         self.gather_loss_input: InputHook = identity
         self.shard_hidden: InputHook = identity  # takes the part of a context shard that tensor parallelism leaves here
         self.share_pictures: SharePictures | None = None
+        # Labels of each MTP depth over those of the next token, in a whole step; None: each microbatch has its own.
+        self.depth_label_ratios: Tensor | None = None
         self.vocab_shard: VocabShard | None = None
 
     def make_norm(self, dim: int) -> nn.Module:
+        if self.spec.norm == "layer":
+            return LayerNorm(dim, self.spec.norm_eps)
         return RMSNorm(dim, self.spec.norm_eps, self.family.zero_centered_norms)
 
     def make_block(self, layer: Layer) -> Block:
-        dim = self.spec.dim
         mixer = make_mixer(self.spec, layer, self.make_norm)
-        return Block(self.make_norm(dim), mixer, self.make_norm(dim), self._make_ffn(layer))
+        ffn = None if layer.ffn == "none" else self._make_ffn(layer)
+        return Block(partial(self.make_norm, self.spec.dim), mixer, ffn)
 
     def _make_ffn(self, layer: Layer) -> nn.Module:
         if layer.ffn == "dense":
-            return Mlp(self.spec.dim, self.spec.dense_dim)
+            return Mlp(self.spec.dim, self.spec.dense_dim, self.spec.activation)
         assert self.spec.moe is not None
         return MoeLayer(self.spec.moe, self.spec.dim, self.spec.activation, self.options)
 
@@ -212,7 +228,7 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         owner = self.embed if self.head is None else self.head
         assert owner is not None
-        return owner.get_parameter("weight")
+        return head_matrix(owner, self.spec)
 
     def blocks(self) -> Iterator[Block]:
         """The layers' blocks first, then those of the MTP depths."""
@@ -247,20 +263,24 @@ class Decoder(nn.Module):
         )
         hidden, router_stats = self.forward_chunk([], inputs)
         if labels_BS is None:
-            return Output(None, F.linear(hidden[0], self.head_weight), self.router_statistics(router_stats))
+            return Output(None, self.compute_logits(hidden[0]), self.router_statistics(router_stats))
         return self.compute_loss(hidden, router_stats, inputs)
 
     def forward_chunk(self, hidden: list[Tensor], inputs: Inputs) -> tuple[list[Tensor], NumberedStats]:
         """Run the layers held here, and the MTP depths.
 
         `hidden` are the states of the chunk before, none for the first chunk; the result are the states for the next
-        one: the features of pictures that its layers need, the main state, then one for each MTP depth.
+        one: the features of pictures that its layers need, those that its MTP depths need, the main state, then one for
+        each MTP depth.
         """
         num_features, pictures = self.num_features, None
+        placed = hidden[num_features : num_features + len(self.depths)] if self.num_ahead else []
         if not hidden:
             pictures = self.encode_pictures(inputs)
-            hidden = [*(pictures.dense_deepstack() if pictures else ()), self.embed_tokens(inputs, pictures)]
-            num_features = len(hidden) - 1
+            features = pictures.dense_deepstack() if pictures else []
+            ahead = pictures.dense_ahead(self.later_depths) if pictures else []
+            hidden, num_features = [*features, *ahead, self.embed_tokens(inputs, pictures)], len(features)
+        hidden = [*hidden[:num_features], *hidden[num_features + len(placed) :]]
         used = min(num_features, len(self.layers))
         layers, features = self.layers.values(), hidden[:used]
         hidden_BSD, router_stats = self.run_layers(layers, hidden[-1], inputs.positions, features)
@@ -268,18 +288,26 @@ class Decoder(nn.Module):
         if self.norm is not None:
             hidden_BSD = self.norm(hidden_BSD)
         hidden = [*hidden[used:-1], hidden_BSD]
-        for depth in self.depths if inputs.targets else ():
+        for depth, placed_BSD in zip_longest(self.depths, placed) if inputs.targets else ():
             module = self.mtp[str(min(depth, self.num_mtp_sets - 1))]
-            embed_BSD = self.embed_tokens(inputs, pictures, ahead=depth + 1)
+            embed_BSD = self.embed_tokens(inputs, pictures, depth + 1, placed_BSD)
             hidden_BSD, more = module(hidden_BSD, embed_BSD, inputs.positions)
             hidden.append(hidden_BSD)
             router_stats += more
         return hidden, router_stats
 
-    def embed_tokens(self, inputs: Inputs, pictures: PictureFeatures | None, ahead: int = 0) -> Tensor:
-        """The embedded tokens, or those `ahead` later, with the features of pictures in their place."""
+    def embed_tokens(
+        self, inputs: Inputs, pictures: PictureFeatures | None, ahead: int = 0, placed_BSD: Tensor | None = None
+    ) -> Tensor:
+        """The embedded tokens, or those `ahead` later, with the features of pictures in their place: `placed_BSD` has
+        them where an earlier pipeline chunk encoded the pictures."""
         assert self.embed is not None
-        embed_BSD: Tensor = self.embed(inputs.targets[ahead].tokens_BS if ahead else inputs.tokens_BS)
+        tokens_BS = inputs.targets[ahead].tokens_BS if ahead else inputs.tokens_BS
+        embed_BSD: Tensor = self.embed(tokens_BS)
+        embed_BSD = embed_BSD if self.spec.embed_scale == 1.0 else embed_BSD * self.spec.embed_scale
+        if placed_BSD is not None and self.spec.vision is not None:
+            is_picture_BS1 = stands_for_picture(tokens_BS, self.spec.vision.tokens)[..., None]
+            return torch.where(self.shard_hidden(is_picture_BS1), placed_BSD, embed_BSD)
         return embed_BSD if pictures is None else pictures.merge(embed_BSD, ahead)
 
     def encode_pictures(self, inputs: Inputs) -> PictureFeatures | None:
@@ -311,7 +339,8 @@ class Decoder(nn.Module):
 
     def compute_loss(self, hidden: list[Tensor], router_stats: NumberedStats, inputs: Inputs) -> Output:
         """The loss of the next token and, as a mean over depths, of those further ahead."""
-        main, *depths = (self.mean_loss(state, target) for state, target in zip(hidden, inputs.targets, strict=True))
+        targets = inputs.targets_of_step(self.depth_label_ratios)
+        main, *depths = (self.mean_loss(state, target) for state, target in zip(hidden, targets, strict=True))
         parts = {"ce": main}
         if depths:
             parts["mtp"] = torch.stack(depths).mean()
@@ -319,11 +348,15 @@ class Decoder(nn.Module):
         assert total is not None
         return Output(total, None, {**aux, "num_labels": inputs.targets[0].num_labels})
 
+    def compute_logits(self, hidden_BSD: Tensor) -> Tensor:
+        """The logits over the whole vocabulary, behind the final norm."""
+        return F.linear(head_input(hidden_BSD, self.spec), self.head_weight)
+
     def mean_loss(self, hidden_BSD: Tensor, target: Target) -> Tensor:
-        x_TD = self.gather_loss_input(hidden_BSD).flatten(0, 1)
+        x_TD = head_input(self.gather_loss_input(hidden_BSD), self.spec).flatten(0, 1)
         chunk = self.options.loss_chunk
         summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), chunk, self.vocab_shard)
-        return summed / target.num_labels.clamp(min=1)
+        return summed / target.num_labels.masked_fill(target.num_labels == 0, 1).to(summed.dtype)
 
     def sum_losses(
         self, parts: dict[str, Tensor], router_stats: NumberedStats

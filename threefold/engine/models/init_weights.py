@@ -3,6 +3,7 @@
 Every tensor is drawn from a seed of its own, made of its name, so that initial weights do not depend on the layout.
 """
 
+import math
 import zlib
 from collections.abc import Mapping
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.gated_delta import GatedDelta
+from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.dist.shard_placement import Placement, replicated
-from threefold.engine.layers.norm import GatedRMSNorm, RMSNorm
+from threefold.engine.layers.norm import GatedRMSNorm, GroupedGatedRMSNorm, RMSNorm
 from threefold.engine.lora.settings import LORA_A, LORA_B
 from threefold.engine.moe.router import Router
 
@@ -59,12 +61,21 @@ def _draw(module: nn.Module, leaf: str, shard: Tensor, std: float, key: str, pla
 def _init(module: nn.Module, name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
     if isinstance(module, nn.LayerNorm) and name == "weight":
         parameter.fill_(1.0)
-    elif isinstance(module, RMSNorm | GatedRMSNorm):
+    elif isinstance(module, RMSNorm | GatedRMSNorm | GroupedGatedRMSNorm):
         parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.zero_centered else 1.0)
     elif isinstance(module, GatedDelta) and name == "a_log":
         # 0.01 to 16: transformers' Qwen3-Next; the lower end keeps the logarithm finite.
         parameter.uniform_(0.01, 16, generator=generator).log_()
     elif isinstance(module, GatedDelta) and name == "dt_bias":
+        parameter.fill_(1.0)
+    elif isinstance(module, Mamba) and name == "a_log":
+        parameter.copy_(torch.arange(1, len(parameter) + 1, device=parameter.device).log())  # 1 to heads: Mamba-2
+    elif isinstance(module, Mamba) and name == "conv":
+        bound = parameter.shape[-1] ** -0.5  # as convolutions of torch begin, and those of mamba-ssm and Megatron
+        parameter.uniform_(-bound, bound, generator=generator)
+    elif isinstance(module, Mamba) and name == "dt_bias":
+        _draw_steps(parameter, generator)
+    elif isinstance(module, Mamba) and name == "skip":
         parameter.fill_(1.0)
     elif name.endswith(LORA_A):
         bound = parameter.shape[-1] ** -0.5  # as linear layers of torch and adapters of PEFT begin
@@ -73,3 +84,10 @@ def _init(module: nn.Module, name: str, parameter: Tensor, std: float, generator
         parameter.zero_()
     else:
         parameter.normal_(0.0, std, generator=generator)
+
+
+def _draw_steps(dt_bias_H: Tensor, generator: torch.Generator) -> None:
+    """Mamba-2: the softplus of the bias is a step between 0.001 and 0.1, drawn evenly by its logarithm."""
+    low, high = math.log(0.001), math.log(0.1)
+    step_H = dt_bias_H.uniform_(low, high, generator=generator).exp()
+    dt_bias_H.copy_(step_H + torch.log(-torch.expm1(-step_H)))

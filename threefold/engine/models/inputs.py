@@ -8,7 +8,7 @@ Shapes: B batch, S sequence.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,17 @@ class Inputs:
     images: Images | None = None  # of the whole sequences
     shape: tuple[int, int] = (0, 0)  # B and S of the whole sequences, to which `images.token_index_V` refers
 
+    def targets_of_step(self, ratios: Tensor | None) -> tuple[Target, ...]:
+        """The targets, where `ratios` are the labels of each MTP depth over those of the next token in a whole step.
+
+        A microbatch is weighted by its share of the next token's labels. The sum over microbatches is the mean over all
+        labels of a depth only if each is divided by the labels that it would have at the ratio of the step.
+        """
+        if ratios is None:
+            return self.targets
+        first, *others = self.targets
+        return first, *(replace(t, num_labels=first.num_labels * r) for t, r in zip(others, ratios, strict=True))
+
 
 def make_inputs(
     tokens_BS: Tensor,
@@ -56,11 +67,7 @@ def make_inputs(
     targets = []
     for depth in range(depths + 1) if labels_BS is not None else ():
         assert labels_BS is not None
-        wanted_BS = shift_left(labels_BS, depth, IGNORE)
-        if depth and documents_BS is not None:
-            # A token predicts nothing beyond the end of its document.
-            other_BS = shift_left(documents_BS, depth, -1) != documents_BS
-            wanted_BS = wanted_BS.masked_fill(other_BS, IGNORE)
+        wanted_BS = labels_ahead(labels_BS, documents_BS, depth)
         targets.append(
             Target(
                 shard_sequence(shift_left(tokens_BS, depth, 0)), shard_sequence(wanted_BS), (wanted_BS != IGNORE).sum()
@@ -71,6 +78,15 @@ def make_inputs(
         positions.axes_3BS = torch.stack([shard_sequence(axis_BS) for axis_BS in positions_3BS])
     batch, length = tokens_BS.shape
     return Inputs(shard_sequence(tokens_BS), positions, tuple(targets), images, (batch, length))
+
+
+def labels_ahead(labels_BS: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:
+    """The labels of an MTP depth; depth 0 is the next token."""
+    wanted_BS = shift_left(labels_BS, depth, IGNORE)
+    if depth and documents_BS is not None:
+        # A token predicts nothing beyond the end of its document.
+        wanted_BS = wanted_BS.masked_fill(shift_left(documents_BS, depth, -1) != documents_BS, IGNORE)
+    return wanted_BS
 
 
 def shift_left(x_BS: Tensor, steps: int, fill: int) -> Tensor:

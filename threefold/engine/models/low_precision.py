@@ -1,8 +1,8 @@
 """Applies a low-precision recipe to a model: which linear layers and experts it replaces.
 
-These are the projections of attention and the delta rule, dense and shared feed-forward parts, and routed experts.
-Routers, embeddings, the head, norms, the core of attention, gates and the input join of an MTP depth stay in bf16.
-`models/build.py` calls it.
+These are the projections of attention, the delta rule and Mamba, dense and shared feed-forward parts, and routed
+experts. Routers, embeddings, the head, norms, the core of attention, gates and the input join of an MTP depth stay in
+bf16. `models/build.py` calls it.
 """
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.moe.experts import Experts
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
@@ -24,7 +25,7 @@ _KEPT_IN_BF16 = frozenset(
 def apply_low_precision(model: nn.Module, recipe: Recipe, cache_weights: bool) -> None:
     """Replace layers. With `cache_weights` quantized weights live for a step; it is off where weights are gathered."""
     for module in list(model.modules()):
-        if isinstance(module, GqaAttention | MlaAttention | GatedDelta | Mlp):
+        if isinstance(module, GqaAttention | MlaAttention | GatedDelta | Mamba | Mlp):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear) and name not in _KEPT_IN_BF16:
                     setattr(

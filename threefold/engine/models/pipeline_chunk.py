@@ -25,6 +25,7 @@ def extract_chunk(whole: Decoder, chunks: Sequence[Chunk], number: int) -> Decod
     first_depth = sum(c.mtp for c in chunks[:number])
     model.layers = nn.ModuleDict({str(n): whole.layers[str(n)] for n in chunk.layers})
     model.depths = range(first_depth, first_depth + chunk.mtp)
+    model.later_depths = range(first_depth + chunk.mtp, whole.num_mtp)
     used = {min(depth, whole.num_mtp_sets - 1) for depth in model.depths}
     model.mtp = nn.ModuleDict({str(n): whole.mtp[str(n)] for n in sorted(used)})
     model.has_loss = chunk.loss
@@ -37,6 +38,7 @@ def extract_chunk(whole: Decoder, chunks: Sequence[Chunk], number: int) -> Decod
     if not chunk.embedding:
         model.vision = model.projector = None
         model.num_features = num_features_behind(whole.spec, chunks, number - 1)
+        model.num_ahead = num_ahead_behind(whole.spec, chunks, number - 1)
     return model
 
 
@@ -46,7 +48,13 @@ def num_features_behind(spec: ModelSpec, chunks: Sequence[Chunk], number: int) -
     return max(0, num_deepstack - sum(len(chunk.layers) for chunk in chunks[: number + 1]))
 
 
+def num_ahead_behind(spec: ModelSpec, chunks: Sequence[Chunk], number: int) -> int:
+    """How many states with features of the pictures ahead MTP depths behind chunk `number` need: one each."""
+    return 0 if spec.vision is None else sum(chunk.mtp for chunk in chunks[number + 1 :])
+
+
 def num_hidden_states(spec: ModelSpec, chunks: Sequence[Chunk], number: int) -> int:
-    """How many hidden states chunk `number` hands on: features of pictures for later layers, the main state, and one
-    for each MTP depth so far."""
-    return num_features_behind(spec, chunks, number) + 1 + sum(chunk.mtp for chunk in chunks[: number + 1])
+    """How many hidden states chunk `number` hands on: features of pictures for later layers and MTP depths, the main
+    state, and one for each MTP depth so far."""
+    features = num_features_behind(spec, chunks, number) + num_ahead_behind(spec, chunks, number)
+    return features + 1 + sum(chunk.mtp for chunk in chunks[: number + 1])

@@ -11,6 +11,8 @@ from torch import nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
+from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.lora.linear import LoraLinear
 from threefold.engine.lora.settings import LoraSettings, is_adapter
@@ -20,10 +22,13 @@ from threefold.engine.moe.layer import MoeLayer
 from threefold.spec.parameter_names import is_frozen
 
 # The linears of each mixer that get adapters. Step and decay of the delta rule (`ba`) have too few columns for one.
+_LATENT_LINEARS = ("q", "q_down", "q_up", "kv_down", "kv_up", "out")
 _MIXER_LINEARS: dict[type[nn.Module], tuple[str, ...]] = {
     GqaAttention: ("q", "k", "v", "out"),
-    MlaAttention: ("q", "q_down", "q_up", "kv_down", "kv_up", "out"),
+    MlaAttention: _LATENT_LINEARS,
+    SparseMlaAttention: _LATENT_LINEARS,
     GatedDelta: ("qkvz", "out"),
+    Mamba: ("in_proj", "out"),
 }
 _MLP_LINEARS = ("gate", "up", "down")
 
@@ -45,7 +50,8 @@ def add_adapters(model: Decoder, settings: LoraSettings) -> None:
 
 def _targets(block: Block) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """The targets of a layer that are linears: the name in `job.lora_targets`, the module, and its linears."""
-    yield "attention", block.mixer, _MIXER_LINEARS[type(block.mixer)]
+    if block.mixer is not None:
+        yield "attention", block.mixer, _MIXER_LINEARS[type(block.mixer)]
     if isinstance(block.ffn, Mlp):
         yield "mlp", block.ffn, _MLP_LINEARS
     elif isinstance(block.ffn, MoeLayer) and block.ffn.shared is not None:

@@ -37,8 +37,11 @@ def compute_router_stats(
     num_dropped: Tensor,
     token_group: Group = TRIVIAL_GROUP,
 ) -> RouterStats:
-    """The statistics of a router's choice. Only the losses in `loss_names` are computed."""
-    losses = {name: LOSSES[name](routing, num_sequences, token_group) for name in loss_names}
+    """The statistics of a router's choice. Only the losses in `loss_names` are computed, unless the router has."""
+    losses = {
+        name: routing.losses[name] if name in routing.losses else LOSSES[name](routing, num_sequences, token_group)
+        for name in loss_names
+    }
     num_experts = routing.logits_TE.shape[1]
     with torch.no_grad():
         load_E, entropy = routing.load_E, routing.entropy

@@ -25,8 +25,10 @@ from threefold.engine.context import count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
+from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
+from threefold.engine.layers.mlp import squared_relu
 from threefold.engine.lora.settings import LoraSettings
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 
@@ -46,14 +48,16 @@ def clamped_swiglu(gate_up_RX: Tensor) -> Tensor:
     return gated_activation(gate_RH, up_RH, clamped=True)
 
 
-ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu}
+ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu, "relu2": squared_relu}
+UNGATED = ("relu2",)  # activations of experts that have an up projection alone
 
 
 class Experts(nn.Module):
     """The routed experts of one rank.
 
-    Where ETP shards the expert width, each rank's result is a part of a sum, and only one rank adds the last bias.
-    `models/activation_memory.py` wraps `up_proj` and `activate` where a plan recomputes or offloads them.
+    `gate_up` holds the rows of the gate and then those of the up projection, or the latter alone where the activation
+    has no gate. Where ETP shards the expert width, each rank's result is a part of a sum, and only one rank adds the
+    last bias. `models/activation_memory.py` wraps `up_proj` and `activate` where a plan recomputes or offloads them.
     """
 
     adds_bias = True
@@ -77,9 +81,10 @@ class Experts(nn.Module):
         super().__init__()
         self.activation, self.backend = ACTIVATIONS[activation], backend
         self.activation_name = activation
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * expert_dim, dim))
+        fc1_dim = expert_dim if activation in UNGATED else 2 * expert_dim
+        self.gate_up = nn.Parameter(torch.empty(num_experts, fc1_dim, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, expert_dim))
-        self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, 2 * expert_dim)) if bias else None
+        self.gate_up_bias = nn.Parameter(torch.zeros(num_experts, fc1_dim)) if bias else None
         self.down_bias = nn.Parameter(torch.zeros(num_experts, dim)) if bias else None
         for name in ADAPTERS:
             self.register_parameter(name, None)
@@ -90,7 +95,7 @@ class Experts(nn.Module):
         num_experts, dim, expert_dim = self.down.shape
         shapes = (
             (settings.rank, dim),
-            (2 * expert_dim, settings.rank),
+            (self.gate_up.shape[1], settings.rank),
             (settings.rank, expert_dim),
             (dim, settings.rank),
         )
@@ -153,19 +158,22 @@ class Experts(nn.Module):
         y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
         return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
 
-    def forward_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    def forward_tokens(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
+    ) -> Tensor:
         """The fused experts where all of them are here: tokens in, tokens out, rows gathered as they are read."""
         count_event("experts", "fused")
         if self.low_precision is not None:
             clamped = self.activation is clamped_swiglu
             return self.low_precision.forward_tokens(x_TD, weight_TK, expert_TK, self.gate_up, self.down, clamped)
         parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels)
+        return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels, starts)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert after
-        another, and torch's grouped GEMMs are far faster there. Nor with adapters, which come between the layers."""
-        if self.lora is not None:
+        another, and torch's grouped GEMMs are far faster there. Nor with adapters, which come between the layers, nor
+        without a gate, which the kernels take for granted."""
+        if self.lora is not None or self.activation_name in UNGATED:
             return False
         if self.low_precision is not None:
             return self.low_precision.can_fuse(self.down, biased=self.down_bias is not None)

@@ -17,6 +17,7 @@ from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.dispatch.protocol import AnyDispatcher, DispatchState
 from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
+from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.model_options import Options
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
@@ -39,7 +40,7 @@ class MoeLayer(nn.Module):
             spec.num_experts, dim, spec.expert_dim, spec.bias, activation, backend=options.expert_backend
         )
         self.experts.fusion, self.experts.kernels = options.expert_fusion, options.expert_kernels
-        self.shared = Mlp(dim, spec.shared_width) if spec.num_shared else None
+        self.shared = Mlp(dim, spec.shared_width, activation) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
         self.dispatcher = LocalDispatcher(spec.num_experts, options.capacity_factor)
 
@@ -48,8 +49,9 @@ class MoeLayer(nn.Module):
         if self.runs_in_chunks(x_BSD) or self.runs_fused(x_BSD):
             # The router sees all tokens at once: its losses and statistics are those of whole sequences.
             routing, stats = self.route_and_measure(len(x_BSD), x_TD)
-            return self.compute_tokens(x_TD, routing.weight_TK, routing.expert_TK).view_as(x_BSD), stats
-        routing, state = self.route(x_TD)
+            y_TD = self.compute_tokens(x_TD, routing.weight_TK, routing.expert_TK, routing.starts)
+            return y_TD.view_as(x_BSD), stats
+        routing, state = self.route(x_TD, len(x_BSD))
         y_TD = self.dispatch_and_combine(x_TD, routing.weight_TK, state)
         return y_TD.view_as(x_BSD), self.compute_stats(routing, state, len(x_BSD))
 
@@ -67,8 +69,14 @@ class MoeLayer(nn.Module):
         state = dispatcher.make_state(*order) if order else dispatcher.dispatch_preprocess(expert_TK, weight_TK)
         return self.dispatch_and_combine(x_TD, weight_TK, state).view_as(x_BSD), state.num_dropped
 
-    def route(self, x_TD: Tensor) -> tuple[Routing, DispatchState]:
-        routing = self.router(x_TD)
+    def choose_experts(self, x_TD: Tensor, num_sequences: int) -> Routing:
+        """Run the router. It computes the losses of the plan too, where all tokens of a microbatch are on this rank."""
+        losses = self.options.router_losses if self.token_group.is_trivial else ()
+        routing: Routing = self.router(x_TD, losses, num_sequences)
+        return routing
+
+    def route(self, x_TD: Tensor, num_sequences: int = 1) -> tuple[Routing, DispatchState]:
+        routing = self.choose_experts(x_TD, num_sequences)
         return routing, self.dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
 
     def dispatch_and_combine(self, x_TD: Tensor, weight_TK: Tensor, state: DispatchState) -> Tensor:
@@ -126,15 +134,18 @@ class MoeLayer(nn.Module):
         return chunk_size(x.shape[:-1].numel(), self.router.spec.top_k * row_bytes, self.options.ffn_chunk)
 
     def route_and_measure(self, num_sequences: int, x_TD: Tensor) -> tuple[Routing, RouterStats]:
-        routing = self.router(x_TD)
+        routing = self.choose_experts(x_TD, num_sequences)
         num_dropped = torch.zeros((), dtype=torch.long, device=x_TD.device)
         return routing, compute_router_stats(
             routing, num_sequences, self.options.router_losses, num_dropped, self.token_group
         )
 
-    def compute_tokens(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    def compute_tokens(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
+    ) -> Tensor:
+        """Tokens through their experts. `starts` spare the fused experts the first half of their sort."""
         if not self.runs_in_chunks(x_TD):
-            return self._compute_chunk(x_TD, weight_TK, expert_TK)
+            return self._compute_chunk(x_TD, weight_TK, expert_TK, starts)
         # Inside a larger recompute a chunk is computed a third time: else the tensors of all chunks would be there at
         # once in the backward.
         recompute = self.recompute_chunks or inside_recompute()
@@ -142,14 +153,18 @@ class MoeLayer(nn.Module):
         inputs_T = x_TD, weight_TK, expert_TK
         return run_in_chunks(self._compute_chunk, size, *inputs_T, recompute=recompute, name=self.recomputed_by)
 
-    def _compute_chunk(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
+    def _compute_chunk(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
+    ) -> Tensor:
         if self.runs_fused(x_TD):
-            y_TD = self.run_fused_experts(x_TD, weight_TK, expert_TK)
+            y_TD = self.run_fused_experts(x_TD, weight_TK, expert_TK, starts)
         else:
             state = self.dispatcher.dispatch_preprocess(expert_TK, weight_TK)
             x_PD, weight_P = self.dispatcher.token_dispatch(x_TD, weight_TK, state)
             y_TD = self.combine(self.compute(x_PD, weight_P, state), state)
         return y_TD if self.shared is None else y_TD + self.compute_shared(x_TD)
 
-    def run_fused_experts(self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        return self.experts.forward_tokens(x_TD, weight_TK, expert_TK)
+    def run_fused_experts(
+        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
+    ) -> Tensor:
+        return self.experts.forward_tokens(x_TD, weight_TK, expert_TK, starts)

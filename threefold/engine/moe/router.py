@@ -12,8 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.autograd.linear import linear
-from threefold.engine.kernels.elementwise.topk_router import TopKOptions, fused_topk, router_logits
+from threefold.engine.kernels.elementwise.topk_router import (
+    ChunkStarts,
+    TopKOptions,
+    TopKResult,
+    computes_losses,
+    route_logits,
+    route_tokens,
+    router_logits,
+)
 from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.moe.sparse_mixer import sparse_mixer
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import MoeSpec
 
@@ -31,11 +40,17 @@ class Routing:
         score: str = "softmax",
         load_E: Tensor | None = None,
         entropy: Tensor | None = None,
+        losses: dict[str, Tensor] | None = None,
+        starts: ChunkStarts | None = None,
     ) -> None:
         self.weight_TK, self.expert_TK, self.logits_TE = weight_TK, expert_TK, logits_TE
         self._scores_TE, self._score = scores_TE, score
-        # The fused kernel counts while it chooses; None where `balance.py` must count (see `RouterStats`).
+        # The fused kernels count while they choose; None where `balance.py` must count (see `RouterStats`).
         self.load_E, self.entropy = load_E, entropy
+        # Those that the fused kernels have computed; `balance.py` computes the others.
+        self.losses = losses or {}
+        # Where the rows of each expert start, for the fused experts; None where they must sort from the beginning.
+        self.starts = starts
 
     @cached_property
     def scores_TE(self) -> Tensor:  # noqa: N802 - a tensor and its shape
@@ -44,7 +59,7 @@ class Routing:
 
 def expert_scores(logits_TE: Tensor, score: str) -> Tensor:
     """The score of every expert: a softmax over experts, or a sigmoid of each logit (DeepSeek-V3)."""
-    return logits_TE.softmax(dim=-1) if score == "softmax" else logits_TE.sigmoid()
+    return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(dim=-1)
 
 
 class Router(nn.Module):
@@ -62,13 +77,18 @@ class Router(nn.Module):
         bias_E = torch.zeros(spec.num_experts, dtype=torch.float32) if spec.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        logits_TE, options = self.logits(x_TD), self._router_options(len(x_TD))
-        if runs_fused(logits_TE) and options.fits(self.spec.num_experts):
-            chosen = fused_topk(logits_TE, self.balance_bias, options)
-            statistics = {"load_E": chosen.load_E, "entropy": chosen.entropy}
-            return Routing(chosen.weight_TK, chosen.expert_TK, logits_TE, score=self.spec.score, **statistics)
+    def forward(self, x_TD: Tensor, losses: tuple[str, ...] = (), num_sequences: int = 1) -> Routing:
+        """Route tokens. The fused kernels compute those of `losses` that they know, for sequences of equal lengths."""
+        options = self._router_options(len(x_TD), losses, num_sequences)
+        fits = options.fits(self.spec.num_experts) and self.spec.score != "sparsemixer"
+        if fits and self.bias is None and self._gemm_is_fused(x_TD):
+            return self._fused_routing(route_tokens(x_TD, self.weight, self.balance_bias, options))
+        logits_TE = self.logits(x_TD)
+        if fits and runs_fused(logits_TE):
+            return self._fused_routing(route_logits(logits_TE, self.balance_bias, options))
         scores_TE = expert_scores(logits_TE, self.spec.score)
+        if self.spec.score == "sparsemixer" and not self.forced_balance:
+            return Routing(*sparse_mixer(logits_TE, self.spec.jitter), logits_TE, scores_TE)
         expert_TK = self._round_robin(x_TD) if self.forced_balance else self.choose_experts(logits_TE, scores_TE)
         return Routing(self.expert_weights(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
 
@@ -76,13 +96,30 @@ class Router(nn.Module):
         """The gate's output for every expert, in fp32."""
         dtype = fp32_or_wider(x_TD.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        if runs_fused(x_TD) and x_TD.dtype == self.weight.dtype == torch.bfloat16:
+        if self._gemm_is_fused(x_TD):
             logits_TE = router_logits(x_TD, self.weight)
             return logits_TE if bias is None else logits_TE + bias
         return linear(x_TD.to(dtype), self.weight.to(dtype), bias)
 
-    def _router_options(self, num_tokens: int) -> TopKOptions:
+    def _gemm_is_fused(self, x_TD: Tensor) -> bool:
+        return x_TD.dtype == self.weight.dtype == torch.bfloat16 and runs_fused(x_TD)
+
+    def _fused_routing(self, made: TopKResult) -> Routing:
+        return Routing(
+            made.weight_TK,
+            made.expert_TK,
+            made.logits_TE,
+            score=self.spec.score,
+            load_E=made.load_E,
+            entropy=made.entropy,
+            losses=made.losses,
+            starts=made.starts,
+        )
+
+    def _router_options(self, num_tokens: int, losses: tuple[str, ...] = (), num_sequences: int = 1) -> TopKOptions:
         spec = self.spec
+        if losses and not computes_losses(losses, num_tokens, num_sequences, spec.num_experts, spec.top_k):
+            losses = ()
         return TopKOptions(
             spec.top_k,
             spec.score == "softmax",
@@ -91,6 +128,8 @@ class Router(nn.Module):
             spec.num_groups,
             spec.top_groups,
             self.expert_group_rank * num_tokens * spec.top_k if self.forced_balance else None,
+            losses,
+            num_sequences,
         )
 
     @torch.no_grad()

@@ -6,6 +6,9 @@ Shapes: T tokens, K experts of a token, R rows (token copies sorted by expert), 
 X = 2 H, I and O dims in and out of a GEMM.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,6 +49,11 @@ class LowPrecisionExperts:
             and has_triton_kernels(down_EDH.device)
             and compute_capability_major(down_EDH.device) == _HOPPER
         )
+
+    def weight_caches(self) -> Iterator[WeightCache[Any]]:
+        yield self._fused_cache
+        for precisions in self._precisions.values():
+            yield from (precision.cache for precision in precisions)
 
     def forward_rows(
         self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor, up_EXD: Tensor, down_EDH: Tensor, clamped: bool

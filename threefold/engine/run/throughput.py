@@ -16,7 +16,10 @@ from threefold.engine.batch import Batch
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.mesh import Mesh
 from threefold.plan.plan import Plan
-from threefold.spec.flops import flops_per_token, picture_flops
+from threefold.spec.flops import flops_per_token, picture_training_flops
+
+# Of a vision-language model; `effects/part_times.py` measures them.
+PART_SECONDS = ("encoder_seconds", "projector_seconds", "decoder_seconds")
 
 
 class StepWork(NamedTuple):
@@ -31,6 +34,7 @@ class StepWork(NamedTuple):
     vision_flops: float = 0.0  # of the encoder and projector
     num_bad_pictures: float = 0.0  # that could not be decoded
     max_vision_tokens: float = 0.0  # of the rank with most; the mean is what balancing could reach
+    part_seconds: tuple[float, ...] = (0.0, 0.0, 0.0)  # of encoder, projector and decoder, mean over DP ranks
 
 
 class Throughput:
@@ -44,34 +48,38 @@ class Throughput:
             lambda length: flops_per_token(plan.model, length, plan.mtp, plan.layout.tp)
         )
 
-    def _picture_flops(self, height: int, width: int) -> float:
-        """Training FLOPs of a picture; a frozen part has no backward."""
-        model, frozen = self.plan.model, self.plan.job.freeze
-        if model.vision is None:
-            return 0.0
-        encoder, projector = picture_flops(model.vision, model.dim, height * width)
-        return encoder * (1 if "vision" in frozen else 3) + projector * (1 if "projector" in frozen else 3)
+    def count_work(self, batches: Sequence[Batch], part_seconds: Sequence[float] = (0.0, 0.0, 0.0)) -> StepWork:
+        """The work of the step that had these microbatches on this rank. Waits for the device.
 
-    def count_work(self, batches: Sequence[Batch]) -> StepWork:
-        """The work of the step that had these microbatches on this rank. Waits for the device."""
-        lengths = [length for batch in batches for length in useful_lengths(batch)]
-        flops = sum(length * self._flops_per_token(length) for length in lengths if length)
-        num_tokens = sum(batch.tokens_BS.numel() for batch in batches)
+        `part_seconds` are the seconds of encoder, projector and decoder on this rank.
+        """
+        # Ranks that share a microbatch by dynamic context parallelism count equal parts of it.
+        parts = [1 / (batch.cp_degree or 1) for batch in batches]
+        lengths = [
+            (length, part) for batch, part in zip(batches, parts, strict=True) for length in useful_lengths(batch)
+        ]
+        flops = sum(part * length * self._flops_per_token(length) for length, part in lengths if length)
+        num_useful = sum(part * length for length, part in lengths)
+        num_tokens = sum(part * batch.tokens_BS.numel() for batch, part in zip(batches, parts, strict=True))
         pictures = [batch.images for batch in batches if batch.images is not None]
         num_images = sum(len(images.grids_I2) for images in pictures)
         num_vision_tokens = sum(len(images.token_index_V) for images in pictures)
-        vision_flops = sum(self._picture_flops(*grid) for images in pictures for grid in images.grids_I2.tolist())
+        sizes = [patches for images in pictures for patches in images.grids_I2.prod(dim=1).tolist()]
+        vision_flops = sum(picture_training_flops(self.plan.model, each, self.plan.job.freeze) for each in sizes)
         device = self.mesh.device
         num_bad = sum(batch.num_bad_pictures for batch in batches)
-        counted = [num_tokens, sum(lengths), flops, num_images, num_vision_tokens, vision_flops, num_bad]
+        counted = [num_tokens, num_useful, flops, num_images, num_vision_tokens, vision_flops, num_bad, *part_seconds]
+        counted.append(1)  # to count the ranks
         sums = torch.tensor(counted, dtype=torch.float64, device=device)
         largest = torch.tensor([_peak_memory_bytes(device), num_vision_tokens], dtype=torch.float64, device=device)
-        pending = [all_reduce(sums, self.mesh.group("dp")), all_reduce(largest, self.mesh.world, "max")]
+        axes = ("dp",) if all(batch.cp_degree is None for batch in batches) else ("dp", "cp")
+        pending = [all_reduce(sums, self.mesh.group(*axes)), all_reduce(largest, self.mesh.world, "max")]
         for collective in pending:
             collective.wait()
-        tokens, useful, flops, images, vision_tokens, vision_flops, bad = sums.tolist()
+        tokens, useful, flops, images, vision_tokens, vision_flops, bad, *seconds, num_ranks = sums.tolist()
         memory_bytes, most = largest.tolist()
-        return StepWork(tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most)
+        means = tuple(each / num_ranks for each in seconds)
+        return StepWork(tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most, means)
 
     def metrics(self, work: StepWork, seconds: float) -> dict[str, Any]:
         """The numbers of a line of `metrics.jsonl`. Where no peak is known, there is no MFU."""
@@ -91,6 +99,7 @@ class Throughput:
                 "vision_tokens_imbalance": _imbalance(work, self.plan.layout.dp),
                 "bad_images": int(work.num_bad_pictures),
                 "vision_tflops": work.vision_flops / seconds / 1e12,
+                **dict(zip(PART_SECONDS, work.part_seconds, strict=True)),
             }
         return (
             named if self.peak_flops is None else named | {"mfu": per_gpu / self.peak_flops, "mfu_peak": self.peak_name}

@@ -7,6 +7,7 @@ Shapes: K hidden states handed from chunk to chunk, B batch, S sequence, D model
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -50,22 +51,26 @@ class MicrobatchRunner(Protocol):
 class Sequential:
     """One microbatch after the other, through a whole model."""
 
-    def __init__(self, model: Decoder, model_graphs: ModelGraphs | None = None) -> None:
+    def __init__(self, model: Decoder, model_graphs: ModelGraphs | None = None, reduces_grads: bool = False) -> None:
         compile_parts(model)
-        self.model, self.model_graphs = model, model_graphs or make_model_graphs(model)
+        self.model = model
+        self.model_graphs = model_graphs or make_model_graphs(model, reduces_grads=reduces_grads)
         self.graph_stats = self.model_graphs.graph_stats
 
     def run(self, batches: Sequence[Batch], shares: Sequence[LabelShare], train: bool = True) -> StepSums:
         sums = StepSums()
         self.model_graphs.reset()
         for batch, share in zip(batches, shares, strict=True):
+            self.model.use_cp_degree(batch.cp_degree)
             with torch.set_grad_enabled(train):
                 aux = self.model_graphs.run(batch, share) or self._run(batch, share, train)
-            sums.add(aux, share)
+            if not batch.is_empty:
+                sums.add(aux, share)
         return sums
 
     def _run(self, batch: Batch, share: LabelShare, train: bool) -> dict[str, Tensor]:
-        with self.model_graphs.microbatch():
+        # A graph holds the collectives of one CP degree.
+        with self.model_graphs.microbatch() if batch.cp_degree is None else nullcontext():
             out = self.model(
                 *(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS),
                 *(batch.images, batch.positions_3BS),
@@ -81,17 +86,19 @@ class Overlapped:
 
     def __init__(self, model: Decoder, delay_wgrad: bool) -> None:
         self.model, self.wgrad = model, "soon" if delay_wgrad else "now"
-        self.graph_stats: GraphStats | None = None
         self._sequential = Sequential(model)
+        self.model_graphs = self._sequential.model_graphs
+        self.graph_stats = self.model_graphs.graph_stats
 
     def run(self, batches: Sequence[Batch], shares: Sequence[LabelShare], train: bool = True) -> StepSums:
         if not train:
             return self._sequential.run(batches, shares, train)
         sums = StepSums()
+        self.model_graphs.reset()
 
         def open_pass(number: int) -> OverlappedPass:
-            inputs = inputs_of(self.model, batches[number])
-            return OverlappedPass(self.model, inputs, shares[number], sums.add, self.wgrad)
+            inputs, in_graphs = inputs_of(self.model, batches[number]), self.model_graphs.microbatch
+            return OverlappedPass(self.model, inputs, shares[number], sums.add, self.wgrad, in_graphs)
 
         run_overlap_pairs(open_pass, len(batches))
         return sums
@@ -134,14 +141,15 @@ class ChunkForward(nn.Module):
 class OverlappedChunk(ChunkForward):
     """A pipeline chunk whose passes stop wherever an exchange of experts has started."""
 
-    def __init__(self, model: Decoder, delay_wgrad: bool) -> None:
-        super().__init__(model)
+    def __init__(self, model: Decoder, delay_wgrad: bool, model_graphs: ModelGraphs | None = None) -> None:
+        super().__init__(model, model_graphs)
         self.wgrad = "soon" if delay_wgrad else "now"
 
     def open_pass(self, microbatch: int, later: bool) -> OverlappedPass:
         inputs = inputs_of(self.model, self.batches[microbatch])
         wgrad = "later" if later else self.wgrad
-        return OverlappedPass(self.model, inputs, self.shares[microbatch], self.sums.add, wgrad)
+        share, in_graphs = self.shares[microbatch], self.model_graphs.microbatch
+        return OverlappedPass(self.model, inputs, share, self.sums.add, wgrad, in_graphs)
 
 
 class Pipelined:
@@ -160,7 +168,7 @@ class Pipelined:
             compile_parts(model)
         graph_stats = GraphStats()
         self.chunks = {
-            number: OverlappedChunk(model, delay and plan.knobs.delay_wgrad)
+            number: OverlappedChunk(model, delay and plan.knobs.delay_wgrad, make_model_graphs(model, graph_stats))
             if overlap
             else ChunkForward(model, make_model_graphs(model, graph_stats))
             for number, model in chunks.items()

@@ -21,8 +21,10 @@ is the number of rows that this rank sent, as in `dispatch/protocol.py`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -48,13 +50,21 @@ class OverlappedPass:
 
     `report` is called with the losses and statistics of the forward and with `share`, the microbatch's label share.
     `wgrad` says when weight gradients are computed: "now" with the input gradients, "soon" while the next exchange is
-    under way, "later" when `finish` is called.
+    under way, "later" when `finish` is called. `in_graphs` is entered around the forward: parts of it may be replayed
+    as CUDA graphs.
     """
 
     def __init__(
-        self, model: Decoder, inputs: Inputs, share: float | Tensor, report: Report, wgrad: str = "now"
+        self,
+        model: Decoder,
+        inputs: Inputs,
+        share: float | Tensor,
+        report: Report,
+        wgrad: str = "now",
+        in_graphs: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model, self.inputs, self.share, self.report, self.wgrad = model, inputs, share, report, wgrad
+        self.in_graphs = in_graphs
         self.nodes = GraphNodes(wgrad != "now", model)
         self._router_numbers: list[int] = []
         self._router_stats: list[RouterStats] = []
@@ -69,7 +79,8 @@ class OverlappedPass:
             self.model.run_with_parameters(lambda: None)  # FSDP takes the module that it sees first for the root
             self._input = CutEdge(None)
             states = list(self.nodes.run("enter", "", lambda x: x.unbind(0), NodeValue(x_KBSD, self._input)))
-        states = yield from self._forward_chunk(states)
+        with self.in_graphs():
+            states = yield from self._forward_chunk(states)
         result = single_value(
             self.nodes.run("end", "", self._finish_forward, *states, *(v for row in self._losses for v in row))
         )
@@ -104,15 +115,17 @@ class OverlappedPass:
         depths = model.depths if inputs.targets else range(0)
         embedded: Values = ()
         num_features = model.num_features
+        placed = states[num_features : num_features + len(depths)] if model.num_ahead else []
         if not states or depths:
             offsets = [*([] if states else [0]), *(depth + 1 for depth in depths)]
             # One node for all embeddings gives the parameter one gradient a pass, as the gradient reduction expects.
-            embedded = run("embedding", "", partial(self._embed, offsets), owner=model)
+            embedded = run("embedding", "", partial(self._embed, offsets), *placed, owner=model)
         if not states:
-            num_features = len(embedded) - 1 - len(depths)
-            states, embedded = list(embedded[: num_features + 1]), embedded[num_features + 1 :]
+            num_sent = len(embedded) - 1 - len(depths)
+            num_features = num_sent - (len(model.later_depths) if model.vision is not None else 0)
+            states, embedded = list(embedded[: num_sent + 1]), embedded[num_sent + 1 :]
         used = min(num_features, len(model.layers))
-        features, states = states[:used], states[used:]
+        features, states = states[:used], [*states[used:num_features], *states[num_features + len(placed) :]]
         hidden = yield from self._layers(model.layers.items(), states.pop(), features)
         if model.norm is not None:
             hidden = single_value(run("norm", "", model.norm, hidden, owner=model))
@@ -123,12 +136,14 @@ class OverlappedPass:
             states.append(hidden)
         return states
 
-    def _embed(self, offsets: list[int]) -> tuple[Tensor, ...]:
-        """The deepstack features of pictures, where this chunk encodes them, and the tokens at each offset."""
+    def _embed(self, offsets: list[int], *placed: Tensor) -> tuple[Tensor, ...]:
+        """The features of pictures that layers and later depths read, where this chunk encodes them, and the tokens at
+        each offset, with the features that were placed there by an earlier chunk."""
         model, inputs = self.model, self.inputs
         pictures = model.encode_pictures(inputs) if 0 in offsets else None
-        features = pictures.dense_deepstack() if pictures else []
-        return *features, *(model.embed_tokens(inputs, pictures, offset) for offset in offsets)
+        features = [*pictures.dense_deepstack(), *pictures.dense_ahead(model.later_depths)] if pictures else []
+        given = zip_longest(offsets, placed)
+        return *features, *(model.embed_tokens(inputs, pictures, offset, there) for offset, there in given)
 
     def _mtp_depth(self, name: str, module: nn.Module, hidden: NodeInput, embedded: NodeValue) -> PassSteps[NodeValue]:
         assert isinstance(module, MtpDepth)
@@ -175,11 +190,18 @@ class OverlappedPass:
         found: list[Any] = []
 
         def mix_and_route(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, normed_BSD, routing = block.mix_and_route(x_BSD, self.inputs.positions)
-            state = dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
-            stats = moe.compute_stats(routing, state, len(x_BSD))
+            positions = self.inputs.positions
+            if block.graphed_router is not None:
+                x_BSD, normed_BSD, weight_TK, state, stats = block.graphed_router.mix_and_preprocess(x_BSD, positions)
+            else:
+                x_BSD, normed_BSD, routing = block.mix_and_route(x_BSD, positions)
+                weight_TK, state = (
+                    routing.weight_TK,
+                    dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK),
+                )
+                stats = moe.compute_stats(routing, state, len(x_BSD))
             found.extend((state, stats))
-            return x_BSD, normed_BSD, routing.weight_TK, *stats.losses.values()
+            return x_BSD, normed_BSD, weight_TK, *stats.losses.values()
 
         def dispatch_rows(x_BSD: Tensor, normed_BSD: Tensor, weight_TK: Tensor, *losses: Tensor) -> tuple[Tensor, ...]:
             rows = dispatcher.token_dispatch(normed_BSD.flatten(0, 1), weight_TK, found[0])

@@ -5,6 +5,7 @@
 Shapes: B batch, H query heads, G key/value heads, S this rank's shard of the sequence, D head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.context import count_event
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
@@ -22,6 +24,7 @@ from threefold.engine.layers.positions import DocumentBounds
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.shard.gated_delta_context import ContextParallelDelta
 from threefold.engine.shard.latent_attention import LatentExchange
+from threefold.engine.shard.mamba_context import ContextParallelMamba
 from threefold.engine.shard.ring_attention import AllGatherAttention, RingAttention, ShardedMask
 from threefold.engine.shard.sequence_layout import heads_to_sequence, sequence_to_heads, shard_sequence
 from threefold.plan.plan import Plan
@@ -83,41 +86,66 @@ def _to_heads(group: Group, is_ring: bool, *parts: Tensor) -> tuple[Tensor, ...]
     return (q, k.contiguous(), v.contiguous()) if is_ring else (q, k, v)
 
 
+Mixer = GatedDelta | GqaAttention | Mamba | MlaAttention
+
+
+@dataclass(frozen=True)
+class CpGroups:
+    """The ranks of one context-parallel exchange."""
+
+    group: Group  # all of them
+    inner: Group  # for `a2a+p2p`: those that exchange heads
+    outer: Group  # for `a2a+p2p`: those of the ring
+
+
+def make_cp_groups(mesh: Mesh, plan: Plan, degree: int) -> CpGroups:
+    """The groups of `degree` neighbouring ranks of `cp`, which begin at a multiple of it.
+
+    For `a2a+p2p` ranks of one fast domain exchange heads; within a single domain only the ring is left.
+    """
+    all_ranks, size = mesh.group("cp"), min(plan.cp_inner, degree)
+    first = all_ranks.rank // degree * degree
+    group = all_ranks
+    if degree < all_ranks.size:
+        group = mesh.of_ranks(f"cp {degree}", all_ranks.ranks[first : first + degree])
+    if "a2a+p2p" not in {plan.knobs.cp_comm, *plan.knobs.cp_comm}:
+        return CpGroups(group, TRIVIAL_GROUP, TRIVIAL_GROUP)
+    first = group.rank // size * size
+    inner = mesh.of_ranks("cp inner", group.ranks[first : first + size])
+    return CpGroups(group, inner, mesh.of_ranks("cp outer", group.ranks[group.rank % size :: size]))
+
+
 def shard_context(model: Decoder, mesh: Mesh, plan: Plan) -> None:
     """Let every mixer work over the ranks of `cp`, and let the model shard the sequences it is given."""
     group = mesh.group("cp")
     if group.is_trivial:
         return
-    inner_group, outer_group = _inner_and_outer_groups(mesh, plan)
+    groups = make_cp_groups(mesh, plan, group.size)
     model.shard_sequence = partial(shard_sequence, group=group, dim=1)
     for name, module in model.named_modules():
-        cp_comm = _cp_comm_of_layer(plan, name)
-        if isinstance(module, GatedDelta):
-            module.mix_over_ranks = ContextParallelDelta(cp_comm, group)
-        elif isinstance(module, MlaAttention) and plan.exchanges_latents:
-            inner, outer = {
-                "a2a": (group, TRIVIAL_GROUP),
-                "a2a+p2p": (inner_group, outer_group),
-            }.get(cp_comm, (TRIVIAL_GROUP, group))
-            module.attend_over_ranks = LatentExchange(inner, outer, gathers_outer=cp_comm == "all_gather")
-        elif isinstance(module, GqaAttention | MlaAttention):
-            module.attention_fn = ContextParallelAttention(cp_comm, group, inner_group, outer_group)
+        if isinstance(module, Mixer):
+            setattr(module, *mixer_function(module, plan, cp_comm_of_layer(plan, name), groups))
 
 
-def _cp_comm_of_layer(plan: Plan, name: str) -> str:
+def mixer_function(module: Mixer, plan: Plan, cp_comm: str, groups: CpGroups) -> tuple[str, Callable[..., Tensor]]:
+    """The attribute of a mixer that makes it work over ranks, and the function to put there."""
+    if isinstance(module, GatedDelta):
+        return "mix_over_ranks", ContextParallelDelta(cp_comm, groups.group)
+    if isinstance(module, Mamba):
+        return "mix_over_ranks", ContextParallelMamba(cp_comm, groups.group)
+    if isinstance(module, MlaAttention) and plan.exchanges_latents:
+        inner, outer = {
+            "a2a": (groups.group, TRIVIAL_GROUP),
+            "a2a+p2p": (groups.inner, groups.outer),
+        }.get(cp_comm, (TRIVIAL_GROUP, groups.group))
+        return "attend_over_ranks", LatentExchange(inner, outer, gathers_outer=cp_comm == "all_gather")
+    return "attention_fn", ContextParallelAttention(cp_comm, groups.group, groups.inner, groups.outer)
+
+
+def cp_comm_of_layer(plan: Plan, name: str) -> str:
     """The knob's value for the layer in a module's name; MTP depths do as the last layer does."""
     layer_choices = plan.knobs.cp_comm
     if isinstance(layer_choices, str):
         return layer_choices
     parts = name.split(".")
     return layer_choices[int(parts[1])] if parts[0] == "layers" and len(parts) > 1 else layer_choices[-1]
-
-
-def _inner_and_outer_groups(mesh: Mesh, plan: Plan) -> tuple[Group, Group]:
-    """For `a2a+p2p`: ranks of one fast domain exchange heads; within a single domain only the ring is left."""
-    group, size = mesh.group("cp"), plan.cp_inner
-    if "a2a+p2p" not in {plan.knobs.cp_comm, *plan.knobs.cp_comm}:
-        return TRIVIAL_GROUP, TRIVIAL_GROUP
-    first = group.rank // size * size
-    inner_group = mesh.of_ranks("cp inner", group.ranks[first : first + size])
-    return inner_group, mesh.of_ranks("cp outer", group.ranks[group.rank % size :: size])

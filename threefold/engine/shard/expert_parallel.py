@@ -67,13 +67,14 @@ def _expert_placements(experts: Experts, mesh: Mesh) -> dict[str, Placement]:
     local_experts = (even_range(num_experts, mesh.coordinate("ep"), layout.ep),)
     columns = even_range(width, mesh.coordinate("etp"), layout.etp)
     # The fused weight holds all columns of gate, then all columns of up; a rank takes the same columns of both.
-    up_columns = width + columns[0], width + columns[1]
-    gate_and_up: tuple[Range, ...] = ((0, 2 * width),) if layout.etp == 1 else (columns, up_columns)
+    fc1_width = experts.gate_up.shape[1]
+    fc1_parts = [(first + columns[0], first + columns[1]) for first in range(0, fc1_width, width)]
+    gate_and_up: tuple[Range, ...] = ((0, fc1_width),) if layout.etp == 1 else tuple(fc1_parts)
     whole_dim = ((0, dim),)
     placements = {
-        "gate_up": Placement((num_experts, 2 * width, dim), (local_experts, gate_and_up, whole_dim), ("edp",)),
+        "gate_up": Placement((num_experts, fc1_width, dim), (local_experts, gate_and_up, whole_dim), ("edp",)),
         "down": Placement((num_experts, dim, width), (local_experts, whole_dim, (columns,)), ("edp",)),
-        "gate_up_bias": Placement((num_experts, 2 * width), (local_experts, gate_and_up), ("edp",)),
+        "gate_up_bias": Placement((num_experts, fc1_width), (local_experts, gate_and_up), ("edp",)),
         "down_bias": Placement((num_experts, dim), (local_experts, whole_dim), ("edp", "etp")),
     }
     if experts.lora is not None:
@@ -83,7 +84,7 @@ def _expert_placements(experts: Experts, mesh: Mesh) -> dict[str, Placement]:
         placements |= {
             "gate_up_lora_a": Placement((*sizes, dim), (local_experts, rank, whole_dim), both),
             "gate_up_lora_b": Placement(
-                (num_experts, 2 * width, sizes[1]), (local_experts, gate_and_up, rank), ("edp",)
+                (num_experts, fc1_width, sizes[1]), (local_experts, gate_and_up, rank), ("edp",)
             ),
             "down_lora_a": Placement((*sizes, width), (local_experts, rank, (columns,)), ("edp",)),
             "down_lora_b": Placement((num_experts, dim, sizes[1]), (local_experts, whole_dim, rank), both),

@@ -43,32 +43,16 @@ class ContextParallelDelta:
         spans = rank_spans(qkv.shape[1] * self.group.size, self.group.size, self.group.rank)
         sizes = [len(span) for span in spans]
         mixed_BsW = layer.channels(qkv)
-        convolved = self._convolve(mixed_BsW.split(sizes, dim=1), spans, layer.conv, documents_BS)
+        convolved = convolve_spans(mixed_BsW.split(sizes, dim=1), spans, layer.conv, documents_BS, self.group)
         g_BsH, beta_BsH = HeadWeights(layer.conv, layer.dt_bias, layer.a_log).gates(ba)
         gates = zip(g_BsH.split(sizes, dim=1), beta_BsH.split(sizes, dim=1), strict=True)
         document_BS = None if documents_BS is None else document_numbers(documents_BS)
         parts = [
-            chunk_delta_rule(*layer.heads(mixed), g, beta, *_document_numbers(span, document_BS))
+            chunk_delta_rule(*layer.heads(F.silu(mixed)), g, beta, *span_documents(span, document_BS))
             for mixed, span, (g, beta) in zip(convolved, spans, gates, strict=True)
         ]
         states = self._initial_states(torch.stack([part.transition() for part in parts]), spans)
         return torch.cat([part.output(state) for part, state in zip(parts, states, strict=True)], dim=1)
-
-    def _convolve(
-        self, mixed: Sequence[Tensor], spans: Sequence[range], weight_WT: Tensor, documents_BS: Tensor | None
-    ) -> list[Tensor]:
-        """The short convolution of each span, which needs the last few tokens of the span before it."""
-        tail = min(weight_WT.shape[1] - 1, len(spans[0]))
-        ends_BTW = torch.cat([part[:, part.shape[1] - tail :] for part in mixed], dim=1)
-        ends_BTW = undo_zigzag(gather_along(ends_BTW, self.group, dim=1), self.group.size, 1)
-        convolved = []
-        for part, span in zip(mixed, spans, strict=True):
-            until = span.start // len(span) * tail
-            needed = min(weight_WT.shape[1] - 1, until)
-            longer = torch.cat([ends_BTW[:, until - needed : until], part], dim=1)
-            documents = None if documents_BS is None else documents_BS[:, span.start - needed : span.stop]
-            convolved.append(F.silu(short_conv(longer, weight_WT, documents)[:, needed:]))
-        return convolved
 
     def _initial_states(self, effect_PBHkx: Tensor, spans: Sequence[range]) -> list[Tensor]:
         """The state before each of this rank's spans."""
@@ -84,7 +68,24 @@ class ContextParallelDelta:
         return [states[number] for number in wanted]
 
 
-def _document_numbers(span: range, document_BS: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def convolve_spans(
+    mixed: Sequence[Tensor], spans: Sequence[range], weight_WT: Tensor, documents_BS: Tensor | None, group: Group
+) -> list[Tensor]:
+    """The short convolution of each span, which needs the last few tokens of the span before it."""
+    tail = min(weight_WT.shape[1] - 1, len(spans[0]))
+    ends_BTW = torch.cat([part[:, part.shape[1] - tail :] for part in mixed], dim=1)
+    ends_BTW = undo_zigzag(gather_along(ends_BTW, group, dim=1), group.size, 1)
+    convolved = []
+    for part, span in zip(mixed, spans, strict=True):
+        until = span.start // len(span) * tail
+        needed = min(weight_WT.shape[1] - 1, until)
+        longer = torch.cat([ends_BTW[:, until - needed : until], part], dim=1)
+        documents = None if documents_BS is None else documents_BS[:, span.start - needed : span.stop]
+        convolved.append(short_conv(longer, weight_WT, documents)[:, needed:])
+    return convolved
+
+
+def span_documents(span: range, document_BS: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The document numbers of a span, and that of the token before it."""
     if document_BS is None:
         return None, None

@@ -65,7 +65,9 @@ class LatentExchange:
         documents = None if positions.documents_BS is None else host_documents(positions.documents_BS, bounds)
         mask = ShardedMask(self.outer_group, AttentionMask(None, documents), length, mla.scale)
         query_positions_BS = positions.at(mask.spans(self.outer_group.rank))
-        call = _Call(self, mla.spec, mask, query_positions_BS, _recipe(mla.query_up), _recipe(mla.kv_up))
+        scaling = mla.spec.rope_scaling
+        longest = positions.length if scaling is not None and scaling.depends_on_length else None
+        call = _Call(self, mla.spec, mask, query_positions_BS, longest, _recipe(mla.query_up), _recipe(mla.kv_up))
         out_BsHv: Tensor = _LatentAttention.apply(q_BsX, kv_BsX, mla.query_up.weight, mla.kv_up.weight, call)
         return out_BsHv
 
@@ -91,6 +93,7 @@ class _Call:
     spec: MlaSpec
     mask: ShardedMask
     query_positions_BS: Tensor
+    longest: Tensor | None  # the length of the longest document, for rotary scalings that depend on it
     q_recipe: Recipe | None
     kv_recipe: Recipe | None
 
@@ -214,7 +217,7 @@ class _LatentAttention(torch.autograd.Function):
 def _table(call: _Call) -> tuple[Tensor, Tensor]:
     """The rotary tables of the inner group's tokens. They are made anew: all layers together would hold many."""
     spec = call.spec
-    return rope_tables(call.query_positions_BS, spec.rope_dim, spec.rope_theta, spec.rope_scaling)
+    return rope_tables(call.query_positions_BS, spec.rope_dim, spec.rope_theta, spec.rope_scaling, call.longest)
 
 
 def _expand(call: _Call, kv_up: _UpProjection, latents_BSX: Tensor) -> tuple[Tensor, Tensor]:

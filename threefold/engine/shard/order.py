@@ -21,6 +21,7 @@ from threefold.engine.models.decoder import Decoder
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.pipeline_chunk import extract_chunk
 from threefold.engine.shard.context_parallel import shard_context
+from threefold.engine.shard.dynamic_context import shard_dynamic_context
 from threefold.engine.shard.expert_parallel import shard_experts
 from threefold.engine.shard.picture_parallel import shard_pictures
 from threefold.engine.shard.tensor_parallel import shard_tensors
@@ -45,7 +46,7 @@ def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, se
     whole = make_model(plan.model, plan.mtp, dtype, options)
     placements_of_whole = shard_tensors(whole, mesh, plan.knobs.tp_overlap)
     placements_of_whole |= shard_experts(whole, mesh, plan)
-    shard_context(whole, mesh, plan)
+    (shard_dynamic_context if plan.shards_dynamically else shard_context)(whole, mesh, plan)
     shard_pictures(whole, mesh)
     apply_activation_memory(whole, options)
     num_chunks = _num_chunks_by_parameter(plan, whole)

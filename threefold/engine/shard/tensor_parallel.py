@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.autograd.linear import linear
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.dist.collectives import gather_along, reduce_scatter_along
@@ -25,6 +26,7 @@ from threefold.engine.dist.shard_placement import Placement, Range, even_range, 
 from threefold.engine.layers.cross_entropy import VocabShard
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
+from threefold.engine.layers.projection_norm import NormShard, ProjectionNorm
 from threefold.engine.lora.linear import LoraLinear, add_low_rank
 from threefold.engine.lora.settings import LORA_A, LORA_B
 from threefold.engine.models.decoder import Decoder
@@ -105,9 +107,11 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
             placements[full] = _shard_placement(placements[full], dim, ranges, shared_by)
             owner, _, leaf = full.rpartition(".")
             shard_parameter(model.get_submodule(owner), leaf, placements[full])
+        if isinstance(module, GqaAttention):
+            _share_projection_norms(module, group)
         if isinstance(module, MlaAttention):
             module.gather_latents = partial(gather_along, group=group, dim=-2)
-        elif isinstance(module, GqaAttention | GatedDelta | Mlp):
+        elif isinstance(module, GqaAttention | GatedDelta | Mamba | Mlp):
             module.input_linears = partial(all_gather_linears if overlap else _gather_then_apply, group=group)
         else:
             continue
@@ -121,6 +125,14 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
         assert isinstance(model.embed, nn.Embedding)
         model.embed = VocabParallelEmbedding(model.embed, vocab_shard)
     return placements
+
+
+def _share_projection_norms(module: GqaAttention, group: Group) -> None:
+    """Let the ranks take the norms of all queries and all keys of a token together."""
+    spec = module.spec
+    if isinstance(module.q_norm, ProjectionNorm) and isinstance(module.k_norm, ProjectionNorm):
+        module.q_norm.shard = NormShard(group, 1, spec.q_dim)
+        module.k_norm.shard = NormShard(group, group.size // min(group.size, spec.num_kv_heads), spec.kv_dim)
 
 
 def _take_shard(group: Group, x_BSD: Tensor) -> Tensor:
@@ -157,13 +169,18 @@ def _parameter_shards(module: nn.Module, model: Decoder, group: Group) -> Parame
             yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
     elif isinstance(module, GatedDelta):
         yield from _delta_shards(module, rank, degree)
+    elif isinstance(module, Mamba):
+        yield from _mamba_shards(module, rank, degree)
     elif isinstance(module, Mlp):
         for name, dim in (("gate.weight", 0), ("up.weight", 0), ("down.weight", 1)):
-            yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+            if name != "gate.weight" or module.gate is not None:
+                yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
     elif module is model:
         for name in ("embed.weight", "head.weight"):
             if getattr(model, name.partition(".")[0]) is not None:
                 yield name, 0, [even_range(model.spec.vocab, rank, degree)], 1
+        if model.head is not None and model.spec.head_bias:
+            yield "head.bias", 0, [even_range(model.spec.vocab, rank, degree)], 1
 
 
 def _even_range(module: nn.Module, name: str, dim: int, rank: int, degree: int) -> Range:
@@ -180,6 +197,9 @@ def _gqa_shards(module: GqaAttention, rank: int, degree: int) -> ParameterShards
         yield f"q.{kind}", 0, [_even_range(module, f"q.{kind}", 0, rank, degree)], 1
         for name in (f"k.{kind}", f"v.{kind}"):
             yield name, 0, [_even_range(module, name, 0, rank // copies, num_shards)], copies
+    if spec.qk_norm and spec.qk_norm_over == "projection":
+        yield "q_norm.weight", 0, [_even_range(module, "q_norm.weight", 0, rank, degree)], 1
+        yield "k_norm.weight", 0, [_even_range(module, "k_norm.weight", 0, rank // copies, num_shards)], copies
     yield "out.weight", 1, [_even_range(module, "out.weight", 1, rank, degree)], 1
     if spec.sinks:
         yield "sinks", 0, [even_range(spec.num_heads, rank, degree)], 1
@@ -190,9 +210,27 @@ def _delta_shards(module: GatedDelta, rank: int, degree: int) -> ParameterShards
     spec = module.spec
     for name, dim in (("qkvz.weight", 0), ("ba.weight", 0), ("dt_bias", 0), ("a_log", 0), ("out.weight", 1)):
         yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+    yield "conv", 0, _parts_ranges((spec.keys, spec.keys, spec.values), rank, degree), 1
+
+
+def _mamba_shards(module: Mamba, rank: int, degree: int) -> ParameterShards:
+    """Ranks get whole groups. The columns of the input projection are the gate, the channels of the convolution (x, B
+    and C) and the steps."""
+    spec = module.spec
+    states = spec.num_groups * spec.state_dim
+    channels = (spec.inner_dim, states, states)
+    yield "in_proj.weight", 0, _parts_ranges((spec.inner_dim, *channels, spec.num_heads), rank, degree), 1
+    for name in ("conv", "conv_bias"):
+        yield name, 0, _parts_ranges(channels, rank, degree), 1
+    for name, dim in (("dt_bias", 0), ("a_log", 0), ("skip", 0), ("norm.weight", 0), ("out.weight", 1)):
+        yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+
+
+def _parts_ranges(widths: Sequence[int], rank: int, degree: int) -> list[Range]:
+    """An even range of each of the parts that a dim consists of."""
     ranges, first = [], 0
-    for width in (spec.keys, spec.keys, spec.values):
+    for width in widths:
         start, stop = even_range(width, rank, degree)
         ranges.append((first + start, first + stop))
         first += width
-    yield "conv", 0, ranges, 1
+    return ranges

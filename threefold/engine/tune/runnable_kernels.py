@@ -105,6 +105,19 @@ def _gated_delta_rule() -> None:
     _run_backward(chunk_gated_delta_rule(q * 0.01, k * 0.01, v, g, beta)[0])
 
 
+def _mamba_scan() -> None:
+    from threefold.engine.attention.state_space.chunk_scan import ScanInputs
+    from threefold.engine.attention.state_space.fused_scan import fused_scan
+
+    scan = fused_scan()
+    if scan is None:
+        raise RuntimeError("mamba-ssm is not installed or does not import: plain torch takes its place, slowly")
+    heads, rate = torch.ones(2, device="cuda"), -torch.ones(2, device="cuda")
+    steps = torch.full((1, 64, 2), 0.01, device="cuda")
+    inputs = ScanInputs(_ones(1, 64, 2, 64), steps, rate, _ones(1, 64, 1, 64), _ones(1, 64, 1, 64), heads)
+    _run_backward(scan(inputs, None))
+
+
 def _fp8_matmul() -> None:
     values = torch.ones(32, 64, device="cuda").to(torch.float8_e4m3fn)
     gpu = torch.ones((), device="cuda")
@@ -119,5 +132,6 @@ _PROBES: dict[str, Callable[[], None]] = {
     "attention (flash)": _attention(SDPBackend.FLASH_ATTENTION),
     "attention (FlashAttention-4)": _flash_attention_4,
     "gated delta rule (fla)": _gated_delta_rule,
+    "Mamba scan (mamba-ssm)": _mamba_scan,
     "FP8 products (torch)": _fp8_matmul,
 }

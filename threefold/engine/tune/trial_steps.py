@@ -46,6 +46,7 @@ class TrialLog:
     seconds: list[float]
     results: list[StepResult]
     work: StepWork | None = None  # of the first step, whose data is the same in every trial
+    num_images: float = 0.0  # of all steps of a vision-language model
 
 
 def run_trial(plan: Plan, mesh: Mesh, window: TrialWindow) -> dict[str, Any]:
@@ -77,13 +78,14 @@ def run_trial(plan: Plan, mesh: Mesh, window: TrialWindow) -> dict[str, Any]:
         "skipped": sum(not result.applied for result in log.results),
         "dropped": max(result.aux.get("router/dropped", 0.0) for result in log.results),
         "peak_bytes": int(peak),
-        "work": _work_json(log.work),
+        "work": _work_json(plan, log, log.work),
         "effects": [effect.as_json() for effect in report.effects] if report else [],
     }
 
 
-def _work_json(work: StepWork) -> dict[str, float]:
-    return {"tokens": work.num_tokens, "useful_tokens": work.num_useful_tokens, "flops": work.flops}
+def _work_json(plan: Plan, log: TrialLog, work: StepWork) -> dict[str, float | bool]:
+    found = {"tokens": work.num_tokens, "useful_tokens": work.num_useful_tokens, "flops": work.flops}
+    return found | ({"images": work.num_images, "is_image_free": not log.num_images} if plan.is_vlm else {})
 
 
 def _steps(plan: Plan, parts: Parts, window: TrialWindow, effects: RunEffects) -> TrialLog:
@@ -98,20 +100,21 @@ def _steps(plan: Plan, parts: Parts, window: TrialWindow, effects: RunEffects) -
                 break
             start = synchronized_time(parts.device)
             with effects.step(step + 1):
-                batches = _batches(plan, parts, step)
+                batches = _batches(parts, step)
                 log.results.append(train_step(parts, batches, learning_rate(plan.job, step), plan.job))
             log.seconds.append(synchronized_time(parts.device) - start)
             effects.end_step(log.seconds[-1])
-            if log.work is None:
-                log.work = throughput.count_work(batches)
+            if log.work is None or plan.is_vlm:
+                work = throughput.count_work(batches)
+                log.work, log.num_images = log.work or work, log.num_images + work.num_images
     finally:
         gc.enable()
     return log
 
 
-def _batches(plan: Plan, parts: Parts, step: int) -> list[Any]:
+def _batches(parts: Parts, step: int) -> list[Any]:
     assert parts.loader is not None
-    return [to_device(parts.loader.batch(step, m), parts.device) for m in range(plan.num_microbatches)]
+    return [to_device(parts.loader.batch(step, m), parts.device) for m in range(parts.loader.num_batches(step))]
 
 
 def _trace(plan: Plan, parts: Parts, folder: Path, done: int) -> None:
@@ -119,7 +122,7 @@ def _trace(plan: Plan, parts: Parts, folder: Path, done: int) -> None:
     profiler = StepProfiler(folder, parts, parts.mesh.rank, done + 1)
     for step in range(done, done + NUM_STEPS):
         with profiler.step(step + 1):
-            train_step(parts, _batches(plan, parts, step), learning_rate(plan.job, step), plan.job)
+            train_step(parts, _batches(parts, step), learning_rate(plan.job, step), plan.job)
         profiler.finish(step + 1)
 
 

@@ -43,6 +43,7 @@ class RankResults:
     evaluation: float = 0.0  # loss of an evaluation behind the first step
     frozen: set[str] = field(default_factory=set)  # parameters that do not train
     moved: set[str] = field(default_factory=set)  # those of them whose weights changed all the same
+    graphs: str = ""  # replays of CUDA graphs by scope, or why something ran eagerly; empty without graphs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from threefold.engine.batch import Batch
-from threefold.engine.build import Parts, build, options_of
+from threefold.engine.build import Parts, build, dynamic_grid, options_of
+from threefold.engine.context import context
+from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicSteps
+from threefold.engine.data.packing import Sample
 from threefold.engine.data_parallel.fsdp import Fsdp
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
@@ -60,8 +63,9 @@ def run_one_rank(
 ) -> RankResults:
     """Train the unsharded model on the same microbatches, one after the other, with the plainest knobs."""
     one_rank_plan, plain = on_one_rank(plan, options)
+    same_rows = plan if plan.shards_dynamically else None
     # This rank is forked too: with a GPU in the machine, a process that has run a backward cannot fork ranks that do.
-    (one_rank,) = run_ranks(1, run_rank, one_rank_plan, steps, dtype, plain, limit=limit)
+    (one_rank,) = run_ranks(1, run_rank, one_rank_plan, steps, dtype, plain, None, same_rows, limit=limit)
     return one_rank
 
 
@@ -72,16 +76,23 @@ def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
     knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
     plain = replace(plain, vision_recompute=())
-    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
+    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False, graphs=())
     return replace(plan, layout=Layout(), job=job, knobs=knobs), plain
 
 
 def run_rank(
-    rank: int, plan: Plan, steps: int, dtype: torch.dtype, options: Options, mesh: Mesh | None = None
+    rank: int,
+    plan: Plan,
+    steps: int,
+    dtype: torch.dtype,
+    options: Options,
+    mesh: Mesh | None = None,
+    same_rows: Plan | None = None,
 ) -> RankResults:
     """Train some steps as one rank of the plan's layout and return what it computed, in host memory.
 
-    The rank computes on the device of its mesh, by default on the CPU.
+    The rank computes on the device of its mesh, by default on the CPU. With `same_rows`, a plan with dynamic context
+    parallelism, it computes the microbatches of all ranks of that plan.
     """
     mesh = mesh or Mesh(plan.layout, rank)
     parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
@@ -94,15 +105,17 @@ def run_rank(
     capacity_factor = plan.job.capacity_factor if plan.layout.gpus == 1 else None
     with _TieFinder(parts, results, capacity_factor), observe_collectives(count):
         for step in range(steps):
-            batches = _batches(plan, step, mesh)
+            batches = _batches(plan, step, mesh, same_rows)
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
             result = train_step(recording, batches, LR, plan.job)
             results.losses.append(_losses(result))
             results.norms.append(result.grad_norm)
             results.skipped += not result.applied
             if step == 0:  # the steps behind it show what an evaluation leaves behind
-                results.evaluation = _evaluate(parts, plan)
+                results.evaluation = _evaluate(parts, plan, same_rows)
     _count_unobserved_calls(parts, results)
+    if parts.runner.graph_stats is not None:
+        results.graphs = parts.runner.graph_stats.tally()
     _record_weights_and_states(parts, results)
     results.moved = {name for name, value in _frozen_weights(parts).items() if not torch.equal(value, frozen[name])}
     return results
@@ -114,15 +127,32 @@ def _frozen_weights(parts: Parts) -> dict[str, Tensor]:
     return {name: memory.detach().clone() for name, _, memory, _ in held if name in parts.data.frozen}
 
 
-def _evaluate(parts: Parts, plan: Plan) -> float:
+def _evaluate(parts: Parts, plan: Plan, same_rows: Plan | None) -> float:
     """The loss of microbatches that no step trains on."""
-    return evaluate_batches(parts, _batches(plan, EVALUATION, parts.mesh), plan.num_microbatches)
+    batches = _batches(plan, EVALUATION, parts.mesh, same_rows)
+    return evaluate_batches(parts, batches, plan.num_microbatches if plan.layout.pp > 1 else 1)
 
 
-def _batches(plan: Plan, step: int, mesh: Mesh) -> list[Batch]:
+def _batches(plan: Plan, step: int, mesh: Mesh, same_rows: Plan | None) -> list[Batch]:
     """The microbatches of this rank in a step, on its device."""
-    made = (synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches))
+    if same_rows is not None:
+        made = list(synthetic_rows(same_rows, Mesh(Layout())).all_rows(step * same_rows.job.global_batch))
+    elif plan.shards_dynamically:
+        rows, first = synthetic_rows(plan, mesh), step * plan.job.global_batch
+        made = [rows.batch(first, number) for number in range(len(rows.rounds(first)))]
+    else:
+        made = [synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches)]
     return [to_device(batch, mesh.device) for batch in made]
+
+
+def synthetic_rows(plan: Plan, mesh: Mesh) -> DynamicSteps:
+    """The same samples as `synthetic_batch`, packed for dynamic context parallelism."""
+
+    def sample_of(number: int) -> Sample:
+        tokens, labels, documents = (each.numpy() for each in _sample(plan, number))
+        return Sample(tokens, labels, documents if plan.job.packing else None)
+
+    return DynamicSteps(dynamic_grid(plan, mesh), sample_of, plan.job.global_batch, plan.job.seq_len)
 
 
 def _losses(result: StepResult) -> dict[str, float]:
@@ -217,6 +247,8 @@ class _TieFinder:
             handle.remove()
 
     def _count_ties(self, router: Router, inputs: Any, routing: Any) -> None:
+        if context.recording_graph:
+            return  # a graph records nothing that waits for the device
         draw = torch.Generator().manual_seed(0)
         size = _NUDGE[routing.logits_TE.dtype]
         noise = 1 + size * (torch.rand(routing.logits_TE.shape, generator=draw, dtype=torch.float64) - 0.5)

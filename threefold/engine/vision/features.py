@@ -6,12 +6,14 @@ the features of all its pictures (`shard/picture_parallel.py`), and each takes t
 Shapes: V tokens that stand for pictures, B batch, S whole sequence, s this rank's part of it, D model dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from threefold.spec.model import VisionTokens
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class PictureFeatures:
         """The deepstack features as hidden states (B, s, D) that are zeros at tokens of text."""
         return [self._place(feature_VD) for feature_VD in self.deepstack]
 
+    def dense_ahead(self, depths: Iterable[int]) -> list[Tensor]:
+        """What MTP depths read of pictures, one a depth: the main features as hidden states (B, s, D) of the tokens
+        that a depth embeds, zeros at tokens of text."""
+        return [self._place(self.main_VD, depth + 1) for depth in depths]
+
     def _place(self, rows_VD: Tensor, ahead: int = 0) -> Tensor:
         batch, length = self.shape
         zeros_BSD = rows_VD.new_zeros(batch, length, rows_VD.shape[1])
@@ -42,3 +49,8 @@ class PictureFeatures:
         if ahead:
             placed_BSD = F.pad(placed_BSD[:, ahead:], (0, 0, 0, min(ahead, length)))
         return self.shard(placed_BSD)
+
+
+def stands_for_picture(tokens_BS: Tensor, ids: VisionTokens) -> Tensor:
+    """Whether each token stands for a part of an image or of a video."""
+    return (tokens_BS == ids.image) | (tokens_BS == ids.video)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from threefold.engine.weights.families.family_names import names_of
+from threefold.engine.weights.families.nemotron_names import nemotron_layouts
 from threefold.engine.weights.hf_tensor import HfTensor, Layout, TensorsOfExperts, View, whole
 from threefold.engine.weights.hf_vision_names import is_vision_name, vision_tensor
 from threefold.spec.model import DeltaSpec, Layer, MlaSpec, ModelSpec
@@ -23,8 +25,6 @@ _GQA = {
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
     "out": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
     "sinks": "self_attn.sinks",
 }
 _MLA = {
@@ -37,6 +37,7 @@ _MLA = {
     "kv_up": "self_attn.kv_b_proj",
     "out": "self_attn.o_proj",
 }
+_INDEXER = {"q": "wq_b", "k": "wk", "k_norm": "k_norm", "weight": "weights_proj"}
 _DELTA = {
     "qkvz": "linear_attn.in_proj_qkvz",
     "ba": "linear_attn.in_proj_ba",
@@ -47,10 +48,7 @@ _DELTA = {
     "out": "linear_attn.out_proj",
 }
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_TOP = {"embed.weight": "embed_tokens.weight", "norm.weight": "norm.weight"}
-_ROUTER = {"gpt_oss": "mlp.router", "mixtral": "block_sparse_moe.gate"}
-_SHARED = {"qwen3_next": "mlp.shared_expert", "qwen3_5_moe": "mlp.shared_expert"}
-ONE_MTP_DEPTH = ("qwen3_next", "qwen3_5_moe")  # under `mtp.`; other families add layers behind the last
+_TOP = {"embed.weight": "embed_tokens.weight", "norm.weight": "norm.weight", "norm.bias": "norm.bias"}
 _MTP = {
     "deepseek_v3": {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"},
     "qwen3_next": {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "join": "fc"},
@@ -62,8 +60,10 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
 
     The first layout is the one that is written. Others are the stacked experts of newer transformers, and MXFP4.
     """
-    if name == "head.weight":
-        return [[HfTensor("lm_head.weight")]]
+    if name.startswith("head."):
+        return [[HfTensor(f"lm_{name}")]]
+    if spec.family == "nemotron_h":
+        return nemotron_layouts(name, spec)
     if spec.vision is not None and is_vision_name(name):
         return [[vision_tensor(name, spec.vision)]]
     model = "model." if spec.vision is None else "model.language_model."
@@ -79,7 +79,7 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
 
 def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> list[Layout]:
     """MTP depths: Qwen3-Next has one under `mtp.`; other families follow DeepSeek and add layers after the last."""
-    if spec.family in ONE_MTP_DEPTH:
+    if names_of(spec.family).one_mtp_depth:
         if layer is not None:
             return _layer_layouts(rest, f"mtp.layers.{depth}.", spec.mtp_depth[int(layer)], spec)
         prefix, table = "mtp.", _MTP["qwen3_next"]
@@ -93,7 +93,7 @@ def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> l
 
 def duplicated_keys(spec: ModelSpec, mtp: int) -> dict[str, str]:
     """Hugging Face key -> engine tensor that it repeats: DeepSeek's MTP layers contain copies of embedding and head."""
-    if spec.family in ONE_MTP_DEPTH:
+    if names_of(spec.family).one_mtp_depth or spec.family == "nemotron_h":
         return {}
     head = "embed.weight" if spec.tied else "head.weight"
     found: dict[str, str] = {}
@@ -122,8 +122,12 @@ def _translate(name: str, table: Mapping[str, str]) -> str:
 
 
 def _mixer_tensors(name: str, prefix: str, layer: Layer, spec: ModelSpec) -> Layout:
+    if name.startswith("indexer."):
+        return [HfTensor(f"{prefix}self_attn.indexer.{_translate(name.removeprefix('indexer.'), _INDEXER)}")]
     if layer.mixer != "delta":
-        return [HfTensor(prefix + _translate(name, _MLA if isinstance(spec.attention, MlaSpec) else _GQA))]
+        names = names_of(spec.family)
+        grouped = {**_GQA, "q_norm": names.q_norm, "k_norm": names.k_norm}
+        return [HfTensor(prefix + _translate(name, _MLA if isinstance(spec.attention, MlaSpec) else grouped))]
     if spec.family == "qwen3_5_moe" and name in ("qkvz.weight", "ba.weight"):
         assert spec.delta is not None
         return _separate_projections(name, f"{prefix}linear_attn.", spec.delta)
@@ -155,14 +159,16 @@ def _separate_projections(name: str, prefix: str, delta: DeltaSpec) -> Layout:
 
 def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     part, _, inner = name.partition(".")
+    names = names_of(spec.family)
     if part == "experts":
         return _expert_layouts(inner, prefix, spec)
+    if inner == "balance_bias":
+        view = (lambda p_E: p_E[None]) if names.balance_bias_has_groups else whole
+        return [[HfTensor(f"{prefix}{path}", view)] for path in names.balance_bias]
     if part == "router":
-        inner = "e_score_correction_bias" if inner == "balance_bias" else inner
-        paths = dict.fromkeys([_ROUTER.get(spec.family, "mlp.gate"), "mlp.gate"])
-        return [[HfTensor(f"{prefix}{path}.{inner}")] for path in paths]
+        return [[HfTensor(f"{prefix}{path}.{inner}")] for path in names.router]
     if part == "shared":
-        return [[HfTensor(f"{prefix}{_SHARED.get(spec.family, 'mlp.shared_experts')}.{_translate(inner, _MLP)}")]]
+        return [[HfTensor(f"{prefix}{names.shared}.{_translate(inner, _MLP)}")]]
     return [[HfTensor(f"{prefix}mlp.shared_expert_gate.{inner}")]]
 
 
@@ -170,9 +176,13 @@ def _expert_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     if spec.family == "gpt_oss":
         return _gpt_oss_expert_layouts(name, f"{prefix}mlp.experts.")
     assert spec.moe is not None
-    gate, up, down = ("w1", "w3", "w2") if spec.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    experts_prefix = f"{prefix}{'block_sparse_moe' if spec.family == 'mixtral' else 'mlp'}.experts."
-    stacked = [HfTensor(f"{prefix}mlp.experts.{name}_proj")]
+    names = names_of(spec.family)
+    gate, up, down = names.expert_parts
+    experts_prefix = f"{prefix}{names.experts}."
+    which = 0 if name == "gate_up" else 1
+    stacked = [HfTensor(prefix + names.stacked_experts[which])]
+    if names.stacked_on_disk is not None:
+        return [[HfTensor(prefix + names.stacked_on_disk[which])], stacked]
     if spec.family == "qwen3_vl_moe":  # published with the input dim first, and written by transformers 5 as here
         return [stacked, [HfTensor(f"{prefix}mlp.experts.{name}_proj", lambda p: p.transpose(1, 2))]]
     count = spec.moe.num_experts

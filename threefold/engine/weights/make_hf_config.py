@@ -5,13 +5,25 @@
 
 from typing import Any
 
-from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeScaling, VisionSpec
+from threefold.engine.weights.families.config_keys import (
+    CLASS_NAMES,
+    CONFIG_KEYS,
+    LAYER_TYPES,
+    PARTIAL_ROTARY,
+    group_limited_keys,
+)
+from threefold.engine.weights.families.nemotron_config import nemotron_config
+from threefold.spec.model import DeltaSpec, GqaSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, RopeScaling, VisionSpec
 
 _CLASSES = {
+    **CLASS_NAMES,
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -19,13 +31,13 @@ _CLASSES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
+_GROUP_LIMITED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 _WITH_DELTA = ("qwen3_next", "qwen3_5_moe")
-_LAYER_TYPES = {"attention": "full_attention", "window": "sliding_attention", "delta": "linear_attention"}
 
 
 def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
     """The configuration from which `spec/hf.py` reads the same spec."""
-    text = _text_config(spec)
+    text = nemotron_config(spec) if spec.family == "nemotron_h" else _text_config(spec)
     if spec.vision is None:
         return {"architectures": [_CLASSES[text["model_type"]]], **text}
     return {
@@ -54,7 +66,9 @@ def _text_config(spec: ModelSpec) -> dict[str, Any]:
     attention = spec.attention
     assert attention is not None
     config |= _mla(attention) if isinstance(attention, MlaSpec) else _gqa(attention)
-    config |= _rope(attention, partial=spec.family in _WITH_DELTA)
+    config |= _rope(attention, partial=spec.family in (*_WITH_DELTA, *PARTIAL_ROTARY))
+    if spec.family in CONFIG_KEYS:
+        return config | CONFIG_KEYS[spec.family](spec)
     if spec.moe is not None:
         config |= _moe(spec, spec.moe)
     if spec.delta is not None:
@@ -62,8 +76,8 @@ def _text_config(spec: ModelSpec) -> dict[str, Any]:
     if spec.local_attention is not None:
         config["sliding_window"] = spec.local_attention.window
     if spec.family in ("gpt_oss", *_WITH_DELTA):
-        config["layer_types"] = [_LAYER_TYPES[layer.mixer] for layer in spec.layers]
-    if spec.mtp_layers or spec.family == "deepseek_v3":
+        config["layer_types"] = [LAYER_TYPES[layer.mixer] for layer in spec.layers]
+    if spec.mtp_layers or spec.family in _GROUP_LIMITED:
         config["num_nextn_predict_layers"] = spec.mtp_layers
     return config
 
@@ -89,7 +103,12 @@ def _mla(spec: MlaSpec) -> dict[str, Any]:
         "qk_rope_head_dim": spec.rope_dim,
         "v_head_dim": spec.v_dim,
         "rope_interleave": spec.rope_pairs,
+        **({} if spec.indexer is None else _indexer(spec.indexer)),
     }
+
+
+def _indexer(spec: IndexerSpec) -> dict[str, Any]:
+    return {"index_n_heads": spec.num_heads, "index_head_dim": spec.head_dim, "index_topk": spec.top_k}
 
 
 def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:
@@ -104,7 +123,8 @@ def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:
         **part,
     }
     if spec.rope_scaling is not None:
-        config["max_position_embeddings"] = int(spec.rope_scaling.factor * spec.rope_scaling.original_len)
+        stretch = 1.0 if spec.rope_scaling.kind in ("dynamic", "ntk_alpha") else spec.rope_scaling.factor
+        config["max_position_embeddings"] = int(stretch * spec.rope_scaling.original_len)
     return config
 
 
@@ -112,9 +132,14 @@ def _scaling(spec: RopeScaling) -> dict[str, Any]:
     config: dict[str, Any] = {"rope_type": spec.kind, "factor": spec.factor}
     if spec.mscale_all_dim is not None:
         config["mscale_all_dim"] = spec.mscale_all_dim
-    if spec.kind == "linear":
+    if spec.kind == "ntk_alpha":
+        return {**config, "rope_type": "dynamic", "factor": 1.0, "alpha": spec.factor}
+    if spec.kind in ("linear", "dynamic"):
         return config
     config["original_max_position_embeddings"] = spec.original_len
+    if spec.kind == "longrope":
+        config |= {"short_factor": list(spec.short_factor), "long_factor": list(spec.long_factor)}
+        return config if spec.attention_factor is None else {**config, "attention_factor": spec.attention_factor}
     if spec.kind == "llama3":
         return {**config, "low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
     optional = {"attention_factor": spec.attention_factor, "mscale": spec.mscale}
@@ -132,18 +157,10 @@ def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     if spec.family in ("gpt_oss", "mixtral"):
         return {**config, "num_local_experts": moe.num_experts, "intermediate_size": moe.expert_dim}
     config |= {"moe_intermediate_size": moe.expert_dim, "norm_topk_prob": moe.norm_topk}
-    if spec.family != "deepseek_v3":
+    if spec.family not in _GROUP_LIMITED:
         shared = {"shared_expert_intermediate_size": moe.shared_width} if spec.family in _WITH_DELTA else {}
         return {**config, "num_experts": moe.num_experts, **shared}
-    return {
-        **config,
-        "n_routed_experts": moe.num_experts,
-        "n_shared_experts": moe.num_shared,
-        "n_group": moe.num_groups,
-        "topk_group": moe.top_groups,
-        "routed_scaling_factor": moe.scale,
-        "first_k_dense_replace": spec.num_dense_layers,
-    }
+    return group_limited_keys(spec)
 
 
 def _delta(spec: DeltaSpec) -> dict[str, Any]:

@@ -54,6 +54,7 @@ PLAIN: tuple[Row, ...] = (
     Row("knobs.permute_fusion", "model.moe_permute_fusion", when="moe"),
     Row("knobs.expert_fusion", "model.use_transformer_engine_op_fuser", when="moe"),
     Row("knobs.router_padding", "model.moe_router_padding_for_quantization", when="moe"),
+    Row("knobs.cp_dynamic", "model.hybrid_context_parallel", also=("dataset.hybrid_context_parallel",), when="stated"),
     Row("knobs.fp8_attention", "mixed_precision.fp8_dot_product_attention"),
     Row("knobs.fp8_output", "model.fp8_output_proj"),
     Row("run.keep", "checkpoint.most_recent_k", when="stated"),

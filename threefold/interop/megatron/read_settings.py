@@ -277,6 +277,7 @@ def _read_memory(reader: Reader) -> None:
         reader.fields["knobs.activation_offload_layers"] = layers
     if (kind := reader.take("model.cp_comm_type")) is not None:
         reader.fields["knobs.cp_comm"] = list(kind) if isinstance(kind, list | tuple) else kind
+    reader.take("model.max_seqlen_per_dp_cp_rank")  # follows: job.seq_len over layout.cp
     if sizes := reader.take("model.hierarchical_context_parallel_sizes"):
         reader.fields["knobs.cp_inner"] = sizes[0] if isinstance(sizes, list | tuple) else sizes
     fusion, kind = reader.take("model.cross_entropy_loss_fusion"), reader.take("model.cross_entropy_fusion_impl")

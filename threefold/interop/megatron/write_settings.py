@@ -242,6 +242,8 @@ def _write_activation_offload(writer: Writer) -> None:
 
 def _write_context_parallel(writer: Writer) -> None:
     plan, knobs = writer.plan, writer.plan.knobs
+    if knobs.cp_dynamic:
+        writer.put("knobs.cp_dynamic", "model.max_seqlen_per_dp_cp_rank", plan.job.seq_len // plan.layout.cp)
     if plan.layout.cp > 1 or writer.is_stated("knobs.cp_comm"):
         writer.put("knobs.cp_comm", "model.cp_comm_type", knobs.cp_comm)
     is_nested = "a2a+p2p" in ((knobs.cp_comm,) if isinstance(knobs.cp_comm, str) else knobs.cp_comm)

@@ -5,7 +5,8 @@ snapshots (`memory-N.pickle`) are never opened: a pickle can run code.
 """
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ PLAN, METRICS, LOADS, PROFILE = "plan.toml", "metrics.jsonl", "loads.json", "pro
 TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
 MAX_METRICS_BYTES = 2**31
 MAX_TRACES = 4096
+PARTS = ("encoder", "projector", "decoder")  # of a vision-language model, each with a column of seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class RunLog:
     peak_bytes: int | None = None  # of the rank that uses most
     expert_imbalance: float | None = None  # load of the busiest expert rank over the mean, worst layer
     mfu: float | None = None
+    part_seconds: dict[str, float] = field(default_factory=dict)  # of encoder, projector and decoder in that step
 
 
 def find_traces(folder: Path) -> list[Path]:
@@ -78,8 +81,10 @@ def read_run(folder: Path) -> tuple[Plan | None, RunLog]:
     except (OSError, FindingsError):
         plan = None
     lines = _metrics(folder)
-    seconds = [line["seconds"] for line in lines if _is_positive(line.get("seconds"))]
-    steady = sorted(seconds[min(6, len(seconds) // 2) :])
+    timed = [line for line in lines if _is_positive(line.get("seconds"))]
+    seconds = [line["seconds"] for line in timed]
+    behind_warm_up = timed[min(6, len(timed) // 2) :]
+    steady = sorted(line["seconds"] for line in behind_warm_up)
     peaks = [line["memory_bytes"] for line in lines if _is_positive(line.get("memory_bytes"))]
     mfu = [line["mfu"] for line in lines if _is_positive(line.get("mfu"))]
     return plan, RunLog(
@@ -88,7 +93,15 @@ def read_run(folder: Path) -> tuple[Plan | None, RunLog]:
         peak_bytes=int(max(peaks)) if peaks else None,
         expert_imbalance=_imbalance(folder, plan.layout.ep if plan else 1),
         mfu=mfu[-1] if mfu else None,
+        part_seconds=_part_seconds(behind_warm_up),
     )
+
+
+def _part_seconds(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of each part over these steps; empty for a run that did not measure them."""
+    columns: dict[str, list[Any]] = {part: [line.get(f"{part}_seconds") for line in lines] for part in PARTS}
+    is_known = all(_is_positive(value) or value == 0 for column in columns.values() for value in column)
+    return {part: float(statistics.median(column)) for part, column in columns.items()} if lines and is_known else {}
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:

@@ -51,6 +51,20 @@ def _row(field: Field) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def field_page(field: Field) -> str:
+    """A page about one field: what it is, what it can be, and how it is written."""
+    types = " or ".join(_TYPES[kind] for kind in field.types)
+    facts = {"Type": types, "Default": _default(field), "Range": _range(field)}
+    facts["Choices"] = ", ".join(f"`{choice}`" for choice in field.choices)
+    facts["Megatron's name"] = ", ".join(f"`{name}`" for name in megatron_names(field.path))
+    facts["In a draft"] = f'may be `"{AUTO}"`, which `threefold plan` fills in' if field.path in FREE else ""
+    rows = [f"| {name} | {text} |" for name, text in facts.items() if text and text != "-"]
+    doc = field.doc[:1].upper() + field.doc[1:]
+    example = field.choices[0] if field.choices else {bool: "true", int: "8", float: "0.5"}.get(field.types[0], "VALUE")
+    head = [f"# {field.path}", "", f"{doc}.", "", "| | |", "|---|---|", *rows, ""]
+    return "\n".join([*head, f"    threefold check plan.toml {field.path}={example}", ""])
+
+
 def megatron_names(path: str) -> list[str]:
     """The settings of Megatron Bridge that take a field's value as it is; else the names that set it with others."""
     exported = [name for row in PLAIN if row.field == path for name in (row.path, *row.also)]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.rules.knobs.engine_graphs import engine_scopes
 from threefold.rules.layout.batch import pays
 from threefold.spec.stacks import GRAPH_SCOPES, MEGATRON_ARGUMENTS, MEGATRON_CONFIG
 
@@ -268,71 +269,14 @@ def compile_finds_parts(plan: Plan) -> Iterator[Finding]:
     """torch.compile is asked for where it has something to fuse.
 
     Why: kernels of our own do norms, rotary embedding, router and activation on Hopper and later; what is left is the
-        gated norm behind the delta rule.
+        gated norm behind the delta rule or Mamba's scan.
     Confirm: knobs.compile, and `threefold env` for the kernels that run here.
     Fix: without compile.
     """
     ours = plan.chip.architecture in ("hopper", "blackwell")
-    if plan.knobs.compile and ours and plan.model.delta is None:
+    if plan.knobs.compile and ours and plan.model.delta is None and plan.model.mamba is None:
         problem = f"torch.compile finds nothing to fuse in {plan.model.name} on {plan.chip.name}"
         yield Finding(at="knobs.compile", problem=problem, fix={"knobs.compile": False})
-
-
-@rule(severity="warning", rows="CG-ATTN CG-ROUTER CG-PREP CG-FULL", target="threefold")
-def engine_has_graphs(plan: Plan) -> Iterator[Finding]:
-    """The threefold engine records what one rank does by itself, with weights that stay where they are.
-
-    Why: it records no collectives; FSDP gathers weights to new addresses, and weights kept below sixteen bits are
-        made anew each step; a backward whose parts a schedule places apart is not one graph.
-    Confirm: the names in the message.
-    Fix: other scopes, or none.
-    """
-    if not plan.knobs.graphs:
-        return
-    beside = list(_beside_graphs(plan))
-    for problem in beside:
-        yield Finding(at="knobs.graphs", problem=f"the engine has no graphs with {problem}", fix={"knobs.graphs": []})
-    absent = {} if beside else {scope: why for scope, why in _no_graph_of(plan) if scope in plan.knobs.graphs}
-    for scope, why in absent.items():
-        fix = {"knobs.graphs": without(plan.knobs.graphs, *absent)}
-        yield Finding(at="knobs.graphs", problem=f"the engine has no graph of {scope} {why}", fix=fix)
-
-
-def engine_scopes(plan: Plan, scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """The scopes among `scopes` that our engine records beside the plan's other settings."""
-    if any(_beside_graphs(plan)):
-        return ()
-    absent = {scope for scope, _ in _no_graph_of(plan)}
-    absent |= {"moe_preprocess"} if "moe_router" in absent else set()
-    return tuple(scope for scope in scopes if scope not in absent)
-
-
-def _no_graph_of(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Scopes, and why."""
-    layout, dispatcher = plan.layout, plan.knobs.dispatcher
-    yield "mamba", "at all"
-    if plan.low_precision:
-        yield from ((scope, f"in {plan.knobs.precision}") for scope in ("attn", "mlp", "moe", "full_iteration"))
-    if layout.gpus > 1:
-        yield "full_iteration", f"on {layout.gpus} ranks"
-    if plan.is_vlm:
-        yield "full_iteration", "with pictures, whose sizes differ"
-    if layout.ep * layout.etp > 1:
-        yield "moe", f"with EP {layout.ep} x ETP {layout.etp}"
-    if dispatcher in ("deepep", "hybridep") and layout.ep > 1:
-        yield "moe_preprocess", f"with {dispatcher}, which sorts by itself"
-
-
-def _beside_graphs(plan: Plan) -> Iterator[str]:
-    knobs, layout = plan.knobs, plan.layout
-    if layout.tp * layout.cp > 1:
-        yield f"TP {layout.tp} x CP {layout.cp}"
-    if knobs.data_parallel != "zero1":
-        yield knobs.data_parallel
-    if knobs.ep_overlap:
-        yield "EP overlap"
-    if knobs.delay_wgrad or layout.pipeline_schedule in ("zero-bubble", "dualpipev"):
-        yield "weight gradients that wait"
 
 
 @rule(severity="warning", rows="PW-HOSTSIG CG-MEM", needs_fix=True)

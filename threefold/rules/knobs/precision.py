@@ -183,6 +183,9 @@ def _tensor_widths(plan: Plan) -> Iterator[tuple[str, int]]:
     if model.delta is not None:
         yield "delta width", 2 * model.delta.keys + 2 * model.delta.values
         yield "delta values", model.delta.values
+    if model.mamba is not None:
+        yield "Mamba width", model.mamba.projected_dim
+        yield "Mamba inner width", model.mamba.inner_dim
     if any(layer.ffn == "dense" for layer in model.layers):
         yield "feed-forward width", model.dense_dim
     if moe is not None and moe.num_shared:

@@ -174,10 +174,11 @@ def synthetic_data_is_benchmark(plan: Plan) -> Iterator[Finding]:
 
     Why: there is nothing to learn in it, and it hides the cost of loading, packing and uneven lengths.
     Confirm: job.data in the run's contract.
-    Fix: real data, or the embedded corpus.
+    Fix: real data, or the embedded corpus; drawn scenes for a vision-language model.
     """
     if plan.is_synthetic:
-        yield Finding(at="job.data", problem="synthetic data: this run is benchmark-only", fix={"job.data": "embedded"})
+        real = "scenes" if plan.is_vlm else "embedded"
+        yield Finding(at="job.data", problem="synthetic data: this run is benchmark-only", fix={"job.data": real})
 
 
 @rule(severity="warning", rows="EX-DROP")

@@ -160,8 +160,10 @@ def sdpa_recompute_at_length(plan: Plan) -> Iterator[Finding]:
     Confirm: compare the peak with and without `core_attn` in a rehearsal.
     Fix: recompute norms, expert activations or MLPs instead.
     """
-    recomputes_delta_rule = plan.model.delta is not None and plan.target == "threefold"  # large, and linear in length
-    if "core_attn" in plan.knobs.recompute and plan.is_long and not recomputes_delta_rule:
+    # The delta rule and Mamba's scan save much, and their work is linear in the length.
+    has_recurrence = plan.model.delta is not None or plan.model.mamba is not None
+    recomputes_recurrence = has_recurrence and plan.target == "threefold"
+    if "core_attn" in plan.knobs.recompute and plan.is_long and not recomputes_recurrence:
         yield Finding(
             at="knobs.recompute",
             problem=f"core_attn at {format_tokens(plan.job.seq_len)} repeats quadratic work for little memory",
@@ -299,3 +301,18 @@ def cp_comm_per_layer(plan: Plan) -> Iterator[Finding]:
         filled = [modes[i % len(modes)] for i in range(layers)] if modes else "p2p"
         problem = f"{len(modes)} entries for {layers} layers"
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": filled})
+
+
+@rule(target="threefold")
+def sparse_attention_on_whole_sequences(plan: Plan) -> Iterator[Finding]:
+    """Attention to keys that an indexer chooses is not spread over context-parallel ranks.
+
+    Why: an indexer scores the keys of the whole sequence for each query, and the engine exchanges neither the
+        indexer's keys nor the keys that it chose.
+    Confirm: layout.cp; `threefold models` shows which models have an indexer.
+    Fix: CP 1; TP shards the heads of long sequences.
+    """
+    spec = plan.model.attention
+    if plan.layout.cp > 1 and isinstance(spec, MlaSpec) and spec.indexer is not None:
+        problem = f"CP {plan.layout.cp} with the sparse attention of {plan.model.name}"
+        yield Finding(at="layout.cp", problem=problem, fix={"layout.cp": 1})

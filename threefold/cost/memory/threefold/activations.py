@@ -8,14 +8,15 @@ over layers and microbatches in flight.
 from collections.abc import Sequence
 
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
+from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes, is_sparse
 from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
+from threefold.cost.memory.threefold.timelines.recurrent_mixers import delta_saved_bytes, mamba_saved_bytes
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.cost.trained_weights import is_partly_frozen
 from threefold.plan.plan import Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
 
-DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
+_SAVED_BY_EXPERTS = {"clamped swiglu": 8.0, "relu2": 3.0}  # tensors of the expert width; 5 with silu
 _ZERO_CENTRED = ("qwen3_next",)  # families whose norms store weight - 1; plain torch computes those in fp32
 
 
@@ -129,11 +130,12 @@ def gathered_input_bytes(local: LocalSizes, module: str) -> float:
 def mixer_bytes(local: LocalSizes, layer: Layer) -> float:
     """Bytes that the mixer saves, with its gathered input."""
     model = local.model
-    if layer.mixer == "delta" and model.delta:
-        states = _delta_ring_states(local, model.delta)
+    if layer.mixer == "mamba" and model.mamba:
         adapters = local.adapter_bytes("attention", 2, local.gathered_tokens)
-        projected = gathered_input_bytes(local, "mixer") + adapters
-        return projected + _delta(local, model.delta) * local.gathered_tokens + states
+        return gathered_input_bytes(local, "mixer") + adapters + mamba_saved_bytes(local, model.mamba)
+    if layer.mixer == "delta" and model.delta:
+        adapters = local.adapter_bytes("attention", 2, local.gathered_tokens)
+        return gathered_input_bytes(local, "mixer") + adapters + delta_saved_bytes(local, model.delta)
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
@@ -155,8 +157,11 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     saved = b * (q + (0 if copies else 2 * kv))
     if spec.gated:
         saved += 2 * b * q + b * q  # query and gate as projected; the gate's sigmoid
+    if spec.clip_qkv is not None:
+        saved += b * (q + 2 * kv)  # what was clipped
     if spec.qk_norm:
-        saved += norm_bytes(local, q + kv, (q + kv) / head) - (b * q if spec.gated and not norms_in_fp32(local) else 0)
+        num_norms = 2 if spec.qk_norm_over == "projection" else (q + kv) / head
+        saved += norm_bytes(local, q + kv, num_norms) - (b * q if spec.gated and not norms_in_fp32(local) else 0)
     if "core_attn" not in local.recompute:
         saves_input = "attention_output" in local.saved_inputs
         copies_output = spec.gated or not local.has_fused_kernels
@@ -164,7 +169,7 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
         # The output of ring attention has another layout than the output projection reads.
         saved += b * q if local.has_fused_kernels and local.plan.layout.cp > 1 and saves_input else 0
     if local.is_16_bit and not local.has_fused_kernels:
-        saved += 4 * b * head * spec.rope_fraction / 2
+        saved += 4 * b * spec.rope_dim / 2
     return saved + (INT64 if spec.sinks else 0)
 
 
@@ -177,12 +182,20 @@ def _mla(local: LocalSizes, spec: MlaSpec) -> float:
     core = 0.0
     if "core_attn" not in local.recompute:
         core = heads * (outputs * b * spec.v_dim + FP32) * local.gathered_tokens
+        core += chosen_key_bytes(local, spec)
     elif "mla_up_proj" in local.recompute and local.head_chunk_fraction < 1:
         # The output projection saves the outputs of groups of heads, although each group is recomputed.
         core = heads * b * spec.v_dim * local.gathered_tokens
     adapters = local.adapter_bytes("attention", 3, local.gathered_tokens)
     adapters += local.adapter_bytes("attention", 2 if spec.q_rank else 1, local.tokens)
     return mla_latent_bytes(local, spec) + up + core + adapters
+
+
+def chosen_key_bytes(local: LocalSizes, spec: MlaSpec) -> float:
+    """The positions of the keys that an indexer chose for each query, in int32."""
+    if spec.indexer is None:
+        return 0.0
+    return FP32 * min(spec.indexer.top_k, local.plan.job.seq_len) * local.gathered_tokens
 
 
 def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
@@ -218,6 +231,8 @@ def saves_output_twice(local: LocalSizes, spec: GqaSpec | MlaSpec) -> bool:
     """Whether the output projection saves another tensor than the attention kernel: in plain torch, behind a gate, or
     where the sequence is sharded over CP. Otherwise both save the kernel's output."""
     is_sharded = local.plan.layout.cp > 1
+    if is_sparse(spec):
+        return True
     if isinstance(spec, MlaSpec):
         return not local.plan.exchanges_latents and (not local.has_fused_kernels or is_sharded)
     return spec.gated or not local.has_fused_kernels or is_sharded
@@ -237,48 +252,15 @@ def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     return b * heads * (spec.qk_dim + (0 if copies else spec.qk_dim + values)) * local.gathered_tokens
 
 
-def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
-    """Bytes per token of the gated delta rule in plain torch: chunks of q, k and v in fp32 with all that their matmuls
-    save, and the state of every chunk."""
-    b, heads = local.element_bytes, spec.num_v_heads / local.tp
-    k, v = spec.k_dim, spec.v_dim
-    channels = (2 * spec.keys + spec.values) / local.tp
-    inside = 40 * k + 8 * (k + v) + 4 * v + 4 * k * v / DELTA_CHUNK + 20 * DELTA_CHUNK
-    if passes_delta_states(local):
-        # What every chunk does to a state that arrives from other ranks.
-        inside += 4 * (k + v) * (1 + k / DELTA_CHUNK)
-    after_core = 2 * FP32 * v + 3 * b * v + FP32  # the output's gate and its activation in fp32; output, norm, product
-    if "gdn_norm_out" in local.recompute:
-        after_core = b * v
-    if "core_attn" in local.recompute:  # what was projected, with the output's gate
-        return heads * (after_core - b * v) + b * (channels + heads * v + 2 * heads)
-    # Ring spans of several sequences are copied out of the batch.
-    copies = 3 if passes_delta_states(local) and local.plan.job.micro_batch > 1 else 2
-    return heads * (inside + after_core) + copies * b * channels + 8 * FP32 * heads
-
-
-def passes_delta_states(local: LocalSizes) -> bool:
-    """Whether context-parallel ranks exchange states of the delta rule, instead of trading sequence for heads."""
-    return local.plan.layout.cp > 1 and local.cp_comm != "a2a"
-
-
-def _delta_ring_states(local: LocalSizes, spec: DeltaSpec) -> float:
-    """What the spans of all context-parallel ranks do to a state, and the states between them: the rank with the last
-    span goes through all of them."""
-    if not passes_delta_states(local) or "core_attn" in local.recompute:
-        return 0.0
-    heads, num_spans = spec.num_v_heads / local.tp, 2 * local.plan.layout.cp
-    each = FP32 * heads * spec.k_dim * (spec.k_dim + 2 * spec.v_dim)
-    return local.plan.job.micro_batch * each * num_spans
-
-
 def mlp_bytes(local: LocalSizes, module: str, hidden: float, with_input: bool) -> float:
     """Gate, up, their activated product and, in plain torch, the activation; `with_input` adds the gathered input.
-    `module` is mlp or shared."""
-    num_saved = 2 if local.has_fused_kernels else 3
+    Without a gate, the positive part of up and its square. `module` is mlp or shared."""
+    num_saved = (2 if local.has_fused_kernels else 3) if local.model.glu else 1
     product = local.gemm_input_bytes if f"{module}_product" in local.saved_inputs else 0.0
     saved = (num_saved * local.element_bytes + product) * hidden / local.tp * local.gathered_tokens
-    saved += local.adapter_bytes("mlp" if module == "mlp" else "shared_experts", 3, local.gathered_tokens)
+    saved += local.adapter_bytes(
+        "mlp" if module == "mlp" else "shared_experts", 1 + local.num_fc1, local.gathered_tokens
+    )
     return saved + (gathered_input_bytes(local, module) if with_input else 0.0)
 
 
@@ -315,7 +297,8 @@ def _dispatch(local: LocalSizes) -> float:
 
 
 def expert_bytes(local: LocalSizes) -> float:
-    """FC1's output (gate and up), the activation, its product with up, and that product times the router's weight."""
+    """FC1's output (gate and up), the activation, its product with up, and that product times the router's weight.
+    Without a gate, the positive part of FC1's output, its square, and the square times the router's weight."""
     moe, model, b = local.model.moe, local.model, local.element_bytes
     assert moe is not None
     hidden, low = moe.expert_dim / local.plan.layout.etp, local.quantized_bytes
@@ -323,14 +306,14 @@ def expert_bytes(local: LocalSizes) -> float:
     rows_low = low if "expert_rows" in inputs and not local.has_adapters else 0.0
     # FC2's bias is saved for every row, to be multiplied by the router's weight.
     biases = (b * model.dim + 2 * INT64) * local.expert_rows if moe.bias else 0.0
-    num_saved = 5.0 if model.activation == "silu" else 8.0
+    num_saved = _SAVED_BY_EXPERTS.get(model.activation, 5.0)
     if local.uses_fused_experts:
         padded_rows = local.padded_expert_rows if rows_low else 0
         return 2 * b * hidden * local.expert_rows + rows_low * model.dim * padded_rows
     num_saved -= 0 if "expert_product" in inputs else 1
     biases += local.adapter_bytes("experts", 2, local.expert_rows)
     if "moe_act" in local.recompute:
-        num_saved, quantized_act = 2.0, 0.0
+        num_saved, quantized_act = float(local.num_fc1), 0.0
     else:
         quantized_act = low * hidden if "expert_product" in inputs and not local.has_adapters else 0.0
     if low:
@@ -393,5 +376,5 @@ def _rope_tables(local: LocalSizes, layers: Sequence[Layer]) -> float:
     """Cosine and sine of the rotary embedding in fp32, which all layers of a kind share."""
     kinds = {"attention": local.model.attention, "window": local.model.local_attention}
     specs = [kinds[mixer] for mixer in {layer.mixer for layer in layers} & set(kinds)]
-    dims = sum(s.rope_dim if isinstance(s, MlaSpec) else s.head_dim * s.rope_fraction for s in specs if s)
+    dims = sum(s.rope_dim for s in specs if s)
     return FP32 * dims * local.gathered_tokens

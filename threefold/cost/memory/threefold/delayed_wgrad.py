@@ -90,12 +90,12 @@ def _wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
 def _gated_mlp(
     local: LocalSizes, hidden: float, tokens: float, recomputes_act: bool = False, recomputes_input: bool = False
 ) -> float:
-    """Inputs of three GEMMs, of which gate and up share theirs, and the gradients of their outputs. An input that is
+    """Inputs of the GEMMs, of which gate and up share theirs, and the gradients of their outputs. An input that is
     recomputed is kept unquantized."""
     ends = local.model.dim * tokens
     hidden_bytes = local.element_bytes if recomputes_act else local.gemm_input_bytes
     input_bytes = local.element_bytes if recomputes_input else local.gemm_input_bytes
-    return input_bytes * ends + hidden_bytes * hidden + _grad_bytes(local) * (2 * hidden + ends)
+    return input_bytes * ends + hidden_bytes * hidden + _grad_bytes(local) * (local.num_fc1 * hidden + ends)
 
 
 def _grad_bytes(local: LocalSizes) -> float:
@@ -127,6 +127,9 @@ def _mixer(local: LocalSizes, layer: Layer) -> float:
         values = model.delta.values / local.tp
         projected = 2 * (model.delta.keys + model.delta.num_v_heads) / local.tp + 2 * values
         return (from_norm * dim + i * values + g * (projected + dim)) * s
+    if layer.mixer == "mamba" and model.mamba:
+        inner, projected = model.mamba.inner_dim / local.tp, model.mamba.projected_dim / local.tp
+        return (from_norm * dim + i * inner + g * (projected + dim)) * s
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
     if isinstance(spec, GqaSpec):
@@ -171,7 +174,7 @@ def wgrad_transients(local: LocalSizes, layer: Layer) -> float:
         return 4 * fc2_grads
     rows = local.tokens if local.experts_read_in_place else local.expert_rows
     freed = local.element_bytes * (model.dim * rows + expert_dim * local.expert_rows)
-    return max(fc2_grads, 2 * fc2_grads - freed)
+    return max(fc2_grads, local.num_fc1 * fc2_grads - freed)
 
 
 def dgrad_transients(local: LocalSizes, layer: Layer) -> float:

@@ -206,7 +206,7 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> 
         made = sizes.ffn_recomputed + product + row * local.gathered_tokens * local.mlp_chunk_fraction
         gradients = row * (local.tokens + (local.gathered_tokens if local.gathers_sequence else 0))
         added["a second forward"] = {"workspace": gradients, "recompute": made}
-    if layer.mixer in ("attention", "window", "delta"):
+    if layer.mixer != "none":
         added["a mixer's backward"] = {"workspace": sizes.mixer_backward, "recompute": sizes.mixer_recomputed}
     return added
 

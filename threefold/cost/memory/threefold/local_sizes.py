@@ -94,6 +94,11 @@ class LocalSizes:
         return self.element_bytes * rank * num_adapters * tokens
 
     @property
+    def num_fc1(self) -> int:
+        """Matrices of a feed-forward network's first GEMM: gate and up, or up alone."""
+        return 2 if self.model.glu else 1
+
+    @property
     def has_fused_kernels(self) -> bool:
         """Whether norms, rotary embedding, router and activations are the engine's own kernels, which save less."""
         return self.plan.chip.architecture != "cpu"
@@ -105,12 +110,16 @@ class LocalSizes:
 
     def score_bytes(self, spec: GqaSpec | MlaSpec) -> float:
         """Attention scores that are saved: all of them in fp32 on a GPU, where no attention kernel takes the dtype."""
+        if is_sparse(spec):
+            return 0.0
         if self.is_16_bit or not self.has_fused_kernels or self.attends_in_tiles:
             return 0.0
         return FP32 * spec.num_heads / self.tp * self.gathered_tokens * self.plan.job.seq_len
 
     def expanded_kv_bytes(self, spec: GqaSpec | MlaSpec) -> float:
         """Keys and values repeated for every query head, and the mask, where scores are saved."""
+        if is_sparse(spec):
+            return 0.0
         if not self.score_bytes(spec):
             return 0.0
         kv_dim = 2 * spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim + spec.v_dim
@@ -171,7 +180,7 @@ class LocalSizes:
         """Whether kernels of fused experts add weight gradients straight into the main gradients, which are wider."""
         knobs, layout = self.plan.knobs, self.plan.layout
         accumulates = layout.gpus > 1 or self.plan.num_microbatches > 1
-        fuses = knobs.grad_accum_fusion and knobs.data_parallel == "zero1" and not knobs.graphs
+        fuses = knobs.grad_accum_fusion and knobs.data_parallel == "zero1"
         return fuses and accumulates and self.accumulates_wider
 
     @property
@@ -261,3 +270,8 @@ def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
     if layer.cp_comm != local.layer_cp_comm:
         local = replace(local, layer_cp_comm=layer.cp_comm)
     return local.without_recompute if isinstance(layer, stage_contents.NotRecomputedLayer) else local
+
+
+def is_sparse(spec: GqaSpec | MlaSpec) -> bool:
+    """Whether queries read the keys that an indexer chose: scores are made in blocks, and made again."""
+    return isinstance(spec, MlaSpec) and spec.indexer is not None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
 from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
+from threefold.cost.memory.threefold.graphs.pools import graph_pools
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
 from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
@@ -47,6 +48,7 @@ class ThreefoldMemory:
             terms["norms"] += sum(count * size for count, size in held)
             add_vision(plan, contents, terms, moment.in_flight)
             peak.add_to(terms)
+            terms["graphs"] = graph_pools(plan, stage, contents, saved, moment.in_flight).added_bytes
             yield StagePeak(terms, peak.text)
 
 
@@ -73,8 +75,10 @@ def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents
     add_vision(plan, contents, terms, peak.pair.in_flight)
     terms["logits" if moment.startswith("the loss") else "overlap"] = peak.above
     terms["gradients"] -= peak.missing_gradients
+    terms["graphs"] = graph_pools(plan, stage, contents, saved, peak.pair.in_flight).added_bytes
     terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
     after = state_terms(plan, contents) | {"workspace": terms["workspace"]}
+    after["graphs"] = graph_pools(plan, stage, contents, saved, [0] * len(contents.chunks)).added_bytes
     after["workspace"] += optimizer_transients(finder.local, contents)
     if sum(after.values()) > sum(terms.values()):
         return StagePeak(after, "the optimizer's step")

@@ -140,6 +140,11 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
         yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
         yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local, "mixer") - output, "core_attn")
         yield _attention(output, "attn_proj")
+    elif layer.mixer == "mamba" and model.mamba:
+        output = local.gemm_input_bytes * model.mamba.inner_dim / local.tp * local.gathered_tokens
+        yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
+        yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local, "mixer") - output, "core_attn")
+        yield _attention(output, "attn_proj")
     elif layer.mixer in ("attention", "window") and isinstance(spec, MlaSpec):
         yield _attention(mla_latent_bytes(local, spec), "qkv_linear")
         if "mla_up_proj" not in local.recompute:

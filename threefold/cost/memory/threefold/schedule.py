@@ -51,7 +51,7 @@ def _dualpipev_moments(pp: int, stage: int, count: int, split: bool) -> tuple[Sc
     """Every pass of a step of DualPipeV. `split` where its schedule may delay weight gradients."""
     in_flight, finished, pending = [0, 0], [0, 0], [0, 0]
     moments: dict[ScheduleMoment, None] = {}
-    for kind, chunk in chain.from_iterable(_dualpipev_order(pp, stage, count)):
+    for kind, chunk in chain.from_iterable(dualpipev_order(pp, stage, count)):
         if kind == "forward":
             in_flight[chunk] += 1
             moments[_moment(in_flight, finished, pending, forward=chunk)] = None
@@ -67,7 +67,7 @@ def _dualpipev_moments(pp: int, stage: int, count: int, split: bool) -> tuple[Sc
     return tuple(moments)
 
 
-def _dualpipev_order(pp: int, stage: int, count: int) -> Iterator[tuple[tuple[str, int], ...]]:
+def dualpipev_order(pp: int, stage: int, count: int) -> Iterator[tuple[tuple[str, int], ...]]:
     """The passes of a rank, each with its chunk: "forward", "backward", or "dgrad" with a "wgrad" that follows. A
     forward and a backward that may overlap come together. It is the order of torch's `ScheduleDualPipeV`; of many
     microbatches the middle ones, which repeat, are left out."""
@@ -203,7 +203,7 @@ def _dualpipev_pairs(pp: int, stage: int, count: int) -> tuple[OverlapPair, ...]
     """The pairs of DualPipeV, and its backwards that run alone."""
     in_flight, finished, pending = [0, 0], [0, 0], [0, 0]
     found: dict[OverlapPair, None] = {}
-    for passes in _dualpipev_order(pp, stage, count):
+    for passes in dualpipev_order(pp, stage, count):
         chunk_of = dict(passes)
         forward, backward = chunk_of.get("forward"), chunk_of.get("backward", chunk_of.get("dgrad"))
         if backward is not None:

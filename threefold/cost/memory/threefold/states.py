@@ -122,7 +122,8 @@ def _quantized_weights(plan: Plan, contents: StageContents, experts: float) -> f
         return 0.0
     model, params = plan.model, 0.0
     for layer in [*contents.layers, *plan.model.mtp_depth * min(1, contents.mtp)]:
-        params += mixer_params(model, layer) + (dense_params(model) if layer.ffn == "dense" else shared_params(model))
+        ffn = {"dense": dense_params, "moe": shared_params}.get(layer.ffn)
+        params += mixer_params(model, layer) + (ffn(model) if ffn else 0)
     return 2 * _QUANTIZED_WEIGHT_BYTES.get(plan.knobs.precision, 1.0) * (params / plan.layout.tp + experts)
 
 

@@ -12,10 +12,12 @@ from threefold.cost.memory.threefold.timelines.attention_backward import (
     cp_attention_peak,
     delta_backward_peak,
     latent_attention_peak,
+    sparse_attention_peak,
 )
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.memory.threefold.timelines.moe_forward import moe_forward_peak, saved_bytes
 from threefold.cost.memory.threefold.timelines.optimizer_step import muon_peak
+from threefold.cost.memory.threefold.timelines.recurrent_mixers import mamba_backward_peak
 from threefold.cost.stage_contents import StageContents
 from threefold.spec.model import Layer, MlaSpec
 from threefold.units import GIB
@@ -47,6 +49,10 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
         if num_chunks > 1 and trains_head:
             accumulating = weight_grad + (b * table if local.is_16_bit or num_chunks > 2 else 0)
     hidden = b * dim * s  # what the loss reads
+    if local.model.head_bias:
+        hidden += b * (
+            table + dim * s
+        )  # copies of the matrix and of the hidden states, each with a column for the bias
     return logits + accumulating + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved
 
 
@@ -92,7 +98,7 @@ def _dense_forward(local: LocalSizes, layer: Layer) -> float:
     hidden = local.model.dense_dim / local.tp * local.gathered_tokens * local.mlp_chunk_fraction
     low, b = local.quantized_bytes, local.element_bytes
     if local.recompute & {"mlp", "full"}:
-        return (3 * b + 2 * low) * hidden
+        return ((1 + local.num_fc1) * b + 2 * low) * hidden
     return (b + low) * local.model.dense_dim / local.tp * local.gathered_tokens if low else 0.0
 
 
@@ -136,6 +142,10 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
     """Bytes in the backward of attention: gradients of its output, of queries, keys and values, and an fp32 copy of the
     queries' gradients, in which they are accumulated."""
     local = for_layer(local, layer)
+    if layer.mixer == "none":
+        return 0.0
+    if layer.mixer == "mamba" and local.model.mamba:
+        return mamba_backward_peak(local, local.model.mamba)
     if layer.mixer == "delta" and local.model.delta:
         return delta_backward_peak(local, local.model.delta)
     spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
@@ -145,6 +155,8 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
     if scores := local.score_bytes(spec):  # gradients of the softmax's output and of its input
         in_groups = isinstance(spec, MlaSpec) and bool(local.recompute & {"mla_up_proj", "full"})
         return 2 * scores * (local.head_chunk_fraction if in_groups else 1)
+    if isinstance(spec, MlaSpec) and spec.indexer is not None:
+        return sparse_attention_peak(local, spec)
     if isinstance(spec, MlaSpec):
         head, values = spec.qk_dim, heads * spec.v_dim
         q = k = heads * head

@@ -14,15 +14,18 @@ from threefold.cost.traffic.threefold.calls import (
     reduce_scatter,
 )
 from threefold.plan.plan import Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MlaSpec
+from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec
 
 
 def context_parallel_calls(plan: Plan, layer: Layer, cp_comm: str, sizes: MicrobatchSizes) -> Iterator[Call]:
     """Calls of one mixer. Attention trades sequence for heads in one group, and reads keys and values of another."""
-    if plan.layout.cp == 1:
+    if plan.layout.cp == 1 or layer.mixer == "none":
         return
     if layer.mixer == "delta" and plan.model.delta:
         yield from _delta_calls(plan, plan.model.delta, cp_comm, sizes)
+        return
+    if layer.mixer == "mamba" and plan.model.mamba:
+        yield from _mamba_calls(plan, plan.model.mamba, cp_comm, sizes)
         return
     spec = plan.model.local_attention if layer.mixer == "window" else plan.model.attention
     if spec is None:
@@ -107,3 +110,19 @@ def _delta_calls(plan: Plan, spec: DeltaSpec, cp_comm: str, sizes: MicrobatchSiz
     yield from gather_both_ways("cp", cp, num_spans * tail * channels * sizes.element_bytes)
     state = spec.num_v_heads // tp * spec.k_dim * (spec.v_dim + spec.k_dim)
     yield from gather_both_ways("cp", cp, num_spans * state * sizes.sum_bytes)
+
+
+def _mamba_calls(plan: Plan, spec: MambaSpec, cp_comm: str, sizes: MicrobatchSizes) -> Iterator[Call]:
+    """Mamba-2 trades sequence for groups of heads; or ranks gather the ends of each rank's two spans, for the
+    convolution, and what every span adds to a state, with the factor of each head for each of its columns."""
+    tp, cp = plan.layout.tp, plan.layout.cp
+    column = sizes.tokens * sizes.element_bytes
+    if cp_comm == "a2a" and spec.num_groups // tp % cp == 0:
+        for _ in ("forward", "backward"):
+            yield from all_to_all("cp", cp, column * (spec.conv_dim + spec.num_heads))
+            yield from all_to_all("cp", cp, column * spec.inner_dim)
+        return
+    num_spans = 2 * plan.job.micro_batch
+    tail = min(spec.conv - 1, plan.job.seq_len // (2 * cp))
+    yield from gather_both_ways("cp", cp, num_spans * tail * spec.conv_dim // tp * sizes.element_bytes)
+    yield from gather_both_ways("cp", cp, num_spans * spec.inner_dim // tp * (spec.state_dim + 1) * sizes.sum_bytes)

@@ -30,7 +30,7 @@ from threefold.cost.traffic.threefold.tensor_parallel import (
 from threefold.cost.traffic.threefold.zero1 import zero1_calls
 from threefold.cost.traffic.transfers import Transfer, count_layers
 from threefold.cost.vision.planned_pictures import pictures_of_rank, planned_pictures
-from threefold.cost.vision.saved_bytes import num_deepstack_behind, trains_part
+from threefold.cost.vision.saved_bytes import num_picture_states_behind, trains_part
 from threefold.layout.links import Link
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
@@ -102,14 +102,14 @@ def _vision_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
 
 
 def _pipeline_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
-    """The hidden states, those of the MTP depths so far and the features of pictures that later layers need, between
+    """The hidden states, those of the MTP depths so far and the features of pictures that later chunks need, between
     stages: forward, and their gradients."""
     layout, num_states = plan.layout, 1
     v_shaped = layout.pipeline_schedule == "dualpipev"
     for number, chunk in enumerate(plan.chunks[:-1]):
         num_states += chunk.mtp
         if chunk_rank(number, layout.pp, v_shaped) != chunk_rank(number + 1, layout.pp, v_shaped):
-            states = num_states + num_deepstack_behind(plan, number)
+            states = num_states + num_picture_states_behind(plan, number)
             yield from [("pp", "send", states * sizes.tokens * plan.model.dim * sizes.element_bytes)] * 2
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from threefold.cost.traffic.threefold.calls import (
     Call,
     MicrobatchSizes,
+    all_gather,
     all_reduce,
     gather_both_ways,
     reduce_scatter,
@@ -15,7 +16,7 @@ from threefold.cost.traffic.threefold.calls import (
 )
 from threefold.cost.trained_weights import saved_inputs
 from threefold.plan.plan import Plan
-from threefold.spec.model import Layer, MlaSpec
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
 
 # Logits in fp32 that the loss holds at a time, in whole tiles of tokens.
 _LOGITS_BYTES = {"cpu": 256 * 2**20}
@@ -31,9 +32,14 @@ def tensor_parallel_calls(plan: Plan, layer: Layer, sizes: MicrobatchSizes) -> I
     if layer.mixer == "attention" and isinstance(spec, MlaSpec):
         latents = (spec.q_rank or model.dim) + spec.kv_rank + spec.rope_dim
         yield from gather_both_ways("tp", tp, column * latents)
+        if spec.indexer is not None:  # its keys and weights, which have no gradient
+            yield from all_gather("tp", tp, column * (spec.indexer.head_dim + spec.indexer.num_heads))
         yield from _around_gemm(plan, column * model.dim)
     elif layer.mixer != "none":
         yield from 2 * _around_gemm(plan, column * model.dim)
+    if layer.mixer == "attention" and isinstance(spec, GqaSpec) and spec.qk_norm_over == "projection":
+        # The squares of a token's queries and of its keys, and one number of each one's gradient.
+        yield from 4 * all_reduce("tp", tp, sizes.sum_bytes * sizes.tokens * tp)
     for _ in range((layer.ffn == "dense") + _has_shared_experts(plan, layer)):
         yield from 2 * _around_gemm(plan, column * model.dim)
 

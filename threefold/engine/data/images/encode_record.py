@@ -69,7 +69,13 @@ class RecordEncoder:
         return document
 
     def prompt(self, turns: list[Turn]) -> EncodedRecord:
-        """The document up to and including the start of the assistant's next turn: what an answer is sampled from."""
+        """What an answer is sampled from: the document up to and including the start of the assistant's next turn, or
+        without turns all of it but its end."""
+        if [turn.role for turn in turns] == [None]:
+            document = EncodedRecord()
+            for part in turns[0].parts:
+                self._add_part(document, part, learned=False)
+            return document
         document = self.encode(turns)
         document.add(self._turn_start("assistant"), learned=False)
         return document

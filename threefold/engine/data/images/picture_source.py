@@ -80,7 +80,8 @@ class PictureSource:
             tokens.append(document_tokens)
             labels.append(document_labels)
             starts.append(at)
-            pictures += [self._place(picture, at, number) for picture in self.index.pictures_of(document)]
+            placed = self.index.pictures_of(document)
+            pictures += [sample_picture(picture, self.rules, at, number) for picture in placed]
             at += len(document_tokens)
         boundaries = np.array(starts) if self.packing else None
         padded = pad_sample(np.concatenate(tokens), np.concatenate(labels), self.seq_len, boundaries)
@@ -122,10 +123,12 @@ class PictureSource:
             labels[np.isin(labels, (ids.start, ids.end, ids.image, ids.video))] = IGNORED
         return tokens, labels
 
-    def _place(self, picture: PlacedPicture, start: int, document: int) -> SamplePicture:
-        height, width = (side * self.rules.patch for side in picture.grid)
-        requests = tuple(ResizeRequest(file, height, width) for file in picture.files)
-        return SamplePicture(requests, picture.grid, start + picture.first_token, document)
+
+def sample_picture(picture: PlacedPicture, rules: PatchRules, start: int = 0, document: int = 0) -> SamplePicture:
+    """A picture of a document that begins at token `start` of its sequence."""
+    height, width = (side * rules.patch for side in picture.grid)
+    requests = tuple(ResizeRequest(file, height, width) for file in picture.files)
+    return SamplePicture(requests, picture.grid, start + picture.first_token, document)
 
 
 def _one_each(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -9,13 +9,16 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
+
 _BLOCK = 2048
 
 
 def _column_blocks(dim: int) -> tuple[int, int]:
     """-> (columns of a block, number of blocks)."""
-    block = min(_BLOCK, triton.next_power_of_2(dim))
-    return block, triton.cdiv(dim, block)
+    block = min(_BLOCK, next_power_of_2(dim))
+    return block, cdiv(dim, block)
 
 
 def launch_scatter_tokens(x_TD: Tensor, row_TK: Tensor, out_RD: Tensor) -> None:
@@ -33,6 +36,7 @@ def launch_sum_rows(y_RD: Tensor, row_TK: Tensor, out_TD: Tensor, padded: bool) 
     _sum_rows[(len(row_TK), num_blocks)](y_RD, row_TK, out_TD, y_RD.shape[1], row_TK.shape[1], block, padded)
 
 
+@fast_launch
 @triton.jit
 def _scatter_tokens(x_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -44,6 +48,7 @@ def _scatter_tokens(x_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, B
         tl.store(out_ptr + row * D + n, value, mask=mask)
 
 
+@fast_launch
 @triton.jit
 def _gather_rows(x_ptr, token_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -54,6 +59,7 @@ def _gather_rows(x_ptr, token_ptr, out_ptr, D: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out_ptr + row * D + n, value, mask=mask)
 
 
+@fast_launch
 @triton.jit
 def _sum_rows(
     y_ptr, row_ptr, out_ptr, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr

@@ -13,6 +13,9 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
+
 
 def _warps(block: int) -> int:
     """As few warps as the registers allow: many rows in flight are worth more than many threads for one row."""
@@ -23,7 +26,7 @@ def launch_rms_norm(
     x_ND: Tensor, y_ND: Tensor | None, weight_D: Tensor, total: Tensor, out: Tensor, eps: float, zero_centered: bool
 ) -> None:
     num_rows, dim = x_ND.shape
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     y_stride = 0 if y_ND is None else y_ND.stride(0)
     _rms_norm[(num_rows,)](
         x_ND, y_ND, weight_D, total, out, x_ND.stride(0), y_stride, eps, dim, block, y_ND is not None, zero_centered,
@@ -42,7 +45,7 @@ def launch_rms_norm_grad(
     zero_centered: bool,
 ) -> None:
     num_rows, dim = x_ND.shape
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     residual_grad_stride = 0 if residual_grad_ND is None else residual_grad_ND.stride(0)
     _rms_norm_grad[(len(part_PD),)](
         x_ND, grad_ND, residual_grad_ND, weight_D, out, part_PD, num_rows, x_ND.stride(0), grad_ND.stride(0),
@@ -52,9 +55,10 @@ def launch_rms_norm_grad(
 
 def launch_sum_partials(part_PD: Tensor, out_D: Tensor) -> None:
     num_parts, dim = part_PD.shape
-    _sum_partials[(triton.cdiv(dim, 32),)](part_PD, out_D, num_parts, dim, 256, 32, num_warps=8)
+    _sum_partials[(cdiv(dim, 32),)](part_PD, out_D, num_parts, dim, 256, 32, num_warps=8)
 
 
+@fast_launch
 @triton.jit
 def _sum_partials(part_ptr, out_ptr, num_parts, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -76,6 +80,7 @@ def load_weight(ptr, n, mask, dtype: tl.constexpr, CENTERED: tl.constexpr):
         return weight.to(dtype).to(tl.float32)
 
 
+@fast_launch
 @triton.jit
 def _rms_norm(
     x_ptr, y_ptr, weight_ptr, total_ptr, out_ptr, x_stride, y_stride, EPS: tl.constexpr, D: tl.constexpr,
@@ -96,6 +101,7 @@ def _rms_norm(
     tl.store(out_ptr + row * D + n, (x * rstd * weight).to(dtype), mask=mask)
 
 
+@fast_launch
 @triton.jit
 def _rms_norm_grad(
     x_ptr, grad_ptr, residual_grad_ptr, weight_ptr, out_ptr, part_ptr, num_rows, x_stride, grad_stride,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from threefold.engine.kernels.elementwise.rms_norm_triton import load_weight
 from threefold.engine.kernels.elementwise.rotary import RotaryOptions
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
 
 _VALUES_PER_TILE = 4096
 
@@ -24,17 +26,15 @@ _VALUES_PER_TILE = 4096
 @cache
 def _sizes(num_tokens: int, heads: int, dim: int, freqs: int) -> dict[str, int]:
     rest = dim - 2 * freqs
-    padded_dim = 2 * triton.next_power_of_2(freqs) + (triton.next_power_of_2(rest) if rest else 0)
-    rows = max(
-        1, min(_VALUES_PER_TILE // triton.next_power_of_2(padded_dim), triton.next_power_of_2(num_tokens * heads))
-    )
+    padded_dim = 2 * next_power_of_2(freqs) + (next_power_of_2(rest) if rest else 0)
+    rows = max(1, min(_VALUES_PER_TILE // next_power_of_2(padded_dim), next_power_of_2(num_tokens * heads)))
     return {
         "H": heads,
         "DIM": dim,
         "F": freqs,
-        "NF": triton.next_power_of_2(freqs),
+        "NF": next_power_of_2(freqs),
         "REST": rest,
-        "NREST": triton.next_power_of_2(max(rest, 1)),
+        "NREST": next_power_of_2(max(rest, 1)),
         "ROWS": rows,
     }
 
@@ -43,7 +43,7 @@ def launch_rotate(
     x_THd: Tensor, weight_d: Tensor | None, cos: Tensor, sin: Tensor, out_BSHd: Tensor, options: RotaryOptions
 ) -> None:
     num_rows, sizes = x_THd.shape[0] * x_THd.shape[1], _sizes(*x_THd.shape, cos.shape[-1])
-    _rotate[(triton.cdiv(num_rows, sizes["ROWS"]),)](
+    _rotate[(cdiv(num_rows, sizes["ROWS"]),)](
         x_THd, weight_d, cos, sin, out_BSHd, num_rows, x_THd.stride(0), x_THd.stride(1), EPS=options.eps,
         INTERLEAVED=options.interleaved, NORM=weight_d is not None, CENTERED=options.zero_centered, **sizes,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def launch_rotate_grad(
     options: RotaryOptions,
 ) -> None:
     num_rows, sizes = grad_THd.shape[0] * grad_THd.shape[1], _sizes(*grad_THd.shape, cos.shape[-1])
-    programs = triton.cdiv(num_rows, sizes["ROWS"]) if part_Pd is None else len(part_Pd)
+    programs = cdiv(num_rows, sizes["ROWS"]) if part_Pd is None else len(part_Pd)
     strides = (0, 0) if x_THd is None else (x_THd.stride(0), x_THd.stride(1))
     _rotate_grad[(programs,)](
         grad_THd, x_THd, weight_d, cos, sin, out_BSHd, part_Pd, num_rows, grad_THd.stride(0), grad_THd.stride(1),
@@ -92,6 +92,7 @@ def _load(ptr, offset, col, mask):
     return tl.load(ptr + offset[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
+@fast_launch
 @triton.jit
 def _rotate(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, token_stride, head_stride, EPS: tl.constexpr,
@@ -129,6 +130,7 @@ def _rotate(
         tl.store(out + rest_col[None, :], rest.to(dtype), mask=unrotated)
 
 
+@fast_launch
 @triton.jit
 def _rotate_grad(
     grad_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, num_rows, grad_token_stride, grad_head_stride,

@@ -7,19 +7,22 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.elementwise.swiglu_triton import swiglu, swiglu_grad
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv
 
 _BLOCK = 2048
 
 
 def launch_silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
-    _silu_mul[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), _BLOCK, num_warps=8)
+    _silu_mul[(cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), _BLOCK, num_warps=8)
 
 
 def launch_silu_mul_grad(grad: Tensor, gate: Tensor, up: Tensor, gate_grad: Tensor, up_grad: Tensor) -> None:
-    grid = (triton.cdiv(gate.numel(), _BLOCK),)
+    grid = (cdiv(gate.numel(), _BLOCK),)
     _silu_mul_grad[grid](grad, gate, up, gate_grad, up_grad, gate.numel(), _BLOCK, num_warps=8)
 
 
+@fast_launch
 @triton.jit
 def _silu_mul(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,6 +32,7 @@ def _silu_mul(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     tl.store(out_ptr + n, swiglu(gate, up, False).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@fast_launch
 @triton.jit
 def _silu_mul_grad(grad_ptr, gate_ptr, up_ptr, gate_grad_ptr, up_grad_ptr, size, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

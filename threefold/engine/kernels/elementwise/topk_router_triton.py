@@ -1,10 +1,13 @@
-"""The Triton kernels of `topk_router.py`. A tile is some tokens with the logits of all experts.
+"""The Triton kernels of `topk_router.py`'s forward. A tile is some tokens with the logits of all experts.
 
 Scores are compared as 64-bit integers: the upper half orders like the float, and the lower half is the expert's number
 counted from the end, so that the lower expert wins a tie. NaN counts as the largest score: chosen experts stay in
 range, and the NaN shows in the loss.
 
-Shapes: T tokens, E experts, K experts of a token, P programs, X = 2 E.
+Partial sums are stored by program and summed by `_finish`, always in the same order. Only counts, whose sum does not
+depend on the order, are added atomically.
+
+Shapes: T tokens, E experts, K experts of a token, P programs, S sums.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,24 +17,41 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.elementwise.topk_router import TopKOptions, tokens_per_program
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
 
-_WARPS = 4
+WARPS = 4
+_FINISH_EXPERTS, _FINISH_PROGRAMS = 8, 512  # sides of a tile of `_finish`
 _TAKEN: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than every key
-_EPS: tl.constexpr = tl.constexpr(1e-20)  # DeepSeek-V3's code adds it to the sum of scores before the division
+EPS: tl.constexpr = tl.constexpr(1e-20)  # DeepSeek-V3's code adds it to the sum of scores before the division
 
 
-def _sizes(logits_TE: Tensor, options: TopKOptions) -> dict[str, int | float | bool]:
+def kernel_sizes(logits_TE: Tensor, options: TopKOptions) -> dict[str, int | float | bool]:
+    """The constants that all kernels of the router take."""
     num_experts = logits_TE.shape[1]
     return {
         "E": num_experts,
-        "NE": triton.next_power_of_2(num_experts),
+        "NE": next_power_of_2(num_experts),
         "K": options.top_k,
-        "NK": triton.next_power_of_2(options.top_k),
-        "TOKENS": tokens_per_program(num_experts),
+        "NK": next_power_of_2(options.top_k),
+        "TOKENS": tokens_per_program(num_experts, options.top_k),
         "SOFTMAX": options.softmax,
         "NORM": options.norm,
         "SCALE": options.scale,
     }
+
+
+def loss_factors(num_tokens: int, num_experts: int, top_k: int, sequences: int) -> tuple[float, float]:
+    """A balancing loss is E * sum_e (fraction of copies at e) * (mean score of e): these factors of `aux` and `seq_aux`
+    multiply the sum of (copies at e) * (sum of scores of e)."""
+    per_sequence = num_tokens // sequences
+    by_sequence = num_experts / (sequences * per_sequence * top_k * per_sequence)
+    return num_experts / (num_tokens * top_k * num_tokens), by_sequence
+
+
+def programs_per_sequence(num_programs: int, sequences: int) -> int:
+    """More than one sequence is whole programs (`topk_router.computes_losses`)."""
+    return num_programs if sequences == 1 else num_programs // sequences
 
 
 def launch_topk(
@@ -39,53 +59,54 @@ def launch_topk(
     bias_E: Tensor | None,
     weight_TK: Tensor,
     expert_TK: Tensor,
-    load_E: Tensor,
-    part_P: Tensor,
+    count_PE: Tensor,
+    total: Tensor,
+    part_PS: Tensor,
     options: TopKOptions,
+    sequences: int,
 ) -> None:
-    _topk[(len(part_P),)](
-        logits_TE, bias_E, weight_TK, expert_TK, load_E, part_P, len(logits_TE), options.first_slot or 0,
-        BIASED=bias_E is not None, GROUPS=options.num_groups, TOP_GROUPS=options.top_groups,
-        ROUND_ROBIN=options.first_slot is not None, num_warps=_WARPS, **_sizes(logits_TE, options),
+    """Choose experts, count them by program, and sum them by sequence into `total`, which is zero."""
+    num_programs, num_sums = len(count_PE), part_PS.shape[1]
+    _topk[(num_programs,)](
+        logits_TE, bias_E, weight_TK, expert_TK, count_PE, total, part_PS, len(logits_TE), options.first_slot or 0,
+        programs_per_sequence(num_programs, sequences), BIASED=bias_E is not None, GROUPS=options.num_groups,
+        TOP_GROUPS=options.top_groups, ROUND_ROBIN=options.first_slot is not None, NUM_SUMS=num_sums,
+        Z="z" in options.losses, num_warps=WARPS, **kernel_sizes(logits_TE, options),
     )  # fmt: skip
 
 
-def launch_topk_grad(
-    grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, out_TE: Tensor, options: TopKOptions
+def launch_finish(
+    start_PE: Tensor,
+    total: Tensor,
+    part_PS: Tensor,
+    outputs: tuple[Tensor | None, ...],
+    num_tokens: int,
+    options: TopKOptions,
+    sequences: int,
 ) -> None:
-    sizes = _sizes(logits_TE, options)
-    grid = (triton.cdiv(len(logits_TE), sizes["TOKENS"]),)
-    _topk_grad[grid](grad_TK, logits_TE, expert_TK, out_TE, len(logits_TE), **sizes)
+    """Turn the counts in `start_PE` into starts of rows, and sum what `_topk` left.
 
-
-def launch_split_bf16(grad_TE: Tensor, out_TX: Tensor) -> None:
-    size, block = grad_TE.numel(), 1024
-    _split_bf16[(triton.cdiv(size, block),)](grad_TE, out_TX, size, grad_TE.shape[1], block)
-
-
-@triton.jit
-def _split_bf16(grad_ptr, out_ptr, size, E: tl.constexpr, BLOCK: tl.constexpr):
-    """Write each row twice as wide: its values rounded to bf16, then the rounding errors in bf16."""
-    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = n < size
-    grad = tl.load(grad_ptr + n, mask=mask, other=0.0)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    high = grad.to(dtype)
-    at = out_ptr + n // E * (2 * E) + n % E
-    tl.store(at, high, mask=mask)
-    tl.store(at + E, (grad - high.to(tl.float32)).to(dtype), mask=mask)
+    `outputs` are load_E, ends_E, starts_F, the entropy, and the losses in the order of `FUSED_LOSSES`.
+    """
+    (num_programs, num_experts), num_sums = start_PE.shape, part_PS.shape[1]
+    _finish[(cdiv(num_experts, _FINISH_EXPERTS),)](
+        start_PE, total, part_PS, *outputs, num_programs, programs_per_sequence(num_programs, sequences), num_tokens,
+        sequences, *loss_factors(num_tokens, num_experts, options.top_k, sequences), num_experts,
+        next_power_of_2(num_experts), num_sums, _FINISH_EXPERTS,
+        min(_FINISH_PROGRAMS, next_power_of_2(num_programs)),
+    )  # fmt: skip
 
 
 @triton.jit
-def _exp_logits(logits, known):
+def exp_logits(logits, known):
     return tl.where(known, tl.exp(logits - tl.max(logits, 1)[:, None]), 0.0)
 
 
 @triton.jit
-def _scores(logits, known, SOFTMAX: tl.constexpr):
+def expert_scores(logits, known, SOFTMAX: tl.constexpr):
     """Scores of all experts, and zeros in the padding after them."""
     if SOFTMAX:
-        score = _exp_logits(logits, known)
+        score = exp_logits(logits, known)
         return score / tl.sum(score, 1)[:, None]
     else:  # noqa: RET505 - Triton compiles what follows a return under a constant condition
         return tl.where(known, tl.sigmoid(logits), 0.0)
@@ -120,7 +141,7 @@ def _mask_groups(choice, TOKENS: tl.constexpr, NE: tl.constexpr, GROUPS: tl.cons
 
 
 @triton.jit
-def _router_weights(picked, chosen, SCALE: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr):
+def router_weights(picked, chosen, SCALE: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr):
     """Router weights from `picked`, which are logits where a softmax is normalized over the chosen experts, else
     scores."""
     if NORM and SOFTMAX:
@@ -128,16 +149,17 @@ def _router_weights(picked, chosen, SCALE: tl.constexpr, SOFTMAX: tl.constexpr, 
         picked = tl.exp(picked - tl.max(picked, 1)[:, None])
         picked = picked / tl.sum(picked, 1)[:, None]
     elif NORM:
-        picked = picked / (tl.sum(tl.where(chosen, picked, 0.0), 1)[:, None] + _EPS)
+        picked = picked / (tl.sum(tl.where(chosen, picked, 0.0), 1)[:, None] + EPS)
     return picked * SCALE
 
 
+@fast_launch
 @triton.jit
 def _topk(
-    logits_ptr, bias_ptr, weight_ptr, expert_ptr, load_ptr, part_ptr, num_tokens, first_slot, E: tl.constexpr,
-    NE: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, TOKENS: tl.constexpr, SOFTMAX: tl.constexpr,
-    NORM: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    ROUND_ROBIN: tl.constexpr,
+    logits_ptr, bias_ptr, weight_ptr, expert_ptr, count_ptr, total_ptr, part_ptr, num_tokens, first_slot,
+    per_sequence, E: tl.constexpr, NE: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, TOKENS: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, ROUND_ROBIN: tl.constexpr, NUM_SUMS: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < num_tokens
@@ -147,7 +169,7 @@ def _topk(
     mask = live[:, None] & known
     logits = tl.load(logits_ptr + token[:, None] * E + e, mask=mask, other=0.0)
     logits = tl.where(known, logits, float("-inf"))
-    score = _scores(logits, known, SOFTMAX)
+    score = expert_scores(logits, known, SOFTMAX)
     # Softmax keeps the order of logits but rounds close ones to the same score, so logits are compared if no bias is
     # added.
     choice = logits if SOFTMAX and not BIASED else score
@@ -173,55 +195,92 @@ def _topk(
     chosen_mask = live[:, None] & chosen
     picked = tl.load(logits_ptr + token[:, None] * E + expert, mask=chosen_mask, other=0.0)
     if SOFTMAX and not NORM:
-        picked = tl.exp(picked - tl.max(logits, 1)[:, None]) / tl.sum(_exp_logits(logits, known), 1)[:, None]
+        picked = tl.exp(picked - tl.max(logits, 1)[:, None]) / tl.sum(exp_logits(logits, known), 1)[:, None]
     elif not SOFTMAX:
         picked = tl.sigmoid(picked)
     tl.store(expert_ptr + out, expert.to(tl.int64), mask=chosen_mask)
-    tl.store(weight_ptr + out, _router_weights(picked, chosen, SCALE, SOFTMAX, NORM), mask=chosen_mask)
-    count = tl.sum((live[:, None] & (key == _TAKEN)).to(tl.int64), 0)
-    one_e = tl.arange(0, NE)
-    tl.atomic_add(load_ptr + one_e, count, mask=(one_e < E) & (count > 0), sem="relaxed")
+    tl.store(weight_ptr + out, router_weights(picked, chosen, SCALE, SOFTMAX, NORM), mask=chosen_mask)
+    program, one_e = tl.program_id(0), tl.arange(0, NE)
+    count = tl.sum((live[:, None] & (key == _TAKEN)).to(tl.int32), 0)
+    tl.store(count_ptr + program * E + one_e, count, mask=one_e < E)
+    total_ptr += program // per_sequence * E
+    tl.atomic_add(total_ptr + one_e, count, mask=(one_e < E) & (count > 0), sem="relaxed")
     probability = score if SOFTMAX else score / tl.sum(score, 1)[:, None]
     entropy = tl.where(mask & (probability > 0), -probability * tl.log(probability), 0.0)
-    tl.store(part_ptr + tl.program_id(0), tl.sum(tl.sum(entropy, 1), 0))
+    part_ptr += program * NUM_SUMS
+    tl.store(part_ptr, tl.sum(tl.sum(entropy, 1), 0))
+    if Z:
+        lse = _log_sum_exp(logits, known)
+        tl.store(part_ptr + 1, tl.sum(tl.where(live, lse * lse, 0.0), 0))
+    if NUM_SUMS > 2:
+        tl.store(part_ptr + 2 + one_e, tl.sum(tl.where(mask, probability, 0.0), 0), mask=one_e < E)
 
 
 @triton.jit
-def _topk_grad(
-    grad_ptr, logits_ptr, expert_ptr, out_ptr, num_tokens, E: tl.constexpr, NE: tl.constexpr, K: tl.constexpr,
-    NK: tl.constexpr, TOKENS: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr,
-    SCALE: tl.constexpr,
+def _log_sum_exp(logits, known):
+    return tl.max(logits, 1) + tl.log(tl.sum(exp_logits(logits, known), 1))
+
+
+@triton.jit
+def _sum_column(ptr, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of one column of partial sums."""
+    part = tl.zeros((BLOCK,), tl.float32)
+    for first in range(begin, end, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        part += tl.load(ptr + n * STRIDE, mask=n < end, other=0.0)
+    return tl.sum(part, 0)
+
+
+@fast_launch
+@triton.jit
+def _finish(
+    start_ptr, total_ptr, part_ptr, load_ptr, ends_ptr, starts_ptr, entropy_ptr, aux_ptr, seq_ptr, z_ptr, num_programs,
+    per_sequence, num_tokens, sequences, aux_factor, seq_factor, E: tl.constexpr, NE: tl.constexpr,
+    NUM_SUMS: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    live = token < num_tokens
-    token = token.to(tl.int64)
-    e = tl.arange(0, NE)[None, :]
-    mask = live[:, None] & (e < E)
-    slot = tl.arange(0, NK)[None, :]
-    chosen = slot < K
-    chosen_mask = live[:, None] & chosen
-    at = token[:, None] * K + slot
-    grad = tl.load(grad_ptr + at, mask=chosen_mask, other=0.0) * SCALE
-    expert = tl.load(expert_ptr + at, mask=chosen_mask, other=0)
-    picked = tl.load(logits_ptr + token[:, None] * E + expert, mask=chosen_mask, other=0.0)
-    if SOFTMAX and NORM:
-        picked = _router_weights(picked, chosen, 1.0, SOFTMAX, NORM)
-        grad = picked * (grad - tl.sum(picked * grad, 1)[:, None])
-    elif NORM:
-        score = tl.where(chosen, tl.sigmoid(picked), 0.0)
-        total = tl.sum(score, 1)[:, None] + _EPS
-        grad = (grad - tl.sum(grad * score, 1)[:, None] / total) / total
-    spread = tl.zeros((TOKENS, NE), tl.float32)
-    for k in tl.static_range(K):
-        one = slot == k
-        one_expert = tl.sum(tl.where(one, expert, 0), 1)
-        one_grad = tl.sum(tl.where(one, grad, 0.0), 1)
-        spread += tl.where(e == one_expert[:, None], one_grad[:, None], 0.0)
-    if not (SOFTMAX and NORM):
-        logits = tl.load(logits_ptr + token[:, None] * E + e, mask=mask, other=0.0)
-        score = _scores(tl.where(e < E, logits, float("-inf")), e < E, SOFTMAX)
-        if SOFTMAX:
-            spread = score * (spread - tl.sum(score * spread, 1)[:, None])
-        else:
-            spread = spread * score * (1.0 - score)
-    tl.store(out_ptr + token[:, None] * E + e, spread, mask=mask)
+    """A program takes some experts, all chunks of tokens. The last one to come adds the losses of all experts up."""
+    every, expert = tl.arange(0, NE), tl.program_id(0) * BE + tl.arange(0, BE)
+    known = expert < E
+    load_of_every, load = tl.zeros((NE,), tl.int32), tl.zeros((BE,), tl.int32)
+    for sequence in range(sequences):
+        load_of_every += tl.load(total_ptr + sequence * E + every, mask=every < E, other=0)
+        load += tl.load(total_ptr + sequence * E + expert, mask=known, other=0)
+    row = tl.sum(tl.where(every[None, :] < expert[:, None], load_of_every[None, :], 0), 1)
+    tl.store(load_ptr + expert, load.to(tl.int64), mask=known)
+    tl.store(ends_ptr + expert, row + load, mask=known)
+    tl.store(starts_ptr + 1 + expert, row + load, mask=known)
+    for first in range(0, num_programs, BP):
+        n = first + tl.arange(0, BP)
+        mask = (n < num_programs)[:, None] & known[None, :]
+        at = start_ptr + n[:, None] * E + expert[None, :]
+        count = tl.load(at, mask=mask, other=0)
+        tl.store(at, row[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        row += tl.sum(count, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr, 0)
+        tl.store(entropy_ptr, _sum_column(part_ptr, 0, num_programs, NUM_SUMS, BP) / num_tokens)
+        if z_ptr is not None:
+            tl.store(z_ptr, _sum_column(part_ptr + 1, 0, num_programs, NUM_SUMS, BP) / num_tokens)
+    if NUM_SUMS > 2:
+        whole, by_sequence = tl.zeros((BE,), tl.float32), tl.zeros((BE,), tl.float32)
+        for sequence in range(sequences):
+            score = tl.zeros((BE,), tl.float32)
+            for first in range(sequence * per_sequence, (sequence + 1) * per_sequence, BP):
+                n = first + tl.arange(0, BP)
+                mask = (n < (sequence + 1) * per_sequence)[:, None] & known[None, :]
+                at = part_ptr + n[:, None] * NUM_SUMS + 2 + expert[None, :]
+                score += tl.sum(tl.load(at, mask=mask, other=0.0), 0)
+            copies = tl.load(total_ptr + sequence * E + expert, mask=known, other=0)
+            whole += score
+            by_sequence += score * copies.to(tl.float32)
+        term_ptr = part_ptr + num_programs * NUM_SUMS + 2
+        tl.store(term_ptr + expert, whole * load.to(tl.float32), mask=known)
+        tl.store(term_ptr + NUM_SUMS + expert, by_sequence, mask=known)
+        tl.debug_barrier()  # all threads have stored before one of them counts
+        if tl.atomic_add(total_ptr + sequences * E, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            if aux_ptr is not None:
+                term = tl.load(term_ptr + every, mask=every < E, other=0.0, cache_modifier=".cg")
+                tl.store(aux_ptr, tl.sum(term, 0) * aux_factor)
+            if seq_ptr is not None:
+                term = tl.load(term_ptr + NUM_SUMS + every, mask=every < E, other=0.0, cache_modifier=".cg")
+                tl.store(seq_ptr, tl.sum(term, 0) * seq_factor)

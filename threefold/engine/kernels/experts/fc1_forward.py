@@ -12,11 +12,11 @@ of x_XD is T with a gather and R without one.
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.elementwise.swiglu_triton import swiglu
 from threefold.engine.kernels.experts.store_tile import split_columns, store_tile
 from threefold.engine.kernels.experts.tile_schedule import TileTable, tile_coordinates
+from threefold.engine.kernels.fast_launch import fast_launch, tensor_blocks
 from threefold.engine.kernels.launch_config import TritonConfig, num_programs
 
 
@@ -39,10 +39,10 @@ def fc1_forward(
     gate_up_RX = x_XD.new_empty(num_rows, gate_up_dim)
     act_RH = x_XD.new_empty(num_rows, expert_dim)
     # A tile holds some rows of gate and the same rows of up, so that one GEMM gives both.
-    weights = TensorDescriptor.from_tensor(gate_up_EXD.unflatten(1, (2, expert_dim)), [1, 2, config.n, config.k])
-    x = x_XD if token_R is not None else TensorDescriptor.from_tensor(x_XD, [tiles.size, config.k])
-    gate_up = TensorDescriptor.from_tensor(gate_up_RX, [tiles.size, config.n])
-    act = TensorDescriptor.from_tensor(act_RH, [tiles.size, config.n])
+    weights = tensor_blocks(gate_up_EXD.unflatten(1, (2, expert_dim)), [1, 2, config.n, config.k])
+    x = x_XD if token_R is not None else tensor_blocks(x_XD, [tiles.size, config.k])
+    gate_up = tensor_blocks(gate_up_RX, [tiles.size, config.n])
+    act = tensor_blocks(act_RH, [tiles.size, config.n])
     _fc1_forward[(num_programs(x_XD.device, config.per_sm),)](
         x, token_R, weight_R, weights, bias_EX, gate_up, gate_up_RX, act, act_RH, tiles.table, tiles.total,
         tiles.table.shape[1], expert_dim, dim, tiles.size, config.n, config.k, config.group, dim % config.k == 0,
@@ -52,6 +52,7 @@ def fc1_forward(
     return gate_up_RX, act_RH
 
 
+@fast_launch
 @triton.jit
 def _fc1_forward(
     x, token_ptr, weight_ptr, w_desc, bias_ptr, gate_up, gate_up_ptr, act_desc, act_ptr, table_ptr, total_ptr,

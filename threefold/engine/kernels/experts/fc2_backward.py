@@ -13,12 +13,12 @@ import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.elementwise.swiglu_triton import swiglu_grad
 from threefold.engine.kernels.experts.store_tile import split_columns
 from threefold.engine.kernels.experts.tile_schedule import TileTable, tile_coordinates
-from threefold.engine.kernels.launch_config import TritonConfig, num_programs
+from threefold.engine.kernels.fast_launch import fast_launch, tensor_blocks
+from threefold.engine.kernels.launch_config import TritonConfig, cdiv, num_programs
 
 
 def fc2_backward(
@@ -31,23 +31,24 @@ def fc2_backward(
     clamped: bool,
     config: TritonConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (gradient of gate_up_RX, weighted activation, gradient of weight_R but for a bias of FC2)."""
+    """-> (gradient of gate_up_RX, weighted activation, parts of the gradient of weight_R but for a bias of FC2)."""
     num_rows, dim, expert_dim = len(weight_R), *down_EDH.shape[1:]
     grad_RX = torch.empty_like(gate_up_RX)
     act_RH = gate_up_RX.new_empty(num_rows, expert_dim)
-    # One column for each tile of columns; they are summed afterwards, always in the same order.
-    part_RN = torch.empty(num_rows, triton.cdiv(expert_dim, config.n), dtype=torch.float32, device=weight_R.device)
-    weights = TensorDescriptor.from_tensor(down_EDH, [1, config.k, config.n])
-    grad = grad_XD if token_R is not None else TensorDescriptor.from_tensor(grad_XD, [tiles.size, config.k])
+    # One column for each tile of columns; `row_kernels.gather_values` sums them, always in the same order.
+    part_RN = torch.empty(num_rows, cdiv(expert_dim, config.n), dtype=torch.float32, device=weight_R.device)
+    weights = tensor_blocks(down_EDH, [1, config.k, config.n])
+    grad = grad_XD if token_R is not None else tensor_blocks(grad_XD, [tiles.size, config.k])
     _fc2_backward[(num_programs(grad_XD.device, config.per_sm),)](
         grad, token_R, weight_R, weights, gate_up_RX, grad_RX, act_RH, part_RN, tiles.table, tiles.total,
         tiles.table.shape[1], expert_dim, dim, tiles.size, config.n, config.k, config.group, dim % config.k == 0,
         expert_dim % config.n == 0, token_R is not None, clamped, config.strip, num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
-    return grad_RX, act_RH, part_RN.sum(dim=1).to(weight_R.dtype)
+    return grad_RX, act_RH, part_RN
 
 
+@fast_launch
 @triton.jit
 def _fc2_backward(
     grad, token_ptr, weight_ptr, w_desc, gate_up_ptr, grad_ptr, act_ptr, part_ptr, table_ptr, total_ptr, max_tiles,

@@ -19,6 +19,7 @@ from torch import Tensor
 from threefold.engine.autograd.delayed_wgrad import WgradTarget, compute_or_delay, wgrad_targets
 from threefold.engine.context import count_event
 from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.experts.kernel_choice import ExpertShape, KernelChoice, choose_kernels
 from threefold.engine.kernels.experts.reference_steps import ReferenceSteps
 from threefold.engine.kernels.experts.sorted_rows import SortedRows, expert_of_rows, sort_rows
@@ -36,14 +37,16 @@ def fused_experts(
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
     choice: KernelChoice | str | None = None,
+    starts: ChunkStarts | None = None,
 ) -> Tensor:
     """Tokens in, tokens out: each token through its K experts, weighted and summed. The host never waits for the
     device.
 
     `choice` is a `KernelChoice` or the kind of kernels to choose from (see `kernel_choice.py`); None means "auto".
+    `starts` come from a router that has counted the copies of each expert.
     """
     num_experts = len(gate_up_EXD)
-    rows = sort_by_expert(expert_TK, num_experts, weight_TK)
+    rows = sort_by_expert(expert_TK, num_experts, weight_TK, starts)
     parameters, targets = wgrad_targets(x_TD, gate_up_EXD, down_EDH)
     clamped = IS_CLAMPED[activation]
     y_TD = _Experts.apply(x_TD, weight_TK, *parameters, gate_up_bias_EX, rows.ends_E, rows, clamped, choice, targets)
@@ -99,7 +102,7 @@ class _Experts(torch.autograd.Function):
         targets: list[WgradTarget],
     ) -> Tensor:
         weight_R, ctx.rows = weights_by_row(weight, rows)
-        ctx.clamped, ctx.targets = clamped, targets
+        ctx.clamped, ctx.targets, ctx.tables = clamped, targets, {}
         num_experts, dim, expert_dim = down_EDH.shape
         plain = bias_EX is None and not clamped
         shape = ExpertShape(weight.numel(), num_experts, dim, expert_dim, gathered=rows is not None, plain=plain)
@@ -131,9 +134,7 @@ class _Experts(torch.autograd.Function):
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:
             x_grad = steps.sum_rows(x_grad, rows.row_TK)
-        weight_grad = weight_grad_R if wants_weight else None
-        if rows is not None and weight_grad is not None:
-            weight_grad = values_by_token(weight_grad, rows)
+        weight_grad = _weight_grad(weight_grad_R, rows).to(weight_R.dtype) if wants_weight else None
         return x_grad, weight_grad, fc1_wgrad, fc2_wgrad, bias_grad, None, None, None, None, None
 
 
@@ -148,10 +149,18 @@ def weights_by_row(weight: Tensor, rows: SortedRows | None) -> tuple[Tensor, Sor
     return rows.weight_R, replace(rows, weight_R=None)
 
 
+def _weight_grad(grad_R: Tensor, rows: SortedRows | None) -> Tensor:
+    """The gradient of the router weights, from one value of each row or from parts (R, N) that add up to it."""
+    if rows is not None:
+        return values_by_token(grad_R, rows)
+    return grad_R.sum(dim=1) if grad_R.dim() > 1 else grad_R
+
+
 def values_by_token(values_R: Tensor, rows: SortedRows) -> Tensor:
-    """One value of each row, in the order of tokens: (T, K)."""
+    """One value of each row, or the sum of its values, in the order of tokens: (T, K)."""
     if not has_triton_kernels(values_R.device) or not values_R.numel():
-        return values_R[rows.row_TK]
+        values_TK = values_R[rows.row_TK]
+        return values_TK if values_R.dim() == 1 else values_TK.sum(dim=2)
     from threefold.engine.kernels.experts.row_kernels import gather_values
 
     return gather_values(values_R, rows.row_TK)
@@ -164,15 +173,20 @@ def _make_steps(ctx: Any, ends_E: Tensor, num_rows: int) -> Any:
         return ReferenceSteps(ends_E, num_rows, ctx.clamped)
     from threefold.engine.kernels.experts.gpu_steps import GpuSteps
 
-    return GpuSteps(ends_E, num_rows, ctx.clamped, ctx.choice, ctx.rows.starts_F if ctx.rows else None)
+    starts_F = ctx.rows.starts_F if ctx.rows else None
+    return GpuSteps(ends_E, num_rows, ctx.clamped, ctx.choice, starts_F, ctx.tables)
 
 
-def sort_by_expert(expert_TK: Tensor, num_experts: int, weight_TK: Tensor) -> SortedRows:
+def sort_by_expert(
+    expert_TK: Tensor, num_experts: int, weight_TK: Tensor, starts: ChunkStarts | None = None
+) -> SortedRows:
     """Sort token copies by expert: with the counting sort where Triton runs, else in torch."""
     if not has_triton_kernels(expert_TK.device) or not expert_TK.numel():
         return sort_rows(expert_TK, num_experts, weight_TK)
-    from threefold.engine.kernels.experts.counting_sort import counting_sort
+    from threefold.engine.kernels.experts.counting_sort import counting_sort, finish_sort
 
+    if starts is not None:
+        return finish_sort(expert_TK, weight_TK, starts)
     return counting_sort(expert_TK, num_experts, weight_TK)
 
 

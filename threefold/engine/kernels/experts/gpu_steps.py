@@ -24,15 +24,24 @@ from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
 
 
 class GpuSteps:
-    """Forward or backward of experts whose rows end at `ends_E`. `starts_F` is `ends_E` with a zero in front."""
+    """Forward or backward of experts whose rows end at `ends_E`. `starts_F` is `ends_E` with a zero in front.
+
+    `tables` are the tile tables that an earlier pass has made, by rows of a tile; new ones are added.
+    """
 
     def __init__(
-        self, ends_E: Tensor, num_rows: int, clamped: bool, choice: KernelChoice, starts_F: Tensor | None = None
+        self,
+        ends_E: Tensor,
+        num_rows: int,
+        clamped: bool,
+        choice: KernelChoice,
+        starts_F: Tensor | None = None,
+        tables: dict[int, TileTable] | None = None,
     ) -> None:
         self.ends_E, self.clamped, self.choice = ends_E, clamped, choice
         self._num_rows = num_rows
         # Each is made by the first step that needs it, and cached for the next.
-        self._tiles: dict[int, TileTable] = {}  # by rows of a tile
+        self._tiles = {} if tables is None else tables
         self._gathered: tuple[Tensor, Tensor] | None = None  # a tensor by token, and the same by row
         self._starts = starts_F
         self._order: Tensor | None = None
@@ -142,7 +151,8 @@ class GpuSteps:
     @property
     def _expert_order(self) -> Tensor:
         if self._order is None:
-            self._order = experts_by_load(self.ends_E)
+            table = next(iter(self._tiles.values()), None)
+            self._order = experts_by_load(self.ends_E) if table is None else table.order_E
         return self._order
 
 

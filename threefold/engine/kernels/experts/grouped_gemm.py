@@ -10,10 +10,10 @@ Shapes: R rows sorted by expert, E experts, K summed over, N columns of the resu
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.experts.store_tile import split_columns, store_tile
 from threefold.engine.kernels.experts.tile_schedule import TileTable, tile_coordinates
+from threefold.engine.kernels.fast_launch import fast_launch, tensor_blocks
 from threefold.engine.kernels.launch_config import TritonConfig, num_programs
 
 
@@ -22,17 +22,18 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
     num_rows, inner = a_RK.shape
     outer = weight.shape[1 if transposed else 2]
     out_RN = a_RK.new_empty(num_rows, outer)
-    a = TensorDescriptor.from_tensor(a_RK, [tiles.size, config.k])
+    a = tensor_blocks(a_RK, [tiles.size, config.k])
     block = [1, config.n, config.k] if transposed else [1, config.k, config.n]
-    out = TensorDescriptor.from_tensor(out_RN, [tiles.size, config.n // 2])
+    out = tensor_blocks(out_RN, [tiles.size, config.n // 2])
     _grouped_gemm[(num_programs(a_RK.device, config.per_sm),)](
-        a, TensorDescriptor.from_tensor(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
+        a, tensor_blocks(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
         inner, outer, tiles.size, config.n, config.k, config.group, transposed,
         outer % config.n == 0, config.flat, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_RN
 
 
+@fast_launch
 @triton.jit
 def _grouped_gemm(
     a, w, out, out_ptr, table_ptr, total_ptr, max_tiles, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,

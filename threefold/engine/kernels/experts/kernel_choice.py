@@ -18,7 +18,7 @@ three. Without Triton or without a GPU of compute capability 9.0 the experts run
 
 import math
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class KernelChoice:
         """Whether gate and up of one column lie side by side in FC1's output, as quack's kernels have them."""
         return isinstance(self.up, CuteConfig)
 
-    @property
+    @cached_property
     def kinds(self) -> set[str]:
         """The kinds of kernels that the steps run on, as `knobs.expert_kernels` names them."""
         configs = [getattr(self, step) for step in STEPS]
@@ -92,9 +92,14 @@ def choose_kernels(shape: ExpertShape, x: Tensor, kernels: str = "auto") -> Kern
     """The measured choice of these kernels, or the default one. None means that the experts run in plain torch."""
     if not supports_experts(x, shape.dim, shape.expert_dim):
         return None
-    require_kernels(kernels, x.device)
-    measured = _tuned_choices(x.device).get(f"{shape.key} {kernels}")
-    if measured and (not measured.uses_cute or has_cute_kernels(x.device)):
+    return _choose(shape, x.device, kernels)
+
+
+@lru_cache(maxsize=4096)  # a dispatcher brings other numbers of rows with every microbatch
+def _choose(shape: ExpertShape, device: torch.device, kernels: str) -> KernelChoice:
+    require_kernels(kernels, device)
+    measured = _tuned_choices(device).get(f"{shape.key} {kernels}")
+    if measured and (not measured.uses_cute or has_cute_kernels(device)):
         return measured
     return default_choice(shape, kernels)
 
@@ -185,6 +190,7 @@ def save_choice(device: torch.device, shape: ExpertShape, choice: KernelChoice, 
     """Write a measured choice to the tuned cache."""
     add_entries(_cache_path(device), {f"{shape.key} {kernels}": asdict(choice)})
     _tuned_choices.cache_clear()
+    _choose.cache_clear()
 
 
 @cache

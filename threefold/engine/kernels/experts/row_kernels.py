@@ -14,6 +14,8 @@ from torch import Tensor
 
 from threefold.engine.kernels.elementwise.permute_triton import launch_scatter_tokens, launch_sum_rows
 from threefold.engine.kernels.elementwise.swiglu_triton import swiglu, swiglu_grad
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
 
 _BLOCK = 1024
 
@@ -23,7 +25,7 @@ def weighted_swiglu(gate_up_RX: Tensor, weight_R: Tensor, clamped: bool) -> Tens
     num_rows, expert_dim = gate_up_RX.shape[0], gate_up_RX.shape[1] // 2
     act_RH = gate_up_RX.new_empty(num_rows, expert_dim)
     _weighted_swiglu[(num_rows,)](
-        gate_up_RX, weight_R, act_RH, expert_dim, min(_BLOCK, triton.next_power_of_2(expert_dim)), clamped
+        gate_up_RX, weight_R, act_RH, expert_dim, min(_BLOCK, next_power_of_2(expert_dim)), clamped
     )
     return act_RH
 
@@ -40,7 +42,7 @@ def weighted_swiglu_grad(
     weight_grad_R = torch.empty_like(weight_R)
     _weighted_swiglu_grad[(num_rows,)](
         grad_RH, gate_up_RX, weight_R, grad_RX, act_RH, weight_grad_R, expert_dim,
-        min(_BLOCK, triton.next_power_of_2(expert_dim)), clamped,
+        min(_BLOCK, next_power_of_2(expert_dim)), clamped,
     )  # fmt: skip
     return grad_RX, act_RH, weight_grad_R
 
@@ -59,21 +61,27 @@ def gather_rows(x_TD: Tensor, row_TK: Tensor) -> Tensor:
     return x_RD
 
 
-def gather_values(values_R: Tensor, row_TK: Tensor) -> Tensor:
-    """values_R[row_TK]: one value of each row, in the order of tokens."""
-    taken_TK = torch.empty_like(row_TK, dtype=values_R.dtype)
-    _gather_values[(triton.cdiv(row_TK.numel(), _BLOCK),)](values_R, row_TK, taken_TK, row_TK.numel(), _BLOCK)
+def gather_values(values: Tensor, row_TK: Tensor) -> Tensor:
+    """values[row_TK]: one value of each row in the order of tokens, or the sum of its values where it has several."""
+    taken_TK = torch.empty_like(row_TK, dtype=values.dtype)
+    num_rows, num_parts = row_TK.numel(), values.numel() // len(values)
+    _gather_values[(cdiv(num_rows, _BLOCK),)](values, row_TK, taken_TK, num_rows, num_parts, _BLOCK)
     return taken_TK
 
 
+@fast_launch
 @triton.jit
-def _gather_values(values_ptr, row_ptr, taken_ptr, num_rows, BLOCK: tl.constexpr):
+def _gather_values(values_ptr, row_ptr, taken_ptr, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = slot < num_rows
-    row = tl.load(row_ptr + slot, mask=live, other=0)
-    tl.store(taken_ptr + slot, tl.load(values_ptr + row, mask=live), mask=live)
+    values_ptr += tl.load(row_ptr + slot, mask=live, other=0) * PARTS
+    total = tl.load(values_ptr, mask=live)
+    for n in tl.static_range(1, PARTS):
+        total += tl.load(values_ptr + n, mask=live)
+    tl.store(taken_ptr + slot, total, mask=live)
 
 
+@fast_launch
 @triton.jit
 def _weighted_swiglu(gate_up_ptr, weight_ptr, act_ptr, H: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -87,6 +95,7 @@ def _weighted_swiglu(gate_up_ptr, weight_ptr, act_ptr, H: tl.constexpr, BLOCK: t
         tl.store(act_ptr + row * H + n, act.to(act_ptr.dtype.element_ty), mask=mask)
 
 
+@fast_launch
 @triton.jit
 def _weighted_swiglu_grad(
     grad_act_ptr, gate_up_ptr, weight_ptr, grad_ptr, act_ptr, weight_grad_ptr, H: tl.constexpr, BLOCK: tl.constexpr,

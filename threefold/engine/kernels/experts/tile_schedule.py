@@ -16,6 +16,11 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
+
+_TILES, _EXPERTS = 64, 32  # tiles and experts of one program
+
 
 @dataclass(frozen=True)
 class TileTable:
@@ -24,49 +29,62 @@ class TileTable:
     table: Tensor  # (3, M): expert, first row, end of the expert's rows
     total: Tensor  # (1,): number of tiles in use
     size: int  # rows of a tile
+    order_E: Tensor  # see `experts_by_load`
 
 
 def make_tile_table(ends_E: Tensor, num_rows: int, size: int) -> TileTable:
-    """Cut the rows of every expert, which end at `ends_E`, into tiles of `size` rows."""
+    """Cut the rows of every expert, which end at `ends_E`, into tiles of `size` rows, and sort experts by load."""
     num_experts = len(ends_E)
     max_tiles = num_rows // size + num_experts
     table = torch.empty(3, max_tiles, dtype=torch.int32, device=ends_E.device)
     total = torch.empty(1, dtype=torch.int32, device=ends_E.device)
-    block = 64
-    grid = (triton.cdiv(max_tiles, block),)
-    _fill_table[grid](ends_E, table, total, num_experts, max_tiles, size, triton.next_power_of_2(num_experts), block)
-    return TileTable(table, total, size)
-
-
-@triton.jit
-def _fill_table(
-    ends_ptr, table_ptr, total_ptr, num_experts, max_tiles, size: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr
-):
-    expert = tl.arange(0, E)
-    known = expert < num_experts
-    end = tl.load(ends_ptr + expert, mask=known, other=0)
-    start = tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0)
-    num_tiles = tl.where(known, (end - start + size - 1) // size, 0)
-    tile_end = tl.cumsum(num_tiles, 0)
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = (tile[:, None] >= (tile_end - num_tiles)[None, :]) & (tile[:, None] < tile_end[None, :])
-    first = start[None, :] + (tile[:, None] - (tile_end - num_tiles)[None, :]) * size
-    live = tile < max_tiles
-    tl.store(table_ptr + tile, tl.sum(tl.where(mine, expert[None, :], 0), 1), mask=live)
-    tl.store(table_ptr + max_tiles + tile, tl.sum(tl.where(mine, first, 0), 1), mask=live)
-    tl.store(table_ptr + 2 * max_tiles + tile, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=live)
-    tl.store(total_ptr, tl.sum(num_tiles, 0))
+    order_E = torch.empty_like(ends_E)
+    num_blocks = cdiv(max_tiles, _TILES)
+    _fill_table[(num_blocks + cdiv(num_experts, _EXPERTS),)](
+        ends_E, table, total, order_E, num_experts, max_tiles, num_blocks, size, next_power_of_2(num_experts),
+        _TILES, _EXPERTS,
+    )  # fmt: skip
+    return TileTable(table, total, size, order_E)
 
 
 def experts_by_load(ends_E: Tensor) -> Tensor:
     """Experts sorted by their number of rows, most rows first: weight-gradient tiles that run at the same time then
-    take about as long."""
-    num_experts, block = len(ends_E), 32
-    order_E = torch.empty_like(ends_E)
-    _rank_experts[(triton.cdiv(num_experts, block),)](
-        ends_E, order_E, num_experts, triton.next_power_of_2(num_experts), block
-    )
+    take about as long. A `TileTable` has the same."""
+    order_E, num_experts = torch.empty_like(ends_E), len(ends_E)
+    _rank_experts[(cdiv(num_experts, _EXPERTS),)](ends_E, order_E, num_experts, next_power_of_2(num_experts), _EXPERTS)
     return order_E
+
+
+@fast_launch
+@triton.jit
+def _fill_table(
+    ends_ptr, table_ptr, total_ptr, order_ptr, num_experts, max_tiles, num_blocks, size: tl.constexpr, E: tl.constexpr,
+    TILES: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """The first `num_blocks` programs fill the table, and the others sort experts by load."""
+    if tl.program_id(0) >= num_blocks:
+        _store_ranks(ends_ptr, order_ptr, tl.program_id(0) - num_blocks, num_experts, E, EXPERTS)
+    else:
+        expert = tl.arange(0, E)
+        known = expert < num_experts
+        end = tl.load(ends_ptr + expert, mask=known, other=0)
+        start = tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0)
+        num_tiles = tl.where(known, (end - start + size - 1) // size, 0)
+        tile_end = tl.cumsum(num_tiles, 0)
+        tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+        mine = (tile[:, None] >= (tile_end - num_tiles)[None, :]) & (tile[:, None] < tile_end[None, :])
+        first = start[None, :] + (tile[:, None] - (tile_end - num_tiles)[None, :]) * size
+        live = tile < max_tiles
+        tl.store(table_ptr + tile, tl.sum(tl.where(mine, expert[None, :], 0), 1), mask=live)
+        tl.store(table_ptr + max_tiles + tile, tl.sum(tl.where(mine, first, 0), 1), mask=live)
+        tl.store(table_ptr + 2 * max_tiles + tile, tl.sum(tl.where(mine, end[None, :], 0), 1), mask=live)
+        tl.store(total_ptr, tl.sum(num_tiles, 0))
+
+
+@fast_launch
+@triton.jit
+def _rank_experts(ends_ptr, order_ptr, num_experts, E: tl.constexpr, EXPERTS: tl.constexpr):
+    _store_ranks(ends_ptr, order_ptr, tl.program_id(0), num_experts, E, EXPERTS)
 
 
 @triton.jit
@@ -76,8 +94,8 @@ def _row_counts(ends_ptr, expert, known):
 
 
 @triton.jit
-def _rank_experts(ends_ptr, order_ptr, num_experts, E: tl.constexpr, BLOCK: tl.constexpr):
-    expert, other = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, E)
+def _store_ranks(ends_ptr, order_ptr, block, num_experts, E: tl.constexpr, EXPERTS: tl.constexpr):
+    expert, other = block * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, E)
     known = expert < num_experts
     count = _row_counts(ends_ptr, expert, known)[:, None]
     others = _row_counts(ends_ptr, other, other < num_experts)[None, :]

@@ -10,10 +10,10 @@ Shapes: T tokens, R rows (token copies sorted by expert), E experts, M rows of t
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore
 
 from threefold.engine.kernels.experts.store_tile import split_columns
 from threefold.engine.kernels.experts.tile_schedule import tile_coordinates
+from threefold.engine.kernels.fast_launch import fast_launch, tensor_blocks
 from threefold.engine.kernels.launch_config import TritonConfig, num_programs
 
 
@@ -37,15 +37,16 @@ def grouped_wgrad(
     out_EMN = left_XM.new_empty(num_experts, num_m, num_n) if main_grad_EMN is None else main_grad_EMN
     by_row, width = (right_XN, config.n) if gathered == "left" else (left_XM, config.m)
     by_token = left_XM if gathered == "left" else right_XN
-    out = TensorDescriptor.from_tensor(out_EMN, [1, config.m, config.n // 2])
+    out = tensor_blocks(out_EMN, [1, config.m, config.n // 2])
     _grouped_wgrad[(num_programs(left_XM.device, config.per_sm),)](
-        by_token, TensorDescriptor.from_tensor(by_row, [config.k, width]), token_R, ends_E, order_E, out, num_experts,
+        by_token, tensor_blocks(by_row, [config.k, width]), token_R, ends_E, order_E, out, num_experts,
         num_m, num_n, config.m, config.n, config.k, config.group, gathered == "left", token_R is not None,
         main_grad_EMN is not None, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_EMN if main_grad_EMN is None else None
 
 
+@fast_launch
 @triton.jit
 def _grouped_wgrad(
     token_side_ptr, row_side, token_ptr, ends_ptr, order_ptr, out, num_experts, M: tl.constexpr, N: tl.constexpr,

@@ -9,6 +9,9 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv
+
 _BLOCK = 2048
 
 
@@ -32,12 +35,13 @@ def adamw_step(
     """
     size = value.numel()
     if size:
-        _adamw[(triton.cdiv(size, _BLOCK),)](
+        _adamw[(cdiv(size, _BLOCK),)](
             value, grad, master, first, second, factor, size, lr, 1.0 - lr * decay, betas[0], betas[1], eps,
             1.0 - betas[0] ** steps, 1.0 - betas[1] ** steps, master is not value, _BLOCK, num_warps=8,
         )  # fmt: skip
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["lr", "decay_factor", "first_correction", "second_correction"])
 def _adamw(
     value_ptr, grad_ptr, master_ptr, first_ptr, second_ptr, factor_ptr, size, lr, decay_factor, beta_first,

@@ -14,6 +14,9 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
+
 _BLOCK = 8192
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # GPUs have an instruction for 2^x
 _MIN_LOGIT: tl.constexpr = tl.constexpr(-1e30)  # not -inf, because -inf - -inf is nan
@@ -46,7 +49,7 @@ def scale_and_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """x times a one-element tensor, in fp32, rounded once to `dtype`."""
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
-        _scale[(triton.cdiv(x.numel(), _BLOCK),)](x, factor, out, x.numel(), _BLOCK, num_warps=8)
+        _scale[(cdiv(x.numel(), _BLOCK),)](x, factor, out, x.numel(), _BLOCK, num_warps=8)
     return out
 
 
@@ -57,11 +60,12 @@ def _empty_per_token(logits_CV: Tensor) -> Tensor:
 def _launch(kernel, logits_CV, *rest):
     num_tokens, vocab = logits_CV.shape
     if num_tokens:
-        block = min(_BLOCK, triton.next_power_of_2(max(vocab, 1)))
+        block = min(_BLOCK, next_power_of_2(max(vocab, 1)))
         warps = max(4, block // 256)  # with one program on a multiprocessor the L2 cache holds most of what they read
         kernel[(num_tokens,)](logits_CV, *rest, logits_CV.stride(0), vocab, block, num_warps=warps)
 
 
+@fast_launch
 @triton.jit
 def _cross_entropy(logits_ptr, label_ptr, loss_ptr, ignore, stride, V: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -81,6 +85,7 @@ def _cross_entropy(logits_ptr, label_ptr, loss_ptr, ignore, stride, V: tl.conste
         _write_grad(row_ptr, label, log_sum, V, BLOCK)
 
 
+@fast_launch
 @triton.jit
 def _softmax_statistics(
     logits_ptr, at_ptr, top_ptr, sum_ptr, picked_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr
@@ -95,12 +100,14 @@ def _softmax_statistics(
     tl.store(picked_ptr + token, tl.load(row_ptr + at, mask=here, other=0.0).to(tl.float32))
 
 
+@fast_launch
 @triton.jit
 def _softmax_grad(logits_ptr, at_ptr, log_sum_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     _write_grad(logits_ptr + token * stride, tl.load(at_ptr + token), tl.load(log_sum_ptr + token), V, BLOCK)
 
 
+@fast_launch
 @triton.jit
 def _scale(x_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -14,12 +14,15 @@ import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv
+
 _BLOCK, _MAX_PROGRAMS = 4096, 2048  # values at a time, programs for one tensor
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """In fp32, and always in the same order: inside a program, and over programs."""
-    counts = [min(_MAX_PROGRAMS, triton.cdiv(x.numel(), _BLOCK)) for x in tensors]
+    counts = [min(_MAX_PROGRAMS, cdiv(x.numel(), _BLOCK)) for x in tensors]
     part_P = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
     first = 0
     for x, count in zip(tensors, counts, strict=True):
@@ -29,6 +32,7 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return part_P.sum()
 
 
+@fast_launch
 @triton.jit
 def _sum_squares(x_ptr, part_ptr, size, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float32)

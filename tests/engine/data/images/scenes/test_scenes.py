@@ -58,6 +58,8 @@ def test_every_question_has_one_answer() -> None:
                 m["content"] if isinstance(m["content"], str) else m["content"][1]["text"] for m in record["messages"]
             ]
             assert all(answers[question] == answer for question, answer in zip(texts[::2], texts[1::2], strict=True))
+            asked_of_each = [sum(one.text in texts for one in shape.questions()) for shape in scene.shapes]
+            assert max(asked_of_each) == 1  # a second question about a shape could be answered from the first one
         else:
             assert record["caption"].count(",") + 1 == len(kinds)
         assert Image.open(io.BytesIO(picture)).format == scene.file_format

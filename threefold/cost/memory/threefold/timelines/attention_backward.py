@@ -10,11 +10,12 @@ A tile has the queries of one of the two spans of a rank. The kernels want value
 import math
 from dataclasses import dataclass
 
-from threefold.cost.memory.threefold.activations import DELTA_CHUNK, passes_delta_states
 from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes
+from threefold.cost.memory.threefold.timelines.recurrent_mixers import DELTA_CHUNK, passes_delta_states
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec
 
+SPARSE_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries in attention to chosen keys
 MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block of an all-gather
 
 
@@ -235,9 +236,10 @@ def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     # Those of one more tensor are summed.
     chunk_grads = per_dim * (3 * k + v + DELTA_CHUNK + max(k, v))
     # A recompute of the rule ends with its projected and convolved channels, heads, outputs by chunk and all of them.
+    # Spans of ranks are activated one by one.
     again = 0.0
     if "core_attn" in local.recompute:
-        widths = 2 * (2 * spec.keys + spec.values) + 2 * heads * (k + v)
+        widths = (1 if passes_delta_states(local) else 2) * (2 * spec.keys + spec.values) + 2 * heads * (k + v)
         again = b * widths / local.tp * tokens + 2 * per_dim * v - freed + residual
     if not passes_delta_states(local):
         return max(chunk_grads - freed + residual, again)
@@ -247,3 +249,17 @@ def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     # When the gradients of both spans' states are summed, all that follows the states in the forward is freed.
     after_states = per_dim * (k * v / DELTA_CHUNK + k + 2 * v) + (2 + 3 * b / FP32) * per_dim * v
     return max(max(in_chunks, 3 * states + per_dim * (3 * k + v) - after_states) + residual, again)
+
+
+def sparse_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
+    """The most bytes in the backward of attention to chosen keys, with the gradient of the residual stream: gradients
+    of keys and values and of the queries so far in fp32, keys in fp32 and a block's part of their gradients, and of one
+    block of queries its scores and their gradients. At its end the gradients of queries are joined."""
+    b, tokens, heads = local.element_bytes, local.gathered_tokens, spec.num_heads / local.tp
+    head, values = heads * spec.qk_dim, heads * spec.v_dim
+    length = local.plan.job.seq_len
+    block = min(SPARSE_BLOCK_BYTES, FP32 * heads * tokens * length)
+    given = b * values * tokens  # the gradient of the output
+    in_block = 2 * block + FP32 * (4 * head + values) * tokens
+    joining = FP32 * (3 * head + values) * tokens
+    return given + max(in_block, joining) + b * local.model.dim * local.tokens

@@ -62,7 +62,7 @@ def _weight_grads(local: LocalSizes) -> float:
     layout, moe = local.plan.layout, local.model.moe
     assert moe is not None
     hidden = moe.expert_dim / layout.etp
-    elements = 3 * hidden * local.model.dim * moe.num_experts / layout.ep
+    elements = (1 + local.num_fc1) * hidden * local.model.dim * moe.num_experts / layout.ep
     return local.element_bytes * elements * local.trained_expert_fraction
 
 
@@ -73,7 +73,7 @@ def _recomputes_activation(local: LocalSizes) -> bool:
 
 def _activation(rows: MoeRows) -> float:
     """What the activation saves, and its output."""
-    return (3 if rows.local.model.activation == "silu" else 6) * rows.hidden
+    return (6 if rows.local.model.activation == "clamped swiglu" else 3) * rows.hidden
 
 
 def _combine(line: Timeline, rows: MoeRows) -> None:
@@ -108,8 +108,9 @@ def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
     moe, steps, recomputes = local.model.moe, {}, _recomputes_activation(local)
     assert moe is not None
     low, weight_grads = local.quantized_bytes / b, 0.0 if delays else _weight_grads(local)
-    num_experts = moe.num_experts / local.plan.layout.ep
-    num_inside = 2 if local.model.activation == "silu" else 5  # saved inside of the activation
+    num_experts, fc1 = moe.num_experts / local.plan.layout.ep, local.num_fc1
+    fc2_grads, fc1_grads = weight_grads / (1 + fc1), weight_grads * fc1 / (1 + fc1)
+    num_inside = 5 if local.model.activation == "clamped swiglu" else 2  # saved inside of the activation
     if moe.bias:  # for its rows, and for the router's weights in fp32
         line.make(rows.gathered)
         line.pass_through(2 * FP32 / b * rows.gathered)
@@ -119,33 +120,34 @@ def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
     fc2_input = low * hidden if low and not recomputes else hidden
     if low:
         # Gradients of one expert are quantized for both GEMMs. Those of the weights are stacked in the end.
-        line.make(hidden, weight_grads / 3, low * rows.gathered if delays else 0.0)
+        line.make(hidden, fc2_grads, low * rows.gathered if delays else 0.0)
         line.pass_through(2 * low * rows.gathered / num_experts)
         line.free(rows.gathered, 0.0 if delays else fc2_input)
-        line.pass_through(weight_grads / 3)
-        line.free(weight_grads / 3)
+        line.pass_through(fc2_grads)
+        line.free(fc2_grads)
         line.replace(hidden, hidden)
     else:
-        line.make(hidden, weight_grads / 3)
-        line.free(0.0 if delays else rows.gathered + fc2_input, weight_grads / 3)
+        line.make(hidden, fc2_grads)
+        line.free(0.0 if delays else rows.gathered + fc2_input, fc2_grads)
     steps["expert_fc2"] = line.take_peak()
-    line.make(weight_grads / 3 if _reduces_together(local) else 0.0)
+    line.make(fc2_grads if _reduces_together(local) else 0.0)
     # The router's weight; then the product and the activation.
     line.make(hidden)
     line.pass_through(2 * FP32 / b * hidden)
     line.free(hidden, hidden)
+    # Without a gate FC1's output is not saved, but the gradient of its positive part is there beside its own.
     line.make(2 * hidden)
-    line.free((num_inside + 3) * hidden - hidden)
+    line.free((num_inside + 2) * hidden if fc1 == 2 else 3 * hidden)
     steps["moe_act"] = line.take_peak()
     if low:
-        line.make(rows.gathered, 2 * weight_grads / 3, 2 * low * hidden if delays else 0.0)
-        line.pass_through(2 * low * 2 * hidden / num_experts)
-        line.free(2 * hidden, 0.0 if delays else low * rows.gathered)
-        line.pass_through(2 * weight_grads / 3)
-        line.free(2 * weight_grads / 3)
+        line.make(rows.gathered, fc1_grads, fc1 * low * hidden if delays else 0.0)
+        line.pass_through(2 * low * fc1 * hidden / num_experts)
+        line.free(fc1 * hidden, 0.0 if delays else low * rows.gathered)
+        line.pass_through(fc1_grads)
+        line.free(fc1_grads)
         line.make(rows.gathered)
     else:
-        line.make(rows.gathered, 2 * weight_grads / 3)
+        line.make(rows.gathered, fc1_grads)
     if local.has_adapters and "experts" in local.plan.job.lora_targets:  # their part of the gradient of the rows
         line.pass_through(rows.gathered)
     steps["expert_fc1"] = line.take_peak()

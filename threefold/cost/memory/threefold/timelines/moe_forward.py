@@ -275,24 +275,24 @@ def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
         line.make(rows.gathered)
         line.free(act + offloaded)
         return
-    biased, num_experts = moe.bias, moe.num_experts / local.plan.layout.ep
+    fc1, biased, num_experts = local.num_fc1, moe.bias, moe.num_experts / local.plan.layout.ep
     if low:  # one expert after the other: each quantizes its rows; their results are joined
-        line.make(low * rows.gathered, 2 * hidden)
+        line.make(low * rows.gathered, fc1 * hidden)
         line.pass_through(low * rows.gathered / num_experts)
-        line.replace(2 * hidden, 2 * hidden)
+        line.replace(fc1 * hidden, fc1 * hidden)
     else:
-        line.make(2 * hidden)
+        line.make(fc1 * hidden)
     if biased and not low:  # of FC1, for every row
-        line.make(2 * hidden, 2 * hidden)
-        line.free(4 * hidden)
+        line.make(fc1 * hidden, fc1 * hidden)
+        line.free(2 * fc1 * hidden)
     adapted = 1.0 if local.has_adapters and "experts" in local.plan.job.lora_targets else 0.0
-    line.pass_through(adapted * 2 * hidden)  # the adapters' part of FC1's output
-    num_saved = 2 if model.activation == "silu" else 5
+    line.pass_through(adapted * fc1 * hidden)  # the adapters' part of FC1's output
+    num_saved = 5 if model.activation == "clamped swiglu" else 2
     line.make(num_saved * hidden, hidden)
     if "moe_act" in local.recompute:
         line.free(num_saved * hidden)
     # What FC1 and the activation have saved is on the host before FC2 runs.
-    saved = low * rows.gathered + (2 + (num_saved if "moe_act" not in local.recompute else 0)) * hidden
+    saved = low * rows.gathered + (fc1 + (num_saved if "moe_act" not in local.recompute else 0)) * hidden
     line.free(min(offloaded, saved))
     if low:
         quantized = low * hidden if "moe_act" not in local.recompute else 0.0
@@ -307,6 +307,8 @@ def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
         line.free(rows.gathered, rows.gathered)
     is_freed = low or "moe_act" in local.recompute or "expert_product" not in local.saved_inputs
     line.free(hidden if is_freed else 0.0, max(0.0, offloaded - saved))
+    if fc1 == 1 and "moe_act" not in local.recompute:  # the positive part of FC1's output is saved in its place
+        line.free(hidden)
 
 
 def _run_in_place(line: Timeline, rows: MoeRows) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from threefold.cost.stage_contents import StageContents
-from threefold.cost.vision.saved_bytes import num_deepstack_behind
+from threefold.cost.vision.saved_bytes import num_picture_states_behind
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
 
@@ -28,7 +28,7 @@ class PipelineBuffers:
         # Behind a depth of MTP the hidden states of that depth travel too, and features of pictures as far as they are
         # needed: before each chunk, and behind the last one.
         depths = [0, *accumulate(chunk.mtp for chunk in plan.chunks)]
-        depths = [mtp + num_deepstack_behind(plan, number - 1) for number, mtp in enumerate(depths)]
+        depths = [mtp + num_picture_states_behind(plan, number - 1) for number, mtp in enumerate(depths)]
         is_tip = is_v and stage == layout.pp - 1  # of DualPipeV's V, where both chunks are on one rank
         for number, chunk in enumerate(contents.chunks):
             sends_states = not chunk.loss and not (is_tip and number == 0)

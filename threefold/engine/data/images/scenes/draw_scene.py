@@ -7,7 +7,7 @@ shards.
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,12 @@ MAX_ASPECT = 2.0
 SUPERSAMPLING = 3  # shapes are drawn larger and reduced, so that their edges are smooth
 
 
+class Question(NamedTuple):
+    kind: str  # count, colour, position or kind
+    text: str
+    answer: str
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """One shape, with its centre and radius relative to the sides of the picture."""
@@ -40,6 +46,13 @@ class Shape:
     place: str
     centre: tuple[float, float]  # x, y from 0 to 1
     radius: float  # of the shorter side
+
+    def questions(self) -> list[Question]:
+        return [
+            Question("colour", f"What colour is {self.place}?", self.colour),
+            Question("position", f"Where is {self.colour}?", self.place),
+            Question("kind", f"Which shape is {self.colour}?", self.kind),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +68,15 @@ class Scene:
     def caption(self) -> str:
         """All shapes in the order of reading."""
         in_order = sorted(self.shapes, key=lambda shape: PLACES.index(shape.place))
-        return ", ".join(f"{shape.colour} {shape.kind} {shape.place}" for shape in in_order)
+        return ", ".join(f"{shape.place} a {shape.colour} {shape.kind}" for shape in in_order)
 
-    def questions(self) -> list[tuple[str, str, str]]:
-        """All that can be asked: the kind of question, the question, and its answer."""
-        asked = [("count", "How many shapes?", str(len(self.shapes)))]
-        for shape in self.shapes:
-            asked.append(("colour", f"What colour is the {shape.place} shape?", shape.colour))
-            asked.append(("position", f"Where is the {shape.colour} shape?", shape.place))
-            asked.append(("kind", f"What is the {shape.colour} shape?", shape.kind))
-        return asked
+    def questions(self) -> list[Question]:
+        """All that can be asked."""
+        about_shapes = (shape.questions() for shape in self.shapes)
+        return [self.count_question(), *(question for questions in about_shapes for question in questions)]
+
+    def count_question(self) -> Question:
+        return Question("count", "How many shapes?", str(len(self.shapes)))
 
 
 def invent_scene(rng: np.random.Generator) -> Scene:

@@ -20,11 +20,12 @@ from threefold.engine.data.images.cache_files import locked, replaced
 from threefold.engine.data.images.decode import require_pillow
 from threefold.engine.data.images.scenes.draw_scene import Scene, draw_scene, invent_scene
 
-RECIPE = 4  # version of the drawing and of the questions; part of the file names
+RECIPE = 5  # version of the drawing and of the questions; part of the file names
 NUM_SCENES = {"scenes": 6144, "scenes-held-out": 512}
 SEEDS = {"scenes": 1, "scenes-held-out": 2}
 SHARD_SCENES = 2048
-MAX_QUESTIONS = 2
+MAX_QUESTIONS = 3  # so that a conversation with the largest picture fits into 256 tokens
+COUNT_SHARE = 0.3  # of the conversations ask how many shapes there are
 CAPTION_SHARE = 0.2  # of the records
 
 
@@ -55,14 +56,17 @@ def make_scene(seed: int, number: int) -> tuple[Scene, bytes, dict[str, Any]]:
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
-    asked = scene.questions()
+    """One question about each shape, and at times how many there are, so that no question answers another one."""
+    asked = [shape.questions()[rng.integers(3)] for shape in scene.shapes]
+    if rng.random() < COUNT_SHARE:
+        asked.append(scene.count_question())
     chosen = [asked[number] for number in rng.permutation(len(asked))[:MAX_QUESTIONS]]
     messages: list[dict[str, Any]] = []
-    for number, (_, question, answer) in enumerate(chosen):
-        text = {"type": "text", "text": question}
-        messages.append({"role": "user", "content": [{"type": "image"}, text] if number == 0 else question})
-        messages.append({"role": "assistant", "content": answer})
-    return {"messages": messages, "kinds": [kind for kind, _, _ in chosen]}
+    for number, question in enumerate(chosen):
+        text = {"type": "text", "text": question.text}
+        messages.append({"role": "user", "content": [{"type": "image"}, text] if number == 0 else question.text})
+        messages.append({"role": "assistant", "content": question.answer})
+    return {"messages": messages, "kinds": [question.kind for question in chosen]}
 
 
 def write_records(path: Path, records: Iterable[tuple[Scene, bytes, dict[str, Any]]], first: int = 0) -> None:

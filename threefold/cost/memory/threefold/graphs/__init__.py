@@ -1,0 +1,1 @@
+"""CUDA graphs of our own engine: the memory that they hold."""

@@ -1,0 +1,124 @@
+"""Packs the documents of a step into rows for dynamic context parallelism, with level FLOPs over all ranks.
+
+`DynamicSteps` calls `pack_step` on every rank with the same numbers, so that all ranks know the same rows. A row is
+what the ranks of one block compute in one round: one document that is sharded over several ranks, or the short
+documents of a single rank. A block of degree d is d neighbouring ranks of a CP group that starts at a multiple of d. A
+round is one microbatch of every rank, so that all ranks have equally many microbatches: they issue the same expert
+exchanges and gather the same parameters. A rank that has no row in a round gets an empty microbatch.
+
+Documents of similar cost are computed in the same round, because ranks wait for each other there; within a round the
+largest row goes to the block that has had least to do so far.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from threefold.engine.data.packing import pack_documents
+from threefold.layout.dynamic_cp import cp_degree
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens of a sample that attend to each other and to no others."""
+
+    sample: int  # number of the sample in the global sequence
+    start: int  # first token in the sample
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Documents that a block of ranks computes in one round."""
+
+    degree: int
+    first_rank: int  # of the block, among the dp x cp ranks
+    documents: tuple[Document, ...]
+
+    def has_rank(self, rank: int) -> bool:
+        return self.first_rank <= rank < self.first_rank + self.degree
+
+
+Round = list[Row]  # the rows of one microbatch of all ranks, by their first rank
+CostOf = Callable[[int], float]  # FLOPs of a document of some length
+Documents = tuple[Document, ...]
+
+
+def pack_step(documents: Sequence[Document], dp: int, cp: int, seq_len: int, cost_of: CostOf) -> list[Round]:
+    """The rounds of a step over dp x cp ranks; in each a rank holds at most seq_len / cp tokens."""
+    degrees = {document: cp_degree(document.length, seq_len, cp) for document in documents}
+    long = sorted((d for d in documents if degrees[d] > 1), key=lambda d: (-degrees[d], -d.length))
+    short = sorted((d for d in documents if degrees[d] == 1), key=lambda d: -d.length)
+    num_ranks, tokens_per_rank = dp * cp, seq_len // cp
+    taken = sum(degrees[document] for document in long)
+    # Enough rounds for the tokens at least; documents that cannot be split may need more.
+    num_rounds = max(1, -(-(taken + -(-sum(d.length for d in short) // tokens_per_rank)) // num_ranks))
+    while (bins := _fill_bins(short, num_rounds * num_ranks - taken, tokens_per_rank, cost_of)) is None:
+        num_rounds += 1
+    rows = [(degrees[document], (document,)) for document in long] + [(1, members) for members in bins]
+    return _place_rows(rows, num_rounds, num_ranks, cost_of)
+
+
+def _fill_bins(short: Sequence[Document], num_bins: int, room: int, cost_of: CostOf) -> list[Documents] | None:
+    """Short documents in bins of at most `room` tokens, the costliest bin first; None where they do not fit.
+
+    The largest document goes next to the bin with the least cost that has room. Where that leaves a document without
+    a bin, the bins are filled by tokens alone, which wastes less room.
+    """
+    bins: list[list[Document]] | None = [[] for _ in range(num_bins)]
+    costs = [(0.0, number) for number in range(num_bins)]  # sorted, so already a heap
+    tokens = [0] * num_bins
+    for document in short:
+        full = []
+        while costs and tokens[costs[0][1]] + document.length > room:
+            full.append(heapq.heappop(costs))
+        if not costs:
+            bins = _fill_by_tokens(short, num_bins, room)
+            break
+        cost, number = heapq.heappop(costs)
+        assert bins is not None
+        bins[number].append(document)
+        tokens[number] += document.length
+        for entry in (*full, (cost + cost_of(document.length), number)):
+            heapq.heappush(costs, entry)
+    if bins is None:
+        return None
+    used = [tuple(members) for members in bins if members]
+    return sorted(used, key=lambda members: -_cost(members, cost_of))
+
+
+def _fill_by_tokens(short: Sequence[Document], num_bins: int, room: int) -> list[list[Document]] | None:
+    order, starts = pack_documents(np.array([d.length for d in short]), room, window=len(short))
+    if len(starts) - 1 > num_bins:
+        return None
+    return [[short[n] for n in order[first:after]] for first, after in pairwise(starts)]
+
+
+def _place_rows(rows: Sequence[tuple[int, Documents]], num_rounds: int, num_ranks: int, cost_of: CostOf) -> list[Round]:
+    """Rows in the order of rounds, in each round on the blocks with the least cost so far.
+
+    Degrees are powers of two that divide `num_ranks` and never rise, so that rows fill rounds without a gap and an
+    aligned block is free for each.
+    """
+    rounds: list[Round] = [[] for _ in range(num_rounds)]
+    load = np.zeros(num_ranks)
+    free = np.ones(num_ranks, bool)
+    taken = 0
+    for degree, documents in rows:
+        number, at = divmod(taken, num_ranks)
+        if at == 0:
+            free[:] = True
+        loads_of_blocks = np.where(free.reshape(-1, degree).all(axis=1), load.reshape(-1, degree).max(axis=1), np.inf)
+        first = int(loads_of_blocks.argmin()) * degree
+        free[first : first + degree] = False
+        load[first : first + degree] += _cost(documents, cost_of) / degree
+        rounds[number].append(Row(degree, first, documents))
+        taken += degree
+    return [sorted(each, key=lambda row: row.first_rank) for each in rounds]
+
+
+def _cost(documents: Documents, cost_of: CostOf) -> float:
+    return sum(cost_of(document.length) for document in documents)

@@ -1,0 +1,33 @@
+"""What the head multiplies to get logits over the vocabulary: its matrix, and hidden states behind the final norm.
+
+A bias of the head (Phi-MoE) is one more column of the matrix, which a column of ones multiplies, so that the loss in
+chunks and over vocabulary shards knows nothing of it. `decoder.py` calls both functions.
+
+Shapes: V vocabulary, D model dim.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from threefold.spec.model import ModelSpec
+
+_BIAS_COLUMNS = 16  # the bias, and zeros up to a width that GEMMs like
+
+
+def head_matrix(owner: nn.Module, spec: ModelSpec) -> Tensor:
+    """The weight of the head or of the embedding that it is tied to, with the column of a bias."""
+    weight_VD = owner.get_parameter("weight")
+    if not spec.head_bias:
+        return weight_VD
+    column_V1 = owner.get_parameter("bias")[:, None]
+    return torch.cat([weight_VD, column_V1, column_V1.new_zeros(len(column_V1), _BIAS_COLUMNS - 1)], dim=1)
+
+
+def head_input(hidden: Tensor, spec: ModelSpec) -> Tensor:
+    """Hidden states as `head_matrix` takes them: divided by Granite's divisor, and with the column of ones."""
+    if spec.logit_divisor != 1.0:
+        hidden = hidden / spec.logit_divisor
+    if not spec.head_bias:
+        return hidden
+    one, zeros = hidden.new_ones(*hidden.shape[:-1], 1), hidden.new_zeros(*hidden.shape[:-1], _BIAS_COLUMNS - 1)
+    return torch.cat([hidden, one, zeros], dim=-1)

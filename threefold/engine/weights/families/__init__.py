@@ -1,0 +1,1 @@
+"""What differs between families in their checkpoints: names of tensors, and keys of config.json."""

@@ -1,0 +1,216 @@
+"""What a run logged: loss, speed, and the health of its routers. Long runs are drawn by ranges of steps."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from threefold.compare.run_record import RunRecord
+from threefold.report.html.markup import Markup, tag
+from threefold.report.html.svg import (
+    WIDTH,
+    drawing,
+    figure,
+    mark,
+    nice_ticks,
+    numbers_table,
+    polyline,
+    rect,
+    text,
+    x_axis,
+    y_axis,
+)
+from threefold.units import format_count, format_number
+
+MOST_POINTS = 240  # of a curve; ranges of steps beyond that share a point
+MOST_LAYERS, MOST_EXPERTS = 64, 128  # rows and columns of the table of loads; more experts share a column
+_LEFT = 76.0
+Column = NDArray[np.float64]
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One column of a run, thinned: the mean of each range of steps between its least and greatest value."""
+
+    steps: list[float]
+    mean: list[float]
+    least: list[float]
+    most: list[float]
+
+
+def thinned(steps: Column, values: Column, most_points: int = MOST_POINTS) -> Curve:
+    """At most so many points. Steps without a finite value are left out."""
+    known = np.isfinite(values)
+    steps, values = steps[known], values[known]
+    edges = np.linspace(0, len(steps), min(len(steps), most_points) + 1).astype(int)
+    ranges = [slice(first, last) for first, last in pairwise(edges.tolist()) if last > first]
+    return Curve(
+        [float(steps[one].mean()) for one in ranges],
+        [float(values[one].mean()) for one in ranges],
+        [float(values[one].min()) for one in ranges],
+        [float(values[one].max()) for one in ranges],
+    )
+
+
+def run_figures(run: RunRecord) -> list[Markup]:
+    """Loss, speed, then routers where the model has some."""
+    said = {
+        "loss": ("Loss", "mean cross entropy, nats a token"),
+        "grad_norm": ("Gradient norm before clipping", "norm"),
+        "useful_tokens_per_second": ("Throughput", "useful tokens a second, all ranks"),
+        "seconds": ("Step time", "seconds"),
+    }
+    found = [curve_figure(run, name, *words) for name, words in said.items()]
+    return [each for each in found if each is not None]
+
+
+def router_figures(run: RunRecord) -> list[Markup]:
+    said = {
+        "router/load_max": ("Busiest expert over the mean", "times the mean load; 1 is level"),
+        "router/entropy": ("Entropy of the routers", "nats"),
+        "router/dropped": ("Tokens dropped", "share of the rows"),
+    }
+    found = [curve_figure(run, name, *words) for name, words in said.items()]
+    found += [loads_figure(run.loads)] if run.loads else []
+    return [each for each in found if each is not None]
+
+
+def curve_figure(run: RunRecord, name: str, title: str, unit: str) -> Markup | None:
+    """A column of the run over its steps; None where nothing was logged."""
+    values = run.columns.get(name)
+    if values is None or not np.isfinite(values).any():
+        return None
+    curve = thinned(run.columns["step"], values)
+    top, bottom = 30.0, 210.0
+    low, high = min(curve.least), max(curve.most)
+    if math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-12):  # a level line in the middle, or on the ground for zero
+        low, high = (0.0, 2 * high or 1.0) if high >= 0 else (2 * low, 0.0)
+    pad = 0.04 * (high - low)
+    low, high = (max(0.0, low - pad) if low >= 0 else low - pad), high + pad
+    first, last = curve.steps[0], max(curve.steps[-1], curve.steps[0] + 1)
+
+    def x_of(step: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - 12) * (step - first) / (last - first)
+
+    def y_of(value: float) -> float:
+        return bottom - (bottom - top) * (value - low) / (high - low)
+
+    ticks = nice_ticks(low, high, 5)
+    steps = [each for each in nice_ticks(first, last, 8) if each == int(each)]
+    parts = [y_axis(y_of, ticks, _LEFT, WIDTH - 12, unit), x_axis(x_of, steps, bottom, bottom, "step")]
+    parts.append(_envelope(curve, x_of, y_of))
+    parts.append(polyline([(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.mean, strict=True)], "curve"))
+    parts += _spots(curve, x_of, y_of, top, bottom)
+    thinly = (
+        f" Each point is the mean of {run.num_steps / len(curve.steps):.0f} logged steps, " if _is_thin(run) else ""
+    )
+    note = f"Measured.{thinly}{'the band their least and greatest.' if thinly else ''}"
+    rows = [
+        [f"{s:.0f}", format_number(m), format_number(a), format_number(b)]
+        for s, m, a, b in zip(*_every(curve, 24), strict=True)
+    ]
+    label = f"{title}: {format_number(curve.mean[0])} at the start, {format_number(curve.mean[-1])} at the end"
+    return figure(
+        title,
+        note,
+        drawing(bottom + 38, label, *parts),
+        numbers=numbers_table(["step", "mean", "least", "greatest"], rows),
+    )
+
+
+def _is_thin(run: RunRecord) -> bool:
+    return run.num_steps > MOST_POINTS
+
+
+def _envelope(curve: Curve, x_of: Scale, y_of: Scale) -> Markup:
+    above = [(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.most, strict=True)]
+    below = [(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.least, strict=True)]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*above, *reversed(below)]) + "Z"
+    return tag("path", d=path, class_="envelope")
+
+
+def _spots(curve: Curve, x_of: Scale, y_of: Scale, top: float, bottom: float) -> list[Markup]:
+    """Invisible columns that say the numbers of their point, and show it while they do."""
+    found = []
+    every = _every(curve, 80)
+    width = (WIDTH - _LEFT - 12) / max(1, len(every[0]))
+    for step, mean, least, most in zip(*every, strict=True):
+        says = f"step {step:.0f}: {format_number(mean)}"
+        says += "" if least == most else f" ({format_number(least)} to {format_number(most)})"
+        spot = tag("circle", cx=float(x_of(step)), cy=float(y_of(mean)), r=3.5, class_="spot")
+        column = rect(x_of(step) - width / 2, top, width, bottom - top, "catch")
+        found.append(mark(Markup(column + spot), says))
+    return found
+
+
+def _every(curve: Curve, most: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """About so many points of a curve, the last one among them."""
+    count = len(curve.steps)
+    places = sorted({round(i * (count - 1) / max(1, min(count, most) - 1)) for i in range(min(count, most))})
+    return (
+        [curve.steps[i] for i in places],
+        [curve.mean[i] for i in places],
+        [curve.least[i] for i in places],
+        [curve.most[i] for i in places],
+    )
+
+
+def loads_figure(loads: Sequence[Sequence[float]]) -> Markup:
+    """Tokens of each expert in the last step, layer by layer, over the layer's mean."""
+    shown = loads[:MOST_LAYERS]
+    num_experts = max(len(row) for row in shown)
+    together = -(-num_experts // MOST_EXPERTS)
+    columns = -(-num_experts // together)
+    height = 18.0 if len(shown) <= 16 else 9.0
+    cell, top = (WIDTH - _LEFT - 12) / columns, 8.0
+    parts = []
+    for number, row in enumerate(shown):
+        mean = sum(row) / len(row) or 1.0
+        y = top + number * height
+        if height > 12 or number % 4 == 0:
+            parts.append(text(_LEFT - 10, y + height - 4, f"MoE layer {number}", "tick", "end"))
+        for place in range(0, len(row), together):
+            part = row[place : place + together]
+            load = max(part) / mean
+            named = f"expert {place}" if together == 1 else f"experts {place} to {place + len(part) - 1}, busiest"
+            x = _LEFT + place // together * cell
+            shape = rect(x, y, max(0.6, cell - 0.8), height - 1.5, _load_class(load))
+            parts.append(
+                mark(shape, f"MoE layer {number}, {named}: {load:.2f} times the mean, {max(part):,.0f} tokens")
+            )
+    bottom = top + len(shown) * height
+    parts.append(text(_LEFT, bottom + 16, "expert 0", "tick"))
+    parts.append(text(WIDTH - 12, bottom + 16, f"expert {num_experts - 1}", "tick", "end"))
+    parts += _load_legend(bottom + 36)
+    busiest = [max(row) / (sum(row) / len(row) or 1.0) for row in loads]
+    rows = [
+        [str(i), f"{each:.2f}", str(sum(v == 0 for v in row)), format_count(sum(row))]
+        for i, (each, row) in enumerate(zip(busiest, loads, strict=True))
+    ]
+    left_out = f" The first {MOST_LAYERS} of {len(loads)} layers are drawn." if len(loads) > MOST_LAYERS else ""
+    return figure(
+        "Load of every expert in the last step",
+        f"Measured, over the mean of its layer: the busiest expert of all has {max(busiest):.2f} times it.{left_out}",
+        drawing(bottom + 44, f"loads of {num_experts} experts in {len(loads)} layers", *parts),
+        numbers=numbers_table(["MoE layer", "busiest over mean", "idle experts", "rows"], rows),
+    )
+
+
+_LOADS = (0.01, 0.5, 0.8, 1.25, 2.0, 4.0)  # bounds of the classes of a load
+
+
+def _load_class(load: float) -> str:
+    return f"load{sum(load >= bound for bound in _LOADS)}"
+
+
+def _load_legend(y: float) -> list[Markup]:
+    names = ["idle", "to 0.5", "to 0.8", "to 1.25", "to 2", "to 4", "more"]
+    parts, x = [text(_LEFT, y, "times the mean", "tick")], _LEFT + 110
+    for number, name in enumerate(names):
+        parts += [rect(x, y - 9, 14, 11, f"load{number}"), text(x + 18, y, name, "tick")]
+        x += 76
+    return parts

@@ -1,0 +1,1 @@
+"""Families of Mixture-of-Experts models as data: defaults of their configurations, and readers."""
