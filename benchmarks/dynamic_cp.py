@@ -3,11 +3,13 @@
 python benchmarks/dynamic_cp.py [--steps 8] [--timed-steps 6] [--json FILE]
 
 First the attention FLOPs of every rank, by the packers that training uses and the shards that its ranks hold: 128K
-tokens over CP 8 and DP 32, most documents under 4K tokens and some of 128K. Then the same distribution at 1/32 of the
-lengths trains on four CPU ranks (CP 2, DP 2, EP 4), static and dynamic in turns, on the same samples with the same
-model. Ranks wait for each other in every microbatch, because experts are sharded over all of them; so beside the wall
-time the benchmark takes the CPU seconds of every microbatch and adds up those of the busiest rank, which is the step
-time of a machine with a core for each rank.
+tokens over CP 8 with DP 32 and DP 8, most documents under 4K tokens and some of 128K. `fullest_rank_ratio_bound` is
+what a perfect packer would reach, since a document of 128K has all ranks of one CP group; `_cp_16` and `_cp_32` are
+dynamic plans of a larger CP against the same static one. Then the same distribution at 1/32 of the lengths trains on
+four CPU ranks (CP 2, DP 2, EP 4), static and dynamic in turns, on the same samples with the same model. Ranks wait for
+each other in every microbatch, because experts are sharded over all of them; so beside the wall time the benchmark
+takes the CPU seconds of every microbatch and adds up those of the busiest rank, which is the step time of a machine
+with a core for each rank.
 """
 
 import argparse
@@ -44,13 +46,10 @@ from threefold.plan.plan import Plan
 LONG_SHARES = (0.001, 0.002, 0.003, 0.006)  # of all documents; each fills a sequence
 TIMED_SHARE = 0.002
 SHORTEST, MEDIAN, SIGMA, LONGEST_SHORT = 1 / 2048, 1 / 160, 1.0, 1 / 32  # of a sequence: 64, 820 and 4,096 of 128K
-PLANNED = {
-    "model": "qwen3-30b-a3b",
-    "cluster.chip": "h100",
-    "cluster.gpus": 256,
-    "job.seq_len": 131_072,
-    "job.global_batch": 128,
-}
+CP = 8
+WIDER_CP = (16, 32)  # of dynamic plans on the same ranks
+BATCHES = ((32, 128), (8, 32), (8, 64), (8, 128))  # DP ranks and sequences a step
+PLANNED = {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "job.seq_len": 131_072}
 TIMED = {
     "model": "tiny-qwen3-moe",
     "model.num_layers": 2,
@@ -102,11 +101,20 @@ def dynamic_costs(rounds: list[Round], num_ranks: int) -> Costs:
     return costs
 
 
+def least_fullest(samples: list[list[int]], seq_len: int, dp: int, cp: int, mean: float) -> float:
+    """Pairs that some rank has at least, however documents are packed: the mean, or its full sequences.
+
+    Each full sequence takes all ranks of a CP group, so that one of the `dp` groups has its part of them, rounded up.
+    """
+    num_long = sum(lengths == [seq_len] for lengths in samples)
+    return max(mean, -(-num_long // dp) * seq_len * (seq_len + 1) / 2 / cp)
+
+
 def compare_flops(plan: Plan, num_steps: int, long_share: float) -> dict[str, Any]:
     """Attention of the fullest rank, and of the slowest rank of every microbatch, over many steps."""
     layout, job = plan.layout, plan.job
     cost_of = dynamic_grid(plan, Mesh(Layout())).cost_of
-    fullest, slowest, rounds_of, num_long = [], [], [], []
+    fullest, wider_max, slowest, rounds_of, num_long = [], [], [], [], []
     for step in range(num_steps):
         samples = draw_samples(np.random.default_rng(step), job.seq_len, job.global_batch, long_share)
         documents = [Document(n, 0, length) for n, lengths in enumerate(samples) for length in lengths]
@@ -114,17 +122,27 @@ def compare_flops(plan: Plan, num_steps: int, long_share: float) -> dict[str, An
         static = static_costs(samples, job.seq_len, layout.dp, layout.cp)
         dynamic = dynamic_costs(rounds, layout.dp * layout.cp)
         assert np.isclose(static.sum(), dynamic.sum())  # the same pairs, on other ranks
-        fullest.append((static.sum(0).max(), dynamic.sum(0).max(), static.sum(0).mean()))
+        mean = static.sum(0).mean()
+        least = least_fullest(samples, job.seq_len, layout.dp, layout.cp, mean)
+        fullest.append((static.sum(0).max(), dynamic.sum(0).max(), least, mean))
+        num_ranks = layout.dp * layout.cp
+        wider = [pack_step(documents, num_ranks // cp, cp, job.seq_len, cost_of) for cp in WIDER_CP]
+        wider_max.append([dynamic_costs(each, num_ranks).sum(0).max() for each in wider])
         slowest.append((static.max(1).sum(), dynamic.max(1).sum()))
         rounds_of.append(len(rounds))
         num_long.append(sum(lengths == [job.seq_len] for lengths in samples))
-    static_max, dynamic_max, mean = np.array(fullest).T
+    static_max, dynamic_max, least_max, means = np.array(fullest).T
     static_path, dynamic_path = np.array(slowest).T
     return {
         "fullest_rank_ratio": float(np.mean(static_max / dynamic_max)),
         "fullest_rank_ratio_least": float(np.min(static_max / dynamic_max)),
-        "static_fullest_over_mean": float(np.mean(static_max / mean)),
-        "dynamic_fullest_over_mean": float(np.mean(dynamic_max / mean)),
+        "fullest_rank_ratio_bound": float(np.mean(static_max / least_max)),
+        **{
+            f"fullest_rank_ratio_cp_{cp}": float(np.mean(static_max / of_cp))
+            for cp, of_cp in zip(WIDER_CP, np.array(wider_max).T, strict=True)
+        },
+        "static_fullest_over_mean": float(np.mean(static_max / means)),
+        "dynamic_fullest_over_mean": float(np.mean(dynamic_max / means)),
         "slowest_of_microbatches_ratio": float(np.mean(static_path / dynamic_path)),
         "static_microbatches": job.global_batch // layout.dp,
         "dynamic_microbatches": float(np.mean(rounds_of)),
@@ -218,10 +236,15 @@ def main() -> None:
     parser.add_argument("--timed-steps", type=int, default=6, help="steps that are trained; 0: none")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args()
-    flops = {str(share): compare_flops(plan_of(PLANNED, cp=8, ep=8), args.steps, share) for share in LONG_SHARES}
-    print("share of long documents         ", *(f"{share:>8}" for share in flops))
-    for name in flops[str(TIMED_SHARE)]:
-        print(f"{name:32}", *(f"{each[name]:8.2f}" for each in flops.values()))
+    flops = {}
+    for dp, global_batch in BATCHES:
+        plan = plan_of({**PLANNED, "cluster.gpus": dp * CP, "job.global_batch": global_batch}, cp=CP, ep=CP)
+        found_of = {str(share): compare_flops(plan, args.steps, share) for share in LONG_SHARES}
+        flops[f"dp {dp}, {global_batch} sequences"] = found_of
+        print(f"DP {dp} x CP {CP}, {global_batch} sequences a step")
+        print("share of long documents         ", *(f"{share:>8}" for share in found_of))
+        for name in found_of[str(TIMED_SHARE)]:
+            print(f"{name:32}", *(f"{each[name]:8.2f}" for each in found_of.values()))
     found: dict[str, Any] = {"date": date.today().isoformat(), "machine": platform.machine(), "cores": os.cpu_count()}
     found |= {"timed_share": TIMED_SHARE, "flops": flops}
     if args.timed_steps:

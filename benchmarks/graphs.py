@@ -138,7 +138,7 @@ class Bench:
         if graph_stats is not None:
             row |= {
                 "graph_gib": graph_stats.num_bytes / GIB,
-                "replays": graph_stats.replays.total(),
+                "replays": graph_stats.num_replays,
                 "said": graph_stats.summary(),
             }
         return row

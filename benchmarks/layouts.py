@@ -1,11 +1,12 @@
 """Whether random layouts compute what one rank computes, run by hand.
 
-    python benchmarks/layouts.py [--count 1000] [--seed 0] [--first 0] [--as-trained]
+    python benchmarks/layouts.py [--count 1000] [--seed 0] [--first 0] [--as-trained] [--family nemotron_h olmoe]
 
 Draws models, layouts, jobs and knobs (`tests/support/drawn_layouts.py`), leaves out what the rules refuse, and trains
 each of the others for two steps in fp64, on forked ranks and on one. Prints every draw whose ranks differ, crash or
 hang, with its model and fields, and a summary. A draw is repeated alone by its number: `--seed 0 --first 17 --count 1`.
-With `--as-trained` models are trained in bf16, fp16 or a format below, and compared roughly.
+With `--as-trained` models are trained in bf16, fp16 or a format below, and compared roughly. `--family` draws models of
+these families alone: those of `tiny_models.py` and `tiny_mixtures.py`.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from layout_runs import FAULTS, LIMIT_SECONDS, Outcome, run_draws
+from tiny_mixtures import MIXTURES
+from tiny_models import FAMILIES
 
 
 def features(outcome: Outcome) -> list[str]:
@@ -53,12 +56,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", default=os.environ.get("THREEFOLD_SEED", "0"))
     parser.add_argument("--as-trained", action="store_true", help="in 16 bits and less, in place of fp64")
+    parser.add_argument("--family", nargs="+", default=[], choices=[*FAMILIES, *MIXTURES], metavar="NAME")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds that the ranks of a draw may take")
     args = parser.parse_args()
     kinds: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     begin = time.monotonic()
-    outcomes = run_draws(args.seed, args.first, args.count, args.as_trained, args.limit)
+    outcomes = run_draws(args.seed, args.first, args.count, args.as_trained, args.limit, args.family)
     for done, outcome in enumerate(outcomes, 1):
         kinds[outcome.kind] += 1
         if outcome.resolved.plan is not None:

@@ -32,8 +32,8 @@ part "2. A small MoE for four processes of this machine: TP 2 x DP 2 for attenti
 tell "It recomputes every layer for a start, as one would who is not sure of the memory."
 step "threefold plan --model demo-qwen3-moe --chip cpu --gpus 4 --seq-len 256 ... --out small.toml"
 threefold plan --model demo-qwen3-moe --chip cpu --gpus 4 --seq-len 256 --global-batch 8 --micro-batch 4 \
-    --precision fp32 layout.tp=2 layout.ep=4 knobs.recompute=full knobs.tp_overlap=false job.steps=80 job.lr=3e-3 \
-    job.warmup_steps=15 run.save_every=40 run.tensorboard=false --out "$small" >"$work/small.txt"
+    --precision fp32 layout.tp=2 layout.ep=4 knobs.recompute=full knobs.tp_overlap=false job.steps=60 job.lr=3e-3 \
+    job.warmup_steps=15 run.save_every=30 run.tensorboard=false --out "$small" >"$work/small.txt"
 grep -E '^(attention|experts) +PP' "$work/small.txt"
 step "threefold check small.toml"
 threefold check "$small"
@@ -41,8 +41,8 @@ step "threefold dry-run small.toml     # the real engine on fake tensors: memory
 threefold dry-run "$small" | sed -n '1,/^largest/p' | sed '$d'
 
 part "3. Train it on this machine's own Python sources, in two halves, and trace three steps"
-step "threefold train small.toml --run run --profile --stop-at 40"
-threefold train "$small" --run "$work/run" --profile --stop-at 40 2>&1 | some_steps
+step "threefold train small.toml --run run --profile --stop-at 30"
+threefold train "$small" --run "$work/run" --profile --stop-at 30 2>&1 | some_steps
 step "threefold train small.toml --run run     # the same command goes on where it was stopped"
 threefold train "$small" --run "$work/run" 2>&1 | some_steps
 
@@ -51,8 +51,9 @@ step "threefold profile run     # shortened"
 threefold profile "$work/run" | sed -n '1,/^communication of/p' | sed '$d'
 
 part "5. Retune one knob: is full recompute worth its time here? Trials take turns with the plan"
-step "threefold tune small.toml --try 'knobs.recompute=[]' --trials 1 --budget 50s"
-threefold tune "$small" --try 'knobs.recompute=[]' --trials 1 --budget 50s --out "$work/tuning" | sed '/refused/d'
+step "threefold tune small.toml job.global_batch=4 job.micro_batch=2 --try 'knobs.recompute=[]' --trials 1 --budget 60s"
+threefold tune "$small" job.global_batch=4 job.micro_batch=2 --try 'knobs.recompute=[]' --trials 1 --budget 60s \
+    --out "$work/tuning" | sed '/refused/d'
 
 part "6. Validate: does the folded layout compute what one rank computes? In fp64, gradient by gradient"
 step "threefold verify small.toml"

@@ -25,6 +25,7 @@ from threefold.plan.file import read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import OFFLOAD_MODULES, Plan
 from threefold.rules.all import blockers, check, repair
+from threefold.spec.model import MlaSpec
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 RATES = calibration("megatron-bridge").rates
@@ -307,6 +308,17 @@ def test_the_norm_behind_the_delta_rule_has_its_price() -> None:
     one = 3 * 2 * 32 * 128 * 4096 * RATES.passes / (plan.chip.memory_bandwidth * RATES.memory)
     for layer in plan.model.layers:
         assert layer_time(plan, layer, RATES).recompute == pytest.approx(one if layer.mixer == "delta" else 0)
+
+
+def test_keys_that_an_indexer_did_not_choose_cost_as_much_as_in_dense_attention() -> None:
+    """Our engine masks them. Elsewhere a query costs what its 2,048 keys cost: an eighth, at 32,768 tokens."""
+    plan = build({**ONE_H200, "model": "glm-5.2", "job.seq_len": 32_768, "job.global_batch": 1})
+    assert isinstance(plan.model.attention, MlaSpec)
+    dense = replace(plan, model=replace(plan.model, attention=replace(plan.model.attention, indexer=None)))
+    seconds = layer_time(dense, plan.model.layers[-1], RATES).attention
+    assert layer_time(plan, plan.model.layers[-1], RATES).attention == pytest.approx(seconds)
+    skipping = replace(plan, target="megatron-bridge")
+    assert layer_time(skipping, plan.model.layers[-1], RATES).attention == pytest.approx(seconds / 8)
 
 
 ALL_MODULES = [name for name in OFFLOAD_MODULES if name != "fused_group_mlp"]

@@ -87,6 +87,7 @@ CASES = {
     # Every axis alone.
     "dp": plan_of("qwen3_moe", 2, ODD, job_micro_batch=2),
     "tp": plan_of("qwen3_moe", 2, tp=2),
+    "tp, keys as values": plan_of("gemma4_text", 4, tp=2, ep=2),
     "tp, norms over all heads, copied keys": plan_of("minimax_m2", 4, tp=4, ep=2),
     "cp": plan_of("qwen3_moe", 2, ODD, cp=2),
     "ep": plan_of("qwen3_moe", 2, ODD, ep=2),

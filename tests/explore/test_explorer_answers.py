@@ -3,14 +3,16 @@
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from plans import CLEAN, build, make
 from random_plans import moe_plans
+from repository import ROOT
 
-from threefold.api.plans import judged_estimate
+from threefold.api.plans import judged_estimate, open_plan
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.explore.answer import Answers, quick_view
 from threefold.explore.controls import START, explorer_page
@@ -24,6 +26,7 @@ from threefold.report.html.report import plan_sections
 from threefold.rules.all import PREDICTED, judge
 from threefold.spec.models import MODELS
 
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 HUGE: list[tuple[dict[str, Any], str]] = [
     ({"cluster.gpus": 2**20}, "cluster.gpus"),
     ({"layout.pp": 1024}, "layout.pp"),
@@ -100,6 +103,7 @@ def test_huge_plans_are_refused_by_name(answers: Answers, changes: dict[str, Any
         "model",
         {"job.data": "/etc/passwd", **CLEAN},
         {**CLEAN, "model": "hf:/etc"},
+        {**CLEAN, "model": ["deepseek-v3"]},
         {**CLEAN, "cluster.chip": "file:/etc/passwd"},
         {**CLEAN, "cluster.chip": "x.toml"},
         {**CLEAN, "knobs.precision": "b" * 500},
@@ -138,6 +142,52 @@ def test_a_plan_brings_its_fields() -> None:
     assert 'value="4"' in explorer_page(started)
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_explored_as_it_is(recipe: Path) -> None:
+    """Also its fields without a control: frozen parts, data, learning rate, sizes of the model."""
+    plan = open_plan(str(recipe))[0].plan
+    assert plan is not None
+    started = Started.of_plan(plan)
+    assert set(started.fields) <= EXPLORED
+    assert plan.hash in Answers(started).answer(started.fields)["html"]["line"]
+
+
+def test_fields_without_a_control_go_with_their_model() -> None:
+    plan = build({**CLEAN, "model.num_layers": 32, "job.lr": 1e-3, "job.data": "synthetic"})
+    started = Started.of_plan(plan)
+    assert started.fixed == {"model.num_layers": 32, "job.lr": 1e-3, "job.data": "synthetic"}
+    plans = [
+        Answers(started).answer({**started.fields, **change})["html"]["plan"] for change in ({}, {"model": "kimi-k2"})
+    ]
+    assert ["num_layers = 32" in each for each in plans] == [True, False]
+
+
+def test_a_fix_of_a_field_without_a_control_has_no_button() -> None:
+    plan = build({**CLEAN, "job.data": "synthetic"})
+    started = Started.of_plan(plan)
+    said = Answers(started).answer({**started.fields, "layout.pp": 1, "layout.vpp": 2})["html"]["findings"]
+    assert "synthetic-data-is-benchmark" in said
+    assert said.count("data-fix") == said.count("<button")
+    assert "job.data&quot;" not in said
+    assert "layout.vpp&quot;" in said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"job.seq_len": 2, "layout.cp": 64, "model": "gpt-oss-20b"},
+        {"job.seq_len": 2, "layout.cp": 64},
+        {"knobs.cp_comm": [], "layout.cp": 2},
+        {"layout.stages": "Et*3|(tt|)*6mL", "layout.pp": 4, "layout.vpp": 1, "model": "tiny-deepseek-v3"},
+    ],
+    ids=str,
+)
+def test_plans_that_nothing_could_run_are_findings(answers: Answers, changes: dict[str, Any]) -> None:
+    """Less than a token a rank, no exchange for any layer, more layers than the model has."""
+    said = answers.answer({**CLEAN, "target": "threefold", **changes})
+    assert 'class="error"' in said["html"]["findings"]
+
+
 def test_equal_questions_are_answered_once(answers: Answers) -> None:
     first = answers.answer(CLEAN)
     again = answers.answer(dict(reversed(CLEAN.items())))
@@ -152,6 +202,11 @@ def test_layouts_of_a_question_fit_and_can_be_used(answers: Answers) -> None:
     said = answers.answer({**question, **found["rows"][0]["set"]})
     assert said["ok"], said["html"]["findings"]
     assert said["numbers"]["device_bytes"] == pytest.approx(found["rows"][0]["device_bytes"], rel=0.01)
+
+
+def test_a_search_keeps_the_job_and_chooses_the_rest() -> None:
+    kept = {"model": "m", "cluster.gpus": 8, "cluster.domain": 4, "job.images": 1.0, "knobs.precision": "bf16"}
+    assert question_of({**kept, "layout.tp": 2, "knobs.graphs": ["attn"], "job.micro_batch": 4}) == kept
 
 
 def test_a_question_without_layouts_says_why() -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from command_line import run as command
 from plans import CLEAN
+from repository import ROOT
 
+from threefold.explore import server as explorer_server
 from threefold.explore.background import Background
 from threefold.explore.request import Started
 from threefold.explore.server import MOST_BODY, ExplorerServer
@@ -126,6 +128,31 @@ def test_silent_connections_hold_nobody_up(server: ExplorerServer) -> None:
             one.close()
 
 
+@pytest.mark.parametrize(
+    "ended", [b"GET / HTTP/1.1\r\nX: ", b"POST /answer HTTP/1.1\r\nHost: {host}\r\n{rest}\r\n\r\n"]
+)
+def test_a_request_that_trickles_in_is_ended(
+    server: ExplorerServer, monkeypatch: pytest.MonkeyPatch, ended: bytes
+) -> None:
+    """A byte now and then, in the head or in the body, holds no connection for longer than a request may take."""
+    monkeypatch.setattr(explorer_server, "CONNECTION_SECONDS", 0.5)
+    rest = b"Content-Type: application/json\r\nContent-Length: 9000"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(ended.replace(b"{host}", server.names[0].encode()).replace(b"{rest}", rest))
+        client.settimeout(0.1)
+        until = time.monotonic() + LIMIT
+        while time.monotonic() < until:
+            try:
+                client.sendall(b" ")
+                assert client.recv(100) == b""
+                return
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return
+    pytest.fail("the connection is still open")
+
+
 def test_a_port_in_use_is_a_finding(server: ExplorerServer, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -141,6 +168,10 @@ def test_a_bad_plan_is_a_finding(tmp_path: Any, capsys: pytest.CaptureFixture[st
     code, out, _ = command("explore", str(tmp_path / "none.toml"), "--no-browser", capsys=capsys)
     assert code == 1
     assert "error[" in out
+    recipe = str(ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
+    for override in ("layout.epp=2", "layout.ep=many", "layout.ep=auto"):
+        code, out, _ = command("explore", recipe, override, "--no-browser", capsys=capsys)
+        assert (code, "error[" in out) == (1, True), override
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])

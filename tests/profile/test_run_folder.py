@@ -83,6 +83,7 @@ def test_a_run_without_traces_says_how_to_record_one(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(RECIPE.read_bytes())
     (tmp_path / "contract.json").write_text("{}")
     (tmp_path / "loads.json").write_text("[]")
+    (tmp_path / "effects.json").write_text("{}")
     with pytest.raises(FindingsError, match="threefold train PLAN --profile"):
         profile_traces([tmp_path])
 

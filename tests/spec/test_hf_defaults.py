@@ -19,7 +19,6 @@ from threefold.spec.hf import READERS, model_from_dict
 from threefold.spec.hf_defaults import (
     CLASSES,
     COMPOSITE_TIED,
-    GEMMA4_ROPE,
     GPT_OSS,
     REQUIRED,
     UNREAD,
@@ -27,6 +26,7 @@ from threefold.spec.hf_defaults import (
     VISION_TOKENS,
     VISION_UNREAD,
 )
+from threefold.spec.hf_families.gemma4 import GEMMA4_ROPE
 from threefold.spec.model import ModelSpec
 
 BASE = {f.name for f in fields(transformers.PreTrainedConfig)}

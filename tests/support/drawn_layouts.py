@@ -166,6 +166,7 @@ def _draw_config(draw: random.Random, family: str, layout: Fields) -> tuple[dict
         config |= {"num_attention_heads": 6, "num_key_value_heads": 6 if family in _LATENT else 3}
     delta, windows = ("linear_attention", "full_attention"), ("sliding_attention", "full_attention")
     kinds = {"qwen3_next": delta, "qwen3_5_moe_text": delta, "gpt_oss": windows, "dots1": windows}
+    kinds["gemma4_text"] = windows
     if family in kinds:
         config["layer_types"] = [draw.choice(kinds[family]) for _ in range(num_layers)]
     if family == "nemotron_h":
@@ -226,7 +227,8 @@ def _draw_experts(draw: random.Random, family: str, ep: int, config: dict[str, A
     name |= {**dict.fromkeys(_GROUP_LIMITED, "n_routed_experts"), "ernie4_5_moe": "moe_num_experts"}
     count = ep * draw.choice((1, 2, 2, 3)) if not _one_in(draw, 10) else draw.choice((4, 6, 8))
     config[name.get(family, "num_experts")] = count = max(2, count)
-    config["num_experts_per_tok"] = draw.randint(1, min(4, count))
+    top_k = "top_k_experts" if family == "gemma4_text" else "num_experts_per_tok"
+    config[top_k] = draw.randint(1, min(4, count))
     if family in _GROUP_LIMITED:
         config["n_group"] = groups = draw.choice([n for n in _divisors(count) if count // n > 1])
         config["topk_group"] = top = draw.randint(1, groups)

@@ -5,6 +5,7 @@ from typing import Any
 from oracle_layouts import FOUR, FSDP, HSDP, MTP1, MUON, ODD, PACKED, TIED, Case, case
 
 A2A: dict[str, Any] = {"cp_comm": "a2a"}
+GEMMA_FOUR = {**FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 MIXTURE_CASES: list[Case] = [
     case("glm tp ep, mtp", "glm4_moe", 4, often=True, tp=2, ep=2, spec=MTP1),
@@ -40,6 +41,17 @@ MIXTURE_CASES: list[Case] = [
     case("phi tp of four, vocabulary of 67", "phimoe", 4, tp=4, ep=4, knobs=FSDP),
     case("phi pp cp", "phimoe", 4, pp=2, cp=2, ep=2, job=PACKED),
     case("phi windows, tied", "phimoe", 4, tp=2, pp=2, spec=ODD),
+    case("gemma tp ep", "gemma4_text", 4, often=True, tp=2, ep=2, job=PACKED),
+    case("gemma pp vpp ep overlap", "gemma4_text", 4, pp=2, vpp=2, ep=2, spec=GEMMA_FOUR,
+         knobs={"ep_overlap": True, "delay_wgrad": True}),
+    case("gemma ep overlap, fsdp", "gemma4_text", 4, often=True, ep=2, job={"global_batch": 8},
+         knobs={**FSDP, "ep_overlap": True}),
+    case("gemma cp, recompute", "gemma4_text", 4, cp=2, ep=2, spec=ODD, job=PACKED,
+         knobs={"recompute": ["layernorm", "shared_experts", "core_attn", "moe_act"]}),
+    case("gemma cp a2a, untied", "gemma4_text", 4, cp=2, ep=4, spec=ODD, knobs=A2A),
+    case("gemma tp of copied key heads", "gemma4_text", 4, tp=4, ep=2, job=MUON),
+    case("gemma pp tp, tied", "gemma4_text", 4, pp=2, tp=2, knobs={"recompute": ["full"]}),
+    case("gemma fsdp etp", "gemma4_text", 4, etp=2, ep=2, knobs={**FSDP, "shared_expert_overlap": True}),
     case("qwen3.5 text tp ep", "qwen3_5_moe_text", 4, tp=2, ep=2, job=PACKED),
     case("qwen3.5 text cp pp", "qwen3_5_moe_text", 4, cp=2, pp=2, spec=ODD),
 ]  # fmt: skip

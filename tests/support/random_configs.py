@@ -8,12 +8,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tiny_mixtures import MIXTURES
 from tiny_models import config_of
 
 from threefold.spec.hf_defaults import CLASSES, REQUIRED
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next")
+HYBRIDS = ("deepseek_v32", "glm_moe_dsa", "nemotron_h")
 _ACTS = ("silu", "silu", "silu", "swish", "gelu", "relu", "gelu_pytorch_tanh")
 
 
@@ -21,10 +21,15 @@ def draw_config(seed: int | str, families: Sequence[str] = FAMILIES) -> dict[str
     """The configuration of a seed. Everything in it is what `json.loads` could have read."""
     rng = random.Random(f"config {seed}")
     family = rng.choice(families)
-    config = _mixture(rng, family) if family in MIXTURES else _plain(rng, family)
-    if rng.random() < 0.5:
+    if family in HYBRIDS:
+        config = _hybrid(rng, family)
+    else:
+        config = _plain(rng, family) if family in FAMILIES else _mixture(rng, family)
+    # The sizes of hybrids hang together: most changes of one of them are refused by both sides, and show nothing.
+    chance, counts = (0.2, (0, 0, 1, 2)) if family in HYBRIDS else (0.5, (0, 1, 2, 3, 5))
+    if rng.random() < chance:
         _leave_out(rng, family, config)
-    for _ in range(rng.choice((0, 1, 2, 3, 5))):
+    for _ in range(rng.choice(counts)):
         rng.choice((_rope, _rope, _routine, _routine, _foreign, _hostile))(rng, family, config)
     return config
 
@@ -79,6 +84,30 @@ def _mixture(rng: random.Random, family: str) -> dict[str, Any]:
     config |= {"vocab_size": rng.randint(20, 70), "rms_norm_eps": rng.choice((1e-5, 1e-6, 1e-3))}
     config["num_key_value_heads"] = rng.choice((1, 2, 4))
     return config
+
+
+def _hybrid(rng: random.Random, family: str) -> dict[str, Any]:
+    """Sparse attention or Mamba-2 layers, with sizes of its own."""
+    config, heads = config_of(family, odd=rng.random() < 0.5), rng.choice((1, 3, 4, 5))
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": rng.randint(20, 70)}
+    if family != "nemotron_h":
+        # So many heads that no two keys have a score of zero, as in `tiny_models`.
+        rotated, own = rng.choice((2, 4, 6)), {"index_n_heads": rng.choice((9, 16)), "index_topk": rng.randint(1, 15)}
+        drawn = {**_latent(rng, heads), "q_lora_rank": rng.choice((6, 12)), "qk_rope_head_dim": rotated}
+        del drawn["rope_interleave"]
+        return {**config, **drawn, **own, "index_head_dim": rotated + rng.randint(0, 4), "num_hidden_layers": 3}
+    groups, kinds = rng.choice((1, 2, 3, 5)), ("linear_attention", "moe", "full_attention", "mlp")
+    return config | {
+        "layers_block_type": [rng.choice(kinds) for _ in range(rng.randint(1, 5))],
+        "head_dim": rng.choice((2, 3, 8)),
+        "n_groups": groups,
+        "mamba_num_heads": groups * rng.randint(1, 3),
+        "mamba_head_dim": rng.choice((1, 3, 8)),
+        "ssm_state_size": rng.choice((1, 5, 8)),
+        "conv_kernel": rng.randint(1, 4),
+        "time_step_min": rng.choice((1e-3, 0.5)),
+        "moe_shared_expert_intermediate_size": rng.randint(3, 24),
+    }
 
 
 def _latent(rng: random.Random, heads: int) -> dict[str, Any]:

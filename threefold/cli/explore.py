@@ -11,6 +11,7 @@ from threefold.cli.regress import end_on_sigterm
 from threefold.explore.request import Started
 from threefold.explore.server import ExplorerServer
 from threefold.findings import FindingsError, in_order
+from threefold.rules.all import errors
 
 DEFAULT_PORT = 8723
 
@@ -29,10 +30,9 @@ def run(args: argparse.Namespace) -> int:
     started = Started({})
     if args.plan is not None:
         parsed, findings = open_plan(args.plan, args.overrides)
-        plan = parsed.plan or parsed.readable
-        if plan is None:
+        if parsed.plan is None or errors(findings):
             return print_findings(findings, args.json)
-        started = Started.of_plan(plan)
+        started = Started.of_plan(parsed.plan)
     try:
         server = ExplorerServer(args.port, started)
     except FindingsError as error:

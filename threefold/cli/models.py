@@ -9,7 +9,7 @@ from typing import Any
 
 from threefold.findings import did_you_mean
 from threefold.report.terminal import table
-from threefold.spec.model import ModelSpec
+from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.models import MODELS
 from threefold.spec.params import count_params
 from threefold.units import format_count
@@ -58,19 +58,23 @@ def _row(model: ModelSpec) -> list[str]:
         format_count(params.active),
         str(model.num_layers),
         str(model.dim),
-        mixers + (" (latent)" if hasattr(model.attention, "kv_rank") else "") + (" + vision" if model.vision else ""),
+        mixers + _attention_kind(model) + (" + vision" if model.vision else ""),
         str(moe.num_experts) if moe else "-",
         str(moe.top_k) if moe else "-",
         str(model.mtp_layers),
     ]
 
 
+def _attention_kind(model: ModelSpec) -> str:
+    if not isinstance(model.attention, MlaSpec):
+        return ""
+    return " (latent)" if model.attention.indexer is None else " (latent, indexer)"
+
+
 def _details(model: ModelSpec) -> str:
     params = count_params(model)
     facts = {name: value for name, value in dataclasses.asdict(model).items() if name != "pattern"}
-    layers = "".join(
-        {"attention": "t", "window": "w", "delta": "d", "mamba": "M", "none": "-"}[x.mixer] for x in model.layers
-    )
+    layers = (model.pattern * model.num_layers)[: model.num_layers]
     totals = f"total {params.main:,}  active {params.active:,}  mtp {params.mtp:,}"
     parts = [f"{f.name} {format_count(getattr(params, f.name))}" for f in dataclasses.fields(params)]
     rows = [*_lines(facts), ("mixers", layers), ("parameters", totals), ("by part", "  ".join(parts))]

@@ -14,8 +14,9 @@ from threefold.cli.out import is_written
 from threefold.compare.run_record import is_run_folder, read_run
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.plan import Plan
-from threefold.profile.readers.run_folder import find_traces
-from threefold.report.html.plan_view import PlanView, view_plan
+from threefold.profile.analyse import Profile
+from threefold.profile.readers.run_folder import PROFILE, find_traces
+from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page
 from threefold.report.html.tuning_picture import Tuning
 from threefold.rules.all import errors
@@ -84,18 +85,24 @@ def _plan_subject(name: str, overrides: list[str], chip_file: str | None) -> Sub
 def _run_subject(folder: Path, chip_file: str | None) -> Subject:
     run = read_run(folder)
     view = view_plan(on_measured_chip(run.plan, chip_file))
-    profile, notes = None, []
-    try:
-        num_bytes = sum(trace.stat().st_size for trace in find_traces(folder))
-        if num_bytes <= MOST_TRACE_BYTES:
-            profile = profile_run(folder, plan=run.plan)
-        else:
-            notes.append(f"Its traces ({format_bytes(num_bytes)}) are too large for a page: threefold profile {folder}")
-    except (FindingsError, OSError):  # a run without traces
-        pass
+    profile, notes = _profile(folder, run.plan)
     return Subject(
         "run", str(folder), view, run.findings, run=run, effects=_effects(folder), profile=profile, notes=notes
     )
+
+
+def _profile(folder: Path, plan: Plan) -> tuple[Profile | None, list[str]]:
+    """What the traces of a run say, where it was profiled; or why they are left out."""
+    if not (folder / PROFILE).exists():
+        return None, []
+    try:
+        num_bytes = sum(trace.stat().st_size for trace in find_traces(folder))
+        if num_bytes > MOST_TRACE_BYTES:
+            said = f"Its traces ({format_bytes(num_bytes)}) are too large for a page: threefold profile {folder}"
+            return None, [said]
+        return profile_run(folder, plan=plan), []
+    except FindingsError as error:
+        return None, [f"Its traces are left out: {error.findings[0].problem}."]
 
 
 def _effects(folder: Path) -> list[Mapping[str, Any]]:
@@ -125,22 +132,19 @@ def _tuning_subject(folder: Path, chip_file: str | None) -> Subject:
         result: dict[str, Any] | None = read_json_object(folder / RESULT_FILE, within=folder)
     except (OSError, ValueError):
         result = None
-    view = _tuned_view(folder, fields, chip_file)
-    notes = [] if view is None else ["The plan below is the winner." if _has_winner(folder) else _AS_GIVEN]
-    return Subject("tuning", str(folder), view, tuning=Tuning(facts, verdicts, trials, result), notes=notes)
+    plan, note = _tuned_plan(folder, fields)
+    view = None if plan is None else view_plan(on_measured_chip(plan, chip_file))
+    return Subject("tuning", str(folder), view, tuning=Tuning(facts, verdicts, trials, result), notes=[note])
 
 
-_AS_GIVEN = "No change is certain so far: the plan below is the one that was given."
-
-
-def _has_winner(folder: Path) -> bool:
-    return (folder / WINNER_FILE).is_file()
-
-
-def _tuned_view(folder: Path, fields: Mapping[str, Any], chip_file: str | None) -> PlanView | None:
-    """The winner, else the plan that the tuning began with; None where neither can be read."""
+def _tuned_plan(folder: Path, fields: Mapping[str, Any]) -> tuple[Plan | None, str]:
+    """The winner, else the plan that the tuning began with, and which of them it is; or why neither can be read."""
+    winner = folder / WINNER_FILE
     try:
-        plan: Plan = load_plan(folder / WINNER_FILE if _has_winner(folder) else fields)
-        return view_plan(on_measured_chip(plan, chip_file))
-    except FindingsError:
-        return None
+        if not winner.exists():
+            return load_plan(fields), "No change is certain so far: the plan below is the one that was given."
+        check_inside(winner, folder)
+        return load_plan(winner), "The plan below is the winner."
+    except (FindingsError, OSError) as error:
+        found = error.findings[0].problem if isinstance(error, FindingsError) else str(error)
+        return None, f"There is no plan on this page: that of the tuning cannot be read ({found})."

@@ -9,7 +9,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,7 @@ from threefold.units import format_many, format_number
 PLAN, CONTRACT, METRICS, LOADS = "plan.toml", "contract.json", "metrics.jsonl", "loads.json"
 MAX_LINE_BYTES = 2**20
 MAX_LINES = 3_000_000
+MAX_VALIDATION_SETS = 16
 WARMUP_STEPS = 6  # left out at the start of a run whose contract has no steady window, as the engine does
 
 # The columns that are kept of a line of metrics; a number that is absent or not finite is NaN.
@@ -65,6 +66,7 @@ class RunRecord(ShownAsTable):
     columns: dict[str, Column]  # by name in `COLUMNS`, one value a logged step, in order of steps
     loads: list[list[float]]  # tokens of each expert in the last step, one list a layer; empty where unknown
     findings: list[Finding]  # warnings about what was left out
+    validation: dict[str, dict[float, float]] = field(default_factory=dict)  # by set and step, the loss
 
     def summary(self) -> str:
         loss, done = self.last("loss"), self.last("step")
@@ -138,8 +140,8 @@ def read_run(folder: Path) -> RunRecord:
         problem = f"the model is another one than the run was started with: {listed(differences)}"
         advice = "give the model as it was when the run was started"
         raise FindingsError([Finding(rule="run-is-this-plan", at=str(folder), problem=problem, advice=advice)])
-    columns, findings = _read_metrics(folder)
-    return RunRecord(folder, plan, contract, columns, _read_loads(folder), findings)
+    columns, validation, findings = _read_metrics(folder)
+    return RunRecord(folder, plan, contract, columns, _read_loads(folder), findings, validation)
 
 
 def _unreadable(path: Path, problem: str, advice: str) -> FindingsError:
@@ -176,13 +178,15 @@ def _read_loads(folder: Path) -> list[list[float]]:
     except (OSError, ValueError):
         return []
     rows = loads if isinstance(loads, list) else []
-    sound = all(isinstance(row, list) and row and all(_is_real(each) and each >= 0 for each in row) for row in rows)
-    return [[float(each) for each in row] for row in rows] if sound else []
+    sound = all(isinstance(row, list) and row and all(_number(each) >= 0 for each in row) for row in rows)
+    return [[_number(each) for each in row] for row in rows] if sound else []
 
 
-def _read_metrics(folder: Path) -> tuple[dict[str, Column], list[Finding]]:
+def _read_metrics(folder: Path) -> tuple[dict[str, Column], dict[str, dict[float, float]], list[Finding]]:
+    """Columns of the steps, losses of validation sets, and warnings."""
     path = folder / METRICS
     lines: dict[float, array[float]] = {}
+    validation: dict[str, dict[float, float]] = {}
     damaged = []
     try:
         with open_regular(path, within=folder) as file:
@@ -192,9 +196,11 @@ def _read_metrics(folder: Path) -> tuple[dict[str, Column], list[Finding]]:
                 values = _values(line)
                 if values is None and not is_cut:
                     damaged.append(number)
-                elif values is not None and "seconds" in values:  # a line of an evaluation has only its loss
+                elif values is not None and "seconds" in values:
                     row = array("d", [_number(values.get(name)) for name in COLUMNS])
                     lines[row[0]] = row  # of two lines of one step the later one counts
+                elif values is not None:
+                    _add_evaluation(validation, values)
     except OSError as error:
         problem = f"cannot be read: {error.strerror or error}"
         raise _unreadable(path, problem, "give the folder of a run that has trained") from None
@@ -203,7 +209,16 @@ def _read_metrics(folder: Path) -> tuple[dict[str, Column], list[Finding]]:
         raise _unreadable(path, what, "let the run take some steps, or restore the file")
     table = np.array([lines[step] for step in sorted(lines)], dtype=np.float64)
     columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-    return columns, [_damage(path, damaged)] if damaged else []
+    return columns, validation, [_damage(path, damaged)] if damaged else []
+
+
+def _add_evaluation(validation: dict[str, dict[float, float]], values: dict[str, Any]) -> None:
+    """Keep the losses of a line that an evaluation wrote, which has no time: one number for each validation set."""
+    for key, value in values.items():
+        name = key.removeprefix("eval/").removesuffix("/loss")
+        is_loss = key == f"eval/{name}/loss" and math.isfinite(_number(value))
+        if is_loss and (name in validation or len(validation) < MAX_VALIDATION_SETS):
+            validation.setdefault(name, {})[_number(values["step"])] = _number(value)
 
 
 def _damage(path: Path, damaged: list[int]) -> Finding:

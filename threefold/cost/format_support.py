@@ -11,7 +11,7 @@ from dataclasses import replace
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.plan.plan import Plan
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION
+from threefold.spec.stacks import FUSED_ACTIVATIONS, FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION
 
 BF16_BYTES = 2
 # Bytes of an element of a gradient or of an optimizer state.
@@ -38,15 +38,20 @@ def experts_are_emulated(plan: Plan) -> bool:
 def has_expert_kernels(plan: Plan) -> bool:
     """Whether format and sizes suit the engine's low-precision expert kernels, on a chip that has them."""
     moe = plan.model.moe
-    if moe is None or moe.bias or plan.knobs.precision not in FUSED_EXPERTS:
+    if moe is None or moe.bias or plan.knobs.precision not in FUSED_EXPERTS or not has_fused_activation(plan):
         return False
     return moe.expert_dim % (FUSED_WIDTH * plan.layout.etp) == 0 and plan.model.dim % FUSED_DIM == 0
+
+
+def has_fused_activation(plan: Plan) -> bool:
+    """Whether the engine's fused expert kernels have the activation of the model."""
+    return plan.model.glu and plan.model.activation in FUSED_ACTIVATIONS
 
 
 def uses_fused_experts(plan: Plan) -> bool:
     """Whether the engine runs all of an expert in kernels that save only its input (or that in FP8) and FC1's
     output."""
-    if adapts_experts(plan):
+    if adapts_experts(plan) or not has_fused_activation(plan):
         return False
     return has_expert_kernels(plan) if plan.low_precision else plan.knobs.expert_fusion
 
@@ -64,7 +69,7 @@ def runs_fused_experts(plan: Plan) -> bool:
     """
     if not STACK_TRAITS[plan.target].emulates_formats:
         return plan.knobs.expert_fusion and plan.model.moe is not None and not plan.model.moe.bias
-    if adapts_experts(plan) or not plan.model.glu:
+    if adapts_experts(plan) or not has_fused_activation(plan):
         return False
     if plan.low_precision:
         return not experts_are_emulated(plan)

@@ -122,7 +122,7 @@ def _stage_parameters(
         stage = held[chunk_rank(number, layout.pp, v_shaped)]
         for name, shape, sharding in _with_adapters(_chunk(model, chunks, num_depths, number), training):
             local = _local_parameter(model, layout, (name, shape, sharding), vocab_rows)
-            stage.setdefault(name, replace(local, is_frozen=training.freezes(name)))
+            stage.setdefault(name, replace(local, is_frozen=True) if training.freezes(name) else local)
     num_stages = {name: sum(name in stage for stage in held) for stage in held for name in stage}
     return [[_with_stages(parameter, num_stages[parameter.name]) for parameter in stage.values()] for stage in held]
 
@@ -264,7 +264,8 @@ def _layer(model: ModelSpec, layer: Layer, path: str) -> Parameters:
         yield f"{path}.mixer.{name}", shape, sharding
     if layer.ffn == "none":
         return
-    yield from _norm(model, f"{path}.ffn_norm")
+    if not (layer.ffn == "moe" and model.moe and model.moe.own_norms):
+        yield from _norm(model, f"{path}.ffn_norm")
     ffn = _mlp(model, model.dense_dim) if layer.ffn == "dense" else _moe(model, model.moe, model.dim)
     for name, shape, sharding in ffn:
         yield f"{path}.ffn.{name}", shape, sharding
@@ -294,7 +295,7 @@ def _gqa(spec: GqaSpec, dim: int) -> Parameters:
         ("k", spec.kv_dim, heads),
         ("v", spec.kv_dim, heads),
     )
-    for name, width, sharding in parts:
+    for name, width, sharding in parts[:2] if spec.shared_kv else parts:
         yield f"{name}.weight", (width, dim), sharding
         if spec.bias:
             yield f"{name}.bias", (width,), sharding
@@ -307,6 +308,8 @@ def _gqa(spec: GqaSpec, dim: int) -> Parameters:
     elif spec.qk_norm:
         yield "q_norm.weight", (spec.head_dim,), _REPLICATED
         yield "k_norm.weight", (spec.head_dim,), _REPLICATED
+    if spec.out_norm:
+        yield "out_norm.weight", (dim,), _REPLICATED
 
 
 def _mla(spec: MlaSpec, dim: int) -> Parameters:
@@ -360,9 +363,15 @@ def _moe(model: ModelSpec, moe: MoeSpec | None, dim: int) -> Parameters:
     if moe is None:
         return
     number, width, num_fc1 = moe.num_experts, moe.expert_dim, 2 if model.glu else 1
+    scales, norms = ("routed_scale", "shared_scale"), ("routed_norm.weight", "shared_norm.weight", "out_norm.weight")
+    yield from ((name, (dim,), _REPLICATED) for name in scales if moe.own_norms)
     yield "router.weight", (number, dim), _REPLICATED
     if moe.bias:
         yield "router.bias", (number,), _REPLICATED
+    if moe.own_norms:
+        yield "router.input_scale", (dim,), _REPLICATED
+    if moe.expert_scale:
+        yield "router.expert_scale", (number,), _REPLICATED
     yield "experts.gate_up", (number, num_fc1 * width, dim), _EXPERT
     yield "experts.down", (number, dim, width), _EXPERT
     if moe.bias:
@@ -373,3 +382,4 @@ def _moe(model: ModelSpec, moe: MoeSpec | None, dim: int) -> Parameters:
             yield f"shared.{name}", shape, sharding
     if moe.shared_gate:
         yield "shared_gate.weight", (1, dim), _REPLICATED
+    yield from ((name, (dim,), _REPLICATED) for name in norms if moe.own_norms)

@@ -38,7 +38,8 @@ def stage_params(plan: Plan, contents: StageContents) -> tuple[float, float]:
         dense += sharded / layout.tp + replicated
     table = padded_vocab(model, layout.tp) * model.dim / layout.tp
     has_head = contents.loss or contents.mtp > 0 if not model.tied else 0
-    dense += table * ((contents.embedding or contents.mtp > 0) + has_head)
+    has_embedding = contents.embedding or contents.mtp > 0 or (model.tied and contents.loss)
+    dense += table * (has_embedding + has_head)
     dense += depths * 2 * model.dim**2 / layout.tp
     dense += model.dim if contents.loss else 0
     if contents.embedding and model.vision:

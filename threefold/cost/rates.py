@@ -127,4 +127,5 @@ def gemm_rate(rates: Rates, plan: Plan, precision: str, rows: float) -> float:
     fraction = {"fp8": rates.gemm_fp8, "fp4": rates.gemm_fp4}.get(gemm_format(precision), rates.gemm)
     if gemm_format(precision) not in plan.chip.peak_flops:
         fraction = rates.gemm
+    rows = max(rows, 1.0)  # less than a token a rank is refused by a rule, which may ask for the price all the same
     return peak_flops(plan.chip, precision) * fraction * rows / (rows + rates.gemm_rows)

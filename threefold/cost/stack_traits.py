@@ -22,6 +22,8 @@ class StackTraits:
     delays_sharded_wgrad: bool
     # 16-bit attention with sinks is slower than without: published runs were, and ours has one kernel for both.
     sinks_slow_attention: bool
+    # Attention with an indexer scores all keys and masks those that were not chosen, where others skip them.
+    scores_unchosen_keys: bool
     # Fused experts of one rank gather and sum rows in their GEMMs: no rows are permuted.
     fuses_permutation: bool
     # The gradients of a single microbatch on one rank are written by their GEMMs, and not added to a sum.
@@ -45,6 +47,7 @@ STACK_TRAITS = {
         recomputes_delta_rule=False,
         delays_sharded_wgrad=True,
         sinks_slow_attention=True,
+        scores_unchosen_keys=False,
         fuses_permutation=False,
         adds_single_gradient=True,
         logit_bytes=14,
@@ -60,6 +63,7 @@ STACK_TRAITS = {
         recomputes_delta_rule=True,
         delays_sharded_wgrad=False,
         sinks_slow_attention=False,
+        scores_unchosen_keys=True,
         fuses_permutation=True,
         adds_single_gradient=False,
         logit_bytes=5,

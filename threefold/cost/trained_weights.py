@@ -36,6 +36,7 @@ _INPUTS = {
     "shared_product": ("shared.down",),
     "shared_gate": ("shared_gate",),
     "router": ("router",),
+    "normed": ("ffn.routed_scale", "ffn.shared_scale", "router.input_scale"),
     "expert_rows": ("experts.gate_up",),
     "expert_product": ("experts.down",),
     "head": ("head",),

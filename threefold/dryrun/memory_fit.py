@@ -29,6 +29,7 @@ _ADVICE = {
     "embedding": "more TP or CP",
     "recompute": "a smaller job.micro_batch, or more CP",
     "overlap": "a smaller job.micro_batch, or knobs.ep_overlap false",
+    "graphs": "fewer scopes in knobs.graphs, or knobs.graph_memory_gb",
     "quantised_weights": "more EP or PP, so that a rank holds less of the model",
     "workspace": "a smaller job.micro_batch, or more CP",
 }

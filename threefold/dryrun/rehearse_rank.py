@@ -5,8 +5,8 @@ memory by term, the largest live tensors, and the collectives of a step.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from threefold.dryrun.simulated.gpu_operators import (
     WORKSPACES,
     use_gpu_operators,
 )
+from threefold.dryrun.simulated.graph_recorder import record_graphs_in
 from threefold.dryrun.simulated.meta_operators import META, MetaOperators, unbatched_p2p
 from threefold.dryrun.simulated.process_group import fake_process_group, fsdp_on_meta, single_threaded
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
@@ -31,6 +32,7 @@ from threefold.dryrun.tracking.memory_terms import (
     label_gradients,
     label_quantized_weights,
     label_states,
+    label_static_copies,
     moe_layer_paths,
     term_of,
 )
@@ -124,6 +126,7 @@ def rehearse_rank(
     with (
         errors_as_findings(plan, rank, origins),
         _simulated_machine(reduced, rank, loads or ExpertLoads(), ledger, recorder),
+        record_graphs_in(tracker) if plan.chip.architecture != "cpu" else nullcontext(),
         tracker,
         origins.module_hooks(),
     ):
@@ -137,23 +140,38 @@ def rehearse_rank(
             tracker.start_step()
             ledger.start(mesh)
             run_step(parts, reduced, origins, plan.num_microbatches)
-        label_gradients(tracker, parts)
-        label_quantized_weights(tracker, parts)
         if isinstance(parts.runner, Pipelined):
             ledger.record_pipeline(parts.runner.pipeline, mesh.group("pp"))
+        collectives, calls = tuple(ledger.entries()), recorder.sequence() if recorder else None
+        _replay_graphs(parts, tracker, lambda: run_step(parts, reduced, origins, plan.num_microbatches))
+        label_gradients(tracker, parts)
+        label_quantized_weights(tracker, parts)
         summary = _summarize_peak(tracker, parts)
     return RankRehearsal(
         rank=rank,
         stages=tuple(stages) or (stage,),
         peak_bytes=tracker.peak_bytes,
         at=str(tracker.peak_origin),
-        collectives=tuple(ledger.entries()),
+        collectives=collectives,
         timeline=tuple(live_bytes_timeline(tracker)),
         seconds=time.perf_counter() - began,
         num_microbatches=reduced.num_microbatches,
-        calls=recorder.sequence() if recorder else None,
+        calls=calls,
         **summary,
     )
+
+
+def _replay_graphs(parts: Parts, tracker: MemoryTracker, run_next_step: Callable[[], None]) -> None:
+    """Run steps behind one that recorded CUDA graphs, up to the first that records none.
+
+    It is the one to look at: all memory of the graphs is held from its beginning to its end.
+    """
+    graph_stats, num_recorded = parts.runner.graph_stats, 0
+    while graph_stats is not None and graph_stats.recorded > num_recorded:
+        num_recorded = graph_stats.recorded
+        label_static_copies(tracker, parts)
+        tracker.start_step()
+        run_next_step()
 
 
 def _make_tracker(plan: Plan, origins: OriginTracker, recorder: CallRecorder | None) -> MemoryTracker:

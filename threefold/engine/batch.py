@@ -35,7 +35,8 @@ class Batch:
     and their documents have no labels.
 
     With dynamic context parallelism `cp_degree` ranks share the microbatch, `lengths` are those of its documents, and
-    an empty microbatch has none: its tokens stand for nothing.
+    an empty microbatch has none: its tokens stand for nothing. `sample_lengths` are the useful tokens of the sample
+    that each document comes from.
     """
 
     tokens_BS: Tensor
@@ -47,6 +48,7 @@ class Batch:
     images: Images | None = None
     num_bad_pictures: int = 0
     cp_degree: int | None = None  # None: all ranks of the CP group share the microbatch
+    sample_lengths: tuple[int, ...] | None = None  # one for each of `lengths`; None: they are the same
 
     @property
     def is_empty(self) -> bool:

@@ -39,6 +39,8 @@ class EngineContext:
     wgrad_queue: Any = None
     # graphs/recorder.py: whether the work that runs now is being recorded as a CUDA graph.
     recording_graph: bool = False
+    # graphs/model_graphs.py: makes the recorders of a dry run in place of those of a GPU; None: a GPU records.
+    make_recorder: Callable[[], Any] | None = None
     # schedule/autograd_nodes.py: entered around the forward, backward and weight gradients of every node.
     node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None
     # effects/observe_step.py: what code paths a step took, by kind and detail; None in a step that is not observed.

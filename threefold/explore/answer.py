@@ -15,7 +15,7 @@ from threefold.api.plans import on_measured_chip
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import estimate
 from threefold.cost.time.pipeline_timeline import pipeline_timeline
-from threefold.explore.request import Started, checked_fields, read_request
+from threefold.explore.request import EXPLORED, Started, checked_fields, read_request
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import Fields, Parsed
@@ -62,7 +62,7 @@ def _refusal(findings: list[Finding]) -> dict[str, Any]:
     """Nothing is drawn, and the page says why."""
     html: dict[str, str] = dict.fromkeys(PARTS, NOTHING)
     html |= {"tiles": tag("p", "No estimate: see the findings.", class_="note"), "plan": NOTHING, "line": NOTHING}
-    return {"ok": False, "html": {**html, "findings": findings_list(in_order(findings), with_buttons=True)}}
+    return {"ok": False, "html": {**html, "findings": findings_list(in_order(findings), settable=EXPLORED)}}
 
 
 def _answer(parsed: Parsed) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _answer(parsed: Parsed) -> dict[str, Any]:
     view = quick_view(on_measured_chip(resolve_exchange(plan)), parsed.findings)
     html: dict[str, str] = {
         "line": tag("span", plan_line(view.plan)),
-        "findings": findings_list(view.findings, with_buttons=True),
+        "findings": findings_list(view.findings, settable=EXPLORED),
         "plan": copied_text(dump_plan(view.plan), "the plan"),
         "tiles": tag("p", "No estimate: the rules refuse this plan.", class_="note"),
         **dict.fromkeys(PARTS, NOTHING),

@@ -79,26 +79,15 @@ def _form(started: Started) -> Markup:
     values = started.fields or START
     rest = [path for path in FIELDS if path in EXPLORED and path not in (*QUESTION, *DEGREES, *KNOBS)]
     more_knobs = [path for path in rest if path.startswith(("knobs.", "layout."))]
-    more = [path for path in rest if path.startswith(("job.", "cluster.")) and _is_shown(path)]
+    more = [path for path in rest if path.startswith(("job.", "cluster."))]
     groups = [
-        _group("Question", QUESTION, values, started),
+        _group("Model, machine, job", QUESTION, values, started),
         _group("Degrees", DEGREES, values, started),
         _group("Knobs", KNOBS, values, started),
         tag("details", tag("summary", "More knobs"), _group("", more_knobs, values, started)),
         tag("details", tag("summary", "More of the job and the cluster"), _group("", more, values, started)),
     ]
     return tag("form", *groups, id="controls", aria_label="Fields of the plan")
-
-
-# Fields of the job that change neither memory nor time, by the beginning of their names.
-_SAYS_NOTHING: tuple[str, ...] = (
-    *("lr", "min_lr", "seed", "steps", "weight_decay", "adam_", "aux_", "seq_aux", "z_loss", "bias_rate"),
-    *("warmup", "decay_", "clip_", "val_", "max_bad", "initial_loss", "loss_scale", "mtp_weight"),
-)
-
-
-def _is_shown(path: str) -> bool:
-    return not path.removeprefix("job.").startswith(_SAYS_NOTHING)
 
 
 def _group(title: str, paths: Any, values: dict[str, Any], started: Started) -> Markup:
@@ -152,14 +141,13 @@ def _select(field: Field, ident: str, choices: list[str], value: str | None) -> 
 
 def _checks(field: Field, name: str, value: Any) -> Markup:
     """One box for each name of a list."""
-    chosen = value if isinstance(value, list | tuple) else ()
-    boxes = [
-        tag(
-            "label",
-            tag("input", type="checkbox", name=field.path, value=choice, checked=choice in chosen, data_list=True),
-            tag("span", choice),
-            class_="check",
-        )
-        for choice in field.choices
-    ]
+    usual = field.default or ()
+    chosen = value if isinstance(value, list | tuple) else usual
+    boxes = []
+    for choice in field.choices:
+        box = tag(
+            "input", type="checkbox", name=field.path, value=choice, checked=choice in chosen, data_list=True,
+            data_default=str(choice in usual).lower(),
+        )  # fmt: skip
+        boxes.append(tag("label", box, tag("span", choice), class_="check"))
     return tag("div", tag("span", name, class_="listname", title=field.doc), *boxes, class_="list", role="group")

@@ -5,17 +5,23 @@
   const say = (text) => { trouble.textContent = text; trouble.hidden = !text; };
 
   const fields = () => {
-    const found = {};
+    const found = {}, usual = {};
     for (const one of form.elements) {
       if (!one.name) continue;
       if (one.dataset.list !== undefined) {
-        if (one.checked) (found[one.name] ||= []).push(one.value);
+        found[one.name] ||= [];
+        usual[one.name] ||= [];
+        if (one.checked) found[one.name].push(one.value);
+        if (one.dataset.default === "true") usual[one.name].push(one.value);
       } else if (one.type === "checkbox") {
         if (String(one.checked) !== one.dataset.default) found[one.name] = one.checked;
       } else if (one.value.trim() !== "") {
         const text = one.value.trim().replaceAll(",", "").replaceAll("_", "");
         found[one.name] = one.tagName === "INPUT" && /^-?\d+(\.\d+)?$/.test(text) ? Number(text) : one.value.trim();
       }
+    }
+    for (const [name, names] of Object.entries(usual)) {
+      if (String(found[name]) === String(names)) delete found[name];
     }
     return found;
   };
@@ -64,8 +70,9 @@
     for (const [path, value] of Object.entries(changes)) {
       const all = [...form.elements].filter((one) => one.name === path);
       for (const one of all) {
-        if (one.dataset.list !== undefined) one.checked = (value || []).includes(one.value);
-        else if (one.type === "checkbox") one.checked = value ?? one.dataset.default === "true";
+        const usual = one.dataset.default === "true";
+        if (one.dataset.list !== undefined) one.checked = value ? value.includes(one.value) : usual;
+        else if (one.type === "checkbox") one.checked = value ?? usual;
         else one.value = value === null ? "" : String(value);
       }
     }
@@ -73,8 +80,7 @@
   const clear = (starts) => {
     for (const one of form.elements) {
       if (!one.name || !starts.some((start) => one.name.startsWith(start))) continue;
-      if (one.dataset.list !== undefined) one.checked = false;
-      else if (one.type === "checkbox") one.checked = one.dataset.default === "true";
+      if (one.type === "checkbox") one.checked = one.dataset.default === "true";
       else one.value = "";
     }
   };
@@ -127,7 +133,7 @@
     const said = document.createElement("p");
     said.className = "note";
     const counted = () => `${found.searched.toLocaleString("en")} choices in ${found.seconds} s, estimated`;
-    said.textContent = found.why || `${counted()}; the fastest that fit, one for each layout.`;
+    said.textContent = found.why || `${counted()}; the best that fit, as threefold plan ranks them.`;
     place.append(said);
     if (!rows.length) return;
     const table = document.createElement("table");
@@ -178,11 +184,8 @@
       return null;
     }
   };
-  const questionOf = () => {
-    const all = fields();
-    const machine = ["model", "target", "cluster.chip", "cluster.gpus"];
-    return JSON.stringify([...machine, "job.seq_len", "job.global_batch", "knobs.precision"].map((name) => all[name]));
-  };
+  const questionOf = () => JSON.stringify(Object.entries(fields()).filter(([name]) =>
+    name === "knobs.precision" || (!/^(layout|knobs)\./.test(name) && name !== "job.micro_batch")));
   let asked = "", later = 0;
   const search = async () => {
     const question = questionOf();

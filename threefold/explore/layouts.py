@@ -8,26 +8,30 @@ from typing import Any
 
 from threefold.api.plans import check
 from threefold.api.searches import find_plan
-from threefold.explore.request import Started, read_request
+from threefold.explore.request import EXPLORED, Started, read_request
 from threefold.findings import FindingsError
 from threefold.plan.parse import Fields
 from threefold.report.html.page import findings_list
 
 TOP = 12  # layouts that are listed
-# The question; everything else is what the search chooses.
-QUESTION = ("model", "target", "cluster.chip", "cluster.gpus", "job.seq_len", "job.global_batch", "knobs.precision")
 
 
 def question_of(fields: Mapping[str, Any]) -> Fields:
-    """The fields of a request that a search keeps as they are; a precision that is left open is searched along."""
-    return {path: fields[path] for path in QUESTION if path in fields}
+    """The fields of a request that a search keeps as they are: model, machine, job, and the precision where it is
+    chosen. The search chooses the rest. `questionOf` of explore.js is the same."""
+    return {path: value for path, value in fields.items() if _is_asked(path)}
+
+
+def _is_asked(path: str) -> bool:
+    chosen = path.startswith(("layout.", "knobs.", "run.")) or path == "job.micro_batch"
+    return not chosen or path == "knobs.precision"
 
 
 def search_layouts(question: Fields, started: Started) -> dict[str, Any]:
     """The candidates of a question as rows for the page; or why there are none."""
     try:
         read_request(question, started)
-        found = find_plan(question, top=TOP)
+        found = find_plan(question_of(started.completed(question)), top=TOP)
     except FindingsError as error:
         return {"rows": [], "why": "; ".join(one.problem for one in error.findings)}
     rows = []
@@ -59,7 +63,7 @@ def try_fixes(fields: Fields, started: Started) -> dict[str, Any]:
     try:
         parsed = read_request(fields, started)
     except FindingsError as error:
-        return {"html": findings_list(error.findings, with_buttons=True)}
+        return {"html": findings_list(error.findings, settable=EXPLORED)}
     plan = parsed.plan or parsed.readable
     found = check(plan, parsed.findings) if plan is not None else parsed.findings
-    return {"html": findings_list(found, with_buttons=True)}
+    return {"html": findings_list(found, settable=EXPLORED)}

@@ -5,7 +5,7 @@ Limits keep an answer short; each refusal is a finding about its field.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from threefold.findings import Finding, FindingsError, did_you_mean, shown
@@ -29,31 +29,57 @@ MOST_LAYERS = 1024
 MOST_CHUNKS = 256  # stages times chunks of each
 MOST_MICROBATCHES = 16_384
 _PREFIXES = ("cluster.", "job.", "layout.", "knobs.")
-# Fields that name files or say nothing about memory and time.
+# Fields without a control: those that name files or parts of a model, and by the beginnings of their names those of the
+# job that change neither memory nor time.
 _CLOSED = frozenset(("job.data", "job.tokenizer", "job.val_data", "job.freeze"))
-EXPLORED = frozenset(
-    path for path in FIELDS if path in ("model", "target") or (path.startswith(_PREFIXES) and path not in _CLOSED)
+_WITHOUT_EFFECT = tuple(
+    f"job.{name}"
+    for name in (
+        *("lr", "min_lr", "seed", "steps", "weight_decay", "adam_", "aux_", "seq_aux", "z_loss", "bias_rate"),
+        *("warmup", "decay_", "clip_", "val_", "max_bad", "initial_loss", "loss_scale", "mtp_weight"),
+    )
 )
+
+
+def _has_control(path: str) -> bool:
+    if path in ("model", "target"):
+        return True
+    return path.startswith(_PREFIXES) and path not in _CLOSED and not path.startswith(_WITHOUT_EFFECT)
+
+
+EXPLORED = frozenset(path for path in FIELDS if _has_control(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
     """What the command line brought: fields of a plan, and its model and chip where they come from files."""
 
-    fields: Fields
+    fields: Fields  # that have a control
     model: ModelSpec | None = None
     chip: ChipSpec | None = None
+    fixed: Fields = field(default_factory=dict)  # the rest of the plan, which goes with its model
 
     @classmethod
     def of_plan(cls, plan: Plan) -> "Started":
-        fields = {path: _plain(value) for path, value in plan.written if path in EXPLORED}
+        written = {path: _plain(value) for path, value in plan.written}
+        fields = {path: value for path, value in written.items() if path in EXPLORED and _fits_control(path, value)}
         fields |= {"model": plan.model_name, "target": plan.target, "cluster.chip": plan.cluster.chip}
         own_model = plan.model if plan.model_name.startswith("hf:") else None
-        return cls(fields, own_model, plan.cluster.own)
+        fixed = {path: value for path, value in written.items() if path not in fields}
+        return cls(fields, own_model, plan.cluster.own, fixed)
+
+    def completed(self, fields: Fields) -> Fields:
+        """Fields of the page with those that have no control, as long as the model is the one that was brought."""
+        return {**self.fixed, **fields} if fields.get("model") == self.fields.get("model") else fields
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _fits_control(path: str, value: Any) -> bool:
+    """A field that takes a name or a list of names has a control for the name only."""
+    return not (isinstance(value, list) and str in FIELDS[path].types)
 
 
 def checked_fields(raw: Any) -> Fields:
@@ -92,7 +118,7 @@ def read_request(fields: Fields, started: Started) -> Parsed:
     model, chip = fields.get("model"), fields.get("cluster.chip", "")
     own_model = started.model if model == started.fields.get("model") else None
     own_chip = started.chip if chip == started.fields.get("cluster.chip") else None
-    if own_model is None and model not in MODELS:
+    if own_model is None and (not isinstance(model, str) or model not in MODELS):
         advice = did_you_mean(str(model), MODELS) or "choose one of the list"
         raise FindingsError(
             [Finding(rule="known-model", at="model", problem=f"no model named {shown(model)}", advice=advice)]
@@ -100,7 +126,7 @@ def read_request(fields: Fields, started: Started) -> Parsed:
     if own_chip is None and isinstance(chip, str) and is_file_name(chip):
         problem = "files of chips are for the command line"
         raise FindingsError([Finding(rule="known-value", at="cluster.chip", problem=problem, advice="choose another")])
-    parsed = parse(fields, model=own_model, own_chip=own_chip)
+    parsed = parse(started.completed(fields), model=own_model, own_chip=own_chip)
     if parsed.readable is not None:
         _check_size(parsed.readable)
     return parsed

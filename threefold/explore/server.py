@@ -5,9 +5,12 @@ question has to come as JSON and, where a browser says where from, from our own 
 limited, one answer is computed at a time, and nothing is written or sent anywhere.
 """
 
+import io
 import json
+import socket
 import sys
 import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -85,6 +88,31 @@ class ExplorerServer(ThreadingHTTPServer):
         self.server_close()
 
 
+class _ArrivingRequest(io.RawIOBase):
+    """What a client sends. All of a request has to arrive within `CONNECTION_SECONDS`: a limit for each read alone
+    would let a client that sends a byte now and then hold its connection for ever."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.begin()
+
+    def begin(self) -> None:
+        self._until = time.monotonic() + CONNECTION_SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request did not arrive in time")
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(CONNECTION_SECONDS)  # for the answer
+
+
 class Handler(BaseHTTPRequestHandler):
     """GET / is the page; POST /answer, /layouts and /fixes take the fields of a plan."""
 
@@ -92,6 +120,15 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "threefold", ""
     protocol_version = "HTTP/1.1"
     timeout = CONNECTION_SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self._arriving = _ArrivingRequest(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def handle_one_request(self) -> None:
+        self._arriving.begin()
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         if self._is_ours() and self.path in ("/", "/index.html"):

@@ -13,9 +13,11 @@ from threefold.findings import Finding, FindingsError, did_you_mean
 from threefold.safe_files import read_json
 from threefold.spec import hf_planned, hf_readers
 from threefold.spec.hf_defaults import CLASSES, COMPOSITE_TIED, VISION_FIELDS, VISION_TOKENS
+from threefold.spec.hf_families.check_spec import check_heads, check_routing, check_sizes, check_vision
+from threefold.spec.hf_families.gemma4 import read_gemma4
 from threefold.spec.hf_families.mixture_readers import MIXTURE_READERS
 from threefold.spec.hf_fields import Fields, complete
-from threefold.spec.model import ModelSpec, check_heads, check_routing, check_sizes, check_vision
+from threefold.spec.model import ModelSpec
 
 
 def model_from_config(path: Path) -> ModelSpec:
@@ -85,7 +87,8 @@ READERS: dict[str, Reader] = {
     **MIXTURE_READERS,
     "deepseek_v3": hf_readers.read_deepseek,
     "deepseek_v32": hf_planned.read_deepseek_v32,
-    "gemma4": hf_planned.read_gemma4,
+    "gemma4": read_gemma4,
+    "gemma4_text": read_gemma4,
     "glm_moe_dsa": hf_planned.read_glm_moe_dsa,
     "gpt_oss": hf_readers.read_gpt_oss,
     "kimi_k2": hf_readers.read_deepseek,

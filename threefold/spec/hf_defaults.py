@@ -12,6 +12,7 @@ from threefold.spec.hf_families.config_class import NO_DROPOUT as _NO_DROPOUT
 from threefold.spec.hf_families.config_class import REQUIRED as REQUIRED
 from threefold.spec.hf_families.config_class import ROPE as _ROPE
 from threefold.spec.hf_families.config_class import HfClass
+from threefold.spec.hf_families.gemma4 import GEMMA4_TEXT
 from threefold.spec.hf_families.mixture_defaults import MIXTURE_CLASSES
 
 READ_FROM = "transformers 5.22.2"
@@ -127,6 +128,8 @@ QWEN3_NEXT = HfClass(
     only=_SPARSE,
     extra={**_DELTA_EXTRA, "partial_rotary_factor": 0.25},
 )
+# Keys of DeepSeek's own code, which transformers passes over.
+_DEEPSEEK_CODE = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 DEEPSEEK_V3 = HfClass(
     defaults={
         **_BASE,
@@ -152,8 +155,7 @@ DEEPSEEK_V3 = HfClass(
     },
     only={**_NO_DROPOUT, "attention_bias": False},
     aliases={"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
-    # The last three are of DeepSeek's own code; transformers passes them over.
-    extra={**_ROPE, "head_dim": None, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    extra={**_ROPE, "head_dim": None, **_DEEPSEEK_CODE},
     null_means={**_NULL_HEADS, "q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False},
 )
 GPT_OSS = HfClass(
@@ -239,9 +241,12 @@ GLM_MOE_DSA = HfClass(
     extra={
         **_ROPE,
         "num_nextn_predict_layers": None,
-        "rope_interleave": True,
         "index_topk_pattern": None,
         "index_topk_freq": None,
+        # Published files have them; transformers rotates neighbouring dimensions whatever they say.
+        "rope_interleave": True,
+        "indexer_rope_interleave": True,
+        **_DEEPSEEK_CODE,
     },
 )
 DEEPSEEK_V32 = HfClass(
@@ -254,43 +259,8 @@ DEEPSEEK_V32 = HfClass(
     only=GLM_MOE_DSA.only,
     unread=GLM_MOE_DSA.unread,
     aliases=GLM_MOE_DSA.aliases,
-    extra=GLM_MOE_DSA.extra,
+    extra={name: value for name, value in GLM_MOE_DSA.extra.items() if name != "indexer_rope_interleave"},
 )
-GEMMA4_TEXT = HfClass(
-    defaults={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "rope_parameters": None,
-        "intermediate_size": 9216,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "sliding_window": 512,
-        "layer_types": None,
-        "hidden_size_per_layer_input": 256,
-        "attention_k_eq_v": False,
-        "enable_moe_block": False,
-        "num_experts": None,
-        "top_k_experts": None,
-        "moe_intermediate_size": None,
-    },
-    only={**_NO_DROPOUT, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
-    unread=frozenset(
-        {
-            "max_position_embeddings",
-            "final_logit_softcapping",
-            "use_bidirectional_attention",
-            "vocab_size_per_layer_input",  # of embeddings per layer, which are refused
-        }
-    ),
-    extra={"global_head_dim": 512, "num_global_key_value_heads": None, "per_layer_config": None},
-)
-GEMMA4_ROPE: dict[str, dict[str, Any]] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
 NEMOTRON_H = HfClass(
     defaults={
         "layers_block_type": None,
@@ -361,6 +331,7 @@ CLASSES = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v32": DEEPSEEK_V32,
     "gemma4": GEMMA4_TEXT,
+    "gemma4_text": GEMMA4_TEXT,
     "glm_moe_dsa": GLM_MOE_DSA,
     "gpt_oss": GPT_OSS,
     "kimi_k2": DEEPSEEK_V3,  # its own code is a copy of DeepSeek's

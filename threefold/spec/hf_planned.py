@@ -1,11 +1,11 @@
-"""Readers of families with parts of their own: rotary positions of pictures, an indexer, Mamba layers, Gemma 4, which
-the engine does not train yet; and of the image encoders."""
+"""Readers of families with parts of their own: rotary positions of pictures, an indexer, Mamba layers; and of the image
+encoders."""
 
 import reprlib
 from dataclasses import replace
 from typing import Any
 
-from threefold.spec.hf_defaults import GEMMA4_ROPE, VISION_ONLY
+from threefold.spec.hf_defaults import VISION_ONLY
 from threefold.spec.hf_fields import Fields
 from threefold.spec.hf_readers import (
     activation_name,
@@ -16,9 +16,9 @@ from threefold.spec.hf_readers import (
     read_deepseek,
     read_qwen3_moe,
     read_qwen3_next,
-    sliding_window,
+    refuse_others,
 )
-from threefold.spec.model import GqaSpec, IndexerSpec, MambaSpec, MoeSpec, VisionSpec, VisionTokens
+from threefold.spec.model import GqaSpec, IndexerSpec, MambaSpec, VisionSpec, VisionTokens
 
 
 def read_qwen3_vl_moe(c: Fields) -> dict[str, Any]:
@@ -40,81 +40,31 @@ def _with_sections(attention: GqaSpec, c: Fields, default: tuple[int, ...]) -> G
 
 
 def read_glm_moe_dsa(c: Fields) -> dict[str, Any]:
+    refuse_others(c, {"indexer_rope_interleave": True})
     parts = read_deepseek_v32(c)
-    indexer = parts["attention"].indexer
-    if indexer is not None:
-        types, pattern, freq = c["indexer_types"], c["index_topk_pattern"], c["index_topk_freq"]
-        is_reused = any(kind in ("S", "shared") for kind in types or pattern or ()) or (
-            types is None and pattern is None and (freq or 1) > 1
-        )
-        indexer = replace(indexer, rope_pairs=True, is_reused=is_reused)
-    return {**parts, "family": "glm_moe_dsa", "attention": replace(parts["attention"], indexer=indexer)}
+    attention = parts["attention"]
+    types, pattern, freq = c["indexer_types"], c["index_topk_pattern"], c["index_topk_freq"]
+    is_reused = any(kind in ("S", "shared") for kind in types or pattern or ()) or (
+        types is None and pattern is None and (freq or 1) > 1
+    )
+    indexer = replace(attention.indexer, rope_pairs=True, is_reused=is_reused)
+    return {**parts, "family": "glm_moe_dsa", "attention": replace(attention, indexer=indexer)}
 
 
 def read_deepseek_v32(c: Fields) -> dict[str, Any]:
-    indexer = IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"]) if c["index_topk"] else None
+    refuse_others(c, {"rope_interleave": True})
+    indexer = IndexerSpec(c["index_n_heads"], c["index_head_dim"], c["index_topk"])
     dense = c["first_k_dense_replace"]
     if (types := c["mlp_layer_types"]) is not None:
-        dense = list(types).count("dense")
-        if layer_pattern(types, {"dense": "-", "sparse": "E"}, num_layers(c)) != "-" * dense + "E" * (
-            len(types) - dense
-        ):
+        pattern = layer_pattern(types, {"dense": "-", "sparse": "E"}, num_layers(c))
+        dense = pattern.count("-")
+        if "E-" in pattern:
             raise ValueError("dense layers behind sparse ones (mlp_layer_types) are not supported")
-    parts = read_deepseek({**c, "first_k_dense_replace": dense, "num_mtp_layers": c["num_nextn_predict_layers"] or 0})
-    if indexer is not None and indexer.head_dim < parts["attention"].rope_dim:
+    changed = {"first_k_dense_replace": dense, "num_mtp_layers": c["num_nextn_predict_layers"] or 0}
+    parts = read_deepseek({**c, **changed, "rope_interleave": True})
+    if indexer.head_dim < parts["attention"].rope_dim:
         raise ValueError(f"index_head_dim {indexer.head_dim} is less than the dims that turn, qk_rope_head_dim")
     return {**parts, "family": "deepseek_v32", "attention": replace(parts["attention"], indexer=indexer)}
-
-
-def read_gemma4(c: Fields) -> dict[str, Any]:
-    if not c["enable_moe_block"]:
-        raise ValueError("only the Mixture-of-Experts members of Gemma 4 are supported (enable_moe_block)")
-    if c["hidden_size_per_layer_input"]:
-        raise ValueError("embeddings per layer (hidden_size_per_layer_input) are not supported")
-    count, act = num_layers(c), activation_name(c, "hidden_activation")
-    default = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
-    letters = {"sliding_attention": "w", "full_attention": "t"}
-    types = list(default if c["layer_types"] is None else c["layer_types"])
-    return {
-        "family": "gemma4",
-        "num_layers": count,
-        "pattern": layer_pattern([*types[:-1], "full_attention"], letters, count),  # transformers forces the last one
-        "attention": _gemma4_attention(c, "full_attention", shared_kv=c["attention_k_eq_v"]),
-        "local_attention": _gemma4_attention(c, "sliding_attention", window=sliding_window(c)),
-        "moe": MoeSpec(
-            num_experts=c["num_experts"],
-            top_k=c["top_k_experts"],
-            expert_dim=c["moe_intermediate_size"],
-            num_shared=1,
-            shared_dim=c["intermediate_size"],
-        ),
-        "activation": {"gelu_pytorch_tanh": "gelu_tanh"}.get(act, act),
-        "norm_eps": float(c["rms_norm_eps"]),
-    }
-
-
-def _gemma4_attention(c: Fields, kind: str, **extra: Any) -> GqaSpec:
-    """Global layers have heads of their own size, and rotate a part of them."""
-    full = kind == "full_attention"
-    rope = (c["rope_parameters"] or GEMMA4_ROPE)[kind]
-    sizes = {"num_key_value_heads": c["num_key_value_heads"], "head_dim": c["head_dim"]}
-    if full and c["per_layer_config"] is not None:
-        for override in c["per_layer_config"].values():
-            sizes |= {name: override[name] for name in sizes if name in override}
-    elif full:
-        sizes["head_dim"] = c["global_head_dim"]
-        if c["attention_k_eq_v"] and c["num_global_key_value_heads"] is not None:
-            sizes["num_key_value_heads"] = c["num_global_key_value_heads"]
-    return GqaSpec(
-        num_heads=c["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        head_dim=sizes["head_dim"],
-        qk_norm=True,
-        bias=c["attention_bias"],
-        rope_theta=float(rope["rope_theta"]),
-        rope_fraction=float(rope.get("partial_rotary_factor") or 1.0),
-        **extra,
-    )
 
 
 _NEMOTRON = {"mamba": "M", "linear_attention": "M", "moe": "E", "attention": "*", "full_attention": "*", "mlp": "-"}

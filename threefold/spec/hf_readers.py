@@ -164,10 +164,16 @@ def group_limited_moe(c: Fields, **extra: Any) -> MoeSpec:
     )
 
 
-def read_deepseek(c: Fields) -> dict[str, Any]:
-    for key, only in (("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if c.get(key, only) not in (None, only):
+def refuse_others(c: Fields, supported: dict[str, Any]) -> None:
+    """Raise ValueError where a key of a family's own code has another value than the one that transformers runs."""
+    for key, only in supported.items():
+        values = c[key] if isinstance(c[key], list) else [c[key]]
+        if any(value not in (None, only) for value in values):
             raise ValueError(f"{key} {reprlib.repr(c[key])} is not supported, only {only!r}")
+
+
+def read_deepseek(c: Fields) -> dict[str, Any]:
+    refuse_others(c, {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     return {
         "family": "deepseek_v3",
         "num_layers": c["num_hidden_layers"],

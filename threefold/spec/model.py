@@ -1,12 +1,8 @@
 """What a model is: its shape as published, and nothing about how it is run."""
 
-import math
-import reprlib
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, get_type_hints
-
-from threefold.fields import MAX_INT, MAX_LAYERS
+from typing import Literal
 
 Mixer = Literal["attention", "window", "delta", "mamba", "none"]
 Ffn = Literal["dense", "moe", "none"]
@@ -33,6 +29,7 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # those below original_len / this are left alone; between, a ramp
     short_factor: tuple[float, ...] = ()  # of longrope: what each frequency is divided by, up to original_len
     long_factor: tuple[float, ...] = ()  # and beyond it
+    turning_fraction: float = 1.0  # of proportional: the part of the frequencies, from the first on, that is not zero
 
     @property
     def depends_on_length(self) -> bool:
@@ -48,6 +45,8 @@ class GqaSpec:
     num_kv_heads: int
     head_dim: int
     qk_norm: bool = False
+    v_norm: bool = False  # an RMS norm of each head of values, without weights (Gemma 4)
+    out_norm: bool = False  # a norm of what attention adds to the residual stream (Gemma 4)
     qk_norm_over: Literal["head", "projection"] = "head"  # one norm of all heads together: OLMoE, MiniMax-M2
     norm_after_rope: bool = False  # norms of queries and keys behind the rotation (Hunyuan), which else comes last
     bias: bool = False  # on q, k, v and the output projection
@@ -189,6 +188,10 @@ class MoeSpec:
     balance_bias: bool = False  # the aux-loss-free bias on selection, not on the weights
     bias: bool = False  # on router and expert projections
     latent_dim: int | None = None  # experts work on a down-projection of the token
+    # Gemma 4: router, routed and shared experts read the normed tokens times weights of their own; both outputs have a
+    # norm, and so has their sum.
+    own_norms: bool = False
+    expert_scale: bool = False  # a learnt factor of each expert on the weights of the tokens that chose it
 
     @property
     def shared_width(self) -> int:
@@ -292,6 +295,8 @@ class ModelSpec:
     init_std: float = 0.02  # standard deviation of initial weights
     embed_scale: float = 1.0  # embedded tokens are multiplied by it (Granite)
     logit_divisor: float = 1.0  # logits over the vocabulary are divided by it (Granite)
+    logit_softcap: float | None = None  # logits z over the vocabulary become softcap * tanh(z / softcap) (Gemma 4)
+    layer_scale: bool = False  # each layer's output is multiplied by a stored number that is not trained (Gemma 4)
     vocab_multiple: int = 128  # Megatron pads the vocabulary to a multiple of this and TP
     vision: VisionSpec | None = None
     published_total: float | None = None  # parameters as the authors state them
@@ -323,77 +328,3 @@ class ModelSpec:
         moe = replace(self.moe, num_experts=num_experts) if self.moe and num_experts else self.moe
         model = replace(self, moe=moe, published_total=None, published_active=None)
         return replace(model, **changes)  # type: ignore[arg-type]
-
-
-def check_sizes(spec: Any, at: str = "") -> None:
-    """Raise ValueError where a spec made from a file holds something that is no size."""
-    hints = get_type_hints(type(spec))
-    for f in fields(spec):
-        value, hint, name = getattr(spec, f.name), hints[f.name], f"{at}{f.name}"
-        if is_dataclass(value):
-            check_sizes(value, f"{name}.")
-        elif hint == tuple[int, ...]:
-            for size in value:
-                _check_size(name, size, least=0, most=MAX_INT)
-        elif hint == tuple[float, ...]:
-            if not all(number > 0 and math.isfinite(number) for number in value):
-                raise ValueError(f"{name} is {reprlib.repr(value)}, not positive numbers")
-        elif hint is int or (hint == int | None and value is not None):
-            least = 1 if f.default is MISSING else 0
-            _check_size(name, value, least, most=MAX_LAYERS if f.name.endswith("layers") else MAX_INT)
-        elif hint is float and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}, not a positive number")
-
-
-def check_heads(model: ModelSpec) -> None:
-    """Raise ValueError where heads do not share keys evenly, as every implementation takes for granted."""
-    shared = [(a.num_heads, "heads", a.num_kv_heads, "key/value heads") for a in _grouped(model)]
-    if delta := model.delta:
-        shared.append((delta.num_v_heads, "value heads", delta.num_k_heads, "key heads"))
-    if mamba := model.mamba:
-        shared.append((mamba.num_heads, "Mamba heads", mamba.num_groups, "groups"))
-    for heads, kind, keys, name in shared:
-        if heads % keys:
-            raise ValueError(f"{heads} {kind} cannot share {keys} {name} evenly")
-    for spec in _grouped(model):
-        for name in ("clip_qkv", "scale"):
-            value = getattr(spec, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} of the attention heads is {value}, not a positive number")
-
-
-def check_vision(model: ModelSpec) -> None:
-    """Raise ValueError where an image encoder has heads, positions or deepstack layers that it cannot have."""
-    vision = model.vision
-    if vision is None:
-        return
-    if vision.dim % vision.num_heads or vision.dim // vision.num_heads % 4:
-        problem = f"{vision.dim} over {vision.num_heads} heads of the image encoder"
-        raise ValueError(f"{problem} is no multiple of 4, in which rows and columns turn pairs of numbers")
-    if math.isqrt(vision.num_positions) ** 2 != vision.num_positions:
-        raise ValueError(f"{vision.num_positions} positions of the image encoder are no square")
-    if any(layer >= vision.depth for layer in vision.deepstack) or len(set(vision.deepstack)) < len(vision.deepstack):
-        raise ValueError(f"deepstack layers {vision.deepstack} are not different layers of {vision.depth}")
-
-
-def check_routing(model: ModelSpec) -> None:
-    """Raise ValueError where tokens cannot choose as many experts as they shall."""
-    moe = model.moe
-    if moe is None:
-        return
-    if moe.num_groups < 1 or moe.num_experts % moe.num_groups:
-        raise ValueError(f"{moe.num_experts} experts do not fall into {moe.num_groups} groups of one size")
-    if not 1 <= moe.top_groups <= moe.num_groups:
-        raise ValueError(f"a token cannot use {moe.top_groups} of {moe.num_groups} groups of experts")
-    choice = moe.num_experts // moe.num_groups * moe.top_groups
-    if moe.top_k > choice:
-        raise ValueError(f"a token cannot choose {moe.top_k} of {choice} experts")
-
-
-def _grouped(model: ModelSpec) -> list[GqaSpec]:
-    return [spec for spec in (model.attention, model.local_attention) if isinstance(spec, GqaSpec)]
-
-
-def _check_size(name: str, size: Any, least: int, most: int) -> None:
-    if type(size) is not int or not least <= size <= most:
-        raise ValueError(f"{name} is {reprlib.repr(size)}, not a whole number from {least} to {most}")

@@ -441,17 +441,27 @@ GEMMA_4_26B = ModelSpec(
         num_kv_heads=2,
         head_dim=512,
         qk_norm=True,
+        v_norm=True,
+        out_norm=True,
+        scale=1.0,
         shared_kv=True,
         rope_theta=1e6,
-        rope_fraction=0.25,
+        rope_scaling=RopeScaling(1.0, 1, "proportional", turning_fraction=0.25),
     ),
-    local_attention=GqaSpec(num_heads=16, num_kv_heads=8, head_dim=256, qk_norm=True, window=1024),
-    moe=MoeSpec(num_experts=128, top_k=8, expert_dim=704, num_shared=1, shared_dim=2112),
+    local_attention=GqaSpec(
+        num_heads=16, num_kv_heads=8, head_dim=256, qk_norm=True, v_norm=True, out_norm=True, scale=1.0, window=1024
+    ),
+    moe=MoeSpec(
+        num_experts=128, top_k=8, expert_dim=704, num_shared=1, shared_dim=2112, own_norms=True, expert_scale=True
+    ),
     activation="gelu_tanh",
     tied=True,
+    embed_scale=2816**0.5,
+    logit_softcap=30.0,
+    layer_scale=True,
     published_total=25.2e9,
     published_active=3.8e9,
-    approximate="layers and heads inferred from the published totals; extra norms and the vision encoder left out",
+    approximate="layers, heads and softcap inferred from the published totals and members; no vision encoder",
     source="Megatron Bridge tests/unit_tests/models/gemma_vl/test_gemma4_vl_bridge.py; Gemma4TextConfig defaults",
 )
 

@@ -93,8 +93,9 @@ def mixer_params(model: ModelSpec, layer: Layer) -> int:
 
 
 def norm_params(model: ModelSpec, layer: Layer) -> int:
-    """One norm before the mixer, one before the feed-forward part."""
-    return _norm_width(model) * ((layer.mixer != "none") + (layer.ffn != "none"))
+    """One norm before the mixer and one before the feed-forward part; Gemma 4's experts have five."""
+    num_of_ffn = 5 if layer.ffn == "moe" and _moe(model).own_norms else int(layer.ffn != "none")
+    return _norm_width(model) * ((layer.mixer != "none") + num_of_ffn)
 
 
 def _norm_width(model: ModelSpec) -> int:
@@ -122,9 +123,10 @@ def shared_params(model: ModelSpec) -> int:
 
 
 def router_params(model: ModelSpec) -> int:
-    """The routing matrix. The aux-loss-free bias is not counted: no gradient reaches it."""
+    """The routing matrix and Gemma 4's scales. The aux-loss-free bias is not counted: no gradient reaches it."""
     moe = _moe(model)
-    return moe.num_experts * (model.dim + (1 if moe.bias else 0))
+    scales = (model.dim if moe.own_norms else 0) + (moe.num_experts if moe.expert_scale else 0)
+    return moe.num_experts * (model.dim + (1 if moe.bias else 0)) + scales
 
 
 def mtp_params(model: ModelSpec) -> int:
@@ -160,7 +162,8 @@ def _gqa(spec: GqaSpec, dim: int) -> int:
     widths = spec.q_dim + spec.kv_dim if spec.qk_norm_over == "projection" else 2 * spec.head_dim
     norms = widths if spec.qk_norm else 0
     sinks = spec.num_heads if spec.sinks else 0
-    return dim * (q_out + kv_out) + spec.q_dim * dim + bias + norms + sinks
+    out_norm = dim if spec.out_norm else 0
+    return dim * (q_out + kv_out) + spec.q_dim * dim + bias + norms + out_norm + sinks
 
 
 def _mla(spec: MlaSpec, dim: int) -> int:

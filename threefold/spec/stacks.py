@@ -34,6 +34,7 @@ STACKS = {
                 "deepseek_v32",
                 "dots1",
                 "ernie4_5_moe",
+                "gemma4",
                 "glm4_moe",
                 "glm_moe_dsa",
                 "gpt_oss",
@@ -78,11 +79,12 @@ STACKS = {
 }
 
 
-ENGINE_ACTIVATIONS = ("silu", "clamped swiglu", "relu2")  # those of `engine/moe/experts.py`
-ENGINE_DENSE_ACTIVATIONS = ("silu", "relu2")  # those of `engine/layers/mlp.py`
+ENGINE_ACTIVATIONS = ("silu", "clamped swiglu", "relu2", "gelu_tanh")  # those of `engine/moe/experts.py`
+ENGINE_DENSE_ACTIVATIONS = ("silu", "relu2", "gelu_tanh")  # those of `engine/layers/mlp.py`
 ENGINE_UNGATED = ("relu2",)  # those of networks without a gate; all others have one
+FUSED_ACTIVATIONS = ("silu", "clamped swiglu")  # those of the fused expert kernels
 # The last one is what transformers calls `dynamic` with an alpha.
-ENGINE_ROPE_SCALING = ("yarn", "llama3", "linear", "dynamic", "longrope", "ntk_alpha")
+ENGINE_ROPE_SCALING = ("yarn", "llama3", "linear", "dynamic", "longrope", "proportional", "ntk_alpha")
 
 
 def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -132,7 +134,7 @@ def _rope_scaling(model: ModelSpec) -> str | None:
 # What Megatron Bridge turns into its own (`models/conversion/model_bridge.py`, and the bridge of Llama), beside the
 # activations that it has for GPT-OSS and Gemma 4 alone. It refuses other activations, and goes without other scalings.
 BRIDGE_ACTIVATIONS = ("silu", "gelu", "relu", "relu2", "tanh", "gelu_pytorch_tanh", "clamped swiglu", "gelu_tanh")
-BRIDGE_ROPE_SCALING = {"llama": ("yarn", "llama3")}
+BRIDGE_ROPE_SCALING = {"llama": ("yarn", "llama3"), "gemma4": ("proportional",)}
 
 
 def bridge_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,10 @@ from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid, DynamicS
 from threefold.engine.data.dynamic_cp.pack_step import Document, Round, pack_step
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.packing import Sample, pad_sample
+from threefold.engine.dist.mesh import Mesh
+from threefold.engine.run.throughput import Throughput
+from threefold.layout.degrees import Layout
+from threefold.spec.flops import flops_per_token
 
 
 def square(length: int) -> float:
@@ -155,6 +159,16 @@ def test_rows_hold_the_tokens_of_the_samples(samples: dict[int, list[int]], dp: 
         for place in range(length)
     ]
     assert found == dict.fromkeys(wanted, 24)  # once, over the ranks that share it
+
+
+def test_rows_count_the_flops_of_static_batches() -> None:
+    """So that `compare` divides the times of a dynamic and a static run of the same samples by the same work."""
+    plan = tiny_plan({"job.seq_len": 64})
+    speed = Throughput(plan, Mesh(Layout()))
+    wanted = sum(sum(n) * flops_per_token(plan.model, sum(n), plan.mtp) for n in SAMPLES.values())
+    found = [speed.count_work(batches) for batches in batches_of_all(SAMPLES, dp=2, cp=4)]
+    assert sum(work.flops for work in found) == pytest.approx(wanted)
+    assert sum(work.num_useful_tokens for work in found) == sum(map(sum, SAMPLES.values()))
 
 
 def test_padding_and_unpacked_samples_are_no_documents() -> None:

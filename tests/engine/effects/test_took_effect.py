@@ -160,6 +160,40 @@ def test_graphs_took_effect_where_they_were_replayed() -> None:
     assert "there is no GPU" in effect_of(observe(fields), "graphs.attn").evidence
 
 
+@pytest.mark.parametrize(("fused", "took", "ran"), [(False, True, "replayed"), (True, None, "nothing to record")])
+def test_rows_are_sorted_in_a_graph_or_by_fused_experts(fused: bool, took: bool | None, ran: str) -> None:
+    fields = {"knobs.graphs": ["moe_router", "moe_preprocess"], "knobs.expert_fusion": fused}
+    report = observe(fields, on_stand_in_graphs, steps_before=2)
+    effect = effect_of(report, "graphs.moe_preprocess")
+    assert (effect.took_effect, effect.ran) == (took, ran)
+    (of_rank,) = report.as_json()["graphs"]
+    assert of_rank["replays"] == {"moe_router": 4} | ({} if fused else {"moe_preprocess": 4})
+
+
+def graphs_on_the_first_rank_only(parts: Parts) -> Parts:
+    graphs = ChunkGraphs(StandIn, warmup=2 if parts.mesh.rank == 0 else 99)
+    return replace(parts, runner=Sequential(parts.model, ModelGraphs(parts.model, graphs, reduces_grads=True)))
+
+
+def observed_third_step(rank: int, plan: Plan) -> RankEvidence:
+    return run_observed(rank, plan, graphs_on_the_first_rank_only, steps_before=2)
+
+
+def test_a_rank_that_did_not_replay_is_named() -> None:
+    plan = tiny_plan({**DP, "knobs.graphs": ["attn"], "job.global_batch": 8})
+    report = RunReport(plan, run_ranks(2, observed_third_step, plan))
+    effect = effect_of(report, "graphs.attn")
+    assert (effect.took_effect, effect.ran) == (True, "replayed on some ranks")
+    assert effect.evidence.endswith("no replay on rank 1")
+    assert [(one["rank"], sum(one["replays"].values()) > 0) for one in report.as_json()["graphs"]] == [
+        (0, True),
+        (1, False),
+    ]
+    said: list[str] = []
+    report.say(said.append)
+    assert any("graphs.attn was not replayed everywhere in step 3" in line for line in said)
+
+
 def test_a_fallback_of_a_graph_has_its_reason() -> None:
     def change_a_weight(parts: Parts) -> Parts:
         parts = on_stand_in_graphs(parts)

@@ -42,7 +42,7 @@ def nothing(*_: Any) -> None:
     """In the place of a step of a replay."""
 
 
-@pytest.mark.parametrize("scopes", [EVERY, FULL], ids="+".join)
+@pytest.mark.parametrize("scopes", [EVERY, pytest.param(FULL, marks=pytest.mark.slow)], ids="+".join)
 def test_quantized_weights_are_those_of_the_step(scopes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_equal(scopes, FP8)
     for module in (graphed_function, full_iteration):
@@ -71,11 +71,42 @@ def test_a_stream_that_is_not_joined_is_seen() -> None:
 
 
 def test_the_budget_bounds_the_slots() -> None:
-    """A slot of the stand-in has two pools of 1,000 bytes; a second slot would pass 3,000."""
-    graphs = ChunkGraphs(StandIn, GraphStats(), warmup=0, max_bytes=3000.0)
-    with graphs.microbatch():
-        assert graphs.slot is not None
-        graphs.slot.num_in_flight = 1
+    """A slot of the stand-in has two pools of 1,000 bytes; a third slot would pass 5,000."""
+    graphs = ChunkGraphs(StandIn, GraphStats(), warmup=0, max_bytes=5000.0)
+    for number in range(2):
+        with graphs.microbatch():
+            assert graphs.slot is graphs.slots[number]
+            graphs.slot.num_in_flight = 1
+        with graphs.microbatch():  # before the backward of the first is recorded its memory is not known
+            assert graphs.slot is None
+        graphs.slots[number].is_sealed = True
     with graphs.microbatch():
         assert graphs.slot is None
-    assert graphs.graph_stats.fallbacks["microbatch", "no memory left in knobs.graph_memory_gb"] == 1
+    assert {reason: times for (_, reason), times in graphs.graph_stats.fallbacks.items()} == {
+        "the memory of a microbatch that is being recorded is not known yet": 2,
+        "no memory left in knobs.graph_memory_gb": 1,
+    }
+
+
+def test_the_budget_holds_where_a_pipeline_records() -> None:
+    """Three microbatches are in flight before the first backward: one after the other gets graphs, up to the budget."""
+    held = {}
+    for budget in (None, 4500.0):
+        plain, graphed = pair("qwen3_moe", ("moe_router",))
+        graphs = graphed.model_graphs.graphs
+        assert graphs is not None
+        graphs.max_bytes = budget
+        for seed in range(4):
+            for run in (graphed, plain):
+                run.model.zero_grad(set_to_none=True)
+                losses = []
+                run.model_graphs.reset()
+                for batch in batches(run.model, 3, seed):
+                    with run.model_graphs.microbatch():
+                        losses.append(run.model(batch.tokens_BS, batch.labels_BS).loss)
+                for loss in losses:
+                    loss.backward()
+            for one, other in zip(graphed.model.parameters(), plain.model.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad)
+        held[budget] = len(graphs.slots)
+    assert held == {None: 3, 4500.0: 1}  # static copies make two slots larger than that

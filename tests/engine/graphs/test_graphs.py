@@ -4,6 +4,7 @@ On the CPU a stand-in records; where there is a GPU, CUDA graphs do.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ class Run:
         found = {**sums, **{name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}}
         with torch.no_grad():
             for p in self.model.parameters():
-                p -= 0.05 * p.grad
+                if p.grad is not None:  # the indexer of sparse attention does not train
+                    p -= 0.05 * p.grad
         return found
 
 
@@ -93,10 +95,16 @@ def pair(family: str, scopes: tuple[str, ...], recorder: type = StandIn, **optio
     return plain, Run(model_of(family, scopes, **options), ChunkGraphs(recorder))
 
 
-@pytest.mark.parametrize("scopes", SCOPES, ids="+".join)
-@pytest.mark.parametrize(
-    "family", [one if one in OFTEN else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES]
-)
+def family_and_scopes() -> Iterator[Any]:
+    """Each family with each set of scopes; the widest sets of two families run by default."""
+    for family in FAMILIES:
+        for scopes in SCOPES:
+            often = family in OFTEN and scopes in SCOPES[2:]
+            name = f"{family}-{'+'.join(scopes)}"
+            yield pytest.param(family, scopes, id=name, marks=() if often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "scopes"), list(family_and_scopes()))
 def test_same_numbers(family: str, scopes: tuple[str, ...]) -> None:
     """Several steps change the weights, with gradients of two microbatches added."""
     plain, graphed = pair(family, scopes, recompute=FINE)
@@ -132,7 +140,7 @@ def test_counts_are_those_of_the_graphed_parts() -> None:
     graph_stats = graphed.model_graphs.graph_stats
     assert graph_stats is not None
     # Two layers of two pieces; six microbatches, of which two warm up.
-    assert (graph_stats.recorded, graph_stats.replays.total(), graph_stats.fallbacks.total()) == (4, 16, 0)
+    assert (graph_stats.recorded, graph_stats.num_replays, graph_stats.fallbacks.total()) == (4, 16, 0)
     # What a stand-in says it holds, and inputs: x and the tables; gradients of what left each of four pieces.
     assert graph_stats.metrics()["graphs/memory_bytes"] > StandIn.num_bytes
 
@@ -227,7 +235,7 @@ def test_microbatches_in_flight_have_slots_of_their_own() -> None:
                 loss.backward()
             found.append({name: p.grad.clone() for name, p in run.model.named_parameters()})
         same(*found)
-    assert len(graphs._slots) == 3
+    assert len(graphs.slots) == 3
     assert graphed.model_graphs.graph_stats is not None
     assert not graphed.model_graphs.graph_stats.fallbacks
 

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda_graphs import StandIn
 from oracle_layouts import FOUR, MTP1, NO_OVERLAP, TIED, Case, case
-from test_graphs import batches, pair
+from test_graphs import batches, graphed_on_ranks, pair
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.autograd.linear import use_main_grad_linears
-from threefold.engine.graphs.graphed_part import ChunkGraphs
-from threefold.engine.graphs.model_graphs import ModelGraphs
-from threefold.engine.graphs.stats import GraphStats
-from threefold.engine.models.decoder import Decoder
 from threefold.engine.schedule import microbatch_runners as runners
 from threefold.engine.verify import oracle
 from threefold.plan.plan import Plan
@@ -28,11 +23,6 @@ EVERY = ("attn", "moe_router", "moe_preprocess")
 FULL = ("full_iteration",)
 OVERLAP, DELAY = {"ep_overlap": True}, {"ep_overlap": True, "delay_wgrad": True}
 EIGHT = {"global_batch": 8}  # enough microbatches for pairs of recorded ones
-
-
-def graphed_on_ranks(model: Decoder, graph_stats: GraphStats | None = None, reduces_grads: bool = False) -> ModelGraphs:
-    """Graphs in runs of several ranks only: the one-rank reference runs eagerly."""
-    return ModelGraphs(model, ChunkGraphs(StandIn, graph_stats) if dist.get_world_size() > 1 else None, reduces_grads)
 
 
 def with_graphs(layout: Case, scopes: tuple[str, ...] = EVERY) -> Plan:
@@ -49,7 +39,7 @@ def _tallied(monkeypatch: pytest.MonkeyPatch) -> None:
         graph_stats = parts.runner.graph_stats
         if dist.get_world_size() > 1 and parts.chunks:
             asked = {scope for model in parts.chunks.values() for scope in model.options.graphs}
-            assert set(graph_stats.replays) == asked - {"moe_preprocess", "mlp"} | set(graph_stats.replays) & {"mlp"}
+            assert set(graph_stats.replays) == asked
             assert not graph_stats.fallbacks, graph_stats.summary()
         inner(parts, results)
 

@@ -105,6 +105,15 @@ def test_chunked_loss_equals_plain(chunk: int, ignored: str) -> None:
     same(loss.cross_entropy_sum(x, weight, labels, chunk), loss.reference(x, weight, labels), [x, weight])
 
 
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_chunked_loss_of_capped_logits_equals_plain(chunk: int) -> None:
+    """The cap is near the logits, so that its slope matters."""
+    x, weight, labels = leaf(17, 6), leaf(11, 6), torch.randint(0, 11, (17,))
+    labels[3:6] = loss.IGNORE
+    found = loss.cross_entropy_sum(x, weight, labels, chunk, softcap=1.5)
+    same(found, loss.reference(x, weight, labels, softcap=1.5), [x, weight])
+
+
 def test_loss_of_tied_embeddings_sums_both_gradients() -> None:
     weight, tokens = leaf(11, 6), torch.randint(0, 11, (9,))
     labels = torch.randint(0, 11, (9,))

@@ -11,6 +11,8 @@ from tiny_models import FAMILIES, config_of, spec_of
 
 from threefold.engine.layers.positions import Positions
 from threefold.engine.layers.rope import frequencies
+from threefold.engine.weights.make_hf_config import hf_config_of
+from threefold.spec.hf import model_from_dict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 8  # of training; texts have 5 and 13 tokens
@@ -58,6 +60,14 @@ def test_scalings_equal_hugging_face(family: str, kind: str, tmp_path: Path) -> 
             assert (engine(tokens).logits - logits).abs().max() <= LOGITS * logits.abs().max(), size
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_configuration_that_is_written_has_the_same_scaling(kind: str) -> None:
+    for family in WITH_ROPE:
+        table = {"rope_parameters": scaling(family, kind), "rope_scaling": None, "max_position_embeddings": 4 * CONTEXT}
+        spec = spec_of(family, **table)
+        assert model_from_dict(hf_config_of(spec), name=spec.name, source=spec.source) == spec
+
+
 def test_the_longest_document_decides() -> None:
     """Packed short documents have the frequencies of short texts, wherever they lie in the row and on which rank."""
     rope = {"rope_type": "dynamic", "factor": 4.0}
@@ -76,7 +86,6 @@ def test_the_longest_document_decides() -> None:
 def test_scalings_of_published_models_equal_hugging_face(name: str) -> None:
     import transformers
 
-    from threefold.engine.weights.make_hf_config import hf_config_of
     from threefold.spec.models import MODELS
 
     spec = MODELS[name]

@@ -88,7 +88,7 @@ def test_a_run_counts_and_names_bad_pictures(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["images"] for line in lines] == [2, 2]
     assert sum(line["bad_images"] for line in lines) == 1
-    assert "skipped 1 records and 0 pictures that could not be decoded:" in said
-    assert "skipped 1 records and 1 pictures that could not be decoded:" in said
+    assert "skipped 1 record that cannot be used:" in said
+    assert "skipped 1 record and 1 picture that cannot be used:" in said
     assert any(f"{path}:0: no readable picture" in text for text in said)
     assert any(f"{path} (byte" in text and "truncated" in text for text in said)

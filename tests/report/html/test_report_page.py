@@ -25,6 +25,7 @@ from threefold.report.html.layout_picture import num_drawn_ranks
 from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page
 from threefold.report.html.run_pictures import thinned
+from threefold.tune.ledger import open_ledger
 from threefold.units import format_bytes
 
 MOST_BYTES = 2 * 2**20
@@ -143,6 +144,41 @@ def test_a_run_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixt
         assert words in page, words
 
 
+def test_validation_losses_are_drawn_beside_the_training_loss(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", run_plan(), [0.5] * 20, [5.0 - 0.1 * i for i in range(20)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, loss in ((10, 4.75), (20, 3.25), (20, 3.125)):  # the later line of a step counts
+            file.write(json.dumps({"step": step, "eval_loss": loss, "eval/held-out/loss": loss}) + "\n")
+    run = read_run(folder)
+    assert run.validation == {"held-out": {10: 4.75, 20: 3.125}}
+    page = report_page(Subject("run", "run", view_plan(run.plan), run=run))
+    check_sound(page)
+    for words in ("validation, held-out, step 10: 4.75", "validation, held-out, step 20: 3.125", "held-out 3.1250"):
+        assert words in page, words
+    assert "3.25" not in page
+
+
+@pytest.mark.parametrize(
+    "losses", [[1e308, -1e308], [5e-324, 1e-323], [-5e-324, 0.0], [None, None], [0.0, 0.0]], ids=str
+)
+def test_numbers_that_nobody_could_draw_are_left_out(tmp_path: Path, losses: list[float | None]) -> None:
+    folder = write_run(tmp_path / "run", run_plan(), [0.5] * 300, losses * 150)
+    (folder / "loads.json").write_text(f"[[1e308, 1e308, {'9' * 400}]]")
+    run = read_run(folder)
+    page = report_page(Subject("run", "run", view_plan(run.plan), run=run))
+    check_sound(page)
+    assert not re.search(r'"[^"]*\b(nan|inf)\b[^"]*"', page)
+
+
+def test_damaged_traces_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", run_plan(), [0.5] * 20)
+    (folder / "profile").mkdir()
+    (folder / "profile" / "rank-0.json").write_text("no trace")
+    out = tmp_path / "run.html"
+    assert command("report", str(folder), "--out", str(out), capsys=capsys)[0] == 0
+    assert "Its traces are left out: it is no trace" in out.read_text()
+
+
 def test_traces_of_a_run_are_on_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """30 us of GEMMs, then 70 us of an exchange that nothing hides."""
     folder = write_run(tmp_path / "run", run_plan(), [0.5] * 20)
@@ -171,6 +207,29 @@ def test_a_tuning_shows_every_verdict_with_its_interval(tmp_path: Path, capsys: 
         low, high = one["interval"]
         assert f"{low:+.1%} to {high:+.1%}" in page
     assert page.count("ms a step</title>") == sum(bool(row.measurement.steps) for row in found.trials)
+
+
+def test_a_tuning_shows_its_plan_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "tuning", tmp_path / "tuning.html"
+    plan = tuned(FakeMeasurer(), folder).baseline
+    command("report", str(folder), "--out", str(out), capsys=capsys)
+    page = out.read_text()
+    assert "There is no plan on this page" in page
+    assert "the rules accept" not in page
+    with open_ledger(folder) as ledger:
+        ledger.set_fact("contract", {"plan": plan.hash, "ranks": "all", "hardware": {"chip": "cpu"}})
+    command("report", str(folder), "--out", str(out), capsys=capsys)
+    page = out.read_text()
+    assert "No change is certain so far" in page
+    assert f"Plan {plan.hash}" in page
+    code, text, _ = command("report", str(folder), "--chip-file", str(tmp_path / "none.toml"), capsys=capsys)
+    assert (code, "none.toml" in text) == (1, True)
+    (folder / "winner.toml").write_text(dump_plan(plan))
+    (folder / "result.json").write_text('{"speedup": 1.25, "interval": [1.2, 1e400]}')
+    command("report", str(folder), "--out", str(out), capsys=capsys)
+    page = out.read_text()
+    assert "The plan below is the winner." in page
+    assert "Speedup" not in page  # an interval that is none
 
 
 def test_a_ledger_outside_its_folder_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,8 @@ def _heads_exchange_seconds(plan: Plan, payload: float, rates: Rates) -> float:
 
 
 def _first_cp_comm(plan: Plan) -> str:
-    return plan.knobs.cp_comm if isinstance(plan.knobs.cp_comm, str) else plan.knobs.cp_comm[0]
+    kind = plan.knobs.cp_comm
+    return kind if isinstance(kind, str) else (kind or ("p2p",))[0]  # a rule refuses an empty list
 
 
 def _latent_groups(plan: Plan) -> tuple[int, int]:

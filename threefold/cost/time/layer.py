@@ -184,10 +184,18 @@ def _attention_seconds(plan: Plan, layer: Layer, work: Work, rates: Rates) -> fl
         parts = 1 if plan.knobs.cp_comm == "a2a" else plan.layout.cp  # a kernel sees one of them, or all in fewer heads
         fraction /= 1 + rates.attention_tokens * parts / plan.job.seq_len
     # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often.
-    seconds = 3.5 * work.attention_flops * (1 + 64 / head) / 1.5 / (peak * fraction)
+    seconds = 3.5 * work.attention_flops * _masked_work(plan) * (1 + 64 / head) / 1.5 / (peak * fraction)
     if STACK_TRAITS[plan.target].sinks_slow_attention and not plan.knobs.fp8_attention:
         seconds += work.sink_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
     return seconds
+
+
+def _masked_work(plan: Plan) -> float:
+    """FLOPs of attention with the keys that an indexer did not choose, over those of the chosen keys alone."""
+    spec = plan.model.attention
+    if not isinstance(spec, MlaSpec) or spec.indexer is None or not STACK_TRAITS[plan.target].scores_unchosen_keys:
+        return 1.0
+    return max(1.0, plan.job.seq_len / (2 * spec.indexer.top_k))
 
 
 def _layer_parts(

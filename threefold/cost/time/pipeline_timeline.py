@@ -9,6 +9,7 @@ work of a chunk, input and weight gradients for a third each, and recompute come
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from threefold.cost.memory.threefold.delayed_wgrad import splits_backward, splits_some_backwards
 from threefold.cost.memory.threefold.schedule import dualpipev_order, forward_chunk_order
@@ -23,8 +24,7 @@ from threefold.plan.plan import Plan
 MOST_PASSES = 8000  # of a timeline; a larger one is drawn with fewer microbatches, or not at all
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass of a microbatch through a chunk."""
 
     kind: str  # "forward", "backward", "dgrad" or "wgrad"
@@ -35,8 +35,7 @@ class Pass:
 Together = tuple[Pass, ...]  # one pass, or the forward and backward that EP overlap runs at the same time
 
 
-@dataclass(frozen=True, slots=True)
-class TimedPass:
+class TimedPass(NamedTuple):
     """Passes of a rank with their time in seconds from the start of the step."""
 
     passes: Together
@@ -83,7 +82,7 @@ def drawn_microbatches(plan: Plan) -> int:
     if layout.pipeline_schedule == "dualpipev":
         return min(count, 3 * layout.pp)
     size = forward_chunk_order(layout.pp, 1, count)[0]  # microbatches of a round
-    return min(count, 2 * size)
+    return min(count, 2 * size if 6 * size * layout.chunks <= MOST_PASSES else size)
 
 
 def stage_passes(
@@ -165,10 +164,10 @@ def timed_passes(order: Sequence[Sequence[Together]], seconds: dict[tuple[str, i
         for number, rank in enumerate(order):
             while places[number] < len(rank):
                 group = rank[places[number]]
-                needs = list(chain.from_iterable(_needs(one, last) for one in group))
+                needs = [need for one in group for need in _needs(one, last)]
                 if any(need not in ended for need in needs):
                     break
-                start = max([free[number], *(ended[need] for need in needs)])
+                start = max([free[number], *[ended[need] for need in needs]])
                 end = start + sum(seconds[one.kind, one.chunk] for one in group)
                 for one in group:
                     if one.kind != "wgrad":
@@ -180,14 +179,15 @@ def timed_passes(order: Sequence[Sequence[Together]], seconds: dict[tuple[str, i
     return found
 
 
-def _needs(one: Pass, last: int) -> Iterator[tuple[bool, int, int]]:
+def _needs(one: Pass, last: int) -> list[tuple[bool, int, int]]:
     """What has to be over before a pass, as keys of `ended`: whether it is a forward, the chunk, the microbatch."""
-    if one.kind == "forward" and one.chunk > 0:
-        yield True, one.chunk - 1, one.microbatch
-    elif one.kind in ("backward", "dgrad"):
-        yield True, one.chunk, one.microbatch
-        if one.chunk < last:
-            yield False, one.chunk + 1, one.microbatch
+    kind, chunk, microbatch = one
+    if kind == "forward":
+        return [(True, chunk - 1, microbatch)] if chunk > 0 else []
+    if kind == "wgrad":
+        return []
+    forward = (True, chunk, microbatch)
+    return [forward, (False, chunk + 1, microbatch)] if chunk < last else [forward]
 
 
 def _pass_seconds(plan: Plan, step: StepTime) -> dict[tuple[str, int], float]:

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.schedule.microbatch_runners import ChunkForward
 
 _MAX_SEQUENCE_NUMBER = 2**63  # nodes that accumulate into `.grad` have numbers from here on and belong to no module
@@ -97,8 +99,19 @@ class OriginTracker:
         before = register_module_forward_pre_hook(self._enter)
         # The hook must also run after an exception, because a recompute stops early by raising one.
         after = register_module_forward_hook(self._leave, always_call=True)
+        compute_routed = MoeLayer.compute_routed
+
+        def tracked(layer: MoeLayer, *args: Any) -> Any:
+            """A CUDA graph of the router calls this method of the layer, and not its forward."""
+            self._enter(layer, args)
+            try:
+                return compute_routed(layer, *args)
+            finally:
+                self._leave(layer, args, True)
+
         try:
-            yield
+            with mock.patch.object(MoeLayer, "compute_routed", tracked):
+                yield
         finally:
             before.remove()
             after.remove()

@@ -19,6 +19,7 @@ from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.engine.precision.low_precision_linear import LinearPrecision
 from threefold.engine.precision.weight_cache import WeightCache
+from threefold.engine.schedule.microbatch_runners import Overlapped, Pipelined, Sequential
 from threefold.plan.terms import MEMORY_TERMS
 
 # Part of a module path -> term. The first match counts, so the more specific parts come first.
@@ -113,6 +114,19 @@ def label_quantized_weights(tracker: MemoryTracker, parts: Parts) -> None:
                 if isinstance(attribute, LinearPrecision | LowPrecisionExperts):
                     for x in _tensors(attribute):
                         tracker.label(x, "quantised_weights", path)
+
+
+def label_static_copies(tracker: MemoryTracker, parts: Parts) -> None:
+    """Label the inputs and output gradients that CUDA graphs read at fixed addresses."""
+    runner = parts.runner
+    if isinstance(runner, Pipelined):
+        graphs = [chunk.model_graphs.graphs for chunk in runner.chunks.values()]
+    else:
+        assert isinstance(runner, Sequential | Overlapped)
+        graphs = [runner.model_graphs.graphs]
+    for slot in (slot for chunk_graphs in graphs if chunk_graphs is not None for slot in chunk_graphs.slots):
+        for x in slot.static_copies:
+            tracker.label(x, "graphs", "input of a CUDA graph")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

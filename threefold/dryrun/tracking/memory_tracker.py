@@ -6,7 +6,8 @@ peak can be listed after the step. `rehearse_rank` uses it on meta tensors, `mea
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from threefold.dryrun.tracking.allocation_origin import Origin, OriginTracker
+from threefold.dryrun.tracking.graph_pool import GraphPool
 
 _GET_DEVICE = torch.ops.prim.device.default
 
@@ -22,13 +24,14 @@ _GET_DEVICE = torch.ops.prim.device.default
 class Allocation:
     """One storage: its size now, its origin and, once it is labelled, its memory term and the name of its tensor."""
 
-    __slots__ = ("dtype", "name", "num_bytes", "operation", "origin", "shape", "term")
+    __slots__ = ("dtype", "name", "num_bytes", "operation", "origin", "pool", "shape", "term")
 
     def __init__(self, num_bytes: int, origin: Origin, operation: Any, shape: tuple[int, ...], dtype: Any) -> None:
         self.num_bytes, self.origin, self.operation = num_bytes, origin, operation
         self.shape, self.dtype = shape, dtype
         self.term: str | None = None
         self.name = ""
+        self.pool: GraphPool | None = None  # None: the common memory, to which freed memory returns
 
     @property
     def dtype_name(self) -> str:
@@ -79,6 +82,8 @@ class MemoryTracker(TorchDispatchMode):
         self.peak_origin = Origin("build")
         self.phase_starts: list[tuple[int, Origin]] = []  # number of changes when a phase or a microbatch starts
         self._reserved: list[Allocation] = []
+        self._pools: dict[GraphPool, Allocation] = {}  # each with the allocation that counts what the pool holds
+        self._pool: GraphPool | None = None  # in which allocations are made now
 
     def allocation(self, x: Tensor) -> Allocation | None:
         found = self.live.get(_storage(x)._cdata)
@@ -96,9 +101,26 @@ class MemoryTracker(TorchDispatchMode):
         self._reserved.append(allocation)
         self._record(allocation, self._round(size))
 
+    def make_pool(self) -> GraphPool:
+        allocation = Allocation(0, self.origins.current(), "pool", (), "")
+        allocation.term, allocation.name = "graphs", "memory pool of CUDA graphs"
+        pool = GraphPool()
+        self._pools[pool] = allocation
+        return pool
+
+    @contextmanager
+    def allocating_in(self, pool: GraphPool) -> Iterator[None]:
+        """Make allocations inside the `with` block in this pool."""
+        before, self._pool = self._pool, pool
+        try:
+            yield
+        finally:
+            self._pool = before
+
     def start_step(self) -> None:
-        """Forget the history so far. What is live now becomes the initial state."""
-        left = [*self._reserved, *(allocation for allocation, _ in self.live.values())]
+        """Forget the history so far. What is live now, and what pools hold, becomes the initial state."""
+        left = [*self._reserved, *(allocation for allocation, _ in self.live.values() if allocation.pool is None)]
+        left += self._pools.values()
         self.changes = [(allocation, allocation.num_bytes) for allocation in left]
         self.num_initial_changes = len(self.changes)
         self._record_peak()
@@ -124,7 +146,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._track(x, func)
         if id(func) in self.workspaces:
             allocation = Allocation(0, self.origins.current(), func, (), "")
-            allocation.term = "workspace"
+            allocation.term, allocation.pool = "workspace", self._pool
             self._record(allocation, self._round(self.workspaces[id(func)](args)))
             self._record(allocation, -allocation.num_bytes)
         for observer in self.observers:
@@ -168,6 +190,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._record(found[0], size - found[0].num_bytes)
             return
         allocation = Allocation(0, self._current_origin(), func, x.shape, x.dtype)
+        allocation.pool = self._pool
 
         def on_free(_: Any) -> None:
             self.live.pop(key, None)
@@ -187,6 +210,10 @@ class MemoryTracker(TorchDispatchMode):
         if not change:
             return
         allocation.num_bytes += change
+        if allocation.pool is not None:
+            growth = allocation.pool.resize(id(allocation), allocation.num_bytes)
+            self._record(self._pools[allocation.pool], growth)
+            return
         self.live_bytes += change
         self.changes.append((allocation, change))
         if self.live_bytes > self.peak_bytes:

@@ -29,11 +29,13 @@ from threefold.engine.attention.torch_kernels import (
     FLASH_CUDA,
     FLASH_CUDA_BACKWARD,
     HEAD_DIM_MULTIPLE,
+    MAX_HEAD_DIM,
     SDPA,
     flash_supports,
     pad_head_dim,
     with_dense_rows,
 )
+from threefold.engine.attention.wide_heads import BlockMask, attend_in_blocks
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.context import context, count_event
 from threefold.engine.device import device_type, is_simulated
@@ -100,6 +102,8 @@ class _Masking:
 def _select_kernel(q: Tensor, masking: _Masking) -> _Kernel:
     if device_type(q.device) != "cuda":
         return _on_cpu
+    if q.shape[-1] > MAX_HEAD_DIM and masking.sinks is None:
+        return _in_blocks
     if not flash_supports(q):
         return _eager
     plain = masking.window is None and masking.sinks is None and masking.documents_BS is None
@@ -141,6 +145,10 @@ def visibility_mask(x: Tensor, window: int | None, documents_BS: Tensor | None) 
 def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
     window, sinks, documents_BS = masking.window, masking.sinks, masking.documents_BS
     return reference(q, k, v, scale=scale, window=window, sinks=sinks, documents_BS=documents_BS)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
+    return attend_in_blocks(q, k, v, scale, BlockMask(masking.window, masking.documents_BS))
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
@@ -307,5 +315,6 @@ class _CudaFlash(torch.autograd.Function):
 _KERNEL_NAMES: dict[_Kernel, str] = {
     _on_cpu: "flash on the CPU",
     _eager: "plain torch, every score in memory",
+    _in_blocks: "plain torch, blocks of queries",
     _on_cuda: "torch's flash attention, masked",
 }

@@ -1,4 +1,4 @@
-"""Grouped-query attention, with optional norms on q and k, biases, sinks, windows and a gate on the output.
+"""Grouped-query attention, with optional norms on q, k, v and the output, biases, sinks, windows and an output gate.
 
 `shard/` puts its own functions in place of `input_linears` (the input projections) and `attention_fn` (attention).
 `models/activation_memory.py` wraps `project`, `core` and `project_out` where a plan recomputes or offloads them.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.backend import AttentionFn, attend
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
-from threefold.engine.layers.norm import RMSNorm
+from threefold.engine.layers.norm import PlainRMSNorm, RMSNorm
 from threefold.engine.layers.positions import Positions
 from threefold.engine.layers.projection_norm import ProjectionNorm
 from threefold.engine.layers.rope import norm_and_rotate_heads, rotate
@@ -27,10 +27,12 @@ class GqaAttention(nn.Module):
         # A gated query projection holds, head by head, the query and then its gate.
         self.q = nn.Linear(dim, spec.q_dim * (2 if spec.gated else 1), bias=spec.bias)
         self.k = nn.Linear(dim, spec.kv_dim, bias=spec.bias)
-        self.v = nn.Linear(dim, spec.kv_dim, bias=spec.bias)
+        self.v = None if spec.shared_kv else nn.Linear(dim, spec.kv_dim, bias=spec.bias)
         self.out = nn.Linear(spec.q_dim, dim, bias=spec.has_out_bias)
         self.q_norm = _make_norm(spec, spec.q_dim, norm)
         self.k_norm = _make_norm(spec, spec.kv_dim, norm)
+        self.v_norm = _plain_norm(norm(spec.head_dim)) if spec.v_norm else None
+        self.out_norm = norm(dim) if spec.out_norm else None
         if spec.sinks:
             self.sinks = nn.Parameter(torch.zeros(spec.num_heads))
         else:
@@ -44,7 +46,7 @@ class GqaAttention(nn.Module):
 
     def project_out(self, out_BSX: Tensor) -> Tensor:
         y_BSD: Tensor = self.out(out_BSX)
-        return y_BSD
+        return y_BSD if self.out_norm is None else self.out_norm(y_BSD)
 
     def core(
         self, positions: Positions, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, gate_BSHd: Tensor | None = None
@@ -64,7 +66,7 @@ class GqaAttention(nn.Module):
 
     def project(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values ready to attend, and the output gate."""
-        q_BSX, k_BSX, v_BSX = self._normalize_projections(*self.input_linears(x_BSD, (self.q, self.k, self.v)))
+        q_BSX, k_BSX, v_BSX = self._normalize_projections(*self._project_inputs(x_BSD))
         heads = (*q_BSX.shape[:2], -1, self.spec.head_dim)
         gate_BSHd = None
         if self.spec.gated:
@@ -78,7 +80,16 @@ class GqaAttention(nn.Module):
             )
         q_BHSd = self._prepare_heads(q_BSHd, self.q_norm, table)
         k_BGSd = self._prepare_heads(k_BSX.view(heads), self.k_norm, table)
-        return q_BHSd, k_BGSd, v_BSX.view(heads).transpose(1, 2), gate_BSHd
+        v_BSGd = v_BSX.view(heads) if self.v_norm is None else self.v_norm(v_BSX.view(heads))
+        return q_BHSd, k_BGSd, v_BSGd.transpose(1, 2), gate_BSHd
+
+    def _project_inputs(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all heads. Where keys serve as values, both are the same tensor."""
+        if self.v is None:
+            q_BSX, k_BSX = self.input_linears(x_BSD, (self.q, self.k))
+            return q_BSX, k_BSX, k_BSX
+        q_BSX, k_BSX, v_BSX = self.input_linears(x_BSD, (self.q, self.k, self.v))
+        return q_BSX, k_BSX, v_BSX
 
     def _normalize_projections(self, q_BSX: Tensor, k_BSX: Tensor, v_BSX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What some families do to all heads of a token together: norms, a limit, and a factor on the output."""
@@ -111,3 +122,9 @@ def _make_norm(spec: GqaSpec, width: int, make_norm: Callable[[int], nn.Module])
     like = make_norm(width)
     assert isinstance(like, RMSNorm)
     return ProjectionNorm(like)
+
+
+def _plain_norm(like: nn.Module) -> PlainRMSNorm:
+    """A norm as `like`, without weights."""
+    assert isinstance(like, RMSNorm)
+    return PlainRMSNorm(len(like.weight), like.eps)

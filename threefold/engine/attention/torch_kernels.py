@@ -16,12 +16,12 @@ FLASH_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 FLASH_CUDA = torch.ops.aten._flash_attention_forward
 FLASH_CUDA_BACKWARD = torch.ops.aten._flash_attention_backward
 HEAD_DIM_MULTIPLE = 8
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # of the flash kernels on GPUs
 
 
 def flash_supports(q: Tensor) -> bool:
     """Whether the CUDA flash kernel takes this head dim and dtype."""
-    fits = q.shape[-1] <= _MAX_HEAD_DIM and q.shape[-1] % HEAD_DIM_MULTIPLE == 0
+    fits = q.shape[-1] <= MAX_HEAD_DIM and q.shape[-1] % HEAD_DIM_MULTIPLE == 0
     return fits and q.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -246,7 +246,7 @@ def _stack(rows: list[Sample], length: int) -> Batch:
     def stacked(name: str) -> Tensor:
         return torch.from_numpy(np.stack([getattr(row, name)[:length] for row in rows]))
 
-    lengths = tuple(len(row.tokens_S) - row.num_padding for row in rows)
+    lengths = tuple(row.num_useful for row in rows)
     tokens_BS, labels_BS = stacked("tokens_S"), stacked("labels_S")
     if rows[0].documents_S is None:
         return Batch(tokens_BS, labels_BS, lengths=lengths)

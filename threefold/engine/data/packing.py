@@ -33,6 +33,11 @@ class Sample:
     positions_S: Ints | None = None  # position in the document
     num_padding: int = 0
 
+    @property
+    def num_useful(self) -> int:
+        """Tokens that are no padding."""
+        return len(self.tokens_S) - self.num_padding
+
 
 def pad_sample(
     tokens_N: NDArray[Any], labels_N: NDArray[Any], seq_len: int, starts: NDArray[Any] | None = None

@@ -6,8 +6,8 @@ kinds of counts) and with what recompute and offload did there. Each setting has
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from threefold.engine.build import why_not_fused
@@ -52,6 +52,7 @@ class StepEvidence:
     counts: Mapping[tuple[str, str], int]
     recompute: Mapping[str, ActivationUse]
     offload: Mapping[str, ActivationUse]
+    eager_ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)  # which replayed no graph of a scope, by it
 
     def details(self, kind: str) -> Counter[str]:
         """The counts of one kind, by detail."""
@@ -256,15 +257,29 @@ def _graphs(seen: StepEvidence) -> list[Effect]:
     for scope in seen.plan.knobs.graphs:
         # The rows are sorted in the graph of the router.
         part = "moe_router" if scope == "moe_preprocess" else scope
-        reasons = Counter({text.partition(": ")[2]: n for text, n in fallbacks.items() if text.startswith(f"{part}: ")})
-        evidence = f"{replays[part]} replays, {eager[part]} eager runs"
+        of_part = (f"{part}: ", "microbatch: ")  # a microbatch without a slot replays no part
+        reasons = Counter({text.partition(": ")[2]: n for text, n in fallbacks.items() if text.startswith(of_part)})
+        evidence = f"{replays[scope]} replays, {eager[part]} eager runs"
         if reasons:
             evidence += f" ({_listed(reasons)})"
         if not replays[part] and not seen.on_gpu:
             evidence += "; there is no GPU"
-        ran = "replayed" if replays[part] else "eager"
-        found.append(Effect(f"graphs.{scope}", scope, ran, evidence, replays[part] > 0))
+        ran = "replayed" if replays[scope] else "eager"
+        took: bool | None = replays[scope] > 0
+        if scope != part and replays[part] and not replays[scope]:
+            ran, took = "nothing to record", None
+            evidence += "; fused experts sort rows as they read them, and experts in chunks sort each chunk"
+        elif took and (ranks := seen.eager_ranks.get(part)):
+            ran = "replayed on some ranks"
+            evidence += f"; no replay on {name_ranks(ranks)}"
+        found.append(Effect(f"graphs.{scope}", scope, ran, evidence, took))
     return found
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 5, 7 and 12 more`."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _recompute(seen: StepEvidence) -> list[Effect]:

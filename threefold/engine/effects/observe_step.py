@@ -8,7 +8,8 @@ of the step. A count has a kind and a detail:
     package call             method                         calls into the buffers of DeepEP or HybridEP
     exchange of rows         overlapped, alone              whether another microbatch computed between start and wait
     weight gradient          queued                         delayed weight gradients
-    graph replay, fallback   scope; scope and reason        CUDA graphs
+    graph replay, eager      scope                          CUDA graphs, and parts that ran without theirs
+    graph fallback           scope and reason               parts that a graph of theirs could not replay
     shared experts           overlapped, alone              whether rows travelled meanwhile
     gradient reduction       during backward, after it      buckets of ZeRO-1
     parameter gather         left open, awaited             buckets of ZeRO-1

@@ -9,6 +9,8 @@ says what the user should know and writes RUN/effects.json:
     effects              one object for each setting that the plan asks for (`Effect`)
     activation_memory    one object for each name of recompute and offload, with the numbers of each rank
     own_times            the median own time of each rank, and the slow ranks
+    graphs               one object for each rank with CUDA graphs: those recorded, replays by scope, runs without a
+                         graph by scope and reason, and the bytes that they hold, over the whole run
 """
 
 import platform
@@ -25,6 +27,7 @@ from threefold.engine.effects.activation_bytes import ActivationObserver, Activa
 from threefold.engine.effects.effect import Effect, StepEvidence, judge_effects
 from threefold.engine.effects.observe_step import EventCounts, count_step_events
 from threefold.engine.effects.own_times import OwnTimes, RankTime, slow_ranks
+from threefold.engine.graphs.stats import GraphStats
 from threefold.engine.run.folder import EFFECTS
 from threefold.plan.plan import Plan
 from threefold.units import format_bytes
@@ -49,6 +52,7 @@ class RankEvidence:
     offload: Uses
     own_seconds: float | None  # the median of the steps that were measured; None where there were none
     num_measured: int = 0
+    graphs: GraphStats | None = None  # of the whole run; None where the rank records none
 
 
 @dataclass(eq=False)
@@ -102,6 +106,7 @@ class RunEffects:
             offload,
             own_seconds,
             self.own_times.num_steps,
+            self.parts.runner.graph_stats,
         )
 
     def report(self, group: Group) -> "RunReport | None":
@@ -119,17 +124,22 @@ class RunReport:
         counts: EventCounts = Counter()
         for one in ranks:
             counts.update(one.counts)
-        evidence = StepEvidence(plan, counts, _sums([r.recompute for r in ranks]), _sums([r.offload for r in ranks]))
+        uses = _sums([r.recompute for r in ranks]), _sums([r.offload for r in ranks])
+        self.eager_ranks = _eager_ranks(ranks)
+        evidence = StepEvidence(plan, counts, *uses, self.eager_ranks)
         self.effects: list[Effect] = judge_effects(evidence) if self.observed_step is not None else []
         times = [RankTime(r.rank, r.host, r.stage, r.own_seconds) for r in ranks if r.own_seconds is not None]
         self.times = times
         self.slow = slow_ranks(times) if len(times) > 1 else []
 
     def say(self, tell: Callable[[str], None]) -> None:
-        """Settings without effect, a table of what recompute and offload did, and slow ranks, one line each."""
+        """Settings without effect, ranks that replayed no graph where others did, a table of what recompute and
+        offload did, and slow ranks, one line each."""
         for effect in self.effects:
             if effect.took_effect is False and effect.is_chosen:
                 tell(str(effect))
+            elif effect.ran == "replayed on some ranks":
+                tell(f"knobs.{effect.knob} was not replayed everywhere in step {self.observed_step}: {effect.evidence}")
         if table := self._table():
             tell(table)
         for slow in self.slow[:MOST_LINES]:
@@ -179,6 +189,7 @@ class RunReport:
             "ranks": len(self.ranks),
             "effects": [effect.as_json() for effect in self.effects],
             "activation_memory": memory,
+            "graphs": [{"rank": r.rank, **r.graphs.as_json()} for r in self.ranks[:MOST_RANKS] if r.graphs is not None],
             "own_times": {
                 "steps": max(one.num_measured for one in self.ranks),
                 "ranks": [asdict(time) for time in self.times[:MOST_RANKS]],
@@ -187,6 +198,16 @@ class RunReport:
                 ],
             },
         }
+
+
+def _eager_ranks(ranks: Sequence[RankEvidence]) -> dict[str, list[int]]:
+    """The ranks that have parts of a graph scope and replayed none of them in the observed step, by scope."""
+    found: dict[str, list[int]] = {}
+    for one in ranks:
+        for (kind, scope), times in sorted(one.counts.items()):
+            if kind == "graph eager" and times and not one.counts["graph replay", scope]:
+                found.setdefault(scope, []).append(one.rank)
+    return found
 
 
 def _freed(of_rank: tuple[ActivationUse, int]) -> float:

@@ -22,7 +22,7 @@ from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.graphed_function import make_aliases, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs
 from threefold.engine.graphs.quantized_weights import refresh_weights
-from threefold.engine.graphs.recorder import Graph, record_work
+from threefold.engine.graphs.recorder import Graph, memory_address, record_work
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.sum_dtype import fp32_or_wider
 
@@ -153,7 +153,7 @@ class FullIterationGraph:
     def _copy_grads_out(self) -> None:
         """Copy gradients of the last microbatch that still lie where the graph writes those of the next one."""
         for p, alias in self._aliases.items():
-            if p.grad is not None and alias.grad is not None and p.grad.data_ptr() == alias.grad.data_ptr():
+            if p.grad is not None and alias.grad is not None and memory_address(p.grad) == memory_address(alias.grad):
                 p.grad = p.grad.clone()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from threefold.engine.graphs.recorder import Recorder
+from threefold.engine.graphs.recorder import Recorder, memory_address
 from threefold.engine.layers.positions import Positions
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class GraphSlot:
         self.is_sealed = False
         self.num_calls: Counter[object] = Counter()  # calls of each part in this microbatch
         self.functions: defaultdict[object, list[GraphedFunction]] = defaultdict(list)
-        self.input_bytes = 0
+        self.static_copies: list[Tensor] = []  # of inputs and output gradients that no graph of this slot writes
         self._owned_addresses: set[int] = set()
         self._static_positions: Positions | None = None
         self._filled_from: Positions | None = None
@@ -52,22 +52,23 @@ class GraphSlot:
 
     def add_owned(self, tensors: Iterable[Tensor]) -> None:
         """Note tensors that a graph of this slot writes; a later graph may read them in place."""
-        self._owned_addresses |= {x.data_ptr() for x in tensors}
+        self._owned_addresses |= {memory_address(x) for x in tensors}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pools and of the static inputs."""
-        return self.recorder.num_bytes + self.wgrad_recorder.num_bytes + self.input_bytes
+        """Bytes of the pools and of the static copies."""
+        copied = sum(x.nbytes for x in self.static_copies)
+        return self.recorder.num_bytes + self.wgrad_recorder.num_bytes + copied
 
     def make_static(self, x: Tensor) -> Tensor:
         """A tensor with the value of `x` at an address that stays: `x` itself if a graph of this slot writes it."""
-        if x.data_ptr() in self._owned_addresses:
+        if memory_address(x) in self._owned_addresses:
             return x.detach()
         return self.copy_static(x)
 
     def copy_static(self, x: Tensor) -> Tensor:
-        self.input_bytes += x.nbytes
-        return x.detach().clone()
+        self.static_copies.append(x.detach().clone())
+        return self.static_copies[-1].detach()
 
     def static_positions(self, given: Positions, keys: Iterable[RopeKey]) -> Positions | None:
         """`given` at static addresses, copied once per microbatch; None where the shape is not the recorded one."""

@@ -20,7 +20,7 @@ from threefold.engine.autograd.main_grad import share_main_grad
 from threefold.engine.context import context, override
 from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.quantized_weights import refresh_weights
-from threefold.engine.graphs.recorder import Graph, Recorder, record_work
+from threefold.engine.graphs.recorder import Graph, Recorder, memory_address, record_work
 from threefold.findings import Finding, FindingsError
 
 Result = TypeVar("Result")
@@ -184,7 +184,7 @@ class GraphedFunction:
         static_grads = dict(zip(self.weights, self._static_grads[len(self._static_inputs) :], strict=False))
         for written in (static_grads, self._static_wgrads):
             for p, static in written.items():
-                if p.grad is not None and static is not None and p.grad.data_ptr() == static.data_ptr():
+                if p.grad is not None and static is not None and memory_address(p.grad) == memory_address(static):
                     p.grad = p.grad.clone()
 
 
@@ -228,6 +228,6 @@ def _record(recorder: Recorder, work: Callable[[], Result], what: str) -> tuple[
 
 
 def _copy_into(static_input: Tensor, x: Tensor) -> None:
-    if x.data_ptr() != static_input.data_ptr():
+    if memory_address(x) != memory_address(static_input):
         # Through `.data`, so that the version counter stays and a backward that is still to be recorded does not fail.
         static_input.data.copy_(x)

@@ -36,7 +36,7 @@ class ChunkGraphs:
         self.slot: GraphSlot | None = None  # None: this microbatch runs eagerly
         self.delays_wgrad = False  # whether some microbatch came with a queue for its weight gradients
         self.rope_keys: set[RopeKey] = set()  # the rotary tables that the model has asked for
-        self._slots: list[GraphSlot] = []
+        self.slots: list[GraphSlot] = []
         self._warmup = warmup
         self._disabled = False
         self._reported_bytes = 0  # bytes that `graph_stats` already counts
@@ -52,12 +52,12 @@ class ChunkGraphs:
 
     def reset(self) -> None:
         """Start a step: no microbatch is in flight, even if the last step failed half-way."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.num_in_flight = 0
         self._report_bytes()
 
     def _report_bytes(self) -> None:
-        held = sum(slot.num_bytes for slot in self._slots)
+        held = sum(slot.num_bytes for slot in self.slots)
         self.graph_stats.num_bytes += held - self._reported_bytes
         self._reported_bytes = held
 
@@ -73,27 +73,30 @@ class ChunkGraphs:
         if self._disabled:
             self.graph_stats.count_fallback("microbatch", "recording failed before")
             return None
-        free = next((slot for slot in self._slots if not slot.num_in_flight), None)
-        if free is None and len(self._slots) == MAX_SLOTS:
+        free = next((slot for slot in self.slots if not slot.num_in_flight), None)
+        if free is None and len(self.slots) == MAX_SLOTS:
             self.graph_stats.count_fallback("microbatch", f"more than {MAX_SLOTS} in flight")
             return None
-        if free is None and self._exceeds_budget():
-            self.graph_stats.count_fallback("microbatch", "no memory left in knobs.graph_memory_gb")
+        if free is None and (reason := self._over_budget()):
+            self.graph_stats.count_fallback("microbatch", reason)
             return None
         if free is None:
             free = GraphSlot(self.make_recorder(), self.make_recorder())
             free.recorder.prepare()
-            self._slots.append(free)
+            self.slots.append(free)
         free.begin_microbatch()
         return free
 
-    def _exceeds_budget(self) -> bool:
-        """Whether one more slot, as large as the largest so far, would hold more than the budget."""
+    def _over_budget(self) -> str | None:
+        """Why the budget has no room for one more slot, if it is as large as the largest so far; None where it has."""
         if self.max_bytes is None:
-            return False
+            return None
+        if any(slot.num_in_flight and not slot.is_sealed for slot in self.slots):
+            return "the memory of a microbatch that is being recorded is not known yet"
         self._report_bytes()
-        largest = max((slot.num_bytes for slot in self._slots), default=0)
-        return self.graph_stats.num_bytes + largest > self.max_bytes
+        largest = max((slot.num_bytes for slot in self.slots), default=0)
+        exceeds = self.graph_stats.num_bytes + largest > self.max_bytes
+        return "no memory left in knobs.graph_memory_gb" if exceeds else None
 
 
 def cuda_graphs(

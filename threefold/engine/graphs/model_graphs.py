@@ -6,6 +6,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from threefold.engine.batch import Batch
+from threefold.engine.context import context
 from threefold.engine.graphs.full_iteration import Aux, FullIterationGraph, LabelShare
 from threefold.engine.graphs.graphed_part import ChunkGraphs, cuda_graphs
 from threefold.engine.graphs.scopes import attach_graphs
@@ -41,11 +42,17 @@ class ModelGraphs:
 def make_model_graphs(
     model: Decoder, graph_stats: GraphStats | None = None, reduces_grads: bool = False
 ) -> ModelGraphs:
-    """The graphs that the model's options name, on a GPU; on a CPU there are none.
+    """The graphs that the model's options name, on a GPU or the one that a dry run simulates; on a CPU none.
 
     `reduces_grads` says that hooks of the parameters accumulate gradients and reduce them over ranks.
     """
     first = next(model.parameters(), None)  # a pipeline chunk may have no parameters
-    if first is None or not first.is_cuda or not model.options.graphs:
+    if first is None or not model.options.graphs:
         return ModelGraphs(model)
-    return ModelGraphs(model, cuda_graphs(first.device, graph_stats, model.options.graph_memory_bytes), reduces_grads)
+    budget = model.options.graph_memory_bytes
+    if context.make_recorder is not None:  # a dry run has no kernels to choose or compile first
+        graphs = ChunkGraphs(context.make_recorder, graph_stats, warmup=0, max_bytes=budget)
+        return ModelGraphs(model, graphs, reduces_grads)
+    if not first.is_cuda:
+        return ModelGraphs(model)
+    return ModelGraphs(model, cuda_graphs(first.device, graph_stats, budget), reduces_grads)

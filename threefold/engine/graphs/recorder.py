@@ -1,8 +1,8 @@
 """Records work on a device as a graph without running it, to be replayed at the same addresses.
 
-`CudaRecorder` captures CUDA graphs; the tests put a recorder for the CPU in its place. Collectives inside are captured
-too: their communicators have run eagerly before (`graphed_part.WARMUP`), and each is waited for inside, so that NCCL's
-stream has joined the capture at its end.
+`CudaRecorder` captures CUDA graphs; a dry run and the tests put a recorder of their own in its place. Collectives
+inside are captured too: their communicators have run eagerly before (`graphed_part.WARMUP`), and each is waited for
+inside, so that NCCL's stream has joined the capture at its end.
 """
 
 import gc
@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from threefold.engine.context import override
 from threefold.engine.dist.join import call_before_leaving
@@ -29,7 +30,10 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """The graphs of one recorder share a memory pool and must be replayed in the order in which they were recorded."""
 
-    num_bytes: int  # bytes of the pool
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        ...
 
     def prepare(self) -> None:
         """Call this before the first `record`."""
@@ -38,6 +42,11 @@ class Recorder(Protocol):
     def record(self, work: Callable[[], Result]) -> tuple[Result, Graph]:
         """The result of `work`, which has no values before the first replay, and the graph."""
         ...
+
+
+def memory_address(x: Tensor) -> int:
+    """Where the memory of a tensor begins. Tensors of a dry run have no memory; their storages tell them apart."""
+    return x.data_ptr() or x.untyped_storage()._cdata + x.storage_offset() * x.element_size()
 
 
 def record_work(recorder: Recorder, work: Callable[[], Result]) -> tuple[Result, Graph]:

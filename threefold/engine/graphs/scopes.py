@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.state_space.mamba import Mamba
+from threefold.engine.context import count_event
 from threefold.engine.dispatch.protocol import DispatchState
 from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.graphs.graphed_part import ChunkGraphs, GraphedPart
@@ -53,6 +54,14 @@ class GraphedMixer:
         return made
 
     def _replay(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...] | None:
+        fixed = self._static_positions(positions)
+        if fixed is None:
+            count_event("graph eager", "attn")
+            return None
+        return self.part.replay(lambda x: self.eager(x, fixed), x_BSD)
+
+    def _static_positions(self, positions: Positions) -> Positions | None:
+        """The positions at the addresses that a graph reads; None where the mixer must run eagerly."""
         slot, graph_stats = self.graphs.slot, self.graphs.graph_stats
         if slot is None:
             return None
@@ -62,8 +71,7 @@ class GraphedMixer:
         fixed = slot.static_positions(positions, self.graphs.rope_keys)
         if fixed is None:
             graph_stats.count_fallback("attn", "another shape", f"positions {tuple(positions.positions_BS.shape)}")
-            return None
-        return self.part.replay(lambda x: self.eager(x, fixed), x_BSD)
+        return fixed
 
 
 class GraphedFeedForward:
@@ -105,7 +113,7 @@ class GraphedRouter:
             return self.eager(*given_BSD)
         x_BSD, y_BSD, weight_TK, expert_TK, stats, order = routed
         y_BSD, num_dropped = self.moe.compute_routed(y_BSD, weight_TK, expert_TK, order)
-        return x_BSD + y_BSD, _with_dropped(stats, num_dropped)
+        return self.block.add_output(x_BSD, y_BSD), _with_dropped(stats, num_dropped)
 
     def mix_and_preprocess(
         self, x_BSD: Tensor, positions: Positions
@@ -133,6 +141,8 @@ class GraphedRouter:
         order = None
         if rest[num_stats:]:
             slot_R, row_TK, count_E = rest[num_stats:]
+            self.part.graphs.graph_stats.replays["moe_preprocess"] += 1
+            count_event("graph replay", "moe_preprocess")
             order = RowMap(slot_R, row_TK, self.padded), count_E
         return x_BSD, y_BSD, weight_TK, expert_TK, stats, order
 

@@ -37,16 +37,23 @@ class VocabShard:
 
 
 def cross_entropy_sum(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk: int | None = None, vocab_shard: VocabShard | None = None
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk: int | None = None,
+    vocab_shard: VocabShard | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32.
 
     With `vocab_shard` every rank of its group gets the whole sum, and the part of the gradient of x that comes from its
-    own columns. `chunk` is the number of tokens of a chunk; None chooses it by memory.
+    own columns. `chunk` is the number of tokens of a chunk; None chooses it by memory. `softcap` bounds the logits z:
+    softcap * tanh(z / softcap).
     """
     # Shards may differ in size, but all ranks must make the same number of chunks.
     width = len(weight_VD) if vocab_shard is None else vocab_shard.width
-    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk or _chunk_size(x_TD, width), vocab_shard)
+    size = chunk or _chunk_size(x_TD, width)
+    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, size, vocab_shard, softcap)
 
 
 def _chunk_size(x_TD: Tensor, vocab: int) -> int:
@@ -56,9 +63,11 @@ def _chunk_size(x_TD: Tensor, vocab: int) -> int:
     return -(-len(x_TD) // (num_chunks * _TILE)) * _TILE or _TILE
 
 
-def reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+def reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float | None = None) -> Tensor:
     """`cross_entropy_sum` with all logits in memory: the oracle of the tests."""
     logits_TV = F.linear(x_TD, weight_VD).to(fp32_or_wider(x_TD.dtype))
+    if softcap is not None:
+        logits_TV = softcap * (logits_TV / softcap).tanh()
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
 
 
@@ -70,7 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard, softcap):  # type: ignore[no-untyped-def]
         need_x, need_weight = ctx.needs_input_grad[:2]
         dtype = fp32_or_wider(x_TD.dtype)
         loss = x_TD.new_zeros((), dtype=dtype)
@@ -81,11 +90,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_TD), chunk):
             x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
             if vocab_shard is not None:
-                chunk_loss, logits_grad_CV = _one_chunk_of_shard(x_CD, weight_VD, labels_C, vocab_shard)
+                chunk_loss, logits_grad_CV = _one_chunk_of_shard(x_CD, weight_VD, labels_C, softcap, vocab_shard)
             elif _uses_in_place_kernel(x_TD):
-                chunk_loss, logits_grad_CV = _one_chunk_in_place(x_CD, weight_VD, labels_C)
+                chunk_loss, logits_grad_CV = _one_chunk_in_place(x_CD, weight_VD, labels_C, softcap)
             else:
-                chunk_loss, logits_grad_CV = _one_chunk(x_CD, weight_VD, labels_C, need_x or need_weight)
+                chunk_loss, logits_grad_CV = _one_chunk(x_CD, weight_VD, labels_C, softcap, need_x or need_weight)
             loss += chunk_loss
             # Ignored tokens are masked in the tensors of width D, which are much smaller than the logits.
             ignored_C1 = (labels_C == IGNORE)[:, None]
@@ -114,6 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -132,19 +142,40 @@ def _uses_in_place_kernel(x_TD: Tensor) -> bool:
     return is_simulated() or has_triton_kernels(x_TD.device)
 
 
-def _one_chunk_in_place(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """`_one_chunk` by a kernel that overwrites the logits with their gradient; rows of ignored tokens are zeros."""
+def _chunk_logits(x_CD: Tensor, weight_VD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """The logits of a chunk, and where they are capped their derivative by the logits before."""
     logits_CV = F.linear(x_CD, weight_VD)
+    if softcap is None:
+        return logits_CV, None
+    tanh_CV = logits_CV.div_(softcap).tanh_()
+    slope_CV = tanh_CV.square().neg_().add_(1)
+    return tanh_CV.mul_(softcap), slope_CV
+
+
+def _before_cap(grad_CV: Tensor, slope_CV: Tensor | None) -> Tensor:
+    """The gradient of the logits before their cap, in place of the one behind it."""
+    return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+
+
+def _one_chunk_in_place(
+    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`_one_chunk` by a kernel that overwrites the logits with their gradient; rows of ignored tokens are zeros."""
+    logits_CV, slope_CV = _chunk_logits(x_CD, weight_VD, softcap)
     if is_simulated():
         return logits_CV.new_empty(len(x_CD), dtype=torch.float32).sum(), logits_CV
     from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import cross_entropy_in_place
 
-    return cross_entropy_in_place(logits_CV, labels_C, IGNORE).sum(), logits_CV
+    return cross_entropy_in_place(logits_CV, labels_C, IGNORE).sum(), _before_cap(logits_CV, slope_CV)
 
 
-def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+def _one_chunk(
+    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, softcap: float | None, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
     """The loss of a chunk, and the gradient of its logits in the dtype of x; rows of ignored tokens are undefined."""
-    log_CV = F.linear(x_CD, weight_VD).log_softmax(dim=-1, dtype=fp32_or_wider(x_CD.dtype))
+    logits_CV, slope_CV = _chunk_logits(x_CD, weight_VD, softcap)
+    log_CV = logits_CV.log_softmax(dim=-1, dtype=fp32_or_wider(x_CD.dtype))
+    del logits_CV  # before the gradient is made
     ignored_C = labels_C == IGNORE
     index_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
     log_prob_C1 = log_CV.gather(1, index_C1)
@@ -154,12 +185,15 @@ def _one_chunk(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, needs_grad: bo
     logits_grad_CV = log_CV if log_CV.dtype == x_CD.dtype else torch.empty_like(log_CV, dtype=x_CD.dtype)
     torch.exp(log_CV, out=logits_grad_CV)
     # The gradient at the label is p - 1, which would be 0 where bf16 rounds p to 1; expm1 of log p is exact there.
-    return loss, logits_grad_CV.scatter_(1, index_C1, log_prob_C1.expm1().to(x_CD.dtype))
+    logits_grad_CV.scatter_(1, index_C1, log_prob_C1.expm1().to(x_CD.dtype))
+    return loss, _before_cap(logits_grad_CV, slope_CV)
 
 
-def _one_chunk_of_shard(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def _one_chunk_of_shard(
+    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, softcap: float | None, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
     """`_one_chunk` where this rank has only some columns of the logits: one max and one sum are reduced over ranks."""
-    logits_CV = F.linear(x_CD, weight_VD)
+    logits_CV, slope_CV = _chunk_logits(x_CD, weight_VD, softcap)
     index_C = labels_C - shard.first
     passes = _InPlacePasses() if _uses_in_place_kernel(x_CD) else _TorchPasses()
     local_max_C, local_sum_C, label_logit_C = passes.softmax_statistics(logits_CV, index_C)
@@ -169,7 +203,7 @@ def _one_chunk_of_shard(x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, shard
     all_reduce(sums_2C, shard.group).wait()
     log_sum_C = max_C + sums_2C[0].log()
     loss = (log_sum_C - sums_2C[1]).masked_fill(labels_C == IGNORE, 0).sum()
-    return loss, passes.logits_grad(logits_CV, index_C, log_sum_C)
+    return loss, _before_cap(passes.logits_grad(logits_CV, index_C, log_sum_C), slope_CV)
 
 
 class _TorchPasses:

@@ -10,12 +10,17 @@ from threefold.engine.kernels.elementwise.silu_mul import silu_mul
 from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 
-DENSE_ACTIVATIONS = ("silu", "relu2")  # those of `spec/stacks.py`, ENGINE_DENSE_ACTIVATIONS
+DENSE_ACTIVATIONS = ("silu", "relu2", "gelu_tanh")  # those of `spec/stacks.py`, ENGINE_DENSE_ACTIVATIONS
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     return silu_mul(gate, up) if runs_fused(gate, up) else F.silu(gate) * up
+
+
+def gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, with the approximation by tanh (Gemma 4)."""
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -24,12 +29,13 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), or without a gate down(relu(up(x))^2). Tensor parallelism replaces `input_linears`
-    and `down`."""
+    """down(silu(gate(x)) * up(x)), the same with gelu, or without a gate down(relu(up(x))^2). Tensor parallelism
+    replaces `input_linears` and `down`."""
 
     def __init__(self, dim: int, hidden_dim: int, activation: str = "silu") -> None:
         super().__init__()
         assert activation in DENSE_ACTIVATIONS, "engine_lacks refuses others"
+        self.multiply = gated_gelu if activation == "gelu_tanh" else gated_silu
         self.gate = nn.Linear(dim, hidden_dim, bias=False) if activation != "relu2" else None
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = nn.Linear(hidden_dim, dim, bias=False)
@@ -40,4 +46,4 @@ class Mlp(nn.Module):
             (up,) = self.input_linears(x, (self.up,))
             return self.down(squared_relu(up))
         gate, up = self.input_linears(x, (self.gate, self.up))
-        return self.down(gated_silu(gate, up))
+        return self.down(self.multiply(gate, up))

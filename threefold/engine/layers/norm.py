@@ -43,6 +43,24 @@ class RMSNorm(nn.Module):
         return (y * (1 + self.weight.to(y.dtype))).to(x.dtype)
 
 
+class PlainRMSNorm(nn.Module):
+    """x / rms(x) without weights, called as `RMSNorm` is (Gemma 4)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.dim, self.eps = dim, eps
+
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, return_residual: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x. With `return_residual`, the residual stream (x plus `added`) and the norm of it."""
+        assert return_residual or added is None
+        if added is not None:
+            x = x + added
+        y = F.rms_norm(x, (self.dim,), None, self.eps)
+        return (x, y) if return_residual else y
+
+
 class LayerNorm(nn.LayerNorm):
     """LayerNorm with a bias, called as `RMSNorm` is (Phi-MoE)."""
 

@@ -60,6 +60,9 @@ def frequencies(
     plain_F = 1.0 / theta**exponent_F
     if scaling is None:
         return plain_F
+    if scaling.kind == "proportional":
+        num_turning = int(scaling.turning_fraction * dim // 2)
+        return torch.where(exponent_F < exponent_F[num_turning - 1] + 1 / dim, plain_F / scaling.factor, 0.0)
     if scaling.kind == "linear":
         return plain_F / scaling.factor
     if scaling.kind == "llama3":

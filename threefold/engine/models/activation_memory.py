@@ -291,7 +291,7 @@ class ChunkedRecompute:
         with recompute_output(partial(self._up_to_ffn, positions), x_BSD, name="full") as (x_BSD, y_BSD):
             assert isinstance(block.run_ffn, FeedForward)
             y_BSD, stats = block.run_ffn(y_BSD, recompute_chunks=True)
-        return x_BSD + y_BSD, stats
+        return block.add_output(x_BSD, y_BSD), stats
 
     def _up_to_ffn(self, positions: Positions, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.block.normalize_for_ffn(*self.block.mix(x_BSD, positions))

@@ -22,11 +22,11 @@ from threefold.engine.batch import Images
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
 from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
-from threefold.engine.layers.norm import LayerNorm, RMSNorm
+from threefold.engine.layers.norm import LayerNorm, PlainRMSNorm, RMSNorm
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
 from threefold.engine.models.families import FAMILIES, make_mixer
-from threefold.engine.models.head import head_input, head_matrix
+from threefold.engine.models.head import cap_logits, head_input, head_matrix
 from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_inputs
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
@@ -62,12 +62,14 @@ class Block(nn.Module):
     """x + mixer(norm(x)), then x + ffn(norm(x)). A layer of Nemotron-H has only one of both."""
 
     router_number: int = -1  # the number of its router among all routers of the model
+    output_scale: Tensor | None  # what the layer's output is multiplied by (Gemma 4)
     graphed_router: Any = None  # graphs/scopes.py: replays norm and router for schedules that run the experts apart
 
     def __init__(self, make_norm: Callable[[], nn.Module], mixer: nn.Module | None, ffn: nn.Module | None) -> None:
         super().__init__()
         self.mixer_norm, self.mixer = None if mixer is None else make_norm(), mixer
         self.ffn_norm, self.ffn = None if ffn is None else make_norm(), ffn
+        self.register_buffer("output_scale", None)
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, RouterStats | None]:
         return self.feed_forward(*self.mix(x_BSD, positions))
@@ -84,7 +86,11 @@ class Block(nn.Module):
         if self.ffn is None:
             return sum(added_BSD, x_BSD), None
         x_BSD, y_BSD, stats = self.ffn_branch(x_BSD, *added_BSD)
-        return x_BSD + y_BSD, stats
+        return self.add_output(x_BSD, y_BSD), stats
+
+    def add_output(self, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
+        """The layer's output, from the residual stream and what the feed-forward network adds to it."""
+        return x_BSD + y_BSD if self.output_scale is None else (x_BSD + y_BSD) * self.output_scale
 
     def ffn_branch(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, RouterStats | None]:
         """The residual stream, and what the feed-forward network adds to it."""
@@ -210,15 +216,18 @@ class Decoder(nn.Module):
         return RMSNorm(dim, self.spec.norm_eps, self.family.zero_centered_norms)
 
     def make_block(self, layer: Layer) -> Block:
-        mixer = make_mixer(self.spec, layer, self.make_norm)
         ffn = None if layer.ffn == "none" else self._make_ffn(layer)
-        return Block(partial(self.make_norm, self.spec.dim), mixer, ffn)
+        block = Block(partial(self.make_norm, self.spec.dim), make_mixer(self.spec, layer, self.make_norm), ffn)
+        block.output_scale = torch.ones(1) if self.spec.layer_scale else None
+        if isinstance(ffn, MoeLayer) and ffn.routed_scale is not None:
+            block.ffn_norm = PlainRMSNorm(self.spec.dim, self.spec.norm_eps)
+        return block
 
     def _make_ffn(self, layer: Layer) -> nn.Module:
         if layer.ffn == "dense":
             return Mlp(self.spec.dim, self.spec.dense_dim, self.spec.activation)
         assert self.spec.moe is not None
-        return MoeLayer(self.spec.moe, self.spec.dim, self.spec.activation, self.options)
+        return MoeLayer(self.spec.moe, self.spec.dim, self.spec.activation, self.options, self.make_norm)
 
     def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run a function that uses parameters of this chunk without calling it, as `Block.run_with_parameters` does."""
@@ -350,12 +359,12 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden_BSD: Tensor) -> Tensor:
         """The logits over the whole vocabulary, behind the final norm."""
-        return F.linear(head_input(hidden_BSD, self.spec), self.head_weight)
+        return cap_logits(F.linear(head_input(hidden_BSD, self.spec), self.head_weight), self.spec)
 
     def mean_loss(self, hidden_BSD: Tensor, target: Target) -> Tensor:
         x_TD = head_input(self.gather_loss_input(hidden_BSD), self.spec).flatten(0, 1)
-        chunk = self.options.loss_chunk
-        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), chunk, self.vocab_shard)
+        options = self.options.loss_chunk, self.vocab_shard, self.spec.logit_softcap
+        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), *options)
         return summed / target.num_labels.masked_fill(target.num_labels == 0, 1).to(summed.dtype)
 
     def sum_losses(

@@ -28,6 +28,7 @@ FAMILIES = {
     "deepseek_v32": Family(),
     "dots1": Family(),
     "ernie4_5_moe": Family(),
+    "gemma4": Family(),
     "glm4_moe": Family(),
     "glm_moe_dsa": Family(),
     "gpt_oss": Family(),

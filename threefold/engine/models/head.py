@@ -31,3 +31,8 @@ def head_input(hidden: Tensor, spec: ModelSpec) -> Tensor:
         return hidden
     one, zeros = hidden.new_ones(*hidden.shape[:-1], 1), hidden.new_zeros(*hidden.shape[:-1], _BIAS_COLUMNS - 1)
     return torch.cat([hidden, one, zeros], dim=-1)
+
+
+def cap_logits(logits: Tensor, spec: ModelSpec) -> Tensor:
+    """Logits bounded by Gemma's softcap; the loss caps those of its chunks by itself."""
+    return logits if spec.logit_softcap is None else spec.logit_softcap * (logits / spec.logit_softcap).tanh()

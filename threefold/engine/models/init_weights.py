@@ -46,6 +46,8 @@ def init_weights(model: nn.Module, std: float, seed: int, placements: Mapping[st
                 _draw(module, leaf, parameter, std, f"{seed}/{name}", placement)
         if isinstance(module, Router) and module.balance_bias is not None:
             module.balance_bias.zero_()
+        if isinstance(scale := getattr(module, "output_scale", None), Tensor):
+            scale.fill_(1.0)
 
 
 def _draw(module: nn.Module, leaf: str, shard: Tensor, std: float, key: str, placement: Placement) -> None:
@@ -75,7 +77,7 @@ def _init(module: nn.Module, name: str, parameter: Tensor, std: float, generator
         parameter.uniform_(-bound, bound, generator=generator)
     elif isinstance(module, Mamba) and name == "dt_bias":
         _draw_steps(parameter, generator)
-    elif isinstance(module, Mamba) and name == "skip":
+    elif (isinstance(module, Mamba) and name == "skip") or name.endswith("_scale"):
         parameter.fill_(1.0)
     elif name.endswith(LORA_A):
         bound = parameter.shape[-1] ** -0.5  # as linear layers of torch and adapters of PEFT begin

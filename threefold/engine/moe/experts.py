@@ -28,9 +28,10 @@ from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
-from threefold.engine.layers.mlp import squared_relu
+from threefold.engine.layers.mlp import gated_gelu, squared_relu
 from threefold.engine.lora.settings import LoraSettings
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
+from threefold.spec.stacks import FUSED_ACTIVATIONS
 
 Backend = Literal["auto", "grouped", "loop"]
 ADAPTERS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")  # names of the adapters' parameters
@@ -48,7 +49,16 @@ def clamped_swiglu(gate_up_RX: Tensor) -> Tensor:
     return gated_activation(gate_RH, up_RH, clamped=True)
 
 
-ACTIVATIONS = {"silu": swiglu, "clamped swiglu": clamped_swiglu, "relu2": squared_relu}
+def gated_gelu_rows(gate_up_RX: Tensor) -> Tensor:
+    return gated_gelu(*gate_up_RX.chunk(2, dim=-1))
+
+
+ACTIVATIONS = {
+    "silu": swiglu,
+    "clamped swiglu": clamped_swiglu,
+    "relu2": squared_relu,
+    "gelu_tanh": gated_gelu_rows,
+}
 UNGATED = ("relu2",)  # activations of experts that have an up projection alone
 
 
@@ -172,8 +182,8 @@ class Experts(nn.Module):
     def fuses(self, x: Tensor) -> bool:
         """Whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert after
         another, and torch's grouped GEMMs are far faster there. Nor with adapters, which come between the layers, nor
-        without a gate, which the kernels take for granted."""
-        if self.lora is not None or self.activation_name in UNGATED:
+        with an activation that the kernels have not."""
+        if self.lora is not None or self.activation_name not in FUSED_ACTIVATIONS:
             return False
         if self.low_precision is not None:
             return self.low_precision.can_fuse(self.down, biased=self.down_bias is not None)

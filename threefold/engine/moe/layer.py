@@ -8,6 +8,8 @@ Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token
 R rows sorted by local expert, E experts, e experts held here.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.layers.mlp import Mlp
+from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.model_options import Options
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
 from threefold.engine.moe.experts import Experts
@@ -32,7 +35,14 @@ class MoeLayer(nn.Module):
     recompute_chunks = False  # whether each chunk of tokens is recomputed by itself (models/activation_memory.py)
     recomputed_by = ""  # the name in the plan that asked for it
 
-    def __init__(self, spec: MoeSpec, dim: int, activation: str, options: Options) -> None:
+    def __init__(
+        self,
+        spec: MoeSpec,
+        dim: int,
+        activation: str,
+        options: Options,
+        make_norm: Callable[[int], nn.Module] = RMSNorm,
+    ) -> None:
         super().__init__()
         self.options = options
         self.router = Router(spec, dim, options.forced_balance)
@@ -42,6 +52,12 @@ class MoeLayer(nn.Module):
         self.experts.fusion, self.experts.kernels = options.expert_fusion, options.expert_kernels
         self.shared = Mlp(dim, spec.shared_width, activation) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
+        # Gemma 4: what the normed tokens are multiplied by, and the norms of both outputs and of their sum.
+        self.routed_scale = nn.Parameter(torch.ones(dim)) if spec.own_norms else None
+        self.shared_scale = nn.Parameter(torch.ones(dim)) if spec.own_norms else None
+        self.routed_norm = make_norm(dim) if spec.own_norms else None
+        self.shared_norm = make_norm(dim) if spec.own_norms else None
+        self.out_norm = make_norm(dim) if spec.own_norms else None
         self.dispatcher = LocalDispatcher(spec.num_experts, options.capacity_factor)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
@@ -81,14 +97,26 @@ class MoeLayer(nn.Module):
 
     def dispatch_and_combine(self, x_TD: Tensor, weight_TK: Tensor, state: DispatchState) -> Tensor:
         """Rows to the experts' ranks and back, plus the shared experts."""
-        x_PD, weight_P = self.dispatcher.token_dispatch(x_TD, weight_TK, state)
+        x_PD, weight_P = self.dispatcher.token_dispatch(self.routed_input(x_TD), weight_TK, state)
         shared_TD = None
         if self.shared is not None and self.options.shared_overlap:
             shared_TD = self.compute_shared(x_TD)
         y_TD = self.combine(self.compute(x_PD, weight_P, state), state)
-        if self.shared is not None:
-            y_TD = y_TD + (self.compute_shared(x_TD) if shared_TD is None else shared_TD)
-        return y_TD
+        if self.shared is None:
+            return self.add_shared(y_TD)
+        return self.add_shared(y_TD, self.compute_shared(x_TD) if shared_TD is None else shared_TD)
+
+    def routed_input(self, x_TD: Tensor) -> Tensor:
+        """The tokens as the routed experts read them."""
+        return x_TD if self.routed_scale is None else x_TD * self.routed_scale
+
+    def add_shared(self, y_TD: Tensor, *shared_TD: Tensor) -> Tensor:
+        """The output of the layer, from that of the routed experts and of the shared ones where there are any."""
+        if self.routed_norm is not None:
+            y_TD = self.routed_norm(y_TD)
+        for each_TD in shared_TD:
+            y_TD = y_TD + each_TD
+        return y_TD if self.out_norm is None else self.out_norm(y_TD)
 
     def compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
         """From rows as they arrived to rows ready to be sent back."""
@@ -105,7 +133,9 @@ class MoeLayer(nn.Module):
     def compute_shared(self, x_TD: Tensor) -> Tensor:
         """The shared experts: apart from the routed ones, so that they can run beside an exchange."""
         assert self.shared is not None
-        y_TD = self.shared(x_TD)
+        y_TD = self.shared(x_TD if self.shared_scale is None else x_TD * self.shared_scale)
+        if self.shared_norm is not None:
+            y_TD = self.shared_norm(y_TD)
         return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD
 
     def compute_stats(self, routing: Routing, state: DispatchState, num_sequences: int) -> RouterStats:
@@ -157,12 +187,12 @@ class MoeLayer(nn.Module):
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
     ) -> Tensor:
         if self.runs_fused(x_TD):
-            y_TD = self.run_fused_experts(x_TD, weight_TK, expert_TK, starts)
+            y_TD = self.run_fused_experts(self.routed_input(x_TD), weight_TK, expert_TK, starts)
         else:
             state = self.dispatcher.dispatch_preprocess(expert_TK, weight_TK)
-            x_PD, weight_P = self.dispatcher.token_dispatch(x_TD, weight_TK, state)
+            x_PD, weight_P = self.dispatcher.token_dispatch(self.routed_input(x_TD), weight_TK, state)
             y_TD = self.combine(self.compute(x_PD, weight_P, state), state)
-        return y_TD if self.shared is None else y_TD + self.compute_shared(x_TD)
+        return self.add_shared(y_TD) if self.shared is None else self.add_shared(y_TD, self.compute_shared(x_TD))
 
     def run_fused_experts(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None

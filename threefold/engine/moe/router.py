@@ -9,6 +9,7 @@ Shapes: T tokens, D model dim, E experts, e experts of a group, K experts of a t
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.autograd.linear import linear
@@ -73,12 +74,24 @@ class Router(nn.Module):
         self.spec, self.forced_balance = spec, forced_balance
         self.weight = nn.Parameter(torch.empty(spec.num_experts, dim))
         self.bias = nn.Parameter(torch.zeros(spec.num_experts)) if spec.bias else None
+        self.input_scale = nn.Parameter(torch.ones(dim)) if spec.own_norms else None
+        self.expert_scale = nn.Parameter(torch.ones(spec.num_experts)) if spec.expert_scale else None
         # The aux-loss-free rule changes the bias, not a gradient. It is fp32 because its steps vanish in bf16.
         bias_E = torch.zeros(spec.num_experts, dtype=torch.float32) if spec.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
 
     def forward(self, x_TD: Tensor, losses: tuple[str, ...] = (), num_sequences: int = 1) -> Routing:
         """Route tokens. The fused kernels compute those of `losses` that they know, for sequences of equal lengths."""
+        if self.input_scale is not None:
+            x_TD = x_TD * (self.input_scale * x_TD.shape[-1] ** -0.5)
+        routing = self._choose_and_weigh(x_TD, losses, num_sequences)
+        if self.expert_scale is not None:
+            scale_E1 = self.expert_scale.to(routing.weight_TK.dtype)[:, None]
+            # The backward of an embedding adds up its rows in a fixed order, that of an index does not.
+            routing.weight_TK = routing.weight_TK * F.embedding(routing.expert_TK, scale_E1)[..., 0]
+        return routing
+
+    def _choose_and_weigh(self, x_TD: Tensor, losses: tuple[str, ...], num_sequences: int) -> Routing:
         options = self._router_options(len(x_TD), losses, num_sequences)
         fits = options.fits(self.spec.num_experts) and self.spec.score != "sparsemixer"
         if fits and self.bias is None and self._gemm_is_fused(x_TD):

@@ -55,11 +55,8 @@ class Throughput:
         """
         # Ranks that share a microbatch by dynamic context parallelism count equal parts of it.
         parts = [1 / (batch.cp_degree or 1) for batch in batches]
-        lengths = [
-            (length, part) for batch, part in zip(batches, parts, strict=True) for length in useful_lengths(batch)
-        ]
-        flops = sum(part * length * self._flops_per_token(length) for length, part in lengths if length)
-        num_useful = sum(part * length for length, part in lengths)
+        flops = sum(part * self._flops(batch) for batch, part in zip(batches, parts, strict=True))
+        num_useful = sum(part * sum(useful_lengths(batch)) for batch, part in zip(batches, parts, strict=True))
         num_tokens = sum(part * batch.tokens_BS.numel() for batch, part in zip(batches, parts, strict=True))
         pictures = [batch.images for batch in batches if batch.images is not None]
         num_images = sum(len(images.grids_I2) for images in pictures)
@@ -80,6 +77,13 @@ class Throughput:
         memory_bytes, most = largest.tolist()
         means = tuple(each / num_ranks for each in seconds)
         return StepWork(tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most, means)
+
+    def _flops(self, batch: Batch) -> float:
+        """Of a microbatch. Documents count with the attention of their sample, with dynamic context parallelism too."""
+        lengths = useful_lengths(batch)
+        attended = lengths if batch.sample_lengths is None else batch.sample_lengths
+        pairs = zip(lengths, attended, strict=True)
+        return float(sum(length * self._flops_per_token(whole) for length, whole in pairs if length))
 
     def metrics(self, work: StepWork, seconds: float) -> dict[str, Any]:
         """The numbers of a line of `metrics.jsonl`. Where no peak is known, there is no MFU."""

@@ -185,7 +185,7 @@ class OverlappedPass:
         self._record_stats(block, found[0], losses)
         return value
 
-    def _layer_with_exchange(self, name: str, block: Block, moe: MoeLayer, x: NodeInput) -> PassSteps[DeferredValue]:
+    def _layer_with_exchange(self, name: str, block: Block, moe: MoeLayer, x: NodeInput) -> PassSteps[NodeInput]:
         dispatcher, offloading, nodes = moe.dispatcher, self._offloading, self.nodes
         found: list[Any] = []
 
@@ -201,10 +201,13 @@ class OverlappedPass:
                 )
                 stats = moe.compute_stats(routing, state, len(x_BSD))
             found.extend((state, stats))
-            return x_BSD, normed_BSD, weight_TK, *stats.losses.values()
+            routed_TD = moe.routed_input(normed_BSD.flatten(0, 1))
+            return x_BSD, normed_BSD, routed_TD, weight_TK, *stats.losses.values()
 
-        def dispatch_rows(x_BSD: Tensor, normed_BSD: Tensor, weight_TK: Tensor, *losses: Tensor) -> tuple[Tensor, ...]:
-            rows = dispatcher.token_dispatch(normed_BSD.flatten(0, 1), weight_TK, found[0])
+        def dispatch_rows(
+            x_BSD: Tensor, normed_BSD: Tensor, routed_TD: Tensor, weight_TK: Tensor, *losses: Tensor
+        ) -> tuple[Tensor, ...]:
+            rows = dispatcher.token_dispatch(routed_TD, weight_TK, found[0])
             return x_BSD, *rows, *losses, *(() if moe.shared is None else (normed_BSD,))
 
         with offloading():
@@ -236,11 +239,14 @@ class OverlappedPass:
         yield "rows"
 
         def add_to_residual(y_SD: Tensor, x_BSD: Tensor, *shared_TD: Tensor) -> Tensor:
-            y_TD = dispatcher.combine_postprocess(y_SD, state)
-            for each_TD in shared_TD:
-                y_TD = y_TD + each_TD
-            return x_BSD + y_TD.view_as(x_BSD)
+            y_TD = moe.add_shared(dispatcher.combine_postprocess(y_SD, state), *shared_TD)
+            return block.add_output(x_BSD, y_TD.view_as(x_BSD))
 
+        if moe.out_norm is not None:  # a node of its own, in which FSDP has this layer's parameters
+            with offloading():
+                inputs = (*rows, residual, *shared)
+                node = nodes.open("sum", name, add_to_residual, *inputs, owner=block, ends_exchange=True)
+            return single_value(nodes.close(node))
         return DeferredValue("sum", name, add_to_residual, (*rows, residual, *shared))
 
     def _record_stats(self, block: Block, stats: RouterStats | None, losses: list[NodeValue]) -> None:

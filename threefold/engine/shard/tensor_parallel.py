@@ -195,7 +195,7 @@ def _gqa_shards(module: GqaAttention, rank: int, degree: int) -> ParameterShards
     kinds = ("weight", "bias") if spec.bias else ("weight",)
     for kind in kinds:
         yield f"q.{kind}", 0, [_even_range(module, f"q.{kind}", 0, rank, degree)], 1
-        for name in (f"k.{kind}", f"v.{kind}"):
+        for name in (f"k.{kind}",) if spec.shared_kv else (f"k.{kind}", f"v.{kind}"):
             yield name, 0, [_even_range(module, name, 0, rank // copies, num_shards)], copies
     if spec.qk_norm and spec.qk_norm_over == "projection":
         yield "q_norm.weight", 0, [_even_range(module, "q_norm.weight", 0, rank, degree)], 1

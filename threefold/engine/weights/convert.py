@@ -23,6 +23,7 @@ from threefold.engine.run.folder import CHECKPOINTS, read_run_plan
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.hf_tensor import stored_keys
 from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
+from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.model_shapes import MODEL, check_is_model, tensors_on_meta
 from threefold.engine.weights.peft.merge import MergedTensors
 from threefold.engine.weights.peft.read_adapter import open_adapter
@@ -42,6 +43,7 @@ from threefold.spec.model import ModelSpec
 SHARD_BYTES = 1 << 30  # a file of initial weights is complete when it has this size
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AS_STORED = "auto"  # the dtype that loses no bit of the checkpoint
+_OF_TEXT_MODEL = ("architectures", "model_type", "tie_word_embeddings")  # keys that its own table has otherwise
 _LENGTH = 4096  # tokens of a sequence in the draft, where the model was made for as many
 
 
@@ -227,6 +229,9 @@ def _imported_config(run: Path, spec: ModelSpec) -> dict[str, Any] | None:
     if found != spec:
         other = [field.name for field in fields(spec) if getattr(found, field.name) != getattr(spec, field.name)]
         raise _refuse(path, f"this is the configuration of another model: {', '.join(other)} differ", advice)
+    if spec.vision is None and isinstance(config.get("text_config"), dict):  # the text model of one with pictures
+        own = hf_config_of(spec)
+        return {**config["text_config"], **{key: own[key] for key in _OF_TEXT_MODEL}}
     return config
 
 

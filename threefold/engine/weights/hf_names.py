@@ -66,12 +66,18 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
         return nemotron_layouts(name, spec)
     if spec.vision is not None and is_vision_name(name):
         return [[vision_tensor(name, spec.vision)]]
-    model = "model." if spec.vision is None else "model.language_model."
+    prefixes = ["model."] if spec.vision is None else ["model.language_model."]
+    if names_of(spec.family).published_with_pictures:
+        prefixes.append("model.language_model.")
     if name in _TOP:
-        return [[HfTensor(model + _TOP[name])]]
+        return [[HfTensor(model + _TOP[name])] for model in prefixes]
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
         number = int(match[1])
-        return _layer_layouts(match[2], f"{model}layers.{number}.", spec.layers[number], spec)
+        return [
+            layout
+            for model in prefixes
+            for layout in _layer_layouts(match[2], f"{model}layers.{number}.", spec.layers[number], spec)
+        ]
     match = re.fullmatch(r"mtp\.(\d+)\.(?:layers\.(\d+)\.)?(.+)", name)
     assert match, name
     return _mtp_layouts(int(match[1]), match[2], match[3], spec)
@@ -105,6 +111,8 @@ def duplicated_keys(spec: ModelSpec, mtp: int) -> dict[str, str]:
 
 def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> list[Layout]:
     part, _, inner = rest.partition(".")
+    if own := dict(names_of(spec.family).own).get(rest):
+        return [[HfTensor(f"{prefix}{own}")]]
     if part == "mixer_norm":
         return [[HfTensor(f"{prefix}input_layernorm.{inner}")]]
     if part == "ffn_norm":

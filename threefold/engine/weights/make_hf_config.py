@@ -11,9 +11,10 @@ from threefold.engine.weights.families.config_keys import (
     LAYER_TYPES,
     PARTIAL_ROTARY,
     group_limited_keys,
+    scaling_keys,
 )
 from threefold.engine.weights.families.nemotron_config import nemotron_config
-from threefold.spec.model import DeltaSpec, GqaSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, RopeScaling, VisionSpec
+from threefold.spec.model import DeltaSpec, GqaSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec
 
 _CLASSES = {
     **CLASS_NAMES,
@@ -32,6 +33,7 @@ _CLASSES = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 _GROUP_LIMITED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+_WITH_TEXT_CONFIG = ("gemma4", "qwen3_5_moe", "qwen3_vl_moe")
 _WITH_DELTA = ("qwen3_next", "qwen3_5_moe")
 
 
@@ -51,7 +53,7 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
 
 def _text_config(spec: ModelSpec) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "model_type": f"{spec.family}_text" if spec.family in ("qwen3_5_moe", "qwen3_vl_moe") else spec.family,
+        "model_type": f"{spec.family}_text" if spec.family in _WITH_TEXT_CONFIG else spec.family,
         "hidden_size": spec.dim,
         "vocab_size": spec.vocab,
         "num_hidden_layers": spec.num_layers,
@@ -114,7 +116,7 @@ def _indexer(spec: IndexerSpec) -> dict[str, Any]:
 def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:
     """RoPE settings, twice: transformers 4 reads `rope_theta`, transformers 5 reads `rope_parameters`."""
     part = {"partial_rotary_factor": spec.rope_fraction} if partial and isinstance(spec, GqaSpec) else {}
-    scaling = {"rope_type": "default"} if spec.rope_scaling is None else _scaling(spec.rope_scaling)
+    scaling = {"rope_type": "default"} if spec.rope_scaling is None else scaling_keys(spec.rope_scaling)
     if isinstance(spec, GqaSpec) and spec.rope_sections:
         scaling |= {"mrope_section": list(spec.rope_sections), "mrope_interleaved": True}
     config: dict[str, Any] = {
@@ -123,33 +125,10 @@ def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:
         **part,
     }
     if spec.rope_scaling is not None:
-        stretch = 1.0 if spec.rope_scaling.kind in ("dynamic", "ntk_alpha") else spec.rope_scaling.factor
+        # The stated length is that of the context of training where a table has no other key for it.
+        stretch = 1.0 if spec.rope_scaling.kind in ("linear", "dynamic", "ntk_alpha") else spec.rope_scaling.factor
         config["max_position_embeddings"] = int(stretch * spec.rope_scaling.original_len)
     return config
-
-
-def _scaling(spec: RopeScaling) -> dict[str, Any]:
-    config: dict[str, Any] = {"rope_type": spec.kind, "factor": spec.factor}
-    if spec.mscale_all_dim is not None:
-        config["mscale_all_dim"] = spec.mscale_all_dim
-    if spec.kind == "ntk_alpha":
-        return {**config, "rope_type": "dynamic", "factor": 1.0, "alpha": spec.factor}
-    if spec.kind in ("linear", "dynamic"):
-        return config
-    config["original_max_position_embeddings"] = spec.original_len
-    if spec.kind == "longrope":
-        config |= {"short_factor": list(spec.short_factor), "long_factor": list(spec.long_factor)}
-        return config if spec.attention_factor is None else {**config, "attention_factor": spec.attention_factor}
-    if spec.kind == "llama3":
-        return {**config, "low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
-    optional = {"attention_factor": spec.attention_factor, "mscale": spec.mscale}
-    return {
-        **config,
-        "beta_fast": spec.beta_fast,
-        "beta_slow": spec.beta_slow,
-        "truncate": spec.truncate,
-        **{name: value for name, value in optional.items() if value is not None},
-    }
 
 
 def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:

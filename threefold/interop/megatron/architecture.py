@@ -67,13 +67,16 @@ def _gqa(attention: GqaSpec) -> Settings:
         "model.qk_layernorm": attention.qk_norm,
         "model.add_qkv_bias": attention.bias,
     }
-    if attention.rope_fraction != 1.0:
-        settings["model.rotary_percent"] = attention.rope_fraction
+    scaling, fraction = attention.rope_scaling, attention.rope_fraction
+    if scaling is not None and scaling.kind == "proportional":
+        fraction = scaling.turning_fraction
+    if fraction != 1.0:
+        settings["model.rotary_percent"] = fraction
     if attention.gated:
         settings["model.attention_output_gate"] = True
-    if attention.rope_scaling is not None and attention.rope_scaling.kind == "llama3":
+    if scaling is not None and scaling.kind == "llama3":
         settings["model.use_rope_scaling"] = True
-        settings["model.rope_scaling_factor"] = attention.rope_scaling.factor
+        settings["model.rope_scaling_factor"] = scaling.factor
     return settings
 
 

@@ -20,6 +20,7 @@ from threefold.profile.readers.unreadable import unreadable
 from threefold.safe_files import check_inside, open_regular, read_bounded, read_json
 
 PLAN, METRICS, LOADS, PROFILE = "plan.toml", "metrics.jsonl", "loads.json", "profile"
+NO_TRACES = ("contract.json", LOADS, "effects.json")  # JSON files that every run writes
 TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
 MAX_METRICS_BYTES = 2**31
 MAX_TRACES = 4096
@@ -64,7 +65,7 @@ def find_traces(folder: Path) -> list[Path]:
 
 def _is_trace(path: Path, place: Path) -> bool:
     """Beside other files of a run only traces of ranks count."""
-    return path.name not in ("contract.json", LOADS) and (place.name != PROFILE or "memory" not in path.name)
+    return path.name not in NO_TRACES and (place.name != PROFILE or "memory" not in path.name)
 
 
 def _by_rank(path: Path) -> tuple[int, str]:

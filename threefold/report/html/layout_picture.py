@@ -169,6 +169,8 @@ def _stages(plan: Plan, y: float) -> Markup:
 
 def layers_by_stage(plan: Plan) -> list[str]:
     """What each stage holds, in words: `1 chunk: embedding, 8 layers`."""
+    if sum(len(chunk.layers) for chunk in plan.chunks) != plan.model.num_layers:
+        return ["with layers that are not those of the model: see the findings"] * plan.layout.pp
     found = []
     for held in stage_contents(plan):
         parts = ["embedding"] if held.embedding else []

@@ -123,7 +123,7 @@ def _chip_line(plan: Plan, scale: _Scale, top: float, bottom: float) -> Markup:
 
 
 def _legend(terms: list[tuple[str, float]], y: float) -> Markup:
-    used = {memory_group(name) for name, _ in terms}
+    used = {memory_group(name) for name, size in terms if size > 0}
     return legend([(hue, name) for name, (hue, _) in MEMORY_GROUPS.items() if name in used], _LEFT, y)
 
 

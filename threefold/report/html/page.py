@@ -7,7 +7,7 @@ got in by mistake could not run or send anything.
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -110,21 +110,21 @@ def tiles(each: Iterable[Tile]) -> Markup:
     return tag("dl", *found, class_="tiles")
 
 
-def findings_list(findings: Sequence[Finding], with_buttons: bool = False) -> Markup:
-    """Findings with their fixes; the explorer's have a button that applies the fix."""
+def findings_list(findings: Sequence[Finding], settable: Container[str] = ()) -> Markup:
+    """Findings with their fixes. A fix whose fields are all `settable` on the page has a button that applies it."""
     if not findings:
         return tag("p", "No findings: the rules accept this plan.", class_="none")
-    return tag("ul", *(_finding(one, with_buttons) for one in findings), class_="findings")
+    return tag("ul", *(_finding(one, settable) for one in findings), class_="findings")
 
 
-def _finding(one: Finding, with_button: bool) -> Markup:
+def _finding(one: Finding, settable: Container[str]) -> Markup:
     marks = {"error": "✕", "warning": "!", "note": "i"}
     badge = tag("span", marks[one.severity], class_="badge", aria_hidden="true")
     head = tag("p", badge, tag("strong", f"{one.severity} "), tag("code", one.rule), " ", tag("code", one.at))
     parts = [head, tag("p", one.problem)]
     if one.fix_text:
         said = [tag("span", "fix "), tag("code", one.fix_text)]
-        if with_button and one.fix:
+        if one.fix and all(path in settable for path in one.fix):
             said.append(tag("button", "Apply", type="button", data_fix=_json(dict(one.fix)), class_="small"))
         parts.append(tag("p", *said, class_="fix"))
     return tag("li", *parts, class_=one.severity)

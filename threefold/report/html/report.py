@@ -28,7 +28,7 @@ from threefold.report.html.plan_view import PlanView
 from threefold.report.html.profile_picture import profile_figure
 from threefold.report.html.run_pictures import router_figures, run_figures
 from threefold.report.html.time_picture import time_figure, walls_figure
-from threefold.report.html.tuning_picture import Tuning, tuning_figures
+from threefold.report.html.tuning_picture import Tuning, number_pair, real_number, tuning_figures
 from threefold.units import format_bytes, format_many, format_number, format_tokens
 
 MOST_FACTS = 400  # rows of the contract; it may come from a stranger
@@ -124,30 +124,39 @@ def run_tiles(run: RunRecord, found: Estimate | None) -> list[Tile]:
     guess = f"estimated {format_number(found.time.step_seconds)} s" if found else ""
     useful = run.last("useful_tokens_per_second")
     skipped = run.last("skipped_steps") or 0
+    on_cpu = run.plan.chip.architecture == "cpu"  # where the whole process is measured, and tensors are estimated
+    counted = "resident, with Python and torch" if on_cpu else "peak of the fullest rank"
     marks = [
         Tile(
             "Steps done", f"{done:,.0f}", f"of {run.plan.job.steps:,}", f"{skipped:,.0f} skipped", "bad" * bool(skipped)
         ),
-        Tile("Loss, last logged", "-" if loss is None else f"{loss:.4f}", "", "measured"),
+        Tile("Loss, last logged", "-" if loss is None else f"{loss:.4f}", "", _validation_text(run)),
         Tile("Step, measured", "-" if seconds is None else format_number(seconds), "s", f"median; {guess}".strip("; ")),
         Tile("Tokens a second", "-" if useful is None else format_number(useful), "", "useful, all ranks, last logged"),
-        Tile("Memory, measured", "-" if peak is None else format_bytes(peak), "", "peak of the fullest rank"),
+        Tile("Memory, measured", "-" if peak is None else format_bytes(peak), "", counted),
     ]
     return [*marks, *([Tile("MFU, measured", f"{mfu:.1%}")] if mfu is not None else [])]
 
 
+def _validation_text(run: RunRecord) -> str:
+    """The last loss of each validation set."""
+    found = [f"{name[:40]} {losses[max(losses)]:.4f}" for name, losses in run.validation.items()]
+    return f"validation: {', '.join(found)}" if found else "measured"
+
+
 def _tuning_tiles(found: Tuning) -> Iterator[Tile]:
     result = found.result or {}
-    speedup, interval = result.get("speedup"), result.get("interval")
-    if isinstance(speedup, int | float) and isinstance(interval, list) and len(interval) == 2:
-        band = " to ".join(f"{each:.3f}" for each in interval if isinstance(each, int | float))
+    speedup, interval = real_number(result.get("speedup")), number_pair(result.get("interval"))
+    if speedup is not None and interval is not None:
+        band = " to ".join(f"{each:.3f}" for each in interval)
         yield Tile("Speedup, measured", f"{speedup:.3f}", "times", f"99 % interval {band}", "good")
     kept = sum(one.get("verdict") == "better" for one in found.verdicts)
     yield Tile("Changes better", str(kept), f"of {len(found.verdicts)} looked at")
     yield Tile("Trials", str(len(found.trials)), "", "finished")
     hardware = found.contract.get("hardware")
     chip = hardware.get("chip") if isinstance(hardware, Mapping) else None
-    yield Tile("Machine", str(chip or "unknown"), "", str(found.contract.get("ranks", "")))
+    ranks = found.contract.get("ranks")
+    yield Tile("Machine", str(chip or "unknown"), "", f"ranks measured: {ranks}" if ranks else "")
 
 
 def _sections(subject: Subject) -> Iterator[Section]:
@@ -163,10 +172,12 @@ def _sections(subject: Subject) -> Iterator[Section]:
     if subject.profile is not None:
         yield Section("traces", "Traces", profile_figure(subject.profile))
     findings = [*subject.findings, *(view.findings if view else ())]
-    yield Section("findings", "Findings", findings_list(findings))
+    if findings or view is not None:
+        yield Section("findings", "Findings", findings_list(findings))
     if view is not None:
         yield from plan_sections(view)
-        yield Section("contract", "Contract", _contract(subject, view.plan))
+    if contract := _contract(subject, view):
+        yield Section("contract", "Contract", contract)
 
 
 def plan_sections(view: PlanView) -> Iterator[Section]:
@@ -180,6 +191,9 @@ def plan_sections(view: PlanView) -> Iterator[Section]:
     yield Section("time", "Time", join([time_figure(plan, found), walls_figure(plan, found), _traffic(view.traffic)]))
     if view.timeline is not None:
         yield Section("pipeline", "Pipeline", pipeline_figure(plan, view.timeline))
+    elif plan.layout.pp > 1:
+        said = f"{plan.layout.pp} stages of {format_many(plan.layout.vpp, 'chunk')} have too many passes to draw."
+        yield Section("pipeline", "Pipeline", tag("p", said, class_="note"))
 
 
 def _traffic(ledger: Sequence[Transfer]) -> Markup:
@@ -209,7 +223,7 @@ def _effects_table(effects: Sequence[Mapping[str, Any]]) -> Markup:
     rows = [
         [
             f"{one.get('knob', '')}",
-            shown(one.get("asked")),
+            _value_text(one.get("asked")),
             words.get(one.get("took_effect") if isinstance(one.get("took_effect"), bool) else None, ""),
             f"{one.get('ran', '')} ({one.get('evidence', '')})",
         ]
@@ -218,11 +232,19 @@ def _effects_table(effects: Sequence[Mapping[str, Any]]) -> Markup:
     return html_table(["setting", "asked for", "took effect", "evidence"], rows, numeric_from=99)
 
 
-def _contract(subject: Subject, plan: Plan) -> Markup:
+def _value_text(value: Any) -> str:
+    """A value of a file that may come from a stranger: a short text as it is, anything else cut to a length."""
+    return value if isinstance(value, str) and len(value) <= 200 else shown(value)
+
+
+def _contract(subject: Subject, view: PlanView | None) -> Markup:
     """The plan as a file, and what else fixes the work: versions, hardware, data."""
-    parts = [tag("p", f"Plan {plan.hash}: what differs from the defaults.", class_="note")]
-    parts.append(copied_text(dump_plan(plan), "the plan"))
-    parts.append(details("The plan, complete", copied_text(dump_plan(plan, complete=True), "the complete plan")))
+    parts: list[Markup] = []
+    if view is not None:
+        plan = view.plan
+        parts.append(tag("p", f"Plan {plan.hash}: what differs from the defaults.", class_="note"))
+        parts.append(copied_text(dump_plan(plan), "the plan"))
+        parts.append(details("The plan, complete", copied_text(dump_plan(plan, complete=True), "the complete plan")))
     facts: Mapping[str, Any] = {}
     if subject.run is not None:
         facts = subject.run.contract
@@ -233,11 +255,11 @@ def _contract(subject: Subject, plan: Plan) -> Markup:
         if len(rows) == MOST_FACTS:
             break
         if not path.startswith(("fields.", "model.", "fixed_fields.")):
-            rows.append([path, value if isinstance(value, str) and len(value) <= 200 else shown(value)])
+            rows.append([path, _value_text(value)])
     if rows:
         parts += [tag("h3", "Versions, hardware, data"), html_table(["fact", "value"], rows, numeric_from=99)]
-    if subject.view is not None and subject.view.estimate is not None:
-        found = subject.view.estimate
+    if view is not None and view.estimate is not None:
+        found = view.estimate
         said = [f"Rates of the estimate: {found.basis}.", *(f"Assumed: {each}." for each in found.assumed)]
         parts += [tag("p", each, class_="note") for each in said]
     return join(parts)

@@ -1,7 +1,7 @@
 """What a run logged: loss, speed, and the health of its routers. Long runs are drawn by ranges of steps."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.compare.run_record import RunRecord
-from threefold.report.html.markup import Markup, tag
+from threefold.report.html.markup import Markup, join, tag
 from threefold.report.html.svg import (
     WIDTH,
     drawing,
     figure,
+    legend,
     mark,
     nice_ticks,
     numbers_table,
@@ -25,6 +26,7 @@ from threefold.report.html.svg import (
 )
 from threefold.units import format_count, format_number
 
+MOST_VALUE = 1e30  # what a curve can show
 MOST_POINTS = 240  # of a curve; ranges of steps beyond that share a point
 MOST_LAYERS, MOST_EXPERTS = 64, 128  # rows and columns of the table of loads; more experts share a column
 _LEFT = 76.0
@@ -43,8 +45,8 @@ class Curve:
 
 
 def thinned(steps: Column, values: Column, most_points: int = MOST_POINTS) -> Curve:
-    """At most so many points. Steps without a finite value are left out."""
-    known = np.isfinite(values)
+    """At most so many points. Steps without a value, or with one that nobody could draw, are left out."""
+    known = np.abs(values) < MOST_VALUE
     steps, values = steps[known], values[known]
     edges = np.linspace(0, len(steps), min(len(steps), most_points) + 1).astype(int)
     ranges = [slice(first, last) for first, last in pairwise(edges.tolist()) if last > first]
@@ -64,8 +66,20 @@ def run_figures(run: RunRecord) -> list[Markup]:
         "useful_tokens_per_second": ("Throughput", "useful tokens a second, all ranks"),
         "seconds": ("Step time", "seconds"),
     }
-    found = [curve_figure(run, name, *words) for name, words in said.items()]
+    found = [
+        curve_figure(run, name, *words, validation_curves(run) if name == "loss" else {})
+        for name, words in said.items()
+    ]
     return [each for each in found if each is not None]
+
+
+def validation_curves(run: RunRecord) -> dict[str, Curve]:
+    """The losses of the validation sets over steps, by the name of the set."""
+    found = {}
+    for name, losses in run.validation.items():
+        steps = sorted(losses)
+        found[name] = thinned(np.array(steps), np.array([losses[step] for step in steps]))
+    return {name: curve for name, curve in found.items() if curve.steps}
 
 
 def router_figures(run: RunRecord) -> list[Markup]:
@@ -79,19 +93,24 @@ def router_figures(run: RunRecord) -> list[Markup]:
     return [each for each in found if each is not None]
 
 
-def curve_figure(run: RunRecord, name: str, title: str, unit: str) -> Markup | None:
-    """A column of the run over its steps; None where nothing was logged."""
+def curve_figure(
+    run: RunRecord, name: str, title: str, unit: str, validation: Mapping[str, Curve] | None = None
+) -> Markup | None:
+    """A column of the run over its steps, with the same on validation sets; None where nothing was logged."""
     values = run.columns.get(name)
-    if values is None or not np.isfinite(values).any():
+    curve = thinned(run.columns["step"], values) if values is not None else None
+    if curve is None or not curve.steps:
         return None
-    curve = thinned(run.columns["step"], values)
+    beside = validation or {}
     top, bottom = 30.0, 210.0
-    low, high = min(curve.least), max(curve.most)
+    low = min(min(each.least) for each in (curve, *beside.values()))
+    high = max(max(each.most) for each in (curve, *beside.values()))
     if math.isclose(low, high, rel_tol=1e-9, abs_tol=1e-12):  # a level line in the middle, or on the ground for zero
-        low, high = (0.0, 2 * high or 1.0) if high >= 0 else (2 * low, 0.0)
+        low, high = (0.0, 2 * high if high > 1e-12 else 1.0) if high >= 0 else (min(2 * low, -1e-12), 0.0)
     pad = 0.04 * (high - low)
     low, high = (max(0.0, low - pad) if low >= 0 else low - pad), high + pad
-    first, last = curve.steps[0], max(curve.steps[-1], curve.steps[0] + 1)
+    first = min(each.steps[0] for each in (curve, *beside.values()))
+    last = max(first + 1, *(each.steps[-1] for each in (curve, *beside.values())))
 
     def x_of(step: float) -> float:
         return _LEFT + (WIDTH - _LEFT - 12) * (step - first) / (last - first)
@@ -105,6 +124,7 @@ def curve_figure(run: RunRecord, name: str, title: str, unit: str) -> Markup | N
     parts.append(_envelope(curve, x_of, y_of))
     parts.append(polyline([(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.mean, strict=True)], "curve"))
     parts += _spots(curve, x_of, y_of, top, bottom)
+    parts += _validation_marks(beside, x_of, y_of)
     thinly = (
         f" Each point is the mean of {run.num_steps / len(curve.steps):.0f} logged steps, " if _is_thin(run) else ""
     )
@@ -114,12 +134,39 @@ def curve_figure(run: RunRecord, name: str, title: str, unit: str) -> Markup | N
         for s, m, a, b in zip(*_every(curve, 24), strict=True)
     ]
     label = f"{title}: {format_number(curve.mean[0])} at the start, {format_number(curve.mean[-1])} at the end"
-    return figure(
-        title,
-        note,
-        drawing(bottom + 38, label, *parts),
-        numbers=numbers_table(["step", "mean", "least", "greatest"], rows),
-    )
+    numbers = numbers_table(["step", "mean", "least", "greatest"], rows)
+    if beside:
+        parts.append(legend([("ink", "training"), *_validation_keys(beside)], _LEFT, bottom + 54))
+        numbers = join([numbers, _validation_table(beside)])
+    return figure(title, note, drawing(bottom + (60 if beside else 38), label, *parts), numbers=numbers)
+
+
+_VALIDATION_HUES = ("hue-orange", "hue-green", "hue-pink", "hue-red")
+
+
+def _validation_keys(curves: Mapping[str, Curve]) -> list[tuple[str, str]]:
+    hues = (_VALIDATION_HUES[i % len(_VALIDATION_HUES)] for i in range(len(curves)))
+    return [(hue, f"validation, {name[:40]}") for hue, name in zip(hues, curves, strict=True)]
+
+
+def _validation_marks(curves: Mapping[str, Curve], x_of: Scale, y_of: Scale) -> list[Markup]:
+    """The curve of each validation set, with a mark at each evaluation."""
+    parts = []
+    for (hue, said), curve in zip(_validation_keys(curves), curves.values(), strict=True):
+        parts.append(polyline([(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.mean, strict=True)], f"set {hue}"))
+        for step, loss, _, _ in zip(*_every(curve, 80), strict=True):
+            spot = tag("circle", cx=float(x_of(step)), cy=float(y_of(loss)), r=3.0, class_=hue)
+            parts.append(mark(spot, f"{said}, step {step:.0f}: {format_number(loss)}"))
+    return parts
+
+
+def _validation_table(curves: Mapping[str, Curve]) -> Markup:
+    rows = [
+        [f"{step:.0f}", name, format_number(loss)]
+        for name, curve in curves.items()
+        for step, loss, _, _ in zip(*_every(curve, 24), strict=True)
+    ]
+    return numbers_table(["step", "validation set", "loss"], rows)
 
 
 def _is_thin(run: RunRecord) -> bool:

@@ -114,7 +114,9 @@ def shares_figure(title: str, note: str, shares: dict[str, tuple[float, float, s
         shape = rect(x_of(0), y + 3, x_of(share) - x_of(0), 17, WALL_CLASSES.get(wall, "hue-grey"))
         parts.append(mark(shape, f"{wall}: {share:.1%} {of}; a wall from {bound:.0%}"))
         parts.append(line(x_of(bound), y, x_of(bound), y + 23, "limit"))
-        parts.append(text(x_of(max(share, bound)) + 6, y + 16, f"{share:.0%}", "strong" if wall == first else "tick"))
+        x = x_of(share) + 6
+        x = x_of(bound) + 6 if x - 6 <= x_of(bound) <= x + 30 else x  # the mark would cross the number
+        parts.append(text(x, y + 16, f"{share:.0%}", "strong" if wall == first else "tick"))
     rows = [[wall, f"{share:.1%}", of, f"{bound:.0%}"] for wall, (share, bound, of) in shares.items()]
     label = "; ".join(f"{wall} {share:.0%}" for wall, (share, _, _) in shares.items())
     return figure(

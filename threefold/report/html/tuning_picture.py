@@ -88,7 +88,8 @@ def changes_figure(found: Tuning) -> Markup:
 
 def _change_row(one: Mapping[str, Any], y: float, x_of: Any) -> list[Markup]:
     change, verdict = str(one.get("change") or "-"), str(one.get("verdict", ""))
-    gain, predicted, interval = _real(one.get("gain")), _real(one.get("predicted_gain")), _pair(one.get("interval"))
+    gain, predicted = real_number(one.get("gain")), real_number(one.get("predicted_gain"))
+    interval = number_pair(one.get("interval"))
     most = int((_LEFT - 20) / CHARACTER)
     name = change if len(change) <= most else change[: most - 1] + "…"
     says = f"{change}: {verdict}; measured {_percent(gain)}, interval {_interval(interval)}, "
@@ -108,8 +109,8 @@ def _change_row(one: Mapping[str, Any], y: float, x_of: Any) -> list[Markup]:
 
 def trials_figure(found: Tuning) -> Markup:
     """Step time of every trial in the order in which they ran."""
-    shown = [one for one in found.trials[:MOST_TRIALS] if _real(one.get("step_seconds"))]
-    failed = [one for one in found.trials if not _real(one.get("step_seconds"))]
+    shown = [one for one in found.trials[:MOST_TRIALS] if real_number(one.get("step_seconds"))]
+    failed = [one for one in found.trials if not real_number(one.get("step_seconds"))]
     times = [1e3 * float(one["step_seconds"]) for one in shown] or [0.0, 1.0]
     low, high = 0.98 * min(times), 1.02 * max(times)
     top, bottom, left = 30.0, 220.0, 76.0
@@ -156,33 +157,37 @@ def trials_figure(found: Tuning) -> Markup:
 
 
 def _milliseconds(one: Mapping[str, Any]) -> str:
-    seconds = _real(one.get("step_seconds"))
+    seconds = real_number(one.get("step_seconds"))
     return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _values(one: Mapping[str, Any]) -> list[float]:
-    found = [_real(one.get("gain")), _real(one.get("predicted_gain")), *(_pair(one.get("interval")) or ())]
+    found = [
+        real_number(one.get("gain")),
+        real_number(one.get("predicted_gain")),
+        *(number_pair(one.get("interval")) or ()),
+    ]
     return [max(-1.0, min(value, 10.0)) for value in found if value is not None]
 
 
-def _real(value: Any) -> float | None:
+def real_number(value: Any) -> float | None:
     """A number of a ledger, which may come from a stranger."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12
     return float(value) if good else None
 
 
-def _pair(value: Any) -> tuple[float, float] | None:
+def number_pair(value: Any) -> tuple[float, float] | None:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         return None
-    low, high = _real(value[0]), _real(value[1])
+    low, high = real_number(value[0]), real_number(value[1])
     return None if low is None or high is None else (low, high)
 
 
 def _percent(value: Any) -> str:
-    number = _real(value)
+    number = real_number(value)
     return "-" if number is None else f"{number:+.1%}"
 
 
 def _interval(value: Any) -> str:
-    pair = _pair(value)
+    pair = number_pair(value)
     return "-" if pair is None else f"{pair[0]:+.1%} to {pair[1]:+.1%}"

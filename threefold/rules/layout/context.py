@@ -40,7 +40,7 @@ def cp_from_shard_target(plan: Plan) -> Iterator[Finding]:
     """
     layout, seq = plan.layout, plan.job.seq_len
     shard = seq / (layout.cp * layout.tp)
-    if plan.is_long and shard > 2 * SHARD_TOKENS:
+    if plan.is_long and shard > 2 * SHARD_TOKENS and not _needs_whole_sequences(plan):
         wanted = [cp for cp in _cp_options(plan) if seq / (cp * layout.tp) <= 2 * SHARD_TOKENS]
         nearest = sorted(wanted, key=lambda cp: abs(log2(cp * layout.tp / target_cp(seq))))
         yield Finding(
@@ -312,7 +312,12 @@ def sparse_attention_on_whole_sequences(plan: Plan) -> Iterator[Finding]:
     Confirm: layout.cp; `threefold models` shows which models have an indexer.
     Fix: CP 1; TP shards the heads of long sequences.
     """
-    spec = plan.model.attention
-    if plan.layout.cp > 1 and isinstance(spec, MlaSpec) and spec.indexer is not None:
+    if plan.layout.cp > 1 and _needs_whole_sequences(plan):
         problem = f"CP {plan.layout.cp} with the sparse attention of {plan.model.name}"
         yield Finding(at="layout.cp", problem=problem, fix={"layout.cp": 1})
+
+
+def _needs_whole_sequences(plan: Plan) -> bool:
+    """Whether the engine has no context parallelism for the model's attention."""
+    spec = plan.model.attention
+    return plan.target == "threefold" and isinstance(spec, MlaSpec) and spec.indexer is not None

@@ -23,7 +23,7 @@ def cp_dynamic_halves_groups(plan: Plan) -> Iterator[Finding]:
     if plan.shards_dynamically and cp & (cp - 1):
         yield Finding(
             at="layout.cp",
-            problem=f"CP {cp} has no halves of halves for sequences of lower degree",
+            problem=f"CP {cp} is no power of two: dynamic context parallelism shards over 1, 2, 4, ... or all ranks",
             fix={"layout.cp": 1 << (cp.bit_length() - 1)},
             fixes=[OFF],
         )
@@ -39,7 +39,7 @@ def cp_dynamic_without_pipeline(plan: Plan) -> Iterator[Finding]:
     Fix: one CP degree for all sequences, or no pipeline.
     """
     if plan.shards_dynamically and plan.layout.pp > 1:
-        problem = f"sequences of several CP degrees through PP {plan.layout.pp} stages"
+        problem = f"dynamic context parallelism does not run with a pipeline (PP {plan.layout.pp})"
         yield Finding(at="knobs.cp_dynamic", problem=problem, fix=OFF)
 
 
@@ -58,20 +58,20 @@ def cp_dynamic_runs_with(plan: Plan) -> Iterator[Finding]:
     if not plan.shards_dynamically:
         return
     for at, problem, fix in _refused(plan):
-        yield Finding(at=at, problem=f"{problem}, with dynamic context parallelism", fix=fix, fixes=[OFF])
+        yield Finding(at=at, problem=f"dynamic context parallelism does not run with {problem}", fix=fix, fixes=[OFF])
 
 
 def _refused(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The field, what is wrong with it, and its fix."""
     knobs, job = plan.knobs, plan.job
     if knobs.ep_overlap:
-        yield "knobs.ep_overlap", "two microbatches at a time", {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+        yield "knobs.ep_overlap", "two microbatches under way", {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
     if knobs.graphs:
-        yield "knobs.graphs", "CUDA graphs of one length and one group", {"knobs.graphs": []}
+        yield "knobs.graphs", "CUDA graphs, which record one length and one group", {"knobs.graphs": []}
     if job.micro_batch > 1:
         yield "job.micro_batch", f"microbatches of {job.micro_batch} sequences", {"job.micro_batch": 1}
     if job.capacity_factor is not None:
-        yield "job.capacity_factor", "a capacity of experts", {"job.capacity_factor": None}
+        yield "job.capacity_factor", "a capacity factor", {"job.capacity_factor": None}
     if knobs.dispatcher in ("deepep", "hybridep") and plan.layout.ep > 1:
         yield (
             "knobs.dispatcher",
@@ -98,7 +98,7 @@ def cp_dynamic_without_latents(plan: Plan) -> Iterator[Finding]:
     Fix: one CP degree for all sequences.
     """
     if plan.shards_dynamically and isinstance(plan.model.attention, MlaSpec):
-        problem = f"sequences of several CP degrees in {plan.model.name}, whose attention is MLA"
+        problem = f"hybrid context parallelism does not run with the MLA of {plan.model.name}"
         yield Finding(at="knobs.cp_dynamic", problem=problem, fix=OFF)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from threefold.spec.hf_families.tiny_models import TINY_MIXTURES
 from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec, RopeScaling
 
 GLM_45 = ModelSpec(
@@ -248,6 +249,33 @@ TINY_QWEN2_MOE = ModelSpec(
     ),
     source=_MADE_HERE,
 )
+_TINY_GEMMA = GqaSpec(num_heads=8, num_kv_heads=4, head_dim=16, qk_norm=True, v_norm=True, out_norm=True, scale=1.0)
+TINY_GEMMA4 = ModelSpec(
+    name="tiny-gemma4",
+    family="gemma4",
+    num_layers=4,
+    pattern="wt",
+    dim=128,
+    vocab=512,
+    attention=replace(
+        _TINY_GEMMA,
+        num_kv_heads=2,
+        head_dim=32,
+        shared_kv=True,
+        rope_theta=1e6,
+        rope_scaling=RopeScaling(1.0, 1, "proportional", turning_fraction=0.25),
+    ),
+    local_attention=replace(_TINY_GEMMA, window=32),
+    moe=MoeSpec(
+        num_experts=16, top_k=4, expert_dim=64, num_shared=1, shared_dim=128, own_norms=True, expert_scale=True
+    ),
+    activation="gelu_tanh",
+    tied=True,
+    embed_scale=128**0.5,
+    logit_softcap=30.0,
+    layer_scale=True,
+    source=_MADE_HERE,
+)
 
 MIXTURE_MODELS = (
     GLM_45,
@@ -262,7 +290,9 @@ MIXTURE_MODELS = (
     GRANITE_3B,
     GRANITE_1B,
     PHI_35_MOE,
+    TINY_GEMMA4,
     TINY_GLM4_MOE,
     TINY_MINIMAX_M2,
     TINY_QWEN2_MOE,
+    *TINY_MIXTURES,
 )

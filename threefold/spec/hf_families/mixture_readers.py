@@ -15,17 +15,10 @@ from threefold.spec.hf_readers import (
     grouped_attention,
     layer_pattern,
     num_layers,
+    refuse_others,
     sliding_window,
 )
 from threefold.spec.model import MoeSpec
-
-
-def refuse_others(c: Fields, supported: dict[str, Any]) -> None:
-    """Raise ValueError where a key of a family's own code has another value than the one that transformers runs."""
-    for key, only in supported.items():
-        values = c[key] if isinstance(c[key], list) else [c[key]]
-        if any(value not in (None, only) for value in values):
-            raise ValueError(f"{key} {reprlib.repr(c[key])} is not supported, only {only!r}")
 
 
 def read_glm4_moe(c: Fields) -> dict[str, Any]:

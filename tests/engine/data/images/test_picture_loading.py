@@ -196,12 +196,15 @@ def test_samples_are_dealt_out_level(loads: list[int], per_slot: int) -> None:
 
 def test_documents_longer_than_a_sequence_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "large.png").write_bytes(encoded(noise(120, 120)))
-    records = [{"text": "short"}, {"images": ["large.png"], "text": "64 tokens of a picture"}]
-    path = write_jsonl(tmp_path / "data.jsonl", records)
+    large = {"images": ["large.png"], "text": "64 tokens of a picture"}
+    path = write_jsonl(tmp_path / "data.jsonl", [{"text": "short"}, large, large])
     loader = loader_of(job_of(path, seq_len=64, task="pretrain"), tmp_path)
     skipped = loader.skipped_pictures()
-    assert (loader.mixture.sources[0].num_samples, skipped.num_records) == (1, 1)
-    assert "longer than job.seq_len (64)" in skipped.lines()[1]
+    assert (loader.mixture.sources[0].num_samples, skipped.num_records) == (1, 2)
+    assert skipped.lines() == [
+        "skipped 2 records that cannot be used:",
+        f"  {path}: 2 documents longer than job.seq_len (64)",
+    ]
     with pytest.raises(FindingsError, match=r"(?s)the shortest has 6.*job.max_pixels"):
         loader_of(job_of(path, seq_len=5), tmp_path)
     assert loader_of(job_of(path, seq_len=64, max_pixels=2_048), tmp_path).skipped_pictures().num_records == 0
@@ -236,7 +239,7 @@ def test_a_picture_that_cannot_be_decoded_is_grey_and_not_learned(tmp_path: Path
             is_bad = chr(batch.tokens_BS[0][batch.documents_BS[0] == number][18]) in "02"  # type: ignore[index]
             assert is_bad == bool((patches == 0).all()) == bool((labels < 0).all())
     lines = loader.skipped_pictures().lines()
-    assert lines[0] == "skipped 0 records and 2 pictures that could not be decoded:"
+    assert lines[0] == "skipped 2 pictures that cannot be used:"
     assert all(str(path) in line and "truncated" in line for line in lines[1:])
 
 

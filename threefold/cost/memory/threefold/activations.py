@@ -9,15 +9,25 @@ from collections.abc import Sequence
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes, is_sparse
+from threefold.cost.memory.threefold.timelines.norm_inputs import (
+    expert_norm_bytes,
+    has_own_norms,
+    norm_bytes,
+    norms_in_fp32,
+    out_norm_bytes,
+    router_input_bytes,
+    shared_norm_bytes,
+    value_norm_bytes,
+)
 from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import delta_saved_bytes, mamba_saved_bytes
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.cost.trained_weights import is_partly_frozen
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.stacks import FUSED_ACTIVATIONS
 
 _SAVED_BY_EXPERTS = {"clamped swiglu": 8.0, "relu2": 3.0}  # tensors of the expert width; 5 with silu
-_ZERO_CENTRED = ("qwen3_next",)  # families whose norms store weight - 1; plain torch computes those in fp32
 
 
 def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
@@ -34,7 +44,8 @@ def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
         saves_mlp = "mlp" not in local.recompute
         saved["mlp"] = mlp_bytes(local, "mlp", local.model.dense_dim, local.gathers_sequence) if saves_mlp else 0.0
     elif layer.ffn == "moe" and "moe" not in local.recompute:
-        saved |= {"router": _router(local), "dispatch": _dispatch(local), "experts": expert_bytes(local)}
+        saved |= {"router": _router(local) + router_input_bytes(local), "experts": expert_bytes(local)}
+        saved["dispatch"] = _dispatch(local) + expert_norm_bytes(local)
         saved["shared_experts"] = shared_expert_bytes(local)
     return saved
 
@@ -67,19 +78,6 @@ def _norm(local: LocalSizes, exists: bool, output_bytes: float) -> float:
     return local.tokens * (norm_bytes(local, dim) + output_bytes * dim)
 
 
-def norm_bytes(local: LocalSizes, dim: float, groups: float = 1) -> float:
-    """Bytes per token inside norms of `dim` numbers in `groups` groups: the input and, in plain torch, a statistic
-    each."""
-    if local.has_fused_kernels:
-        return local.element_bytes * dim
-    return (2 * FP32 if norms_in_fp32(local) else local.element_bytes) * dim + FP32 * groups
-
-
-def norms_in_fp32(local: LocalSizes) -> bool:
-    """Whether norms are computed in fp32 by several torch operations, each of which saves its input."""
-    return local.model.family in _ZERO_CENTRED and local.is_16_bit and not local.has_fused_kernels
-
-
 def mixer_saves_norm(local: LocalSizes, layer: Layer) -> bool:
     """Whether the mixer's first GEMM saves the norm's output. A tensor-parallel module saves what it gathered instead;
     MLA gathers after its down projections."""
@@ -96,10 +94,13 @@ def _recomputes_ffn(local: LocalSizes, layer: Layer) -> bool:
 def _ffn_saves_norm(local: LocalSizes, layer: Layer) -> bool:
     """Whether the feed-forward part saves the output of the norm before it."""
     inputs = local.saved_inputs
+    own_norms = layer.ffn == "moe" and has_own_norms(local)
     if "layernorm" in local.recompute:
-        return not local.gathers_sequence and _shared_save_input(local, layer)
+        return (own_norms or not local.gathers_sequence) and _shared_save_input(local, layer)
     if _recomputes_ffn(local, layer):
         return True  # the input of what is recomputed
+    if own_norms:
+        return "normed" in inputs
     moe = local.model.moe
     if layer.ffn == "moe" and moe:
         shared_save = bool(moe.shared_width) and not local.gathers_sequence and "shared" in inputs
@@ -123,6 +124,7 @@ def gathered_input_bytes(local: LocalSizes, module: str) -> float:
     if module not in local.saved_inputs:
         return 0.0
     is_recomputed = "layernorm" in local.recompute and not local.overlaps_tp
+    is_recomputed = is_recomputed and not (module == "shared" and has_own_norms(local))
     is_saved_elsewhere = not local.gathers_sequence or is_recomputed
     return 0.0 if is_saved_elsewhere else local.gemm_input_bytes * local.model.dim * local.gathered_tokens
 
@@ -143,7 +145,8 @@ def mixer_bytes(local: LocalSizes, layer: Layer) -> float:
     if isinstance(spec, MlaSpec):
         return _mla(local, spec) + scores
     adapters = local.adapter_bytes("attention", 4, local.gathered_tokens)
-    return gathered_input_bytes(local, "mixer") + _gqa(local, spec) * local.gathered_tokens + scores + adapters
+    saved = gathered_input_bytes(local, "mixer") + _gqa(local, spec) * local.gathered_tokens
+    return saved + out_norm_bytes(local, spec) + scores + adapters
 
 
 def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
@@ -162,6 +165,7 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     if spec.qk_norm:
         num_norms = 2 if spec.qk_norm_over == "projection" else (q + kv) / head
         saved += norm_bytes(local, q + kv, num_norms) - (b * q if spec.gated and not norms_in_fp32(local) else 0)
+    saved += value_norm_bytes(local, spec, kv)
     if "core_attn" not in local.recompute:
         saves_input = "attention_output" in local.saved_inputs
         copies_output = spec.gated or not local.has_fused_kernels
@@ -255,7 +259,8 @@ def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
 def mlp_bytes(local: LocalSizes, module: str, hidden: float, with_input: bool) -> float:
     """Gate, up, their activated product and, in plain torch, the activation; `with_input` adds the gathered input.
     Without a gate, the positive part of up and its square. `module` is mlp or shared."""
-    num_saved = (2 if local.has_fused_kernels else 3) if local.model.glu else 1
+    is_fused = local.has_fused_kernels and local.model.activation in FUSED_ACTIVATIONS
+    num_saved = (2 if is_fused else 3) if local.model.glu else 1
     product = local.gemm_input_bytes if f"{module}_product" in local.saved_inputs else 0.0
     saved = (num_saved * local.element_bytes + product) * hidden / local.tp * local.gathered_tokens
     saved += local.adapter_bytes(
@@ -332,7 +337,8 @@ def shared_expert_bytes(local: LocalSizes) -> float:
     is_quantized = not local.gathers_sequence and "shared" in local.saved_inputs and not local.has_adapters
     quantized_input = local.quantized_bytes * local.model.dim * local.tokens if is_quantized else 0.0
     gathered_input = gathered_input_bytes(local.without_recompute if local.plan.knobs.ep_overlap else local, "shared")
-    return mlp_bytes(local, "shared", moe.shared_width, with_input=False) + gathered_input + gate + quantized_input
+    saved = mlp_bytes(local, "shared", moe.shared_width, with_input=False) + shared_norm_bytes(local)
+    return saved + gathered_input + gate + quantized_input
 
 
 def add_stage_activations(

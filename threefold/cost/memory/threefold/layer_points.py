@@ -184,9 +184,18 @@ def layer_points(
             experts_of = layer if point.name == "a mixer's backward" else NO_LAYER
             reduced = reduced_shard_bytes(local, chunk, position.later_layers, experts_of)
             points[number] = replace(point, reduced_shards=reduced)
-            for name, num_bytes in (*others.items(), ("workspace", back.get(point.name, 0.0))):
+            held = back.get(point.name, 0.0) + _tied_gradient(local, chunk, position)
+            for name, num_bytes in (*others.items(), ("workspace", held)):
                 point.added[name] = point.added.get(name, 0.0) + num_bytes
     return points
+
+
+def _tied_gradient(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> float:
+    """The output layer's gradient of a table that is the embedding's too: it waits for the gradient of the latter."""
+    is_counted = position.is_before_mtp and local.plan.knobs.data_parallel == "zero1"
+    if not (local.model.tied and chunk.embedding and chunk.loss and "head" in local.saved_inputs) or is_counted:
+        return 0.0
+    return local.element_bytes * local.model.vocab / local.tp * local.model.dim
 
 
 def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> dict[str, Terms]:

@@ -24,6 +24,7 @@ _QUANTIZED_BYTES = {
     "mxfp8": 1 + 1 / 32,
     "nvfp4": 0.5 + 1 / 16,
 }
+MAX_FLASH_DIM = 256  # the widest head of the flash kernels on GPUs
 SCALE_ROWS = 128  # rows of an expert that share scales in FP8
 CHUNK_LIMIT_BYTES = 2 * GIB  # the largest tensor of a chunk, where the engine works in chunks
 
@@ -110,7 +111,7 @@ class LocalSizes:
 
     def score_bytes(self, spec: GqaSpec | MlaSpec) -> float:
         """Attention scores that are saved: all of them in fp32 on a GPU, where no attention kernel takes the dtype."""
-        if is_sparse(spec):
+        if is_sparse(spec) or is_wide(spec):
             return 0.0
         if self.is_16_bit or not self.has_fused_kernels or self.attends_in_tiles:
             return 0.0
@@ -222,7 +223,7 @@ class LocalSizes:
     def cp_comm(self) -> str:
         """How context-parallel ranks communicate in the layer; of several kinds, the last one."""
         kind = self.layer_cp_comm or self.plan.knobs.cp_comm
-        return kind if isinstance(kind, str) else kind[-1]
+        return kind if isinstance(kind, str) else (kind or ("p2p",))[-1]  # a rule refuses an empty list
 
     @property
     def attends_in_tiles(self) -> bool:
@@ -275,3 +276,9 @@ def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
 def is_sparse(spec: GqaSpec | MlaSpec) -> bool:
     """Whether queries read the keys that an indexer chose: scores are made in blocks, and made again."""
     return isinstance(spec, MlaSpec) and spec.indexer is not None
+
+
+def is_wide(spec: GqaSpec | MlaSpec) -> bool:
+    """Whether heads are wider than the flash kernels take, so that scores are made in blocks, and made again."""
+    width = spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim
+    return width > MAX_FLASH_DIM and not (isinstance(spec, GqaSpec) and spec.sinks)

@@ -9,7 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
 from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
-from threefold.cost.memory.threefold.graphs.pools import graph_pools
+from threefold.cost.memory.threefold.graphs.pools import (
+    WHOLE,
+    gradients_in_graphs,
+    graph_pools,
+    graphed_fraction,
+    outside_graphs,
+)
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
 from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
@@ -34,22 +40,49 @@ class ThreefoldMemory:
         local = LocalSizes(plan, skew)
         offloaded = {layer: offloaded_activations(local, layer) for layer in kinds}
         saved = {layer: _device_activations(local, layer, offloaded[layer]) for layer in kinds}
-        finder = PeakFinder(plan, saved, offloaded, skew)
-        overlapped = OverlapPeakFinder(plan, saved, skew) if plan.knobs.ep_overlap else None
+        finders: dict[float, PeakFinder | OverlapPeakFinder] = {}  # by the part of the microbatches that has graphs
         for stage, contents in enumerate(stage_contents(plan)):
-            if overlapped:
-                yield _overlap_peak(overlapped, stage, contents)
-                continue
-            terms = state_terms(plan, contents)
-            peak = finder.find(stage, contents, terms["gradients"])
-            moment = peak.moment
-            add_stage_activations(plan, stage, contents, saved, terms, moment.in_flight, moment.finished)
-            held = zip(moment.in_flight, finder.held_inputs(contents), strict=True)
-            terms["norms"] += sum(count * size for count, size in held)
-            add_vision(plan, contents, terms, moment.in_flight)
-            peak.add_to(terms)
-            terms["graphs"] = graph_pools(plan, stage, contents, saved, moment.in_flight).added_bytes
-            yield StagePeak(terms, peak.text)
+            pools = graph_pools(plan, stage, contents, saved)
+            fraction = graphed_fraction(plan, pools) if pools.num_bytes else 0.0
+            held = fraction * pools.num_bytes
+            if fraction not in finders:
+                outside = outside_graphs(plan, saved, fraction) if fraction else saved
+                if plan.knobs.ep_overlap:
+                    finders[fraction] = OverlapPeakFinder(plan, outside, skew)
+                else:
+                    finders[fraction] = PeakFinder(plan, outside, offloaded, skew)
+            finder = finders[fraction]
+            if isinstance(finder, OverlapPeakFinder):
+                yield _overlap_peak(finder, stage, contents, held)
+            else:
+                peak = _sequential_peak(finder, stage, contents, held)
+                yield _whole_graph(finder, contents, held, peak) if WHOLE in plan.knobs.graphs and held else peak
+
+
+def _sequential_peak(finder: PeakFinder, stage: int, contents: StageContents, graph_bytes: float) -> StagePeak:
+    """The peak of a rank whose passes run one after the other."""
+    plan, terms = finder.plan, state_terms(finder.plan, contents)
+    if WHOLE not in plan.knobs.graphs:
+        terms["gradients"] -= gradients_in_graphs(plan, contents)
+    peak = finder.find(stage, contents, terms["gradients"])
+    moment = peak.moment
+    add_stage_activations(plan, stage, contents, finder.saved, terms, moment.in_flight, moment.finished)
+    held = zip(moment.in_flight, finder.held_inputs(contents), strict=True)
+    terms["norms"] += sum(count * size for count, size in held)
+    add_vision(plan, contents, terms, moment.in_flight)
+    peak.add_to(terms)
+    terms["graphs"] = graph_bytes
+    return StagePeak(terms, peak.text)
+
+
+def _whole_graph(finder: PeakFinder, contents: StageContents, graph_bytes: float, eager: StagePeak) -> StagePeak:
+    """The peak of a rank whose whole microbatch is a graph: nothing but states and the optimizer's step is outside."""
+    plan, states = finder.plan, state_terms(finder.plan, contents)
+    made = sum(size for name, size in eager.terms.items() if name not in (*states, "graphs"))
+    terms = states | {"graphs": max(graph_bytes, made)}
+    terms["gradients"] -= gradients_in_graphs(plan, contents)
+    terms["workspace"] = LIBRARY_BYTES + optimizer_transients(finder.local, contents)
+    return StagePeak(terms, "the optimizer's step")
 
 
 def _device_activations(local: LocalSizes, layer: Layer, offloaded: OffloadedActivations) -> Terms:
@@ -65,7 +98,7 @@ def add_vision(plan: Plan, contents: StageContents, terms: Terms, in_flight: Seq
             terms["vision"] = vision_saved_bytes(plan) * count
 
 
-def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents) -> StagePeak:
+def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents, graph_bytes: float) -> StagePeak:
     """The peak of a rank on which EP overlap runs pairs of passes."""
     plan, saved = finder.plan, finder.saved
     terms = state_terms(plan, contents)
@@ -75,10 +108,10 @@ def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents
     add_vision(plan, contents, terms, peak.pair.in_flight)
     terms["logits" if moment.startswith("the loss") else "overlap"] = peak.above
     terms["gradients"] -= peak.missing_gradients
-    terms["graphs"] = graph_pools(plan, stage, contents, saved, peak.pair.in_flight).added_bytes
+    terms["graphs"] = graph_bytes
     terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
     after = state_terms(plan, contents) | {"workspace": terms["workspace"]}
-    after["graphs"] = graph_pools(plan, stage, contents, saved, [0] * len(contents.chunks)).added_bytes
+    after["graphs"] = graph_bytes
     after["workspace"] += optimizer_transients(finder.local, contents)
     if sum(after.values()) > sum(terms.values()):
         return StagePeak(after, "the optimizer's step")

@@ -17,11 +17,15 @@ from threefold.cost.memory.threefold.activations import (
     mixer_saves_norm,
     mla_latent_bytes,
     mla_up_bytes,
-    norm_bytes,
-    norms_in_fp32,
     saves_output_twice,
 )
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes, for_layer
+from threefold.cost.memory.threefold.timelines.norm_inputs import (
+    norm_bytes,
+    norms_in_fp32,
+    out_norm_bytes,
+    value_norm_bytes,
+)
 from threefold.cost.stage_contents import PlacedLayer
 from threefold.layout.stages import Chunk
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
@@ -153,6 +157,7 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
     elif layer.mixer in ("attention", "window") and isinstance(spec, GqaSpec):
         yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
         yield from _gqa_tensors(local, spec)
+        yield _attention(out_norm_bytes(local, spec), "attn_proj")
         yield from _core_attention_tensors(local, spec, spec.q_dim / local.tp)
 
 
@@ -166,6 +171,7 @@ def _gqa_tensors(local: LocalSizes, spec: GqaSpec) -> Iterator[SavedTensor]:
         yield _attention(norm_bytes(local, kv, kv / head) * s, "qkv_linear")
         if not spec.gated or norms_in_fp32(local):
             yield _attention(norm_bytes(local, q, q / head) * s, "qkv_linear")
+    yield _attention(value_norm_bytes(local, spec, kv) * s, "qkv_linear")
     for size in (q, kv, kv):
         yield _attention(b * size * s, "core_attn")
 

@@ -7,19 +7,20 @@ hold at the same time. `b` below is the bytes of an element, `rows` the bytes of
 import math
 
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes, for_layer
+from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes, for_layer, is_wide
 from threefold.cost.memory.threefold.timelines.attention_backward import (
     cp_attention_peak,
     delta_backward_peak,
     latent_attention_peak,
     sparse_attention_peak,
+    wide_heads_peak,
 )
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.memory.threefold.timelines.moe_forward import moe_forward_peak, saved_bytes
 from threefold.cost.memory.threefold.timelines.optimizer_step import muon_peak
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import mamba_backward_peak
 from threefold.cost.stage_contents import StageContents
-from threefold.spec.model import Layer, MlaSpec
+from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.units import GIB
 
 LOGITS_CHUNK_BYTES = {"cpu": GIB / 4}  # logits of one chunk of the loss, counted in fp32; 5 GiB on GPUs
@@ -48,12 +49,18 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
         accumulating = 0.0
         if num_chunks > 1 and trains_head:
             accumulating = weight_grad + (b * table if local.is_16_bit or num_chunks > 2 else 0)
-    hidden = b * dim * s  # what the loss reads
+    slope, hidden = 0.0, b * dim * s  # the derivative of capped logits; what the loss reads
+    if local.model.logit_softcap is not None:
+        slope = b * chunk * vocab
     if local.model.head_bias:
         hidden += b * (
             table + dim * s
         )  # copies of the matrix and of the hidden states, each with a column for the bias
-    return logits + accumulating + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved
+    if slope and local.is_16_bit and on_gpu:  # it is freed before the head's gradient is made, or added to
+        logits = max(logits + accumulating, b * chunk * vocab + slope + (accumulating if num_chunks > 1 else 0.0))
+        slope = accumulating = 0.0
+    logits += slope + accumulating
+    return logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved
 
 
 def embedding_transients(local: LocalSizes, is_used_twice: bool) -> float:
@@ -157,6 +164,8 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
         return 2 * scores * (local.head_chunk_fraction if in_groups else 1)
     if isinstance(spec, MlaSpec) and spec.indexer is not None:
         return sparse_attention_peak(local, spec)
+    if isinstance(spec, GqaSpec) and is_wide(spec) and local.has_fused_kernels and not local.attends_in_tiles:
+        return wide_heads_peak(local, spec)
     if isinstance(spec, MlaSpec):
         head, values = spec.qk_dim, heads * spec.v_dim
         q = k = heads * head

@@ -9,9 +9,11 @@ from threefold.plan.plan import Plan
 
 
 def num_vocab_tables(plan: Plan, contents: StageContents) -> int:
-    """Vocabulary tables of a rank: embedding and output layer. Multi-token prediction needs the first on its rank."""
-    has_head = not plan.model.tied and contents.loss
-    return (contents.embedding or contents.mtp > 0) + has_head
+    """Vocabulary tables of a rank: embedding and output layer. Multi-token prediction needs the first on its rank, and
+    so does a tied output layer."""
+    tied = plan.model.tied
+    has_embedding = contents.embedding or contents.mtp > 0 or (tied and contents.loss)
+    return has_embedding + (contents.loss and not tied)
 
 
 def num_unsharded_tables(plan: Plan, contents: StageContents) -> int:

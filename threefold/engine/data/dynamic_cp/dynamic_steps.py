@@ -77,7 +77,11 @@ class DynamicSteps:
         assert sample.positions_S is not None
         arrays = sample.tokens_S, sample.labels_S, sample.documents_S, sample.positions_S
         tokens_BS, labels_BS, documents_BS, positions_BS = (torch.from_numpy(x)[None] for x in arrays)
-        return Batch(tokens_BS, labels_BS, documents_BS, positions_BS, tuple(lengths), cp_degree=row.degree)
+        return Batch(
+            *(tokens_BS, labels_BS, documents_BS, positions_BS, tuple(lengths)),
+            cp_degree=row.degree,
+            sample_lengths=tuple(samples[document.sample].num_useful for document in row.documents),
+        )
 
     def empty_batch(self) -> Batch:
         """The fewest tokens that a forward can take, without a label: for a round in which this rank has no row."""
@@ -89,7 +93,7 @@ class DynamicSteps:
 
 def documents_of(sample: Sample, number: int) -> list[Document]:
     """The documents of a sample, without its padding; one where attention sees the whole sample."""
-    count = len(sample.tokens_S) - sample.num_padding
+    count = sample.num_useful
     if sample.documents_S is None or count == 0:
         return [Document(number, 0, count)] if count else []
     edges = [0, *(np.flatnonzero(np.diff(sample.documents_S[:count])) + 1).tolist(), count]

@@ -65,10 +65,20 @@ def pack_step(documents: Sequence[Document], dp: int, cp: int, seq_len: int, cos
 def _fill_bins(short: Sequence[Document], num_bins: int, room: int, cost_of: CostOf) -> list[Documents] | None:
     """Short documents in bins of at most `room` tokens, the costliest bin first; None where they do not fit.
 
-    The largest document goes next to the bin with the least cost that has room. Where that leaves a document without
-    a bin, the bins are filled by tokens alone, which wastes less room.
+    Where bins of level cost leave a document without a bin, they are filled by tokens alone, which wastes less room.
     """
-    bins: list[list[Document]] | None = [[] for _ in range(num_bins)]
+    bins = _fill_by_cost(short, num_bins, room, cost_of)
+    if bins is None:
+        bins = _fill_by_tokens(short, num_bins, room)
+    if bins is None:
+        return None
+    used = [tuple(members) for members in bins if members]
+    return sorted(used, key=lambda members: -_cost(members, cost_of))
+
+
+def _fill_by_cost(short: Sequence[Document], num_bins: int, room: int, cost_of: CostOf) -> list[list[Document]] | None:
+    """The largest document goes next to the bin with the least cost that has room."""
+    bins: list[list[Document]] = [[] for _ in range(num_bins)]
     costs = [(0.0, number) for number in range(num_bins)]  # sorted, so already a heap
     tokens = [0] * num_bins
     for document in short:
@@ -76,18 +86,13 @@ def _fill_bins(short: Sequence[Document], num_bins: int, room: int, cost_of: Cos
         while costs and tokens[costs[0][1]] + document.length > room:
             full.append(heapq.heappop(costs))
         if not costs:
-            bins = _fill_by_tokens(short, num_bins, room)
-            break
+            return None
         cost, number = heapq.heappop(costs)
-        assert bins is not None
         bins[number].append(document)
         tokens[number] += document.length
         for entry in (*full, (cost + cost_of(document.length), number)):
             heapq.heappush(costs, entry)
-    if bins is None:
-        return None
-    used = [tuple(members) for members in bins if members]
-    return sorted(used, key=lambda members: -_cost(members, cost_of))
+    return bins
 
 
 def _fill_by_tokens(short: Sequence[Document], num_bins: int, room: int) -> list[list[Document]] | None:

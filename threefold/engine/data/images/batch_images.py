@@ -23,6 +23,7 @@ from threefold.engine.data.images.picture_source import PictureSample, PictureSo
 from threefold.engine.data.packing import IGNORED, Sample
 from threefold.engine.vision.positions import multimodal_positions
 from threefold.spec.model import VisionTokens
+from threefold.units import format_many
 
 MAX_NAMED = 10_000  # bad pictures that are remembered
 
@@ -32,7 +33,7 @@ class SkippedPictures:
     """What cannot be used of picture data."""
 
     num_records: int  # left out when the data was indexed
-    records: tuple[tuple[str, str], ...]  # place and reason of the first of them
+    records: tuple[tuple[str, str, int], ...]  # place, reason and number of the first of them
     pictures: tuple[tuple[str, str], ...] = ()  # that could not be decoded; their documents have no loss
 
     @staticmethod
@@ -62,10 +63,12 @@ class SkippedPictures:
         count = self.num_records + len(self.pictures)
         if not count:
             return []
-        named = (*self.pictures, *self.records)[:most]
-        head = f"skipped {self.num_records} records and {len(self.pictures)} pictures that could not be decoded:"
-        rest = [f"  and {count - len(named)} more"] if count > len(named) else []
-        return [head, *(f"  {at}: {reason}" for at, reason in named), *rest]
+        named = (*((at, reason, 1) for at, reason in self.pictures), *self.records)[:most]
+        kinds = {"record": self.num_records, "picture": len(self.pictures)}
+        head = " and ".join(format_many(number, kind) for kind, number in kinds.items() if number)
+        others = count - sum(number for _, _, number in named)
+        rest = [f"  and {others} more"] if others else []
+        return [f"skipped {head} that cannot be used:", *(f"  {at}: {reason}" for at, reason, _ in named), *rest]
 
 
 class BatchImages:

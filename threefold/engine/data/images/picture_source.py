@@ -20,6 +20,7 @@ from threefold.engine.data.images.picture_index import PictureIndex
 from threefold.engine.data.packing import IGNORED, Sample, pack_documents, pad_sample
 from threefold.engine.data.shards.token_shard import DIGITS
 from threefold.findings import Finding, FindingsError
+from threefold.units import format_many
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,12 @@ class PictureSource:
             pictures=tuple(pictures),
         )
 
-    def skipped(self) -> tuple[int, list[tuple[str, str]]]:
-        """How many records cannot be used, and place and reason of the first ones."""
-        named = list(self.index.skipped)
-        if self.num_too_long:
-            named.append((self.name, f"{self.num_too_long} documents are longer than job.seq_len ({self.seq_len})"))
+    def skipped(self) -> tuple[int, list[tuple[str, str, int]]]:
+        """How many records cannot be used; place, reason and number of those that are named."""
+        named = [(at, reason, 1) for at, reason in self.index.skipped]
+        if count := self.num_too_long:
+            too_long = f"{format_many(count, 'document')} longer than job.seq_len ({self.seq_len})"
+            named.append((self.name, too_long, count))
         return self.index.num_skipped + self.num_too_long, named
 
     def fingerprint(self) -> str:

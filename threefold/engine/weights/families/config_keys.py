@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec
+from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec, RopeScaling
 
 LAYER_TYPES = {"attention": "full_attention", "window": "sliding_attention", "delta": "linear_attention"}
 
@@ -24,6 +24,31 @@ def group_limited_keys(spec: ModelSpec) -> dict[str, Any]:
         "topk_group": moe.top_groups,
         "routed_scaling_factor": moe.scale,
         "first_k_dense_replace": spec.num_dense_layers,
+    }
+
+
+def scaling_keys(spec: RopeScaling) -> dict[str, Any]:
+    """A rotary scaling as `rope_parameters` has it."""
+    config: dict[str, Any] = {"rope_type": spec.kind, "factor": spec.factor}
+    if spec.mscale_all_dim is not None:
+        config["mscale_all_dim"] = spec.mscale_all_dim
+    if spec.kind == "ntk_alpha":
+        return {**config, "rope_type": "dynamic", "factor": 1.0, "alpha": spec.factor}
+    if spec.kind in ("linear", "dynamic"):
+        return config
+    config["original_max_position_embeddings"] = spec.original_len
+    if spec.kind == "longrope":
+        config |= {"short_factor": list(spec.short_factor), "long_factor": list(spec.long_factor)}
+        return config if spec.attention_factor is None else {**config, "attention_factor": spec.attention_factor}
+    if spec.kind == "llama3":
+        return {**config, "low_freq_factor": spec.low_freq_factor, "high_freq_factor": spec.high_freq_factor}
+    optional = {"attention_factor": spec.attention_factor, "mscale": spec.mscale}
+    return {
+        **config,
+        "beta_fast": spec.beta_fast,
+        "beta_slow": spec.beta_slow,
+        "truncate": spec.truncate,
+        **{name: value for name, value in optional.items() if value is not None},
     }
 
 
@@ -54,6 +79,42 @@ def _ernie4_5_moe(spec: ModelSpec) -> dict[str, Any]:
         "moe_layer_end_index": spec.num_layers - 1,
         "use_bias": False,
     }
+
+
+def _gemma4(spec: ModelSpec) -> dict[str, Any]:
+    moe, full, local = _moe(spec), _attention(spec), spec.local_attention
+    assert local is not None
+    sizes = {"head_dim": full.head_dim, "num_key_value_heads": full.num_kv_heads}
+    layer_types = [LAYER_TYPES[layer.mixer] for layer in spec.layers]
+    globals_ = [number for number, kind in enumerate(layer_types) if kind == "full_attention"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": layer_types,
+        "num_key_value_heads": local.num_kv_heads,
+        "head_dim": local.head_dim,
+        "per_layer_config": {str(number): sizes for number in globals_},
+        "attention_k_eq_v": full.shared_kv,
+        "sliding_window": local.window,
+        "rope_parameters": {"full_attention": _layer_rope(full), "sliding_attention": _layer_rope(local)},
+        "final_logit_softcapping": spec.logit_softcap,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": moe.num_experts,
+        "top_k_experts": moe.top_k,
+        "moe_intermediate_size": moe.expert_dim,
+        "intermediate_size": moe.shared_width,
+    }
+
+
+def _layer_rope(attention: GqaSpec) -> dict[str, Any]:
+    """The rotary positions of Gemma's layers of one type."""
+    scaling, theta = attention.rope_scaling, {"rope_theta": attention.rope_theta}
+    if scaling is None:
+        return {"rope_type": "default", **theta}
+    if scaling.kind == "proportional":
+        part = {"partial_rotary_factor": scaling.turning_fraction, "factor": scaling.factor}
+        return {"rope_type": "proportional", **part, **theta}
+    return {**scaling_keys(scaling), **theta}
 
 
 def _glm4_moe(spec: ModelSpec) -> dict[str, Any]:
@@ -123,6 +184,7 @@ def _qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
 CONFIG_KEYS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
     "dots1": _dots1,
     "ernie4_5_moe": _ernie4_5_moe,
+    "gemma4": _gemma4,
     "glm4_moe": _glm4_moe,
     "granitemoe": _granitemoe,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
@@ -135,6 +197,7 @@ CONFIG_KEYS: dict[str, Callable[[ModelSpec], dict[str, Any]]] = {
 CLASS_NAMES = {
     "dots1": "Dots1ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",

@@ -13,6 +13,7 @@ Paths = tuple[str, ...]  # inside a layer; the first one is written
 class FamilyNames:
     """Paths inside a layer, without `.weight` where a weight is meant."""
 
+    own: tuple[tuple[str, str], ...] = ()  # other tensors of a layer: the engine's name and the one that is stored
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     router: Paths = ("mlp.gate",)
@@ -24,6 +25,7 @@ class FamilyNames:
     # All experts in one tensor, gates above ups, then the down projections: how newer transformers hold them.
     stacked_experts: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     stacked_on_disk: tuple[str, str] | None = None  # the family stores stacked experts, under these names
+    published_with_pictures: bool = False  # the text model is also read from a checkpoint with an image encoder
     one_mtp_depth: bool = False  # under `mtp.`; other families add layers behind the last
 
 
@@ -40,6 +42,24 @@ _NAMES = {
             "mlp.gate.moe_statics.e_score_correction_bias",
         ),
         balance_bias_has_groups=True,
+    ),
+    "gemma4": FamilyNames(
+        own=(
+            ("output_scale", "layer_scalar"),
+            ("mixer.out_norm.weight", "post_attention_layernorm.weight"),
+            ("ffn.shared_scale", "pre_feedforward_layernorm.weight"),
+            ("ffn.routed_scale", "pre_feedforward_layernorm_2.weight"),
+            ("ffn.shared_norm.weight", "post_feedforward_layernorm_1.weight"),
+            ("ffn.routed_norm.weight", "post_feedforward_layernorm_2.weight"),
+            ("ffn.out_norm.weight", "post_feedforward_layernorm.weight"),
+            ("ffn.router.input_scale", "router.scale"),
+            ("ffn.router.expert_scale", "router.per_expert_scale"),
+        ),
+        router=("router.proj",),
+        shared="mlp",
+        stacked_experts=("experts.gate_up_proj", "experts.down_proj"),
+        stacked_on_disk=("experts.gate_up_proj", "experts.down_proj"),
+        published_with_pictures=True,
     ),
     "gpt_oss": FamilyNames(router=("mlp.router", "mlp.gate")),
     "granitemoe": FamilyNames(

@@ -1,10 +1,10 @@
-"""Memory that the CUDA graphs of our own engine hold, and how much of it a run without graphs would not hold.
+"""Memory that the CUDA graphs of our own engine hold: the term `graphs` of a stage.
 
-Graphs keep what their scopes save for the backward, copies of inputs and output gradients that no graph writes, and,
-unless weight gradients are accumulated where they are summed, the gradients of their parameters: once for each
-microbatch in flight. Saved activations are there without graphs too, but only while their microbatch is in flight.
-`model.py` adds `GraphPools.added_bytes` to the peak of a stage, and the rule `graphs-fit-their-budget`
-compares `GraphPools.held_bytes` with the plan. `docs/log/graphs.md` holds them against a GPU.
+Graphs keep what their scopes save for the backward, copies of inputs and output gradients that no graph writes, what
+the backward of one layer makes on top, and, unless weight gradients are accumulated where they are summed, those of
+their parameters. They keep it for the whole run, once for each microbatch in flight. `model.py` therefore takes the
+activations inside of graphs out of the terms of their layers (`outside_graphs`) and adds `graph_pools`. The rule
+`graphs-fit-their-budget` compares `largest_pool` with the plan. `docs/log/graphs.md` holds them against a GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.schedule import schedule_moments
+from threefold.cost.memory.threefold.transients import ffn_backward_transients, mixer_backward_transients
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers, stage_contents
 from threefold.plan.plan import Plan
@@ -21,6 +22,7 @@ from threefold.spec.model import Layer
 from threefold.spec.params import dense_params, expert_params, mixer_params, router_params, shared_params
 from threefold.units import GIB
 
+WHOLE = "full_iteration"
 # Memory terms of what a scope saves for the backward.
 _SAVED_TERMS = {
     "attn": ("attention", "norms"),
@@ -30,60 +32,90 @@ _SAVED_TERMS = {
 }
 
 
+def has_graphs(plan: Plan) -> bool:
+    """Whether our engine would record graphs for the plan."""
+    return bool(plan.knobs.graphs) and plan.chip.architecture != "cpu" and plan.knobs.data_parallel == "zero1"
+
+
 @dataclass(frozen=True, slots=True)
 class GraphPools:
-    """Bytes of the graphs of one pipeline rank."""
+    """The graphs of a pipeline rank, if there were no budget."""
 
-    held_bytes: float
-    added_bytes: float
-
-
-NO_POOLS = GraphPools(0.0, 0.0)
+    num_bytes: float
+    num_slots: int  # microbatches in flight with graphs of their own, over all chunks
 
 
-def graph_pools(
-    plan: Plan, stage: int, contents: StageContents, saved: Mapping[Layer, Terms], in_flight: Sequence[int]
-) -> GraphPools:
-    """The graphs of a rank, at a moment with so many microbatches of each chunk in flight."""
-    scopes = set(plan.knobs.graphs)
-    if not scopes or plan.chip.architecture == "cpu" or plan.knobs.data_parallel != "zero1":
-        return NO_POOLS
-    local = LocalSizes(plan, 1.0)
-    if "full_iteration" in scopes:
+def graph_pools(plan: Plan, stage: int, contents: StageContents, saved: Mapping[Layer, Terms]) -> GraphPools:
+    if not has_graphs(plan):
+        return GraphPools(0.0, 0)
+    scopes, local = set(plan.knobs.graphs), LocalSizes(plan, 1.0)
+    if WHOLE in scopes:
         activations = sum(sum(saved[layer].values()) for layer in contents.layers)
         grads = 0.0 if local.fuses_grad_accumulation else local.element_bytes * sum(stage_params(plan, contents))
-        # Where gradients are accumulated elsewhere, those of a microbatch exist beside the sum.
-        return GraphPools(activations + grads, grads if plan.layout.gpus > 1 or local.accumulates_wider else 0.0)
-    # The gradients of a step's only microbatch stay where the graph wrote them, and cost nothing.
-    accumulates = plan.layout.gpus > 1 or plan.num_microbatches > 1
-    held = added = 0.0
-    most = _most_in_flight(plan, stage, len(contents.chunks))
-    for chunk, count, slots in zip(contents.chunks, in_flight, most, strict=False):
+        # On one rank the graph of later microbatches adds to these: those of one layer and one table exist twice.
+        adds = grads and plan.layout.gpus == 1 and plan.num_microbatches > 1
+        return GraphPools(activations + grads + (_largest_gradients(local, contents) if adds else 0.0), 1)
+    held, most = 0.0, _most_in_flight(plan, stage, len(contents.chunks))
+    for chunk, slots in zip(contents.chunks, most, strict=False):
         layers = chunk_layers(plan, chunk)
         kept = sum(_saved_bytes(scopes, layer, saved[layer]) for layer in layers)
-        static = sum(_copied_bytes(local, scopes, layer) for layer in layers)
+        static = _copied_bytes(local, scopes, layers)
         grads = sum(_gradient_bytes(local, scopes, layer) for layer in layers)
-        held += slots * (kept + static + grads)
-        added += slots * (static + grads * accumulates) + max(0, slots - count) * kept
-    # Microbatches for which the budget has no slot run eagerly.
+        made = max((_backward_bytes(local, scopes, layer) for layer in layers), default=0.0)
+        held += slots * (kept + static + grads + made)
+    return GraphPools(held, sum(most))
+
+
+def _largest_gradients(local: LocalSizes, contents: StageContents) -> float:
+    """Gradients of the experts of one layer and of one table of the vocabulary."""
+    model = local.model
+    has_experts = model.moe is not None and any(layer.ffn == "moe" for layer in contents.layers)
+    experts = expert_params(model) * model.moe.num_experts if has_experts and model.moe is not None else 0.0
+    return local.element_bytes * (experts + model.vocab * model.dim)
+
+
+def graphed_fraction(plan: Plan, pools: GraphPools) -> float:
+    """The part of the microbatches in flight that the budget has graphs for. The others run eagerly."""
     budget = plan.knobs.graph_memory_gb
-    fraction = 1.0 if budget is None or not held else min(1.0, budget * GIB / held)
-    return GraphPools(held, fraction * added)
+    if budget is None or budget * GIB >= pools.num_bytes:
+        return 1.0
+    # The first is recorded whatever it needs: its size is known only then.
+    return max(1, int(budget * GIB * pools.num_slots / pools.num_bytes)) / pools.num_slots
+
+
+def outside_graphs(plan: Plan, saved: Mapping[Layer, Terms], fraction: float) -> dict[Layer, Terms]:
+    """What layers save for the backward outside of graphs, which hold this fraction of the microbatches in flight."""
+    scopes = set(plan.knobs.graphs)
+    outside = {}
+    for layer, terms in saved.items():
+        inside = _inside(scopes, layer)
+        outside[layer] = {name: size * (1 - fraction * (name in inside)) for name, size in terms.items()}
+    return outside
+
+
+def gradients_in_graphs(plan: Plan, contents: StageContents) -> float:
+    """Gradients of a step that stay where graphs write them: those of the only microbatch of one rank."""
+    if not has_graphs(plan) or plan.layout.gpus > 1 or (plan.num_microbatches > 1 and WHOLE not in plan.knobs.graphs):
+        return 0.0
+    local, scopes = LocalSizes(plan, 1.0), set(plan.knobs.graphs)
+    if WHOLE in scopes:
+        return 0.0 if local.accumulates_wider else local.element_bytes * sum(stage_params(plan, contents))
+    return sum(_parameter_grads(local, scopes, layer) for layer in contents.layers)
 
 
 def largest_pool(plan: Plan) -> float:
-    """Bytes that the graphs of the fullest rank hold."""
+    """Bytes that the graphs of the fullest rank would hold if there were no budget."""
     local, most = LocalSizes(plan, 1.0), 0.0
     for stage, contents in enumerate(stage_contents(plan)):
         saved = {layer: layer_activations(for_layer(local, layer), layer) for layer in contents.layers}
-        most = max(most, graph_pools(plan, stage, contents, saved, [0] * len(contents.chunks)).held_bytes)
+        most = max(most, graph_pools(plan, stage, contents, saved).num_bytes)
     return most
 
 
 def _most_in_flight(plan: Plan, stage: int, num_chunks: int) -> list[int]:
     """Microbatches of each chunk that are in flight at once, or whose weight gradients are still to come."""
     if plan.layout.pp == 1:
-        return [2 if plan.knobs.ep_overlap else 1] * num_chunks
+        return [min(plan.num_microbatches, 2 if plan.knobs.ep_overlap else 1)] * num_chunks
     most = [1] * num_chunks
     for moment in schedule_moments(plan, stage):
         pairs = zip(moment.in_flight, moment.pending_wgrad, strict=False)
@@ -98,23 +130,43 @@ def _scopes_of(scopes: set[str], layer: Layer) -> set[str]:
     return found & scopes
 
 
+def _inside(scopes: set[str], layer: Layer) -> set[str]:
+    """The memory terms of a layer whose saved tensors lie in graphs."""
+    return {name for scope in _scopes_of(scopes, layer) for name in _SAVED_TERMS[scope]}
+
+
 def _saved_bytes(scopes: set[str], layer: Layer, saved: Terms) -> float:
-    names = {name for scope in _scopes_of(scopes, layer) for name in _SAVED_TERMS[scope]}
-    return sum(saved.get(name, 0.0) for name in names)
+    return sum(saved.get(name, 0.0) for name in _inside(scopes, layer))
 
 
-def _copied_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
-    """Copies of inputs and output gradients that lie outside the graphs."""
-    found = _scopes_of(scopes, layer)
-    if not found:
-        return 0.0
-    # The mixer's input, or what the router reads; then the gradients of the residual stream and of the other output.
-    num_rows = (1 if "attn" in found else 2) + (1 if found & {"moe", "mlp"} else 2)
+def _copied_bytes(local: LocalSizes, scopes: set[str], layers: Sequence[Layer]) -> float:
+    """Copies of inputs and output gradients that lie outside the graphs, for the layers of a chunk."""
+    num_rows, follows_graph = 0, False
+    for layer in layers:
+        found = _scopes_of(scopes, layer)
+        has_ffn = bool(found & {"moe", "mlp"})
+        if "attn" in found and has_ffn:
+            # The next graph reads what this one writes; so the first input and the last gradient remain.
+            num_rows += 0 if follows_graph else 2
+        elif found:
+            # The mixer's input, or what the router reads; then the gradients of both outputs.
+            num_rows += (1 if "attn" in found else 2) + (1 if has_ffn else 2)
+        follows_graph = "attn" in found and has_ffn
     return num_rows * local.element_bytes * local.model.dim * local.tokens
 
 
-def _gradient_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
-    """Gradients of parameters; fused accumulation adds them to the main gradients inside the graph."""
+def _backward_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
+    """What the backward of a layer makes on top of its saved tensors. The next layer uses the memory again; mixer and
+    feed-forward part have tensors of other sizes, for which blocks of their own are taken."""
+    found = _scopes_of(scopes, layer)
+    mixer = mixer_backward_transients(local, layer) if "attn" in found else 0.0
+    # Where gradients of experts are in the pool, `_gradient_bytes` counts them.
+    has_ffn = "mlp" in found or ("moe" in found and local.fuses_grad_accumulation)
+    return mixer + (ffn_backward_transients(for_layer(local, layer), layer) if has_ffn else 0.0)
+
+
+def _parameter_grads(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
+    """Gradients of the parameters inside of graphs; fused accumulation adds them to the main gradients there."""
     found, model, layout = _scopes_of(scopes, layer), local.model, local.plan.layout
     if local.fuses_grad_accumulation:
         return 0.0
@@ -124,3 +176,11 @@ def _gradient_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
     if "moe" in found and model.moe is not None:
         params += expert_params(model) * model.moe.num_experts / (layout.ep * layout.etp) + shared_params(model)
     return local.element_bytes * params
+
+
+def _gradient_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
+    """The same as far as it makes a pool larger: a gradient of no more rows than there are tokens lies where an
+    activation was, those of experts need blocks of their own."""
+    if "moe" in scopes or local.gathered_tokens < local.model.dim:
+        return _parameter_grads(local, scopes, layer)
+    return 0.0

@@ -263,3 +263,17 @@ def sparse_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
     in_block = 2 * block + FP32 * (4 * head + values) * tokens
     joining = FP32 * (3 * head + values) * tokens
     return given + max(in_block, joining) + b * local.model.dim * local.tokens
+
+
+def wide_heads_peak(local: LocalSizes, spec: GqaSpec) -> float:
+    """The most bytes in the backward of attention in blocks of queries, with the gradient of the residual stream:
+    gradients of queries, of keys and values in fp32, one of the latter two in fp32 beside a block's part of its
+    gradient, and of one block its queries' gradients, its scores and theirs."""
+    b, tokens, heads = local.element_bytes, local.gathered_tokens, spec.num_heads / local.tp
+    q, kv = heads * spec.head_dim, max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
+    whole = FP32 * heads * tokens * local.plan.job.seq_len
+    block = min(SPARSE_BLOCK_BYTES, whole)
+    of_queries = FP32 * q * tokens * block / whole
+    given = b * q * tokens  # the gradient of the output
+    in_block = 2 * block + of_queries + FP32 * 2 * kv * tokens
+    return given + b * q * tokens + FP32 * 2 * kv * tokens + in_block + b * local.model.dim * local.tokens

@@ -9,6 +9,7 @@ from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.activations import shared_expert_bytes
 from threefold.cost.memory.threefold.local_sizes import FP32, SCALE_ROWS, LocalSizes
 from threefold.cost.memory.threefold.timelines.moe_forward import MoeRows
+from threefold.cost.memory.threefold.timelines.norm_inputs import expert_norm_bytes
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 
 # Weight gradients of experts wider than this come from torch's GEMMs, which want contiguous rows.
@@ -30,6 +31,9 @@ def moe_backward_steps(
         line.make(MoeRows(local).tokens)
         line.free(shared_expert_bytes(local.without_recompute) * rows.fraction)
         line.make(shared_wgrad * rows.fraction)
+    if moe.own_norms:  # the gradient of the routed experts' output is not that of the residual stream
+        line.make(rows.tokens)
+        line.free(expert_norm_bytes(local.without_recompute) * rows.fraction)
     if rows.fraction < 1:  # a chunk of tokens adds to the weight gradients of the chunks before it
         line.make(_weight_grads(local), MoeRows(local).tokens)
     if _recomputes_activation(local):  # the caller counts it from the start, but it is there from FC2's backward on

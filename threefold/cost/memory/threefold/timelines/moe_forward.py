@@ -13,6 +13,7 @@ from functools import cached_property
 
 from threefold.cost.memory.threefold.activations import expert_bytes, shared_expert_bytes
 from threefold.cost.memory.threefold.local_sizes import SCALE_ROWS, LocalSizes
+from threefold.cost.memory.threefold.timelines.norm_inputs import expert_norm_bytes
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 
 FP8_ROW = 1 + 1 / 128  # bytes of a number of a row that travels in FP8
@@ -157,6 +158,7 @@ def moe_forward_peak(local: LocalSizes, offloaded_rows: float = 0.0, offloaded_e
             line.pass_through(rows.tokens)
         elif moe.shared_width:
             _run_shared(line, shared * rows.fraction, rows.tokens)
+    line.make(expert_norm_bytes(local) * rows.fraction)  # behind the experts, and before the shared ones
     if rows.fraction < 1:  # outputs of all chunks, then joined
         whole = MoeRows(local).tokens
         saved = saved_bytes(local) * (0.0 if _recomputes_chunks(local) else 1 - rows.fraction)
@@ -173,7 +175,7 @@ def saves_rows(local: LocalSizes) -> bool:
 def saved_bytes(local: LocalSizes) -> float:
     """What `moe_forward_peak` counts of the tensors that the layer saves."""
     rows = MoeRows(local).gathered if saves_rows(local) and not local.experts_read_in_place else 0.0
-    return rows + expert_bytes(local) + shared_expert_bytes(local)
+    return rows + expert_bytes(local) + shared_expert_bytes(local) + expert_norm_bytes(local)
 
 
 def _recomputes_chunks(local: LocalSizes) -> bool:
@@ -218,7 +220,7 @@ def experts_peak(local: LocalSizes) -> float:
         _arrange(line, rows)
         line.take_peak()
     _run_experts(line, rows)
-    return line.take_peak() - saved_bytes(local) + shared_expert_bytes(local)
+    return line.take_peak() - saved_bytes(local) + shared_expert_bytes(local) + expert_norm_bytes(local)
 
 
 def _arrange(line: Timeline, rows: MoeRows) -> None:

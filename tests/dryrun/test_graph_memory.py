@@ -1,0 +1,101 @@
+"""Memory of CUDA graphs in a rehearsal: against pools that an H200 held, and near the estimate."""
+
+from typing import Any
+
+import pytest
+from plans import build
+from rehearsal_plans import GPU
+
+from threefold.cost.memory.by_stack import memory
+from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
+from threefold.dryrun.tracking.graph_pool import GraphPool
+from threefold.units import GIB, MIB
+
+THREE = ["attn", "moe_router", "moe_preprocess"]
+# The step of benchmarks/graphs.py.
+MEASURED = {
+    "model": "qwen3-30b-a3b", "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 1, "model.num_layers": 8,
+    "job.seq_len": 4096, "job.global_batch": 1, "job.aux_loss": 0.0, "knobs.precision": "bf16",
+    "knobs.optimizer_dtype": "bf16", "knobs.grad_dtype": "bf16", "knobs.master_weights": False,
+    "knobs.expert_fusion": True,
+}  # fmt: skip
+
+
+def rehearsed(fields: dict[str, Any]) -> RankRehearsal:
+    return rehearse_rank(build(fields), 0)
+
+
+# benchmarks/results/graphs-h200.json and graphs-company-h200.json: 1.84 to 1.95, 11.8 and 12.92 GiB.
+@pytest.mark.parametrize(
+    ("scopes", "least_gib", "most_gib"),
+    [(THREE, 1.84, 1.95), (["attn", "moe"], 11.7, 11.9), (["full_iteration"], 12.8, 13.0)],
+)
+def test_graphs_hold_what_they_held_on_a_gpu(scopes: list[str], least_gib: float, most_gib: float) -> None:
+    terms = rehearsed({**MEASURED, "knobs.graphs": scopes}).terms
+    assert least_gib <= terms["graphs"] / GIB <= most_gib
+    assert "attention" not in terms  # its activations lie in the graphs
+
+
+NEAR = {
+    "one GPU": {**MEASURED, "knobs.graphs": THREE},
+    "experts in graphs": {**MEASURED, "knobs.graphs": ["attn", "moe"]},
+    "a whole microbatch": {**MEASURED, "knobs.graphs": ["full_iteration"]},
+    "several whole microbatches": {**MEASURED, "knobs.graphs": ["full_iteration"], "job.global_batch": 4},
+    "EP": {**GPU, "model.num_layers": 4, "knobs.graphs": THREE},
+    "TP": {**GPU, "layout.tp": 2, "model.num_layers": 4, "knobs.graphs": THREE},
+    "CP": {**GPU, "layout.cp": 4, "job.seq_len": 16384, "model.num_layers": 2, "knobs.graphs": THREE},
+    "FP8": {**GPU, "knobs.precision": "fp8-blockwise", "model.num_layers": 2, "knobs.graphs": THREE},
+    "a slot for each microbatch in flight": {**GPU, "layout.pp": 4, "model.num_layers": 8, "knobs.graphs": THREE},
+    "a budget": {
+        **GPU, "layout.pp": 4, "model.num_layers": 8, "knobs.graphs": THREE, "knobs.graph_memory_gb": 1.0,
+    },
+    "delayed weight gradients": {
+        **GPU, "layout.pp": 2, "layout.schedule": "zero-bubble", "model.num_layers": 4, "knobs.graphs": THREE,
+    },
+    "EP overlap": {
+        **GPU, "model.num_layers": 4, "knobs.ep_overlap": True, "knobs.delay_wgrad": True, "knobs.graphs": THREE,
+    },
+    "MLA": {
+        **GPU, "model": "deepseek-v3", "layout.ep": 64, "layout.tp": 2, "layout.pp": 4, "model.num_layers": 8,
+        "job.mtp": 0, "knobs.graphs": ["attn", "mlp", "moe_router", "moe_preprocess"],
+    },
+    "dense, whole microbatches": {
+        "model": "llama3-8b", "target": "threefold", "cluster.chip": "h100", "cluster.gpus": 64, "job.seq_len": 4096,
+        "job.global_batch": 128, "model.num_layers": 4, "knobs.graphs": ["full_iteration"],
+    },
+    "recompute": {
+        **GPU, "model.num_layers": 4, "knobs.recompute": ["layernorm", "moe_act"], "knobs.graphs": THREE,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_the_estimate_is_near_the_rehearsal(name: str) -> None:
+    plan = build(NEAR[name])
+    rank, estimated = rehearse_rank(plan, 0), memory(plan).stages[0]
+    assert estimated.peak_bytes == pytest.approx(rank.peak_bytes, rel=0.03)
+    # Blocks of a pool are of other sizes than the tensors in them.
+    assert estimated.terms["graphs"] == pytest.approx(rank.terms["graphs"], rel=0.07)
+    if plan.knobs.graph_memory_gb is not None:
+        assert rank.terms["graphs"] <= plan.knobs.graph_memory_gb * GIB
+
+
+@pytest.mark.parametrize("fields", [{"layout.tp": 2}, {"layout.pp": 2}], ids=str)
+def test_the_collectives_are_those_without_graphs(fields: dict[str, Any]) -> None:
+    eager, graphed = (rehearsed({**GPU, "model.num_layers": 2, **fields, "knobs.graphs": on}) for on in ([], THREE))
+    assert eager.collectives
+    assert eager.collectives == graphed.collectives
+
+
+def test_a_pool_gives_nothing_back_and_joins_no_segments() -> None:
+    pool = GraphPool()
+    assert [pool.resize(key, 16 * MIB) for key in (1, 2)] == [16 * MIB, 16 * MIB]
+    assert [pool.resize(key, 0) for key in (1, 2)] == [0, 0]
+    assert pool.resize(3, 12 * MIB) == 0  # in the first of them
+    assert pool.resize(4, 4 * MIB) == 0  # in its rest
+    assert pool.resize(5, 24 * MIB) == 24 * MIB  # no block is as large
+    assert [pool.resize(key, 0) for key in (3, 4)] == [0, 0]
+    assert pool.resize(6, 16 * MIB) == 0  # both parts are one block again
+    assert pool.resize(7, 100) == 2 * MIB  # small ones have segments of their own
+    assert pool.resize(8, 100) == 0
+    assert pool.num_bytes == 58 * MIB

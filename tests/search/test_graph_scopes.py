@@ -1,0 +1,64 @@
+"""`plan` chooses CUDA graph scopes for our engine where the host is the wall, and `check` agrees with the choice."""
+
+from typing import Any
+
+import pytest
+
+from threefold.cost.estimate import estimate
+from threefold.findings import Finding
+from threefold.plan.parse import change
+from threefold.plan.plan import Plan
+from threefold.rules.all import check, errors, promoted
+from threefold.search.search import search
+
+THREE = ("attn", "moe_router", "moe_preprocess")
+DRAFT = {
+    "model": "qwen3-30b-a3b", "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 8, "layout.tp": 1,
+    "layout.cp": 1, "layout.pp": 1, "layout.ep": 8, "job.micro_batch": 1, "job.global_batch": 256,
+    "knobs.precision": "bf16",
+}  # fmt: skip
+SHORT = {**DRAFT, "job.seq_len": 1024, "knobs.data_parallel": "zero1"}
+LONG = {**DRAFT, "job.seq_len": 16384, "model.num_layers": 24, "knobs.data_parallel": "zero1"}
+
+
+def best(draft: dict[str, Any]) -> Plan:
+    return search(draft, top=1).candidates[0].plan
+
+
+def about_graphs(plan: Plan) -> list[Finding]:
+    """Findings that some change of the scopes would cure."""
+    return [one for one in check(plan) if any("knobs.graphs" in fix for fix in (one.fix or {}, *one.fixes))]
+
+
+def test_a_plan_that_waits_for_its_host_gets_scopes() -> None:
+    plan = best(SHORT)
+    assert plan.knobs.graphs == THREE
+    eager = change(plan, {"knobs.graphs": []})
+    assert estimate(eager).time_wall == "host"
+    assert [one.rule for one in about_graphs(eager)] == ["host-wall"]  # what `check` asks for is what `plan` chose
+    assert change(eager, about_graphs(eager)[0].fix or {}).knobs.graphs == THREE
+    assert about_graphs(plan) == []
+    assert not errors(promoted(check(plan)))
+    assert estimate(plan).time.step_seconds < estimate(eager).time.step_seconds
+    assert estimate(plan).memory.stages[0].terms["graphs"] > 0
+
+
+def test_a_plan_that_computes_gets_none() -> None:
+    plan = best(LONG)
+    assert plan.knobs.graphs == ()
+    assert estimate(plan).time_wall == "compute"
+    assert about_graphs(plan) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "scopes"),
+    [
+        ({"knobs.data_parallel": "fsdp"}, ()),  # weights move
+        ({"knobs.dispatcher": "deepep"}, THREE[:2]),  # it sorts by itself
+    ],
+    ids=str,
+)
+def test_only_scopes_that_the_engine_records_are_chosen(fields: dict[str, Any], scopes: tuple[str, ...]) -> None:
+    plan = best({**SHORT, **fields})
+    assert plan.knobs.graphs == scopes
+    assert not errors(promoted(check(plan)))
