@@ -121,7 +121,7 @@ def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.Captu
     [
         (["cluster.gpus=2", "cluster.chip=h100"], "ranks-start-here"),
         (["knobs.precision=fp8-tensor"], "engine-has-knob"),
-        (["model=nemotron-3-nano"], "stack-runs-family"),
+        (["model=nemotron-3-super"], "stack-runs-family"),
         (["run.cores=999"], "cores-exist"),
         (["run.cores=3-1"], "cores-exist"),
         (["cluster.gpus=4", "job.global_batch=4", "job.micro_batch=1", "run.cores=0-1;2-3"], "cores-exist"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from plans import build, make
 from random_plans import moe_plans
@@ -209,7 +209,9 @@ def test_context_parallel_divides_activations(plan: Plan) -> None:
 
 @given(plan=moe_plans())
 def test_context_parallel_shrinks_what_the_engine_keeps(plan: Plan) -> None:
-    """The peak never grows. Activations alone may: the peak can move to another moment of the step."""
+    """The peak never grows. Activations alone may: the peak can move to another moment of the step. Models that pass
+    states from rank to rank are left out: each rank gathers those of all CP ranks."""
+    assume(plan.model.delta is None and plan.model.mamba is None)
     plan = change(plan, {"target": "threefold"})
     wider = change(plan, {"layout.cp": 2 * plan.layout.cp, "cluster.gpus": 2 * plan.cluster.gpus})
     for before, after in zip(memory(plan).stages, memory(wider).stages, strict=True):

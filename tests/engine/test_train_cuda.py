@@ -98,7 +98,10 @@ def test_loss_and_gradients_in_fp32_equal_the_cpu(family: str) -> None:
     cpu(tokens, labels, documents).loss.backward()
     gpu(tokens.cuda(), labels.cuda(), documents.cuda()).loss.backward()
     for (name, one), other in zip(gpu.named_parameters(), cpu.parameters(), strict=True):
-        close(one.grad, other.grad, 1e-3, name)
+        if other.grad is None:  # an indexer of sparse attention
+            assert one.grad is None
+        else:
+            close(one.grad, other.grad, 1e-3, name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,7 +110,7 @@ def test_bf16_overfits_one_batch(family: str) -> None:
     model = build_model(spec_of(family), dtype=torch.bfloat16, device="cuda")
     tokens, labels = (torch.randint(0, model.spec.vocab, (2, 12), device="cuda") for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(60):
+    for _ in range(80 if family == "glm_moe_dsa" else 60):  # whose indexer is not trained
         out = model(tokens, labels)
         out.loss.backward()
         optimizer.step()

@@ -474,7 +474,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "engine-has-a-choice": ({"target": "threefold", "knobs.permute_fusion": False}, {}),
     "engine-has-knob": ({"target": "threefold", "knobs.fp8_attention": True}, {}),
-    "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-nano"}, {"model": "nemotron-3-nano"}),
+    "stack-runs-family": ({"target": "threefold", "model": "nemotron-3-super"}, {"model": "nemotron-3-super"}),
 }
 
 # Ids of the mission that `check` must cover: every row of kind rule or diagnosis.

@@ -109,10 +109,10 @@ def test_a_faster_bf16_is_ranked_before_the_default_format() -> None:
 
 def test_no_plan_for_a_model_that_the_engine_lacks() -> None:
     draft = {"target": "threefold", "cluster.chip": "h100", "cluster.gpus": 64, "job.seq_len": 4096}
-    found = search({**draft, "model": "nemotron-3-nano"})
+    found = search({**draft, "model": "nemotron-3-super"})
     assert found.candidates == ()
     assert found.finding is not None
-    assert "nemotron_h" in found.finding.problem
+    assert "moe_latent_size" in found.finding.problem
     assert found.finding.fix_data == {"target": "megatron-bridge"}
 
 
@@ -128,9 +128,9 @@ def test_the_default_target_is_the_engine_where_it_trains_the_model(capsys: pyte
     ours = {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 16}
     fields, why = with_defaults(ours)
     assert (fields["target"], why) == ("threefold", "for threefold, because our engine trains qwen3_moe models")
-    fields, why = with_defaults({**ours, "model": "nemotron-3-nano"})
+    fields, why = with_defaults({**ours, "model": "nemotron-3-super"})
     assert fields["target"] == "megatron-bridge"
-    assert "nemotron_h" in why
+    assert "moe_latent_size" in why
     assert with_defaults({**ours, "target": "megatron-bridge"})[1] == ""
     with pytest.raises(SystemExit):
         main(["plan", "--help"])

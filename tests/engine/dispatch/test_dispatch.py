@@ -54,7 +54,7 @@ def plan_of(layout: Layout, dispatcher: str = "alltoall", seq_len: int = 16) -> 
 def whole_layer(options: Options, favour: int | None = None) -> MoeLayer:
     """Integer router weights: with integer tokens its scores are exact, and equal tokens tie on any rank."""
     torch.manual_seed(5)
-    layer = MoeLayer(SPEC, DIM, "clamped swiglu", options).double()
+    layer = MoeLayer(SPEC, DIM, "silu", options).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def whole_layer(options: Options, favour: int | None = None) -> MoeLayer:
 
 def shard_layer(layer: MoeLayer, mesh: Mesh, plan: Plan) -> tuple[MoeLayer, dict[str, Placement]]:
     with torch.device("meta"):
-        piece = MoeLayer(SPEC, DIM, "clamped swiglu", layer.options).double()
+        piece = MoeLayer(SPEC, DIM, "silu", layer.options).double()
     places = {name: replicated(p.shape, ()) for name, p in piece.named_parameters()} | shard_experts(piece, mesh, plan)
     materialize(piece, "cpu")
     with torch.no_grad():

@@ -58,9 +58,8 @@ def peer(config: dict[str, Any], seed: str) -> Any:
             made, attn_implementation="eager", experts_implementation="eager"
         )
         with torch.no_grad():
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                if "inv_freq" not in name:
-                    tensor.add_(torch.randn_like(tensor) * 0.1)
+            for tensor in model.state_dict().values():  # other buffers follow from the configuration
+                tensor.add_(torch.randn_like(tensor) * 0.1)
         model.eval()(torch.zeros(1, LENGTH, dtype=torch.long), use_cache=False)
     except Exception:  # whatever it raises, it does not run this model
         return None

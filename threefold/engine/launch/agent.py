@@ -47,10 +47,13 @@ class Agent:
 
         Raises a finding where ranks kept dying.
         """
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store: TCPStore | None = None
         try:
             with self._signals():
                 for attempt in range(self.max_restarts + 1):
+                    # A new one, because NCCL's notes about a collective that timed out have no prefix of the attempt.
+                    # Ranks that find those of an earlier attempt wait for minutes on their way out.
+                    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                     self._start(attempt, store.port)
                     failed = self._wait()
                     self._kill_all()

@@ -40,6 +40,7 @@ NO_COUNTERPART: dict[str, str] = {
     "job.images": "a fact about the data: Megatron sees whatever images its dataset has",
     "knobs.compile": "Megatron fuses its elementwise parts by itself; no switch compiles norms and routers",
     "knobs.master_weights": "Megatron's distributed optimizer always has main parameters",
+    "knobs.graph_memory_gb": "Megatron holds no budget for the memory of its graphs",
     "knobs.expert_kernels": "a choice between kernels of Threefold's engine",
     "knobs.fp8_dispatch": "Megatron's dispatchers send rows in bf16",
     "knobs.cp_exchange": "a choice of Threefold's engine; Megatron exchanges expanded heads",

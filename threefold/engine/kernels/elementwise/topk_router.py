@@ -153,11 +153,11 @@ class _Route(torch.autograd.Function):
         # terms of experts in the losses.
         part_PS = logits_TE.new_empty(programs + 2, 2 + num_experts) if balanced else logits_TE.new_empty(programs, 2)
         if not is_simulated():
-            from threefold.engine.kernels.elementwise.topk_router_triton import launch_finish, launch_topk
+            from threefold.engine.kernels.elementwise.topk_router_triton import launch_sum_routing, launch_topk
 
             launch_topk(logits_TE, bias_E, weight_TK, expert_TK, start_PE, total, part_PS, options, sequences)
             outputs = load_E, ends_E, starts_F, entropy, *scalars
-            launch_finish(start_PE, total, part_PS, outputs, num_tokens, options, sequences)
+            launch_sum_routing(start_PE, total, part_PS, outputs, num_tokens, options, sequences)
         # The input is for the weight gradient alone: a frozen router needs none.
         x_TD = given if weight_ED is not None and ctx.needs_input_grad[1] else None
         ctx.save_for_backward(x_TD, weight_ED, logits_TE, expert_TK, total if balanced else None)

@@ -4,8 +4,8 @@ Scores are compared as 64-bit integers: the upper half orders like the float, an
 counted from the end, so that the lower expert wins a tie. NaN counts as the largest score: chosen experts stay in
 range, and the NaN shows in the loss.
 
-Partial sums are stored by program and summed by `_finish`, always in the same order. Only counts, whose sum does not
-depend on the order, are added atomically.
+Partial sums are stored by program and summed by `_sum_routing`, always in the same order. Only counts, whose sum does
+not depend on the order, are added atomically.
 
 Shapes: T tokens, E experts, K experts of a token, P programs, S sums.
 """
@@ -21,7 +21,7 @@ from threefold.engine.kernels.fast_launch import fast_launch
 from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
 
 WARPS = 4
-_FINISH_EXPERTS, _FINISH_PROGRAMS = 8, 512  # sides of a tile of `_finish`
+_SUM_EXPERTS, _SUM_PROGRAMS = 8, 512  # sides of a tile of `_sum_routing`
 _TAKEN: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # less than every key
 EPS: tl.constexpr = tl.constexpr(1e-20)  # DeepSeek-V3's code adds it to the sum of scores before the division
 
@@ -75,7 +75,7 @@ def launch_topk(
     )  # fmt: skip
 
 
-def launch_finish(
+def launch_sum_routing(
     start_PE: Tensor,
     total: Tensor,
     part_PS: Tensor,
@@ -89,11 +89,11 @@ def launch_finish(
     `outputs` are load_E, ends_E, starts_F, the entropy, and the losses in the order of `FUSED_LOSSES`.
     """
     (num_programs, num_experts), num_sums = start_PE.shape, part_PS.shape[1]
-    _finish[(cdiv(num_experts, _FINISH_EXPERTS),)](
+    _sum_routing[(cdiv(num_experts, _SUM_EXPERTS),)](
         start_PE, total, part_PS, *outputs, num_programs, programs_per_sequence(num_programs, sequences), num_tokens,
         sequences, *loss_factors(num_tokens, num_experts, options.top_k, sequences), num_experts,
-        next_power_of_2(num_experts), num_sums, _FINISH_EXPERTS,
-        min(_FINISH_PROGRAMS, next_power_of_2(num_programs)),
+        next_power_of_2(num_experts), num_sums, _SUM_EXPERTS,
+        min(_SUM_PROGRAMS, next_power_of_2(num_programs)),
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _sum_column(ptr, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @fast_launch
 @triton.jit
-def _finish(
+def _sum_routing(
     start_ptr, total_ptr, part_ptr, load_ptr, ends_ptr, starts_ptr, entropy_ptr, aux_ptr, seq_ptr, z_ptr, num_programs,
     per_sequence, num_tokens, sequences, aux_factor, seq_factor, E: tl.constexpr, NE: tl.constexpr,
     NUM_SUMS: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
