@@ -149,6 +149,7 @@ def test_changes_are_those_of_the_command_line() -> None:
     assert threefold.load_plan(TINY).layout.gpus == 1
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """Every cell, in a process of its own, as docs/guide/ten-minutes.ipynb has it."""
     notebook = ROOT / "docs" / "guide" / "ten-minutes.ipynb"

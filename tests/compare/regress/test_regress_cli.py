@@ -76,6 +76,7 @@ def test_culprits_of_real_commands(
     assert "trial 1" not in again[2]
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_result(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(*behind([*words, "--limit", "2"], "hang"), capsys=capsys)
     assert code == 0

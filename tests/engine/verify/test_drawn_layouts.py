@@ -8,6 +8,7 @@ import os
 import time
 
 import pytest
+import tiny_vision
 from drawn_layouts import Resolved, draw_layout, resolve
 from layout_runs import FAULTS, TOLERANCE, Outcome, judge_comparison, judge_roughly, run_draw, run_draws
 from tiny_models import FAMILIES
@@ -60,7 +61,7 @@ def test_half_of_the_draws_are_accepted(drawn: list[Resolved]) -> None:
 
 def test_draws_cover_layouts_jobs_and_knobs(drawn: list[Resolved]) -> None:
     plans: list[Plan] = [one.plan for one in drawn if one.plan is not None]
-    assert {plan.model.name for plan in plans} == set(FAMILIES)
+    assert {plan.model.name for plan in plans} == {*FAMILIES, *tiny_vision.CONFIGS}
     assert all(2 <= plan.layout.gpus <= 8 for plan in plans)
     for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "replicate"):
         assert any(plan.layout.degree(axis) > 1 for plan in plans), axis

@@ -88,7 +88,7 @@ def test_a_large_plan_is_not_run_here(capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "rule"),
     [
         (["deepseek-v3-4k-1024xh100-fp8.toml", "layout.ep=48"], "ep-divides-experts"),
-        (["qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d.toml", "model=nemotron-3-nano"], "stack-runs-family"),
+        (["qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d.toml", "model=nemotron-3-super"], "stack-runs-family"),
     ],
 )
 def test_what_rules_refuse_is_not_verified(words: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,5 +100,5 @@ def test_what_rules_refuse_is_not_verified(words: list[str], rule: str, capsys: 
 
 def test_a_rehearsal_of_what_the_engine_lacks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = "qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d.toml"
-    assert main(["dry-run", str(RECIPES[0].parent / recipe), "model=nemotron-3-nano"]) == 1
+    assert main(["dry-run", str(RECIPES[0].parent / recipe), "model=nemotron-3-super"]) == 1
     assert "error[stack-runs-family]" in capsys.readouterr().out

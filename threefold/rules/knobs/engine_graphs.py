@@ -7,6 +7,7 @@ from threefold.cost.memory.threefold.graphs.pools import largest_pool
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.rules.layout.batch import can_be_priced
 from threefold.units import GIB
 
 _WHOLE = "full_iteration"
@@ -86,7 +87,7 @@ def graphs_fit_their_budget(plan: Plan) -> Iterator[Finding]:
     Fix: fewer scopes, or a larger budget.
     """
     budget = plan.knobs.graph_memory_gb
-    if budget is None or not plan.knobs.graphs or plan.chip.architecture == "cpu":
+    if budget is None or not plan.knobs.graphs or plan.chip.architecture == "cpu" or not can_be_priced(plan):
         return
     held = largest_pool(plan) / GIB
     if held > budget:
