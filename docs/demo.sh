@@ -51,8 +51,8 @@ step "threefold profile run     # shortened"
 threefold profile "$work/run" | sed -n '1,/^communication of/p' | sed '$d'
 
 part "5. Retune one knob: is full recompute worth its time here? Trials take turns with the plan"
-step "threefold tune small.toml job.global_batch=4 job.micro_batch=2 --try 'knobs.recompute=[]' --trials 1 --budget 60s"
-threefold tune "$small" job.global_batch=4 job.micro_batch=2 --try 'knobs.recompute=[]' --trials 1 --budget 60s \
+step "threefold tune small.toml job.global_batch=4 job.micro_batch=2 --try 'knobs.recompute=[]' --trials 1 --budget 110s"
+threefold tune "$small" job.global_batch=4 job.micro_batch=2 --try 'knobs.recompute=[]' --trials 1 --budget 110s \
     --out "$work/tuning" | sed '/refused/d'
 
 part "6. Validate: does the folded layout compute what one rank computes? In fp64, gradient by gradient"
