@@ -80,7 +80,7 @@ def _judge(told: Answer, found: SearchResult, rehearse: bool) -> None:
 
 def _misfits(plan: Plan) -> list[str]:
     """What the rehearsal of every distinct stage says against the plan."""
-    from threefold.cli.rehearse import verdict_of
+    from threefold.cli.command_line.rehearse import verdict_of
 
     try:
         return [f"{finding.rule}: {finding.problem}" for finding in errors(verdict_of(plan))]

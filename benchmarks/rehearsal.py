@@ -125,10 +125,26 @@ def estimate_against_rehearsal(count: int, seed: int, path: Path) -> int:
     inside, beyond = sum(error <= 0.03 for error in errors), sum(error > 0.06 for error in errors)
     median = errors[len(errors) // 2]
     print(f"\n{inside} of {len(errors)} within 3 %, {beyond} beyond 6 %; median {median:.1%}, worst {errors[-1]:.1%}")
-    summary = {"within_3_percent": inside, "beyond_6_percent": beyond, "of": len(errors)}
-    summary |= {"median": median, "worst": errors[-1]}
+    summary: dict[str, Any] = {"within_3_percent": inside, "beyond_6_percent": beyond, "of": len(errors)}
+    summary |= {"median": median, "worst": errors[-1], "by_kind": errors_by_kind(kept)}
+    for kind, found in summary["by_kind"].items():
+        print(f"  {kind}: {found['within_3_percent']} of {found['of']}, worst {found['worst']:.1%}")
     _write(path, {"seed": seed, "seeds_looked_at": LOOKED_AT, **summary, "plans": kept})
     return 0
+
+
+def errors_by_kind(compared: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Errors of plans with pictures, LoRA, frozen parts or graphs, and of those with none of them."""
+    fields = {"pictures": "job.images", "lora": "job.lora_rank", "frozen": "job.freeze", "graphs": "knobs.graphs"}
+    errors: dict[str, list[float]] = {}
+    for each in compared:
+        kinds = [kind for kind, field in fields.items() if each["plan"].get(field)]
+        for kind in kinds or ["none of these"]:
+            errors.setdefault(kind, []).append(abs(each["off"]))
+    return {
+        kind: {"within_3_percent": sum(error <= 0.03 for error in found), "of": len(found), "worst": max(found)}
+        for kind, found in sorted(errors.items())
+    }
 
 
 def _print_draws(plans: Sequence[Plan]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from threefold.cli.candidates import candidates, split_line
+from threefold.cli.command_line.candidates import candidates, split_line
+from threefold.cli.command_line.reference import flags_by_verb
 from threefold.cli.completion import SCRIPTS
 from threefold.cli.main import VERBS, main
-from threefold.cli.reference import flags_by_verb
 from threefold.plan.table import FIELDS
 from threefold.spec.chips import CHIPS
 from threefold.spec.models import MODELS

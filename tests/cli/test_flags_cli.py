@@ -7,8 +7,8 @@ import pytest
 from command_line import run
 from repository import ROOT
 
-from threefold.cli.inputs import duration, sequence_length
-from threefold.cli.reference import PAGE, commands_page, flags_by_verb
+from threefold.cli.command_line.inputs import duration, sequence_length
+from threefold.cli.command_line.reference import PAGE, commands_page, flags_by_verb
 
 RECIPE = str(ROOT / "recipes" / "deepseek-v3-128k-256xh100-fp8.toml")
 # Where a flag takes something else in another verb, the reason why that is still one meaning.
@@ -57,7 +57,7 @@ def test_every_flag_says_what_it_is() -> None:
 
 def test_the_page_of_commands_is_that_of_the_parsers() -> None:
     assert (ROOT / PAGE).read_text(encoding="utf-8") == commands_page(), (
-        f"write the page anew: python -m threefold.cli.reference > {PAGE}"
+        f"write the page anew: python -m threefold.cli.command_line.reference > {PAGE}"
     )
 
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 from repository import ROOT
 
+from threefold.cli.command_line.out import Out
+from threefold.cli.command_line.terminal_line import QUIET_SECONDS, WorkingLine, coloured, uses_colour
 from threefold.cli.main import SHOWN_AT_WORK, VERBS
-from threefold.cli.out import Out
-from threefold.cli.terminal_line import QUIET_SECONDS, WorkingLine, coloured, uses_colour
 
 WORDS = ["check", "recipes/deepseek-v3-128k-256xh100-fp8.toml", "layout.ep=48"]
 

@@ -203,7 +203,7 @@ def test_places_that_cannot_be_written_are_findings(tmp_path: Path, capsys: pyte
 def test_a_missing_package_is_named_and_our_own_fault_is_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from threefold.cli.inputs import missing_package
+    from threefold.cli.command_line.inputs import missing_package
 
     assert missing_package("train", ModuleNotFoundError(name="torch")) == 1
     assert "pip install 'threefold[train]'" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def seeing_plan(**more: Any) -> Plan:
 
 
 def text_flops(plan: Plan) -> float:
-    """Of a step, in TFLOP."""
+    """TFLOP of the text in one step, without encoding pictures."""
     return plan.tokens_per_step * flops_per_token(plan.model, plan.job.seq_len, plan.mtp) / 1e12
 
 

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from threefold.cli.inputs import duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.inputs import duration, missing_package, plan_from, print_findings
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.calibrate import Calibrated, calibrate, write_chip_file
 from threefold.machine.inventory import Machine, this_machine

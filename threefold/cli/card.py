@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from threefold.cli.inputs import print_findings
+from threefold.cli.command_line.inputs import print_findings
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.inventory import this_machine
 from threefold.report.cards import cards_markdown, cards_text, checked_text

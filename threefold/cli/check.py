@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from threefold.api.plans import check
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
-from threefold.cli.rehearse import verdict_of
+from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.command_line.rehearse import verdict_of
 from threefold.findings import Finding, FindingsError, as_overrides, did_you_mean, in_order
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import dump_plan

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from threefold.cli.inputs import print_findings
+from threefold.cli.command_line.inputs import print_findings
 from threefold.findings import FindingsError
 from threefold.report.terminal import table
 from threefold.spec.chips import CHIPS, ChipSpec

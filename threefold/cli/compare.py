@@ -6,8 +6,8 @@ import math
 import sys
 
 from threefold.api.comparisons import compare_runs
-from threefold.cli.inputs import add_chip_file, print_findings
-from threefold.cli.out import is_written
+from threefold.cli.command_line.inputs import add_chip_file, print_findings
+from threefold.cli.command_line.out import is_written
 from threefold.compare.comparison import Comparison
 from threefold.findings import FindingsError, in_order
 from threefold.report.compare.comparison_text import comparison_text

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from threefold.cli.candidates import candidates
+from threefold.cli.command_line.candidates import candidates
 
 _BASH = r"""# threefold completion for bash: eval "$(threefold completion bash)", in ~/.bashrc
 _threefold() {

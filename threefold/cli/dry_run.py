@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.api.rehearsals import as_the_engine_runs, loads_from, rehearse
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings
-from threefold.cli.out import is_written
-from threefold.cli.rehearse import end_progress, progress
+from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.cli.command_line.out import is_written
+from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
 

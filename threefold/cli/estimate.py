@@ -10,7 +10,7 @@ from typing import Any
 
 from threefold.api.plans import MOST_TOKENS, judged_estimate, on_measured_chip, training_curve
 from threefold.api.rehearsals import shares_from, skew_problem
-from threefold.cli.inputs import add_chip_file, add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, plan_from, print_findings
 from threefold.cost.layer_work import expert_skew
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.training_run.training_run import TrainingRun, training_run

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import missing_package, print_findings, sequence_length
+from threefold.cli.command_line.inputs import missing_package, print_findings, sequence_length
 from threefold.findings import FindingsError
 from threefold.units import format_many
 

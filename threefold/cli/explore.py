@@ -6,8 +6,8 @@ import sys
 import webbrowser
 
 from threefold.api.plans import open_plan
-from threefold.cli.inputs import add_json, print_findings
-from threefold.cli.regress import end_on_sigterm
+from threefold.cli.command_line.inputs import add_json, print_findings
+from threefold.cli.command_line.sigterm import end_on_sigterm
 from threefold.explore.request import Started
 from threefold.explore.server import ExplorerServer
 from threefold.findings import FindingsError, in_order

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from threefold.cli.inputs import add_json, missing_package, print_findings
+from threefold.cli.command_line.inputs import add_json, missing_package, print_findings
 from threefold.findings import FindingsError
 
 

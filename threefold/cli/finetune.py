@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from threefold.cli import train
-from threefold.cli.inputs import missing_package, print_findings, say_too_small
+from threefold.cli.command_line.inputs import missing_package, print_findings, say_too_small
 from threefold.engine.launch.stop_signals import STOP_SIGNALS, install_handlers
 from threefold.engine.weights.run_files import DRAFT, HF_CONFIG, TOKENIZER_FOLDER
 from threefold.findings import Finding, FindingsError

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.findings import in_order
 from threefold.interop.megatron.bridge_files import inexpressible_text, job_script, torchrun_script
 from threefold.interop.megatron.export_plan import export_plan

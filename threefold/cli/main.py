@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import threefold
-from threefold.cli.out import Out, shown_at_work, standard_streams
-from threefold.cli.parser import Parser, verb_parser
+from threefold.cli.command_line.out import Out, shown_at_work, standard_streams
+from threefold.cli.command_line.parser import Parser, verb_parser
 from threefold.engine.launch.stop_signals import end_at_once
 
 VERBS = {

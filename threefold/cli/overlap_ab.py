@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from threefold.api.searches import find_plan, with_defaults
-from threefold.cli.inputs import add_chip_file, add_plan_arguments, missing_package, print_findings
-from threefold.cli.rehearse import Rehearsed, rehearse_first, rehearsed_text
+from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, missing_package, print_findings
+from threefold.cli.command_line.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.cost.chip_file import read_chip_file
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE

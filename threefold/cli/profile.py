@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from threefold.api.comparisons import profile_run
-from threefold.cli.inputs import print_findings
-from threefold.cli.out import is_written
+from threefold.cli.command_line.inputs import print_findings
+from threefold.cli.command_line.out import is_written
 from threefold.findings import FindingsError, in_order
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings

@@ -3,14 +3,12 @@
 import argparse
 import hashlib
 import json
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import duration, print_findings
+from threefold.cli.command_line.inputs import duration, print_findings
+from threefold.cli.command_line.sigterm import end_on_sigterm
 from threefold.compare.regress.command import ELAPSED, Command
 from threefold.compare.regress.hunt import Hunted, hunt
 from threefold.compare.regress.trials import Trials
@@ -109,24 +107,6 @@ def _default_folder(question: dict[str, Any]) -> Path:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def end_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the hunt as Ctrl-C does, so that the trial under way is ended too."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread: whoever runs us stops us
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _count(text: str) -> int:

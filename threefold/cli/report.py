@@ -9,8 +9,8 @@ from typing import Any
 
 from threefold.api.comparisons import profile_run
 from threefold.api.plans import load_plan, on_measured_chip, open_plan
-from threefold.cli.inputs import add_chip_file, add_json, print_findings
-from threefold.cli.out import is_written
+from threefold.cli.command_line.inputs import add_chip_file, add_json, print_findings
+from threefold.cli.command_line.out import is_written
 from threefold.compare.run_record import is_run_folder, read_run
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.plan import Plan

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.inputs import add_json, missing_package, print_findings
+from threefold.cli.command_line.inputs import add_json, missing_package, print_findings
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded
 

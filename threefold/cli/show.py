@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.layout.degrees import AXES
 from threefold.layout.stages import format_stages
 from threefold.plan.file import dump_plan

@@ -5,8 +5,8 @@ import json
 import sys
 from typing import Any
 
-from threefold.cli.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.cli.out import is_written
+from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.out import is_written
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from threefold.cli.inputs import print_findings
+from threefold.cli.command_line.inputs import print_findings
 from threefold.engine.data.text.read_documents import SUFFIXES
 from threefold.engine.data.text.tokenize_files import MAX_BAD_RECORDS, Progress, Tokenized, tokenize_files
 from threefold.engine.data.text.tokenizer import open_tokenizer

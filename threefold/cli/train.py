@@ -9,7 +9,13 @@ import traceback
 from pathlib import Path
 
 from threefold.api.trainings import plan_on_ranks, start_ranks, train_rank, training_errors
-from threefold.cli.inputs import add_plan_arguments, missing_package, plan_from, print_findings, say_too_small
+from threefold.cli.command_line.inputs import (
+    add_plan_arguments,
+    missing_package,
+    plan_from,
+    print_findings,
+    say_too_small,
+)
 from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
 from threefold.engine.launch.stop_signals import SIGNAL_CODE, stop_message
 from threefold.engine.run.cpu_threads import sleep_while_waiting

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
-from threefold.cli.regress import end_on_sigterm
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.sigterm import end_on_sigterm
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.inventory import this_machine
 from threefold.machine.own_chip_file import priced_here

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

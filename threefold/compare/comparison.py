@@ -236,7 +236,7 @@ def _mfu(side: Side, window: Window) -> float | None:
 
 
 def _median(side: Side, column: str, window: Window) -> float | None:
-    """Of the steps of a run that count for its times."""
+    """The median of a column over the steady steps of a run."""
     if side.run is None:
         return None
     values = side.run.columns[column][side.run.is_steady(window)]

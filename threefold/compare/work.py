@@ -189,7 +189,7 @@ def _dropped(side: Side) -> float:
 
 
 def _flops(plan: Plan) -> float:
-    """Of a token, with its part of the pictures that the plan expects."""
+    """FLOPs of one token, with its share of the pictures that the plan expects in a sequence."""
     images, of_picture = _pictures(plan)
     return _text_flops(plan) + images * of_picture / plan.job.seq_len
 

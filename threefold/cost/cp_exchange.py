@@ -1,7 +1,7 @@
 """Which of two exchanges MLA's context parallelism uses where a plan leaves `knobs.cp_exchange` open.
 
 Latents are a seventieth of the expanded keys and values, but each rank expands what arrives. With heads traded inside a
-fast domain that costs next to nothing; round a plain ring of many ranks it costs a fifth of attention. `cli/inputs.py`
+fast domain that costs next to nothing; round a plain ring of many ranks it costs a fifth of attention. `api/plans.py`
 resolves the plans that people write, and `search/price.py` the plans that a search tries.
 """
 

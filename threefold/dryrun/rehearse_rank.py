@@ -106,7 +106,7 @@ def rehearse_rank(
     """Rehearse a rank in this process.
 
     Args:
-        plan: a plan without errors that the engine can run; `cli/rehearse.py` makes it from any other plan.
+        plan: a plan without errors that the engine can run; `api/rehearsals.py` makes it from any other plan.
         rank: global rank.
         loads: how tokens are distributed over experts; None if balanced.
         stages: pipeline stages that the rank represents; by default its own.

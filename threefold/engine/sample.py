@@ -82,6 +82,26 @@ def encode_picture_prompts(
     return found
 
 
+def _refuse_missing_pictures(prompts: Sequence[Prompt]) -> None:
+    """Raise where a prompt has a place for a picture and none is given: the model would read `<image>` as text."""
+    for number, prompt in enumerate(prompts, start=1):
+        if _has_picture_place(prompt):
+            problem = f"prompt {number} has a place for a picture, <image>, and no picture is given"
+            advice = "add --image FILE, or take <image> out of the prompt"
+            raise FindingsError([Finding(rule="pictures-readable", at="--image", problem=problem, advice=advice)])
+
+
+def _has_picture_place(content: Any) -> bool:
+    """Whether a text, the parts of a turn or the messages of a chat have `<image>` or a part of the type image."""
+    if isinstance(content, list):
+        return any(_has_picture_place(part) for part in content)
+    if isinstance(content, dict):
+        return content.get("type") == "image" or any(
+            _has_picture_place(content.get(key)) for key in ("content", "text")
+        )
+    return isinstance(content, str) and "<image>" in content
+
+
 def sample_texts(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -96,6 +116,8 @@ def sample_texts(
 
     `images` are pictures that every prompt is about, of at most `max_pixels` as in training.
     """
+    if model.spec.vision is not None and not images:
+        _refuse_missing_pictures(prompts)
     pictures = encode_picture_prompts(tokenizer, prompts, model.spec, images, max_pixels) if images else None
     encoded = [prompt.tokens for prompt in pictures or ()]
     encoded = encoded or [encode_prompt(tokenizer, prompt, model.spec.vocab) for prompt in prompts]

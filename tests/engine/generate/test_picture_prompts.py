@@ -172,6 +172,12 @@ def test_the_command_answers_about_pictures_and_evaluates_them(
     assert all('"text"' in answer for answer in answers)
     assert main([*asked, "--image", str(tmp_path / "none.png")]) == 1
     assert "pictures-readable" in capsys.readouterr().out
+    parts = '[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]'
+    for words in (["--prompt", "a <image> of"], ["--chat", "hi", "--chat", "What is <image>?"], ["--chat", parts]):
+        assert main(["sample", str(tmp_path / "run"), "--max-tokens", "3", *words]) == 1
+        said = capsys.readouterr().out
+        assert said.startswith(f"error[pictures-readable] --image: prompt {len(words) // 2} has a place for a picture")
+        assert "add --image FILE" in said
     assert main(["eval", str(tmp_path / "run"), "--data", data, "--json"]) == 0
     assert '"loss"' in capsys.readouterr().out
 
@@ -202,3 +208,4 @@ def test_a_text_model_is_not_asked_about_pictures(tmp_path: Path, files: list[Pa
     with pytest.raises(FindingsError) as caught:
         next(sample_texts(model, ByteTokenizer(), ["what"], 3, images=files))
     assert [finding.rule for finding in caught.value.findings] == ["images-need-vision"]
+    assert list(sample_texts(model, ByteTokenizer(), ["an <image> tag"], 3))  # to a text model it is text

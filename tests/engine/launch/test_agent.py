@@ -96,6 +96,26 @@ def test_a_killed_rank_takes_all_back_to_what_they_saved(
     assert not (tmp_path / "logs" / "rank-0.log").exists()  # rank 0 speaks to the terminal
 
 
+STORE_TOY = """
+import os
+from datetime import timedelta
+from torch.distributed import TCPStore
+attempt, port = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["MASTER_PORT"])
+store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+print(f"attempt {attempt}: {store.add('note', 1)}", flush=True)
+os._exit(0 if attempt else 1)
+"""
+
+
+def test_a_restart_does_not_see_keys_of_the_attempt_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even those without a prefix: NCCL notes there that a collective timed out, and ranks that find the note of
+    an earlier attempt hang on their way out."""
+    file = tmp_path / "store.py"
+    file.write_text(STORE_TOY)
+    assert launch_ranks([sys.executable, str(file)], 1, 1, tmp_path) == 0
+    assert [line for line in capfd.readouterr().out.splitlines() if line] == ["attempt 0: 1", "attempt 1: 1"]
+
+
 def test_a_rank_that_keeps_failing_is_a_finding(tmp_path: Path, toy: Any, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(FindingsError) as caught:
         launch_ranks(toy("fails", FOREVER), 2, 1, tmp_path)

@@ -86,7 +86,7 @@ def check_stop(moment: str, number: signal.Signals, folder: Path, *words: str) -
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("moment", ["import threefold.cli.inputs none", "import torch none"])
+@pytest.mark.parametrize("moment", ["import threefold.cli.command_line.inputs none", "import torch none"])
 def test_a_signal_while_it_imports(moment: str, number: signal.Signals, tmp_path: Path) -> None:
     check_stop(moment, number, tmp_path / "run")
 
@@ -112,7 +112,7 @@ RANKS = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("import threefold.cli.inputs 1", signal.SIGINT),  # ranks that just began
+        ("import threefold.cli.command_line.inputs 1", signal.SIGINT),  # ranks that just began
         ("open run.lock 0", signal.SIGHUP),  # and ranks that wait for each other
         *(
             pytest.param(moment, number, marks=pytest.mark.slow)

@@ -138,8 +138,9 @@ def _device(plan: Plan, env: RankEnvironment | None, environ: Mapping[str, str])
 def _store(env: RankEnvironment, address: str, port: int) -> Store:
     """The key-value store through which ranks find each other.
 
-    Every attempt has a prefix of its own, so that a restarted rank does not read keys of ranks that died. An agent that
-    lives across restarts hosts the store; otherwise rank 0 does, and each attempt has a new store.
+    A restarted rank must not read keys of ranks that died. Our agent hosts a new store for every attempt, and so does
+    rank 0 where there is no agent. The store of torchrun's agent lives across restarts: there every attempt has a
+    prefix of its own, which NCCL's notes about a collective that timed out do not have.
     """
     try:
         store = TCPStore(

@@ -18,7 +18,7 @@ from threefold.engine.dist.mesh import Mesh
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token, picture_training_flops
 
-# Of a vision-language model; `effects/part_times.py` measures them.
+# Metrics of a vision-language model, measured by `effects/part_times.py`.
 PART_SECONDS = ("encoder_seconds", "projector_seconds", "decoder_seconds")
 
 
@@ -79,7 +79,7 @@ class Throughput:
         return StepWork(tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most, means)
 
     def _flops(self, batch: Batch) -> float:
-        """Of a microbatch. Documents count with the attention of their sample, with dynamic context parallelism too."""
+        """FLOPs of a microbatch; a document has the attention of its whole sample, as static CP computes it."""
         lengths = useful_lengths(batch)
         attended = lengths if batch.sample_lengths is None else batch.sample_lengths
         pairs = zip(lengths, attended, strict=True)

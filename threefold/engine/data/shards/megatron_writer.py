@@ -3,24 +3,22 @@
 The two files appear when both are complete, the index last: without it nobody takes the tokens for a dataset.
 """
 
-import contextlib
 import hashlib
 import os
 import secrets
 import struct
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from threefold.engine.data.shards.atomic_writer import AtomicWriter, close_quietly, unwritable
 from threefold.engine.data.shards.megatron_dataset import CODES, DTYPES, MAGIC, VERSION, megatron_dtype
-from threefold.engine.data.shards.shard_writer import unwritable
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import MEGATRON_SUFFIXES
 
 
-class MegatronWriter:
+class MegatronWriter(AtomicWriter):
     """`with MegatronWriter("corpus.bin", vocab) as data: data.add(tokens)`, as `ShardWriter` is used.
 
     `dtype` is a name of `DTYPES`; None takes the one that Megatron chooses for the vocabulary.
@@ -31,6 +29,7 @@ class MegatronWriter:
     def __init__(self, path: str | Path, vocab: int, tokenizer: str = "", dtype: str | None = None) -> None:
         name = str(path)
         self.prefix = name[:-4] if name.endswith(MEGATRON_SUFFIXES) else name
+        self.path = Path(f"{self.prefix}.bin")
         self.vocab, self.tokenizer = vocab, tokenizer
         self.num_tokens = self.num_documents = 0
         self._dtype = megatron_dtype(vocab) if dtype is None else DTYPES[CODES[dtype]]
@@ -41,7 +40,7 @@ class MegatronWriter:
             self._partial[0].parent.mkdir(parents=True, exist_ok=True)
             self._tokens = self._partial[0].open("wb")
         except OSError as error:
-            raise unwritable(Path(f"{self.prefix}.bin"), error) from error
+            raise unwritable(self.path, error) from error
 
     @property
     def fingerprint(self) -> str:
@@ -67,24 +66,10 @@ class MegatronWriter:
         self.num_tokens += array.size
         self.num_documents += 1
 
-    def __enter__(self) -> "MegatronWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except OSError as failure:
-            raise unwritable(Path(f"{self.prefix}.bin"), failure) from failure
-        finally:
-            with contextlib.suppress(OSError):  # on a full disk closing fails too, and the file is deleted anyway
-                self._tokens.close()
-            for path in self._partial:
-                path.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # the disk filled up inside the block
-            raise unwritable(Path(f"{self.prefix}.bin"), error) from error
+    def _discard(self) -> None:
+        close_quietly(self._tokens)
+        for path in self._partial:
+            path.unlink(missing_ok=True)
 
     def _finish(self) -> None:
         self._tokens.flush()

@@ -3,7 +3,6 @@
 `text/tokenize_files.py` and `embedded_corpus.py` use it.
 """
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -11,12 +10,12 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from threefold.engine.data.shards.atomic_writer import AtomicWriter, close_quietly, unwritable
 from threefold.engine.data.shards.token_shard import (
     ALIGN,
     CHUNK_BYTES,
@@ -25,7 +24,6 @@ from threefold.engine.data.shards.token_shard import (
     content_fingerprint,
     token_dtype,
 )
-from threefold.findings import Finding, FindingsError
 
 
 class _Section:
@@ -40,7 +38,7 @@ class _Section:
         self.digest.update(array.tobytes())
 
 
-class ShardWriter:
+class ShardWriter(AtomicWriter):
     """`with ShardWriter(path, vocab, tokenizer) as shard: shard.add(tokens)`.
 
     If the block raises an exception no file appears, and a file that was there stays.
@@ -85,23 +83,10 @@ class ShardWriter:
         self.num_documents += 1
         self._offsets.write(np.array([self.num_tokens], "<u8"))
 
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        except OSError as failure:
-            raise unwritable(self.path, failure) from failure
-        finally:
-            for section in (self._tokens, self._mask, self._offsets):
-                _close(section.file)
-            self._partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # the disk filled up inside the block
-            raise unwritable(self.path, error) from error
+    def _discard(self) -> None:
+        for section in (self._tokens, self._mask, self._offsets):
+            close_quietly(section.file)
+        self._partial.unlink(missing_ok=True)
 
     def _extend_mask(self, count: int) -> None:
         """Mark `count` tokens as learned: those of documents without a mask."""
@@ -130,14 +115,3 @@ class ShardWriter:
         file.flush()
         os.fsync(file.fileno())
         self._partial.replace(self.path)
-
-
-def _close(file: BinaryIO) -> None:
-    with contextlib.suppress(OSError):  # on a full disk closing fails too, and the file is deleted anyway
-        file.close()
-
-
-def unwritable(path: Path, error: OSError) -> FindingsError:
-    problem = f"cannot be written: {error.strerror or error}"
-    advice = "give a folder that can be written and has room"
-    return FindingsError([Finding(rule="file-writable", at=str(path), problem=problem, advice=advice)])

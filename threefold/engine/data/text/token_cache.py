@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from threefold.engine.data.cache_folder import cache_folder
-from threefold.engine.data.shards.shard_writer import unwritable
+from threefold.engine.data.shards.atomic_writer import unwritable
 from threefold.engine.data.shards.token_shard import SUFFIX, TokenShard
 from threefold.engine.data.text.read_documents import list_files
 from threefold.engine.data.text.tokenize_files import MAX_BAD_RECORDS, tokenize_files

@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from threefold.cli.terminal_line import coloured, uses_colour, working_line
+from threefold.cli.command_line.terminal_line import coloured, uses_colour, working_line
 
 _GONE = (errno.EPIPE, errno.EIO)  # the reader closed its pipe, as `| head` does; the terminal is no more
 

@@ -1,4 +1,4 @@
-"""The page of every command and flag, made from the parsers: `python -m threefold.cli.reference > PAGE`.
+"""The page of every command and flag, made from the parsers: `python -m threefold.cli.command_line.reference > PAGE`.
 
 `flags_by_verb` is also what the test of consistent flags reads.
 """
@@ -6,14 +6,14 @@
 import argparse
 from collections.abc import Iterator
 
+from threefold.cli.command_line.parser import verb_parser
 from threefold.cli.main import VERBS, build_parser
-from threefold.cli.parser import verb_parser
 
 PAGE = "docs/reference/commands.md"
 _HEAD = f"""# Reference: commands
 
 Every verb with its arguments and flags, and which verbs share a flag. The page is made from the parsers:
-`python -m threefold.cli.reference > {PAGE}`.
+`python -m threefold.cli.command_line.reference > {PAGE}`.
 
 Wherever a plan is taken, `path=value` overrides a field of it ([plan-file.md](plan-file.md)). `--json` prints one JSON
 value to standard output, also for findings. Lengths may be written `32K`, tokens `1.5T`, times `90s`, `8m` or `1h`.

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from threefold.cli.parser import verb_parser
+from threefold.cli.command_line.parser import verb_parser
 from threefold.plan.table import FIELDS
 from threefold.spec.models import MODELS
 
