@@ -258,7 +258,7 @@ def test_ranks_meet_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.Mo
 
 # Four ranks that count together; rank 2 stands still once. The watchdog must end it, the agent start all again.
 HANG = """
-import sys, time, torch
+import os, sys, time, torch
 from pathlib import Path
 from threefold.engine.dist.join import join, leave
 from threefold.engine.dist.mesh import Mesh
@@ -281,6 +281,7 @@ with Watchdog(6.0, world.store, world.rank, world.size) as watch:
         if world.attempt == 0 and world.rank == 2 and step == 4:
             time.sleep(100000)
 leave()
+os._exit(0)  # as `threefold train` ends a rank
 """
 
 
