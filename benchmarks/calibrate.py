@@ -34,6 +34,8 @@ REFERENCE = "26.04"  # the release whose drift is 1
 # Not fitted: fewer than five rows speak of them, or they trade one for one with a neighbour.
 FIXED = (
     "drift",
+    "replay_seconds",
+    "host_gap",
     "host_adam",
     "optimizer",
     "memory",

@@ -2,6 +2,8 @@
 
     python benchmarks/precision_curve.py [--steps 300] [--starts 8] [--precisions fp8-blockwise mxfp8] [--json FILE]
 
+"fp8-blockwise+output" is that precision with the output layer in it too (`knobs.fp8_output`).
+
 Each runs from several starts (first weights and order of data), compared one by one. "moved" is the base once more, its
 first weights moved by half of bf16's last bit: how far two runs come apart by themselves, which is 0.4 % from one start
 and no less than what is looked for. Runs that are in the file already are kept.
@@ -29,9 +31,10 @@ from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec
 
-MOVED = "moved"
+MOVED, OUTPUT = "moved", "+output"
 SMOOTHED = 0.1  # of the steps: what the last loss is a mean over
-FOLLOW, LIMIT = ("fp8-blockwise", "fp8-rowwise"), 0.005  # how far these may be from the base, of the loss
+FOLLOW = ("fp8-blockwise", "fp8-rowwise", "fp8-blockwise+output")
+LIMIT = 0.005  # how far these may be from the base, of the loss
 
 
 def plan_of(precision: str, steps: int, seed: int, gpu: bool) -> Plan:
@@ -47,7 +50,8 @@ def plan_of(precision: str, steps: int, seed: int, gpu: bool) -> Plan:
         "job.seed": seed,
         "job.lr": 5e-4,  # with more, two runs from the same start come apart by themselves
         "job.packing": True,
-        "knobs.precision": precision,
+        "knobs.precision": precision.removesuffix(OUTPUT),
+        "knobs.fp8_output": precision.endswith(OUTPUT),
     }
     plan = parse(fields).plan
     assert plan is not None
@@ -90,7 +94,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     base = "bf16" if gpu else "fp32"
     found = json.loads(args.json.read_text())["runs"] if args.json and args.json.exists() else {}
-    print(f"{'precision':14} {'final loss':>10} {'to ' + base:>9} {'error':>8} {'seconds':>8}")
+    print(f"{'precision':20} {'final loss':>10} {'to ' + base:>9} {'error':>8} {'seconds':>8}")
     for precision in (base, *args.precisions):
         if precision not in found:
             began = time.perf_counter()
@@ -101,7 +105,7 @@ def main() -> None:
             compare(found[precision], found[base])
         run = found[precision]
         print(
-            f"{precision:14} {run['final']:10.4f} {run['to_base']:+9.3%} {run['error']:8.3%} {run['seconds']:8.1f}",
+            f"{precision:20} {run['final']:10.4f} {run['to_base']:+9.3%} {run['error']:8.3%} {run['seconds']:8.1f}",
             flush=True,
         )
         if args.json:

@@ -56,6 +56,12 @@ LOOKED_AT = (
     1212,
     1313,
     1414,
+    2424,
+    2501,
+    2502,
+    2503,
+    2504,
+    2611,
 )
 NUM_PROCESSES = 2
 
@@ -75,6 +81,7 @@ def compare(fields: dict[str, Any]) -> dict[str, Any]:
     term = max(differences, key=lambda name: abs(differences[name]))
     return {
         "plan": fields,
+        "stage": guess.stage,
         "off": guess.peak_bytes / seen.peak_bytes - 1,
         "estimated_bytes": guess.peak_bytes,
         "rehearsed_bytes": seen.peak_bytes,

@@ -6,10 +6,12 @@ python benchmarks/step.py --device cpu --tiny        the same code on a small sh
 A model cut to a few layers, synthetic tokens: forward, backward, clip, AdamW. DeepSeek-V3 is cut to one dense layer and
 32 experts besides, and no model has multi-token prediction; Qwen3-Next runs on flash-linear-attention where installed.
 All sides keep weights, gradients and moments in bf16 without fp32 masters, but for "threefold, fp32", which has both in
-fp32; "one graph" replays forward and backward as one CUDA graph. All choose experts by their own routers, and compute
-no balancing loss. Experts run on what `threefold env --tune` found here, else on the default kernels. The ceilings are
-a bf16 product of 8192^3 in the same run: by a cool card, and after a second of it, when the card has come down to the
-clock that its power allows.
+fp32, "fp32 split", which keeps of masters what bf16 weights lack (`store_param_remainders`), and "masters split", which
+has such masters and bf16 moments; "one graph" replays forward and backward as one CUDA graph, and "as planned" has the
+knobs that `plan` chooses for one H200 (graphs, recompute, fused experts; precision and states are those of the other
+sides). All choose experts by their own routers, and compute no balancing loss. Experts run on what `threefold env
+--tune` found here, else on the default kernels. The ceilings are a bf16 product of 8192^3 in the same run: by a cool
+card, and after a second of it, when the card has come down to the clock that its power allows.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.engine.attention.fused_delta import load_kernels
 from threefold.engine.batch import Batch
 from threefold.engine.build import options_of, parts_alone
 from threefold.engine.kernels.experts.kernel_choice import choose_kernels
@@ -39,7 +42,8 @@ from threefold.engine.step import train_step
 from threefold.engine.tune.expert_kernels import expert_shape_of
 from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.plan.parse import parse
-from threefold.plan.plan import Plan
+from threefold.plan.plan import Knobs, Plan
+from threefold.search.search import search
 from threefold.spec.flops import flops_per_token
 from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec
 from threefold.spec.models import DEEPSEEK_V3, QWEN3_30B, QWEN3_NEXT
@@ -60,13 +64,22 @@ MODELS = {
     "qwen3-next-80b-a3b": replace(QWEN3_NEXT, mtp_layers=0),
 }
 BETAS, LR, NUM_BATCHES = (0.9, 0.95), 1e-5, 4
-SIDES = ("threefold", "threefold, one graph", "threefold, fp32", "transformers", "transformers, compiled")
+SIDES = (
+    "threefold",
+    "threefold, one graph",
+    "threefold, as planned",
+    "threefold, fp32",
+    "threefold, fp32 split",
+    "threefold, masters split",
+    "transformers",
+    "transformers, compiled",
+)
 Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
 
 
-def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, more: dict[str, Any] | None = None) -> Plan:
-    fields = {
-        "model": model.name,
+def fields_of(layers: int, micro: int, seq_len: int) -> dict[str, Any]:
+    """What all of our sides have in common."""
+    return {
         "model.num_layers": layers,
         "job.seq_len": seq_len,
         "job.micro_batch": micro,
@@ -75,19 +88,40 @@ def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, more: dict[
         "knobs.optimizer_dtype": "bf16",
         "knobs.grad_dtype": "bf16",
         "knobs.master_weights": False,
-        "knobs.expert_fusion": True,
-        **(more or {}),
     }
-    parsed = parse(fields, model=model)
+
+
+def plan_of(model: ModelSpec, layers: int, micro: int, seq_len: int, more: dict[str, Any] | None = None) -> Plan:
+    given = {"model": model.name, **fields_of(layers, micro, seq_len), "knobs.expert_fusion": True, **(more or {})}
+    parsed = parse(given, model=model)
     assert parsed.plan, parsed.findings
     return parsed.plan
 
 
-def ours(plan: Plan, device: torch.device, wide: bool = False) -> Step:
-    """`wide`: master weights and moments in fp32."""
+def planned_knobs(plan: Plan) -> dict[str, Any]:
+    """The knobs that the planner sets where they are left to it; numbers have as many bits as on the other sides."""
+    job, model = plan.job, plan.model
+    draft = {
+        "model": model.name,
+        "target": "threefold",
+        "cluster.chip": "h200",
+        "cluster.gpus": 1,
+        **fields_of(model.num_layers, job.micro_batch, job.seq_len),
+        "knobs.precision": plan.knobs.precision,
+    }
+    if model.moe is not None:
+        draft["model.num_experts"] = model.moe.num_experts
+    chosen = search(draft, top=1).candidates[0].plan.knobs
+    return {f.name: getattr(chosen, f.name) for f in fields(chosen) if getattr(chosen, f.name) != f.default}
+
+
+def ours(
+    plan: Plan, device: torch.device, moments: str | None = None, master: bool = False, split: bool = False
+) -> Step:
+    """`moments` is their dtype. With `master` there are fp32 master weights; `split` stores them as remainders."""
     model = build_model(plan.model, plan.mtp, torch.bfloat16, device, options_of(plan), seed=0)
-    named, dtype = model.named_parameters(), "fp32" if wide else plan.knobs.optimizer_dtype
-    optimizer = AdamW(named, plan.job.weight_decay, dtype, BETAS, master=wide)
+    named, dtype = model.named_parameters(), moments or plan.knobs.optimizer_dtype
+    optimizer = AdamW(named, plan.job.weight_decay, dtype, BETAS, master=master, store_param_remainders=split)
     parts = parts_alone(model, optimizer)
 
     def step(tokens_BS: Tensor) -> float:
@@ -101,9 +135,19 @@ def in_one_graph(plan: Plan, device: torch.device) -> Step:
     return ours(replace(plan, knobs=replace(plan.knobs, graphs=("full_iteration",))), device)
 
 
+def as_planned(plan: Plan, device: torch.device) -> Step:
+    chosen = planned_knobs(plan)
+    print("planned:", ", ".join(f"{name} = {value}" for name, value in chosen.items()), file=sys.stderr, flush=True)
+    return ours(replace(plan, knobs=replace(Knobs(), **chosen)), device)
+
+
 def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bool = False) -> Step:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if any(layer.mixer == "delta" for layer in plan.model.layers) and device.type == "cuda":
+        # transformers takes the package by itself. On Hopper the package has no backward with torch's Triton: our
+        # kernel, which is registered with it here, serves both sides.
+        assert load_kernels() is not None, "flash-linear-attention is not usable here"
     facts = hf_config_of(plan.model)
     config = AutoConfig.for_model(facts.pop("model_type"), **facts, use_cache=False)
     torch.manual_seed(0)
@@ -136,7 +180,20 @@ def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bo
 
 
 MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(
-    zip(SIDES, (ours, in_one_graph, partial(ours, wide=True), peer, partial(peer, compiled=True)), strict=True)
+    zip(
+        SIDES,
+        (
+            ours,
+            in_one_graph,
+            as_planned,
+            partial(ours, moments="fp32", master=True),
+            partial(ours, moments="fp32", master=True, split=True),
+            partial(ours, master=True, split=True),
+            peer,
+            partial(peer, compiled=True),
+        ),
+        strict=True,
+    )
 )
 
 
@@ -257,8 +314,9 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
         facts |= {"cudnn": torch.backends.cudnn.version()}
-    if "transformers" in sys.modules:
-        facts["transformers"] = sys.modules["transformers"].__version__
+    for name in ("transformers", "fla"):
+        if name in sys.modules:
+            facts[name] = sys.modules[name].__version__
     return facts
 
 
@@ -293,6 +351,8 @@ def main() -> int:
                 "set": more,
             }
             row["experts"] = str(choice)
+            if "threefold, as planned" in args.sides:
+                row["planned"] = planned_knobs(plan)
             for side in args.sides:
                 row[side] = measure(side, plan, device, args.steps, args.warmup)
                 print(f"{layers} layers, microbatch {micro}, {side}: {row[side]}", file=sys.stderr, flush=True)

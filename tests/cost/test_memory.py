@@ -20,7 +20,7 @@ from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
 from threefold.cost.memory.threefold.schedule import schedule_moments
-from threefold.cost.memory.threefold.timelines.optimizer_step import owned_parts, rank_parameters
+from threefold.cost.memory.threefold.timelines.optimizer_step import host_slot_bytes, owned_parts, rank_parameters
 from threefold.cost.stage_contents import NotRecomputedLayer, chunk_layers, stage_contents
 from threefold.interop.published import load_rows, plan_from_row
 from threefold.plan.file import read_plan
@@ -152,14 +152,20 @@ def largest_fraction(plan: Plan, stage: int) -> float:
     return max(parts) / sum(parts)
 
 
+def slots(plan: Plan, stage: int) -> float:
+    """Device memory through which the states on the host pass in our engine; Megatron updates them on the host."""
+    return host_slot_bytes(plan, stage_contents(plan)[stage]) if plan.target == "threefold" else 0.0
+
+
 @given(plan=moe_plans(), low=st.floats(0, 1), high=st.floats(0, 1))
 def test_offload_moves_the_optimizer_and_nothing_else(plan: Plan, low: float, high: float) -> None:
     low, high = sorted((low, high))
     less, more = (change(plan, {"knobs.optimizer_offload": part}) for part in (low, high))
     for whole, a, b in zip(memory(plan).stages, memory(less).stages, memory(more).stages, strict=True):
-        assert b.terms["optimizer"] <= a.terms["optimizer"] * (1 + 1e-9)
+        left_a, left_b = (each.terms["optimizer"] - slots(of, whole.stage) for each, of in ((a, less), (b, more)))
+        assert left_b <= left_a + 1e-9 * whole.terms["optimizer"]
         off = 1 if plan.target == "megatron-bridge" else whole.terms["optimizer"] * largest_fraction(plan, whole.stage)
-        assert a.terms["optimizer"] == pytest.approx((1 - low) * whole.terms["optimizer"], rel=1e-6, abs=off)
+        assert left_a == pytest.approx((1 - low) * whole.terms["optimizer"], rel=1e-6, abs=off)
         rest = {name: value for name, value in whole.terms.items() if name != "optimizer"}
         assert {name: value for name, value in b.terms.items() if name != "optimizer"} == rest
 
@@ -169,7 +175,8 @@ def test_offload_of_many_tensors_is_near_the_fraction(wanted: float, kept: float
     plan = build({**QWEN, "target": "threefold", "cluster.gpus": 64, "job.global_batch": 64, "layout.ep": 8})
     whole = memory(plan).worst.terms["optimizer"]
     left = memory(change(plan, {"knobs.optimizer_offload": wanted})).worst.terms["optimizer"]
-    assert left == pytest.approx(kept * whole, abs=0.02 * whole)
+    # Chunks on the device are four of 128, which is 3 % of the states on the host.
+    assert left == pytest.approx((kept + 0.03 * wanted) * whole, abs=0.02 * whole)
 
 
 def test_offload_takes_the_largest_tensors_of_a_rank() -> None:
@@ -183,7 +190,8 @@ def test_offload_takes_the_largest_tensors_of_a_rank() -> None:
     }
     plan = build({**fields, "cluster.gpus": 1, "job.global_batch": 2})
     table, total = 128256 * 4096, memory(change(plan, {"knobs.optimizer_offload": 0.0})).worst.terms["optimizer"]
-    assert memory(plan).worst.terms["optimizer"] == pytest.approx(total - 12 * table, rel=0.01)
+    chunks = 12 * 4 * table / 128  # pass through the device at a time
+    assert memory(plan).worst.terms["optimizer"] == pytest.approx(total - 12 * table + chunks, rel=0.01)
 
 
 @given(plan=moe_plans())
@@ -378,6 +386,15 @@ def test_layers_recomputed_together_keep_one_input() -> None:
     assert layer_activations(LocalSizes(plan), plan.model.layers[0]) == {"norms": 2 * 2048 * 65536 / 2}
     alone = memory(build({**fields, "knobs.recompute_layers": 1})).worst
     assert memory(plan).worst.terms["recompute"] > 1.5 * alone.terms["recompute"]
+
+
+def test_remainders_take_half_of_the_masters() -> None:
+    """Two bytes of fourteen: fp32 moments are eight, masters four or two, beside the bf16 weight."""
+    whole = build({**OWN, "cluster.gpus": 1, "layout.ep": 1})
+    split = build({**OWN, "cluster.gpus": 1, "layout.ep": 1, "knobs.store_param_remainders": True})
+    terms = [memory(plan).stages[0].terms for plan in (whole, split)]
+    assert terms[1]["optimizer"] / terms[0]["optimizer"] == pytest.approx(10 / 12)
+    assert terms[1]["weights"] == terms[0]["weights"]
 
 
 def test_muon_keeps_one_moment_of_matrices_and_two_of_tables() -> None:

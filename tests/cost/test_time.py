@@ -427,9 +427,22 @@ def test_full_recompute_of_some_layers_costs_their_part(target: str) -> None:
 def test_muon_multiplies_whole_matrices() -> None:
     """Five steps for the two matrices of one expert: a square of 1,536 rows, its square, and a product with each."""
     plan = build({**QWEN, "target": "threefold", "cluster.gpus": 1, "layout.ep": 1})
-    added = [step_time(change(plan, {"job.optimizer": name}), RATES).terms["optimizer"] for name in ("muon", "adamw")]
     gate_up = 5 * (4 * 1536**2 * 2048 + 2 * 1536**3)
-    assert added[0] - added[1] > 48 * 128 * gate_up / (494.7e12 / 8)
+    muon, in_fp32 = {"job.optimizer": "muon"}, {"job.optimizer": "muon", "knobs.muon_dtype": "fp32"}
+    adamw = step_time(plan, RATES).terms["optimizer"]
+    # Half of the bf16 peak; for fp32 an eighth of the TF32 peak.
+    for changes, rate in ((muon, 989.4e12 / 2), (in_fp32, 494.7e12 / 8)):
+        added = step_time(change(plan, changes), RATES).terms["optimizer"] - adamw
+        assert 1 < added * rate / (48 * 128 * gate_up) < 2
+
+
+def test_remainders_of_masters_move_two_bytes_less() -> None:
+    """28 bytes for a parameter with fp32 masters and moments, 26 with remainders of masters (Qwen3-30B-A3B, ZeRO-1)."""
+    plan = build({**QWEN, "target": "threefold", "cluster.gpus": 1, "layout.ep": 1, "knobs.grad_dtype": "bf16"})
+    split = change(plan, {"knobs.store_param_remainders": True})
+    whole_seconds, split_seconds = (step_time(one, RATES).terms["optimizer"] for one in (plan, split))
+    # A gradient is priced at four bytes whatever its dtype.
+    assert split_seconds / whole_seconds == pytest.approx(28 / 30)
 
 
 def test_the_band_is_wider_where_nothing_was_seen() -> None:

@@ -22,6 +22,21 @@ NEAR = {
     "recompute": {"layout.ep": 8, "layout.pp": 4, "model.num_layers": 8, "knobs.recompute": ["moe_act"]},
     "bias": {"model": "gpt-oss-20b", "layout.ep": 4, "layout.tp": 4, "model.num_layers": 4},
     "narrow": {"layout.ep": 8, "model.num_layers": 2, "knobs.precision": "fp8-blockwise"},
+    "an output layer in FP8": {
+        "job.seq_len": 16384,
+        "model.num_layers": 1,
+        "knobs.precision": "fp8-blockwise",
+        "knobs.fp8_output": True,
+    },
+    "an output layer in FP8 over ranks": {
+        "model": "deepseek-v3",
+        "layout.ep": 64,
+        "layout.tp": 2,
+        "layout.pp": 4,
+        "model.num_layers": 8,
+        "knobs.precision": "fp8-rowwise",
+        "knobs.fp8_output": True,
+    },
     "sharded": {"layout.ep": 8, "model.num_layers": 2, "knobs.data_parallel": "fsdp"},
     "weights that wait": {"layout.pp": 2, "layout.schedule": "zero-bubble", "model.num_layers": 4},
     "full recompute of some layers": {
@@ -38,6 +53,16 @@ NEAR = {
         "model.num_layers": 2,
         "job.optimizer": "muon",
     },
+    "remainders of masters": {"layout.ep": 8, "model.num_layers": 2, "knobs.store_param_remainders": True},
+    "muon with remainders of masters": {
+        "cluster.gpus": 1,
+        "layout.ep": 1,
+        "job.global_batch": 1,
+        "model.num_layers": 2,
+        "job.optimizer": "muon",
+        "knobs.store_param_remainders": True,
+    },
+    "muon in fp32": {"layout.ep": 4, "model.num_layers": 2, "job.optimizer": "muon", "knobs.muon_dtype": "fp32"},
     "padded parts": {"layout.cp": 2, "layout.ep": 4, "model.num_layers": 2, "knobs.data_parallel": "fsdp"},
     "slices of experts": {"layout.ep": 4, "layout.etp": 2, "model.num_experts": 16, "model.num_layers": 2},
     "experts one by one": {"cluster.chip": "b200", "knobs.precision": "mxfp8", "model.num_layers": 2},
@@ -80,6 +105,19 @@ NEAR = {
     "a router in fp32": {"knobs.precision": "fp16", "model.num_layers": 2},
     "whole layers on the host": {"knobs.activation_offload_layers": 1, "model.num_layers": 2},
     "optimizer states on the host by tensor": {"knobs.optimizer_offload": 0.4, "model.num_layers": 2},
+    "optimizer states on the host of one GPU": {
+        "cluster.gpus": 1,
+        "layout.ep": 1,
+        "job.global_batch": 1,
+        "model.num_layers": 2,
+        "knobs.optimizer_offload": 1.0,
+    },
+    "optimizer states of FSDP on the host": {
+        "layout.ep": 8,
+        "model.num_layers": 2,
+        "knobs.data_parallel": "fsdp",
+        "knobs.optimizer_offload": 1.0,
+    },
     "reductions in bf16": {"knobs.data_parallel": "fsdp", "knobs.grad_dtype": "bf16", "model.num_layers": 2},
 }
 LONG = {"job.seq_len": 131072, "layout.cp": 16, "layout.ep": 16, "model.num_layers": 2, "cluster.gpus": 64}
@@ -178,6 +216,14 @@ ALSO_NEAR = {
     "recomputed delta rule": {
         "model": "qwen3-next-80b-a3b", "layout.cp": 8, "job.seq_len": 32768, "model.num_layers": 3,
         "model.num_experts": 16, "job.mtp": 0, "knobs.recompute": ["core_attn", "moe"],
+    },
+    "the delta rule by fla": {
+        "model": "qwen3-next-80b-a3b", "job.seq_len": 8192, "model.num_layers": 3, "model.num_experts": 16,
+        "job.mtp": 0, "knobs.delta_kernels": "fla",
+    },
+    "the delta rule by fla over ranks": {
+        "model": "qwen3-next-80b-a3b", "layout.cp": 4, "job.seq_len": 16384, "model.num_layers": 3,
+        "model.num_experts": 16, "job.mtp": 0, "job.micro_batch": 2, "knobs.delta_kernels": "fla",
     },
     "offloaded experts in slices": {
         "layout.ep": 4, "layout.etp": 2, "model.num_experts": 16, "model.num_layers": 3,

@@ -7,8 +7,8 @@ from plans import build
 from rehearsal_plans import GPU
 
 from threefold.cost.memory.by_stack import memory
+from threefold.cost.memory.threefold.graphs.torch_pool import GraphPool
 from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
-from threefold.dryrun.tracking.graph_pool import GraphPool
 from threefold.units import GIB, MIB
 
 THREE = ["attn", "moe_router", "moe_preprocess"]
@@ -65,6 +65,33 @@ NEAR = {
     },
     "recompute": {
         **GPU, "model.num_layers": 4, "knobs.recompute": ["layernorm", "moe_act"], "knobs.graphs": THREE,
+    },
+    "whole MoE layers in a pipeline": {
+        **GPU, "model": "moonlight-16b-a3b", "cluster.gpus": 4, "layout.ep": 1, "layout.pp": 4, "model.num_layers": 8,
+        "model.num_dense_layers": 1, "model.num_experts": 8, "job.seq_len": 16384, "job.global_batch": 8,
+        "knobs.precision": "fp16", "knobs.expert_fusion": True, "knobs.grad_accum_fusion": False,
+        "knobs.graphs": ["moe"],
+    },
+    "whole MoE layers with biases, recomputed": {
+        **GPU, "model": "gpt-oss-120b", "cluster.chip": "a100", "cluster.gpus": 4, "layout.ep": 1, "layout.pp": 4,
+        "layout.vpp": 2, "model.num_layers": 8, "model.num_experts": 8, "job.global_batch": 8, "job.micro_batch": 2,
+        "knobs.precision": "fp16", "knobs.recompute": ["moe_act", "layernorm"], "knobs.graphs": ["moe"],
+    },
+    "whole MoE layers in chunks of tokens": {
+        **GPU, "model": "deepseek-v3", "cluster.gpus": 4, "layout.ep": 1, "layout.pp": 4, "model.num_layers": 4,
+        "model.num_dense_layers": 0, "model.num_experts": 64, "job.seq_len": 65536, "job.global_batch": 4,
+        "job.mtp": 0, "knobs.graphs": ["moe"],
+    },
+    "routers alone": {
+        **GPU, "layout.pp": 4, "model.num_layers": 8, "job.seq_len": 16384, "knobs.graphs": ["moe_router"],
+    },
+    "recomputed dense layers": {
+        **GPU, "model": "llama3-8b", "cluster.gpus": 8, "layout.ep": 1, "job.global_batch": 8, "model.num_layers": 3,
+        "job.seq_len": 16384, "knobs.recompute": ["mlp", "layernorm"], "knobs.graphs": ["mlp"],
+    },
+    "frozen experts": {
+        **GPU, "cluster.gpus": 4, "layout.ep": 1, "layout.pp": 2, "model.num_layers": 4, "model.num_experts": 8,
+        "job.seq_len": 16384, "job.global_batch": 8, "job.freeze": ["*.experts.*"], "knobs.graphs": ["moe"],
     },
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from traces import (
 
 from threefold.profile.analyse import profile_traces
 from threefold.profile.measure import DeviceWalls
+from threefold.report.profile import profile_text
 
 
 def measured(tmp_path: Path, events: Sequence[Event], **written: Any) -> DeviceWalls:
@@ -70,6 +71,30 @@ def test_copies_and_idle_time_hide_nothing(tmp_path: Path) -> None:
     events = [kernel(NCCL, 0, 100, stream=20), copy(10, 80), kernel(GEMM, 200, 10)]
     found = microseconds(measured(tmp_path, events))
     assert (found["exposed"], found["idle"], found["span"]) == (100, 100, 210)
+
+
+def test_copies_between_host_and_device_have_a_rate(tmp_path: Path) -> None:
+    """Both directions at once beside a GEMM of half the time; copies on the device are neither."""
+    down, up = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"
+    copies = [copy(20 * n, 20, 9, name=down, bytes=1_000_000) for n in range(5)]
+    copies += [copy(50, 100, 10, name=up, bytes=4_000_000), copy(0, 10, 11, bytes=9_000_000)]
+    found = profile_traces([write_trace(tmp_path / "trace.json", [kernel(GEMM, 0, 50), *copies])])
+    links = found.top.links
+    assert {name: (one.num_bytes, round(one.exposed_seconds * 1e6)) for name, one in links.items()} == {
+        "host to device": (5_000_000, 50),
+        "device to host": (4_000_000, 100),
+    }
+    assert [one.bytes_per_second for one in links.values()] == pytest.approx([50e9, 40e9])
+    text = profile_text(found)
+    assert "copies of gpu 0 between host and device" in text
+    assert "50.0" in text
+    assert found.to_json()["walls"]["link"]["device to host"]["bytes_per_second"] == pytest.approx(40e9)
+
+
+def test_a_copy_without_bytes_has_no_rate(tmp_path: Path) -> None:
+    found = profile_traces([write_trace(tmp_path / "trace.json", [kernel(GEMM, 0, 50), copy(0, 90)])])
+    assert not found.top.links
+    assert "between host and device" not in profile_text(found)
 
 
 def test_a_copy_at_the_end_is_part_of_the_span(tmp_path: Path) -> None:

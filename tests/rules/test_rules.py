@@ -23,6 +23,26 @@ PACKED_WITHOUT_PP = {
     "knobs.delay_wgrad": False,
     "knobs.graphs": [],
 }
+# Four layers on one GPU, recomputed whole.
+LONG_ALONE = {
+    "model": "qwen3-30b-a3b",
+    "model.num_layers": 4,
+    "target": "threefold",
+    "cluster.chip": "h200",
+    "cluster.gpus": 1,
+    "job.seq_len": 262144,
+    "job.micro_batch": 1,
+    "job.global_batch": 1,
+    "job.mtp": 0,
+    **dict.fromkeys(("layout.pp", "layout.vpp", "layout.ep", "layout.cp", "layout.tp", "layout.etp"), 1),
+    "layout.stages": None,
+    "knobs.precision": "bf16",
+    "knobs.recompute": ["full"],
+    "knobs.graphs": [],
+    "knobs.ep_overlap": False,
+    "knobs.delay_wgrad": False,
+    "knobs.dispatcher": "local",
+}
 # For each rule: changes to CLEAN that it refuses, and changes it accepts ({} is CLEAN itself).
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stack-runs-chip": (
@@ -170,6 +190,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.recompute_method": "uniform"},
         {"knobs.recompute": ["full"], "knobs.recompute_method": "uniform", "knobs.recompute_layers": 1},
     ),
+    "recompute-save-has-use": (
+        {"knobs.recompute_save": ["core_attn"]},
+        {**LONG_ALONE, "knobs.recompute_save": ["core_attn"]},
+    ),
+    "full-recompute-saves-attention": (LONG_ALONE, {**LONG_ALONE, "job.seq_len": 4096}),
     "recompute-module-exists": ({"knobs.recompute": ["mlp", "gdn_norm_out"]}, {"knobs.recompute": ["mla_up_proj"]}),
     "shared-recompute-or-overlap": (
         {"knobs.recompute": ["shared_experts"], "knobs.shared_expert_overlap": True},
@@ -231,6 +256,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "expert-kernels-have-use": (
         {"target": "threefold", "knobs.expert_kernels": "cute"},
         {"target": "threefold", "knobs.expert_kernels": "cute", "knobs.expert_fusion": True},
+    ),
+    "delta-kernels-have-use": (
+        {"target": "threefold", "knobs.delta_kernels": "fla"},
+        {"target": "threefold", "knobs.delta_kernels": "fla", "model": "qwen3-next-80b-a3b"},
     ),
     # overlap
     "ep-overlap-needs-ep": ({"layout.ep": 1}, {"layout.ep": 8}),
@@ -306,6 +335,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8-dispatch-by-alltoall": (
         {"target": "threefold", "knobs.fp8_dispatch": True},
         {"target": "threefold", "knobs.fp8_dispatch": True, "knobs.dispatcher": "alltoall"},
+    ),
+    "fp8-output-fits-head": (
+        {"target": "threefold", "knobs.fp8_output": True, "layout.tp": 64},
+        {"target": "threefold", "knobs.fp8_output": True},
     ),
     "megatron-has-precision": ({"knobs.precision": "fp8-rowwise"}, {"knobs.precision": "fp8-cs"}),
     "fp8-knobs-need-fp8": ({"knobs.fp8_params": True, "knobs.precision": "bf16"}, {"knobs.fp8_params": True}),
@@ -388,6 +421,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "master-weights-are-a-choice": (
         {"knobs.master_weights": False},
         {"knobs.master_weights": False, "target": "threefold"},
+    ),
+    "remainders-need-bf16": (
+        {"knobs.store_param_remainders": True, "knobs.precision": "fp16"},
+        {"knobs.store_param_remainders": True},
+    ),
+    "muon-dtype-takes-effect": (
+        {"target": "threefold", "knobs.muon_dtype": "bf16"},
+        {"target": "threefold", "knobs.muon_dtype": "bf16", "job.optimizer": "muon"},
     ),
     "updates-need-bits": ({"knobs.master_weights": False, "target": "threefold"}, {"target": "threefold"}),
     "states-fit-memory": ({"layout.ep": 1, "layout.pp": 1, "layout.vpp": 1}, {}),
@@ -621,6 +662,12 @@ def test_a_capacity_that_can_drop_nothing_is_named(fields: dict[str, Any], fix: 
 def test_cores_that_are_none_are_refused_before_a_run(cores: str) -> None:
     """With one set for each of eight ranks of a node; a range of ten thousand million cores takes no time."""
     assert "cores-exist" in {one.rule for one in errors(check(build({**CLEAN, "run.cores": cores})))}
+
+
+def test_adapters_at_their_defaults_are_no_settings_of_adapters() -> None:
+    plan = build({**CLEAN, "job.lora_targets": ["attention", "mlp", "shared_experts"]})
+    assert "job.lora_targets" in plan.stated  # as in the complete plan of a run
+    assert "lora-needs-rank" not in {finding.rule for finding in check(plan)}
 
 
 def test_fix_text_offers_the_valid_values() -> None:

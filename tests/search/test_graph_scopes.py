@@ -62,3 +62,39 @@ def test_only_scopes_that_the_engine_records_are_chosen(fields: dict[str, Any], 
     plan = best({**SHORT, **fields})
     assert plan.knobs.graphs == scopes
     assert not errors(promoted(check(plan)))
+
+
+ONE = {
+    "model": "qwen3-30b-a3b", "model.num_layers": 8, "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 1,
+    "job.seq_len": 4096, "job.micro_batch": 1, "job.global_batch": 1, "knobs.precision": "bf16",
+    "knobs.master_weights": False, "knobs.optimizer_dtype": "bf16", "knobs.grad_dtype": "bf16",
+}  # fmt: skip
+
+
+def test_one_gpu_records_the_whole_microbatch_where_that_saves_more() -> None:
+    found = search(ONE, top=1).candidates[0]
+    plan, eager = found.plan, change(found.plan, {"knobs.graphs": []})
+    assert plan.knobs.graphs == ("full_iteration",)
+    assert plan.knobs.expert_fusion
+    assert about_graphs(plan) == []
+    assert not errors(promoted(check(plan)))
+    three = estimate(change(plan, {"knobs.graphs": list(THREE)}))
+    assert estimate(plan).time.step_seconds < three.time.step_seconds < estimate(eager).time.step_seconds
+    (said,) = [one for one in found.reasons.profile if "CUDA graph" in one]
+    assert "waits for the host" in said
+    assert "it holds" in said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"knobs.optimizer_offload": 1.0},  # states move while the graph would replay
+        {"job.packing": True},
+        {"job.seq_len": 262144},  # gaps between kernels are nothing beside them
+    ],
+    ids=str,
+)
+def test_one_gpu_runs_eagerly_or_with_scopes_elsewhere(fields: dict[str, Any]) -> None:
+    plan = best({**ONE, **fields})
+    assert "full_iteration" not in plan.knobs.graphs
+    assert not errors(promoted(check(plan)))

@@ -87,6 +87,8 @@ def draw_layout(seed: int | str, families: Sequence[str] = ()) -> Drawn:
         fields["knobs.cp_dynamic"] = True
     if fields.get("knobs.ep_overlap") and draw.random() < 0.8:
         fields |= _without_obstacles(draw, fields)
+    if fields["knobs.precision"] == "bf16" and _one_in(random.Random(f"states {seed}"), 2):
+        fields["knobs.store_param_remainders"] = True
     return Drawn(str(seed), config, {path: value for path, value in fields.items() if value is not None})
 
 

@@ -84,6 +84,13 @@ for _ranks, _graphed in _GRAPHED.items():
         _knobs = {**_plain.knobs, "graphs": _scopes}
         _case = replace(_plain, name=f"{_name}, graphs", job=_job, knobs=_knobs)
         CASES[_ranks][_case.name] = _case
+# Optimizer states on the host: updates run beside the next forward, and weights are gathered behind them.
+for _ranks, _names in {4: ("dp tp ep edp",), 2: ("dp", "fsdp")}.items():
+    for _plain in (_ORACLE[_name] for _name in _names):
+        _case = replace(
+            _plain, name=f"{_plain.name}, states on the host", knobs={**_plain.knobs, "optimizer_offload": 1.0}
+        )
+        CASES[_ranks][_case.name] = _case
 
 
 def case_plan(case: Case, precision: str, chip: str) -> Plan:

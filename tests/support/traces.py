@@ -20,9 +20,15 @@ def kernel(name: str, start: float, length: float, stream: int = 7, device: int 
     return _whole("kernel", name, start, length, device, stream, said)
 
 
-def copy(start: float, length: float, stream: int = 9, device: int = 0) -> Event:
-    name = "Memcpy DtoD (Device -> Device)"
-    return _whole("gpu_memcpy", name, start, length, device, stream, {"device": device, "stream": stream})
+def copy(
+    start: float,
+    length: float,
+    stream: int = 9,
+    device: int = 0,
+    name: str = "Memcpy DtoD (Device -> Device)",
+    **args: Any,
+) -> Event:
+    return _whole("gpu_memcpy", name, start, length, device, stream, {"device": device, "stream": stream, **args})
 
 
 def operator(name: str, start: float, length: float, external: int, thread: int = 100, **args: Any) -> Event:

@@ -32,6 +32,7 @@ _PARTS = (
     ("timing", ("job.steps", "steady")),
     ("job", ("job.",)),
     ("precision", ("knobs.precision", "knobs.fp8", "knobs.optimizer_dtype", "knobs.grad_dtype", "knobs.master")),
+    ("precision", ("knobs.store_param", "knobs.muon_dtype")),
     ("layout", ("layout.",)),
     ("knobs", ("knobs.",)),
     ("run", ("run.",)),

@@ -18,6 +18,27 @@ BF16_BYTES = 2
 STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
+def master_weight_bytes(plan: Plan) -> int:
+    """Bytes that a master weight takes beside a 16-bit weight: all of it, or its remainder. fp32 weights need none."""
+    if plan.knobs.precision == "fp32" or not plan.knobs.master_weights:
+        return 0
+    return 2 if plan.knobs.store_param_remainders and plan.knobs.precision != "fp16" else 4
+
+
+def can_split_masters(plan: Plan) -> bool:
+    """Whether our engine keeps whole fp32 master weights beside bf16 weights, of which remainders would do."""
+    has_whole_masters = master_weight_bytes(plan) == 4 and plan.knobs.precision != "fp16"
+    return has_whole_masters and plan.target == "threefold" and plan.knobs.data_parallel == "zero1"
+
+
+def muon_format(plan: Plan) -> str:
+    """The format of the GEMMs in Muon's orthogonalization."""
+    if not STACK_TRAITS[plan.target].emulates_formats:  # Megatron
+        return "bf16"
+    in_fp32 = plan.knobs.precision == "fp32" or plan.chip.architecture == "cpu"
+    return plan.knobs.muon_dtype or ("fp32" if in_fp32 else "bf16")
+
+
 def is_emulated(plan: Plan) -> bool:
     """Whether the engine has no kernels for the plan's precision on this chip."""
     if not STACK_TRAITS[plan.target].emulates_formats:

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from threefold.cost.estimate import fit_band, gain, memory_band
-from threefold.cost.format_support import STATE_BYTES, starting_precision
+from threefold.cost.format_support import STATE_BYTES, can_split_masters, master_weight_bytes, starting_precision
 from threefold.cost.memory.by_stack import fullest_bytes, memory
 from threefold.cost.rates import rates_of
 from threefold.cost.stack_traits import STACK_TRAITS
@@ -105,8 +105,7 @@ def state_bytes(plan: Plan) -> float:
     dense_here, experts_here = dense / layout.tp / layout.pp, experts / layout.ep / layout.etp / layout.pp
     weight = 4 if knobs.precision == "fp32" else 1 if knobs.fp8_params else 2
     held = weight + STATE_BYTES[knobs.grad_dtype]
-    master = 4 if knobs.master_weights else 0
-    states = (master + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
+    states = (master_weight_bytes(plan) + 2 * STATE_BYTES[knobs.optimizer_dtype]) * (1 - knobs.optimizer_offload)
     if is_frozen_by_name(plan):  # a bound from below: what trains of the rest is left out
         held, states = weight, 0.0
     if knobs.data_parallel == "zero1":
@@ -315,11 +314,15 @@ def _more_pp(plan: Plan) -> Iterator[Changes]:
 
 
 def _fewer_bits(plan: Plan) -> Iterator[Changes]:
-    """Moments and gradients in bf16, then the platform's low precision with weights in it."""
+    """Remainders of master weights, moments and gradients in bf16, then the platform's low precision with weights in
+    it."""
     knobs = plan.knobs
     states: Changes = {}
+    if can_split_masters(plan):
+        states = {"knobs.store_param_remainders": True}
+        yield states
     if knobs.optimizer_dtype == "fp32":
-        states = {"knobs.optimizer_dtype": "bf16"}
+        states = {**states, "knobs.optimizer_dtype": "bf16"}
         yield states
     if knobs.grad_dtype == "fp32":
         states = {**states, "knobs.grad_dtype": "bf16"}

@@ -34,10 +34,11 @@ class StackTraits:
     waits_every_layer: bool
     # Ranks of context and tensor parallelism deal out the pictures of their sequences; else each encodes all of them.
     shares_pictures: bool
-    # The format of Muon's orthogonalization, and the fraction of that format's peak at which it is priced.
-    muon_format: str
-    muon_fraction_gpu: float
-    muon_fraction_cpu: float
+    # The host updates offloaded optimizer states, and gradients and weights travel; else the states do.
+    updates_on_host: bool
+    # The fraction of a format's peak at which Muon's orthogonalization in that format is priced, on a GPU and on a CPU.
+    muon_fractions_gpu: dict[str, float]
+    muon_fractions_cpu: dict[str, float]
 
 
 STACK_TRAITS = {
@@ -53,9 +54,9 @@ STACK_TRAITS = {
         logit_bytes=14,
         waits_every_layer=True,
         shares_pictures=False,
-        muon_format="bf16",
-        muon_fraction_gpu=1 / 2,
-        muon_fraction_cpu=1 / 2,
+        updates_on_host=True,
+        muon_fractions_gpu={"bf16": 1 / 2},
+        muon_fractions_cpu={"bf16": 1 / 2},
     ),
     "threefold": StackTraits(
         emulates_formats=True,
@@ -69,8 +70,9 @@ STACK_TRAITS = {
         logit_bytes=5,
         waits_every_layer=False,
         shares_pictures=True,
-        muon_format="fp32",
-        muon_fraction_gpu=1 / 8,  # a GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give
-        muon_fraction_cpu=1.0,
+        updates_on_host=False,
+        # A GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give.
+        muon_fractions_gpu={"bf16": 1 / 2, "fp32": 1 / 8},
+        muon_fractions_cpu={"bf16": 1 / 2, "fp32": 1.0},
     ),
 }

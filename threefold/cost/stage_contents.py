@@ -5,9 +5,10 @@ chunks 0 and 2: `StageContents(chunks=(chunk 0, chunk 2), layers=(layer 0, layer
 loss=False)`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from threefold.cost.trained_weights import first_gradient
 from threefold.layout.stages import Chunk, chunk_rank
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -19,6 +20,9 @@ class PlacedLayer(Layer):
 
     cp_comm: str | None = None  # its own entry of a list in `knobs.cp_comm`
     is_offloaded: bool = False  # whether all its activations go to the host (`activation_offload_layers`)
+    # The first part of it with a gradient: `input`, `ffn_norm`, `ffn`, or `none` where only later layers have any.
+    first_gradient: str = "input"
+    is_adapted: bool = True  # whether LoRA gives it adapters; those of MTP depths have none
 
 
 class NotRecomputedLayer(PlacedLayer):
@@ -61,8 +65,40 @@ def stage_contents(plan: Plan) -> list[StageContents]:
 
 def chunk_layers(plan: Plan, chunk: Chunk) -> tuple[Layer, ...]:
     """Layers of a chunk, followed by those of its MTP depths. Layers that "block" recompute leaves out, that are
-    offloaded as a whole or have a kind of CP communication of their own are marked."""
+    offloaded as a whole, have a kind of CP communication of their own, are before the first gradient or have no
+    adapters beside others that have are marked."""
     layers = (*(plan.model.layers[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
+    layers = _from_first_gradient(plan, chunk, _placed_layers(plan, chunk, layers))
+    if chunk.mtp and plan.job.lora_rank is not None:
+        own = len(chunk.layers)
+        return (*layers[:own], *(_placed(layer, is_adapted=False) for layer in layers[own:]))
+    return layers
+
+
+def _from_first_gradient(plan: Plan, chunk: Chunk, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers of a chunk, those before the first gradient and that with it marked."""
+    first, part = first_gradient(plan) if chunk.embedding else (0, "input")
+    first -= chunk.layers[0] if chunk.layers else 0
+    if first <= 0 and not part.startswith("ffn"):
+        return layers
+    parts = ["none"] * first + ([part] if part.startswith("ffn") else [])
+    marked = [_placed(layer, first_gradient=part) for layer, part in zip(layers, parts, strict=False)]
+    return (*marked, *layers[len(parts) :])
+
+
+def _placed(layer: Layer, **marks: str | bool) -> PlacedLayer:
+    """The layer with more marks."""
+    placed = layer if isinstance(layer, PlacedLayer) else PlacedLayer(layer.mixer, layer.ffn)
+    return replace(placed, **marks)  # type: ignore[arg-type]
+
+
+def first_gradient_in(layer: Layer) -> str:
+    """The first part of a layer that has a gradient; `none` where only later layers have any."""
+    return layer.first_gradient if isinstance(layer, PlacedLayer) else "input"
+
+
+def _placed_layers(plan: Plan, chunk: Chunk, layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers of a chunk as recompute, offload and context parallelism place them."""
     knobs = plan.knobs
     is_block = plan.full_recompute and knobs.recompute_method == "block"
     # A list of another length is refused by a rule, which may ask for the price of the plan all the same.

@@ -98,6 +98,31 @@ def _gemms_by_kind(model: ModelSpec, num_depths: int, training: Training) -> dic
     }
 
 
+def trained_share(plan: Plan, module: str) -> float:
+    """The part of a module's matrices that trains, over all layers. `module` is mixer, mlp, shared_experts or experts;
+    adapters do not count."""
+    if not is_partly_frozen(plan):
+        return 1.0
+    if not is_frozen_by_name(plan):
+        return 0.0 if "language" in plan.job.freeze else 1.0
+    return _trained_shares(plan.model, plan.mtp, training_of(plan)).get(module, 0.0)
+
+
+@lru_cache(maxsize=64)
+def _trained_shares(model: ModelSpec, num_depths: int, training: Training) -> dict[str, float]:
+    sizes: dict[str, list[float]] = {}
+    for one in language_parameters(model, num_depths, training):
+        words = one.name.split(".")
+        is_matrix = len(one.shape) > 1 and not one.name.endswith(("bias", "lora_a", "lora_b"))
+        if not is_matrix or not {"mixer", "ffn"} & {*words} or "router" in words:
+            continue
+        module = "mixer" if "mixer" in words else "experts" if "experts" in words else "mlp"
+        size = sizes.setdefault("shared_experts" if "shared" in words else module, [0.0, 0.0])
+        size[0] += prod(one.shape)
+        size[1] += 0 if one.is_frozen else prod(one.shape)
+    return {module: trained / every for module, (every, trained) in sizes.items()}
+
+
 def saved_inputs(plan: Plan) -> frozenset[str]:
     """The tensors that are saved because a weight gradient reads them, in some layer at least (names in `_INPUTS`).
 
@@ -117,6 +142,30 @@ def _saved_inputs(model: ModelSpec, num_depths: int, training: Training) -> froz
             owners.add(one.name.removesuffix(".weight").removesuffix("lora_a").rstrip("._"))
     found = {name for name, ends in _INPUTS.items() if any(owner.endswith(ends) for owner in owners)}
     return frozenset(found | {"head"}) if model.tied and "embedding" in found else frozenset(found)
+
+
+def first_gradient(plan: Plan) -> tuple[int, str]:
+    """Where gradients begin in a forward: the number of a layer and the part of it, as `layers.3.ffn_norm` names it.
+
+    The part is `input` where what enters the first layer has a gradient. Layers before this one save nothing for a
+    backward, and have none.
+    """
+    has_pictures = plan.model.vision is not None and plan.job.lora_rank is None
+    if not is_partly_frozen(plan) or (has_pictures and not {"vision", "projector"} <= {*plan.job.freeze}):
+        return 0, "input"
+    return _first_gradient(plan.model, plan.mtp, training_of(plan))
+
+
+@lru_cache(maxsize=64)
+def _first_gradient(model: ModelSpec, num_depths: int, training: Training) -> tuple[int, str]:
+    for one in language_parameters(model, num_depths, training):
+        if one.is_frozen:
+            continue
+        if not one.name.startswith("layers."):
+            return (0, "input") if one.name.startswith("embed") else (model.num_layers, "input")
+        _, number, part, *_ = one.name.split(".")
+        return int(number), part
+    return model.num_layers, "input"
 
 
 def trained_by_name(plan: Plan) -> tuple[float, float]:

@@ -17,7 +17,8 @@ _STATES = ("weights", "gradients", "optimizer")
 _ADVICE = {
     "weights": "more EP or PP, so that a rank holds less of the model",
     "gradients": "more EP or PP, or knobs.data_parallel fsdp, which keeps them in parts",
-    "optimizer": "more data-parallel ranks to share it, knobs.optimizer_dtype bf16, or knobs.optimizer_offload",
+    "optimizer": "more data-parallel ranks to share it, knobs.store_param_remainders, knobs.optimizer_dtype bf16, or "
+    "knobs.optimizer_offload",
     "attention": "more CP or TP, or knobs.recompute of attention parts",
     "norms": 'more TP or CP, or knobs.recompute ["layernorm"]',
     "mlp": 'more TP, or knobs.recompute ["mlp"]',

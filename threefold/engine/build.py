@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import torch
 
+from threefold.engine.attention.fused_delta import require_delta_kernels
 from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid
 from threefold.engine.data.images.decode_pool import image_workers
 from threefold.engine.data.loader import Loader
@@ -104,11 +105,14 @@ def options_of(plan: Plan) -> Options:
         shared_overlap=plan.knobs.shared_expert_overlap,
         expert_fusion=plan.knobs.expert_fusion,
         expert_kernels=plan.knobs.expert_kernels,
+        delta_kernels=plan.knobs.delta_kernels,
         recipe=RECIPES.get(plan.knobs.precision),
+        fp8_output=plan.knobs.fp8_output,
         cache_quantized_weights=plan.knobs.data_parallel == "zero1",
         recompute=plan.knobs.recompute,
         recompute_method=plan.knobs.recompute_method,
         recompute_layers=plan.knobs.recompute_layers,
+        recompute_save=plan.knobs.recompute_save,
         vision_recompute=plan.vision_recompute,
         activation_offload=plan.knobs.activation_offload,
         activation_offload_layers=plan.knobs.activation_offload_layers,
@@ -134,11 +138,13 @@ def build(
     """
     mesh = mesh or Mesh(plan.layout, device=device_of(plan))
     require_kernels(plan.knobs.expert_kernels, mesh.device)
+    require_delta_kernels(plan.knobs.delta_kernels, mesh.device)
     seed_all(plan.job.seed)
     seed = plan.job.seed if with_weights else None
     chunks, data = _model_and_data(plan, mesh, dtype or dtype_of(plan), options or options_of(plan), seed)
     _count_uses(plan, chunks, data)
     optimizer = _optimizer(plan, mesh, chunks, data)
+    _defer_updates(optimizer, data, chunks)
     dtype = dtype or dtype_of(plan)
     scaler = LossScaler(initial_scale(plan), plan.job.loss_scale_window) if dtype == torch.float16 else None
     parts = Parts(chunks, _runner(plan, mesh, chunks, data, dtype), data, optimizer, mesh, loss_scaler=scaler)
@@ -150,8 +156,23 @@ def build(
 
 def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
     """The parts for a model that exists already, on one rank."""
-    device = next(model.parameters()).device
-    return Parts({0: model}, Sequential(model), SingleRank(model), optimizer, Mesh(Layout(), device=device))
+    device, data = next(model.parameters()).device, SingleRank(model)
+    _defer_updates(optimizer, data, {0: model})
+    return Parts({0: model}, Sequential(model), data, optimizer, Mesh(Layout(), device=device))
+
+
+def _defer_updates(optimizer: AdamW | Muon, data: SingleRank | Zero1 | Fsdp, chunks: dict[int, Decoder]) -> None:
+    """Run the updates of states on the host beside the next forward, where nothing stands against it.
+
+    Compiled modules would compile the waits of their hooks. Gradients that lie in no bucket may be memory of a CUDA
+    graph, to which the graphs of the next forward write.
+    """
+    has_buckets = isinstance(data, Zero1) and not data.unbucketed
+    stands_against = any(
+        chunk.options.compile or (chunk.options.graphs and not has_buckets) for chunk in chunks.values()
+    )
+    if isinstance(optimizer, AdamW) and optimizer.offloaded and not stands_against:
+        data.defer_updates(optimizer.updates)
 
 
 def _model_and_data(
@@ -207,10 +228,22 @@ def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleR
     decay, state_dtype, master = job.weight_decay, knobs.optimizer_dtype, knobs.master_weights
     betas, eps = (job.adam_beta1, job.adam_beta2), job.adam_eps
     named = next(iter(chunks.values())).named_parameters() if isinstance(data, SingleRank) else data.updated
+    remainders = knobs.store_param_remainders
     if job.optimizer == "adamw":
-        return AdamW(named, decay, state_dtype, betas, eps, master=master, offload=knobs.optimizer_offload)
+        offload = knobs.optimizer_offload
+        return AdamW(named, decay, state_dtype, betas, eps, master, offload, store_param_remainders=remainders)
     gatherer = None if isinstance(data, SingleRank) else FullMatrices(data, partial(shard_group, mesh))
-    return Muon(named, decay, state_dtype, betas=betas, eps=eps, gatherer=gatherer, master=master)
+    return Muon(
+        named,
+        decay,
+        state_dtype,
+        gatherer=gatherer,
+        master=master,
+        betas=betas,
+        eps=eps,
+        matmul_dtype=knobs.muon_dtype,
+        store_param_remainders=remainders,
+    )
 
 
 def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loader:

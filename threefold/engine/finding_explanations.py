@@ -290,7 +290,7 @@ EXPLANATIONS = {
         what="Kernels that a plan asks for by name are there and run on this GPU.",
         why="Others would give another speed than the one that was measured.",
         confirm="`threefold env` tries each.",
-        fix="Install the package the message names, or delete knobs.expert_kernels.",
+        fix="Install the package the message names, or delete the knob.",
     ),
     "here-has-torch": Explanation(
         what="The torch that is here is one the engine runs on, and the one the plan states.",

@@ -28,13 +28,16 @@ class Options:
     expert_backend: Literal["auto", "grouped", "loop"] = "auto"
     expert_fusion: bool = False  # fused expert kernels, where the device has them
     expert_kernels: str | None = None  # the kind of fused kernels; None takes the fastest that was measured
+    delta_kernels: str | None = None  # of the gated delta rule, "torch" or "fla"; None: fla where it is installed
     loss_chunk: int | None = None  # tokens of one chunk of the loss; None chooses by the size of the vocabulary
     ffn_chunk: int | None = None  # tokens of one chunk of a feed-forward network; None chooses by the size of its rows
     recipe: Recipe | None = None  # how GEMMs below sixteen bits are quantized
+    fp8_output: bool = False  # the output head too, by the recipe
     cache_quantized_weights: bool = True  # quantized weights are kept for the whole step
     recompute: tuple[str, ...] = ()  # names of modules, or "full"
     recompute_method: str | None = None  # "uniform" or "block", with "full"
     recompute_layers: int | None = None
+    recompute_save: tuple[str, ...] = ()  # modules inside of "full" whose outputs are saved and not recomputed
     vision_recompute: tuple[str, ...] = ()  # parts of the image encoder and projector, or "full"
     activation_offload: tuple[str, ...] = ()  # names of modules
     activation_offload_layers: int = 0  # the first layers, whose saved tensors are all offloaded

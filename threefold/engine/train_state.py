@@ -137,13 +137,21 @@ class TrainState:
         for table, name in ((facts, "step"), (facts, "bad_steps"), (loader, "step"), (loader, "sample")):
             if type(table[name]) is not int or not 0 <= table[name] < MAX_COUNT:
                 raise ValueError(f"{name} is {shown(table[name])}")
-        self.parts.optimizer.steps = int(cast(Tensor, found["optimizer.steps"]))
+        self.load_optimizer(found)
         restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
         self.parts.loader.load_state(loader)
         self.step, self.bad_steps = facts["step"], facts["bad_steps"]
         if self.parts.loss_scaler and "loss_scaler" in facts:  # runs of earlier versions have none
             self.parts.loss_scaler.load_state(facts["loss_scaler"])
             self.overflow_steps = int(facts["overflow_steps"])
+
+    def load_optimizer(self, found: Tensors) -> None:
+        """Take over the optimizer's count of steps, and the master weights that it keeps in another form, after the
+        tensors were filled in place."""
+        optimizer = self.parts.optimizer
+        optimizer.steps = int(cast(Tensor, found["optimizer.steps"]))
+        memory = {name: value.memory if isinstance(value, CheckpointShard) else value for name, value in found.items()}
+        optimizer.load_split_masters({name.removeprefix("optimizer."): value for name, value in memory.items()})
 
     def ask_to_stop(self) -> None:
         """Ask the loop to end behind its step. A signal handler calls it: one that prints could fall into a print."""
@@ -196,7 +204,7 @@ def _start_from_run(state: TrainState, origin: Origin, tell: Callable[[str], Non
         wanted = {name: value for name, value in state.tensors_to_load().items() if not name.startswith("rng.")}
     filled = fill_from_run(origin, wanted, state.plan, group, tell)
     if origin.with_optimizer:
-        optimizer.steps = int(cast(Tensor, wanted["optimizer.steps"]))
+        state.load_optimizer(wanted)
     else:
         optimizer.refresh()
     run_on_first_rank(group, lambda: inherit_files(origin, state.folder, state.plan))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 
+from threefold.spec.stacks import FLA_RELEASES
+
 _IMPORT_SECONDS = 120
 _DEEPEP = "https://github.com/deepseek-ai/DeepEP"
 
@@ -20,6 +22,7 @@ class Package:
     install: str  # how to get it
     attribute: str = ""  # what the module must have too, where releases of the same name differ
     distribution: str = ""  # where two entries look at one distribution
+    releases: tuple[str, ...] = ()  # beginnings of the versions that were tried, where no others are used
 
     @property
     def probe(self) -> str:
@@ -56,7 +59,8 @@ PACKAGES = (
         "flash-linear-attention",
         "fla",
         "a fused gated delta rule (Qwen3-Next)",
-        "pip install flash-linear-attention",
+        "pip install 'threefold[fla]'",
+        releases=FLA_RELEASES,
     ),
     Package(
         "mamba-ssm",
@@ -110,6 +114,9 @@ class PackageStatus:
 def check_package(package: Package) -> PackageStatus:
     """Find a package and import it in another process."""
     version = _version(package)
+    if version is not None and package.releases and not version.startswith(package.releases):
+        tried = " and ".join(f"{release}*" for release in package.releases)
+        return PackageStatus(package, version, f"this release was not tried, {tried} were")
     return PackageStatus(package, version, "" if version is None else _import_error(package.probe))
 
 

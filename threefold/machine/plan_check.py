@@ -88,6 +88,9 @@ def _check_packages(plan: Plan, here: Machine) -> Iterator[Finding]:
     if knobs.expert_kernels == "cute":
         gone = {"knobs.expert_kernels": None}
         yield from _check_package(here, "quack-kernels", "knobs.expert_kernels", "expert_kernels cute", "error", gone)
+    if knobs.delta_kernels == "fla":
+        gone, at = {"knobs.delta_kernels": None}, "knobs.delta_kernels"
+        yield from _check_package(here, "flash-linear-attention", at, "delta_kernels fla", "error", gone)
     if knobs.expert_fusion and plan.cluster.chip != "cpu":
         yield from _check_package(here, "triton", "knobs.expert_fusion", "expert_fusion", "warning")
 
@@ -112,9 +115,9 @@ def _check_long_context(plan: Plan, here: Machine) -> Iterator[Finding]:
     model, slug, at = plan.model, "here-at-length", "job.seq_len"
     if any(layer.mixer == "delta" for layer in model.layers) and not here.package("flash-linear-attention").works:
         package = here.package("flash-linear-attention").package
-        yield _finding(
-            slug, at, "gated delta layers run in plain torch without fla, many times slower", package.install, "warning"
-        )
+        trouble = here.package("flash-linear-attention").trouble
+        problem = "gated delta layers run in plain torch without fla, many times slower"
+        yield _finding(slug, at, f"{problem} ({trouble})" if trouble else problem, package.install, "warning")
     if any(layer.mixer == "mamba" for layer in model.layers) and not here.package("mamba-ssm").works:
         package, problem = here.package("mamba-ssm").package, "Mamba layers run in plain torch without mamba-ssm"
         yield _finding(slug, at, f"{problem}, many times slower", package.install, "warning")
@@ -140,7 +143,7 @@ def _check_package(
         return
     problem = f"{what} needs {name}, which is not installed here"
     if status.trouble:
-        problem = f"{what} needs {name}, and {name} {status.version} does not import here: {status.trouble}"
+        problem = f"{what} needs {name}, and {name} {status.version} is not usable here: {status.trouble}"
     yield _finding("here-has-packages", at, problem, status.package.install, severity, fix)
 
 

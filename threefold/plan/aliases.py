@@ -29,6 +29,7 @@ _PLAIN = {
     "adam_beta1": "job.adam_beta1",
     "adam_beta2": "job.adam_beta2",
     "adam_eps": "job.adam_eps",
+    "store_param_remainders": "knobs.store_param_remainders",
     "initial_loss_scale": "job.initial_loss_scale",
     "loss_scale_window": "job.loss_scale_window",
     "moe_expert_capacity_factor": "job.capacity_factor",

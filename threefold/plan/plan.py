@@ -20,6 +20,7 @@ from threefold.spec.model import MlaSpec, ModelSpec
 PRECISIONS = ("bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
 DISPATCHERS = ("local", "alltoall", "deepep", "hybridep")
 EXPERT_KERNELS = ("torch", "triton", "cute")
+DELTA_KERNELS = ("torch", "fla")
 RECOMPUTE_MODULES = (
     "layernorm",
     "core_attn",
@@ -165,6 +166,9 @@ class Knobs:
     recompute_layers: int | None = item(
         "layers per unit (uniform) or of a pipeline rank (block); absent: 1", at_least=1, at_most=MAX_INT
     )
+    recompute_save: tuple[str, ...] = item(
+        "modules inside fully recomputed layers whose outputs are saved", (), choices=("core_attn",)
+    )
     ep_overlap: bool = item("hide dispatch and combine behind another microbatch", False)
     delay_wgrad: bool = item("run weight gradients where they hide communication", False)
     shared_expert_overlap: bool = item("run shared experts beside dispatch; not with ep_overlap", False)
@@ -186,6 +190,10 @@ class Knobs:
     )
     optimizer_dtype: str = item("dtype of the optimizer's moments", "fp32", choices=STATE_DTYPES)
     master_weights: bool = item("weights in fp32 beside narrower ones, for the optimizer to update", True)
+    store_param_remainders: bool = item("of master weights, store only the 16 bits that bf16 weights lack", False)
+    muon_dtype: str | None = item(
+        "dtype of Muon's GEMMs; absent: bf16 for 16-bit weights on a GPU, else fp32", choices=("bf16", "fp32")
+    )
     grad_dtype: str = item("dtype of accumulated gradients", "fp32", choices=("fp32", "bf16"))
     data_parallel: str = item("who shards what over data parallel", "zero1", choices=("zero1", "fsdp", "hsdp"))
     grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)
@@ -193,6 +201,10 @@ class Knobs:
     expert_fusion: bool = item("one fused kernel for an expert's two GEMMs, activation and quantisation", False)
     expert_kernels: str | None = item(
         "kernels of fused experts, of one kind; absent: the fastest that was measured here", choices=EXPERT_KERNELS
+    )
+    delta_kernels: str | None = item(
+        "kernels of the gated delta rule; absent: fla where it is installed, with memory estimated as for torch",
+        choices=DELTA_KERNELS,
     )
     loss_fusion: bool = item("cross entropy fused with its gradient, in place", True)
     router_dtype: str = item("dtype of the router", "fp32", choices=("fp32", "bf16"))

@@ -189,6 +189,15 @@ def _walls_json(walls: DeviceWalls, found: Diagnosis, slow: Sequence[Straggler],
             "expert_imbalance": log.expert_imbalance,
             "evidence": found.evidence["compute"],
         },
+        "link": {
+            direction: {
+                "bytes": one.num_bytes,
+                "total_seconds": one.total_seconds,
+                "exposed_seconds": one.exposed_seconds,
+                "bytes_per_second": one.bytes_per_second,
+            }
+            for direction, one in walls.links.items()
+        },
         "unknown": {
             "total_seconds": walls.unknown_seconds,
             "names": walls.unknown_names,

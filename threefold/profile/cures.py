@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.cost.estimate import gain
-from threefold.cost.format_support import starting_precision
+from threefold.cost.format_support import can_split_masters, starting_precision
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory_ladder import goes_with_mode, recomputable_modules
 from threefold.findings import Changes, Finding, FindingsError
@@ -75,6 +75,7 @@ _WHY = {
     "knobs.precision": "train in the platform's low precision",
     "knobs.dispatch_sms": "give the dispatcher fewer multiprocessors",
     "knobs.recompute": "recompute selectively",
+    "knobs.store_param_remainders": "keep only the lower halves of master weights",
     "knobs.optimizer_dtype": "keep optimizer states in fewer bits",
     "knobs.grad_dtype": "keep gradients in fewer bits",
     "knobs.optimizer_offload": "offload optimizer states to the host",
@@ -155,6 +156,8 @@ def _for_memory(plan: Plan) -> Iterator[Changes]:
             yield {"knobs.recompute": named}
     if starting_precision(plan) != knobs.precision and not plan.low_precision:
         yield {"knobs.precision": starting_precision(plan)}
+    if can_split_masters(plan):
+        yield {"knobs.store_param_remainders": True}
     if knobs.optimizer_dtype != "bf16":
         yield {"knobs.optimizer_dtype": "bf16"}
     if not knobs.optimizer_offload:

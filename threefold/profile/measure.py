@@ -23,6 +23,7 @@ from threefold.spec.chips import ChipSpec, chip_of_device
 
 _SYNC = re.compile(r"Synchronize|cudaEventQuery")
 _ALLOCATOR = re.compile(r"^(cuda|hip)(Malloc|Free)(?!Host|Async)|^cuMem(Create|Unmap|Release)")
+_DIRECTIONS = {"host to device": "HtoD", "device to host": "DtoH"}  # words in names of copies
 MAX_NAMES = 5  # unknown kernels that are named
 
 
@@ -36,6 +37,19 @@ class Overlap:
     @property
     def hidden_fraction(self) -> float | None:
         return 1 - self.exposed_seconds / self.total_seconds if self.total_seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """Copies in one direction between host and device, such as those of offload."""
+
+    num_bytes: int
+    total_seconds: float
+    exposed_seconds: float  # no compute kernel ran meanwhile
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.num_bytes / self.total_seconds if self.total_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,7 @@ class DeviceWalls:
     busy_seconds: float
     communication: Overlap
     by_axis: dict[str, Overlap]
+    links: dict[str, LinkUse]  # by direction
     host: HostTime
     compute_seconds: float
     compute_by_kind: dict[str, float]
@@ -139,6 +154,7 @@ def _measure(
         busy_seconds=busy.seconds,
         communication=Overlap(parts[COMMUNICATION].seconds, exposed.seconds),
         by_axis=dict(sorted(by_axis.items(), key=lambda item: -item[1].exposed_seconds)),
+        links=_links(trace, number, chosen, compute),
         host=_host_time(trace, found, chosen, busy, device.is_cpu),
         compute_seconds=compute.seconds,
         compute_by_kind=_by_kind(trace, kernels),
@@ -164,6 +180,18 @@ def _measure(
 
 def _union(trace: Trace, chosen: Ints) -> Union:
     return union(trace.device_spans.start[chosen], trace.device_spans.end[chosen])
+
+
+def _links(trace: Trace, device: int, chosen: Ints, compute: Union) -> dict[str, LinkUse]:
+    """What each direction between host and device carried, where the trace tells bytes."""
+    found = {}
+    for direction, word in _DIRECTIONS.items():
+        sizes = {name: size for (at, name), size in trace.copied_bytes.items() if at == device}
+        sizes = {name: size for name, size in sizes.items() if word in trace.names[name]}
+        copies = _union(trace, chosen[np.isin(trace.device_spans.name[chosen], list(sizes))])
+        if sizes and len(copies):
+            found[direction] = LinkUse(sum(sizes.values()), copies.seconds, subtract(copies, compute).seconds)
+    return found
 
 
 def _host_time(trace: Trace, found: Classified, chosen: Ints, busy: Union, is_cpu: bool) -> HostTime:

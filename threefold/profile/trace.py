@@ -104,6 +104,7 @@ class Trace:
     memory: Mapping[int, MemoryUse] = field(default_factory=dict)  # by index of the device
     # Sizes and dtypes of operands, by external id of matrix multiplications: ("[[8, 4], [4, 2]]", "BFloat16").
     operands: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    copied_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)  # by indices of the device and the name
     groups: Mapping[str, Collective] = field(default_factory=dict)  # process groups by torch's name
     rank: int | None = None
     num_unended: int = 0  # device events that begin and never end

@@ -10,12 +10,13 @@ from threefold.report.terminal import table
 from threefold.units import format_many
 
 MAX_DEVICES = 16
+MIN_LINK_SHARE = 0.01  # of the time, below which copies between host and device are not shown
 
 
 def profile_text(found: Profile) -> str:
     top = found.top
-    parts = [_headline(found), _evidence(found), _parts(found), _devices(found), _axes(top), _regions(top)]
-    return "\n\n".join(part for part in [*parts, _cures(found)] if part)
+    parts = [_headline(found), _evidence(found), _parts(found), _devices(found), _axes(top), _links(top)]
+    return "\n\n".join(part for part in [*parts, _regions(top), _cures(found)] if part)
 
 
 def _headline(found: Profile) -> str:
@@ -84,6 +85,24 @@ def _axes(top: DeviceWalls) -> str:
         for axis, one in top.by_axis.items()
     ]
     return f"communication of {top.name} by axis\n" + table(["axis", "total, s", "exposed, s", "hidden"], rows)
+
+
+def _links(top: DeviceWalls) -> str:
+    """Copies between host and device, where they take a percent of the time: offload does."""
+    if max((top.share(one.total_seconds) for one in top.links.values()), default=0.0) < MIN_LINK_SHARE:
+        return ""
+    rows = [
+        [
+            name,
+            f"{one.num_bytes / 1e9:.2f}",
+            _seconds(one.total_seconds),
+            _seconds(one.exposed_seconds),
+            f"{one.bytes_per_second / 1e9:.1f}",
+        ]
+        for name, one in top.links.items()
+    ]
+    head = ["direction", "GB", "total, s", "exposed, s", "GB/s"]
+    return f"copies of {top.name} between host and device\n" + table(head, rows)
 
 
 def _regions(top: DeviceWalls) -> str:

@@ -117,6 +117,7 @@ def _degrees(plan: Plan) -> str:
 def _knobs(plan: Plan) -> str:
     knobs = plan.knobs
     words = ["recompute " + "+".join(knobs.recompute)] if knobs.recompute else []
+    words += ["save " + "+".join(knobs.recompute_save)] if knobs.recompute_save else []
     words += [knobs.data_parallel] if knobs.data_parallel != "zero1" else []
     words += ["overlap" + ("+wgrad" if knobs.delay_wgrad else "")] if knobs.ep_overlap else []
     words += [f"offload {knobs.optimizer_offload:.0%}"] if knobs.optimizer_offload else []

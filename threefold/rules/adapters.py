@@ -67,7 +67,8 @@ def lora_needs_rank(plan: Plan) -> Iterator[Finding]:
     Confirm: job.lora_alpha and job.lora_targets beside an absent job.lora_rank.
     Fix: state the rank, or delete the settings.
     """
-    stated = [path for path in ("job.lora_alpha", "job.lora_targets") if path in plan.stated]
+    written = dict(plan.written)  # a run's own plan states every field, those at their defaults too
+    stated = [path for path in ("job.lora_alpha", "job.lora_targets") if path in written]
     if plan.job.lora_rank is None and stated:
         yield Finding(
             at=stated[0], problem="without job.lora_rank there are no adapters", fix=dict.fromkeys(stated, None)
@@ -82,7 +83,7 @@ def lora_targets_exist(plan: Plan) -> Iterator[Finding]:
     Confirm: `threefold show` lists the parts of the model.
     Fix: delete the names.
     """
-    if plan.job.lora_rank is None or "job.lora_targets" not in plan.stated:
+    if plan.job.lora_rank is None or "job.lora_targets" not in dict(plan.written):
         return
     has = {lora_target(one.name) for one in parameters_of_all_parts(plan)}
     absent = [target for target in plan.job.lora_targets if target not in has]

@@ -31,6 +31,42 @@ def master_weights_are_a_choice(plan: Plan) -> Iterator[Finding]:
     yield Finding(at="knobs.master_weights", problem=problem, fix={"knobs.master_weights": True})
 
 
+@rule()
+def remainders_need_bf16(plan: Plan) -> Iterator[Finding]:
+    """Where master weights are stored as remainders, there are master weights of bf16 weights to split.
+
+    Why: a bf16 weight is the upper half of its fp32 master weight. One in fp16 has other exponents, one in fp32 is
+        whole; and FSDP of our engine keeps weights in fp32 alone, of which nothing is stored twice.
+    Confirm: knobs.store_param_remainders with knobs.precision, knobs.master_weights and knobs.data_parallel.
+    Fix: store whole master weights.
+    """
+    knobs = plan.knobs
+    if not knobs.store_param_remainders:
+        return
+    if knobs.precision in ("fp16", "fp32"):
+        problem = f"weights in {knobs.precision} are no halves of fp32 master weights"
+    elif not knobs.master_weights:
+        problem = "there are no master weights of which remainders could be stored"
+    elif plan.target == "threefold" and knobs.data_parallel != "zero1":
+        problem = f"weights of {knobs.data_parallel} are their own master weights, without a bf16 weight beside them"
+    else:
+        return
+    yield Finding(at="knobs.store_param_remainders", problem=problem, fix={"knobs.store_param_remainders": False})
+
+
+@rule(severity="warning", target="threefold")
+def muon_dtype_takes_effect(plan: Plan) -> Iterator[Finding]:
+    """A dtype of Muon's GEMMs is named where Muon updates the weights.
+
+    Why: AdamW has no GEMMs; the line changes nothing.
+    Confirm: knobs.muon_dtype beside job.optimizer.
+    Fix: delete the line.
+    """
+    if plan.knobs.muon_dtype is not None and plan.job.optimizer != "muon":
+        problem = f"job.optimizer is {plan.job.optimizer}, which multiplies no matrices"
+        yield Finding(at="knobs.muon_dtype", problem=problem, fix={"knobs.muon_dtype": None})
+
+
 @rule(severity="warning", target="threefold")
 def updates_need_bits(plan: Plan) -> Iterator[Finding]:
     """Narrow weights have master weights to be updated in.

@@ -49,7 +49,6 @@ def stack_runs_chip(plan: Plan) -> Iterator[Finding]:
 _NOT_YET = {
     "fp8_params": False,
     "fp8_attention": False,
-    "fp8_output": False,
 }
 _MOMENTS_NEED_SCALES = ("fp16", "fp8")
 # What the engine does in one way only: its default, and that way.

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from threefold.cost.estimate import MEMORY_BOUND, WALLS
-from threefold.cost.format_support import experts_are_emulated, starting_precision
+from threefold.cost.format_support import can_split_masters, experts_are_emulated, starting_precision
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory_ladder import fits
 from threefold.cost.rates import rates_of
@@ -209,7 +209,8 @@ def memory_wall(plan: Plan) -> Iterator[Finding]:
 def _leaner(plan: Plan) -> Iterator[Changes]:
     """States in fewer bits, then norms and activations of experts redone, where that leaves room."""
     knobs, most = plan.knobs, MEMORY_BOUND * plan.chip.memory_bytes
-    tried: dict[str, Any] = {"optimizer_dtype": "bf16", "grad_dtype": "bf16"}
+    tried: dict[str, Any] = {"store_param_remainders": True} if can_split_masters(plan) else {}
+    tried |= {"optimizer_dtype": "bf16", "grad_dtype": "bf16"}
     if plan.low_precision and plan.target != "threefold":
         tried["fp8_params"] = True
     ways = [{name: value} for name, value in tried.items() if getattr(knobs, name) != value]

@@ -1,9 +1,10 @@
 """Reasons: why a candidate is what it is, in sentences that cite rules and terms."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from threefold.cost.estimate import Estimate
+from threefold.cost.estimate import estimate as estimate_of
 from threefold.plan.plan import Plan
 from threefold.rules.layout.context import target_cp
 from threefold.rules.vision import fsdp_or_3d, stage_of_work
@@ -25,13 +26,13 @@ class Reasons:
         return (*self.fit, *self.scale, *self.profile)
 
 
-def reasons(plan: Plan, estimate: Estimate, first: Estimate | None = None) -> Reasons:
+def reasons(plan: Plan, priced: Estimate, first: Estimate | None = None) -> Reasons:
     """Why a candidate is what it is; beside the first one where it is another."""
-    beside = (_beside(estimate, first),) if first is not None else ()
+    beside = (_beside(priced, first),) if first is not None else ()
     return Reasons(
-        fit=(_memory(plan, estimate), _ladder(plan, estimate)),
-        scale=(*_axes(plan, estimate), *_vision(plan)),
-        profile=(_time(estimate), *beside),
+        fit=(_memory(plan, priced), _ladder(plan, priced)),
+        scale=(*_axes(plan, priced), *_vision(plan)),
+        profile=(_time(priced), *_graphs(plan, priced), *beside),
     )
 
 
@@ -57,7 +58,8 @@ def _ladder(plan: Plan, estimate: Estimate) -> str:
     again = _share(estimate, "recompute")
     said = []
     if plan.full_recompute:
-        said.append(f"Full recompute, because no selective set fits this layout (selective-before-full): {again}.")
+        but = ", with the outputs of attention saved" if knobs.recompute_save else ""
+        said.append(f"Full recompute{but}, because no selective set fits this layout (selective-before-full): {again}.")
     elif knobs.recompute:
         names = ", ".join(knobs.recompute)
         said.append(f"Recomputes {names}, the cheapest set that fits (selective-before-full): {again}.")
@@ -139,6 +141,24 @@ def _time(estimate: Estimate) -> str:
     sure = "" if estimate.calibrated else ", uncalibrated here"
     assumed = "".join(f" Assumed: {text}." for text in estimate.assumed)
     return f"A step takes {step:.2f} s (up to {slow:.0%} longer{sure}); largest terms: {parts}.{assumed}"
+
+
+def _graphs(plan: Plan, graphed: Estimate) -> Iterator[str]:
+    """For a plan with CUDA graphs: what they save, and what they hold."""
+    scopes = plan.knobs.graphs
+    if not scopes:
+        return
+    eager = estimate_of(replace(plan, knobs=replace(plan.knobs, graphs=())))
+    gain = eager.time.step_seconds / graphed.time.step_seconds - 1
+    host = eager.time.terms["host"] / eager.time.step_seconds
+    held = graphed.memory.worst.terms.get("graphs", 0.0)
+    whole = "full_iteration" in scopes
+    what = "Forward and backward as one CUDA graph" if whole else f"CUDA graphs of {', '.join(scopes)}"
+    them, they = ("it", "it holds") if whole else ("them", "they hold")
+    yield (
+        f"{what}: without {them} the GPU waits for the host for {host:.1%} of the step (host-wall), {gain:+.1%} "
+        f"predicted throughput; {they} {format_bytes(held)} (graphs)."
+    )
 
 
 def _beside(estimate: Estimate, first: Estimate) -> str:

@@ -168,9 +168,12 @@ def _modes(pricer: Pricer, layout: Layout, size: int, knobs: Knobs, allowed: lis
         plain = replace(knobs, ep_overlap=overlap)
         ways = [replace(plain, dispatcher=name) for name in dispatchers(space, layout)]
         mode = min(ways, key=lambda way: seconds(way) * pricer.slow_end(layout, way))
+        fastest = seconds(mode)
         for graphs in graph_scopes(space, layout, mode):
             graphed = replace(mode, graphs=graphs)
-            if graphed == mode or not space.free("knobs.graphs") or seconds(graphed) < seconds(mode) * (1 - GRAPH_GAIN):
+            saves = seconds(graphed) < fastest * (1 - GRAPH_GAIN)
+            fastest = min(fastest, seconds(graphed))
+            if graphed == mode or not space.free("knobs.graphs") or saves:
                 yield graphed
 
 

@@ -11,6 +11,7 @@ from threefold.search.space import Space
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES, default_dispatcher, runs_dispatcher
 
+WHOLE = "full_iteration"
 FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
 
 
@@ -84,9 +85,11 @@ def overlaps(space: Space, layout: Layout) -> list[bool]:
 
 
 def graph_scopes(space: Space, layout: Layout, knobs: Knobs) -> list[tuple[str, ...]]:
-    """No graphs, or the dropless scopes, where our engine is to run the plan those of them that it records.
+    """No graphs, or the dropless scopes, where our engine is to run the plan those of them that it records; then the
+    whole microbatch as one graph, where it records that too.
 
-    A vision-language model starts with the narrowest; `tune` widens them by one scope at a time.
+    A vision-language model starts with the narrowest; `tune` widens them by one scope at a time. The whole microbatch
+    is taken on one GPU alone, where it was measured: our engine has not yet recorded it on several.
     """
     base = space.base
     if not space.free("knobs.graphs"):
@@ -98,7 +101,11 @@ def graph_scopes(space: Space, layout: Layout, knobs: Knobs) -> list[tuple[str, 
     if base.target == "threefold":
         scopes = engine_scopes(replace(base, layout=layout, knobs=knobs), scopes)
     scopes = scopes[:1] if base.is_vlm else scopes
-    return [(), scopes] if scopes else [()]
+    options: list[tuple[str, ...]] = [(), scopes] if scopes else [()]
+    if base.target == "threefold" and layout.gpus == 1 and not knobs.optimizer_offload:
+        whole = engine_scopes(replace(base, layout=layout, knobs=knobs), (WHOLE,))
+        options += [whole] if whole else []
+    return options
 
 
 def foot(space: Space, layout: Layout, precision: str) -> Knobs:
@@ -113,7 +120,9 @@ def foot(space: Space, layout: Layout, precision: str) -> Knobs:
 def on_rung(knobs: Knobs, rung: Rung, free_graphs: bool) -> Knobs:
     """The knobs on a rung; graph scopes that its recompute excludes are left out."""
     graphs = knobs.graphs
-    if free_graphs and "full" in rung.recompute:
+    if free_graphs and WHOLE in graphs:
+        graphs = () if rung.offload else graphs
+    elif free_graphs and "full" in rung.recompute:
         graphs = ()
     elif free_graphs and "moe" in rung.recompute:
         graphs = tuple(scope for scope in graphs if not scope.startswith("moe"))

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate, fit_band, gain
+from threefold.cost.format_support import can_split_masters
 from threefold.cost.memory.by_stack import fullest_bytes
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
@@ -112,6 +113,8 @@ def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
     """What is tried for a wall: for memory, states in fewer bits; for the others, what `rules/walls.py` names. What it
     names for the other walls is tried after that, for a change that gains is worth a trial whatever the wall."""
     if wall == "memory":
+        if can_split_masters(plan):
+            yield {"knobs.store_param_remainders": True}
         yield {"knobs.optimizer_dtype": "bf16"}
         yield {"knobs.grad_dtype": "bf16"}
         if plan.low_precision:
@@ -153,6 +156,8 @@ def _cures(plan: Plan, best: Priced) -> Iterator[Trial]:
 
 def _lighter(plan: Plan) -> Iterator[tuple[dict[str, Any], Plan]]:
     knobs, gpus = plan.knobs, plan.layout.gpus
+    if can_split_masters(plan):
+        yield {"knobs.store_param_remainders": True}, replace(plan, knobs=replace(knobs, store_param_remainders=True))
     yield {"knobs.optimizer_dtype": "bf16"}, replace(plan, knobs=replace(knobs, optimizer_dtype="bf16"))
     yield {"knobs.grad_dtype": "bf16"}, replace(plan, knobs=replace(knobs, grad_dtype="bf16"))
     if not knobs.optimizer_offload:

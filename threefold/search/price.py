@@ -1,5 +1,6 @@
 """Prices: bytes and seconds of a choice, cached, with a cheap promise that orders the search."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -99,10 +100,10 @@ class Pricer:
         return job.global_batch * job.seq_len / (work / layout.pp * count + bubble)
 
     def host_seconds(self, layout: Layout, knobs: Knobs) -> float:
-        """The optimizer's step, on the device and on the host."""
+        """The optimizer's step, on the device and on the host, if a forward hides as much as it can."""
         key = (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, knobs.data_parallel, knobs.optimizer_offload)
         if key not in self._host_seconds:
-            self._host_seconds[key] = sum(optimizer_seconds(self.plan(layout, 1, knobs), self.rates))
+            self._host_seconds[key] = sum(optimizer_seconds(self.plan(layout, 1, knobs), self.rates, math.inf))
         return self._host_seconds[key]
 
     def need(self, plan: Plan) -> float:
@@ -147,7 +148,7 @@ class Pricer:
                 return smallest
         degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.stages)
         rung = (knobs.recompute, knobs.optimizer_offload, knobs.precision, knobs.data_parallel, knobs.expert_fusion)
-        key = (degrees, micro_batch, rung)
+        key = (degrees, micro_batch, rung, knobs.recompute_save)
         if key not in self._least:
             self.effort += BOUND_EFFORT
             base = self.space.base.knobs

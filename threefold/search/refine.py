@@ -30,6 +30,7 @@ CHOSEN = (
             "precision",
             "dispatcher",
             "recompute",
+            "recompute_save",
             "ep_overlap",
             "delay_wgrad",
             "tp_overlap",
@@ -91,16 +92,19 @@ def _improved(space: Space, pricer: Pricer, one: Priced) -> Priced:
 
 def _switches(space: Space, plan: Plan) -> Iterator[tuple[str, Any]]:
     """Free knobs that change speed and nothing else, with the value to try."""
-    knobs, wanted = plan.knobs, dict[str, Any]()
+    knobs, wanted = plan.knobs, list[tuple[str, Any]]()
     if knobs.ep_overlap and not knobs.delay_wgrad:
-        wanted["knobs.delay_wgrad"] = True
+        wanted.append(("knobs.delay_wgrad", True))
     if plan.layout.tp > 1 and not knobs.tp_overlap:
-        wanted["knobs.tp_overlap"] = True
+        wanted.append(("knobs.tp_overlap", True))
+    if plan.target == "threefold" and plan.full_recompute and not knobs.recompute_save:
+        wanted.append(("knobs.recompute_save", ("core_attn",)))
     if not knobs.graphs and not plan.full_recompute:
-        scopes = graph_scopes(space, plan.layout, knobs)[-1]
         within = "moe" in knobs.recompute
-        wanted["knobs.graphs"] = tuple(scope for scope in scopes if not (within and scope.startswith("moe")))
-    yield from ((path, value) for path, value in wanted.items() if value and space.free(path))
+        for scopes in graph_scopes(space, plan.layout, knobs):
+            kept = tuple(scope for scope in scopes if not (within and scope.startswith("moe")))
+            wanted.append(("knobs.graphs", kept))
+    yield from ((path, value) for path, value in wanted if value and space.free(path))
 
 
 def heeded(space: Space, plan: Plan) -> tuple[Plan, Estimate]:

@@ -14,6 +14,7 @@ MEGATRON_CONFIG = "Megatron-LM d2c5e8b4 megatron/core/transformer/transformer_co
 MEGATRON_ARGUMENTS = "Megatron-LM d2c5e8b4 megatron/training/arguments.py"
 MEGATRON_SCHEDULES = "Megatron-LM d2c5e8b4 megatron/core/pipeline_parallel/schedules.py"
 MEGATRON_FSDP = "Megatron-LM d2c5e8b4 megatron/core/distributed/fsdp"
+FLA_RELEASES = ("0.6.",)  # beginnings of the releases of flash-linear-attention that our engine was compared with
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ ROUNDING = (
     "knobs.optimizer_dtype",
     "knobs.grad_dtype",
     "knobs.master_weights",
+    "knobs.muon_dtype",
     "knobs.router_dtype",
     "knobs.fp8_params",
     "knobs.fp8_attention",

@@ -91,6 +91,14 @@ def test_the_host_holds_what_is_offloaded() -> None:
     assert 0 < host_bytes_by_term(some)["activations"] < host_bytes_by_term(more)["activations"]
 
 
+def test_states_that_pass_through_the_device_are_on_the_host_too() -> None:
+    """Two layers of Qwen3-30B-A3B on one GPU: twelve bytes for each of 1.87 billion parameters."""
+    fields = {"target": "threefold", "cluster.chip": "h200", "cluster.gpus": 1, "layout.ep": 1, "job.global_batch": 1}
+    plan = build({**fields, "model": "qwen3-30b-a3b", "model.num_layers": 2, "knobs.optimizer_offload": 1.0})
+    count = count_params(plan.model, 0).total
+    assert host_bytes_by_term(plan)["optimizer"] == pytest.approx(12 * count, rel=1e-3)
+
+
 def test_figures_have_ranges_and_sources() -> None:
     assert set(FIELDS) == set(SOURCES)
     for name in FIELDS:

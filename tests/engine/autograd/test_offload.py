@@ -15,7 +15,6 @@ from threefold.engine.build import build, options_of
 from threefold.engine.device import simulate
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
-from threefold.engine.optim import adamw
 from threefold.engine.optim import cpu_offload as hosted
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.step import train_step
@@ -218,9 +217,8 @@ def test_fraction_takes_whole_parameters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 def test_hosted_states_move_alike(dtype: torch.dtype, state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        adamw, "CHUNK_NUMEL", 64
-    )  # whole vectors of the CPU's kernel, so that its tail is the last piece's
+    # Whole vectors of the CPU's kernel, so that its tail is the last piece's.
+    monkeypatch.setattr(hosted, "MAX_CHUNK", 64)
     shapes = {"a": (33, 17), "b": (3, 8, 8), "c": (29,), "d_bias": (2, 5)}
     draw = torch.Generator().manual_seed(0)
     first = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
@@ -258,6 +256,7 @@ def test_a_plan_hosts_a_fraction() -> None:
         for step in range(2):
             batches = [synthetic_batch(plan, step, m, 0) for m in range(plan.num_microbatches)]
             train_step(parts, batches, 1e-3, plan.job)
+        parts.data.finish_param_sync()
         results.append(dict(parts.model.named_parameters()))
     for found in results[1:]:
         assert_same(found, results[0])

@@ -39,6 +39,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (QWEN, {"recompute": ("full",)}),
     (QWEN, {"recompute": ("full",), "ffn_chunk": 50}),
     (QWEN, {"recompute": ("full",), "recompute_method": "block", "recompute_layers": 1}),
+    (QWEN, {"recompute": ("full",), "recompute_save": ("core_attn",)}),
+    (QWEN, {"recompute": ("full",), "recompute_save": ("core_attn",), "activation_offload": ("core_attn",)}),
     (QWEN, {"recompute": ("layernorm", "moe_act"), "expert_fusion": True}),
     (LATENT, {"recompute": ("mla_up_proj",)}),
     (LATENT, {"recompute": ("shared_experts", "mlp")}),

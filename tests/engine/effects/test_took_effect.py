@@ -79,6 +79,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "no layer of the model runs it",
     ),
     (
+        "recompute_save.core_attn",
+        {"knobs.recompute": ["full"], "knobs.recompute_save": ["core_attn"]},
+        {"knobs.recompute_save": ["core_attn"]},
+        "took 0 outputs",
+    ),
+    (
         "activation_offload.moe_act",
         {"knobs.activation_offload": ["moe_act"]},
         {"knobs.activation_offload": ["moe_act"], "knobs.expert_fusion": True},
@@ -256,10 +262,28 @@ def test_kernels_of_experts_that_were_asked_for_by_kind() -> None:
     assert judged(fields, counts)["expert_kernels"].took_effect is True
 
 
+def test_kernels_of_the_delta_rule_that_were_asked_for() -> None:
+    fields = {"model": "tiny-qwen3-next", "knobs.delta_kernels": "fla"}
+    on_cpu = effect_of(observe(fields), "delta_kernels")
+    assert (on_cpu.took_effect, on_cpu.ran) == (False, "torch")
+    counts = {("device", "cuda"): 1, ("delta rule", "flash-linear-attention"): 3}
+    assert judged(fields, counts)["delta_kernels"].took_effect is True
+    assert "delta_kernels" not in judged({"knobs.delta_kernels": "fla"}, counts)  # a model without such layers
+
+
 def test_rows_in_fp8_were_sent() -> None:
     fields = {**EP, **FP8, "knobs.fp8_dispatch": True}
     assert effect_of(observe(fields), "fp8_dispatch").took_effect is True
     assert judged(fields, {("device", "cpu"): 2})["fp8_dispatch"].took_effect is False
+
+
+def test_the_output_layer_was_quantized() -> None:
+    fields = {**FP8, "knobs.fp8_output": True}
+    on_cpu = effect_of(observe(fields), "fp8_output")
+    assert (on_cpu.took_effect, on_cpu.ran) == (False, "emulated")
+    by_kernels = judged(fields, {("device", "cuda"): 1, ("low-precision head", "BlockwiseBackend"): 4})["fp8_output"]
+    assert (by_kernels.took_effect, by_kernels.ran) == (True, "kernels")
+    assert judged(fields, {("device", "cuda"): 1})["fp8_output"].took_effect is False
 
 
 def test_the_kernel_of_attention_is_named() -> None:

@@ -28,7 +28,7 @@ from threefold.engine.kernels.experts import kernel_choice
 from threefold.engine.kernels.experts.fused_experts import grouped_experts
 from threefold.engine.kernels.experts.kernel_choice import ExpertShape, KernelChoice
 from threefold.engine.kernels.experts.sorted_rows import SortedRows, sort_rows
-from threefold.engine.kernels.launch_config import TritonConfig
+from threefold.engine.kernels.launch_config import GluonConfig, TritonConfig
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_HOPPER = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -159,6 +159,14 @@ def test_interpreted_flattened_loop(path: Any) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
+@pytest.mark.parametrize("load", LOADS)
+def test_interpreted_half_tiles(load: str) -> None:
+    """Loads of a few rows, for which FC1 computes half a tile, and of more."""
+    check_interpreted(run_fused, "silu", False, load, replace(SMALL, m=32))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 def test_interpreted_strided_router_weights() -> None:
     """The weights are a column of a larger tensor."""
     experts, count_E = make_experts(3, 24, 40, "silu", False), torch.tensor([4, 0, 5])
@@ -215,6 +223,7 @@ OURS = KernelChoice(
     up_grad=TritonConfig(m=256, n=128, stages=4),
     down_grad=TritonConfig(stages=4),
 )
+GLUON = replace(OURS, up_grad=GluonConfig(), down_grad=GluonConfig())
 SIZES = [(300, 4, 8, 256, 192), (1000, 2, 5, 136, 72), (77, 1, 3, 64, 512), (600, 8, 16, 512, 256)]
 
 
@@ -222,11 +231,15 @@ SIZES = [(300, 4, 8, 256, 192), (1000, 2, 5, 136, 72), (77, 1, 3, 64, 512), (600
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
-@pytest.mark.parametrize("choice", [OURS, KernelChoice()], ids=["ours", "grouped"])
+@pytest.mark.parametrize("choice", [OURS, GLUON, KernelChoice()], ids=["ours", "gluon", "grouped"])
 @pytest.mark.parametrize("path", [run_fused, run_grouped])
 def test_on_a_gpu(path: Any, choice: KernelChoice, activation: str, bias: bool, load: str) -> None:
     """The error in bf16 is at most twice that of the engine's unfused experts in bf16."""
+    if choice.uses_gluon and bias:
+        pytest.skip("weight gradients are the same with biases")
     for num_tokens, top_k, num_experts, dim, expert_dim in SIZES:
+        if choice.uses_gluon and (dim % 64 or expert_dim % 64):
+            continue
         exact = make_experts(num_experts, dim, expert_dim, activation, bias).to("cuda", torch.bfloat16).double()
         rounded = make_experts(num_experts, dim, expert_dim, activation, bias).to("cuda", torch.bfloat16)
         rounded.load_state_dict(exact.state_dict())
@@ -242,6 +255,35 @@ def test_on_a_gpu(path: Any, choice: KernelChoice, activation: str, bias: bool, 
         expected = gradients(run_plain(exact, *doubles, expert_TK), exact, *doubles, slope.double())
         for one, usual, best in zip(found, eager, expected, strict=True):
             assert relative_error(one, best) <= 2 * relative_error(usual, best) + 1e-3
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathered", ["left", "right"])
+def test_weight_gradients_in_gluon_equal_those_in_triton(gathered: str, dtype: Any) -> None:
+    """Alone and added to a main gradient, with experts of no rows, of one, and of more than a block."""
+    from threefold.engine.kernels.experts.hopper import wgrad
+    from threefold.engine.kernels.experts.wgrad_gemm import grouped_wgrad
+
+    def randn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)
+
+    counts = torch.tensor([0, 1, 64, 130, 0, 17, 300], dtype=torch.int32, device="cuda")
+    ends_E, order_E = counts.cumsum(0).to(torch.int32), torch.arange(7, dtype=torch.int32, device="cuda")
+    num_rows, num_tokens = int(ends_E[-1]), 100
+    token_R = torch.randint(num_tokens, (num_rows,), dtype=torch.int32, device="cuda")
+    for width in (320, 384):
+        sides = (randn(num_tokens, 192), randn(num_rows, width))
+        sides = sides if gathered == "left" else (sides[1], sides[0])
+        given = *sides, token_R, gathered, ends_E, order_E
+        expected = grouped_wgrad(*given, TritonConfig(stages=3))
+        for config in (GluonConfig(), GluonConfig(stages=3, group=4)):
+            assert relative_error(wgrad.grouped_wgrad(*given, config), expected) < 1e-3
+            start = torch.randn(expected.shape, device="cuda", dtype=dtype)
+            main_grad = start.clone()
+            assert wgrad.grouped_wgrad(*given, config, main_grad) is None
+            assert relative_error(main_grad, start + expected.to(dtype)) < 1e-2
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -530,7 +530,13 @@ def check_kernels(counts: list[int], dim: int, half: int, of: Any, device: str) 
     ):
         close(fast.grouped_gemm(*given), plain.grouped_gemm(*given))
     for given in ((slope_columns, act_columns), (grad_columns, x_columns)):
-        close(fast.wgrad(*given, torch.bfloat16), plain.wgrad(*given, torch.bfloat16))
+        expected = plain.wgrad(*given, torch.bfloat16)
+        close(fast.wgrad(*given, torch.bfloat16), expected)
+        for dtype in (torch.bfloat16, torch.float32):
+            before = expected.to(dtype).roll(1, dims=1)
+            total = before.clone()
+            assert fast.wgrad(*given, torch.bfloat16, total) is None
+            close(total.bfloat16(), (before.float() + plain.wgrad(*given, torch.float32)).bfloat16())
     check_swiglu("blockwise", counts, grad, (gate_up_RX / 64).to(torch.bfloat16), weight_R)
 
 
@@ -608,8 +614,11 @@ def gluon_known() -> bool:
 
 
 @pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")
-@pytest.mark.parametrize(("wgrad", "rowwise"), [(False, False), (False, True), (True, False)])
-def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool) -> None:
+@pytest.mark.parametrize(
+    ("wgrad", "rowwise", "adds"),
+    [(False, False, False), (False, True, False), (True, False, False), (True, False, True)],
+)
+def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bool) -> None:
     """Gluon kernels cannot be interpreted. A program has 227 KiB of shared memory on Hopper."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -619,15 +628,16 @@ def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool) -> None:
     from threefold.engine.kernels.fp8 import gpu_steps as steps
     from threefold.engine.kernels.fp8.hopper_gluon_kernel import grouped_gemm_kernel
 
-    config = steps._HOPPER_CONFIG
-    narrow, wide = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2) for bits in (8, 16))
+    config = steps._HOPPER_WGRAD_CONFIG if wgrad else steps._HOPPER_CONFIG
+    bits, dtype = (32, "fp32") if adds else (16, "bf16")
+    narrow, wide = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=each, rank=2) for each in (8, bits))
     kinds = {
         "a": f"tensordesc<fp8e4nv[64, 128],{narrow!r}>",
         "a_scale_ptr": "*fp32",
         "w": f"tensordesc<fp8e4nv[256, 128],{narrow!r}>",
         "w_scale_ptr": "*fp32",
-        "out": f"tensordesc<bf16[64, 128],{wide!r}>",
-        "out_ptr": "*bf16",
+        "out": f"tensordesc<{dtype}[64, 128],{wide!r}>",
+        "out_ptr": f"*{dtype}",
         "table_ptr": "*i32",
         "total_ptr": "*i32",
         "max_tiles": "i32",
@@ -635,7 +645,9 @@ def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool) -> None:
     }
     sizes = {"M": 512, "N": 768, "K": 1024, "SE": 48, "SN": 8, "SK": 1}
     sizes |= {"STAGES": config.stages, "GROUP": config.group, "WGRAD": wgrad, "ROWWISE": rowwise}
-    source = GluonASTSource(grouped_gemm_kernel, kinds | dict.fromkeys(sizes, "constexpr"), sizes)
+    sizes["ADD"] = adds
+    kernel = getattr(grouped_gemm_kernel, "kernel", grouped_gemm_kernel)  # without `fast_launch`
+    source = GluonASTSource(kernel, kinds | dict.fromkeys(sizes, "constexpr"), sizes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert "wgmma.mma_async" in made.asm["ptx"]
     assert made.metadata.shared <= 227 * 1024

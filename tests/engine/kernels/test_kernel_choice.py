@@ -37,7 +37,7 @@ from threefold.engine.kernels.experts.kernel_choice import (
 )
 from threefold.engine.kernels.experts.reference_steps import ReferenceSteps
 from threefold.engine.kernels.experts.sorted_rows import sort_rows
-from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
+from threefold.engine.kernels.launch_config import CuteConfig, GluonConfig, TritonConfig
 from threefold.engine.model_options import Options
 from threefold.engine.moe.layer import MoeLayer
 from threefold.findings import FindingsError
@@ -71,7 +71,12 @@ def test_all_steps_have_the_same_layout_of_fc1_output(step: str) -> None:
         replace(CUTE, **{step: None})
 
 
-@pytest.mark.parametrize("choice", [KernelChoice(), CUTE, MIXED, default_choice(QWEN), default_choice(QWEN, "torch")])
+IN_GLUON = default_choice(QWEN, has_gluon=True)
+
+
+@pytest.mark.parametrize(
+    "choice", [KernelChoice(), CUTE, MIXED, IN_GLUON, default_choice(QWEN), default_choice(QWEN, "torch")]
+)
 def test_a_choice_survives_json(choice: KernelChoice) -> None:
     assert kernel_choice._parse_choice(json.loads(json.dumps(asdict(choice)))) == choice
 
@@ -88,6 +93,19 @@ def test_row_counts_near_a_balanced_load_share_a_key() -> None:
     assert {replace(balanced, num_rows=rows).key for rows in (24_000, 32_767, 32_768, 32_769, 45_000)} == {balanced.key}
     assert replace(balanced, num_rows=47_000).key == replace(balanced, num_rows=65_536).key != balanced.key
     assert replace(balanced, num_rows=0).key == replace(balanced, num_rows=1).key
+
+
+def test_weight_gradients_run_in_gluon_where_it_runs_and_takes_the_sizes() -> None:
+    in_gluon = {step for step in STEPS if isinstance(getattr(IN_GLUON, step), GluonConfig)}
+    assert in_gluon == {"up_grad", "down_grad"}
+    assert IN_GLUON.kinds == {"triton"}
+    assert not default_choice(QWEN).uses_gluon
+    assert not default_choice(ExpertShape(64, 4, 64, 32, gathered=True), has_gluon=True).uses_gluon
+    odd = default_choice(replace(QWEN, dim=2040), has_gluon=True)
+    assert [step for step in STEPS if isinstance(getattr(odd, step), GluonConfig)] == ["up_grad"]
+    assert not default_choice(QWEN, "torch", has_gluon=True).uses_gluon
+    with pytest.raises(ValueError, match="only weight gradients"):
+        KernelChoice(down=GluonConfig())
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton", "cute", "auto"])
@@ -211,6 +229,8 @@ def test_the_fastest_kernels_that_fit_together_are_kept(monkeypatch: pytest.Monk
     def cost(step: str, config: Any) -> float:
         if step == "down" and isinstance(config, TritonConfig) and config.flat:
             raise RuntimeError("out of resource: shared memory")
+        if isinstance(config, GluonConfig):
+            return 1.5 if step == "up_grad" else 8
         return 3 if config is None else 2 if isinstance(config, TritonConfig) else 9 if step == "up" else 1
 
     def run(choice: KernelChoice, timed: tuple[str, str]) -> tuple[FakeEvent, FakeEvent]:
@@ -219,6 +239,7 @@ def test_the_fastest_kernels_that_fit_together_are_kept(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(tuning, "_make_workload", lambda *given: run)
     monkeypatch.setattr(tuning, "has_cute_kernels", lambda device: True)
+    monkeypatch.setattr(tuning, "has_gluon_kernels", lambda device: True)
     monkeypatch.setattr(tuning, "save_choice", lambda device, shape, choice, kind="auto": kept.update({kind: choice}))
     monkeypatch.setattr(tuning.torch.cuda, "synchronize", lambda: None)
     best = tuning.tune_experts(QWEN, 8, torch.device("cuda"))
@@ -228,6 +249,7 @@ def test_the_fastest_kernels_that_fit_together_are_kept(monkeypatch: pytest.Monk
     assert {step for step in STEPS if isinstance(getattr(best, step), TritonConfig)} == {"up", "act_grad"}
     assert not kept["triton"].uses_cute
     assert kept["triton"].down == TritonConfig()
+    assert [step for step in STEPS if isinstance(getattr(kept["triton"], step), GluonConfig)] == ["up_grad"]
     assert kept["torch"] == KernelChoice()
 
 

@@ -19,6 +19,7 @@ from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import (
 from threefold.engine.kernels.loss_and_optimizer.sum_of_squares_triton import sum_of_squares
 from threefold.engine.layers.cross_entropy import IGNORE, cross_entropy_sum, reference
 from threefold.engine.optim.adamw import AdamW
+from threefold.engine.optim.param_remainders import join_master, store_master
 
 ON_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -127,6 +128,80 @@ def test_interpreted_adamw(size: int, mix: str) -> None:
 
 
 @runs
+@pytest.mark.parametrize("state_dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("size", [1, 2047, 5000])
+def test_interpreted_adamw_with_remainders_is_adamw_with_fp32_masters(size: int, state_dtype: Any) -> None:
+    """Bit for bit over some steps but for ties: masters, the weights that they round to, and moments."""
+    torch.manual_seed(0)
+    weight = torch.randn(size, device=DEVICE).bfloat16()
+    master, remainder = weight.float(), torch.zeros(size, device=DEVICE, dtype=torch.int16)
+    moments = [[torch.zeros(size, device=DEVICE, dtype=state_dtype) for _ in range(2)] for _ in range(2)]
+    copy, factor = weight.clone(), torch.tensor(0.37, device=DEVICE)
+    tied = torch.zeros(size, device=DEVICE, dtype=torch.bool)
+    for steps in range(1, 5):
+        grad = torch.randn(size, device=DEVICE).to(NARROW)
+        settings = {"lr": 1e-2, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "steps": steps}
+        adamw_step(copy, grad, master, *moments[0], factor, **settings)
+        adamw_step(weight, grad, remainder, *moments[1], factor, **settings)
+        # A master in the middle between an even weight and the next one is stored one unit smaller.
+        tied |= (master.view(torch.int32) & 0x1FFFF) == 0x8000
+        units = join_master(weight, remainder).view(torch.int32) - master.view(torch.int32)
+        assert torch.equal(weight, master.bfloat16())
+        assert not units[~tied].any()
+        assert units.abs().max() <= 2
+    assert all(torch.equal(one, two) for one, two in zip(*moments, strict=True))
+
+
+@runs
+@pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "narrow"])
+def test_interpreted_adamw_of_many_tensors_is_that_of_each(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors in one launch, beside some of odd sizes, one at no multiple of 16 bytes and one that is large."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16 if kind == "remainders" else NARROW
+    shapes = [(3, 16), (7,), (1040,), (16,), (60, 64), (1,), (64, 64), (5, 208)]
+    before = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    before.append(torch.randn(33, device=DEVICE).to(dtype)[1:])
+    grads = [torch.randn(x.shape, device=DEVICE).to(dtype) for x in before]
+    settings = {"master": kind != "narrow", "store_param_remainders": kind == "remainders"}
+    weights: list[list[torch.nn.Parameter]] = []
+    states = []
+    for largest in (4096, 0):
+        monkeypatch.setattr("threefold.engine.kernels.loss_and_optimizer.many_tensors.LARGE_NUMEL", largest)
+        base = before[-1].clone().new_zeros(33)
+        base[1:] = before[-1]
+        weights.append([torch.nn.Parameter(x.clone()) for x in before[:-1]] + [torch.nn.Parameter(base[1:])])
+        made = AdamW(((f"w{n}", p) for n, p in enumerate(weights[-1])), 0.1, **settings)  # type: ignore[arg-type]
+        for steps in range(3):
+            for p, grad in zip(weights[-1], grads, strict=True):
+                p.grad = grad * (steps + 1)
+            made.step(1e-2, torch.tensor(0.5, device=DEVICE))
+        states.append(made.state_dict())
+    for one, two, start in zip(*weights, before, strict=True):
+        assert torch.equal(one, two)
+        assert not torch.equal(one, start)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@runs
+def test_interpreted_adamw_rounds_masters_to_even_weights() -> None:
+    """1 and 2 grow to the middle between them and their neighbours above, which int16 remainders do not reach."""
+    weight = torch.tensor([1.0, -1.0, 2.0, 0.0, float("inf"), float("nan"), 1.5], device=DEVICE).bfloat16()
+    remainder = torch.zeros(7, device=DEVICE, dtype=torch.int16)
+    before, zero = weight.clone(), torch.zeros(7, device=DEVICE)
+    settings = {"lr": 1.0, "decay": -(2.0**-8), "betas": (0.9, 0.95), "eps": 1e-8, "steps": 1}
+    adamw_step(weight, zero, remainder, zero.clone(), zero.clone(), torch.tensor(1.0, device=DEVICE), **settings)
+    expected, left = before.clone(), torch.zeros_like(remainder)
+    store_master(before.float() * (1 + 2.0**-8), expected, left)
+    assert torch.equal(weight.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(remainder[:5], left[:5])
+    assert torch.equal(weight[:5], before[:5])
+    assert remainder[:5].tolist() == [32767, 32767, 32767, 0, 0]
+    assert weight[6] > 1.5
+    assert remainder[6] == -(2**14)
+    assert torch.equal(join_master(weight, remainder).isnan(), before.isnan())
+
+
+@runs
 def test_interpreted_adamw_in_fp64_is_torch_s() -> None:
     """The kernel computes in fp32, so fp64 weights must not use it."""
     weight = torch.nn.Parameter(torch.randn(6, 5, device=DEVICE, dtype=torch.float64))
@@ -144,22 +219,25 @@ def test_interpreted_adamw_in_fp64_is_torch_s() -> None:
 @runs
 def test_interpreted_adamw_changes_nothing_if_the_factor_is_nan() -> None:
     kept = [torch.rand(100, device=DEVICE) for _ in range(3)]
+    kept += [torch.rand(100, device=DEVICE).bfloat16(), torch.arange(100, device=DEVICE, dtype=torch.int16)]
     before = [x.clone() for x in kept]
     settings = {"lr": 0.1, "decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "steps": 1}
-    value, first, second = kept
-    adamw_step(
-        value, torch.ones_like(value), value, first, second, torch.tensor(float("nan"), device=DEVICE), **settings
-    )
+    value, first, second, weight, remainder = kept
+    factor = torch.tensor(float("nan"), device=DEVICE)
+    adamw_step(value, torch.ones_like(value), value, first, second, factor, **settings)
+    adamw_step(weight, torch.ones_like(value), remainder, first, second, factor, **settings)
     assert all(torch.equal(x, old) for x, old in zip(kept, before, strict=True))
 
 
 @runs
 @pytest.mark.parametrize("size", [0, 1, 100_001])
-def test_interpreted_squares(size: int) -> None:
-    parts = [torch.randn(n, device=DEVICE).to(NARROW) for n in (size, 70)]
-    parts.append(torch.randn(33, device=DEVICE))
+def test_interpreted_squares(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [torch.randn(n, device=DEVICE).to(NARROW) for n in (size, 80, 4096, 4097, 12_000)]
+    parts += [torch.randn(33, device=DEVICE), torch.randn(33, device=DEVICE)[1:], torch.randn(4992, device=DEVICE)]
     expected = sum(part.double().square().sum() for part in parts)
-    assert sum_of_squares(parts).item() == pytest.approx(expected.item(), rel=1e-6)
+    for largest in (2**26, 5000, 0):  # tensors that are launched together, some of them, none
+        monkeypatch.setattr("threefold.engine.kernels.loss_and_optimizer.many_tensors.LARGE_NUMEL", largest)
+        assert sum_of_squares(parts).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")

@@ -4,6 +4,7 @@ Shapes: M rows, K columns, T tokens, I and O dims in and out.
 """
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -11,18 +12,22 @@ import pytest
 import torch
 from torch import nn
 
+from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.autograd.recompute import recompute_output
+from threefold.engine.precision import low_precision_linear as linear
+from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.float_formats import E2M1, E4M3, E5M2, decode, encode, next_power_of_two
 from threefold.engine.precision.hadamard import HADAMARD_SIZE, hadamard_matrix, hadamard_transform
 from threefold.engine.precision.low_precision_linear import (
+    LinearPrecision,
     LowPrecisionLinear,
     low_precision_linear,
     low_precision_linears,
 )
-from threefold.engine.precision.quantize import quantize
+from threefold.engine.precision.quantize import QuantSpec, quantize
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.precision.scale_swizzle import swizzle_scales
-from threefold.engine.precision.weight_cache import mark_weights_changed
+from threefold.engine.precision.weight_cache import WeightCache, mark_weights_changed
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}
 SIDES = ("input", "weight", "grad", "input_t", "grad_t")
@@ -280,8 +285,6 @@ def test_a_recomputed_input_is_not_saved() -> None:
 
 
 def test_weights_are_quantized_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from threefold.engine.precision.emulated_backend import EmulatedBackend
-
     made = []
     real = EmulatedBackend.quantize_weight
     monkeypatch.setattr(EmulatedBackend, "quantize_weight", lambda self, *given: made.append(1) or real(self, *given))
@@ -302,3 +305,39 @@ def test_weights_are_quantized_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     layer.precision.cache.enabled = False
     layer(x).sum().backward()
     assert len(made) == 5
+
+
+class JoiningBackend(EmulatedBackend):
+    """Emulation that joins the weights of layers with one input, as the kernels of Hopper do."""
+
+    def quantize_weights(self, weights: Any, spec: QuantSpec) -> QuantizedWeights:
+        made = super().quantize_weights(weights, spec)
+        return QuantizedWeights(made.forward, (quantize(torch.cat(list(weights)).T, spec),))
+
+
+@pytest.mark.parametrize("frozen", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_joined_backward_is_that_of_each_layer(
+    frozen: tuple[int, ...], delayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heights that hold whole blocks, so that the same numbers share a scale; fp32 sums in another order."""
+    x = torch.randn(160, 256, requires_grad=True)
+    heights, recipe = (256, 128, 72), RECIPES["fp8-blockwise"]
+    weights = [torch.randn(height, 256, requires_grad=n not in frozen) for n, height in enumerate(heights)]
+    grads = [torch.randn(160, height) for height in heights]
+    found = []
+    for backend in (JoiningBackend(), EmulatedBackend()):
+        monkeypatch.setattr(linear, "choose_backend", lambda *given, backend=backend: backend)
+        layers = [(weight, LinearPrecision(recipe, WeightCache())) for weight in weights]
+        queue = WgradQueue()
+        with queue if delayed else nullcontext():
+            outs = low_precision_linears(x, layers)
+        torch.autograd.backward(outs, grads)
+        queue.finish()
+        found.append([*outs, *(tensor.grad for tensor in (x, *weights))])
+        for tensor in (x, *weights):
+            tensor.grad = None
+    for joined, each in zip(*found, strict=True):
+        assert (joined is None) == (each is None)
+        if joined is not None:
+            torch.testing.assert_close(joined, each, atol=2e-4, rtol=0)  # sums of 456 products up to 16, 2 ** -24 each

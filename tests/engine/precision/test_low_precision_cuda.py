@@ -9,11 +9,13 @@ Shapes: M rows, K columns, T tokens, I and O dims in and out.
 import importlib.util
 import math
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.dispatch.fp8_rows import pack_fp8, unpack_fp8
 from threefold.engine.moe.experts import Experts
 from threefold.engine.precision import low_precision_linear as linear
@@ -22,6 +24,7 @@ from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.engine.precision.low_precision_linear import low_precision_linear
 from threefold.engine.precision.quantize import Quantized, quantize
 from threefold.engine.precision.recipes import RECIPES
+from threefold.engine.precision.weight_cache import WeightCache
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_HOPPER = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -59,9 +62,29 @@ def check_blockwise(x_MK: Any) -> None:
     assert same(kernels.quantize_transposed(x_MK, BLOCKWISE.grad_t), transposed)
     for made, wanted in zip(kernels.quantize_weight(x_MK, BLOCKWISE.weight), (x_MK, x_MK.T), strict=True):
         assert same(made, quantize(wanted, BLOCKWISE.weight))
+    check_joined(x_MK)
     # The padding behind the last column or row is zeros, because GEMMs sum over it.
     for made in (rows, transposed, squares):
         assert not made.values[:, made.shape[1] :].to(torch.float32).any()
+
+
+def check_joined(x_MK: Any) -> None:
+    """Matrices quantized side by side are the quantized whole, cut where a block ends."""
+    from threefold.engine.precision.scaled_mm_backends import BlockwiseBackend
+
+    kernels = BlockwiseBackend()
+    rows, transposed = kernels.quantize_joined(x_MK.split(128, dim=1), BLOCKWISE.grad, BLOCKWISE.grad_t)
+    assert rows is not None
+    assert transposed is not None
+    assert same(rows, quantize(x_MK, BLOCKWISE.grad))
+    assert same(transposed, quantize(x_MK.T, BLOCKWISE.grad_t))
+    made, parts = kernels.quantize_weights(x_MK.split(128), BLOCKWISE.weight), x_MK.split(128)
+    assert made.is_joined == (len(parts) > 1)
+    assert same(made.transposed[0], quantize(x_MK.T, BLOCKWISE.weight))
+    for one, part in zip(made.forward, parts, strict=True):
+        assert same(one, quantize(part, BLOCKWISE.weight))
+    for one in (rows, transposed, *made.transposed):
+        assert not one.values[:, one.shape[1] :].to(torch.float32).any()
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -113,6 +136,38 @@ def test_gemms_are_the_emulated_ones(name: str, sizes: tuple[int, int, int], mon
     assert choose_backend(RECIPES[name], x, [weight]) is not EMULATED
     for native, emulated in zip(*found, strict=True):
         assert float((native - emulated).float().norm() / emulated.float().norm()) < ROUNDED
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("heights", [(512, 128, 128), (256, 576), (192, 64)])
+def test_layers_that_share_an_input_are_the_emulated_ones(
+    heights: tuple[int, ...], delayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined where every height but the last holds whole blocks; gradients of weights at once or from a queue.
+
+    Emulation rounds the input's gradient of each layer to bf16, and every sum of them; the kernels round once.
+    """
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(512, 384, **new).requires_grad_()
+    weights = [torch.randn(height, 384, **new).requires_grad_() for height in heights]
+    grads = [torch.randn(512, height, **new) for height in heights]
+    found = []
+    for backend in (choose_backend(BLOCKWISE, x, weights), EMULATED):
+        monkeypatch.setattr(linear, "choose_backend", lambda *given, backend=backend: backend)
+        layers = [(weight, linear.LinearPrecision(BLOCKWISE, WeightCache())) for weight in weights]
+        queue = WgradQueue()
+        with queue if delayed else nullcontext():
+            outs = linear.low_precision_linears(x, layers)
+        torch.autograd.backward(outs, grads)
+        queue.finish()
+        found.append((x.grad, *outs, *(weight.grad for weight in weights)))
+        x.grad = None
+        for weight in weights:
+            weight.grad = None
+    for n, (native, emulated) in enumerate(zip(*found, strict=True)):
+        error = float((native - emulated).float().norm() / emulated.float().norm())
+        assert error < (ROUNDED if n else 2 * ROUNDED)
 
 
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")

@@ -126,6 +126,16 @@ def test_strings_are_quoted_as_hydra_reads_them() -> None:
     assert "--exp-avg-dtype" in export_plan(moments, LM).arguments
 
 
+def test_remainders_of_masters_need_megatrons_precision_aware_optimizer() -> None:
+    """Megatron reads store_param_remainders there alone. What a plan does not state is left to Megatron."""
+    assert not [line for line in overrides(export_plan(GB200)) if "store_param_remainders" in line]
+    split = change(GB200, {"knobs.store_param_remainders": True})
+    written = overrides(export_plan(split))
+    assert "optimizer.store_param_remainders=true" in written
+    assert "optimizer.use_precision_aware_optimizer=true" in written
+    assert "optimizer.exp_avg_dtype=torch.float32" in written
+
+
 def test_an_argument_line_says_what_no_recipe_says_for_it() -> None:
     """Megatron-LM stops without --train-iters and --lr, refuses a seed of 0, and has other betas than a plan."""
     words = export_plan(H100, LM).arguments

@@ -4,6 +4,8 @@ Launches run ahead of the GPU, so `host_wait` counts only the part that exceeds 
 runs ahead: there the calls of a layer take this time beside the work in them.
 """
 
+from dataclasses import replace
+
 from threefold.cost.format_support import runs_fused_experts
 from threefold.cost.rates import Rates
 from threefold.cost.time.recompute import recomputed_modules
@@ -35,6 +37,27 @@ def host_wait(plan: Plan, gpu: float, launches: float, sharpness: float) -> floa
         return launches
     longer = max(gpu, launches)
     return float(longer * ((gpu / longer) ** sharpness + (launches / longer) ** sharpness) ** (1 / sharpness) - gpu)
+
+
+def replay_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
+    """Seconds that the GPU waits while the graphs of a layer start, one for each recorded part, forward and backward.
+
+    For Megatron the fit of `host_graphed` to published runs has them in it. A graph of the whole iteration starts once.
+    """
+    scopes = set(plan.knobs.graphs)
+    if plan.target != "threefold" or plan.chip.architecture == "cpu":
+        return 0.0
+    mixer = layer.mixer != "none" and ("mamba" if layer.mixer == "mamba" else "attn") in scopes
+    ffn = bool({"moe", "moe_router"} & scopes) if layer.ffn == "moe" else layer.ffn == "dense" and "mlp" in scopes
+    return 2 * (mixer + ffn) * rates.replay_seconds
+
+
+def closed_gap_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
+    """Seconds between the kernels of a layer that our engine saves by one graph of the whole iteration, though the host
+    was not late: a kernel that is launched alone starts some microseconds after the one before it has ended."""
+    if plan.target != "threefold" or plan.chip.architecture == "cpu" or "full_iteration" not in plan.knobs.graphs:
+        return 0.0
+    return rates.host_gap * host_seconds(replace(plan, knobs=replace(plan.knobs, graphs=())), layer, rates)
 
 
 def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:

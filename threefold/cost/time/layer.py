@@ -18,7 +18,13 @@ from threefold.cost.time.communication import (
 )
 from threefold.cost.time.context_parallel import context_parallel_seconds, latent_expansion_seconds
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
-from threefold.cost.time.host_launches import LAYER_SHARPNESS, host_seconds, host_wait
+from threefold.cost.time.host_launches import (
+    LAYER_SHARPNESS,
+    closed_gap_seconds,
+    host_seconds,
+    host_wait,
+    replay_seconds,
+)
 from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
 from threefold.cost.trained_weights import gemms_per_weight
 from threefold.plan.cores import num_threads
@@ -92,6 +98,9 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     waiting, syncs = 0.0, knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and bool(work.grouped_flops)
     if syncs or STACK_TRAITS[plan.target].waits_every_layer:
         waiting, host = host_wait(plan, gpu, host, LAYER_SHARPNESS) + (rates.sync_seconds if syncs else 0.0), 0.0
+    waiting += replay_seconds(plan, layer, rates)
+    # Of elementwise kernels, many of which are small: most of their time may be the gaps before them.
+    elementwise = max(0.3 * elementwise, elementwise - closed_gap_seconds(plan, layer, rates))
     return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting, host)
 
 

@@ -1,27 +1,37 @@
-"""Seconds of the optimizer step: the update of this rank's shard on the GPU and on the host, and Muon's GEMMs.
+"""Seconds of the optimizer step: the update of this rank's shard on the GPU, optimizer offload, and Muon's GEMMs.
 
 `time/step.py` calls `optimizer_seconds`.
 """
 
-from threefold.cost.format_support import STATE_BYTES
+from threefold.cost.format_support import STATE_BYTES, master_weight_bytes, muon_format
 from threefold.cost.rank_params import trained_params
 from threefold.cost.rates import Rates
 from threefold.cost.stack_traits import STACK_TRAITS
+from threefold.cost.time.offload import exposed_state_seconds
 from threefold.plan.plan import Plan
 
 
-def optimizer_seconds(plan: Plan, rates: Rates) -> tuple[float, float]:
-    """Seconds of the update on the GPU, and of the part that optimizer offload runs on the host."""
+def optimizer_seconds(plan: Plan, rates: Rates, forward: float) -> tuple[float, float]:
+    """Seconds of the update on the GPU, and those that optimizer offload adds to a step.
+
+    `forward` are the seconds of a rank's forward of one microbatch, behind which our own engine hides a part.
+    """
     dense, experts = trained_params(plan)
     layout, knobs = plan.layout, plan.knobs
     local = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
     moment_bytes = STATE_BYTES[knobs.optimizer_dtype]
-    master_bytes = 2 * 4 if knobs.master_weights else 2  # read and written, or the weight alone once more
+    # Master weights are read and written. Without them, and with their remainders, the weight is read once more.
+    master_bytes = 2 * master_weight_bytes(plan) + (0 if master_weight_bytes(plan) == 4 else 2)
     traffic = local * (master_bytes + 4 * moment_bytes + 4 + 2)  # moments both ways, gradient in, weight out
-    offloaded = knobs.optimizer_offload
+    traits = STACK_TRAITS[plan.target]
+    is_elsewhere = traits.updates_on_host or plan.chip.architecture != "cpu"  # our states on a CPU are where they were
+    offloaded = knobs.optimizer_offload if is_elsewhere else 0.0
     on_gpu = traffic * (1 - offloaded) / (plan.chip.memory_bandwidth * rates.optimizer)
-    on_host = offloaded * local * ((4 + 2) / plan.chip.host_bandwidth + 28 / rates.host_adam)
-    return on_gpu + _muon_seconds(plan), on_host
+    if traits.updates_on_host:
+        offload = offloaded * local * ((4 + 2) / plan.chip.host_bandwidth + 28 / rates.host_adam)
+    else:
+        offload = exposed_state_seconds(plan, rates, offloaded * local, forward)
+    return on_gpu + _muon_seconds(plan), offload
 
 
 def _muon_seconds(plan: Plan) -> float:
@@ -30,9 +40,9 @@ def _muon_seconds(plan: Plan) -> float:
     model, layout, chip = plan.model, plan.layout, plan.chip
     if plan.job.optimizer != "muon" or "language" in plan.job.freeze:
         return 0.0
-    traits = STACK_TRAITS[plan.target]
-    fraction = traits.muon_fraction_cpu if chip.architecture == "cpu" else traits.muon_fraction_gpu
-    rate = chip.peak_flops[traits.muon_format] * fraction
+    traits, kind = STACK_TRAITS[plan.target], muon_format(plan)
+    fractions = traits.muon_fractions_cpu if chip.architecture == "cpu" else traits.muon_fractions_gpu
+    rate = chip.peak_flops[kind] * fractions[kind]
     dense, experts = trained_params(plan)
     tables = 2 * model.vocab * model.dim / layout.tp / layout.pp
     expert_side = model.moe.expert_dim * 2 if model.moe else model.dense_dim

@@ -18,8 +18,10 @@ def loss_seconds(plan: Plan, rates: Rates) -> float:
     tokens = plan.job.micro_batch * plan.job.seq_len / plan.layout.cp
     vocab = padded_vocab(plan.model, plan.layout.tp) / plan.layout.tp
     flops = 2 * gemms_per_weight(plan, "head")[0] * plan.model.dim * vocab * tokens
-    moved = tokens * vocab * STACK_TRAITS[plan.target].logit_bytes
-    precision = plan.knobs.precision if plan.knobs.fp8_output else "bf16"
+    traits = STACK_TRAITS[plan.target]
+    # In FP8 our kernel reads the logits once more, to quantize their gradient both ways.
+    moved = tokens * vocab * (traits.logit_bytes + (2 if plan.knobs.fp8_output and traits.emulates_formats else 0))
+    precision = gemm_precision(plan) if plan.knobs.fp8_output else "bf16"
     return flops / gemm_rate(rates, plan, precision, tokens) + moved / (plan.chip.memory_bandwidth * rates.memory)
 
 

@@ -92,7 +92,9 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     terms["vision"] = vision * count if slowest == 0 else 0.0
     terms["bubble"] = _bubble_seconds(plan, loads, loads[slowest], rates)
     terms["dp"] = data_parallel_seconds(plan, loads[slowest], rates)
-    terms["optimizer"], terms["offload"] = optimizer_seconds(plan, rates)
+    # The forward of the layers, without the loss, which comes behind all updates. A backward takes twice as long.
+    forward = sum(times[layer].total - times[layer].recompute for layer in stage.layers) / 3
+    terms["optimizer"], terms["offload"] = optimizer_seconds(plan, rates, forward)
     terms["offload"] += offload[slowest] * count
     terms["other"] = rates.step_seconds
     drift = rates.drift.get(plan.stack.release or "", 1.0)

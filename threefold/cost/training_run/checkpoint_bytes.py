@@ -9,7 +9,9 @@ from dataclasses import replace
 from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import in_flight
+from threefold.cost.memory.threefold.timelines.optimizer_step import host_slot_bytes
 from threefold.cost.rank_params import trained_params
+from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.cost.stage_contents import chunk_layers, stage_contents
 from threefold.cost.time.offload import offloaded_bytes
 from threefold.plan.plan import Plan
@@ -45,6 +47,11 @@ def host_bytes_by_term(plan: Plan, skew: float = 1.0) -> dict[str, float]:
     all_on_device = replace(plan, knobs=replace(plan.knobs, optimizer_offload=0.0))
     pairs = zip(memory(all_on_device, skew).stages, memory(plan, skew).stages, strict=True)
     optimizer = [before.terms.get("optimizer", 0.0) - after.terms.get("optimizer", 0.0) for before, after in pairs]
+    if not STACK_TRAITS[plan.target].updates_on_host:  # states that pass through the device are on the host too
+        optimizer = [
+            freed + host_slot_bytes(plan, contents)
+            for freed, contents in zip(optimizer, stage_contents(plan), strict=True)
+        ]
     activations = [_offloaded_activations(plan, stage, skew) for stage in range(plan.layout.pp)]
     fullest = max(range(plan.layout.pp), key=lambda stage: optimizer[stage] + activations[stage])
     return {

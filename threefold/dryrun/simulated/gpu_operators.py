@@ -83,7 +83,7 @@ def _norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: fl
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None, enable_gqa: bool = False
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
 ) -> Tensor:
     """cuDNN attention, which has a meta version in torch. It saves the output and one fp32 number a query and head."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -92,11 +92,12 @@ def _attention(
     return out
 
 
-def _attention_backward(head_dim_index: int) -> Workspace:
+def _attention_backward(head_dim_index: int, spans_heads: bool) -> Workspace:
     """Workspace of the attention backward, as measured on an H200.
 
     The kernel sums the gradient of the queries in fp32 and keeps one fp32 correction for each query. Where several
-    query heads share a key/value head, each first makes its own gradients of keys and values.
+    query heads share a key/value head, each first makes its own gradients of keys and values. With `spans_heads` the
+    buffer has the strides of the queries, so that for a slice of the heads it spans all heads.
     """
 
     def size(args: tuple[Any, ...]) -> int:
@@ -104,9 +105,10 @@ def _attention_backward(head_dim_index: int) -> Workspace:
         num_queries = q.numel() // q.shape[-1]
         is_gqa = q.shape[head_dim_index] != k.shape[head_dim_index]
         kv_grads = num_queries * (k.shape[-1] + v.shape[-1]) * q.element_size() if is_gqa else 0
-        # The buffer has the strides of the queries, so that for a slice of the heads it spans all heads.
-        span = 1 + sum((length - 1) * stride for length, stride in zip(q.shape, q.stride(), strict=True))
-        return 4 * (span + num_queries) + kv_grads
+        summed = q.numel()
+        if spans_heads:
+            summed = 1 + sum((length - 1) * stride for length, stride in zip(q.shape, q.stride(), strict=True))
+        return 4 * (summed + num_queries) + kv_grads
 
     return size
 
@@ -118,8 +120,8 @@ def _embedding_backward(args: tuple[Any, ...]) -> int:
 
 
 WORKSPACES: dict[Any, Workspace] = {
-    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _attention_backward(1),
-    torch.ops.aten._flash_attention_backward.default: _attention_backward(-2),
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: _attention_backward(1, spans_heads=False),
+    torch.ops.aten._flash_attention_backward.default: _attention_backward(-2, spans_heads=True),
     torch.ops.aten.embedding_dense_backward.default: _embedding_backward,
 }
 # On Hopper cuBLAS takes 32 MiB from torch's allocator for the forward's thread and as much for the backward's

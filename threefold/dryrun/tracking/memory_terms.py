@@ -89,7 +89,7 @@ def label_states(tracker: MemoryTracker, parts: Parts) -> None:
         tracker.label(bucket.grads, "gradients", name)
         if bucket.params is not None:
             tracker.label(bucket.params, "weights", name)
-    for name, state in parts.optimizer.state_dict().items():
+    for name, state in parts.optimizer.states_in_memory():
         tracker.label(state, "optimizer", name)
     # Last, because a weight that is its own fp32 master weight is also listed among the optimizer's states.
     for owned in parts.data.updated:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from threefold.cost.memory.threefold.graphs.torch_pool import GraphPool
 from threefold.dryrun.tracking.allocation_origin import Origin, OriginTracker
-from threefold.dryrun.tracking.graph_pool import GraphPool
 
 _GET_DEVICE = torch.ops.prim.device.default
 

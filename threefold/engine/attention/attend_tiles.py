@@ -58,11 +58,15 @@ def attend_tiles(
     for tile in tiles:
         query, key = (tile.rows, slice(None), tile.q), (tile.rows, slice(None), tile.k)
         tile_out, tile_lse = kernel.forward(q_BHSD[query], k_BGSD[key], v_BGSD[key], scale, tile)
-        out, lse = out_BHSD[query], lse_BHS[query]
-        merged_lse = torch.logaddexp(lse, tile_lse)
-        out.mul_((lse - merged_lse).exp_().unsqueeze(-1))
-        out.addcmul_(tile_out.to(out.dtype), (tile_lse - merged_lse).exp_().unsqueeze(-1))
-        lse.copy_(merged_lse)
+        merge_tile(out_BHSD[query], lse_BHS[query], tile_out, tile_lse)
+
+
+def merge_tile(out_BHSD: Tensor, lse_BHS: Tensor, tile_out_BHSD: Tensor, tile_lse_BHS: Tensor) -> None:
+    """Merge the output of the same queries for other keys, by the log-sum-exps of both, in place."""
+    merged_BHS = torch.logaddexp(lse_BHS, tile_lse_BHS)
+    out_BHSD.mul_((lse_BHS - merged_BHS).exp_().unsqueeze(-1))
+    out_BHSD.addcmul_(tile_out_BHSD.to(out_BHSD.dtype), (tile_lse_BHS - merged_BHS).exp_().unsqueeze(-1))
+    lse_BHS.copy_(merged_BHS)
 
 
 def attend_tiles_backward(

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threefold.engine.attention.cudnn_head_groups import attend_in_head_groups, kv_heads_per_group
 from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
+from threefold.engine.attention.head_groups.cudnn_head_groups import attend_in_head_groups, query_heads_per_group
 from threefold.engine.attention.kernel_speeds import fastest_first, speeds_measured_here
 from threefold.engine.attention.torch_kernels import (
     FLASH_CPU,
@@ -37,6 +37,7 @@ from threefold.engine.attention.torch_kernels import (
 )
 from threefold.engine.attention.wide_heads import BlockMask, attend_in_blocks
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
+from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output, saves_outputs
 from threefold.engine.context import context, count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.layers.positions import DocumentBounds, document_bounds
@@ -154,16 +155,20 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking)
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
     """Plain causal attention by the kernel that is fastest at this size, or the next one that supports it."""
     names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2], speeds_measured_here(q.device))
-    if names[0] == "fa4" and has_flash_attention_4(q.device):
+    is_saved = saves_outputs(CORE_ATTENTION)  # then a kernel whose log-sum-exps can be had
+    if names[0] == "fa4" and not is_saved and has_flash_attention_4(q.device):
         count_event("attention", "FlashAttention-4")
         return flash_attention_4(q, k, v, scale=scale)
     names = [name for name in names if name in SDPA]
     backends = [*(SDPA[name] for name in names), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
-    kv_heads = kv_heads_per_group(q, k.shape[1])
-    if kv_heads < k.shape[1] and names[:1] == ["cudnn"] and _cudnn_supports(q, k, v, grouped):
-        count_event("attention", "cuDNN, some heads at a time")
-        return attend_in_head_groups(q, k, v, scale, kv_heads)
+    heads = query_heads_per_group(q.shape[1], k.shape[1], 4 * q.numel() // q.shape[1])
+    if (heads < q.shape[1] or is_saved) and names[:1] == ["cudnn"] and _cudnn_supports(q, k, v, grouped):
+        count_event("attention", "cuDNN, some heads at a time" if heads < q.shape[1] else "cuDNN, output saved")
+        return attend_in_head_groups(q, k, v, scale, heads)
+    if is_saved:
+        count_event("attention", "torch's flash attention, output saved")
+        return _on_cuda(q, k, v, scale, masking)
     value_dim = v.shape[-1] if _supports_value_dim(q, k, v, grouped) else q.shape[-1]
     if not is_simulated():
         _let_torch_order_kernels(q.device)
@@ -227,9 +232,11 @@ class _CpuFlash(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float
     ) -> Tensor:
-        out, lse_BHS = FLASH_CPU(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
-        if sinks is not None:
-            out, lse_BHS = add_sink(out, lse_BHS, sinks.view(-1, 1))
+        def compute() -> tuple[Tensor, Tensor]:
+            out, lse_BHS = FLASH_CPU(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+            return (out, lse_BHS) if sinks is None else add_sink(out, lse_BHS, sinks.view(-1, 1))
+
+        out, lse_BHS = save_output(CORE_ATTENTION, compute, 2)
         ctx.save_for_backward(q, k, v, out, lse_BHS, sinks, mask)
         ctx.scale = scale
         return out
@@ -290,12 +297,17 @@ class _CudaFlash(torch.autograd.Function):
         left, right = (None, None) if window is None else (window - 1, 0)
         ctx.call = {"scale": scale, "window_size_left": left, "window_size_right": right}
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        out, lse, rng, unused, _ = FLASH_CUDA(q, k, v, *lengths, 0.0, True, False, **ctx.call)
-        if sinks is not None:
-            # lse is (B, H, S), or (H, N) with documents; out has the heads in the last dim but one.
-            rows = lse.transpose(-1, -2)
-            out, rows = add_sink(out, rows, sinks)
-            lse = rows.transpose(-1, -2).contiguous()
+
+        def compute() -> tuple[Tensor, ...]:
+            out, lse, rng, unused, _ = FLASH_CUDA(q, k, v, *lengths, 0.0, True, False, **ctx.call)
+            if sinks is not None:
+                # lse is (B, H, S), or (H, N) with documents; out has the heads in the last dim but one.
+                rows = lse.transpose(-1, -2)
+                out, rows = add_sink(out, rows, sinks)
+                lse = rows.transpose(-1, -2).contiguous()
+            return out, lse, rng, unused
+
+        out, lse, rng, unused = save_output(CORE_ATTENTION, compute, 4)
         ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens, rng, unused)
         ctx.max_seqlen = max_seqlen
         return out

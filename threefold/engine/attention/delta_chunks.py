@@ -15,6 +15,7 @@ from torch import Tensor
 from threefold.engine.sum_dtype import fp32_or_wider
 
 CHUNK = 64  # tokens; as flash-linear-attention and transformers choose it
+EPS = 1e-6  # added to the squared length of queries and keys, as flash-linear-attention does
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def chunk_delta_rule(
 
 
 def l2_normalize(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)  # 1e-6: as flash-linear-attention
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + EPS)
 
 
 def _split_chunks(x_BSHd: Tensor, chunk: int) -> Tensor:

@@ -8,23 +8,26 @@ convolution, X and Y columns of a key head.
 """
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.attention.delta_chunks import CHUNK, chunk_delta_rule, l2_normalize
+from threefold.engine.attention.delta_chunks import CHUNK, EPS, chunk_delta_rule, l2_normalize
+from threefold.engine.attention.fused_delta import count_delta_rule, fused_delta_rule
+from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.mixers.conv_heads import MAX_TAPS, ConvHeads, conv_heads
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 from threefold.engine.layers.norm import GatedRMSNorm
-from threefold.engine.layers.positions import Positions, document_bounds, document_starts
+from threefold.engine.layers.positions import DocumentBounds, Positions, document_bounds, document_starts
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import DeltaSpec
 
 
 class GatedDelta(nn.Module):
+    kernels: str | None = None  # `knobs.delta_kernels`
+
     def __init__(self, spec: DeltaSpec, dim: int, eps: float) -> None:
         super().__init__()
         self.spec = spec
@@ -40,17 +43,18 @@ class GatedDelta(nn.Module):
         self.mix_over_ranks: MixFn | None = None
 
     def forward(self, x_BSD: Tensor, positions: Positions) -> Tensor:
-        qkv_BSKX, ba_BSKY, z_BSHv = self.project(x_BSD)
-        out_BSHv = self.core(qkv_BSKX, ba_BSKY, positions.documents_BS)
-        return self.project_out(self.normalize_output(out_BSHv, z_BSHv))
+        qkv_BSKX, ba_BSKY, z_BSKX = self.project(x_BSD)
+        out_BSHv = self.core(qkv_BSKX, ba_BSKY, positions)
+        return self.project_out(self.normalize_output(out_BSHv, z_BSKX))
 
-    def core(self, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def core(self, qkv_BSKX: Tensor, ba_BSKY: Tensor, positions: Positions) -> Tensor:
         """The delta rule over whole sequences, on this rank or over the ranks of context parallelism."""
         mix = GatedDelta.mix if self.mix_over_ranks is None else self.mix_over_ranks
-        return mix(self, qkv_BSKX, ba_BSKY, documents_BS)
+        bounds = positions.bounds if qkv_BSKX.is_cuda else None
+        return mix(self, qkv_BSKX, ba_BSKY, positions.documents_BS, bounds)
 
-    def normalize_output(self, out_BSHv: Tensor, z_BSHv: Tensor) -> Tensor:
-        normed_BSHv: Tensor = self.norm(out_BSHv, z_BSHv)
+    def normalize_output(self, out_BSHv: Tensor, z_BSKX: Tensor) -> Tensor:
+        normed_BSHv: Tensor = self.norm(out_BSHv, z_BSKX)
         return normed_BSHv
 
     def project_out(self, out_BSHv: Tensor) -> Tensor:
@@ -58,25 +62,55 @@ class GatedDelta(nn.Module):
         return y_BSD
 
     def project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, and step and decay, by the key heads that the weights hold; the output's gate."""
+        """Queries, keys and values, step and decay, and the output's gate, by the key heads that the weights hold."""
         spec, shared = self.spec, self.values_per_key
         qkvz_BSX, ba_BSX = self.input_linears(x_BSD, (self.qkvz, self.ba))
         values = shared * spec.v_dim
         qkvz_BSKX = qkvz_BSX.unflatten(-1, (-1, 2 * spec.k_dim + 2 * values))
         qkv_BSKX, z_BSKX = qkvz_BSKX.split([2 * spec.k_dim + values, values], dim=-1)
-        z_BSHv = z_BSKX.reshape(*z_BSKX.shape[:2], -1, spec.v_dim)
-        return qkv_BSKX, ba_BSX.unflatten(-1, (-1, 2 * shared)), z_BSHv
+        if not runs_fused(z_BSKX):  # a copy, so that a saved gate does not hold the projected columns
+            z_BSKX = z_BSKX.reshape(*z_BSKX.shape[:2], -1, spec.v_dim)
+        return qkv_BSKX, ba_BSX.unflatten(-1, (-1, 2 * shared)), z_BSKX
 
     def mix(
-        self, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, head_weights: "HeadWeights | None" = None
+        self,
+        qkv_BSKX: Tensor,
+        ba_BSKY: Tensor,
+        documents_BS: Tensor | None,
+        bounds: DocumentBounds | None = None,
+        head_weights: "HeadWeights | None" = None,
     ) -> Tensor:
-        """Over whole sequences, before the norm; of the heads that the weights or a share of them belong to."""
-        head_weights = head_weights or HeadWeights(self.conv, self.dt_bias, self.a_log)
-        mixed_BSW = self.channels(qkv_BSKX)
-        q, k, v = self.heads(F.silu(short_conv(mixed_BSW, head_weights.conv_WT, documents_BS)))
-        g_BSH, beta_BSH = head_weights.gates(ba_BSKY)
-        rule = _fused_rule if q.is_cuda and _has_fused_rule() else delta_rule
-        return rule(q, k, v, g_BSH, beta_BSH, documents_BS)
+        """Over whole sequences, before the norm; of the heads that the weights or a share of them belong to.
+
+        `bounds` are those of the documents; without them flash-linear-attention has them computed, which waits for the
+        device.
+        """
+        weights = head_weights or HeadWeights(self.conv, self.dt_bias, self.a_log)
+        if bounds is not None and len(bounds.cu_seqlens) == len(qkv_BSKX) + 1:
+            documents_BS = bounds = None  # every row is one document
+        fused = fused_delta_rule(qkv_BSKX, self.spec.k_dim, self.spec.v_dim, self.kernels)
+        q, k, v = self.convolve(qkv_BSKX, weights.conv_WT, documents_BS, normalize=fused is not None)
+        count_delta_rule(fused)
+        if fused is None:
+            q, k = (part.repeat_interleave(self.values_per_key, dim=2) for part in (q, k))
+            return delta_rule(q, k, v, *weights.gates(ba_BSKY), documents_BS)
+        edges = None if documents_BS is None else (bounds or document_bounds(documents_BS)).cu_seqlens
+        return fused.mix(q, k, v, *weights.raw_gates(ba_BSKY), weights.a_log_H, weights.dt_bias_H, edges)
+
+    def convolve(
+        self, qkv_BSKX: Tensor, conv_WT: Tensor, documents_BS: Tensor | None, normalize: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k of each key head and v of each value head, behind the convolution and its activation.
+
+        With `normalize`, queries and keys have length 1; otherwise the rule divides them by theirs.
+        """
+        spec = self.spec
+        if runs_fused(qkv_BSKX) and conv_WT.shape[1] <= MAX_TAPS:
+            document_BS = None if documents_BS is None else document_numbers(documents_BS).int()
+            sizes = ConvHeads(spec.k_dim, spec.v_dim, self.values_per_key, EPS if normalize else None)
+            return conv_heads(qkv_BSKX, conv_WT, document_BS, sizes)
+        q, k, v = self.split_heads(F.silu(short_conv(self.channels(qkv_BSKX), conv_WT, documents_BS)))
+        return (l2_normalize(q), l2_normalize(k), v) if normalize else (q, k, v)
 
     @property
     def values_per_key(self) -> int:
@@ -90,10 +124,16 @@ class GatedDelta(nn.Module):
 
     def heads(self, mixed_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of each value head."""
-        spec, each = self.spec, self.values_per_key
-        keys = mixed_BSW.shape[-1] // (2 * spec.k_dim + each * spec.v_dim) * spec.k_dim
+        q, k, v = self.split_heads(mixed_BSW)
+        q, k = (part.repeat_interleave(self.values_per_key, dim=2) for part in (q, k))
+        return q, k, v
+
+    def split_heads(self, mixed_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k of each key head, v of each value head."""
+        spec = self.spec
+        keys = mixed_BSW.shape[-1] // (2 * spec.k_dim + self.values_per_key * spec.v_dim) * spec.k_dim
         q, k, v = mixed_BSW.split([keys, keys, mixed_BSW.shape[-1] - 2 * keys], dim=-1)
-        q, k = (part.unflatten(-1, (-1, spec.k_dim)).repeat_interleave(each, dim=2) for part in (q, k))
+        q, k = (part.unflatten(-1, (-1, spec.k_dim)) for part in (q, k))
         return q, k, v.unflatten(-1, (-1, spec.v_dim))
 
     def head_weights(self, rank: int, degree: int) -> "HeadWeights":
@@ -108,7 +148,13 @@ class MixFn(Protocol):
     """`GatedDelta.mix`, or what takes its place where a sequence is spread over ranks; documents are of the whole."""
 
     def __call__(
-        self, layer: GatedDelta, qkv_BSKX: Tensor, ba_BSKY: Tensor, documents_BS: Tensor | None, /
+        self,
+        layer: GatedDelta,
+        qkv_BSKX: Tensor,
+        ba_BSKY: Tensor,
+        documents_BS: Tensor | None,
+        bounds: DocumentBounds | None,
+        /,
     ) -> Tensor: ...
 
 
@@ -122,10 +168,16 @@ class HeadWeights:
 
     def gates(self, ba_BSKY: Tensor) -> tuple[Tensor, Tensor]:
         """Log decay g and step beta."""
-        b, a = ba_BSKY.chunk(2, dim=-1)
-        a_BSH = a.flatten(2).to(fp32_or_wider(a.dtype))
+        a_BSH, b_BSH = self.raw_gates(ba_BSKY)
+        a_BSH = a_BSH.to(fp32_or_wider(a_BSH.dtype))
         g_BSH = -self.a_log_H.to(a_BSH.dtype).exp() * F.softplus(a_BSH + self.dt_bias_H.to(a_BSH.dtype))
-        return g_BSH, b.flatten(2).sigmoid()
+        return g_BSH, b_BSH.sigmoid()
+
+    @staticmethod
+    def raw_gates(ba_BSKY: Tensor) -> tuple[Tensor, Tensor]:
+        """What decay and step are computed from, of each value head."""
+        b, a = ba_BSKY.chunk(2, dim=-1)
+        return a.flatten(2), b.flatten(2)
 
 
 def short_conv(x_BSW: Tensor, weight_WT: Tensor, documents_BS: Tensor | None) -> Tensor:
@@ -181,25 +233,3 @@ def delta_rule(
 def document_numbers(documents_BS: Tensor) -> Tensor:
     """Documents counted from 1 along each row."""
     return document_starts(documents_BS).cumsum(dim=1)
-
-
-@cache
-def _has_fused_rule() -> bool:
-    spec = find_spec("fla")
-    return spec is not None and spec.origin is not None  # an empty folder of that name has none
-
-
-def _fused_rule(
-    q_BSHk: Tensor, k_BSHk: Tensor, v_BSHv: Tensor, g_BSH: Tensor, beta_BSH: Tensor, documents_BS: Tensor | None
-) -> Tensor:
-    """flash-linear-attention; documents of all rows lie one behind the other in one row."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    tensors = [q_BSHk, k_BSHk, v_BSHv, g_BSH, beta_BSH]
-    edges = None
-    if documents_BS is not None:
-        edges = document_bounds(documents_BS).cu_seqlens.long()
-        tensors = [x.flatten(0, 1)[None] for x in tensors]
-    q, k, v, g, beta = tensors
-    out, _ = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=edges)
-    return out.view_as(v_BSHv)

@@ -1,7 +1,8 @@
 """Grouped-query attention, with optional norms on q, k, v and the output, biases, sinks, windows and an output gate.
 
 `shard/` puts its own functions in place of `input_linears` (the input projections) and `attention_fn` (attention).
-`models/activation_memory.py` wraps `project`, `core` and `project_out` where a plan recomputes or offloads them.
+`models/activation_memory.py` wraps `project`, `core` and `project_out` where a plan recomputes or offloads them, and
+`head_groups/gqa_head_groups.py` runs `prepare` and `core` for some heads at a time.
 
 Shapes: B batch, S sequence, D model dim, H query heads, G key/value heads, d head dim, X = H * d.
 """
@@ -21,6 +22,8 @@ from threefold.spec.model import GqaSpec
 
 
 class GqaAttention(nn.Module):
+    heads_per_group: int | None = None  # query heads, where heads run in groups; None chooses by their size
+
     def __init__(self, spec: GqaSpec, dim: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.spec = spec
@@ -49,15 +52,22 @@ class GqaAttention(nn.Module):
         return y_BSD if self.out_norm is None else self.out_norm(y_BSD)
 
     def core(
-        self, positions: Positions, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, gate_BSHd: Tensor | None = None
+        self,
+        positions: Positions,
+        q_BHSd: Tensor,
+        k_BGSd: Tensor,
+        v_BGSd: Tensor,
+        gate_BSHd: Tensor | None = None,
+        heads: slice | None = None,
     ) -> Tensor:
+        """Attention and the output gate, for all heads or for those whose queries are given."""
         out_BHSd = self.attention_fn(
             q_BHSd,
             k_BGSd,
             v_BGSd,
             scale=self.spec.logit_scale,
             window=self.spec.window,
-            sinks=self.sinks,
+            sinks=self.sinks if self.sinks is None or heads is None else self.sinks[heads],
             documents_BS=positions.documents_BS,
             bounds=positions.bounds if q_BHSd.is_cuda else None,
         )
@@ -66,7 +76,13 @@ class GqaAttention(nn.Module):
 
     def project(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values ready to attend, and the output gate."""
-        q_BSX, k_BSX, v_BSX = self._normalize_projections(*self._project_inputs(x_BSD))
+        return self.prepare(positions, *self._project_inputs(x_BSD))
+
+    def prepare(
+        self, positions: Positions, q_BSX: Tensor, k_BSX: Tensor, v_BSX: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """`project` from the outputs of the linears on, for all heads or some."""
+        q_BSX, k_BSX, v_BSX = self._normalize_projections(q_BSX, k_BSX, v_BSX)
         heads = (*q_BSX.shape[:2], -1, self.spec.head_dim)
         gate_BSHd = None
         if self.spec.gated:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.backend import AttentionFn, attend
 from threefold.engine.autograd.linear import linear
+from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.mixers.mla_heads import join_key_heads, rotate_query_tails
 from threefold.engine.layers.input_linears import InputHook, apply_linears, identity
 from threefold.engine.layers.positions import Positions
 from threefold.engine.layers.rope import logit_scale, rotate
@@ -129,7 +131,9 @@ class LatentAttentionFn(Protocol):
 
 
 def query_heads(spec: MlaSpec, q_BSX: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries ready to attend, (B, H, S, d), from what the up projection made of them."""
+    """Queries ready to attend, (B, H, S, d), from what the up projection made of them, which may be overwritten."""
+    if runs_fused(q_BSX):
+        return rotate_query_tails(q_BSX, q_BSX.shape[-1] // spec.qk_dim, table, spec.rope_pairs).transpose(1, 2)
     q_BHSd = q_BSX.unflatten(-1, (-1, spec.qk_dim)).transpose(1, 2)
     q_BHSn, q_BHSr = q_BHSd.split([spec.nope_dim, spec.rope_dim], dim=-1)
     return _joined(q_BHSn, rotate(q_BHSr, table, spec.rope_pairs))
@@ -137,6 +141,10 @@ def query_heads(spec: MlaSpec, q_BSX: Tensor, table: tuple[Tensor, Tensor]) -> T
 
 def key_value_heads(spec: MlaSpec, kv_BSX: Tensor, k_BSr: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, (B, H, S, d), from what the up projection made of them and the rotated key of all heads."""
+    if runs_fused(kv_BSX):
+        kv_BSHX = kv_BSX.unflatten(-1, (-1, spec.nope_dim + spec.v_dim))
+        k_BSHd, v_BSHv = join_key_heads(kv_BSHX, k_BSr, spec.nope_dim)
+        return k_BSHd.transpose(1, 2), v_BSHv.transpose(1, 2)
     kv_BHSX = kv_BSX.unflatten(-1, (-1, spec.nope_dim + spec.v_dim)).transpose(1, 2)
     k_BHSn, v_BHSv = kv_BHSX.split([spec.nope_dim, spec.v_dim], dim=-1)
     return _joined(k_BHSn, k_BSr[:, None].expand(-1, k_BHSn.shape[1], -1, -1)), v_BHSv

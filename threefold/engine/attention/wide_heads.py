@@ -9,11 +9,13 @@ D head dim, N = R * C rows of a block for one key/value head.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
 from threefold.engine.sum_dtype import fp32_or_wider
 
 MAX_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries
@@ -55,17 +57,10 @@ class _BlockAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float, mask: BlockMask, max_bytes: int
     ) -> Tensor:
-        dtype, num_kv = fp32_or_wider(q_BHSD.dtype), k_BGSD.shape[1]
-        out_BHSD = torch.empty_like(q_BHSD[..., : v_BGSD.shape[-1]])
-        lse_BHS = q_BHSD.new_empty(q_BHSD.shape[:3], dtype=dtype)
-        for block in _blocks(q_BHSD, max_bytes):
-            scores_BGNT = _scores(q_BHSD, k_BGSD, scale, mask, block)
-            lse_BGN = scores_BGNT.logsumexp(dim=-1)
-            weight_BGNT = scores_BGNT.sub_(lse_BGN[..., None]).exp_()
-            out_BHSD[:, :, block] = _heads(weight_BGNT @ v_BGSD[:, :, : block.stop].to(dtype), block)
-            lse_BHS[:, :, block] = _heads(lse_BGN, block)
+        compute = partial(_attend, q_BHSD, k_BGSD, v_BGSD, scale, mask, max_bytes)
+        out_BHSD, lse_BHS = save_output(CORE_ATTENTION, compute, 2)
         ctx.save_for_backward(q_BHSD, k_BGSD, v_BGSD, out_BHSD, lse_BHS, mask.documents_BS)
-        ctx.settings = scale, mask.window, max_bytes, num_kv
+        ctx.settings = scale, mask.window, max_bytes, k_BGSD.shape[1]
         return out_BHSD
 
     @staticmethod
@@ -87,6 +82,22 @@ class _BlockAttention(torch.autograd.Function):
             q_grad[:, :, block] = _heads(score_grad @ k_BGSD[:, :, :end].to(dtype), block)
             k_grad[:, :, :end] += score_grad.transpose(-1, -2) @ _rows(q_BHSD, block, num_kv).to(dtype)
         return q_grad, k_grad.to(k_BGSD.dtype), v_grad.to(v_BGSD.dtype), None, None, None
+
+
+def _attend(
+    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float, mask: BlockMask, max_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps."""
+    dtype = fp32_or_wider(q_BHSD.dtype)
+    out_BHSD = torch.empty_like(q_BHSD[..., : v_BGSD.shape[-1]])
+    lse_BHS = q_BHSD.new_empty(q_BHSD.shape[:3], dtype=dtype)
+    for block in _blocks(q_BHSD, max_bytes):
+        scores_BGNT = _scores(q_BHSD, k_BGSD, scale, mask, block)
+        lse_BGN = scores_BGNT.logsumexp(dim=-1)
+        weight_BGNT = scores_BGNT.sub_(lse_BGN[..., None]).exp_()
+        out_BHSD[:, :, block] = _heads(weight_BGNT @ v_BGSD[:, :, : block.stop].to(dtype), block)
+        lse_BHS[:, :, block] = _heads(lse_BGN, block)
+    return out_BHSD, lse_BHS
 
 
 def _blocks(q_BHSD: Tensor, max_bytes: int) -> Iterator[slice]:

@@ -60,3 +60,11 @@ def accumulate_gemm(total_OI: Tensor | None, a_OR: Tensor, b_RI: Tensor, dtype: 
         a_OR, b_RI = a_OR.to(dtype), b_RI.to(dtype)
     gemm_OI = a_OR @ b_RI
     return gemm_OI.to(dtype) if total_OI is None else total_OI.add_(gemm_OI)
+
+
+def add_to_main_grad(grad: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """The gradient, or None where it was added to `main_grad`: for kernels that cannot add as they store."""
+    if main_grad is None:
+        return grad
+    main_grad.add_(grad)
+    return None

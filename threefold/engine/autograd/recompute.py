@@ -8,11 +8,13 @@ checkpoint). `OutputScope` does this for a method whose output is consumed by th
 Each function has the name by which a plan asks for its recompute: an observed step (`engine/effects/`) reports by name
 how many bytes were not saved and how long the second runs took.
 
+Outputs of attention inside a recomputed function can be saved all the same (`saved_outputs.py`).
+
 The backward runs over the graph of the first forward, so that hooks, delayed weight gradients and collectives come in
 the order that they have without recompute. No random state is stored: no module of the engine draws random numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -20,6 +22,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
+from threefold.engine.autograd.saved_outputs import PackedOutputs
 from threefold.engine.autograd.saved_tensors import (
     Placeholder,
     StridedView,
@@ -32,21 +35,32 @@ from threefold.engine.context import context
 Output = TypeVar("Output")
 
 
-def recompute(function: Callable[..., Output], *inputs: Tensor, enabled: bool = True, name: str = "") -> Output:
+def recompute(
+    function: Callable[..., Output],
+    *inputs: Tensor,
+    enabled: bool = True,
+    name: str = "",
+    save: Collection[str] = (),
+) -> Output:
     """`function(*inputs)`, whose saved tensors are made again in the backward.
 
     Tensors that need a gradient must be inputs; a closure would hide them from autograd. `name` is that of the plan.
+    `save` names functions inside whose outputs are saved and not made again (`saved_outputs.py`).
     """
-    return _Region(function, inputs, name).run() if enabled and torch.is_grad_enabled() else function(*inputs)
+    return _Region(function, inputs, name, save).run() if enabled and torch.is_grad_enabled() else function(*inputs)
 
 
 def recompute_output(
-    function: Callable[..., Output], *inputs: Tensor, enabled: bool = True, name: str = ""
+    function: Callable[..., Output],
+    *inputs: Tensor,
+    enabled: bool = True,
+    name: str = "",
+    save: Collection[str] = (),
 ) -> AbstractContextManager[Output]:
     """`with recompute_output(norm, x) as y`: what is saved of y inside the block is made again in the backward."""
     if not (enabled and torch.is_grad_enabled()):
         return nullcontext(function(*inputs))
-    region = _Region(function, inputs, name)
+    region = _Region(function, inputs, name, save)
     return _discarding(region, region.run())
 
 
@@ -127,8 +141,11 @@ class _Region:
 
     is_recompute = True
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inputs: tuple[Tensor, ...], name: str, save: Collection[str] = ()
+    ) -> None:
         self.function, self.given = function, inputs
+        self.outputs: PackedOutputs | None = PackedOutputs(save)
         observer = context.activation_observer
         self.name = name if observer is None else _reported_name(name, inputs)
         # Autograd saves the inputs, not this object: an offload around the region sees them, and they are freed with
@@ -142,7 +159,8 @@ class _Region:
 
     def run(self) -> Any:
         given, self.given = self.given, ()
-        with saved_tensor_handler(self):
+        assert self.outputs is not None
+        with self.outputs.while_recording(), saved_tensor_handler(self):
             return self.function(*given)
 
     def pack(self, tensor: Tensor) -> Placeholder:
@@ -158,14 +176,20 @@ class _Region:
             observer = context.activation_observer
             with nullcontext() if observer is None else observer.recomputing(self.name):
                 self.restored = self._run_again()
-            self.inputs = self.function = None  # type: ignore[assignment]
+            self.inputs = self.function = self.outputs = None  # type: ignore[assignment]
         return self.restored[placeholder]
 
     def _run_again(self) -> WeakKeyDictionary[Placeholder, Tensor]:
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs.grad_fn.saved_tensors]
         second_run = _SecondRun(self)
         outputs: Any = ()
-        with torch.enable_grad(), saved_tensor_handler(second_run, alone=True), suppress(_Enough):
+        assert self.outputs is not None
+        with (
+            torch.enable_grad(),
+            self.outputs.while_replaying(),
+            saved_tensor_handler(second_run, alone=True),
+            suppress(_Enough),
+        ):
             outputs = self.function(*inputs)
         num_saved = len(self.placeholders)
         assert second_run.count == num_saved, f"the second run saved {second_run.count} tensors, the first {num_saved}"

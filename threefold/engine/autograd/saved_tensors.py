@@ -57,7 +57,7 @@ def saved_tensor_handler(handler: SavedTensorHandler, alone: bool = False) -> It
         if outer:
             yield
         else:
-            with saved_tensors_hooks(_pack, _unpack):
+            with saved_tensors_hooks(pack_tensor, unpack_tensor):
                 yield
     finally:
         context.saved_tensor_handlers = before
@@ -78,7 +78,8 @@ def inside_recompute() -> bool:
     return any(handler.is_recompute for handler in context.saved_tensor_handlers)
 
 
-def _pack(tensor: Tensor) -> Any:
+def pack_tensor(tensor: Tensor) -> Any:
+    """What is held in place of a tensor that is saved now."""
     for handler in reversed(context.saved_tensor_handlers):
         packed = handler.pack(tensor)
         if packed is not None:
@@ -87,7 +88,7 @@ def _pack(tensor: Tensor) -> Any:
     return tensor.detach()
 
 
-def _unpack(saved: Any) -> Any:
+def unpack_tensor(saved: Any) -> Any:
     return saved.tensor() if isinstance(saved, Placeholder) else saved
 
 

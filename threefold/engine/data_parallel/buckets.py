@@ -76,8 +76,7 @@ class Bucket:
                 yield make_owned_shard(entry.name, parameter, entry.placement, start, value, grad, self.dtype)
 
     def begin_step(self, passes: Callable[[ParameterEntry], int]) -> None:
-        """Set gradients to zero and note how many of them each entry waits for."""
-        self.grads.zero_()
+        """Note how many gradients each entry waits for. The caller sets them to zero, before or later."""
         self.reducing = None
         for entry in self.entries:
             entry.passes_left = passes(entry)

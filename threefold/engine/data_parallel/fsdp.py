@@ -27,6 +27,7 @@ from threefold.engine.data_parallel.zero1 import Zero1, collect_entries
 from threefold.engine.dist.collectives import all_gather, all_reduce
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement, even_range
+from threefold.engine.optim.pending_updates import PendingUpdates
 
 
 @dataclass(eq=False)
@@ -126,6 +127,9 @@ class Fsdp:
 
     def finish_param_sync(self) -> None:
         self.others.finish_param_sync()
+
+    def defer_updates(self, updates: PendingUpdates) -> None:
+        """Nothing is deferred: `fully_shard` gathers weights on a stream that knows nothing of the updates."""
 
     def local_tensors(self) -> Iterator[LocalTensor]:
         """All memory that this rank must fill to load weights."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from threefold.engine.data_parallel.owned_shards import OwnedShard
 from threefold.engine.dist.shard_placement import Placement
+from threefold.engine.optim.pending_updates import PendingUpdates
 
 # A tensor that a rank must fill to load weights: the parameter's name, its placement, the memory, and where that memory
 # begins in the flattened shard. None as the last means that the memory is the whole shard.
@@ -36,8 +37,8 @@ class DataParallel(Protocol):
 
     @property
     def updated(self) -> list[OwnedShard]:
-        """The elements that this rank's optimizer updates: no frozen ones. With HSDP there are also some that other
-        ranks own."""
+        """The elements that this rank's optimizer updates, about in the order in which a forward uses them: no frozen
+        ones. With HSDP there are also some that other ranks own."""
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -60,6 +61,9 @@ class DataParallel(Protocol):
 
     def finish_param_sync(self) -> None:
         """Wait until the weights of this rank are up to date."""
+
+    def defer_updates(self, updates: PendingUpdates) -> None:
+        """Let the optimizer's updates run beside the next forward, where this kind of data parallelism can."""
 
     def local_tensors(self) -> Iterator[LocalTensor]:
         """All memory that this rank must fill to load weights."""

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard, norm_zero, sum_of_squares
 from threefold.engine.data_parallel.protocol import LocalTensor
+from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.dist.shard_placement import replicated
+from threefold.engine.optim.pending_updates import PendingUpdates
 
 
 class SingleRank:
@@ -18,6 +20,7 @@ class SingleRank:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._updates: PendingUpdates | None = None
 
     @property
     def owned(self) -> list[OwnedShard]:
@@ -44,16 +47,22 @@ class SingleRank:
         return [owned for owned in self.owned if owned.name not in frozen]
 
     def begin_step(self, passes: int) -> None:
-        self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # pending updates hold the gradients that they still need
 
     def finish_grad_sync(self) -> None:
-        pass
+        self.finish_param_sync()
 
     def start_param_sync(self) -> None:
         pass
 
     def finish_param_sync(self) -> None:
-        pass
+        if self._updates is not None:
+            self._updates.wait()
+
+    def defer_updates(self, updates: PendingUpdates) -> None:
+        self._updates, updates.is_deferred = updates, True
+        positions = {p: updates.positions[name] for name, p in self.model.named_parameters() if p.requires_grad}
+        wait_before_use(self.model, positions, updates.wait_for)
 
     def local_tensors(self) -> Iterator[LocalTensor]:
         for name, p in self.model.named_parameters():

@@ -6,6 +6,7 @@ on a rank is sent as zeros. `build.py` makes the `Zero1` of a rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from weakref import ref
 
 import torch
@@ -25,6 +26,7 @@ from threefold.engine.data_parallel.protocol import LocalTensor
 from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement, even_range
+from threefold.engine.optim.pending_updates import PendingUpdates
 
 
 class Zero1:
@@ -58,10 +60,10 @@ class Zero1:
         ]  # in the order of their collectives
         self._num_early, self._next = len(early), 0
         self._gathering: set[Bucket] = set()
-        self.updated: list[OwnedShard] = [
-            *(one for bucket in self.buckets for one in bucket.owned),
-            *self.unbucketed.values(),
-        ]
+        self._updates: PendingUpdates | None = None  # those that may be pending when a step begins
+        self._last_update: dict[Bucket, int] = {}  # the position of the last update of a bucket's elements
+        self._to_zero: set[Bucket] = set()  # buckets whose gradients a pending update reads, to be set to zero then
+        self.updated: list[OwnedShard] = self._in_order_of_use(entries)
         self.owned = [*self.updated, *_own_parts(self.frozen_entries, replica_group)]
         self._nodes: list[object] = []  # autograd nodes, kept alive because their hooks go with them
         for bucket in self.buckets:
@@ -73,10 +75,34 @@ class Zero1:
                     entry.parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, entry))
         for chunk in chunks:
             use_main_grad_linears(chunk)
+        self._chunks = [ref(chunk) for chunk in chunks]  # weak, as their hooks hold this object
         if settings.overlap_param_gather:
             bucket_of = {entry.parameter: bucket for bucket in self.buckets for entry in bucket.entries}
             for chunk in chunks:
                 wait_before_use(chunk, bucket_of, self._wait_for)
+
+    def _in_order_of_use(self, entries: Sequence[ParameterEntry]) -> list[OwnedShard]:
+        """What this rank updates: first what is gathered, because calls of the next step queue up behind the gathers,
+        then the rest in the order of registration. The elements of a bucket stay together."""
+        index_of = {entry.name: n for n, entry in enumerate(entries)}
+        groups = [
+            (bucket.params is None, min(index_of[entry.name] for entry in bucket.entries), bucket.owned)
+            for bucket in self.buckets
+        ]
+        groups += [(True, index_of[name], [owned]) for name, owned in self.unbucketed.items()]
+        return [owned for *_, group in sorted(groups, key=lambda each: each[:2]) for owned in group]
+
+    def defer_updates(self, updates: PendingUpdates) -> None:
+        """Updates stay pending where weights may be gathered during the forward, and gathers start behind them."""
+        if not self.settings.overlap_param_gather:
+            return
+        self._updates, updates.is_deferred = updates, True
+        for bucket in self.buckets:
+            self._last_update[bucket] = max((updates.positions[owned.name] for owned in bucket.owned), default=-1)
+        for chunk in (weak_chunk() for weak_chunk in self._chunks):
+            assert chunk is not None
+            unbucketed = {p: updates.positions[name] for name, p in chunk.named_parameters() if name in self.unbucketed}
+            wait_before_use(chunk, unbucketed, updates.wait_for)
 
     def _grad_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype of gradient sums: the plan's, or the parameter's own where that has more bits."""
@@ -95,6 +121,10 @@ class Zero1:
         self._next = 0
         for bucket in self.buckets:
             bucket.begin_step(passes_of)
+            if self._updates is not None and self._updates.is_pending(self._last_update[bucket]):
+                self._to_zero.add(bucket)
+            else:
+                bucket.grads.zero_()
         for owned in self.unbucketed.values():
             owned.grad = owned.parameter.grad = None
 
@@ -157,15 +187,29 @@ class Zero1:
     def start_param_sync(self) -> None:
         """Bring updated parameters to all replicas, beginning with the parameters that the forward uses first."""
         for bucket in reversed(self.buckets):
-            bucket.start_gather()
+            with self._after_update(bucket):
+                bucket.start_gather()
         self._gathering = set(self.buckets)
         if not self.settings.overlap_param_gather:
             self.finish_param_sync()
 
+    def _after_update(self, bucket: Bucket) -> AbstractContextManager[object]:
+        if self._updates is None or bucket.params is None:
+            return nullcontext()
+        return self._updates.after(self._last_update[bucket])
+
     def finish_param_sync(self) -> None:
         self._wait_for(self.buckets)
+        if self._updates is not None:
+            self._updates.wait()
 
     def _wait_for(self, buckets: Sequence[Bucket]) -> None:
+        if self._updates is not None and (self._gathering or self._to_zero):
+            for bucket in buckets:
+                self._updates.wait_through(self._last_update[bucket])
+            for bucket in self._to_zero.intersection(buckets):
+                bucket.grads.zero_()
+            self._to_zero.difference_update(buckets)
         if self._gathering:
             for bucket in buckets:
                 bucket.wait_for_gather()

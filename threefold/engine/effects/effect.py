@@ -164,6 +164,14 @@ def _expert_kernels(seen: StepEvidence) -> Effect | None:
     return Effect("expert_kernels", asked, ", ".join(sorted(kernels)) or "none", evidence, kernels[asked] > 0)
 
 
+def _delta_kernels(seen: StepEvidence) -> Effect | None:
+    asked, rules = seen.plan.knobs.delta_kernels, seen.details("delta rule")
+    if asked is None or not any(layer.mixer == "delta" for layer in seen.plan.model.layers):
+        return None
+    ran = "fla" if rules["flash-linear-attention"] else "torch"
+    return Effect("delta_kernels", asked, ran, f"calls of the delta rule: {_listed(rules)}", ran == asked)
+
+
 def _grad_accum_fusion(seen: StepEvidence) -> Effect | None:
     knobs = seen.plan.knobs
     if not knobs.grad_accum_fusion:
@@ -251,6 +259,17 @@ def _fp8_dispatch(seen: StepEvidence) -> Effect | None:
     return Effect("fp8_dispatch", "true", "FP8" if sent else "as they are", evidence, sent > 0)
 
 
+def _fp8_output(seen: StepEvidence) -> Effect | None:
+    if not seen.plan.knobs.fp8_output:
+        return None
+    calls = seen.details("low-precision head")
+    evidence = f"losses: {_listed(calls)}"
+    if calls["emulated"]:
+        evidence += "; the device has no kernel for these sizes or this format" if seen.on_gpu else "; there is no GPU"
+    ran = "not quantized" if not calls else "emulated" if calls["emulated"] == calls.total() else "kernels"
+    return Effect("fp8_output", "true", ran, evidence, bool(calls) and not calls["emulated"])
+
+
 def _graphs(seen: StepEvidence) -> list[Effect]:
     replays, eager, fallbacks = (seen.details(f"graph {kind}") for kind in ("replay", "eager", "fallback"))
     found = []
@@ -298,6 +317,15 @@ def _recompute(seen: StepEvidence) -> list[Effect]:
     return found
 
 
+def _recompute_save(seen: StepEvidence) -> list[Effect]:
+    found, taken = [], seen.details("saved outputs")
+    for name in seen.plan.knobs.recompute_save:
+        evidence = f"second runs of layers took {taken[name]} outputs of the first run"
+        ran = "saved" if taken[name] else "recomputed"
+        found.append(Effect(f"recompute_save.{name}", name, ran, evidence, taken[name] > 0))
+    return found
+
+
 def _activation_offload(seen: StepEvidence) -> list[Effect]:
     knobs, found = seen.plan.knobs, []
     wanted = [(f"activation_offload.{name}", name, name) for name in knobs.activation_offload]
@@ -319,6 +347,7 @@ _SINGLE: tuple[Callable[[StepEvidence], Effect | None], ...] = (
     _precision,
     _expert_fusion,
     _expert_kernels,
+    _delta_kernels,
     _grad_accum_fusion,
     _shared_expert_overlap,
     _grad_reduce_overlap,
@@ -327,5 +356,11 @@ _SINGLE: tuple[Callable[[StepEvidence], Effect | None], ...] = (
     _compile,
     _tp_overlap,
     _fp8_dispatch,
+    _fp8_output,
 )
-_LISTS: tuple[Callable[[StepEvidence], list[Effect]], ...] = (_graphs, _recompute, _activation_offload)
+_LISTS: tuple[Callable[[StepEvidence], list[Effect]], ...] = (
+    _graphs,
+    _recompute,
+    _recompute_save,
+    _activation_offload,
+)

@@ -14,8 +14,8 @@ of the step. A count has a kind and a detail:
     gradient reduction       during backward, after it      buckets of ZeRO-1
     parameter gather         left open, awaited             buckets of ZeRO-1
     compiled call            class of the module            torch.compile
-    low-precision linears, low-precision experts, experts, expert kernels, main_grad, attention, rows in FP8,
-    tensor-parallel ring     by `count_event`
+    low-precision linears, low-precision experts, low-precision head, experts, expert kernels, main_grad, attention,
+    rows in FP8, tensor-parallel ring     by `count_event`
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which of the optional kernels this process can launch: ours in Triton, and those of the package quack-kernels.
+"""Which of the optional kernels this process can launch: ours in Triton and Gluon, and those of quack-kernels.
 
 Experts, loss and optimizer ask here whether to launch a kernel or run plain torch; the elementwise parts ask
 `fusion_switch.py`, which asks here. Nothing in this module imports triton or quack before it knows that they are
@@ -12,6 +12,11 @@ from importlib.util import find_spec
 
 import torch
 
+_GLUON_RELEASES = (
+    (3, 6),
+    (3, 8),
+)  # the first release of triton that compiles our Gluon kernels, and the first that does not
+
 
 @cache
 def has_triton_kernels(device: torch.device) -> bool:
@@ -21,6 +26,17 @@ def has_triton_kernels(device: torch.device) -> bool:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def has_gluon_kernels(device: torch.device) -> bool:
+    """Whether our Gluon kernels run: on Hopper only, with a release of Triton that they were written for. Triton's
+    interpreter does not know Gluon."""
+    if device.type != "cuda" or not has_triton_kernels(device) or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    release = tuple(int(part) for part in version("triton").split(".")[:2])
+    known = _GLUON_RELEASES[0] <= release < _GLUON_RELEASES[1]
+    return known and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @cache

@@ -17,6 +17,8 @@ interpreter.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import os
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,20 +38,28 @@ def fast_launch(kernel: Any) -> Any:
 
 
 class TensorBlocks:
-    """A tensor that a kernel loads or stores block by block, and the shape of a block."""
+    """A tensor that a kernel loads or stores block by block, and the shape of a block.
 
-    __slots__ = ("base", "block")
+    Gluon kernels name the layout of a block in shared memory, which follows from its shape and dtype.
+    """
 
-    def __init__(self, base: torch.Tensor, block: list[int]) -> None:
-        self.base, self.block = base, tuple(block)
+    __slots__ = ("base", "block", "layout")
+
+    def __init__(self, base: torch.Tensor, block: list[int], layout: Any = None) -> None:
+        self.base, self.block, self.layout = base, tuple(block), layout
 
     def descriptor(self) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(self.base, list(self.block))
+        if self.layout is None:
+            return TensorDescriptor.from_tensor(self.base, list(self.block))
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor  # type: ignore
+
+        return GluonDescriptor.from_tensor(self.base, list(self.block), self.layout)
 
 
-def tensor_blocks(base: torch.Tensor, block: list[int]) -> Any:
+def tensor_blocks(base: torch.Tensor, block: list[int], layout: Any = None) -> Any:
     """A tensor descriptor, as an argument of a kernel with `fast_launch`."""
-    return TensorBlocks(base, block) if _FAST else TensorDescriptor.from_tensor(base, block)
+    blocks = TensorBlocks(base, block, layout)
+    return blocks if _FAST else blocks.descriptor()
 
 
 class _FastKernel:
@@ -59,6 +69,7 @@ class _FastKernel:
         self.kernel = kernel
         self._is_constant = tuple(parameter.is_constexpr for parameter in kernel.params)
         self._names = tuple(parameter.name for parameter in kernel.params)
+        self._arguments: dict[tuple[type, ...], _Arguments] = {}
         self._compiled: dict[tuple[Any, ...], _Compiled] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> "_Launch":
@@ -66,7 +77,11 @@ class _FastKernel:
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> None:
         device = torch._C._cuda_getDevice()
-        key = launch_key(device, args, self._is_constant, named)
+        types = tuple(map(type, args))
+        arguments = self._arguments.get(types)
+        if arguments is None:
+            arguments = self._arguments[types] = _Arguments(types, self._is_constant)
+        key = arguments.key(device, args, named)
         found = self._compiled.get(key)
         if found is not None:
             found.launch(grid, torch._C._cuda_getCurrentRawStream(device), args)
@@ -153,29 +168,44 @@ class _Launch:
 def launch_key(
     device: int, args: tuple[Any, ...], is_constant: tuple[bool, ...], named: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Equal for launches that Triton would run with the same compiled kernel.
+    """Equal for launches that Triton would run with the same compiled kernel."""
+    return _Arguments(tuple(map(type, args)), is_constant).key(device, args, named)
 
-    This runs for every launch. So all that does not make the common case longer is in `_alignments`.
+
+class _Arguments:
+    """Where the arguments of each kind are, in launches whose arguments have these types.
+
+    It is made once for each sequence of types, because `key` runs for every launch.
     """
-    kinds: list[Any] = [device]
-    addresses = 0
-    for arg, constant in zip(args, is_constant, strict=False):
-        if constant or arg is None:
-            kinds.append(arg)
-        elif isinstance(arg, torch.Tensor):
-            kinds.append(arg.dtype)
-            addresses |= arg.data_ptr()
-        elif type(arg) is int:
-            kinds.append("one" if arg == 1 else (arg % 16 == 0, -_INT32 <= arg < _INT32))
-        elif type(arg) is TensorBlocks:
-            kinds.append((arg.base.dtype, arg.block))
-        else:
-            kinds.append(type(arg))  # a float or a bool: its value does not matter
-    if addresses % 16:
-        kinds.append(_alignments(args))
-    return (*kinds, *named.items())
+
+    def __init__(self, types: tuple[type, ...], is_constant: tuple[bool, ...]) -> None:
+        self._types = types
+        kinds = [(n, kind, constant) for n, (kind, constant) in enumerate(zip(types, is_constant, strict=False))]
+        self._constants = _getter([number for number, _, constant in kinds if constant])
+        self._tensors = _getter([n for n, kind, constant in kinds if not constant and issubclass(kind, torch.Tensor)])
+        self._integers = [number for number, kind, constant in kinds if not constant and kind is int]
+        self._blocks = [number for number, kind, constant in kinds if not constant and kind is TensorBlocks]
+
+    def key(self, device: int, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Of arguments that are in no list, a float or None, only the type matters."""
+        tensors = self._tensors(args)
+        addresses = 0
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+        kinds: list[Any] = [tensor.dtype for tensor in tensors]
+        for number in self._integers:
+            value = args[number]
+            kinds.append("one" if value == 1 else (value % 16 == 0, -_INT32 <= value < _INT32))
+        for number in self._blocks:
+            blocks = args[number]
+            kinds += blocks.base.dtype, blocks.block
+        if addresses % 16:
+            kinds += [tensor.data_ptr() % 16 == 0 for tensor in tensors]
+        return (device, self._types, self._constants(args), *kinds, *named.items())
 
 
-def _alignments(args: tuple[Any, ...]) -> tuple[bool, ...]:
-    """Which tensors begin at a multiple of 16 bytes."""
-    return tuple(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor))
+def _getter(numbers: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """The items with these numbers, as a tuple."""
+    if len(numbers) < 2:
+        return lambda items: tuple(items[number] for number in numbers)
+    return itemgetter(*numbers)

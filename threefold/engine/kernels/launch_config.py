@@ -1,4 +1,4 @@
-"""How a kernel is launched: the tile sizes of Triton's and quack's GEMMs, and the number of persistent programs.
+"""How a kernel is launched: the tiles of GEMMs in Triton, in Gluon and of quack, and the number of persistent programs.
 
 `experts/kernel_choice.py` picks a config for every step of the experts, and `tune/expert_kernels.py` measures
 candidates. The field names are also the keys of the tuned cache file, for example {"m": 128, "n": 256, "k": 64,
@@ -29,6 +29,14 @@ class TritonConfig:
     per_sm: int = 1  # programs on one multiprocessor
     strip: int = 64  # columns that `fc2_backward` finishes at a time
     flat: bool = False  # one loop over all tiles: loads of the next tile begin while this one is stored
+
+
+@dataclass(frozen=True)
+class GluonConfig:
+    """Launch options of a weight gradient in Gluon, for Hopper, whose tiles are fixed (`experts/hopper/wgrad.py`)."""
+
+    stages: int = 4  # loads in flight
+    group: int = 2  # tiles of rows that come before the next tile of columns
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The language-model loss: head GEMM and cross entropy in chunks of tokens, so that all logits never exist at once.
 
-The forward of each chunk computes its logits, its loss and its gradients, and frees the logits. `Decoder.mean_loss`
-calls `cross_entropy_sum`. With tensor parallelism each rank holds some columns of the logits (`VocabShard`): per token
-one maximum and two sums are reduced over ranks, logits never travel.
+The forward of each chunk computes its logits, its loss and its gradients, and frees the logits. `head_gemms.py` has the
+GEMMs, in the dtype of the weight or in low precision. `Decoder.mean_loss` calls `cross_entropy_sum`. With tensor
+parallelism each rank holds some columns of the logits (`VocabShard`): per token one maximum and two sums are reduced
+over ranks, logits never travel.
 
 Shapes: T tokens, C tokens of a chunk, D model dim, V vocabulary, or this rank's shard of it.
 """
@@ -13,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.autograd.main_grad import accumulate_gemm
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.mesh import Group
 from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.layers.head_gemms import HeadPrecision, LowPrecisionGemms, PlainGemms
 from threefold.engine.sum_dtype import fp32_or_wider
 
 IGNORE = -100  # a label without a loss, as in torch's cross entropy
@@ -43,22 +44,27 @@ def cross_entropy_sum(
     chunk: int | None = None,
     vocab_shard: VocabShard | None = None,
     softcap: float | None = None,
+    precision: HeadPrecision | None = None,
 ) -> Tensor:
     """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32.
 
     With `vocab_shard` every rank of its group gets the whole sum, and the part of the gradient of x that comes from its
     own columns. `chunk` is the number of tokens of a chunk; None chooses it by memory. `softcap` bounds the logits z:
-    softcap * tanh(z / softcap).
+    softcap * tanh(z / softcap). `precision` quantizes the GEMMs; softmax and sums stay in fp32.
     """
     # Shards may differ in size, but all ranks must make the same number of chunks.
     width = len(weight_VD) if vocab_shard is None else vocab_shard.width
-    size = chunk or _chunk_size(x_TD, width)
-    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, size, vocab_shard, softcap)
+    size = chunk or _chunk_size(x_TD, width, precision is not None)
+    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, size, vocab_shard, softcap, precision)
 
 
-def _chunk_size(x_TD: Tensor, vocab: int) -> int:
-    """Tokens of a chunk: chunks of equal size, in whole GEMM tiles."""
+def _chunk_size(x_TD: Tensor, vocab: int, is_low_precision: bool) -> int:
+    """Tokens of a chunk: chunks of equal size, in whole GEMM tiles.
+
+    In low precision they are half as long, because the quantized gradients of several chunks lie beside the logits.
+    """
     limit = max(64, _CHUNK_BYTES.get(device_type(x_TD.device), _CHUNK_BYTES["cpu"]) // (4 * vocab))
+    limit = limit // 2 if is_low_precision else limit
     num_chunks = max(1, -(-len(x_TD) // limit))
     return -(-len(x_TD) // (num_chunks * _TILE)) * _TILE or _TILE
 
@@ -79,39 +85,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard, softcap):  # type: ignore[no-untyped-def]
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        dtype = fp32_or_wider(x_TD.dtype)
-        loss = x_TD.new_zeros((), dtype=dtype)
-        grad_TD = torch.empty_like(x_TD) if need_x else None
-        grad_VD = None
-        # fp16 ends at 65504, and no loss scale has shrunk this sum over all tokens yet.
-        sums_wider = len(x_TD) > chunk or x_TD.dtype == torch.float16
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard, softcap, precision):  # type: ignore[no-untyped-def]
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        needs_grad = wants_x or wants_weight
+        loss = x_TD.new_zeros((), dtype=fp32_or_wider(x_TD.dtype))
+        given = x_TD, weight_VD, chunk, wants_x, wants_weight
+        gemms = PlainGemms(*given) if precision is None else LowPrecisionGemms(*given, precision, softcap)
         for start in range(0, len(x_TD), chunk):
-            x_CD, labels_C = x_TD[start : start + chunk], labels_T[start : start + chunk]
+            labels_C = labels_T[start : start + chunk]
+            if isinstance(gemms, LowPrecisionGemms) and gemms.takes_statistics:
+                loss += _one_chunk_in_fp8(gemms, start, labels_C, vocab_shard, needs_grad)
+                gemms.multiply_columns(start)
+                continue
             if vocab_shard is not None:
-                chunk_loss, logits_grad_CV = _one_chunk_of_shard(x_CD, weight_VD, labels_C, softcap, vocab_shard)
+                chunk_loss, logits_grad_CV = _one_chunk_of_shard(gemms, start, labels_C, softcap, vocab_shard)
             elif _uses_in_place_kernel(x_TD):
-                chunk_loss, logits_grad_CV = _one_chunk_in_place(x_CD, weight_VD, labels_C, softcap)
+                chunk_loss, logits_grad_CV = _one_chunk_in_place(gemms, start, labels_C, softcap)
             else:
-                chunk_loss, logits_grad_CV = _one_chunk(x_CD, weight_VD, labels_C, softcap, need_x or need_weight)
+                chunk_loss, logits_grad_CV = _one_chunk(gemms, start, labels_C, softcap, needs_grad)
             loss += chunk_loss
-            # Ignored tokens are masked in the tensors of width D, which are much smaller than the logits.
-            ignored_C1 = (labels_C == IGNORE)[:, None]
-            if grad_TD is not None:
-                torch.mm(logits_grad_CV, weight_VD, out=grad_TD[start : start + chunk]).masked_fill_(ignored_C1, 0)
-            if need_weight:
-                x_used_CD = x_CD.masked_fill(ignored_C1, 0)
-                grad_VD = (
-                    accumulate_gemm(grad_VD, logits_grad_CV.T, x_used_CD, dtype)
-                    if sums_wider
-                    else logits_grad_CV.T @ x_used_CD
-                )
-                del x_used_CD
+            gemms.add_grad(start, logits_grad_CV, (labels_C == IGNORE)[:, None])
             del logits_grad_CV  # before the next chunk makes its own
-        if need_weight and grad_VD is None:
-            grad_VD = torch.zeros_like(weight_VD)
-        ctx.save_for_backward(grad_TD, grad_VD)
+        ctx.save_for_backward(*gemms.grads())
         ctx.dtypes = x_TD.dtype, weight_VD.dtype
         return loss
 
@@ -120,10 +115,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (
             *(None if grad_of_sum is None else _scale_grad(grad_of_sum, grad, dtype) for grad_of_sum, dtype in pairs),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -142,9 +134,9 @@ def _uses_in_place_kernel(x_TD: Tensor) -> bool:
     return is_simulated() or has_triton_kernels(x_TD.device)
 
 
-def _chunk_logits(x_CD: Tensor, weight_VD: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def _chunk_logits(gemms: PlainGemms, start: int, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """The logits of a chunk, and where they are capped their derivative by the logits before."""
-    logits_CV = F.linear(x_CD, weight_VD)
+    logits_CV = gemms.logits(start)
     if softcap is None:
         return logits_CV, None
     tanh_CV = logits_CV.div_(softcap).tanh_()
@@ -158,23 +150,24 @@ def _before_cap(grad_CV: Tensor, slope_CV: Tensor | None) -> Tensor:
 
 
 def _one_chunk_in_place(
-    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, softcap: float | None
+    gemms: PlainGemms, start: int, labels_C: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """`_one_chunk` by a kernel that overwrites the logits with their gradient; rows of ignored tokens are zeros."""
-    logits_CV, slope_CV = _chunk_logits(x_CD, weight_VD, softcap)
+    logits_CV, slope_CV = _chunk_logits(gemms, start, softcap)
     if is_simulated():
-        return logits_CV.new_empty(len(x_CD), dtype=torch.float32).sum(), logits_CV
+        return logits_CV.new_empty(len(logits_CV), dtype=torch.float32).sum(), logits_CV
     from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import cross_entropy_in_place
 
     return cross_entropy_in_place(logits_CV, labels_C, IGNORE).sum(), _before_cap(logits_CV, slope_CV)
 
 
 def _one_chunk(
-    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, softcap: float | None, needs_grad: bool
+    gemms: PlainGemms, start: int, labels_C: Tensor, softcap: float | None, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk, and the gradient of its logits in the dtype of x; rows of ignored tokens are undefined."""
-    logits_CV, slope_CV = _chunk_logits(x_CD, weight_VD, softcap)
-    log_CV = logits_CV.log_softmax(dim=-1, dtype=fp32_or_wider(x_CD.dtype))
+    """The loss of a chunk, and the gradient of its logits in their dtype; rows of ignored tokens are undefined."""
+    logits_CV, slope_CV = _chunk_logits(gemms, start, softcap)
+    dtype = logits_CV.dtype
+    log_CV = logits_CV.log_softmax(dim=-1, dtype=fp32_or_wider(dtype))
     del logits_CV  # before the gradient is made
     ignored_C = labels_C == IGNORE
     index_C1 = labels_C.masked_fill(ignored_C, 0)[:, None]
@@ -182,28 +175,51 @@ def _one_chunk(
     loss = -log_prob_C1[:, 0].masked_fill(ignored_C, 0).sum()
     if not needs_grad:
         return loss, log_CV
-    logits_grad_CV = log_CV if log_CV.dtype == x_CD.dtype else torch.empty_like(log_CV, dtype=x_CD.dtype)
+    logits_grad_CV = log_CV if log_CV.dtype == dtype else torch.empty_like(log_CV, dtype=dtype)
     torch.exp(log_CV, out=logits_grad_CV)
     # The gradient at the label is p - 1, which would be 0 where bf16 rounds p to 1; expm1 of log p is exact there.
-    logits_grad_CV.scatter_(1, index_C1, log_prob_C1.expm1().to(x_CD.dtype))
+    logits_grad_CV.scatter_(1, index_C1, log_prob_C1.expm1().to(dtype))
     return loss, _before_cap(logits_grad_CV, slope_CV)
 
 
 def _one_chunk_of_shard(
-    x_CD: Tensor, weight_VD: Tensor, labels_C: Tensor, softcap: float | None, shard: VocabShard
+    gemms: PlainGemms, start: int, labels_C: Tensor, softcap: float | None, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
     """`_one_chunk` where this rank has only some columns of the logits: one max and one sum are reduced over ranks."""
-    logits_CV, slope_CV = _chunk_logits(x_CD, weight_VD, softcap)
+    logits_CV, slope_CV = _chunk_logits(gemms, start, softcap)
     index_C = labels_C - shard.first
-    passes = _InPlacePasses() if _uses_in_place_kernel(x_CD) else _TorchPasses()
-    local_max_C, local_sum_C, label_logit_C = passes.softmax_statistics(logits_CV, index_C)
+    passes = _InPlacePasses() if _uses_in_place_kernel(logits_CV) else _TorchPasses()
+    log_sum_C, label_logit_C = _reduce_statistics(*passes.softmax_statistics(logits_CV, index_C), shard)
+    loss = (log_sum_C - label_logit_C).masked_fill(labels_C == IGNORE, 0).sum()
+    return loss, _before_cap(passes.logits_grad(logits_CV, index_C, log_sum_C), slope_CV)
+
+
+def _reduce_statistics(
+    local_max_C: Tensor, local_sum_C: Tensor, label_logit_C: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
+    """log(sum of exp(logit)) and the label's logit, from their parts on all ranks of the shard's group."""
     max_C = local_max_C.clone()
     all_reduce(max_C, shard.group, "max").wait()
     sums_2C = torch.stack([local_sum_C * (local_max_C - max_C).exp(), label_logit_C])
     all_reduce(sums_2C, shard.group).wait()
-    log_sum_C = max_C + sums_2C[0].log()
-    loss = (log_sum_C - sums_2C[1]).masked_fill(labels_C == IGNORE, 0).sum()
-    return loss, _before_cap(passes.logits_grad(logits_CV, index_C, log_sum_C), slope_CV)
+    return max_C + sums_2C[0].log(), sums_2C[1]
+
+
+def _one_chunk_in_fp8(
+    gemms: LowPrecisionGemms, start: int, labels_C: Tensor, shard: VocabShard | None, needs_grad: bool
+) -> Tensor:
+    """The loss of a chunk. One kernel in `gemms` makes the gradient of the logits and quantizes it."""
+    logits_CV, ignored_C = gemms.logits(start), labels_C == IGNORE
+    index_C = labels_C if shard is None else labels_C - shard.first
+    max_C, sum_C, label_logit_C = _InPlacePasses().softmax_statistics(logits_CV, index_C)
+    if shard is None:
+        log_sum_C = max_C + sum_C.log()
+    else:
+        log_sum_C, label_logit_C = _reduce_statistics(max_C, sum_C, label_logit_C, shard)
+    if needs_grad:
+        # exp(logit - infinity) is 0: rows of ignored tokens change no scale of their blocks.
+        gemms.add_softmax_grad(start, logits_CV, index_C, log_sum_C.masked_fill(ignored_C, float("inf")))
+    return (log_sum_C - label_logit_C).masked_fill(ignored_C, 0).sum()
 
 
 class _TorchPasses:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from threefold.engine.kernels.elementwise.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
 from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.mixers.gated_norm import gated_rms_norm
 from threefold.engine.sum_dtype import fp32_or_wider
 
 
@@ -84,6 +85,10 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x is (..., heads, dim); its gate has the same values in the same order, with any split of the last dims."""
+        if runs_fused(x, gate):
+            return gated_rms_norm(x, gate, self.weight, self.eps)
+        gate = gate.reshape(x.shape)
         y = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         return (y * F.silu(gate.to(fp32_or_wider(gate.dtype)))).to(x.dtype)
 

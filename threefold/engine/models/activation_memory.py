@@ -6,9 +6,10 @@ The tables below say what each name means: the method, and for recompute the met
 discarded. `models/build.py` and `shard/order.py` call it.
 
 Where tokens are many, full recompute and the recompute of `moe` and `mlp` go through the feed-forward network in
-chunks, and MLA goes through groups of heads, so that the backward holds the tensors of one chunk or group at a time.
+chunks, and attention goes through groups of heads (`head_groups.py`), so that the backward holds the tensors of one
+chunk or group at a time.
 
-Shapes: B batch, S sequence, D model dim, T = B * S tokens, v value dim, H heads, X other widths.
+Shapes: B batch, S sequence, D model dim, T = B * S tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +17,8 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
-from threefold.engine.attention.backend import attend
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
@@ -28,12 +27,13 @@ from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.autograd.offload import LayerOffloads, offload_activations
 from threefold.engine.autograd.recompute import OutputScope, recompute, recompute_output
 from threefold.engine.autograd.saved_tensors import inside_recompute
-from threefold.engine.autograd.token_chunks import MAX_CHUNK_BYTES, chunk_size, run_in_chunks
+from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
 from threefold.engine.models.decoder import Block, Decoder, MtpDepth, NumberedStats, run_layers
+from threefold.engine.models.head_groups import GqaHeadGroups, MlaHeadGroups
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
@@ -101,7 +101,10 @@ def apply_activation_memory(model: Decoder, options: Options) -> None:
         if isinstance(module, MoeLayer) and "shared_experts" in names:
             _wrap(module, "compute_shared", lambda function: partial(recompute, function, name="shared_experts"))
         if type(module) is MlaAttention and ("mla_up_proj" in names or is_full):
-            module.attend_latents = HeadGroups(module, names)  # type: ignore[method-assign]
+            eager = _weak_method(module, "attend_latents")
+            module.attend_latents = MlaHeadGroups(module, eager, names)  # type: ignore[method-assign]
+        if type(module) is GqaAttention and is_full:
+            module.forward = GqaHeadGroups(module, _weak_method(module, "forward"))  # type: ignore[method-assign]
         if isinstance(module, Block) and module.ffn is not None and ({"moe", "mlp"} & names or is_full):
             _recompute_ffn(module, names, options.ffn_chunk)
         for name in options.activation_offload:
@@ -124,7 +127,7 @@ def apply_to_layers(owner: Decoder | MtpDepth, layers: Iterable[nn.Module], opti
             assert isinstance(block, Block)
             if isinstance(block.ffn, MoeLayer):
                 _recompute_chunks(block.ffn, "full")
-            block.forward = ChunkedRecompute(block)  # type: ignore[method-assign]
+            block.forward = ChunkedRecompute(block, options.recompute_save)  # type: ignore[method-assign]
 
 
 def _wrap(module: nn.Module, method: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -245,7 +248,8 @@ class LayerRunner:
             last = len(group) - 1
             with offloads.layer(group):
                 run, inside = partial(_run_group, group, positions), features[:last]
-                x_BSD, more = recompute(run, x_BSD, *inside, enabled=is_recomputed and not in_chunks, name="full")
+                enabled, save = is_recomputed and not in_chunks, self.options.recompute_save
+                x_BSD, more = recompute(run, x_BSD, *inside, enabled=enabled, name="full", save=save)
                 # Added here, the feature behind the last layer is no input that the recompute saves.
                 for feature_BSD in features[last : last + 1]:
                     x_BSD = x_BSD + feature_BSD
@@ -275,8 +279,8 @@ class ChunkedRecompute:
     recomputed chunk by chunk and not together with the mixer.
     """
 
-    def __init__(self, block: Block) -> None:
-        self._block, self.eager = ref(block), _weak_method(block, "forward")
+    def __init__(self, block: Block, save: tuple[str, ...]) -> None:
+        self._block, self.eager, self.save = ref(block), _weak_method(block, "forward"), save
 
     @property
     def block(self) -> Block:
@@ -288,62 +292,11 @@ class ChunkedRecompute:
         block = self.block
         if not _runs_in_chunks(block, x_BSD):
             return self.eager(x_BSD, positions)
-        with recompute_output(partial(self._up_to_ffn, positions), x_BSD, name="full") as (x_BSD, y_BSD):
+        up_to_ffn = partial(self._up_to_ffn, positions)
+        with recompute_output(up_to_ffn, x_BSD, name="full", save=self.save) as (x_BSD, y_BSD):
             assert isinstance(block.run_ffn, FeedForward)
             y_BSD, stats = block.run_ffn(y_BSD, recompute_chunks=True)
         return block.add_output(x_BSD, y_BSD), stats
 
     def _up_to_ffn(self, positions: Positions, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         return self.block.normalize_for_ffn(*self.block.mix(x_BSD, positions))
-
-
-class HeadGroups:
-    """`MlaAttention.attend_latents` where up projections are recomputed: some heads at a time if all are too large.
-
-    Queries, keys and values of all heads then never exist at once: those of a group are made from the latents, attend,
-    and are made again for their backward.
-    """
-
-    def __init__(self, mla: MlaAttention, names: frozenset[str]) -> None:
-        self._mla, self.eager, self.names = ref(mla), _weak_method(mla, "attend_latents"), names
-
-    @property
-    def mla(self) -> MlaAttention:
-        mla = self._mla()
-        assert mla is not None
-        return mla
-
-    def __call__(self, positions: Positions, q_BSX: Tensor, latent_BSX: Tensor, k_BSr: Tensor) -> Tensor:
-        size = self.heads_per_group(latent_BSX)
-        if size < self.mla.num_heads and ("mla_up_proj" in self.names or inside_recompute()):
-            return self._attend_in_groups(positions, (q_BSX, latent_BSX, k_BSr), size)
-        return self.eager(positions, q_BSX, latent_BSX, k_BSr)
-
-    def heads_per_group(self, latent_BSX: Tensor) -> int:
-        """So many heads that their queries fit the limit of a chunk; all where ranks communicate between the steps."""
-        mla = self.mla
-        if mla.attention_fn is not attend or mla.attend_over_ranks is not None or type(mla.kv_up) is not nn.Linear:
-            return mla.num_heads
-        if mla.heads_per_group is not None:
-            return min(mla.heads_per_group, mla.num_heads)
-        head_bytes = latent_BSX.shape[:2].numel() * mla.spec.qk_dim * latent_BSX.element_size()
-        num_groups = max(1, -(-mla.num_heads * head_bytes // MAX_CHUNK_BYTES))
-        return -(-mla.num_heads // num_groups)
-
-    def _attend_in_groups(self, positions: Positions, latents: tuple[Tensor, ...], size: int) -> Tensor:
-        mla, spec = self.mla, self.mla.spec
-        q_weights = mla.query_up.weight.split(size * spec.qk_dim)
-        kv_weights = mla.kv_up.weight.split(size * (spec.nope_dim + spec.v_dim))
-        core = offload_activations("core_attn", partial(recompute, enabled="core_attn" in self.names, name="core_attn"))
-        outs = []
-        for weights in zip(q_weights, kv_weights, strict=True):
-            expand = partial(MlaAttention.expand, mla, positions, weights=weights)
-            with recompute_output(expand, *latents, name="mla_up_proj") as qkv:
-                outs.append(core(partial(MlaAttention.core, mla, positions), *qkv))
-        # The attention kernels save the outputs of their groups: the concatenation is not saved beside them.
-        with recompute_output(_concat_heads, *outs, name="mla_up_proj") as out_BSX:
-            return mla.project_out(out_BSX)
-
-
-def _concat_heads(*outs_BSHv: Tensor) -> Tensor:
-    return torch.cat(outs_BSHv, dim=2).flatten(2)

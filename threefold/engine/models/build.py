@@ -5,9 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
+from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.model_options import Options
 from threefold.engine.models.activation_memory import apply_activation_memory, apply_to_layers
 from threefold.engine.models.decoder import Decoder
+from threefold.engine.models.head import head_precision
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.low_precision import apply_low_precision
 from threefold.engine.models.trainable import add_adapters, freeze_parameters
@@ -48,8 +50,12 @@ def make_model(spec: ModelSpec, mtp: int | None, dtype: torch.dtype, options: Op
         raise FindingsError(problems)
     with _default_dtype(dtype), torch.device("meta"):
         model = Decoder(spec, spec.mtp_layers if mtp is None else mtp, options)
+        for module in model.modules():
+            if isinstance(module, GatedDelta):
+                module.kernels = options.delta_kernels
         if options.recipe is not None:
             apply_low_precision(model, options.recipe, options.cache_quantized_weights)
+            model.head_precision = head_precision(options)
         if options.lora is not None:
             add_adapters(model, options.lora)
         freeze_parameters(model, options)

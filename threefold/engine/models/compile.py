@@ -1,7 +1,7 @@
 """torch.compile for elementwise modules that have no fused kernel on this device (`knobs.compile`).
 
-Where our kernels run, only the gated norms of the delta rule and of Mamba are left to compile; elsewhere norms, routers
-and MLPs are compiled too. Modules that launch our kernels are not: inductor would compile the kernels once more with
+Where our kernels run, only the gated norms of Mamba are left to compile; elsewhere the other norms, routers and MLPs
+are compiled too. Modules that launch our kernels are not: inductor would compile the kernels once more with
 other types.
 """
 
@@ -11,7 +11,7 @@ from threefold.engine.layers.norm import GatedRMSNorm, GroupedGatedRMSNorm, RMSN
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.router import Router
 
-_HAVE_KERNELS = (RMSNorm, Router, Mlp)
+_HAVE_KERNELS = (RMSNorm, GatedRMSNorm, Router, Mlp)
 
 
 def compile_parts(model: Decoder, backend: str = "inductor") -> None:
@@ -22,7 +22,7 @@ def compile_parts(model: Decoder, backend: str = "inductor") -> None:
     first = next(model.parameters(), None)  # a pipeline chunk may be empty
     if not model.options.compile or first is None or first.is_meta:
         return
-    parts = (GatedRMSNorm, GroupedGatedRMSNorm, *(() if runs_fused_on(first.device) else _HAVE_KERNELS))
+    parts = (GroupedGatedRMSNorm, *(() if runs_fused_on(first.device) else _HAVE_KERNELS))
     for module in model.modules():
         if isinstance(module, parts):
             module.compile(dynamic=False, backend=backend)

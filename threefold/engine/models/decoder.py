@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from threefold.engine.batch import Images
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
+from threefold.engine.layers.head_gemms import HeadPrecision
 from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import LayerNorm, PlainRMSNorm, RMSNorm
@@ -179,6 +180,7 @@ class MtpDepth(nn.Module):
 
 class Decoder(nn.Module):
     run_layers = staticmethod(run_layers)
+    head_precision: HeadPrecision | None = None  # how the loss quantizes the head's GEMMs
 
     def __init__(self, spec: ModelSpec, mtp: int, options: Options) -> None:
         super().__init__()
@@ -350,9 +352,7 @@ class Decoder(nn.Module):
         """The loss of the next token and, as a mean over depths, of those further ahead."""
         targets = inputs.targets_of_step(self.depth_label_ratios)
         main, *depths = (self.mean_loss(state, target) for state, target in zip(hidden, targets, strict=True))
-        parts = {"ce": main}
-        if depths:
-            parts["mtp"] = torch.stack(depths).mean()
+        parts = {"ce": main, **({"mtp": torch.stack(depths).mean()} if depths else {})}
         total, aux = self.sum_losses(parts, router_stats)
         assert total is not None
         return Output(total, None, {**aux, "num_labels": inputs.targets[0].num_labels})
@@ -363,7 +363,7 @@ class Decoder(nn.Module):
 
     def mean_loss(self, hidden_BSD: Tensor, target: Target) -> Tensor:
         x_TD = head_input(self.gather_loss_input(hidden_BSD), self.spec).flatten(0, 1)
-        options = self.options.loss_chunk, self.vocab_shard, self.spec.logit_softcap
+        options = self.options.loss_chunk, self.vocab_shard, self.spec.logit_softcap, self.head_precision
         summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), *options)
         return summed / target.num_labels.masked_fill(target.num_labels == 0, 1).to(summed.dtype)
 

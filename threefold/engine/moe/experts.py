@@ -175,9 +175,10 @@ class Experts(nn.Module):
         count_event("experts", "fused")
         if self.low_precision is not None:
             clamped = self.activation is clamped_swiglu
-            return self.low_precision.forward_tokens(x_TD, weight_TK, expert_TK, self.gate_up, self.down, clamped)
-        parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        return fused_experts(x_TD, weight_TK, expert_TK, *parameters, self.activation_name, self.kernels, starts)
+            parameters = self.gate_up, self.down
+            return self.low_precision.forward_tokens(x_TD, weight_TK, expert_TK, *parameters, clamped, starts)
+        all_parameters = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        return fused_experts(x_TD, weight_TK, expert_TK, *all_parameters, self.activation_name, self.kernels, starts)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert after

@@ -4,7 +4,7 @@ Each target offers a name, a value, a gradient, and whether it is a matrix. `Mod
 model; `data_parallel/owned_shards.py` has the shards.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -64,3 +64,14 @@ def needs_master_weight(param: OptimizerParam) -> bool:
 def make_master_weight(param: OptimizerParam) -> Tensor:
     """An fp32 copy of the parameter, or its value itself where that is fp32."""
     return param.value if param.value.dtype == torch.float32 else param.value.detach().float().clone()
+
+
+def refresh_master_weights(
+    params: Iterable[OptimizerParam], masters: Mapping[str, Tensor], remainders: Mapping[str, Tensor]
+) -> None:
+    """Copy each parameter into its master weight: then it leaves no remainder."""
+    for param in params:
+        if param.name in remainders:
+            remainders[param.name].zero_()
+        elif param.name in masters and masters[param.name] is not param.value:
+            masters[param.name].copy_(param.value)

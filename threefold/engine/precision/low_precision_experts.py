@@ -15,6 +15,7 @@ from torch import Tensor
 from threefold.engine.device import is_simulated
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.fp8 import fused_experts as fused
 from threefold.engine.kernels.fp8.quantized_tensors import Fp8ExpertWeights
 from threefold.engine.precision.low_precision_linear import LinearPrecision, low_precision_linears
@@ -65,12 +66,19 @@ class LowPrecisionExperts:
         )
 
     def forward_tokens(
-        self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, up_EXD: Tensor, down_EDH: Tensor, clamped: bool
+        self,
+        x_TD: Tensor,
+        weight_TK: Tensor,
+        expert_TK: Tensor,
+        up_EXD: Tensor,
+        down_EDH: Tensor,
+        clamped: bool,
+        starts: ChunkStarts | None = None,
     ) -> Tensor:
         """Run the fused kernels on tokens, as `Experts.forward_tokens` does."""
         arguments = x_TD, weight_TK, expert_TK, up_EXD, down_EDH
         fp8_weights = self._quantized_weights(up_EXD, down_EDH)
-        return fused.fp8_experts_of_tokens(*arguments, fp8_weights, _FUSED_RECIPES[self.recipe.name], clamped)
+        return fused.fp8_experts_of_tokens(*arguments, fp8_weights, _FUSED_RECIPES[self.recipe.name], clamped, starts)
 
     def _quantized_weights(self, up_EXD: Tensor, down_EDH: Tensor) -> Fp8ExpertWeights | None:
         """The cached weights, or None: then the kernels quantize them in the forward and once more in the backward."""

@@ -22,7 +22,7 @@ from threefold.engine.autograd.delayed_wgrad import open_queue_for
 from threefold.engine.autograd.recompute import is_recomputed
 from threefold.engine.context import count_event
 from threefold.engine.precision.choose_backend import EMULATED, choose_backend
-from threefold.engine.precision.emulated_backend import EmulatedBackend
+from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.quantize import Quantized
 from threefold.engine.precision.recipes import Recipe
 from threefold.engine.precision.weight_cache import WeightCache
@@ -52,7 +52,7 @@ class LinearPrecision:
     """How one weight is quantized, and where its quantized copies are cached."""
 
     recipe: Recipe
-    cache: WeightCache[tuple[Quantized, Quantized]]
+    cache: WeightCache[QuantizedWeights]  # the first of several layers that share an input caches all of their weights
     input_is_saved: bool = False  # another operation saves the input for its own backward
     part: str = "linears"  # of the model, for the report of an observed step: "linears" or "experts"
 
@@ -97,34 +97,79 @@ class _LowPrecisionLinears(torch.autograd.Function):
         else:
             rows, ctx.saved_layout = backend.quantize_rows(x_TI, recipe.input), None
             ctx.save_for_backward(*weights, *([x] if needed else []))
-        quantized_weights = [
-            _quantized_weight(precision, weight, backend)[0]
-            for precision, weight in zip(precisions, weights, strict=True)
-        ]
-        return tuple(backend.matmul(rows, w, x.dtype).view(*x.shape[:-1], w.shape[0]) for w in quantized_weights)
+        quantized_weights = _quantized_weights(precisions[0], weights, backend)
+        ctx.joins = quantized_weights.is_joined
+        outs = (backend.matmul(rows, weight, x.dtype) for weight in quantized_weights.forward)
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         num_weights = len(ctx.precisions)
         weights, saved = ctx.saved_tensors[:num_weights], ctx.saved_tensors[num_weights:]
-        x_grad: Tensor | None = None
-        weight_grads: list[Tensor | None] = []
-        saved_input = _SavedInput(ctx, saved)
-        for n, (precision, weight, grad) in enumerate(zip(ctx.precisions, weights, grads, strict=True)):
-            grad_TO = grad.reshape(-1, grad.shape[-1])
-            wants_weight, (queue, owner) = ctx.wants_weights[n], ctx.owners[n]
-            rows, transposed = _quantize_grad(
-                precision.recipe, ctx.backend, grad_TO, ctx.needs_input_grad[0], wants_weight
-            )
-            if rows is not None:
-                part = ctx.backend.matmul(rows, _quantized_weight(precision, weight, ctx.backend)[1], grad.dtype)
-                x_grad = part if x_grad is None else x_grad + part
-            if queue is not None:
-                queue.append((owner, saved_input.weight_grad(transposed, grad_TO)))
-            weight_grads.append(
-                saved_input.weight_grad(transposed, grad_TO)() if wants_weight and queue is None else None
-            )
+        grads_TO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        transposed: tuple[Quantized, ...] = ()
+        if ctx.needs_input_grad[0]:
+            transposed = _quantized_weights(ctx.precisions[0], weights, ctx.backend).transposed
+        backward = _backward_joined if ctx.joins else _backward_each
+        x_grad, weight_grads = backward(ctx, grads_TO, transposed, _SavedInput(ctx, saved))
         return None if x_grad is None else x_grad.view(ctx.shape), None, *weight_grads
+
+
+Grads = tuple[Tensor | None, list[Tensor | None]]  # of the input, and of the weights
+
+
+def _backward_each(
+    ctx: Any, grads_TO: list[Tensor], weights: tuple[Quantized, ...], saved_input: "_SavedInput"
+) -> Grads:
+    """Weight by weight."""
+    recipe, backend, x_grad, weight_grads = ctx.precisions[0].recipe, ctx.backend, None, []
+    for n, grad_TO in enumerate(grads_TO):
+        rows, transposed = _quantize_grads(recipe, backend, [grad_TO], bool(weights), ctx.wants_weights[n])
+        if rows is not None:
+            part = backend.matmul(rows, weights[n], grad_TO.dtype)
+            x_grad = part if x_grad is None else x_grad + part
+        del rows
+        weight_grads.append(_weight_grad(ctx, n, saved_input, transposed, grad_TO))
+    return x_grad, weight_grads
+
+
+def _backward_joined(
+    ctx: Any, grads_TO: list[Tensor], weights: tuple[Quantized, ...], saved_input: "_SavedInput"
+) -> Grads:
+    """One GEMM for the input gradient, which sums over the outputs of all weights, and one for all weight gradients."""
+    recipe, backend, dtype = ctx.precisions[0].recipe, ctx.backend, grads_TO[0].dtype
+    rows, transposed = _quantize_grads(recipe, backend, grads_TO, bool(weights), any(ctx.wants_weights))
+    x_grad = None if rows is None else backend.matmul(rows, weights[0], dtype)
+    del rows
+    heights = [grad.shape[1] for grad in grads_TO]
+    if transposed is None:
+        return x_grad, [None] * len(heights)
+    if all(ctx.wants_weights) and all(queue is None for queue, _ in ctx.owners):
+        return x_grad, list(saved_input.weight_grad(transposed, grads_TO[0])().split(heights))
+    parts = enumerate(_row_parts(transposed, heights))
+    return x_grad, [_weight_grad(ctx, n, saved_input, part, grads_TO[n]) for n, part in parts]
+
+
+def _weight_grad(
+    ctx: Any, n: int, saved_input: "_SavedInput", grad: Quantized | None, grad_TO: Tensor
+) -> Tensor | None:
+    """The gradient of one weight; None where it is not wanted, or waits in a queue."""
+    if not ctx.wants_weights[n]:
+        return None
+    compute, (queue, owner) = saved_input.weight_grad(grad, grad_TO), ctx.owners[n]
+    if queue is None:
+        return compute()
+    queue.append((owner, compute))
+    return None
+
+
+def _row_parts(whole: Quantized, heights: list[int]) -> list[Quantized]:
+    """Rows of a quantized matrix; scales are copied, because those of neighbouring rows have to be contiguous."""
+    values, scales = whole.values.split(heights), whole.scales.split(heights)
+    return [
+        Quantized(value, scale.T.contiguous().T, None, (len(value), whole.shape[1]), whole.spec)
+        for value, scale in zip(values, scales, strict=True)
+    ]
 
 
 class _SavedInput:
@@ -158,24 +203,19 @@ class _SavedInput:
         return self.backend.matmul(grad, self.transposed, dtype)
 
 
-def _quantize_grad(
-    recipe: Recipe, backend: EmulatedBackend, grad_TO: Tensor, wants_x: bool, wants_weight: bool
+def _quantize_grads(
+    recipe: Recipe, backend: EmulatedBackend, grads_TO: list[Tensor], wants_x: bool, wants_weight: bool
 ) -> tuple[Quantized | None, Quantized | None]:
-    """The output gradient by rows, for the input gradient, and transposed, for the weight gradient."""
-    if wants_x and wants_weight and recipe.grad_t is not None:
-        return backend.quantize_both(grad_TO, recipe.grad, recipe.grad_t)
-    rows = backend.quantize_rows(grad_TO, recipe.grad) if wants_x else None
-    if not wants_weight or recipe.grad_t is None:
-        return rows, None
-    return rows, backend.quantize_transposed(grad_TO, recipe.grad_t)
+    """The output gradients by rows, for the input gradient, and transposed, for the weight gradients."""
+    return backend.quantize_joined(grads_TO, recipe.grad if wants_x else None, recipe.grad_t if wants_weight else None)
 
 
-def _quantized_weight(
-    precision: LinearPrecision, weight: Tensor, backend: EmulatedBackend
-) -> tuple[Quantized, Quantized]:
-    """The quantized weight for the forward GEMM, and transposed for the input gradient."""
+def _quantized_weights(
+    precision: LinearPrecision, weights: Sequence[Tensor], backend: EmulatedBackend
+) -> QuantizedWeights:
+    """The quantized weights of layers that share an input; `precision` is that of the first."""
 
-    def make() -> tuple[Quantized, Quantized]:
-        return backend.quantize_weight(weight.detach(), precision.recipe.weight)
+    def make() -> QuantizedWeights:
+        return backend.quantize_weights([weight.detach() for weight in weights], precision.recipe.weight)
 
-    return precision.cache.get_or_make(make, type(backend), weight)
+    return precision.cache.get_or_make(make, (type(backend), len(weights)), *weights)

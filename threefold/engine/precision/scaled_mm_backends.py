@@ -6,6 +6,7 @@ documentation and have not yet run on a GPU. `choose_backend` picks one of them;
 Shapes: M rows, K columns, N rows of the other matrix.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.precision.emulated_backend import EmulatedBackend
+from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.float_formats import E4M3, FloatFormat
 from threefold.engine.precision.quantize import Quantized, QuantSpec, fp32_scales
 from threefold.engine.precision.recipes import Recipe
 from threefold.engine.precision.scale_swizzle import swizzle_scales
 
+_BLOCK = 128
 _ALIGN = 16  # bytes: rows must begin at a multiple
 _SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
 
@@ -49,11 +51,33 @@ class BlockwiseBackend(EmulatedBackend):
         return Quantized(*rows, None, _shape(x_MK), spec), Quantized(*columns, None, _shape(x_MK.T), spec_t)
 
     def quantize_weight(self, weight_MK: Tensor, spec: QuantSpec) -> tuple[Quantized, Quantized]:
+        made = self.quantize_weights([weight_MK], spec)
+        return made.forward[0], made.transposed[0]
+
+    def quantize_weights(self, weights: Sequence[Tensor], spec: QuantSpec) -> QuantizedWeights:
         from threefold.engine.precision.quantize_for_cublas import quantize_square_blocks
 
-        forward, transposed = quantize_square_blocks(_contiguous_rows(weight_MK))
-        return Quantized(*forward, None, _shape(weight_MK), spec), Quantized(
-            *transposed, None, _shape(weight_MK.T), spec
+        if not can_join(weights, spec):
+            return super().quantize_weights(weights, spec)
+        forward, transposed = quantize_square_blocks([_contiguous_rows(weight) for weight in weights])
+        shape_t = weights[0].shape[1], sum(len(weight) for weight in weights)
+        return QuantizedWeights(
+            tuple(Quantized(*one, None, _shape(weight), spec) for one, weight in zip(forward, weights, strict=True)),
+            (Quantized(*transposed, None, shape_t, spec),),
+        )
+
+    def quantize_joined(
+        self, parts: Sequence[Tensor], spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[Quantized | None, Quantized | None]:
+        from threefold.engine.precision.quantize_for_cublas import quantize_blocks
+
+        square = spec_t is not None and _has_square_blocks(spec_t)
+        given = [_contiguous_rows(part) for part in parts]
+        rows, columns = quantize_blocks(given, spec is not None, spec_t is not None, square)
+        M, K = len(parts[0]), sum(part.shape[1] for part in parts)
+        return (
+            None if spec is None else Quantized(*rows, None, (M, K), spec),
+            None if spec_t is None else Quantized(*columns, None, (K, M), spec_t),
         )
 
     def matmul(self, a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype) -> Tensor:
@@ -91,8 +115,9 @@ class RowwiseBackend(BlockwiseBackend):
     def quantize_both(self, x_MK: Tensor, spec: QuantSpec, spec_t: QuantSpec) -> tuple[Quantized, Quantized]:
         return self.quantize_rows(x_MK, spec), self.quantize_transposed(x_MK, spec_t)
 
-    def quantize_weight(self, weight_MK: Tensor, spec: QuantSpec) -> tuple[Quantized, Quantized]:
-        return self.quantize_rows(weight_MK, spec), self.quantize_transposed(weight_MK, spec)
+    quantize_weight = EmulatedBackend.quantize_weight
+    quantize_weights = EmulatedBackend.quantize_weights
+    quantize_joined = EmulatedBackend.quantize_joined
 
     def matmul(self, a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype) -> Tensor:
         if _has_column_blocks(a_MK.spec):
@@ -105,6 +130,11 @@ class RowwiseBackend(BlockwiseBackend):
             out_dtype=dtype,
             use_fast_accum=False,
         )
+
+
+def can_join(weights: Sequence[Tensor], spec: QuantSpec) -> bool:
+    """Whether no block of 128 would hold rows of two of these weights, (O, I), if one followed the other."""
+    return spec.block == (_BLOCK, _BLOCK) and all(len(weight) % _BLOCK == 0 for weight in weights[:-1])
 
 
 def _has_column_blocks(spec: QuantSpec) -> bool:
@@ -149,17 +179,34 @@ class SimulatedBackend(EmulatedBackend):
     """The backend of a dry run: it allocates the outputs of the GPU kernels, and computes nothing."""
 
     def quantize_rows(self, x_MK: Tensor, spec: QuantSpec) -> Quantized:
-        (M, K), (block_rows, block_columns) = x_MK.shape, spec.block
-        multiple = 1 if spec.format.dtype is None else block_columns or 1
-        width = -(-K // multiple) * multiple
-        values = x_MK.new_empty(M, width if spec.format.dtype else -(-K // 2), dtype=spec.format.dtype or torch.uint8)
-        scale_dtype = _SCALE_DTYPES.get(spec.scale, torch.float32)
-        scales = x_MK.new_empty(-(-M // (block_rows or M)), -(-K // (block_columns or K)), dtype=scale_dtype)
-        global_scale = x_MK.new_empty((), dtype=torch.float32) if spec.scale == "e4m3" else None
-        return Quantized(values, scales, global_scale, _shape(x_MK), spec)
+        return self._empty(x_MK, _shape(x_MK), spec)
 
     def quantize_transposed(self, x_MK: Tensor, spec: QuantSpec) -> Quantized:
-        return self.quantize_rows(x_MK.T, spec)
+        return self._empty(x_MK, _shape(x_MK.T), spec)
+
+    def quantize_weights(self, weights: Sequence[Tensor], spec: QuantSpec) -> QuantizedWeights:
+        if not can_join(weights, spec):
+            return super().quantize_weights(weights, spec)
+        shape_t = weights[0].shape[1], sum(len(weight) for weight in weights)
+        forward = tuple(self._empty(weight, _shape(weight), spec) for weight in weights)
+        return QuantizedWeights(forward, (self._empty(weights[0], shape_t, spec),))
+
+    def quantize_joined(
+        self, parts: Sequence[Tensor], spec: QuantSpec | None, spec_t: QuantSpec | None
+    ) -> tuple[Quantized | None, Quantized | None]:
+        M, K = len(parts[0]), sum(part.shape[1] for part in parts)
+        rows = None if spec is None else self._empty(parts[0], (M, K), spec)
+        return rows, None if spec_t is None else self._empty(parts[0], (K, M), spec_t)
+
+    def _empty(self, like: Tensor, shape: tuple[int, int], spec: QuantSpec) -> Quantized:
+        (M, K), (block_rows, block_columns) = shape, spec.block
+        multiple = 1 if spec.format.dtype is None else block_columns or 1
+        width = -(-K // multiple) * multiple
+        values = like.new_empty(M, width if spec.format.dtype else -(-K // 2), dtype=spec.format.dtype or torch.uint8)
+        scale_dtype = _SCALE_DTYPES.get(spec.scale, torch.float32)
+        scales = like.new_empty(-(-M // (block_rows or M)), -(-K // (block_columns or K)), dtype=scale_dtype)
+        global_scale = like.new_empty((), dtype=torch.float32) if spec.scale == "e4m3" else None
+        return Quantized(values, scales, global_scale, shape, spec)
 
     def matmul(self, a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype) -> Tensor:
         return a_MK.values.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)

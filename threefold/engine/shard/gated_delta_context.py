@@ -8,17 +8,18 @@ Shapes: B batch, s this rank's shard of the sequence, S the whole, K key heads, 
 W channels of the convolution, P spans of all ranks, X and Y columns of a key head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.attention.delta_chunks import chunk_delta_rule
+from threefold.engine.attention.delta_chunks import ChunkedDelta, chunk_delta_rule
+from threefold.engine.attention.fused_delta import FusedSpan, count_delta_rule, fused_delta_rule
 from threefold.engine.attention.gated_delta import GatedDelta, HeadWeights, document_numbers, short_conv
 from threefold.engine.dist.collectives import gather_along
 from threefold.engine.dist.mesh import Group
+from threefold.engine.layers.positions import DocumentBounds
 from threefold.engine.shard.sequence_layout import heads_to_sequence, rank_spans, sequence_to_heads, undo_zigzag
 
 
@@ -29,28 +30,40 @@ class ContextParallelDelta:
     cp_comm: str
     group: Group
 
-    def __call__(self, layer: GatedDelta, qkv_BsKX: Tensor, ba_BsKY: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        layer: GatedDelta,
+        qkv_BsKX: Tensor,
+        ba_BsKY: Tensor,
+        documents_BS: Tensor | None,
+        bounds: DocumentBounds | None = None,
+    ) -> Tensor:
         if self.cp_comm == "a2a" and qkv_BsKX.shape[2] % self.group.size == 0:
-            return self._exchange_heads(layer, qkv_BsKX, ba_BsKY, documents_BS)
+            qkv, ba = sequence_to_heads([qkv_BsKX, ba_BsKY], self.group)
+            head_weights = layer.head_weights(self.group.rank, self.group.size)
+            return heads_to_sequence(layer.mix(qkv, ba, documents_BS, bounds, head_weights), self.group)
         return self._pass_states(layer, qkv_BsKX, ba_BsKY, documents_BS)
-
-    def _exchange_heads(self, layer: GatedDelta, qkv: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
-        qkv, ba = sequence_to_heads([qkv, ba], self.group)
-        head_weights = layer.head_weights(self.group.rank, self.group.size)
-        return heads_to_sequence(layer.mix(qkv, ba, documents_BS, head_weights), self.group)
 
     def _pass_states(self, layer: GatedDelta, qkv: Tensor, ba: Tensor, documents_BS: Tensor | None) -> Tensor:
         spans = rank_spans(qkv.shape[1] * self.group.size, self.group.size, self.group.rank)
         sizes = [len(span) for span in spans]
-        mixed_BsW = layer.channels(qkv)
-        convolved = convolve_spans(mixed_BsW.split(sizes, dim=1), spans, layer.conv, documents_BS, self.group)
-        g_BsH, beta_BsH = HeadWeights(layer.conv, layer.dt_bias, layer.a_log).gates(ba)
-        gates = zip(g_BsH.split(sizes, dim=1), beta_BsH.split(sizes, dim=1), strict=True)
+        weights = HeadWeights(layer.conv, layer.dt_bias, layer.a_log)
         document_BS = None if documents_BS is None else document_numbers(documents_BS)
-        parts = [
-            chunk_delta_rule(*layer.heads(F.silu(mixed)), g, beta, *span_documents(span, document_BS))
-            for mixed, span, (g, beta) in zip(convolved, spans, gates, strict=True)
-        ]
+        # The effect of a span on a state needs k more values, with which the kernels were not compared on a GPU.
+        fused = fused_delta_rule(qkv, layer.spec.k_dim, layer.spec.v_dim + layer.spec.k_dim, layer.kernels)
+        count_delta_rule(fused)
+        parts: list[ChunkedDelta | FusedSpan] = []
+        longer = spans_with_tails(qkv.split(sizes, dim=1), spans, layer.conv.shape[1], documents_BS, self.group)
+        for span, (qkv_BTKX, documents, tail), gates in zip(spans, longer, ba.split(sizes, dim=1), strict=True):
+            heads = layer.convolve(qkv_BTKX, layer.conv, documents, normalize=fused is not None)
+            q, k, v = (part[:, tail:] for part in heads)
+            found = span_documents(span, document_BS)
+            if fused is None:
+                q, k = (part.repeat_interleave(layer.values_per_key, dim=2) for part in (q, k))
+                parts.append(chunk_delta_rule(q, k, v, *weights.gates(gates), *found))
+            else:
+                a, b = weights.raw_gates(gates)
+                parts.append(fused.span(q, k, v, a, b, layer.a_log, layer.dt_bias, *found))
         states = self._initial_states(torch.stack([part.transition() for part in parts]), spans)
         return torch.cat([part.output(state) for part, state in zip(parts, states, strict=True)], dim=1)
 
@@ -72,17 +85,22 @@ def convolve_spans(
     mixed: Sequence[Tensor], spans: Sequence[range], weight_WT: Tensor, documents_BS: Tensor | None, group: Group
 ) -> list[Tensor]:
     """The short convolution of each span, which needs the last few tokens of the span before it."""
-    tail = min(weight_WT.shape[1] - 1, len(spans[0]))
-    ends_BTW = torch.cat([part[:, part.shape[1] - tail :] for part in mixed], dim=1)
-    ends_BTW = undo_zigzag(gather_along(ends_BTW, group, dim=1), group.size, 1)
-    convolved = []
-    for part, span in zip(mixed, spans, strict=True):
+    longer = spans_with_tails(mixed, spans, weight_WT.shape[1], documents_BS, group)
+    return [short_conv(part, weight_WT, documents)[:, tail:] for part, documents, tail in longer]
+
+
+def spans_with_tails(
+    parts: Sequence[Tensor], spans: Sequence[range], taps: int, documents_BS: Tensor | None, group: Group
+) -> Iterator[tuple[Tensor, Tensor | None, int]]:
+    """Each span behind the last few tokens of the span before it, the documents of both, and how many these few are."""
+    tail = min(taps - 1, len(spans[0]))
+    ends = torch.cat([part[:, part.shape[1] - tail :] for part in parts], dim=1)
+    ends = undo_zigzag(gather_along(ends, group, dim=1), group.size, 1)
+    for part, span in zip(parts, spans, strict=True):
         until = span.start // len(span) * tail
-        needed = min(weight_WT.shape[1] - 1, until)
-        longer = torch.cat([ends_BTW[:, until - needed : until], part], dim=1)
+        needed = min(taps - 1, until)
         documents = None if documents_BS is None else documents_BS[:, span.start - needed : span.stop]
-        convolved.append(short_conv(longer, weight_WT, documents)[:, needed:])
-    return convolved
+        yield torch.cat([ends[:, until - needed : until], part], dim=1), documents, needed
 
 
 def span_documents(span: range, document_BS: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

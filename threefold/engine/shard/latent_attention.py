@@ -19,6 +19,7 @@ dim, X other widths.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_b
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile, host_documents
 from threefold.engine.attention.mla import MlaAttention, key_value_heads, query_heads
 from threefold.engine.autograd.main_grad import main_grad_of
+from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
 from threefold.engine.context import count_event, override
 from threefold.engine.dist.mesh import Group
 from threefold.engine.layers.positions import Positions
@@ -152,24 +154,32 @@ class _UpProjection:
         return whole
 
 
+def _attend_latents(
+    q_BsX: Tensor, kv_BsX: Tensor, q_weight: Tensor, kv_weight: Tensor, call: _Call
+) -> tuple[Tensor, Tensor]:
+    """The outputs of all heads for this rank's tokens, and the log-sum-exps of this rank's heads."""
+    spec, inner_group = call.spec, call.exchange.inner_group
+    q_up = _UpProjection(q_weight, inner_group, call.q_recipe)
+    kv_up = _UpProjection(kv_weight, inner_group, call.kv_recipe)
+    q_BSX = start_sequence_gather(q_BsX, inner_group, dim=1)()
+    q_BhSd = query_heads(spec, q_up(q_BSX), _table(call))
+    del q_BSX
+    out_BhSv, lse_BhS = empty_output(q_BhSd, spec.v_dim)
+    for rank, latents_BSX in call.exchange.latents(kv_BsX):
+        for at, tiles in call.blocks(rank):
+            k, v = _expand(call, kv_up, latents_BSX[:, at])
+            attend_tiles(out_BhSv, lse_BhS, q_BhSd, k, v, call.mask.scale, tiles)
+    out_BShv = q_BhSd.new_empty(out_BhSv.transpose(1, 2).shape).copy_(out_BhSv.transpose(1, 2))
+    # Saved as the output projection reads it, and traded for heads once more in the backward.
+    return heads_to_sequence(out_BShv, inner_group), lse_BhS
+
+
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BsX: Tensor, kv_BsX: Tensor, q_weight: Tensor, kv_weight: Tensor, call: _Call) -> Tensor:
         count_event("attention", "tiles over ranks, latents exchanged")
-        spec, inner_group = call.spec, call.exchange.inner_group
-        q_up = _UpProjection(q_weight, inner_group, call.q_recipe)
-        kv_up = _UpProjection(kv_weight, inner_group, call.kv_recipe)
-        q_BSX = start_sequence_gather(q_BsX, inner_group, dim=1)()
-        q_BhSd = query_heads(spec, q_up(q_BSX), _table(call))
-        del q_BSX
-        out_BhSv, lse_BhS = empty_output(q_BhSd, spec.v_dim)
-        for rank, latents_BSX in call.exchange.latents(kv_BsX):
-            for at, tiles in call.blocks(rank):
-                k, v = _expand(call, kv_up, latents_BSX[:, at])
-                attend_tiles(out_BhSv, lse_BhS, q_BhSd, k, v, call.mask.scale, tiles)
-        out_BShv = q_BhSd.new_empty(out_BhSv.transpose(1, 2).shape).copy_(out_BhSv.transpose(1, 2))
-        # Saved as the output projection reads it, and traded for heads once more in the backward.
-        out_BsHv = heads_to_sequence(out_BShv, inner_group)
+        compute = partial(_attend_latents, q_BsX, kv_BsX, q_weight, kv_weight, call)
+        out_BsHv, lse_BhS = save_output(CORE_ATTENTION, compute, 2)
         ctx.save_for_backward(q_BsX, kv_BsX, q_weight, kv_weight, out_BsHv, lse_BhS)
         ctx.call = call
         return out_BsHv

@@ -5,7 +5,7 @@ Both compute tile by tile (`attention/attend_tiles.py`) and merge by log-sum-exp
 Shapes: B batch, H query heads, G key/value heads, s this rank's shard of the sequence, S the whole, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_backward, empty_output
 from threefold.engine.attention.backend import add_sink, sink_gradient
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile
+from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
 from threefold.engine.dist.collectives import PendingCollective, send_recv
 from threefold.engine.dist.mesh import Group
 from threefold.engine.shard.sequence_layout import rank_spans, start_sequence_gather, start_sequence_reduce
@@ -60,13 +61,28 @@ class ShardedMask:
                     yield slice(keys.start, keys.stop), tiles
 
 
-def _add_sinks_and_save(
-    ctx: Any, sharded_mask: ShardedMask, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Any
+def _attend_and_save(
+    ctx: Any,
+    sharded_mask: ShardedMask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Any,
+    attend_all: Callable[[Tensor, Tensor], None],
 ) -> Tensor:
-    """Add the sink to the merged output, once for each query whatever the tiles, and save tensors for the backward."""
-    if sinks is not None:
-        out, lse = add_sink(out, lse, sinks.view(-1, 1))
-    out = out.to(q.dtype)
+    """Attention by `attend_all`, which merges all tiles into an output and its log-sum-exps.
+
+    The sink is added to the merged output, once for each query whatever the tiles. Tensors are saved for the backward.
+    """
+
+    def compute() -> tuple[Tensor, Tensor]:
+        out, lse = empty_output(q, v.shape[-1])
+        attend_all(out, lse)
+        if sinks is not None:
+            out, lse = add_sink(out, lse, sinks.view(-1, 1))
+        return out.to(q.dtype), lse
+
+    out, lse = save_output(CORE_ATTENTION, compute, 2)
     ctx.save_for_backward(q, k, v, out, lse, sinks)
     ctx.sharded_mask = sharded_mask
     return out
@@ -139,10 +155,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sharded_mask: ShardedMask) -> Tensor:
-        out, lse = empty_output(q, v.shape[-1])
-        for rank, (k_now, v_now) in around_ring([k, v], sharded_mask.group):
-            attend_tiles(out, lse, q, k_now, v_now, sharded_mask.scale, sharded_mask.tiles_for_rank(rank))
-        return _add_sinks_and_save(ctx, sharded_mask, q, k, v, out, lse, sinks)
+        def attend_all(out: Tensor, lse: Tensor) -> None:
+            for rank, (k_now, v_now) in around_ring([k, v], sharded_mask.group):
+                attend_tiles(out, lse, q, k_now, v_now, sharded_mask.scale, sharded_mask.tiles_for_rank(rank))
+
+        return _attend_and_save(ctx, sharded_mask, q, k, v, sinks, attend_all)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -164,10 +181,11 @@ class AllGatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sharded_mask: ShardedMask) -> Tensor:
-        out, lse = empty_output(q, v.shape[-1])
-        all_k, all_v = _gather_keys_and_values(k, v, sharded_mask.group)
-        attend_tiles(out, lse, q, all_k, all_v, sharded_mask.scale, sharded_mask.tiles_for_sequence())
-        return _add_sinks_and_save(ctx, sharded_mask, q, k, v, out, lse, sinks)
+        def attend_all(out: Tensor, lse: Tensor) -> None:
+            all_k, all_v = _gather_keys_and_values(k, v, sharded_mask.group)
+            attend_tiles(out, lse, q, all_k, all_v, sharded_mask.scale, sharded_mask.tiles_for_sequence())
+
+        return _attend_and_save(ctx, sharded_mask, q, k, v, sinks, attend_all)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

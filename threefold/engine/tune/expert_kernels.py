@@ -19,7 +19,7 @@ import torch
 
 from threefold.engine.autograd.token_chunks import chunk_size
 from threefold.engine.dispatch.capacity import Capacity
-from threefold.engine.kernels.availability import has_cute_kernels, has_triton_kernels
+from threefold.engine.kernels.availability import has_cute_kernels, has_gluon_kernels, has_triton_kernels
 from threefold.engine.kernels.experts.counting_sort import counting_sort
 from threefold.engine.kernels.experts.gpu_steps import GpuSteps
 from threefold.engine.kernels.experts.kernel_choice import (
@@ -30,10 +30,11 @@ from threefold.engine.kernels.experts.kernel_choice import (
     StepConfig,
     cute_candidates,
     default_choice,
+    gluon_candidates,
     save_choice,
     triton_candidates,
 )
-from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
+from threefold.engine.kernels.launch_config import CuteConfig, GluonConfig, TritonConfig
 from threefold.plan.plan import Plan
 
 _ROW_DTYPE_BYTES = 2  # the kernels take bf16 rows only
@@ -46,16 +47,15 @@ StepTimes = dict[str, dict[StepConfig, float]]  # milliseconds of each step by e
 def tune_experts(shape: ExpertShape, top_k: int, device: torch.device) -> KernelChoice:
     """Measure, store the choices on disk, and return the best one. Expert loads are those of a balanced router."""
     workload = _make_workload(shape, top_k, device)
-    has_cute = has_cute_kernels(device)
-    starts = [default_choice(shape), *([default_choice(shape, "cute")] if has_cute and shape.plain else [])]
-    times = {start: _step_times(workload, start, shape.gathered, has_cute) for start in starts}
-    choices_by_kind = {
-        "torch": [KernelChoice()],
-        "triton": [default_choice(shape), _fastest_choice(times[starts[0]], (TritonConfig,))],
-    }
+    has_cute, has_gluon = has_cute_kernels(device), has_gluon_kernels(device)
+    default = default_choice(shape, has_gluon=has_gluon)
+    starts = [default, *([default_choice(shape, "cute")] if has_cute and shape.plain else [])]
+    times = {start: _step_times(workload, start, shape, has_gluon, has_cute) for start in starts}
+    ours = TritonConfig, GluonConfig
+    choices_by_kind = {"torch": [KernelChoice()], "triton": [default, _fastest_choice(times[default], ours)]}
     if has_cute:
         choices_by_kind["cute"] = [_fastest_choice(times[start], (CuteConfig,)) for start in starts]
-        choices_by_kind["auto"] = [_fastest_choice(times[start], (TritonConfig, CuteConfig)) for start in starts]
+        choices_by_kind["auto"] = [_fastest_choice(times[start], (*ours, CuteConfig)) for start in starts]
     all_choices = {choice: None for choices in choices_by_kind.values() for choice in choices}
     total_times = _interleaved_times(workload, all_choices, (STEPS[0], STEPS[-1]), _ALL_STEPS_REPEATS)
     for kind, choices in choices_by_kind.items():
@@ -104,11 +104,17 @@ def _num_rows_after_capacity(plan: Plan, num_tokens: int) -> int:
     return capacity_rows if layout.tp * layout.cp * layout.ep * layout.etp == 1 else min(capacity_rows, num_copies)
 
 
-def _step_times(workload: Workload, start: KernelChoice, gathered: bool, has_cute: bool) -> StepTimes:
+def _step_times(
+    workload: Workload, start: KernelChoice, shape: ExpertShape, has_gluon: bool, has_cute: bool
+) -> StepTimes:
     """Milliseconds of each kernel of each step amid the other steps of `start`, with its layout of FC1's output."""
     found: StepTimes = {}
     for step in STEPS:
-        configs = [*triton_candidates(step), *(cute_candidates(step, gathered) if has_cute else [])]
+        configs = [
+            *triton_candidates(step),
+            *(gluon_candidates(step, shape) if has_gluon else []),
+            *(cute_candidates(step, shape.gathered) if has_cute else []),
+        ]
         choices = [replace(start, **{step: config}) for config in _allowed_configs(step, start, configs)]
         times = _interleaved_times(workload, choices, (step, step))
         found[step] = {getattr(choice, step): times[choice] for choice in choices}

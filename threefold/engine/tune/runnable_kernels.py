@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -96,13 +95,14 @@ def _flash_attention_4() -> None:
 
 
 def _gated_delta_rule() -> None:
-    if find_spec("fla") is None:
-        raise RuntimeError("flash-linear-attention is not installed: plain torch takes its place, slowly")
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from threefold.engine.attention.fused_delta import load_kernels
 
-    q, k, v = (_ones(1, 64, 2, 64) for _ in range(3))
-    g, beta = -torch.ones(1, 64, 2, device="cuda"), _ones(1, 64, 2)
-    _run_backward(chunk_gated_delta_rule(q * 0.01, k * 0.01, v, g, beta)[0])
+    rule = load_kernels()
+    if rule is None:
+        raise RuntimeError("flash-linear-attention is not installed or not usable: plain torch takes its place, slowly")
+    q, k = (_ones(1, 64, 1, 64) for _ in range(2))
+    v, a, b = _ones(1, 64, 2, 64), _ones(1, 64, 2), _ones(1, 64, 2)
+    _run_backward(rule.mix(q * 0.1, k * 0.1, v, a, b, _ones(2), _ones(2)))
 
 
 def _mamba_scan() -> None:

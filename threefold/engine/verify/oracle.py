@@ -72,10 +72,11 @@ def run_one_rank(
 def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
     """What one rank trains to compare the plan's ranks with: the unsharded model with the plainest knobs."""
     job = replace(plan.job, dynamic_length=False)
-    kept = ("precision", "optimizer_dtype", "master_weights")  # they change what is computed and which states there are
+    # They change what is computed and which states there are. Remainders of master weights are held to whole ones.
+    kept = ("precision", "optimizer_dtype", "master_weights", "muon_dtype")
     knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
-    plain = replace(plain, vision_recompute=())
+    plain = replace(plain, recompute_save=(), vision_recompute=())
     plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False, graphs=())
     return replace(plan, layout=Layout(), job=job, knobs=knobs), plain
 

@@ -39,6 +39,7 @@ PLAIN: tuple[Row, ...] = (
     Row("job.adam_beta2", "optimizer.adam_beta2", when="stated"),
     Row("job.adam_eps", "optimizer.adam_eps", when="stated"),
     Row("job.clip_norm", "optimizer.clip_grad", when="stated"),
+    Row("knobs.store_param_remainders", "optimizer.store_param_remainders", when="stated"),
     Row("job.initial_loss_scale", "mixed_precision.initial_loss_scale", when="stated"),
     Row("job.loss_scale_window", "mixed_precision.loss_scale_window", when="stated"),
     Row("job.warmup_steps", "scheduler.lr_warmup_iters", when="stated"),

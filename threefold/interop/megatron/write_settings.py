@@ -121,7 +121,7 @@ def _write_precision(writer: Writer) -> None:
 
 def _write_optimizer_states(writer: Writer) -> None:
     knobs = writer.plan.knobs
-    is_aware = knobs.optimizer_dtype != "fp32" or knobs.grad_dtype != "fp32"
+    is_aware = knobs.optimizer_dtype != "fp32" or knobs.grad_dtype != "fp32" or knobs.store_param_remainders
     writer.put("knobs.grad_dtype", "mixed_precision.grad_reduce_in_fp32", knobs.grad_dtype == "fp32")
     writer.put("knobs.optimizer_dtype", "optimizer.use_precision_aware_optimizer", is_aware)
     if is_aware:

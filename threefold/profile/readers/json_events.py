@@ -43,6 +43,7 @@ class Args(
         "reserved": "Total Reserved",
         "device_type": "Device Type",
         "device_id": "Device Id",
+        "num_bytes": "bytes",
     },
 ):
     """Arguments of an event that say something about walls. Their types are checked where they are used."""
@@ -62,6 +63,7 @@ class Args(
     reserved: Any = None
     device_type: Any = None
     device_id: Any = None
+    num_bytes: Any = None
 
 
 class Event(msgspec.Struct, gc=False):

@@ -9,6 +9,7 @@ import gc
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,7 @@ class _Collector:
         self.operator_collectives: dict[int, int] = {}
         self.operands: dict[int, tuple[str, str]] = {}
         self.memory: dict[int, MemoryUse] = {}
+        self.copied_bytes: Counter[tuple[int, int]] = Counter()
         self.halves: list[tuple[str, str, Event]] = []  # begins and ends of device events: lane, kind, event
         self._kind_of: dict[str | None, str] = {}
         self._seen_args: dict[bytes, str] = {}
@@ -163,12 +165,17 @@ class _Collector:
         devices = [(event.pid if one.device is None else one.device,) for event, one in pairs]
         streams = [event.tid if one.stream is None else one.stream for event, one in pairs]
         collectives = [-1 if one.operation is None and not one.group_name else self._collective(one) for one in args]
+        indices = self.devices.indices(_plain_all(devices))
+        if kind == "copy":
+            for place, one in enumerate(args):
+                if one.num_bytes is not None:
+                    self.copied_bytes[int(indices[place]), int(names[place])] += max(0, _number(one.num_bytes))
         columns = self.device_annotations if kind == "device_annotation" else self.on_device
         columns.add(
             start,
             start + length,
             names,
-            self.devices.indices(_plain_all(devices)),
+            indices,
             _numbers(streams),
             np.full(len(events), COPY if kind == "copy" else KERNEL),
             _numbers([one.correlation for one in args]),
@@ -257,6 +264,7 @@ class _Collector:
             operator_collectives=self.operator_collectives,
             memory=self.memory,
             operands=self.operands,
+            copied_bytes=self.copied_bytes,
             groups=groups,
             rank=rank,
             num_unended=num_unended,

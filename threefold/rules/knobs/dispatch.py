@@ -235,3 +235,22 @@ def expert_kernels_have_use(plan: Plan) -> Iterator[Finding]:
     elif kernels == "cute" and plan.chip.architecture != "hopper":
         problem = f"the cute kernels run on Hopper, not on {plan.chip.name}"
         yield Finding(at="knobs.expert_kernels", problem=problem, fix={"knobs.expert_kernels": None})
+
+
+@rule(severity="warning", rows="EX-GG", target="threefold")
+def delta_kernels_have_use(plan: Plan) -> Iterator[Finding]:
+    """Kernels of the gated delta rule are named where a model has such layers, and fla where it can run.
+
+    Why: flash-linear-attention runs on GPUs, in sixteen bits; its matmuls of fp32 numbers would be in TF32. Elsewhere
+        the rule runs in plain torch, whatever is named, and a model without such layers has no use for either.
+    Confirm: knobs.delta_kernels, knobs.precision, the chip, and the mixers of the model's layers.
+    Fix: leave the kernels to what is installed.
+    """
+    kernels, at = plan.knobs.delta_kernels, "knobs.delta_kernels"
+    if kernels is None:
+        return
+    if not any(layer.mixer == "delta" for layer in plan.model.layers):
+        yield Finding(at=at, problem=f"{plan.model.name} has no layers of the gated delta rule", fix={at: None})
+    elif kernels == "fla" and (plan.knobs.precision == "fp32" or plan.chip.architecture == "cpu"):
+        where = "in fp32" if plan.knobs.precision == "fp32" else f"on {plan.chip.name}"
+        yield Finding(at=at, problem=f"flash-linear-attention does not run {where}: plain torch does", fix={at: None})

@@ -192,7 +192,8 @@ def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
     """Graph scopes start narrow and widen after the run is stable.
 
     Why: a wide scope hides the first shape, routing or memory fault inside a replay; multimodal inputs make
-        such faults likely.
+        such faults likely. Our engine compares shapes and addresses before a replay, and on one GPU its whole
+        iteration gave the losses of the eager one.
     Confirm: a run of this plan with narrower scopes that was sound.
     Fix: the scopes of the message first.
     """
@@ -200,6 +201,8 @@ def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
     if "graphs" in plan.stack.measured:
         return
     if "full_iteration" in scopes:
+        if plan.target == "threefold" and plan.layout.gpus == 1:
+            return
         problem = "full_iteration before narrower scopes are known to be stable"
         since = f"the documents' order ({GRAPH_SCOPES.since}); published runs did use it"
         advice = f"{since}: stack.measured=graphs where yours was stable"

@@ -108,8 +108,8 @@ def nvfp4_after_stable(plan: Plan) -> Iterator[Finding]:
 def mfu_with_its_peak(plan: Plan) -> Iterator[Finding]:
     """A low-precision benchmark is judged by throughput, with MFU beside it and its peak named.
 
-    Why: FP8 doubles the peak but not the whole step, so MFU falls while the run gets faster; attention and
-        the output layer still run in bf16.
+    Why: FP8 doubles the peak but not the whole step, so MFU falls while the run gets faster; attention and, without
+        knobs.fp8_output, the output layer still run in bf16.
     Confirm: compare tokens per second of both precisions.
     Fix: report absolute throughput first.
     """
@@ -227,6 +227,30 @@ def fp8_dispatch_by_alltoall(plan: Plan) -> Iterator[Finding]:
     if plan.model.dim % 128:
         problem = f"rows of {plan.model.dim} numbers are no whole blocks of 128"
         yield Finding(at="knobs.fp8_dispatch", problem=problem, fix={"knobs.fp8_dispatch": None})
+
+
+@rule(rows="FP-BLOCK", target="threefold")
+def fp8_output_fits_head(plan: Plan) -> Iterator[Finding]:
+    """The output layer is multiplied in FP8 where its format, its bias and its width allow it.
+
+    Why: a bias of the head is a column of its matrix here, which would be rounded among weights. Gradients of a softmax
+        span five orders of magnitude, more than four bits and their scales do. Kernels want the vocabulary of a rank in
+        multiples of 16.
+    Confirm: knobs.precision, the model's vocabulary, layout.tp.
+    Fix: the output layer in bf16.
+    """
+    if not plan.knobs.fp8_output or not plan.low_precision:
+        return
+    width = -(-plan.model.vocab // plan.layout.tp)
+    problem = None
+    if plan.knobs.precision == "nvfp4":
+        problem = "the output layer in nvfp4: small probabilities would be lost"
+    elif plan.model.head_bias:
+        problem = f"the output layer of {plan.model.name} has a bias"
+    elif not is_emulated(plan) and (width % 16 or plan.model.vocab % 16):
+        problem = f"a vocabulary of {plan.model.vocab} over {plan.layout.tp} ranks: {width} columns, no multiple of 16"
+    if problem is not None:
+        yield Finding(at="knobs.fp8_output", problem=problem, fix={"knobs.fp8_output": None})
 
 
 @rule(

@@ -1,13 +1,15 @@
 """Recompute and offload: names, conflicts, and the order in which to reach for them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from threefold.cost.memory_ladder import fitting_sets
+from threefold.cost.memory_ladder import fitting_sets, surely_fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule, without
 from threefold.rules.knobs.dispatch import fuses_experts
 from threefold.rules.layout.batch import can_be_priced
+from threefold.spec.flops import layer_flops
 from threefold.spec.model import MlaSpec
 from threefold.spec.stacks import MEGATRON_ARGUMENTS, MEGATRON_CONFIG
 
@@ -48,6 +50,54 @@ def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
         problem = "a method or a number of layers without full recompute"
         at = "knobs.recompute_method" if knobs.recompute_method else "knobs.recompute_layers"
         yield Finding(at=at, problem=problem, fix=fix)
+
+
+@rule(severity="warning", rows="RC-FULL")
+def recompute_save_has_use(plan: Plan) -> Iterator[Finding]:
+    """Outputs are saved inside layers that are recomputed whole, by our engine.
+
+    Why: where a layer is not recomputed whole, attention runs once anyway. Megatron's full recompute saves nothing
+        inside a layer, and our engine saves the outputs of softmax attention over all keys alone.
+    Confirm: knobs.recompute_save with knobs.recompute; `threefold models` for the attention.
+    Fix: delete it, or recompute whole layers.
+    """
+    if not plan.knobs.recompute_save:
+        return
+    spec, problem = plan.model.attention, ""
+    if not plan.full_recompute:
+        problem = "no layer is recomputed whole"
+    elif plan.target != "threefold":
+        problem = f"{plan.target} saves nothing inside a recomputed layer"
+    elif spec is None or (isinstance(spec, MlaSpec) and spec.indexer is not None):
+        problem = f"{plan.model.name} has no attention over all keys"
+    if problem:
+        fix = {"knobs.recompute_save": None}
+        yield Finding(at="knobs.recompute_save", problem=f"core_attn: {problem}", fix=fix)
+
+
+@rule(severity="warning", rows="RC-ORDER", target="threefold", needs_fix=True)
+def full_recompute_saves_attention(plan: Plan) -> Iterator[Finding]:
+    """Full recompute of long sequences saves the outputs of attention.
+
+    Why: attention takes more time for every token of a longer sequence, and its outputs take no more memory: at a
+        million tokens its second forward is a fifth of the step.
+    Confirm: `threefold estimate` with the fix: the term `recompute` of the time.
+    Fix: save them, where they are predicted to fit.
+    """
+    if not plan.full_recompute or plan.knobs.recompute_save or not can_be_priced(plan):
+        return
+    parts = [
+        layer_flops(plan.model, layer, plan.job.seq_len) for layer in plan.model.layers if layer.mixer == "attention"
+    ]
+    if sum(each.attention for each in parts) < sum(each.counted for each in parts) / 2 or not parts:
+        return
+    saving = replace(plan, knobs=replace(plan.knobs, recompute_save=("core_attn",)))
+    if surely_fits(saving) and not any(recompute_save_has_use(saving)):
+        yield Finding(
+            at="knobs.recompute_save",
+            problem="attention runs twice forward, which is most of what full recompute repeats here",
+            fix={"knobs.recompute_save": ["core_attn"]},
+        )
 
 
 def _missing_modules(plan: Plan) -> dict[str, str]:
@@ -182,7 +232,7 @@ def _moves_nothing(plan: Plan) -> tuple[list[str], str]:
     names = list(plan.knobs.activation_offload)
     inside = [name for name in names if name in _IN_MOE]
     if plan.full_recompute:
-        return names, "recomputed as part of a layer"
+        return without(tuple(names), *plan.knobs.recompute_save), "recomputed as part of a layer"
     if not plan.model.is_moe:
         return inside, f"{plan.model.name} has no experts"
     if "moe" in plan.knobs.recompute:

@@ -1,14 +1,13 @@
-"""Bytes of activations that our own engine saves from forward to backward, per layer and per pipeline rank.
+"""Bytes of activations that our own engine saves from forward to backward, per layer.
 
 They are given by memory term and counted from the code of `engine/`, tensor by tensor. Rehearsals run that code and
-check these numbers against it. `layer_activations` is for one layer and one microbatch; `add_stage_activations` sums
+check these numbers against it. `layer_activations` is for one layer and one microbatch; `stage_activations.py` sums
 over layers and microbatches in flight.
 """
 
-from collections.abc import Sequence
-
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes, is_sparse
+from threefold.cost.memory.threefold.timelines.grouped_heads import attention_of, gqa_group, saved_output_bytes
 from threefold.cost.memory.threefold.timelines.norm_inputs import (
     expert_norm_bytes,
     has_own_norms,
@@ -19,11 +18,8 @@ from threefold.cost.memory.threefold.timelines.norm_inputs import (
     shared_norm_bytes,
     value_norm_bytes,
 )
-from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import delta_saved_bytes, mamba_saved_bytes
-from threefold.cost.stage_contents import StageContents, chunk_layers
-from threefold.cost.trained_weights import is_partly_frozen
-from threefold.plan.plan import Plan
+from threefold.cost.stage_contents import first_gradient_in
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.spec.stacks import FUSED_ACTIVATIONS
 
@@ -32,14 +28,22 @@ _SAVED_BY_EXPERTS = {"clamped swiglu": 8.0, "relu2": 3.0}  # tensors of the expe
 
 def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
     """Bytes that one layer saves for one microbatch, offload aside."""
+    begins = first_gradient_in(layer)
+    if begins == "none":
+        return {}
     if "full" in local.recompute:
-        return {"norms": local.element_bytes * local.model.dim * local.tokens * local.recompute_units_per_layer}
-    saved = {"norms": _norm(local, layer.mixer != "none", local.gemm_input_bytes * mixer_saves_norm(local, layer))}
-    # A router, and a module that is recomputed, save the norm's output unquantized.
-    is_unquantized = layer.ffn == "moe" or _recomputes_ffn(local, layer)
-    output_bytes = local.element_bytes if is_unquantized else local.gemm_input_bytes
-    saved["norms"] += _norm(local, layer.ffn != "none", output_bytes * _ffn_saves_norm(local, layer))
-    saved["attention"] = mixer_bytes(local, layer)
+        inputs = local.element_bytes * local.model.dim * local.tokens * local.recompute_units_per_layer
+        outputs = saved_output_bytes(local, layer)
+        return {"norms": inputs} | ({"attention": outputs} if outputs else {})
+    if begins != "input":
+        return _ffn_activations(local, layer, {"norms": 0.0, "attention": 0.0})
+    mixer_norm = _norm(local, layer.mixer != "none", local.gemm_input_bytes * mixer_saves_norm(local, layer))
+    return _ffn_activations(local, layer, {"norms": mixer_norm, "attention": mixer_bytes(local, layer)})
+
+
+def _ffn_activations(local: LocalSizes, layer: Layer, saved: Terms) -> Terms:
+    """`saved` of the mixer, with what the feed-forward part and its norm save."""
+    saved["norms"] += ffn_norm_bytes(local, layer)
     if layer.ffn == "dense":
         saves_mlp = "mlp" not in local.recompute
         saved["mlp"] = mlp_bytes(local, "mlp", local.model.dense_dim, local.gathers_sequence) if saves_mlp else 0.0
@@ -47,7 +51,19 @@ def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
         saved |= {"router": _router(local) + router_input_bytes(local), "experts": expert_bytes(local)}
         saved["dispatch"] = _dispatch(local) + expert_norm_bytes(local)
         saved["shared_experts"] = shared_expert_bytes(local)
+        if first_gradient_in(layer) == "ffn" and "router" not in local.saved_inputs:
+            saved["router"] = 0.0
+            saved |= {} if "expert_rows" in local.saved_inputs else {"experts": 0.0, "dispatch": 0.0}
     return saved
+
+
+def ffn_norm_bytes(local: LocalSizes, layer: Layer) -> float:
+    """What the norm before the feed-forward part saves: its input, if that has a gradient, and its output."""
+    # A router, and a module that is recomputed, save the norm's output unquantized.
+    is_unquantized = layer.ffn == "moe" or _recomputes_ffn(local, layer)
+    output_bytes = local.element_bytes if is_unquantized else local.gemm_input_bytes
+    saved = _norm(local, layer.ffn != "none", output_bytes * _ffn_saves_norm(local, layer))
+    return saved - (local.tokens * norm_bytes(local, local.model.dim) if first_gradient_in(layer) == "ffn" else 0.0)
 
 
 def recomputed_activations(local: LocalSizes, layer: Layer, plain: LocalSizes) -> Terms:
@@ -56,18 +72,33 @@ def recomputed_activations(local: LocalSizes, layer: Layer, plain: LocalSizes) -
     fractions = dict.fromkeys(("dispatch", "experts", "shared_experts"), local.expert_chunk_fraction)
     fractions |= {"mlp": local.mlp_chunk_fraction}
     made = {name: size * fractions.get(name, 1.0) for name, size in made.items()}
-    spec = local.model.attention
-    if layer.mixer == "attention" and isinstance(spec, MlaSpec):
-        made["attention"] -= mla_up_bytes(plain, spec) * (1 - local.head_chunk_fraction)
+    if made.get("attention"):
+        made["attention"] -= sum(_heads_in_groups(local, layer, plain))
+        made["attention"] += late_recomputed_bytes(local, layer, plain)
     return made
 
 
 def late_recomputed_bytes(local: LocalSizes, layer: Layer, plain: LocalSizes) -> float:
-    """The part of `recomputed_activations` that is made only in the mixer's backward: MLA's heads, chunk by chunk."""
-    spec = local.model.attention
-    if layer.mixer != "attention" or not isinstance(spec, MlaSpec) or local.head_chunk_fraction == 1:
-        return 0.0
-    return mla_up_bytes(plain, spec) * local.head_chunk_fraction
+    """The part of `recomputed_activations` that is made only in the mixer's backward: heads, group by group."""
+    return _heads_in_groups(local, layer, plain)[0]
+
+
+def _heads_in_groups(local: LocalSizes, layer: Layer, plain: LocalSizes) -> tuple[float, float]:
+    """What attention saves of heads that run in groups: of one group, and of all others."""
+    spec = attention_of(local, layer)
+    if isinstance(spec, MlaSpec) and layer.mixer == "attention" and local.head_chunk_fraction < 1:
+        every = mla_up_bytes(plain, spec)
+        return every * local.head_chunk_fraction, every * (1 - local.head_chunk_fraction)
+    if not isinstance(spec, GqaSpec) or (group := gqa_group(local, spec)).is_all or local.score_bytes(spec):
+        return 0.0, 0.0
+    # All but the outputs and log-sum-exps of the kernel, which a group leaves behind.
+    kv = max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
+    keys = 2 * local.element_bytes * kv + (norm_bytes(local, kv, kv / spec.head_dim) if spec.qk_norm else 0.0)
+    outputs = (local.element_bytes * spec.head_dim + FP32) * spec.num_heads / local.tp
+    every = (_gqa(plain, spec) - outputs) * local.gathered_tokens
+    of_group = group.heads * local.tp / spec.num_heads * (every - keys * local.gathered_tokens)
+    of_group += group.kv_heads * spec.head_dim / kv * keys * local.gathered_tokens
+    return of_group, every - of_group
 
 
 def _norm(local: LocalSizes, exists: bool, output_bytes: float) -> float:
@@ -206,9 +237,10 @@ def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     """Latents before their norms and after, as the up projections read them."""
     b, t, q_rank = local.element_bytes, local.tokens, spec.q_rank or 0
     latents = b * t * (q_rank + spec.kv_rank + spec.rope_dim)
-    latents += 0 if local.has_fused_kernels else FP32 * t * ((1 if q_rank else 0) + 1)
+    if not local.has_fused_kernels:  # two statistics of each norm, and normalized latents
+        latents += FP32 * t * (2 * (bool(q_rank) + 1) + q_rank + spec.kv_rank)
     if local.plan.exchanges_latents:
-        return latents + _exchanged_latents(local, spec)
+        return latents + exchanged_latent_bytes(local, spec)
     normed = q_rank + spec.kv_rank + (spec.rope_dim if local.gathers_sequence else 0)
     normed = normed if "latents" in local.saved_inputs else 0
     latents += local.gemm_input_bytes * normed * (local.gathered_tokens if local.gathers_sequence else t)
@@ -218,7 +250,7 @@ def mla_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     return latents
 
 
-def _exchanged_latents(local: LocalSizes, spec: MlaSpec) -> float:
+def exchanged_latent_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     """What attention over latents saves of its inputs, never quantized: the queries' latents, and those of keys and
     values beside the rotated key. With TP the first are a part of all that was gathered."""
     kv, s, q_rank = spec.kv_rank + spec.rope_dim, local.gathered_tokens, spec.q_rank or 0
@@ -339,48 +371,3 @@ def shared_expert_bytes(local: LocalSizes) -> float:
     gathered_input = gathered_input_bytes(local.without_recompute if local.plan.knobs.ep_overlap else local, "shared")
     saved = mlp_bytes(local, "shared", moe.shared_width, with_input=False) + shared_norm_bytes(local)
     return saved + gathered_input + gate + quantized_input
-
-
-def add_stage_activations(
-    plan: Plan,
-    stage: int,
-    contents: StageContents,
-    saved: dict[Layer, Terms],
-    terms: Terms,
-    in_flight: Sequence[int],
-    finished: Sequence[int],
-) -> None:
-    """Add to `terms` the activations of every microbatch in flight, and the token ids of the whole step.
-
-    `saved` is what each kind of layer saves on the device, `in_flight` the microbatches by chunk, and `finished` those
-    whose backward is over.
-    """
-    local = LocalSizes(plan)
-    b, dim, t = local.element_bytes, plan.model.dim, local.tokens
-    for chunk, count in zip(contents.chunks, in_flight, strict=False):
-        for layer in (layers := chunk_layers(plan, chunk)):
-            for name, value in saved[layer].items():
-                terms[name] = terms.get(name, 0.0) + value * count
-        terms["attention"] = terms.get("attention", 0.0) + _rope_tables(local, layers) * count
-        # An MTP depth saves the next token's embedding and the hidden state, the norms of both side by side, and the
-        # input of its last norm.
-        embedded = b * dim * t * (chunk.mtp + (chunk.embedding and bool(layers)))
-        ends = chunk.mtp * b * dim * t * 5 + (b * dim * t if chunk.loss else 0.0) - embedded
-        # The first norm saves a frozen embedding only for a gradient of its own.
-        embedded *= "embedding" in local.saved_inputs or not is_partly_frozen(plan)
-        terms["norms"] = terms.get("norms", 0.0) + ends * count
-        terms["embedding"] = terms.get("embedding", 0.0) + embedded * count
-        if chunk.embedding:
-            terms["embedding"] += 2 * INT64 * local.gathered_tokens * count
-    num_buffers = PipelineBuffers(plan, stage, contents).count(in_flight, finished)
-    terms["norms"] = terms.get("norms", 0.0) + num_buffers * b * dim * t
-    step_tokens = plan.job.micro_batch * plan.job.seq_len
-    terms["embedding"] = terms.get("embedding", 0.0) + 2 * INT64 * step_tokens * max(1, plan.num_microbatches)
-
-
-def _rope_tables(local: LocalSizes, layers: Sequence[Layer]) -> float:
-    """Cosine and sine of the rotary embedding in fp32, which all layers of a kind share."""
-    kinds = {"attention": local.model.attention, "window": local.model.local_attention}
-    specs = [kinds[mixer] for mixer in {layer.mixer for layer in layers} & set(kinds)]
-    dims = sum(s.rope_dim for s in specs if s)
-    return FP32 * dims * local.gathered_tokens

@@ -8,9 +8,10 @@ code); everything else of the layer is freed. Recompute changes nothing, because
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from threefold.cost.memory.threefold.local_sizes import FP32, SCALE_ROWS, LocalSizes
+from threefold.cost.memory.threefold.local_sizes import FP32, SCALE_ROWS, LocalSizes, for_layer
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
-from threefold.cost.stage_contents import chunk_layers
+from threefold.cost.stage_contents import chunk_layers, first_gradient_in
+from threefold.cost.trained_weights import is_partly_frozen, trained_share
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
@@ -49,17 +50,21 @@ NO_WGRAD = WgradBytes()
 
 def delayed_wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
     """What one layer keeps for its weight gradients, for one microbatch. Frozen weights keep nothing."""
-    if local.trained_fraction == local.trained_expert_fraction == 0:
+    local = for_layer(local, layer)
+    if first_gradient_in(layer) == "none":
         return NO_WGRAD
-    if local.trained_fraction < 1 or local.trained_expert_fraction < 1:
-        return _of_trained(local, layer)
-    return _wgrad_bytes(local, layer)
-
-
-def _of_trained(local: LocalSizes, layer: Layer) -> WgradBytes:
-    """The same where some weights are frozen: the part of what all would keep that trained weights have."""
-    every, dense = _wgrad_bytes(local, layer), local.trained_fraction
-    return WgradBytes(every.mixer * dense, every.experts * local.trained_expert_fraction, every.dense * dense)
+    every = _wgrad_bytes(local, layer)
+    if not is_partly_frozen(local.plan):
+        return every
+    # Of a module with frozen weights, the part of what all would keep that trained weights have.
+    mixer, experts = trained_share(local.plan, "mixer"), trained_share(local.plan, "experts")
+    dense = trained_share(local.plan, "mlp" if layer.ffn == "dense" else "shared_experts")
+    of_experts = every.experts * experts
+    if local.expert_adapter_copies and local.model.moe is not None and layer.ffn == "moe":
+        # Adapters of experts delay theirs too, and keep the inputs and gradients of the GEMMs beside them unquantized.
+        hidden = local.model.moe.expert_dim / local.plan.layout.etp * (1 + local.num_fc1)
+        of_experts = local.element_bytes * (2 * local.model.dim + hidden) * local.expert_rows
+    return WgradBytes(every.mixer * mixer, of_experts, every.dense * dense)
 
 
 def _wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:

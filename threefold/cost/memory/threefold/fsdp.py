@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint, at_chunk_end
+from threefold.cost.memory.threefold.timelines.moe_backward import early_grad_rows
 from threefold.cost.memory.threefold.timelines.moe_forward import experts_peak
 from threefold.cost.memory.threefold.transients import embedding_transients
 from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.vision.saved_bytes import vision_saved_bytes
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer, MlaSpec
@@ -44,6 +46,13 @@ class FsdpUnits:
 def num_local_experts(plan: Plan) -> int:
     """Routed experts of a rank."""
     return max(1, plan.model.num_experts // plan.layout.ep)
+
+
+def expert_shards(plan: Plan, num_ranks: int) -> float:
+    """Local experts over those that the first of so many ranks holds: a shard is of whole experts, and the last ranks
+    may hold fewer, or none."""
+    number = num_local_experts(plan)
+    return number / -(-number // max(1, num_ranks))
 
 
 def only_chunk(chunk: Chunk) -> StageContents:
@@ -189,7 +198,10 @@ def expert_points(
     trained, experts_trained = local.trained_fraction, local.trained_expert_fraction
     with_reduction = gathered + (local.reduced_bytes * units.last_reduced + b * units.mtp_root) * trained
     in_backward: Terms = {"workspace": with_reduction + rows}
-    if local.recompute & {"moe", "full"}:
+    # Frozen experts are gathered when the gradient of their output arrives, if that is before a recompute begins.
+    is_frozen = not {"expert_rows", "expert_product"} & local.saved_inputs
+    is_early = "full" not in local.recompute and is_frozen and early_grad_rows(local) > 0
+    if local.recompute & {"moe", "full"} and not is_early:
         in_backward = {"workspace": with_reduction + moving, "recompute": recomputed}
     copied = max(b * units.experts, FP32 * units.padded_experts / units.expert_shards + b * units.experts / 3)
     reduction = always + b * (units.previous + units.mtp_root * trained) + copied * experts_trained - saved_experts
@@ -215,10 +227,15 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
         summed = local.reduced_bytes * units.loss_root / units.shards if layout.replicate > 1 else 0.0
         size = {"workspace": local.reduced_bytes * units.loss_root + b * (units.root + own)}
         points.append(PeakPoint("the loss's reduction", "backward", size, after_head=True, reduced_shards=summed))
+    if chunk.embedding and (layout.pp == 1 or "embedding" not in local.saved_inputs):
+        # A microbatch begins with a sharded root. The buffer that it was gathered into is there until the next unit is.
+        size = {"workspace": 2 * b * (units.root + units.layer)}
+        points.append(PeakPoint("the root's gathering", "forward", size, saved))
     if chunk.embedding and layout.pp > 1 and "embedding" in local.saved_inputs:
-        # After a microbatch's backward: the table's gradient, and the same in fp32 with its shard.
-        size = {"workspace": units.root * (b + local.reduced_bytes + FP32 / units.shards)}
-        points.append(PeakPoint("the embedding's reduction", "backward", size, saved, 1.0))
+        # After a microbatch's backward: the table's gradient, and the same in fp32. Nothing is left of its pictures.
+        pictures = {"vision": vision_saved_bytes(local.plan)} if local.plan.is_vlm else {}
+        size = {"workspace": units.root * (b + local.reduced_bytes)}
+        points.append(PeakPoint("the embedding's reduction", "backward", size, saved | pictures, 1.0))
         reduced = local.reduced_bytes * (units.layer or units.padded_experts)
         size = {"workspace": b * units.root + embedding_transients(local, False) + reduced}
         points.append(PeakPoint("the embedding's backward", "backward", size, saved, 1.0))
@@ -228,4 +245,9 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
         points.append(PeakPoint("the embedding's gathering", "backward", size, {} if layout.vpp > 1 else saved))
     layers = chunk_layers(local.plan, chunk)
     of_layers = reduced_shard_bytes(local, chunk, layers)
-    return [replace(point, reduced_shards=of_layers) if "embedding" in point.name else point for point in points]
+    # The shard of the table is its gradient, or is added to it.
+    of_table = {"the embedding's reduction": FP32 * units.root / units.shards}
+    return [
+        replace(point, reduced_shards=of_layers + of_table.get(point.name, 0.0)) if "embedding" in point.name else point
+        for point in points
+    ]

@@ -29,6 +29,7 @@ from threefold.cost.memory.threefold.fsdp import (
     quantized_expert_bytes,
     reduced_shard_bytes,
 )
+from threefold.cost.memory.threefold.graphs.pools import outside_transients
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint
@@ -37,11 +38,14 @@ from threefold.cost.memory.threefold.transients import (
     ffn_backward_transients,
     forward_transients,
     mixer_backward_transients,
+    shared_backward_transients,
 )
-from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.stage_contents import StageContents, chunk_layers, first_gradient_in
+from threefold.cost.vision.placed_features import NO_FEATURES, PlacedFeatures, placed_features
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
+from threefold.spec.params import layer_params, mixer_params
 
 _FFN_TERMS = ("mlp", "router", "dispatch", "experts", "shared_experts")
 
@@ -71,39 +75,77 @@ class LayerTables:
 
 
 def layer_tables(
-    local: LocalSizes, saved: dict[Layer, Terms], offloaded: Mapping[Layer, OffloadedActivations], splits: bool
+    local: LocalSizes,
+    saved: dict[Layer, Terms],
+    offloaded: Mapping[Layer, OffloadedActivations],
+    splits: bool,
+    uses_graphs: bool = False,
 ) -> LayerTables:
     """The tables of a plan, from what its kinds of layers save on the device and on the host, for backwards that delay
-    weight gradients (`splits`) or not."""
+    weight gradients (`splits`) or not. Where all passes use graphs, what these make lies in their pools."""
     wgrad = {layer: delayed_wgrad_bytes(local, layer) if splits else NO_WGRAD for layer in (*saved, NO_LAYER)}
     whole = {layer: add_terms((saved[layer], offloaded[layer].terms)) for layer in saved} | {NO_LAYER: {}}
     transients = {
         layer: _layer_transients(local, layer, terms, offloaded.get(layer, NOTHING_OFFLOADED), splits)
         for layer, terms in whole.items()
     }
+    if uses_graphs:
+        transients = {layer: _outside_graphs(local.plan, layer, each) for layer, each in transients.items()}
     return LayerTables(local, saved, offloaded, wgrad, transients)
 
 
 def _layer_transients(
     local: LocalSizes, layer: Layer, saved: Terms, offloaded: OffloadedActivations, splits: bool
 ) -> LayerTransients:
-    local = for_layer(local, layer)
+    local, begins = for_layer(local, layer), first_gradient_in(layer)
+    forward = forward_transients(local, layer, offloaded.ffn)
+    if layer.ffn == "moe" and (begins == "none" or not _routed_have_gradients(local, layer)):
+        forward += _unsaved_expert_bytes(local)
+    if begins == "none":
+        return LayerTransients(forward, forward, {layer.ffn: 0.0}, 0.0, 0.0, 0.0, 0.0)
     ffn, mixer = _recomputed_bytes(local, layer, saved)
     plain = layer_activations(local.without_recompute, layer)
-    forward = forward_transients(local, layer, offloaded.ffn)
-    is_alone = "full" not in local.recompute  # recompute of `moe` makes no mixer's output
+    second = forward_transients(local, layer, offloaded.ffn, is_recompute=True)
+    # Recompute of `moe`, or of a chunk of tokens by itself, makes no mixer's output.
+    is_alone = "full" not in local.recompute or (layer.ffn == "moe" and local.expert_chunk_fraction < 1)
     return LayerTransients(
         forward=forward,
-        second_forward=forward + ffn - is_alone * local.element_bytes * local.model.dim * local.tokens,
+        second_forward=second + ffn - is_alone * local.element_bytes * local.model.dim * local.tokens,
         ffn_backward=_ffn_backward_steps(local, layer, splits),
-        mixer_backward=mixer_backward_transients(local, layer),
+        mixer_backward=mixer_backward_transients(local, layer) if begins == "input" else 0.0,
         ffn_recomputed=ffn,
         mixer_recomputed=mixer,
         saved_experts=plain.get("experts", 0.0),
     )
 
 
+def _routed_have_gradients(local: LocalSizes, layer: Layer) -> bool:
+    """Whether the routed experts of a layer are behind the first gradient, or have it."""
+    return first_gradient_in(layer) != "ffn" or bool({"router", "expert_rows"} & local.saved_inputs)
+
+
+def _unsaved_expert_bytes(local: LocalSizes) -> float:
+    """FC1's output and FC2's input, which are there when experts without gradients run, although nothing saves them."""
+    moe = local.model.moe
+    assert moe is not None
+    width = (1 + local.num_fc1) * moe.expert_dim / local.plan.layout.etp
+    return local.element_bytes * width * local.expert_rows * local.expert_chunk_fraction
+
+
+def _outside_graphs(plan: Plan, layer: Layer, sizes: LayerTransients) -> LayerTransients:
+    """What is outside of graphs of the tensors that a layer holds for a moment."""
+    mixer, ffn = outside_transients(plan, layer)
+    if not mixer:
+        sizes = replace(sizes, mixer_backward=0.0, mixer_recomputed=0.0)
+    if not ffn:
+        steps = dict.fromkeys(sizes.ffn_backward, 0.0)
+        sizes = replace(sizes, forward=0.0, second_forward=0.0, ffn_backward=steps, ffn_recomputed=0.0)
+    return sizes
+
+
 def _ffn_backward_steps(local: LocalSizes, layer: Layer, splits: bool) -> Terms:
+    if layer.ffn == "moe" and not _routed_have_gradients(local, layer):
+        return {layer.ffn: shared_backward_transients(local)}
     if layer.ffn == "moe":
         shared_wgrad = delayed_wgrad_bytes(local, layer).dense if splits else 0.0
         return moe_backward_steps(local, splits, shared_wgrad=shared_wgrad)
@@ -176,18 +218,42 @@ def layer_points(
             points.append(PeakPoint(name, "forward", size, freed))
         else:
             over = ffn_freed if name == "a mixer's backward" else freed
-            points.append(PeakPoint(name, "backward", size, over, position.done_fraction, after_head=True))
+            done = position.done_fraction
+            if name == "a mixer's backward" and not tables.wgrad[layer].total:
+                done = max(done, _done_before_mixer(local, chunk, position))
+            points.append(PeakPoint(name, "backward", size, over, done, after_head=True))
+    features, number = chunk_features(local.plan, chunk), len(chunk_layers(local.plan, chunk)) - 1
+    waiting = features.gradients(number - len(position.later_layers))
     others = _recomputed_together(local, contents, position, together)
     back = _back_from_host(local, chunk, position, tables.offloaded, sizes.ffn_backward)
     for number, point in enumerate(points):
+        if point.pass_name == "forward":
+            point.added["embedding"] = point.added.get("embedding", 0.0) + features.in_forward
         if point.pass_name == "backward":
             experts_of = layer if point.name == "a mixer's backward" else NO_LAYER
             reduced = reduced_shard_bytes(local, chunk, position.later_layers, experts_of)
             points[number] = replace(point, reduced_shards=reduced)
-            held = back.get(point.name, 0.0) + _tied_gradient(local, chunk, position)
+            held = back.get(point.name, 0.0) + _tied_gradient(local, chunk, position) + waiting
             for name, num_bytes in (*others.items(), ("workspace", held)):
                 point.added[name] = point.added.get(name, 0.0) + num_bytes
     return points
+
+
+def chunk_features(plan: Plan, chunk: Chunk) -> PlacedFeatures:
+    """The features of pictures in the passes of a chunk."""
+    return placed_features(plan, plan.chunks.index(chunk)) if plan.is_vlm else NO_FEATURES
+
+
+def _done_before_mixer(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> float:
+    """The fraction of a chunk's gradients, without the output layer's, that are there in the backward of a layer's
+    mixer: those of its feed-forward part too. FSDP reduces them meanwhile."""
+    if local.plan.knobs.data_parallel != "zero1":
+        return 0.0
+    model, layers = local.model, chunk_layers(local.plan, chunk)
+    ffn = layer_params(model, position.layer) - mixer_params(model, position.layer)
+    done = ffn + sum(layer_params(model, layer) for layer in position.later_layers)
+    table = model.vocab * model.dim if chunk.embedding and not model.tied else 0
+    return done / max(1, table + sum(layer_params(model, layer) for layer in layers))
 
 
 def _tied_gradient(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> float:
@@ -240,6 +306,7 @@ def _back_from_host(
     came_early = next_layer is not None and offloaded[next_layer].total > 0
     before, most = all_of_this if came_early else 0.0, 0.0
     needed = "mlp_norm" in this.modules and _recomputes_norm_first(local, position.layer)
+    needed = needed or ("full" in local.recompute and bool(this.modules))  # by the second forward
     needed_first = needed
     for name, size in ffn_steps.items():
         needed = needed or name in this.modules

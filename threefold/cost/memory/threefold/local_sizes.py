@@ -95,6 +95,15 @@ class LocalSizes:
         return self.element_bytes * rank * num_adapters * tokens
 
     @property
+    def expert_adapter_copies(self) -> int:
+        """Tensors in which adapters of experts make their part of a result: one, and the parts of single experts where
+        no grouped GEMM takes their rank; 0 without such adapters."""
+        rank = self.plan.job.lora_rank
+        if rank is None or "experts" not in self.plan.job.lora_targets:
+            return 0
+        return 2 if rank * self.element_bytes % 16 else 1
+
+    @property
     def num_fc1(self) -> int:
         """Matrices of a feed-forward network's first GEMM: gate and up, or up alone."""
         return 2 if self.model.glu else 1
@@ -264,12 +273,15 @@ class LocalSizes:
 
 
 def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
-    """The sizes that hold for a layer: without recompute where "block" recompute leaves the layer out, and with its own
-    kind of CP communication."""
+    """The sizes that hold for a layer: without recompute where "block" recompute leaves it out, with its own kind
+    of CP communication, and as if all were frozen where it has no adapters."""
     if not isinstance(layer, stage_contents.PlacedLayer):
         return local
     if layer.cp_comm != local.layer_cp_comm:
         local = replace(local, layer_cp_comm=layer.cp_comm)
+    if not layer.is_adapted:
+        job = replace(local.plan.job, lora_rank=None, freeze=("language",))
+        local = replace(local, plan=replace(local.plan, job=job))
     return local.without_recompute if isinstance(layer, stage_contents.NotRecomputedLayer) else local
 
 

@@ -8,7 +8,7 @@ time.
 from collections.abc import Iterator, Sequence
 
 from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
-from threefold.cost.memory.threefold.activations import add_stage_activations, layer_activations
+from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.graphs.pools import (
     WHOLE,
     gradients_in_graphs,
@@ -21,6 +21,7 @@ from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offl
 from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
 from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
 from threefold.cost.memory.threefold.states import state_terms
+from threefold.cost.memory.threefold.timelines.stage_activations import add_stage_activations
 from threefold.cost.memory.threefold.transients import optimizer_transients
 from threefold.cost.stage_contents import StageContents, stage_contents
 from threefold.cost.vision.saved_bytes import vision_saved_bytes
@@ -50,7 +51,7 @@ class ThreefoldMemory:
                 if plan.knobs.ep_overlap:
                     finders[fraction] = OverlapPeakFinder(plan, outside, skew)
                 else:
-                    finders[fraction] = PeakFinder(plan, outside, offloaded, skew)
+                    finders[fraction] = PeakFinder(plan, outside, offloaded, skew, fraction == 1.0)
             finder = finders[fraction]
             if isinstance(finder, OverlapPeakFinder):
                 yield _overlap_peak(finder, stage, contents, held)

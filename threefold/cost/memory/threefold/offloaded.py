@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import (
+    exchanged_latent_bytes,
     expert_bytes,
     gathered_input_bytes,
     layer_activations,
@@ -20,13 +21,14 @@ from threefold.cost.memory.threefold.activations import (
     saves_output_twice,
 )
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes, for_layer
+from threefold.cost.memory.threefold.timelines.grouped_heads import saved_output_bytes
 from threefold.cost.memory.threefold.timelines.norm_inputs import (
     norm_bytes,
     norms_in_fp32,
     out_norm_bytes,
     value_norm_bytes,
 )
-from threefold.cost.stage_contents import PlacedLayer
+from threefold.cost.stage_contents import PlacedLayer, first_gradient_in
 from threefold.layout.stages import Chunk
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 from threefold.units import MIB
@@ -91,7 +93,12 @@ def offloaded_activations(local: LocalSizes, layer: Layer) -> OffloadedActivatio
     if isinstance(layer, PlacedLayer) and layer.is_offloaded:
         return _whole_layer(layer_activations(local, layer))
     names = set(local.plan.knobs.activation_offload)
-    if not names or "full" in local.recompute:
+    if "full" in local.recompute:  # nothing is saved inside a layer but outputs that a plan names
+        outputs = saved_output_bytes(local, layer) if "core_attn" in names else 0.0
+        return (
+            OffloadedActivations({"attention": outputs}, {}, frozenset({"core_attn"})) if outputs else NOTHING_OFFLOADED
+        )
+    if not names:
         return NOTHING_OFFLOADED
     if _FUSED in names:
         names |= {*_INSIDE_EXPERTS}
@@ -117,8 +124,10 @@ def _whole_layer(saved: Terms) -> OffloadedActivations:
 
 def _saved_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
     """Tensors of a layer that can be offloaded."""
-    residual = norm_bytes(local, local.model.dim) * local.tokens
-    if layer.mixer != "none":
+    residual, begins = norm_bytes(local, local.model.dim) * local.tokens, first_gradient_in(layer)
+    if begins == "none":
+        return
+    if layer.mixer != "none" and begins == "input":
         yield SavedTensor(residual, "norms", ("attn_norm",))
         if mixer_saves_norm(local, layer):
             # Attention over latents saves the input of queries too, which without latents of their own is this one.
@@ -128,7 +137,7 @@ def _saved_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
             normed = local.gemm_input_bytes * local.model.dim * local.tokens
             yield SavedTensor(normed, "norms", ("qkv_linear", *also))
         yield from _mixer_tensors(local, layer)
-    if layer.ffn != "none":
+    if layer.ffn != "none" and begins != "ffn":
         yield SavedTensor(residual, "norms", ("mlp_norm",))
     if layer.ffn == "moe" and "moe" not in local.recompute:
         yield from _expert_tensors(local)
@@ -150,7 +159,10 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
         yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local, "mixer") - output, "core_attn")
         yield _attention(output, "attn_proj")
     elif layer.mixer in ("attention", "window") and isinstance(spec, MlaSpec):
-        yield _attention(mla_latent_bytes(local, spec), "qkv_linear")
+        # Latents as ranks exchange them are saved by attention over ranks.
+        exchanged = exchanged_latent_bytes(local, spec) if local.plan.exchanges_latents else 0.0
+        yield _attention(mla_latent_bytes(local, spec) - exchanged, "qkv_linear")
+        yield _attention(exchanged, "core_attn")
         if "mla_up_proj" not in local.recompute:
             yield _attention(mla_up_bytes(local, spec), "core_attn")
         yield from _core_attention_tensors(local, spec, spec.num_heads * spec.v_dim / local.tp)
@@ -186,7 +198,9 @@ def _core_attention_tensors(local: LocalSizes, spec: GqaSpec | MlaSpec, output_d
     yield _attention(local.score_bytes(spec) + local.expanded_kv_bytes(spec), "core_attn")
     if isinstance(spec, GqaSpec) and spec.gated:
         yield _attention(output, "core_attn")
-    if saves_output_twice(local, spec):
+    if "attention_output" not in local.saved_inputs:  # a frozen output projection saves none
+        yield _attention(output, "core_attn")
+    elif saves_output_twice(local, spec):
         yield _attention(output, "core_attn")
         yield _attention(output, "attn_proj")
     else:
@@ -202,15 +216,16 @@ def _expert_tensors(local: LocalSizes) -> Iterator[SavedTensor]:
     too."""
     moe, dim, r = local.model.moe, local.model.dim, local.expert_rows
     assert moe is not None
-    low, b = local.quantized_bytes, local.element_bytes
-    rows = 0.0 if local.experts_read_in_place or low else b * dim * r
+    inputs, b = local.saved_inputs, local.element_bytes
+    low = 0.0 if local.has_adapters else local.quantized_bytes
+    rows = 0.0 if local.experts_read_in_place or low or "expert_rows" not in inputs else b * dim * r
     if local.uses_fused_experts:
         yield SavedTensor(rows, "dispatch", (_FUSED,))
         yield SavedTensor(expert_bytes(local), "experts", (_FUSED,))
         return
     hidden = b * moe.expert_dim / local.plan.layout.etp * r
-    fc2_input = 0.0 if "moe_act" in local.recompute else (low / b or 1.0) * hidden
-    quantized_rows, biases = low * dim * r, b * dim * r if moe.bias else 0.0
+    fc2_input = 0.0 if "moe_act" in local.recompute else (low / b or 1.0) * hidden * ("expert_product" in inputs)
+    quantized_rows, biases = low * dim * r * ("expert_rows" in inputs), b * dim * r if moe.bias else 0.0
     yield SavedTensor(rows, "dispatch", ("expert_fc1",))
     yield SavedTensor(quantized_rows, "experts", ("expert_fc1",))
     yield SavedTensor(expert_bytes(local) - quantized_rows - fc2_input - biases, "experts", ("moe_act",))

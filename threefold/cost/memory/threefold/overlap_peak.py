@@ -20,9 +20,9 @@ from threefold.cost.memory.threefold.delayed_wgrad import (
     splits_some_backwards,
     wgrad_transients,
 )
-from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, quantized_expert_bytes
+from threefold.cost.memory.threefold.layer_points import chunk_features
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes
-from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition
+from threefold.cost.memory.threefold.peak_points import NO_LAYER
 from threefold.cost.memory.threefold.schedule import OverlapPair, stage_overlap_pairs
 from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gradient_bytes
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
@@ -32,6 +32,7 @@ from threefold.cost.memory.threefold.timelines.moe_forward import (
     exchange_bytes,
     overlapped_experts_peak,
 )
+from threefold.cost.memory.threefold.timelines.overlapped_units import gathered_bytes, prefetched_bytes
 from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.transients import (
     ffn_backward_transients,
@@ -41,6 +42,7 @@ from threefold.cost.memory.threefold.transients import (
     shared_backward_transients,
 )
 from threefold.cost.stage_contents import StageContents, chunk_layers
+from threefold.cost.vision.placed_features import PlacedFeatures
 from threefold.cost.vision.saved_bytes import vision_saved_bytes
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
@@ -65,24 +67,6 @@ class Segment:
     reduced_shards: float = 0.0  # bytes of gradients that HSDP has reduced by then, and holds until the backward ends
 
 
-@dataclass(frozen=True, slots=True)
-class GatheredBytes:
-    """Bytes of FSDP's gathered units around a layer, and of their reductions; all 0 under ZeRO-1."""
-
-    root: float = 0.0
-    layer: float = 0.0  # the layer without its routed experts
-    experts: float = 0.0
-    root_reduced: float = 0.0
-    layer_reduced: float = 0.0
-    experts_reduced: float = 0.0
-    layer_shard: float = 0.0  # of the reduced gradients, held with HSDP until the backward of the chunk is over
-    experts_shard: float = 0.0
-    expert_grads: float = 0.0  # the experts' gradients as the backward makes them
-    quantized_experts: float = 0.0  # FP8 copies of the experts
-    shards: int = 1  # ranks over which a layer is sharded
-    expert_shards: int = 1
-
-
 class OverlapPeakFinder:
     """Finds the peak of every stage of one plan. Chunks with equal contents share what was computed for them."""
 
@@ -96,9 +80,12 @@ class OverlapPeakFinder:
     def find(self, stage: int, contents: StageContents, gradients: float) -> "OverlapPeak":
         """The highest peak of a stage with so many bytes of gradients."""
         chunks, row = contents.chunks, self.local.element_bytes * self.local.model.dim * self.local.tokens
-        kinds = [(chunk_layers(self.plan, chunk), chunk.embedding, chunk.mtp, chunk.loss) for chunk in chunks]
+        kinds = [
+            (chunk_layers(self.plan, chunk), chunk.embedding, chunk.mtp, chunk.loss, chunk_features(self.plan, chunk))
+            for chunk in chunks
+        ]
         sizes = [self._chunk_passes(kind, chunk).saved_bytes for kind, chunk in zip(kinds, chunks, strict=True)]
-        roots = [_gathered(self.local, chunk).root for chunk in chunks]
+        roots = [gathered_bytes(self.local, chunk).root for chunk in chunks]
         delays = splits_some_backwards(self.plan)
         by_layer = {layer: delayed_wgrad_bytes(self.local, layer) if delays else NO_WGRAD for layer in self.saved}
         wgrad = [chunk_wgrad_bytes(self.local, chunk, by_layer) if delays else 0.0 for chunk in chunks]
@@ -133,15 +120,17 @@ class OverlapPeakFinder:
 
     def _chunk_passes(self, kind: object, chunk: Chunk) -> "ChunkPasses":
         if kind not in self._passes:
-            # A forward encodes its pictures before anything else, and a backward frees them at its end.
             vision = vision_saved_bytes(self.plan) if chunk.embedding else 0.0
-            first, *forward = [*_forward_segments(self.local, chunk, self.saved)] or [Segment()]
-            *backward, last = [*_backward_segments(self.local, chunk, self.saved, self.recomputed)] or [Segment()]
+            features = chunk_features(self.plan, chunk)
+            received = features.num_received * features.row
+            alone, name = _forward_alone(self.local, chunk)
             self._passes[kind] = ChunkPasses(
-                _chunk_activations(self.local, chunk, self.saved) + vision,
-                [replace(first, peak=first.peak + vision, change=first.change + vision), *forward],
-                [*backward, replace(last, change=last.change - vision)],
-                _forward_alone(self.local, chunk),
+                _chunk_activations(self.local, chunk, self.saved) + vision + received,
+                _with_features([*_forward_segments(self.local, chunk, self.saved)], features, vision),
+                _with_feature_gradients(
+                    [*_backward_segments(self.local, chunk, self.saved, self.recomputed)], features, vision
+                ),
+                (alone + features.in_forward, name),
             )
         return self._passes[kind]
 
@@ -190,6 +179,23 @@ class ChunkPasses:
     forward_alone: tuple[float, str]
 
 
+def _with_features(segments: Sequence[Segment], features: PlacedFeatures, vision: float) -> list[Segment]:
+    """The segments of a forward with pictures, which encodes them and places their features before anything else.
+    `vision` is saved; the features are held until the layers are through."""
+    first, *rest = segments or [Segment()]
+    held = features.in_forward
+    peak = vision + max(first.peak + held, features.while_placing)
+    *others, last = [replace(first, peak=peak, change=first.change + vision + held), *rest]
+    return [*others, replace(last, change=last.change - held)]
+
+
+def _with_feature_gradients(segments: Sequence[Segment], features: PlacedFeatures, vision: float) -> list[Segment]:
+    """The segments of a backward with pictures: the gradients of their features come last, and free what was saved."""
+    *others, last = segments or [Segment()]
+    peak = max(last.peak + features.gradients(0), last.change + features.backward)
+    return [*others, replace(last, peak=peak, change=last.change - vision)]
+
+
 def _alternate(
     backward: Sequence[Segment], forward: Sequence[Segment], late: LateGradients = NO_GRADIENTS
 ) -> tuple[float, str]:
@@ -230,7 +236,7 @@ def _forward_segments(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> I
     row, peak, change = local.element_bytes * local.model.dim * local.tokens, 0.0, 0.0
     exchange = exchange_bytes(local) if local.model.moe else NO_EXCHANGE
     for layer in chunk_layers(local.plan, chunk):
-        units, (first, second) = _gathered(local, chunk, layer), _halves(saved[layer])
+        units, (first, second) = gathered_bytes(local, chunk, layer), _halves(saved[layer])
         # Weights are gathered into one buffer and copied out of it; the buffer is freed with them, after their use.
         gathered = 2 * units.layer
         change += first
@@ -260,8 +266,8 @@ def _backward_segments(
     name, peak, change, wgrad = MERGED_PASS, 0.0, 0.0, 0.0
     row = local.element_bytes * local.model.dim * local.tokens  # the residual stream's gradient, which is always there
     exchange = exchange_bytes(local) if local.model.moe else NO_EXCHANGE
-    table = local.element_bytes * local.model.vocab / local.tp * local.model.dim
-    units = _gathered(local, chunk)
+    table = local.element_bytes * local.model.vocab / local.tp * local.model.dim * ("head" in local.saved_inputs)
+    units = gathered_bytes(local, chunk)
     if num_heads := (1 + local.plan.mtp) * chunk.loss:
         name = "the loss's backward"
         hidden = local.element_bytes * local.model.dim * local.gathered_tokens
@@ -270,9 +276,9 @@ def _backward_segments(
     held = table if units.root and num_heads else 0.0  # the head's gradient waits for that of the embedding
     reducing, shards = held, 0.0
     layers = chunk_layers(local.plan, chunk)
-    prefetched = _prefetched(local, chunk, len(layers)) if num_heads else 0.0
+    prefetched = prefetched_bytes(local, chunk, len(layers)) if num_heads else 0.0
     for number, layer in reversed([*enumerate(layers)]):
-        units, (first, second) = _gathered(local, chunk, layer), _halves(saved[layer])
+        units, (first, second) = gathered_bytes(local, chunk, layer), _halves(saved[layer])
         gathered, (first_made, second_made) = units.layer, recomputed[layer]
         delayed = delayed_wgrad_bytes(local, layer) if delays else NO_WGRAD
         if layer.ffn == "moe":
@@ -292,15 +298,15 @@ def _backward_segments(
             yield Segment(peak, -second, in_flight, done_fraction=done + 0.5 / len(layers), reduced_shards=after)
             name, change = MERGED_PASS, -first - shared
             shards += units.experts_shard
-            prefetched = _prefetched(local, chunk, number)
+            prefetched = prefetched_bytes(local, chunk, number)
             mixer = _mixer_backward(local, layer, delayed) + first_made - shared
             # Before that shared experts have their backward, and the next unit's shards are cast to be gathered.
-            before = max(shared_backward_transients(local), _prefetched(local, chunk, number, shards_only=True))
+            before = max(shared_backward_transients(local), prefetched_bytes(local, chunk, number, shards_only=True))
             before += exchange.grads_back + row
             peak = max(mixer, before) + gathered + units.experts_reduced + prefetched + held
             wgrad = delayed.mixer + delayed.dense
         else:
-            prefetched = _prefetched(local, chunk, number)
+            prefetched = prefetched_bytes(local, chunk, number)
             # By then the MLP has freed what it saves without recompute, and its norm's input and output.
             freed = layer_activations(local.without_recompute, layer).get("mlp", 0.0) * local.mlp_chunk_fraction
             mixer = _mixer_backward(local, layer, delayed) - freed - saved[layer].get("norms", 0.0) / 2
@@ -322,56 +328,17 @@ def _mixer_backward(local: LocalSizes, layer: Layer, delayed: WgradBytes) -> flo
 
 def _embedding_backward(local: LocalSizes, chunk: Chunk, reducing: float) -> float:
     """Bytes at the end of a chunk's backward: gradients of the embedding's table, and reductions."""
-    units, layers = _gathered(local, chunk), chunk_layers(local.plan, chunk)
+    units, layers = gathered_bytes(local, chunk), chunk_layers(local.plan, chunk)
     table = local.element_bytes * local.model.vocab / local.tp * local.model.dim
+    table *= "embedding" in local.saved_inputs
     uses = chunk.embedding + chunk.mtp  # each use makes a gradient of the whole table, and they are added
     embedding = table * (uses + 1 if uses > 1 else uses)
     if not units.root:
         return embedding
     # In a pipeline the embedding's backward too gathers the unit before it: the last one of the forward before.
-    ahead = _prefetched(local, chunk, len(layers)) if uses and local.plan.layout.pp > 1 else 0.0
+    ahead = prefetched_bytes(local, chunk, len(layers)) if uses and local.plan.layout.pp > 1 else 0.0
     # The first layer's gradients are being reduced; those of the root are then, without its weights.
     return max(embedding + reducing, units.root_reduced) + ahead
-
-
-def _gathered(local: LocalSizes, chunk: Chunk, layer: Layer = NO_LAYER) -> GatheredBytes:
-    """What FSDP gathers and reduces around a layer of a chunk."""
-    if local.plan.knobs.data_parallel == "zero1":
-        return GatheredBytes()
-    b = local.element_bytes
-    position = LayerPosition(layer, (), None, is_before_loss=False, is_before_mtp=False, done_fraction=0.0)
-    units = fsdp_units(local.plan, only_chunk(chunk), position)
-    shard_bytes = local.reduced_bytes if local.plan.layout.replicate > 1 else 0
-    return GatheredBytes(
-        root=b * units.root,
-        layer=b * units.layer,
-        experts=b * units.padded_experts,
-        # With copies of the model the reduced shard is summed over them.
-        root_reduced=local.reduced_bytes * units.root * (1 + (local.plan.layout.replicate > 1) / units.shards),
-        layer_reduced=local.reduced_bytes * units.layer,
-        experts_reduced=local.reduced_bytes * units.padded_experts,
-        layer_shard=shard_bytes * units.layer / units.shards,
-        experts_shard=shard_bytes * units.padded_experts / units.expert_shards,
-        expert_grads=b * units.experts,
-        quantized_experts=quantized_expert_bytes(local, units),
-        shards=units.shards,
-        expert_shards=units.expert_shards,
-    )
-
-
-def _prefetched(local: LocalSizes, chunk: Chunk, number: int, shards_only: bool = False) -> float:
-    """Bytes of the unit that the backward of a layer gathers ahead, or of the rank's shards of it: the one that was
-    used before it in the forwards, an exchange's experts last. Before the first layer that is the root, which is
-    gathered; a chunk without a root finds the last unit of the forward before."""
-    layers = chunk_layers(local.plan, chunk)
-    if local.plan.knobs.data_parallel == "zero1" or not layers:
-        return 0.0
-    if number == 0 and (local.plan.layout.pp == 1 or _gathered(local, chunk).root):
-        return 0.0
-    units = _gathered(local, chunk, layers[number - 1])
-    if shards_only:
-        return units.experts / units.expert_shards or units.layer / units.shards
-    return units.experts or units.layer
 
 
 def _recomputed_halves(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[float, float]:

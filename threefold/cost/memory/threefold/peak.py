@@ -16,7 +16,8 @@ from threefold.cost.memory.threefold.delayed_wgrad import (
     wgrad_transients,
 )
 from threefold.cost.memory.threefold.fsdp import fsdp_units, only_chunk, root_points
-from threefold.cost.memory.threefold.layer_points import layer_points, layer_tables
+from threefold.cost.memory.threefold.graphs.pools import num_inputs_in_graphs
+from threefold.cost.memory.threefold.layer_points import chunk_features, layer_points, layer_tables
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, PeakPoint, at_chunk_end, layer_positions
@@ -26,6 +27,7 @@ from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineB
 from threefold.cost.memory.threefold.transients import embedding_transients, loss_transients, optimizer_transients
 from threefold.cost.stage_contents import StageContents, chunk_layers
 from threefold.cost.vision.saved_bytes import vision_saved_bytes
+from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 from threefold.units import MIB
@@ -71,13 +73,16 @@ class PeakFinder:
         saved: dict[Layer, Terms],
         offloaded: Mapping[Layer, OffloadedActivations],
         skew: float,
+        uses_graphs: bool = False,
     ) -> None:
-        """`saved` is what each kind of layer keeps on the device, `offloaded` what it keeps on the host."""
+        """`saved` is what each kind of layer keeps on the device, `offloaded` what it keeps on the host. All passes may
+        use graphs."""
         self.plan, self.local, self.saved, self.offloaded = plan, LocalSizes(plan, skew), saved, offloaded
+        self.uses_graphs = uses_graphs
         self.splits_backward, self.vision_bytes = splits_backward(plan), vision_saved_bytes(plan)
         kinds = (False, True) if splits_some_backwards(plan) else (self.splits_backward,)
         # By whether a backward delays its weight gradients.
-        self.tables = {splits: layer_tables(self.local, saved, offloaded, splits) for splits in kinds}
+        self.tables = {splits: layer_tables(self.local, saved, offloaded, splits, uses_graphs) for splits in kinds}
         self._points: dict[object, list[tuple[float, PeakPoint]]] = {}
 
     def find(self, stage: int, contents: StageContents, gradients: float) -> Peak:
@@ -131,11 +136,17 @@ class PeakFinder:
         return self._or_optimizer_step(contents, *best)
 
     def held_inputs(self, contents: StageContents) -> list[float]:
-        """Bytes that each chunk holds of an input that counts as offloaded, for one microbatch."""
-        held = []
+        """Bytes that each chunk holds of inputs for one microbatch, if nothing else counts them, less those of layers'
+        inputs that lie in graphs."""
+        held, row = [], self.local.element_bytes * self.local.model.dim * self.local.tokens
         for chunk in contents.chunks:
             first = next(iter(chunk_layers(self.plan, chunk)), NO_LAYER)
-            held.append(self.offloaded.get(first, NOTHING_OFFLOADED).received_input_bytes(self.local, chunk))
+            received = self.offloaded.get(first, NOTHING_OFFLOADED).received_input_bytes(self.local, chunk)
+            # Features of pictures come in one tensor with the hidden states that the first norm saves.
+            features = chunk_features(self.plan, chunk)
+            held.append(received + features.num_received * features.row)
+            if self.uses_graphs:
+                held[-1] -= row * num_inputs_in_graphs(self.plan, chunk_layers(self.plan, chunk))
         return held
 
     @property
@@ -160,7 +171,8 @@ class PeakFinder:
         chunk = contents.chunks[number]
         layers = chunk_layers(self.plan, chunk)
         ends = contents.embedding, contents.mtp, contents.loss
-        key = layers, chunk.embedding, chunk.mtp, chunk.loss, *ends, are_late, splits
+        features = chunk_features(self.plan, chunk)
+        key = layers, chunk.embedding, chunk.mtp, chunk.loss, *ends, are_late, splits, features
         if (key, pass_name) not in self._points:
             points = [(point.net_bytes, point) for point in self._all_points(contents, number, splits)]
             for each in ("forward", "backward", *(("wgrad",) if splits else ())):
@@ -185,8 +197,10 @@ class PeakFinder:
             pending = chunk_wgrad_bytes(local, chunk, self.tables[splits].wgrad) if splits else 0.0
             # On one GPU the gradient that is made here is the one that stays.
             table = local.element_bytes * local.model.vocab * local.model.dim if is_alone else 0.0
-            size = {"workspace": embedding_transients(local, chunk.mtp > 0) + pending - table}
+            waiting = chunk_features(self.plan, chunk).gradients(0)
+            size = {"workspace": embedding_transients(local, chunk.mtp > 0) + pending + waiting - table}
             points.append(PeakPoint("the embedding's backward", "backward", size, saved, 1.0, after_head=True))
+        points += _picture_points(self.plan, contents, chunk, saved)
         if splits:
             most = max(wgrad_transients(local, position.layer) for position in positions)
             points.append(PeakPoint("gradients of weights that waited", "wgrad", {"workspace": most}, {}, 1.0))
@@ -206,6 +220,25 @@ class PeakFinder:
                 terms["workspace"] = self.local.element_bytes * root
             held.append(terms)
         return held
+
+
+def _picture_points(plan: Plan, contents: StageContents, chunk: Chunk, saved: Terms) -> list[PeakPoint]:
+    """The points at which features of pictures are put at their tokens, and at which their gradients come back. `saved`
+    are the activations of the chunk's layers for one microbatch."""
+    features, root = chunk_features(plan, chunk), 0.0
+    if not features.whole:
+        return []
+    if plan.knobs.data_parallel != "zero1":
+        root = LocalSizes(plan).element_bytes * fsdp_units(plan, contents, at_chunk_end()).root
+    placing = {"embedding": features.while_placing, "workspace": root}
+    points = [PeakPoint("the pictures' features", "forward", placing, saved)]
+    if chunk.mtp:
+        placing = {"embedding": features.while_placing_ahead, "workspace": root}
+        points.append(PeakPoint("the pictures' features for MTP", "forward", placing))
+    if features.backward:
+        size = {"workspace": features.backward + root}
+        points.append(PeakPoint("the pictures' backward", "backward", size, saved, 1.0, after_head=True))
+    return points
 
 
 def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:

@@ -4,13 +4,13 @@
 with one microbatch, and under FSDP, a gradient takes memory only from its layer's backward on.
 """
 
-from threefold.cost.format_support import STATE_BYTES
+from threefold.cost.format_support import STATE_BYTES, master_weight_bytes
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.fsdp import fsdp_units, num_local_experts
+from threefold.cost.memory.threefold.fsdp import expert_shards, fsdp_units
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.partly_frozen.states import states_by_parameter, trained_expert_elements
 from threefold.cost.memory.threefold.peak_points import at_chunk_end
-from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction
+from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction, host_slot_bytes
 from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers
@@ -27,14 +27,17 @@ _QUANTIZED_WEIGHT_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 def state_terms(plan: Plan, contents: StageContents) -> Terms:
     """Bytes of the states of one rank, sharded as the plan says."""
     megatron_dense, experts = stage_params(plan, contents)
-    if is_partly_frozen(plan):
+    if is_partly_frozen(plan) or plan.is_vlm:  # every rank of TP has a whole image encoder
         quantized = _quantized_weights(plan, contents, experts)
-        return {**states_by_parameter(plan, contents), "quantised_weights": quantized}
+        by_parameter = states_by_parameter(plan, contents)
+        by_parameter["optimizer"] += host_slot_bytes(plan, contents)
+        return {**by_parameter, "quantised_weights": quantized}
     dense = _dense_params(plan, contents, megatron_dense)
     tables = num_vocab_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     on_device = device_fraction(plan, contents)
     unsharded = num_unsharded_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     terms = _sharded_states(plan, dense, experts, _shared_table(plan, contents), tables, on_device, unsharded)
+    terms["optimizer"] += host_slot_bytes(plan, contents)
     return {**terms, "quantised_weights": _quantized_weights(plan, contents, experts)}
 
 
@@ -55,7 +58,7 @@ def _sharded_states(
     """
     layout, knobs = plan.layout, plan.knobs
     weight_bytes = 4 if knobs.precision == "fp32" else 2
-    master = 4 if weight_bytes == 2 and knobs.master_weights else 0
+    master = master_weight_bytes(plan)
     accumulates = layout.gpus > 1 or plan.num_microbatches > 1  # otherwise gradients are autograd's own
     # Sums of fp16 and bf16 gradients are in fp32, which holds the numbers of both.
     grad_dtype_bytes = FP32 if knobs.precision == "fp16" else STATE_BYTES[knobs.grad_dtype]
@@ -75,10 +78,9 @@ def _sharded_states(
         moments = 2 * moment_bytes * params
         if plan.job.optimizer == "muon":  # its momentum is in fp32
             moments = FP32 * (params - table_params) + 2 * moment_bytes * table_params
-        shards = max(1, copies // layout.replicate)
-        if knobs.data_parallel != "zero1" and shards > 1 and not (number == 1 and unsharded_tables):
-            if number == len(kinds) - 1:
-                shards = min(shards, num_local_experts(plan))  # a shard is of whole experts: some ranks hold none
+        num_ranks = max(1, copies // layout.replicate)
+        if knobs.data_parallel != "zero1" and num_ranks > 1 and not (number == 1 and unsharded_tables):
+            shards = expert_shards(plan, num_ranks) if number == len(kinds) - 1 else num_ranks
             # FSDP's shards are in fp32 and are their own master weights.
             terms["weights"] += 4 * params / shards
             terms["gradients"] += 4 * params / shards
@@ -124,6 +126,8 @@ def _quantized_weights(plan: Plan, contents: StageContents, experts: float) -> f
     for layer in [*contents.layers, *plan.model.mtp_depth * min(1, contents.mtp)]:
         ffn = {"dense": dense_params, "moe": shared_params}.get(layer.ffn)
         params += mixer_params(model, layer) + (ffn(model) if ffn else 0)
+    if plan.knobs.fp8_output and contents.loss:
+        params += model.vocab * model.dim
     return 2 * _QUANTIZED_WEIGHT_BYTES.get(plan.knobs.precision, 1.0) * (params / plan.layout.tp + experts)
 
 
@@ -140,7 +144,7 @@ def late_gradient_bytes(local: LocalSizes, contents: StageContents, gradients: f
     # What only this rank holds has no buffer, if its gradients need no other dtype.
     has_no_buffer = not local.accumulates_wider
     expert_bytes = FP32 if shards > 1 or local.accumulates_wider else local.element_bytes
-    experts *= expert_bytes / min(shards, num_local_experts(plan))
+    experts *= expert_bytes / expert_shards(plan, shards)
     replicas = layout.dp * layout.cp
     is_dense_late = replicas > layout.replicate if plan.knobs.data_parallel != "zero1" else False
     is_dense_late = is_dense_late or (replicas == 1 and has_no_buffer)

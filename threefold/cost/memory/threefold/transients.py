@@ -15,16 +15,24 @@ from threefold.cost.memory.threefold.timelines.attention_backward import (
     sparse_attention_peak,
     wide_heads_peak,
 )
+from threefold.cost.memory.threefold.timelines.grouped_heads import (
+    gqa_group,
+    grouped_backward_bytes,
+    kernel_workspace,
+)
 from threefold.cost.memory.threefold.timelines.moe_backward import moe_backward_steps
 from threefold.cost.memory.threefold.timelines.moe_forward import moe_forward_peak, saved_bytes
 from threefold.cost.memory.threefold.timelines.optimizer_step import muon_peak
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import mamba_backward_peak
 from threefold.cost.stage_contents import StageContents
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.stacks import FUSED_EXPERTS
 from threefold.units import GIB
 
 LOGITS_CHUNK_BYTES = {"cpu": GIB / 4}  # logits of one chunk of the loss, counted in fp32; 5 GiB on GPUs
 LOSS_TILE = 128  # tokens
+FP8_CHUNKS_PER_WGRAD = 4  # chunks of the loss whose FP8 gradients wait for one weight-gradient GEMM of the head
+FP8_BLOCK_BYTES = 1 + FP32 / 128  # an element in blocks of 1 x 128, with its part of an fp32 scale
 
 
 def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
@@ -32,14 +40,19 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
     b, dim, s = local.element_bytes, local.model.dim, local.gathered_tokens
     vocab = -(-local.model.vocab // local.tp)
     max_tokens = max(64, LOGITS_CHUNK_BYTES.get(local.plan.chip.architecture, 5 * GIB) // (4 * vocab))
+    has_fp8_head = local.plan.low_precision and local.plan.knobs.fp8_output
+    max_tokens = max_tokens // 2 if has_fp8_head else max_tokens
     num_chunks = max(1, -(-s // max_tokens))
     chunk = min(s, -(-s // (num_chunks * LOSS_TILE)) * LOSS_TILE)
+    if has_fp8_head:
+        return _fp8_loss_transients(local, num_heads, chunk)
     table = vocab * dim
-    sums_wider = num_chunks > 1 or local.plan.knobs.precision == "fp16"  # whose range is too small for a long sum
+    on_gpu = local.plan.chip.architecture not in LOGITS_CHUNK_BYTES
+    # fp16 has too small a range for a long sum.
+    sums_wider = num_chunks > (2 if on_gpu else 1) or local.plan.knobs.precision == "fp16"
     trains_head = "head" in local.saved_inputs
     weight_grad = table * (FP32 if sums_wider else b) * trains_head
     saved = b * dim * s + weight_grad
-    on_gpu = local.plan.chip.architecture not in LOGITS_CHUNK_BYTES
     if local.is_16_bit and on_gpu:
         # The gradient overwrites the logits, and cuBLAS accumulates into the head's gradient as it stores.
         logits, accumulating = b * chunk * (vocab + dim * trains_head), float(weight_grad)
@@ -63,6 +76,29 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
     return logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved
 
 
+def _fp8_loss_transients(local: LocalSizes, num_heads: int, chunk: float) -> tuple[float, float]:
+    """`loss_transients` where the output layer is in FP8. Each weight gradient is a tensor of its own, which is added
+    to those before."""
+    b, dim, s = local.element_bytes, local.model.dim, local.gathered_tokens
+    vocab, trains_head = -(-local.model.vocab // local.tp), "head" in local.saved_inputs
+    in_one_kernel = local.plan.knobs.precision in FUSED_EXPERTS and local.model.logit_softcap is None
+    wgrad_tokens = min(s, FP8_CHUNKS_PER_WGRAD * chunk if in_one_kernel else chunk)
+    weight_grad = vocab * dim * (FP32 if s > wgrad_tokens else b) * trains_head
+    low = FP8_BLOCK_BYTES if in_one_kernel else local.quantized_bytes
+    transposed = low * vocab * wgrad_tokens * trains_head
+    logits, wgrad = (b + low) * chunk * vocab + b * chunk * dim, weight_grad + low * dim * wgrad_tokens * trains_head
+    if in_one_kernel:  # the gradients of the chunks before lie beside the logits of the last one
+        peak = transposed + max(logits, wgrad)
+    else:
+        slope = b * chunk * vocab * (local.model.logit_softcap is not None)
+        peak = max(logits, b * chunk * vocab + max(slope, transposed + wgrad))
+    peak += weight_grad if s > wgrad_tokens else 0.0
+    if local.plan.knobs.data_parallel != "zero1":  # the weight is quantized for one loss, and not kept
+        peak += 2 * vocab * dim
+    saved = b * dim * s + weight_grad
+    return peak + 2 * b * dim * s + (num_heads - 1) * saved, num_heads * saved
+
+
 def embedding_transients(local: LocalSizes, is_used_twice: bool) -> float:
     """The gradient of the embedding table. A GPU sums its rows in fp32: one per token, and one more for every ten.
 
@@ -83,7 +119,9 @@ def optimizer_transients(local: LocalSizes, contents: StageContents) -> float:
     return muon_peak(local.plan, contents, local.accumulates_wider and local.plan.layout.gpus > 1)
 
 
-def forward_transients(local: LocalSizes, layer: Layer, offloaded: Terms | None = None) -> float:
+def forward_transients(
+    local: LocalSizes, layer: Layer, offloaded: Terms | None = None, is_recompute: bool = False
+) -> float:
     """The most bytes in a layer's forward on top of what it saves on the device; `offloaded` goes to the host."""
     b, dim = local.element_bytes, local.model.dim
     if layer.ffn != "moe" or local.model.moe is None:
@@ -93,7 +131,7 @@ def forward_transients(local: LocalSizes, layer: Layer, offloaded: Terms | None 
     # The mixer's output, which the norm before has read, is held until the layer ends.
     on_host = offloaded or {}
     rows, experts = on_host.get("dispatch", 0.0), on_host.get("experts", 0.0)
-    peak = moe_forward_peak(local, rows, experts) - (saved_bytes(local) - rows - experts)
+    peak = moe_forward_peak(local, rows, experts, is_recompute=is_recompute) - (saved_bytes(local) - rows - experts)
     return peak + b * dim * local.tokens
 
 
@@ -135,8 +173,11 @@ def _mlp_backward(local: LocalSizes, hidden: float, fraction: float) -> float:
     fc1_grads += (b - local.gemm_input_bytes) * hidden * tokens  # a quantized product frees less
     gathered, residual = b * dim * local.gathered_tokens, b * dim * local.tokens
     most = max(gathered + weight_grad + act_grad, residual + pending + fc1_grads)
-    if local.quantized_bytes:  # gate and up have their backward one by one: gradients of the input, and their sum
-        most = max(most, residual + pending + 3 * b * dim * tokens - local.quantized_bytes * hidden * tokens)
+    low = local.quantized_bytes * hidden * tokens
+    if local.plan.knobs.precision == "fp8-blockwise":  # the gradients of gate and up side by side, in both directions
+        most = max(most, residual + pending + b * dim * tokens + 3 * low)
+    elif low:  # gate and up have their backward one by one: gradients of the input, and their sum
+        most = max(most, residual + pending + 3 * b * dim * tokens - low)
     return most
 
 
@@ -158,7 +199,7 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
     spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
     if spec is None:
         return 0.0
-    b, tp, heads = local.element_bytes, local.tp, spec.num_heads / local.tp
+    b, heads = local.element_bytes, spec.num_heads / local.tp
     if scores := local.score_bytes(spec):  # gradients of the softmax's output and of its input
         in_groups = isinstance(spec, MlaSpec) and bool(local.recompute & {"mla_up_proj", "full"})
         return 2 * scores * (local.head_chunk_fraction if in_groups else 1)
@@ -166,32 +207,23 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
         return sparse_attention_peak(local, spec)
     if isinstance(spec, GqaSpec) and is_wide(spec) and local.has_fused_kernels and not local.attends_in_tiles:
         return wide_heads_peak(local, spec)
-    if isinstance(spec, MlaSpec):
-        head, values = spec.qk_dim, heads * spec.v_dim
-        q = k = heads * head
-        out, is_grouped = values, False
-    else:
-        head = spec.head_dim
-        q, k = spec.q_dim / tp, max(1.0, spec.num_kv_heads / tp) * head
-        out, values, is_grouped = q, k, spec.num_kv_heads != spec.num_heads
-    # In grouped attention every query head first makes gradients of its own for keys and values.
-    summed = FP32 * (q + heads) + (2 * b * q if is_grouped else 0)
     residual = b * local.model.dim * local.tokens
     if local.plan.layout.cp > 1:
         if isinstance(spec, MlaSpec) and local.plan.exchanges_latents:
             return latent_attention_peak(local, spec) + residual
         return cp_attention_peak(local, spec) + residual
     if isinstance(spec, MlaSpec):
-        per_token = b * (out + q + k + values) + summed
+        q = k = heads * spec.qk_dim
+        values = heads * spec.v_dim
         # Recomputed heads run in groups from the latents on, where all of them would be too large.
-        if local.recompute & {"mla_up_proj", "full"} and local.head_chunk_fraction < 1:
-            return per_token * local.head_chunk_fraction * local.gathered_tokens + residual
-        groups = _num_head_groups(local, heads, q)
-        per_token += b * (q + k + values) / groups if groups > 1 else 0.0
-        return per_token * local.gathered_tokens + residual
-    if spec.sinks:  # their gradients: that of the output, the output and the product of both, all in fp32
-        summed = max(summed, 3 * FP32 * q)
-    groups = _num_head_groups(local, max(1.0, spec.num_kv_heads / tp), q)
-    if groups > 1:  # groups of heads run one by one, but the fp32 gradients of queries are laid out for all heads
-        summed = FP32 * q + (summed - FP32 * q + b * (q + k + values)) / groups
-    return (b * (out + q + k + values) + summed) * local.gathered_tokens + residual
+        in_groups = bool(local.recompute & {"mla_up_proj", "full"})
+        fraction = local.head_chunk_fraction if in_groups else 1.0
+        calls = _num_head_groups(local, heads * fraction, q * fraction)
+        gradients = b * (q + k + values)
+        per_token = gradients + (FP32 * (q + heads) + (gradients if calls > 1 else 0.0)) / calls
+        return (b * values + per_token * fraction) * local.gathered_tokens + residual
+    if not (group := gqa_group(local, spec)).is_all:
+        return grouped_backward_bytes(local, spec, group)
+    gradients = b * spec.head_dim * (2 * group.heads + 2 * group.kv_heads)  # of outputs, queries, keys and values
+    workspace = kernel_workspace(local, spec, group.heads, group.kv_heads)
+    return (gradients + workspace) * local.gathered_tokens + residual

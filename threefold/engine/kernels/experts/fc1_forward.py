@@ -67,33 +67,53 @@ def _fc1_forward(
         expert = tl.load(table_ptr + tile_m)
         first = tl.load(table_ptr + max_tiles + tile_m)
         end = tl.load(table_ptr + 2 * max_tiles + tile_m)
-        row = first + tl.arange(0, BM)
-        live = row < end
-        k = tl.arange(0, BK)
+        # The last tile of an expert often has few rows, for which half a tile does. Blocks of TMA have one size.
+        if GATHER and BM >= 32 and end - first <= BM // 2:
+            _compute_tile(
+                x, token_ptr, weight_ptr, w_desc, bias_ptr, gate_up, gate_up_ptr, act_desc, act_ptr, expert, first,
+                end, tile_n, H, D, BM // 2, BN, BK, EVEN_K, GATHER, BIAS, CLAMPED, EVEN_N, False,
+            )  # fmt: skip
+        else:
+            _compute_tile(
+                x, token_ptr, weight_ptr, w_desc, bias_ptr, gate_up, gate_up_ptr, act_desc, act_ptr, expert, first,
+                end, tile_n, H, D, BM, BN, BK, EVEN_K, GATHER, BIAS, CLAMPED, EVEN_N, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def _compute_tile(
+    x, token_ptr, weight_ptr, w_desc, bias_ptr, gate_up, gate_up_ptr, act_desc, act_ptr, expert, first, end, tile_n,
+    H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr,
+    GATHER: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, EVEN_N: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """COPY: whether full tiles may be stored by the copy engine (TMA), whose blocks have the rows of a whole tile."""
+    row = first + tl.arange(0, BM)
+    live = row < end
+    k = tl.arange(0, BK)
+    if GATHER:
+        token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
+        x_ptrs = x + token[:, None] * D + k[None, :]
+    acc = tl.zeros((BM, 2 * BN), tl.float32)
+    for begin in range(0, D, BK):
         if GATHER:
-            token = tl.load(token_ptr + row, mask=live, other=0).to(tl.int64)
-            x_ptrs = x + token[:, None] * D + k[None, :]
-        acc = tl.zeros((BM, 2 * BN), tl.float32)
-        for begin in range(0, D, BK):
-            if GATHER:
-                if EVEN_K:
-                    rows = tl.load(x_ptrs + begin)
-                else:
-                    rows = tl.load(x_ptrs + begin, mask=(begin + k < D)[None, :], other=0.0)
+            if EVEN_K:
+                rows = tl.load(x_ptrs + begin)
             else:
-                rows = x.load([first, begin])
-            weights = w_desc.load([expert, 0, tile_n * BN, begin]).reshape(2 * BN, BK)
-            acc = tl.dot(rows, weights.T, acc)
-        gate, up = split_columns(acc, BM, 2 * BN)
-        n = tile_n * BN + tl.arange(0, BN)
-        if BIAS:
-            gate += tl.load(bias_ptr + expert * 2 * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(bias_ptr + (expert * 2 + 1) * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-        dtype: tl.constexpr = act_ptr.dtype.element_ty
-        gate, up = gate.to(dtype), up.to(dtype)
-        weight = tl.load(weight_ptr + row, mask=live, other=0.0)
-        # The rounded gate and up, because the backward recomputes the activation from these.
-        act = (swiglu(gate.to(tl.float32), up.to(tl.float32), CLAMPED) * weight[:, None]).to(dtype)
-        store_tile(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, EVEN_N)
-        store_tile(up, gate_up, gate_up_ptr, first, end, tile_n * BN, H, H, 2 * H, BM, BN, EVEN_N)
-        store_tile(act, act_desc, act_ptr, first, end, tile_n * BN, 0, H, H, BM, BN, EVEN_N)
+                rows = tl.load(x_ptrs + begin, mask=(begin + k < D)[None, :], other=0.0)
+        else:
+            rows = x.load([first, begin])
+        weights = w_desc.load([expert, 0, tile_n * BN, begin]).reshape(2 * BN, BK)
+        acc = tl.dot(rows, weights.T, acc)
+    gate, up = split_columns(acc, BM, 2 * BN)
+    n = tile_n * BN + tl.arange(0, BN)
+    if BIAS:
+        gate += tl.load(bias_ptr + expert * 2 * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + (expert * 2 + 1) * H + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+    dtype: tl.constexpr = act_ptr.dtype.element_ty
+    gate, up = gate.to(dtype), up.to(dtype)
+    weight = tl.load(weight_ptr + row, mask=live, other=0.0)
+    # The rounded gate and up, because the backward recomputes the activation from these.
+    act = (swiglu(gate.to(tl.float32), up.to(tl.float32), CLAMPED) * weight[:, None]).to(dtype)
+    store_tile(gate, gate_up, gate_up_ptr, first, end, tile_n * BN, 0, H, 2 * H, BM, BN, EVEN_N, COPY)
+    store_tile(up, gate_up, gate_up_ptr, first, end, tile_n * BN, H, H, 2 * H, BM, BN, EVEN_N, COPY)
+    store_tile(act, act_desc, act_ptr, first, end, tile_n * BN, 0, H, H, BM, BN, EVEN_N, COPY)

@@ -1,8 +1,8 @@
 """The steps of the experts on a GPU, each with the kernel that a `KernelChoice` names.
 
-A step runs as one Triton kernel of ours, as one CuTe kernel of quack, or as torch's grouped GEMM with row-wise kernels
-of ours beside it. `reference_steps.ReferenceSteps` has the same methods in plain torch, and `fused_experts.py` calls
-both.
+A step runs as one kernel of ours in Triton (weight gradients on Hopper also in Gluon), as one CuTe kernel of quack, or
+as torch's grouped GEMM with row-wise kernels of ours beside it. `reference_steps.ReferenceSteps` has the same methods
+in plain torch, and `fused_experts.py` calls both.
 
 Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, K experts of a token. As
 a dim of weights and of FC1's output X is 2 H (gate and up). As the first dim of x_XD and grad_XD it is T where `rows`
@@ -12,6 +12,7 @@ are given, because the step gathers the rows then, and R otherwise.
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.autograd.main_grad import add_to_main_grad
 from threefold.engine.kernels.experts import quack_kernels, row_kernels
 from threefold.engine.kernels.experts.fc1_forward import fc1_forward
 from threefold.engine.kernels.experts.fc2_backward import fc2_backward
@@ -20,7 +21,7 @@ from threefold.engine.kernels.experts.kernel_choice import KernelChoice
 from threefold.engine.kernels.experts.sorted_rows import SortedRows, expert_of_rows
 from threefold.engine.kernels.experts.tile_schedule import TileTable, experts_by_load, make_tile_table
 from threefold.engine.kernels.experts.wgrad_gemm import grouped_wgrad
-from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
+from threefold.engine.kernels.launch_config import CuteConfig, GluonConfig, TritonConfig
 
 
 class GpuSteps:
@@ -52,7 +53,7 @@ class GpuSteps:
         config = self.choice.up
         if isinstance(config, CuteConfig):
             return quack_kernels.fc1_forward(x_XD, _token_index(rows), weight_R, gate_up_EXD, self._row_starts, config)
-        if config is not None:
+        if isinstance(config, TritonConfig):
             tiles = self._tile_table(config.m)
             return fc1_forward(x_XD, _token_index(rows), weight_R, gate_up_EXD, bias_EX, tiles, self.clamped, config)
         gate_up_RX = F.grouped_mm(self._gather(x_XD, rows), gate_up_EXD.mT, offs=self.ends_E)
@@ -64,7 +65,7 @@ class GpuSteps:
         config = self.choice.down
         if isinstance(config, CuteConfig):
             return quack_kernels.grouped_gemm(act_RH, down_EDH, self._row_starts, config)
-        if config is not None:
+        if isinstance(config, TritonConfig):
             return grouped_gemm(act_RH, down_EDH, self._tile_table(config.m), True, config)
         return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
 
@@ -76,7 +77,7 @@ class GpuSteps:
             return quack_kernels.fc2_backward(
                 grad_XD, _token_index(rows), weight_R, down_EDH, gate_up_RX, self._row_starts, config
             )
-        if config is not None:
+        if isinstance(config, TritonConfig):
             tiles = self._tile_table(config.m)
             return fc2_backward(
                 grad_XD, _token_index(rows), weight_R, down_EDH, gate_up_RX, tiles, self.clamped, config
@@ -90,7 +91,7 @@ class GpuSteps:
             return quack_kernels.grouped_gemm(
                 grad_RX, gate_up_EXD.mT, self._row_starts, config, self.choice.interleaved
             )
-        if config is not None:
+        if isinstance(config, TritonConfig):
             return grouped_gemm(grad_RX, gate_up_EXD, self._tile_table(config.m), False, config)
         return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
 
@@ -99,32 +100,45 @@ class GpuSteps:
     ) -> Tensor | None:
         """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back."""
         config = self.choice.up_grad
-        if isinstance(config, TritonConfig):
-            return grouped_wgrad(
-                grad_RX, x_XD, _token_index(rows), "right", self.ends_E, self._expert_order, config, main_grad
-            )
+        if isinstance(config, TritonConfig | GluonConfig):
+            return self._wgrad(config, grad_RX, x_XD, rows, "right", main_grad)
         if isinstance(config, CuteConfig):
             up_grad = x_XD.new_empty(len(self.ends_E), grad_RX.shape[1], x_XD.shape[1])
             layout = self._row_starts, config, self.choice.interleaved
             quack_kernels.grouped_wgrad(x_XD, _token_index(rows), grad_RX, up_grad.mT, *layout)
         else:
             up_grad = F.grouped_mm(grad_RX.mT, self._gather(x_XD, rows), offs=self.ends_E)
-        return _add_to_main_grad(up_grad, main_grad)
+        return add_to_main_grad(up_grad, main_grad)
 
     def down_grad(
         self, grad_XD: Tensor, rows: SortedRows | None, act_RH: Tensor, main_grad: Tensor | None = None
     ) -> Tensor | None:
         config = self.choice.down_grad
-        if isinstance(config, TritonConfig):
-            return grouped_wgrad(
-                grad_XD, act_RH, _token_index(rows), "left", self.ends_E, self._expert_order, config, main_grad
-            )
+        if isinstance(config, TritonConfig | GluonConfig):
+            return self._wgrad(config, grad_XD, act_RH, rows, "left", main_grad)
         if isinstance(config, CuteConfig):
             down_grad = act_RH.new_empty(len(self.ends_E), grad_XD.shape[1], act_RH.shape[1])
             quack_kernels.grouped_wgrad(grad_XD, _token_index(rows), act_RH, down_grad, self._row_starts, config)
         else:
             down_grad = F.grouped_mm(self._gather(grad_XD, rows).mT, act_RH, offs=self.ends_E)
-        return _add_to_main_grad(down_grad, main_grad)
+        return add_to_main_grad(down_grad, main_grad)
+
+    def _wgrad(
+        self,
+        config: TritonConfig | GluonConfig,
+        left_XM: Tensor,
+        right_XN: Tensor,
+        rows: SortedRows | None,
+        gathered: str,
+        main_grad: Tensor | None,
+    ) -> Tensor | None:
+        """A weight gradient by one of our kernels, which gather one side and add to a `main_grad` by themselves."""
+        sides = left_XM, right_XN, _token_index(rows), gathered, self.ends_E, self._expert_order
+        if isinstance(config, TritonConfig):
+            return grouped_wgrad(*sides, config, main_grad)
+        from threefold.engine.kernels.experts.hopper import wgrad
+
+        return wgrad.grouped_wgrad(*sides, config, main_grad)
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return row_kernels.sum_rows(y_RD, row_TK)
@@ -154,13 +168,6 @@ class GpuSteps:
             table = next(iter(self._tiles.values()), None)
             self._order = experts_by_load(self.ends_E) if table is None else table.order_E
         return self._order
-
-
-def _add_to_main_grad(grad: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    if main_grad is None:
-        return grad
-    main_grad.add_(grad)
-    return None
 
 
 def _token_index(rows: SortedRows | None) -> Tensor | None:

@@ -12,8 +12,9 @@ The steps, by the name they have in `KernelChoice`, in the tuned cache file and 
     down_grad   weight gradient of FC2
 
 `knobs.expert_kernels` names the kind of kernels to choose from: "torch" has torch's grouped GEMM for every step,
-"triton" adds our kernels, "cute" adds those of the optional package quack-kernels, and "auto" (the default) has all
-three. Without Triton or without a GPU of compute capability 9.0 the experts run in plain torch (`reference_steps.py`).
+"triton" adds our kernels (those in Gluon too, which run on Hopper), "cute" adds those of the optional package
+quack-kernels, and "auto" (the default) has all three. Without Triton or without a GPU of compute capability 9.0 the
+experts run in plain torch (`reference_steps.py`).
 """
 
 import math
@@ -25,14 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.kernels.availability import has_cute_kernels, has_triton_kernels, quack_version
-from threefold.engine.kernels.launch_config import CuteConfig, TritonConfig
+from threefold.engine.kernels.availability import (
+    has_cute_kernels,
+    has_gluon_kernels,
+    has_triton_kernels,
+    quack_version,
+)
+from threefold.engine.kernels.launch_config import CuteConfig, GluonConfig, TritonConfig
 from threefold.engine.kernels.tuned_cache import add_entries, cache_path, read_entries
 from threefold.findings import Finding, FindingsError
 
 STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 FC1_OUTPUT_STEPS = ("up", "act_grad", "input_grad", "up_grad")  # steps that read or write FC1's output or its gradient
-StepConfig = TritonConfig | CuteConfig | None
+_GLUON_STEPS = ("up_grad", "down_grad")
+_GLUON_ROWS = 64  # of a weight, of which one group of warps stores as many at a time
+_MIN_GLUON_SIZE = 256  # of a weight's sides: Triton 3.6 does not compile the kernel where a weight is one tile
+StepConfig = TritonConfig | GluonConfig | CuteConfig | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class KernelChoice:
         is_cute = {step: isinstance(getattr(self, step), CuteConfig) for step in FC1_OUTPUT_STEPS}
         if is_cute["up"] != is_cute["act_grad"] or (is_cute["up"] and not all(is_cute.values())):
             raise ValueError("FC1's output is interleaved for all of its steps or for none")
+        if any(isinstance(getattr(self, step), GluonConfig) for step in STEPS if step not in _GLUON_STEPS):
+            raise ValueError("only weight gradients have a kernel in Gluon")
 
     @property
     def interleaved(self) -> bool:
@@ -65,6 +76,10 @@ class KernelChoice:
     @property
     def uses_cute(self) -> bool:
         return any(isinstance(getattr(self, step), CuteConfig) for step in STEPS)
+
+    @property
+    def uses_gluon(self) -> bool:
+        return any(isinstance(getattr(self, step), GluonConfig) for step in STEPS)
 
 
 @dataclass(frozen=True)
@@ -99,9 +114,10 @@ def choose_kernels(shape: ExpertShape, x: Tensor, kernels: str = "auto") -> Kern
 def _choose(shape: ExpertShape, device: torch.device, kernels: str) -> KernelChoice:
     require_kernels(kernels, device)
     measured = _tuned_choices(device).get(f"{shape.key} {kernels}")
-    if measured and (not measured.uses_cute or has_cute_kernels(device)):
+    has_gluon = has_gluon_kernels(device)
+    if measured and (has_cute_kernels(device) or not measured.uses_cute) and (has_gluon or not measured.uses_gluon):
         return measured
-    return default_choice(shape, kernels)
+    return default_choice(shape, kernels, has_gluon)
 
 
 def supports_experts(x: Tensor, dim: int, expert_dim: int) -> bool:
@@ -128,7 +144,7 @@ def require_kernels(kernels: str | None, device: torch.device) -> None:
     )
 
 
-def default_choice(shape: ExpertShape, kernels: str = "auto") -> KernelChoice:
+def default_choice(shape: ExpertShape, kernels: str = "auto", has_gluon: bool = False) -> KernelChoice:
     """The fastest kernels on an H200. Under load its power limits every kernel, and the kinds differ by a few
     percent."""
     if kernels == "torch":
@@ -136,25 +152,40 @@ def default_choice(shape: ExpertShape, kernels: str = "auto") -> KernelChoice:
     if kernels == "cute" and shape.plain:
         return KernelChoice(**{step: cute_candidates(step, shape.gathered)[0] for step in STEPS})
     fused = KernelChoice(
-        up=TritonConfig(n=128, stages=4), act_grad=TritonConfig(stages=4, strip=32) if shape.gathered else None
+        up=TritonConfig(n=128, stages=4, group=2), act_grad=TritonConfig(stages=4, strip=32) if shape.gathered else None
     )
     if not shape.gathered or shape.expert_dim > 1024:
         return fused  # torch's grouped GEMM is faster where tiles sum over many values
-    flat, up_grad = TritonConfig(flat=True, group=4), TritonConfig(m=256, n=128, stages=5, group=2)
-    return replace(fused, down=flat, input_grad=flat, up_grad=up_grad, down_grad=TritonConfig(stages=5))
+    flat, up_grad = TritonConfig(flat=True, stages=4, group=4), TritonConfig(m=256, n=128, stages=5, group=2)
+    ours = replace(fused, down=flat, input_grad=flat, up_grad=up_grad, down_grad=TritonConfig(stages=5))
+    in_gluon = {step: found[0] for step in STEPS if has_gluon and (found := gluon_candidates(step, shape))}
+    return replace(ours, **in_gluon)
+
+
+def gluon_candidates(step: str, shape: ExpertShape) -> list[GluonConfig]:
+    """Configs of our kernel in Gluon for a step of this shape; none where it does not compute it."""
+    sizes = {"up_grad": (2 * shape.expert_dim, shape.dim), "down_grad": (shape.dim, shape.expert_dim)}
+    num_rows, num_columns = sizes.get(step, (0, 0))  # of the weight
+    if num_rows % _GLUON_ROWS or min(num_rows, num_columns) < _MIN_GLUON_SIZE:
+        return []
+    return [GluonConfig(group=4), GluonConfig(group=1)]
 
 
 def triton_candidates(step: str) -> list[TritonConfig]:
     """Configs of our kernels that came first or second for some shape on an H200."""
     found = {
-        "up": [TritonConfig(n=128, stages=4), TritonConfig(n=128)],
-        "down": [TritonConfig(flat=True, group=4), TritonConfig(flat=True), TritonConfig()],
+        "up": [TritonConfig(n=128, stages=4, group=2), TritonConfig(n=128, stages=4)],
+        "down": [TritonConfig(flat=True, stages=4, group=4), TritonConfig(flat=True, group=4), TritonConfig()],
         "act_grad": [
             TritonConfig(stages=4, strip=32),
             TritonConfig(stages=4, strip=32, group=4),
             TritonConfig(stages=4),
         ],
-        "input_grad": [TritonConfig(flat=True, group=4), TritonConfig(flat=True), TritonConfig(stages=4)],
+        "input_grad": [
+            TritonConfig(flat=True, stages=4, group=4),
+            TritonConfig(flat=True, group=4),
+            TritonConfig(stages=4),
+        ],
         "up_grad": [
             TritonConfig(m=256, n=128, stages=5, group=2),
             TritonConfig(m=256, n=128, k=32, stages=7, group=2),
@@ -207,5 +238,7 @@ def _parse_choice(facts: dict[str, Any]) -> KernelChoice:
     return KernelChoice(**{step: _parse_config(config) if config else None for step, config in facts.items()})
 
 
-def _parse_config(facts: dict[str, Any]) -> TritonConfig | CuteConfig:
-    return CuteConfig(**facts) if "pingpong" in facts else TritonConfig(**facts)
+def _parse_config(facts: dict[str, Any]) -> TritonConfig | GluonConfig | CuteConfig:
+    if "pingpong" in facts:
+        return CuteConfig(**facts)
+    return TritonConfig(**facts) if "m" in facts else GluonConfig(**facts)

@@ -10,11 +10,14 @@ padded to whole blocks, E experts, O rows of a weight, I its columns.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import os
+
 import torch
 import triton  # type: ignore
 import triton.language as tl  # type: ignore
 from torch import Tensor
 
+from threefold.engine.kernels.fast_launch import fast_launch
 from threefold.engine.kernels.fp8.quantized_tensors import (
     BLOCK,
     E4M3,
@@ -26,7 +29,9 @@ from threefold.engine.kernels.fp8.quantized_tensors import (
     RowBlocks,
     num_blocks,
 )
+from threefold.engine.kernels.launch_config import next_power_of_2
 
+_IS_INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _E4M3_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
 _SMALLEST_SCALE: tl.constexpr = tl.constexpr(SMALLEST_SCALE)
 
@@ -44,7 +49,7 @@ def empty_columns(max_blocks: int, width: int, square: bool, device: torch.devic
 def block_ends(ends_E: Tensor) -> Tensor:
     """The end of each expert's blocks of rows."""
     block_ends_E = torch.empty_like(ends_E)
-    _block_ends[(1,)](ends_E, block_ends_E, len(ends_E), triton.next_power_of_2(len(ends_E)), BLOCK)
+    _block_ends[(1,)](ends_E, block_ends_E, len(ends_E), next_power_of_2(len(ends_E)), BLOCK)
     return block_ends_E
 
 
@@ -72,9 +77,11 @@ def quantize_weight(weight_EOI: Tensor) -> Fp8Weight:
     value = torch.empty(num_experts, outer, inner, dtype=E4M3, device=device)
     transposed = torch.empty(num_experts, inner, outer, dtype=E4M3, device=device)
     scale = torch.empty(num_experts, num_blocks(outer), num_blocks(inner), device=device)
+    # So few registers let three programs run on a multiprocessor at a time.
     _quantize_weight[(num_blocks(inner), num_blocks(outer), num_experts)](
-        weight_EOI.contiguous(), value, transposed, scale, outer, inner, BLOCK, num_warps=8
-    )
+        weight_EOI.contiguous(), value, transposed.view(torch.int32), scale, outer, inner, BLOCK, num_warps=4,
+        maxnreg=168,
+    )  # fmt: skip
     return Fp8Weight(value, transposed, scale, scale.mT)
 
 
@@ -87,6 +94,7 @@ def kernel_arguments(tensor: Fp8Rows | Fp8Columns | None) -> tuple[Tensor | None
     return tensor.value_KP.view(torch.int32), tensor.scale
 
 
+@fast_launch
 @triton.jit
 def _block_ends(ends_ptr, out_ptr, num_experts, E: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.arange(0, E)
@@ -143,20 +151,16 @@ def divide_by_scalar(value, scale):
 
 
 @triton.jit
-def transpose_fp8(fp8, scale, x_ptr, back, back_mask):
-    """The transpose of a tile `fp8` that was quantized by one scale.
-
-    `back` and `back_mask` load the tile from `x_ptr` in transposed order.
-
-    Triton 3.6 transposes a tile of 128x128 wrongly on Hopper where it was loaded as fp32: half of the rows become
-    constant, whether the tile is transposed before the cast or after it. Such a tile is loaded once more, transposed.
-    """
-    if x_ptr.dtype.element_ty == tl.float32:
-        x = tl.load(x_ptr + back, mask=back_mask, other=0.0)
-        transposed = divide_by_scalar(x, scale).to(tl.float8e4nv)
-    else:
-        transposed = fp8.T
-    return transposed
+def divide_square(x0, x1, x2, x3):
+    """Divide a 128x128 block by its fp32 scale, which is the last result. x0 to x3 hold every fourth row."""
+    scale = fp32_scale(tl.max(column_amax(x0, x1, x2, x3), 0))
+    return (
+        divide_by_scalar(x0, scale),
+        divide_by_scalar(x1, scale),
+        divide_by_scalar(x2, scale),
+        divide_by_scalar(x3, scale),
+        scale,
+    )
 
 
 @triton.jit
@@ -195,19 +199,43 @@ def store_square_scale(amax, scale_ptr):
 @triton.jit
 def pack_rows(x0, x1, x2, x3, inverse):
     """Quantize four rows and pack each column of them into one int32: transposing bytes takes four times as long."""
-    return (
-        _fp8_byte(x0, inverse)
-        | _fp8_byte(x1, inverse) << 8
-        | _fp8_byte(x2, inverse) << 16
-        | _fp8_byte(x3, inverse) << 24
-    )
+    inverse = inverse[None, :]
+    return pack_fp8(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
 
 
 @triton.jit
-def _fp8_byte(x, inverse):
-    return (x * inverse[None, :]).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+def pack_fp8(x0, x1, x2, x3):
+    """Round four rows to e4m3 and pack each column of them into one int32, the first row in the lowest byte.
+
+    In PTX, because ptxas of CUDA 12.8 miscompiles the same in Triton where the bytes are stored by rows as well: it
+    keeps two pairs in one register, and shifts bytes of the wrong pair into the result.
+    """
+    if _IS_INTERPRETED:
+        return _byte(x0) | _byte(x1) << 8 | _byte(x2) << 16 | _byte(x3) << 24
+    else:  # noqa: RET505 - Triton compiles what follows a return under a constant condition
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }
+            """,
+            "=r,f,f,f,f",
+            [x0, x1, x2, x3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
+@triton.jit
+def _byte(x):
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@fast_launch
 @triton.jit
 def _quantize_rows_and_columns(
     x_ptr, token_ptr, table_ptr, total_ptr, max_blocks, row_value_ptr, row_scale_ptr, column_value_ptr,
@@ -251,20 +279,29 @@ def _load_rows(x_ptr, token_ptr, row, end, shift, width, GATHER: tl.constexpr, B
     return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
+@fast_launch
 @triton.jit
 def _quantize_weight(weight_ptr, value_ptr, transposed_ptr, scale_ptr, outer, inner, BLOCK: tl.constexpr):
     block_i, block_o = tl.program_id(0), tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
-    o, i = block_o * BLOCK + tl.arange(0, BLOCK), block_i * BLOCK + tl.arange(0, BLOCK)
+    # Each x holds every fourth row: see `pack_rows`. `outer` is a multiple of 16.
+    quad = tl.arange(0, BLOCK // 4)
+    o, i = block_o * BLOCK + 4 * quad, block_i * BLOCK + tl.arange(0, BLOCK)
     start = expert * outer * inner
     mask = (o < outer)[:, None] & (i < inner)[None, :]
     at = start + o[:, None] * inner + i[None, :]
-    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    scale = fp32_scale(tl.max(tl.max(tl.abs(weight), 1), 0))
-    fp8 = divide_by_scalar(weight, scale).to(tl.float8e4nv)
-    tl.store(value_ptr + at, fp8, mask=mask)
-    back = start + o[None, :] * inner + i[:, None]
-    back_mask = (i < inner)[:, None] & (o < outer)[None, :]
-    transposed = transpose_fp8(fp8, scale, weight_ptr, back, back_mask)
-    tl.store(transposed_ptr + start + i[:, None] * outer + o[None, :], transposed, mask=back_mask)
+    x0 = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x1 = tl.load(weight_ptr + at + inner, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(weight_ptr + at + 2 * inner, mask=mask, other=0.0).to(tl.float32)
+    x3 = tl.load(weight_ptr + at + 3 * inner, mask=mask, other=0.0).to(tl.float32)
+    x0, x1, x2, x3, scale = divide_square(x0, x1, x2, x3)
+    tl.store(value_ptr + at, x0.to(tl.float8e4nv), mask=mask)
+    tl.store(value_ptr + at + inner, x1.to(tl.float8e4nv), mask=mask)
+    tl.store(value_ptr + at + 2 * inner, x2.to(tl.float8e4nv), mask=mask)
+    tl.store(value_ptr + at + 3 * inner, x3.to(tl.float8e4nv), mask=mask)
+    packed_row = block_o * (BLOCK // 4) + quad
+    at = transposed_ptr + start // 4 + i.to(tl.int64)[:, None] * (outer // 4) + packed_row[None, :]
+    # Written so that four neighbours have one condition, which lets a thread store them at once.
+    back_mask = (i < inner)[:, None] & (packed_row < outer // 4)[None, :]
+    tl.store(at, pack_fp8(x0, x1, x2, x3).T, mask=back_mask)
     tl.store(scale_ptr + (expert * tl.num_programs(1) + block_o) * tl.num_programs(0) + block_i, scale)

@@ -13,6 +13,7 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.elementwise.swiglu_triton import swiglu, swiglu_grad
+from threefold.engine.kernels.fast_launch import fast_launch
 from threefold.engine.kernels.fp8.blockwise_quantize import (
     column_amax,
     empty_columns,
@@ -25,6 +26,7 @@ from threefold.engine.kernels.fp8.blockwise_quantize import (
     store_square_scale,
 )
 from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, Fp8Columns, Fp8Rows, RowBlocks, num_blocks
+from threefold.engine.kernels.launch_config import cdiv
 
 _ROWS, _COLUMNS = 32, 32  # tile sizes of the backward kernels: rows of the pass by rows, columns of the pass by columns
 
@@ -51,7 +53,7 @@ def swiglu_grad_rows(
     fp8_rows = empty_rows(num_rows, 2 * expert_dim, grad_RH.device)
     partial_CR = torch.empty(num_blocks(expert_dim), num_rows, device=grad_RH.device)
     amax_CR = torch.empty_like(partial_CR)
-    _swiglu_grad_rows[(num_blocks(expert_dim) * triton.cdiv(num_rows, _ROWS),)](
+    _swiglu_grad_rows[(num_blocks(expert_dim) * cdiv(num_rows, _ROWS),)](
         grad_RH, gate_up_RX, weight_R, *kernel_arguments(fp8_rows), partial_CR, amax_CR, num_rows, expert_dim,
         clamped, BLOCK, _ROWS, num_warps=4,
     )  # fmt: skip
@@ -85,6 +87,7 @@ def swiglu_grad_columns(
     return grad_fp8, act_fp8
 
 
+@fast_launch
 @triton.jit
 def _swiglu_fp8(
     gate_up_ptr, weight_ptr, value_ptr, scale_ptr, num_rows, expert_dim, CLAMPED: tl.constexpr, BLOCK: tl.constexpr
@@ -100,6 +103,7 @@ def _swiglu_fp8(
     store_rows(wants_act, value_ptr, scale_ptr, row, row_mask, block, block * BLOCK, num_rows, expert_dim, BLOCK)
 
 
+@fast_launch
 @triton.jit
 def _swiglu_grad_rows(
     grad_ptr, gate_up_ptr, weight_ptr, value_ptr, scale_ptr, partial_ptr, amax_ptr, num_rows, expert_dim,
@@ -120,6 +124,7 @@ def _swiglu_grad_rows(
     )
 
 
+@fast_launch
 @triton.jit
 def _swiglu_grad_columns(
     grad_ptr, gate_up_ptr, weight_ptr, amax_ptr, table_ptr, total_ptr, max_blocks, grad_value_ptr, grad_scale_ptr,
@@ -157,16 +162,16 @@ def _swiglu_grad_columns(
             at = act_value_ptr + col.to(tl.int64)[:, None] * stride + packed_row[None, :]
             tl.store(at, pack_rows(act0, act1, act2, act3, inverse).T)
         if UP:
-            inverse = store_column_scales(
-                column_amax(gate0, gate1, gate2, gate3), grad_scale_ptr, block, col, 2 * expert_dim
-            )
             at = grad_value_ptr + col.to(tl.int64)[:, None] * stride + packed_row[None, :]
-            tl.store(at, pack_rows(gate0, gate1, gate2, gate3, inverse).T)
-            inverse = store_column_scales(
-                column_amax(up0, up1, up2, up3), grad_scale_ptr, block, expert_dim + col, 2 * expert_dim
-            )
+            _store_columns(gate0, gate1, gate2, gate3, at, grad_scale_ptr, block, col, 2 * expert_dim)
             at = grad_value_ptr + (expert_dim + col).to(tl.int64)[:, None] * stride + packed_row[None, :]
-            tl.store(at, pack_rows(up0, up1, up2, up3, inverse).T)
+            _store_columns(up0, up1, up2, up3, at, grad_scale_ptr, block, expert_dim + col, 2 * expert_dim)
+
+
+@triton.jit
+def _store_columns(x0, x1, x2, x3, at, scale_ptr, block, col, width):
+    inverse = store_column_scales(column_amax(x0, x1, x2, x3), scale_ptr, block, col, width)
+    tl.store(at, pack_rows(x0, x1, x2, x3, inverse).T)
 
 
 @triton.jit

@@ -36,7 +36,11 @@ class BlockwiseSimulatedSteps:
     def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
         return value_ENK.new_empty(self.num_rows, value_ENK.shape[1], dtype=torch.bfloat16)
 
-    def wgrad(self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype) -> Tensor:
+    def wgrad(
+        self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        if main_grad is not None:
+            return None
         shape = self.num_experts, len(left_fp8.value_KP), len(right_fp8.value_KP)
         return left_fp8.value_KP.new_empty(shape, dtype=dtype)
 

@@ -20,6 +20,7 @@ from threefold.engine.autograd.delayed_wgrad import WgradTarget, compute_or_dela
 from threefold.engine.context import count_event
 from threefold.engine.device import is_simulated
 from threefold.engine.kernels.availability import has_triton_kernels
+from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.experts.fused_experts import sort_by_expert, values_by_token, weights_by_row
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.fp8 import dry_run_steps as simulated_steps
@@ -59,9 +60,13 @@ def fp8_experts_of_tokens(
     fp8_weights: Fp8ExpertWeights | None = None,
     recipe: Recipe = "blockwise",
     clamped: bool = False,
+    starts: ChunkStarts | None = None,
 ) -> Tensor:
-    """Run the experts on tokens, with no wait for the device: rows are gathered while they are quantized."""
-    rows = sort_by_expert(expert_TK, len(down_EDH), weight_TK)
+    """Run the experts on tokens, with no wait for the device: rows are gathered while they are quantized.
+
+    `starts` come from a router that has counted the copies of each expert.
+    """
+    rows = sort_by_expert(expert_TK, len(down_EDH), weight_TK, starts)
     parameters, targets = wgrad_targets(x_TD, gate_up_EXD, down_EDH)
     return _Fp8Experts.apply(x_TD, weight_TK, *parameters, fp8_weights, rows.ends_E, rows, recipe, clamped, targets)  # type: ignore[no-any-return]
 
@@ -163,11 +168,7 @@ def _weight_grad(
     steps: Any, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None
 ) -> Tensor | None:
     """Compute the gradient, or add it to `main_grad` where the weight has one and return None."""
-    grad = steps.wgrad(left_fp8, right_fp8, dtype)
-    if main_grad is None:
-        return grad  # type: ignore[no-any-return]
-    main_grad.add_(grad)
-    return None
+    return steps.wgrad(left_fp8, right_fp8, dtype, main_grad)  # type: ignore[no-any-return]
 
 
 def _make_steps(recipe: Recipe, ends_E: Tensor, num_rows: int, clamped: bool) -> Any:

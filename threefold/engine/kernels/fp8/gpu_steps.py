@@ -7,12 +7,11 @@ a tensor X is 2 H (gate and up). As the first dim of x_XK it is T where `rows` a
 rows then, and R otherwise.
 """
 
-from functools import cache
-
 import torch
-import triton  # type: ignore
 from torch import Tensor
 
+from threefold.engine.autograd.main_grad import add_to_main_grad
+from threefold.engine.kernels.availability import has_gluon_kernels
 from threefold.engine.kernels.experts import row_kernels as elementwise
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.experts.tile_schedule import make_tile_table
@@ -27,25 +26,13 @@ _HOPPER_WGRAD_CONFIG = TritonConfig(m=128, n=256, k=128, stages=4, group=4)
 _HOPPER_FP32_WGRAD_CONFIG = TritonConfig(
     m=128, n=256, k=128, stages=3, group=4
 )  # an fp32 result takes more shared memory
-_GLUON_RELEASES = (
-    (3, 6),
-    (3, 8),
-)  # `hopper_gluon_kernel` compiles from the first release of triton up to, not with, the second
-
-
-@cache
-def has_hopper_kernels(device: torch.device) -> bool:
-    """Whether the Gluon kernels run: a Hopper GPU, and a release of triton they are written for."""
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    known = _GLUON_RELEASES[0] <= release < _GLUON_RELEASES[1] and device.type == "cuda"
-    return known and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class BlockwiseGpuSteps:
     """The blockwise recipe: 1x128 scales on rows, 128x128 on weights. `ends_E` holds the end of each expert's rows."""
 
     def __init__(self, ends_E: Tensor, num_rows: int, clamped: bool) -> None:
-        self.clamped, self.ends_E, self.uses_hopper_kernels = clamped, ends_E, has_hopper_kernels(ends_E.device)
+        self.clamped, self.ends_E, self.uses_hopper_kernels = clamped, ends_E, has_gluon_kernels(ends_E.device)
         self.tiles = make_tile_table(ends_E, num_rows, BLOCK)
         self.blocks = RowBlocks(self.tiles.table, self.tiles.total, blockwise_quantize.block_ends(ends_E))
 
@@ -65,13 +52,20 @@ class BlockwiseGpuSteps:
             return hopper_gemm.grouped_gemm(a_fp8, value_ENK, scale, self.tiles, _HOPPER_CONFIG)
         return grouped_gemm.grouped_gemm(a_fp8, value_ENK, scale, self.tiles, _PORTABLE_CONFIG)
 
-    def wgrad(self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype) -> Tensor:
-        if self.uses_hopper_kernels:
-            from threefold.engine.kernels.fp8 import hopper_gemm
+    def wgrad(
+        self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        """The weight gradient; with a `main_grad` it is added there, and None comes back."""
+        given = left_fp8, right_fp8, self.blocks.ends_E
+        if not self.uses_hopper_kernels:
+            return add_to_main_grad(wgrad_gemm.wgrad_gemm(*given, dtype, _PORTABLE_CONFIG), main_grad)
+        from threefold.engine.kernels.fp8 import hopper_gemm
 
-            config = _HOPPER_FP32_WGRAD_CONFIG if dtype == torch.float32 else _HOPPER_WGRAD_CONFIG
-            return hopper_gemm.wgrad_gemm(left_fp8, right_fp8, self.blocks.ends_E, dtype, config)
-        return wgrad_gemm.wgrad_gemm(left_fp8, right_fp8, self.blocks.ends_E, dtype, _PORTABLE_CONFIG)
+        if main_grad is not None and hopper_gemm.can_add_to(main_grad):
+            hopper_gemm.wgrad_gemm(*given, dtype, _HOPPER_WGRAD_CONFIG, main_grad)
+            return None
+        config = _HOPPER_FP32_WGRAD_CONFIG if dtype == torch.float32 else _HOPPER_WGRAD_CONFIG
+        return add_to_main_grad(hopper_gemm.wgrad_gemm(*given, dtype, config), main_grad)
 
     def swiglu(self, gate_up_RX: Tensor, weight_R: Tensor) -> Fp8Rows:
         return blockwise_swiglu.swiglu_fp8(gate_up_RX, weight_R, self.clamped)

@@ -5,7 +5,8 @@ and added in fp32, because Hopper keeps only about 14 bits while it sums 8-bit p
 
 Without `WGRAD` the rows of `a` belong to experts, and the table says which rows a tile has. With `WGRAD` the dim that
 is summed over belongs to experts: the table has the end of each expert's blocks, and `max_tiles` is the number of
-experts. With `ROWWISE` each row of either side has one scale, applied at the end. `hopper_gemm` launches the kernel.
+experts; with `ADD` the result is added to what `out` holds. With `ROWWISE` each row of either side has one scale,
+applied at the end. `hopper_gemm` launches the kernel.
 
 Shapes: M rows of a (of the result), N columns of the result, K summed over, E experts.
 """
@@ -22,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore
     warpgroup_mma_wait,
 )
 
+from threefold.engine.kernels.fast_launch import fast_launch
+
 BK: gl.constexpr = gl.constexpr(128)  # length of a block of the sum
 ROWS_PER_GROUP: gl.constexpr = gl.constexpr(64)  # rows of a tile that one warp group takes
 BM: gl.constexpr = gl.constexpr(2 * 64)
@@ -29,11 +32,12 @@ HALF_BN: gl.constexpr = gl.constexpr(128)  # columns that are multiplied at a ti
 BN: gl.constexpr = gl.constexpr(2 * 128)
 
 
+@fast_launch
 @gluon.jit
 def grouped_gemm_kernel(
     a, a_scale_ptr, w, w_scale_ptr, out, out_ptr, table_ptr, total_ptr, max_tiles, num_rows, M: gl.constexpr,
     N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr, SK: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, WGRAD: gl.constexpr, ROWWISE: gl.constexpr,
+    GROUP: gl.constexpr, WGRAD: gl.constexpr, ROWWISE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     a0 = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS_PER_GROUP, BK], a.layout)
     a1 = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS_PER_GROUP, BK], a.layout)
@@ -49,9 +53,9 @@ def grouped_gemm_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, a0, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out0, full, empty, table_ptr, total_ptr,
-                        max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE)),
+                        max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE, ADD)),
             (_consume, (1, a1, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out1, full, empty, table_ptr, total_ptr,
-                        max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE)),
+                        max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE, ADD)),
             (_produce, (a, w, a0, a1, b, full, empty, table_ptr, total_ptr, max_tiles, M, N, K, STAGES, GROUP, WGRAD)),
         ],
         [4, 1],
@@ -121,6 +125,7 @@ def _consume(
     WHICH: gl.constexpr, a_part, b, a_scale_ptr, w_scale_ptr, out, out_ptr, buffer, full, empty, table_ptr, total_ptr,
     max_tiles, num_rows, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr,
     SK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WGRAD: gl.constexpr, ROWWISE: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_BN, 32])
     count = 0
@@ -171,8 +176,12 @@ def _consume(
                 * _load_column_scales(w_scale + second_half, N - col - HALF_BN, N, layout)[None, :]
             )
         shift = expert * M if WGRAD else 0
-        _store_part(left, out, out_ptr, buffer, row, end, shift, col, N, layout)
-        _store_part(right, out, out_ptr, buffer, row, end, shift, col + HALF_BN, N, layout)
+        if ADD:
+            _add_part(left, out_ptr, row, end, shift, col, N, layout)
+            _add_part(right, out_ptr, row, end, shift, col + HALF_BN, N, layout)
+        else:
+            _store_part(left, out, out_ptr, buffer, row, end, shift, col, N, layout)
+            _store_part(right, out, out_ptr, buffer, row, end, shift, col + HALF_BN, N, layout)
     tma.store_wait(0)
 
 
@@ -208,7 +217,21 @@ def _store_part(acc, out, out_ptr, buffer, row, end, shift, col, N: gl.constexpr
         tma.async_copy_shared_to_global(out, [shift + row, col], buffer)
     else:
         # TMA would overwrite the rows of the next expert.
-        m = row + gl.arange(0, ROWS_PER_GROUP, gl.SliceLayout(1, layout))
-        n = col + gl.arange(0, HALF_BN, gl.SliceLayout(0, layout))
-        mask = (m < end)[:, None] & (n < N)[None, :]
-        gl.store(out_ptr + (shift + m).to(gl.int64)[:, None] * N + n[None, :], value, mask=mask)
+        at, mask = _pointers(out_ptr, row, end, shift, col, N, layout)
+        gl.store(at, value, mask=mask)
+
+
+@gluon.jit
+def _add_part(acc, out_ptr, row, end, shift, col, N: gl.constexpr, layout: gl.constexpr):
+    """Add to rows from `row` up to `end`, `shift` rows further down in the result."""
+    at, mask = _pointers(out_ptr, row, end, shift, col, N, layout)
+    total = gl.load(at, mask=mask, other=0.0).to(gl.float32) + acc
+    gl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _pointers(out_ptr, row, end, shift, col, N: gl.constexpr, layout: gl.constexpr):
+    """The addresses of a half tile of the result, and which of them lie inside."""
+    m = row + gl.arange(0, ROWS_PER_GROUP, gl.SliceLayout(1, layout))
+    n = col + gl.arange(0, HALF_BN, gl.SliceLayout(0, layout))
+    return out_ptr + (shift + m).to(gl.int64)[:, None] * N + n[None, :], (m < end)[:, None] & (n < N)[None, :]

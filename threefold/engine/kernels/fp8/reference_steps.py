@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.autograd.main_grad import add_to_main_grad
 from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.fp8.quantized_tensors import (
@@ -144,9 +145,13 @@ class BlockwiseReferenceSteps:
         made = [a_RK[part] @ weight.T for part, weight in zip(self.expert_rows, weight_ENK, strict=True)]
         return torch.cat(made).to(torch.bfloat16)
 
-    def wgrad(self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype) -> Tensor:
+    def wgrad(
+        self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None = None
+    ) -> Tensor | None:
+        """The weight gradient; with a `main_grad` it is added there, and None comes back."""
         left_PM, right_PN = dequantize_columns(left_fp8), dequantize_columns(right_fp8)
-        return torch.stack([left_PM[padded].T @ right_PN[padded] for padded in self.padded_rows]).to(dtype)
+        grad_EMN = torch.stack([left_PM[padded].T @ right_PN[padded] for padded in self.padded_rows])
+        return add_to_main_grad(grad_EMN if main_grad is not None else grad_EMN.to(dtype), main_grad)
 
     def swiglu(self, gate_up_RX: Tensor, weight_R: Tensor) -> Fp8Rows:
         gate_RH, up_RH = gate_up_RX.float().chunk(2, dim=-1)

@@ -18,7 +18,7 @@ from threefold.engine.kernels.fast_launch import fast_launch
 from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
 
 _BLOCK = 8192
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # GPUs have an instruction for 2^x
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # GPUs have an instruction for 2^x
 _MIN_LOGIT: tl.constexpr = tl.constexpr(-1e30)  # not -inf, because -inf - -inf is nan
 
 
@@ -127,23 +127,24 @@ def _max_and_sum(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
     top_R = tl.full((ROWS,), _MIN_LOGIT, tl.float32)
     sum_RW = tl.zeros((ROWS, WIDTH), tl.float32)
     for begin in range(0, V, BLOCK):
-        x = tl.load(row_ptr + begin + n, mask=begin + n < V, other=float("-inf")).to(tl.float32) * _LOG2_E
+        x = tl.load(row_ptr + begin + n, mask=begin + n < V, other=float("-inf")).to(tl.float32) * LOG2_E
         higher_R = tl.maximum(top_R, tl.max(x, 1))
         sum_RW = sum_RW * tl.exp2(top_R - higher_R)[:, None] + tl.exp2(x - higher_R[:, None])
         top_R = higher_R
     top = tl.max(top_R, 0)
     total = tl.sum(tl.sum(sum_RW, 1) * tl.exp2(top_R - top), 0)
-    return tl.where(total == 0, float("-inf"), top / _LOG2_E), total
+    return tl.where(total == 0, float("-inf"), top / LOG2_E), total
 
 
 @triton.jit
 def _write_grad(row_ptr, at, log_sum, V: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.arange(0, BLOCK)
     num_blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    log_sum = log_sum * LOG2_E
     for block in range(num_blocks):
         col = (num_blocks - 1 - block) * BLOCK + n  # backwards, because the cache still holds what was read last
         x = tl.load(row_ptr + col, mask=col < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        p = tl.exp2((x - log_sum) * _LOG2_E)
+        p = tl.exp2(x * LOG2_E - log_sum)
         # p - 1 is taken in fp32: bf16 would round a p near 1 to 1, and the difference to 0.
         p = tl.where(col == at, p - 1.0, p).to(row_ptr.dtype.element_ty)
         tl.store(row_ptr + col, p, mask=col < V, eviction_policy="evict_first")

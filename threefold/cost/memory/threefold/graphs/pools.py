@@ -9,26 +9,36 @@ activations inside of graphs out of the terms of their layers (`outside_graphs`)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.activations import layer_activations
-from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
+from threefold.cost.local_parameters import trained_parameters
+from threefold.cost.memory.stage_memory import Terms, layer_kinds
+from threefold.cost.memory.threefold.activations import (
+    ffn_norm_bytes,
+    layer_activations,
+    mixer_bytes,
+    recomputed_activations,
+)
+from threefold.cost.memory.threefold.graphs.layer_pool import layer_pool_bytes, simulated_parts
+from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes, for_layer
 from threefold.cost.memory.threefold.schedule import schedule_moments
+from threefold.cost.memory.threefold.timelines.optimizer_step import rank_parameters
 from threefold.cost.memory.threefold.transients import ffn_backward_transients, mixer_backward_transients
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers, stage_contents
+from threefold.cost.trained_weights import is_partly_frozen, trained_share
 from threefold.plan.plan import Plan
-from threefold.spec.model import Layer
+from threefold.spec.model import GqaSpec, Layer
 from threefold.spec.params import dense_params, expert_params, mixer_params, router_params, shared_params
 from threefold.units import GIB
 
 WHOLE = "full_iteration"
 # Memory terms of what a scope saves for the backward.
 _SAVED_TERMS = {
-    "attn": ("attention", "norms"),
-    "mlp": ("mlp", "norms"),
-    "moe_router": ("router", "norms"),
-    "moe": ("router", "dispatch", "experts", "shared_experts", "norms"),
+    "attn": ("attention",),
+    "mlp": ("mlp",),
+    "moe_router": ("router",),
+    "moe": ("router", "dispatch", "experts", "shared_experts"),
 }
 
 
@@ -50,19 +60,25 @@ def graph_pools(plan: Plan, stage: int, contents: StageContents, saved: Mapping[
         return GraphPools(0.0, 0)
     scopes, local = set(plan.knobs.graphs), LocalSizes(plan, 1.0)
     if WHOLE in scopes:
-        activations = sum(sum(saved[layer].values()) for layer in contents.layers)
-        grads = 0.0 if local.fuses_grad_accumulation else local.element_bytes * sum(stage_params(plan, contents))
+        own = [layer for chunk in contents.chunks for layer in chunk_layers(plan, chunk)[: len(chunk.layers)]]
+        activations = sum(sum(saved[layer].values()) for layer in own)
+        grads = 0.0 if local.fuses_grad_accumulation else local.element_bytes * _trained_params(plan, contents)
         # On one rank the graph of later microbatches adds to these: those of one layer and one table exist twice.
         adds = grads and plan.layout.gpus == 1 and plan.num_microbatches > 1
         return GraphPools(activations + grads + (_largest_gradients(local, contents) if adds else 0.0), 1)
     held, most = 0.0, _most_in_flight(plan, stage, len(contents.chunks))
     for chunk, slots in zip(contents.chunks, most, strict=False):
         layers = chunk_layers(plan, chunk)
-        kept = sum(_saved_bytes(scopes, layer, saved[layer]) for layer in layers)
         static = _copied_bytes(local, scopes, layers)
-        grads = sum(_gradient_bytes(local, scopes, layer) for layer in layers)
-        made = max((_backward_bytes(local, scopes, layer) for layer in layers), default=0.0)
-        held += slots * (kept + static + grads + made)
+        others = [_other_scopes(scopes, layer) for layer in layers]
+        kept = made = grads = 0.0
+        for layer, rest in zip(layers, others, strict=True):
+            kept += sum(_inside(local, rest, layer, saved[layer]).values())
+            grads += _gradient_bytes(local, rest, layer)
+            made = max(made, _backward_bytes(local, rest, layer))
+        made += _input_gradients(local, scopes - {"moe"}, layers)
+        experts = max((_parameter_grads(local, scopes & {"moe"}, layer) for layer in layers), default=0.0)
+        held += slots * (kept + static + grads + made + layer_pool_bytes(local, scopes, layers, experts))
     return GraphPools(held, sum(most))
 
 
@@ -85,12 +101,23 @@ def graphed_fraction(plan: Plan, pools: GraphPools) -> float:
 
 def outside_graphs(plan: Plan, saved: Mapping[Layer, Terms], fraction: float) -> dict[Layer, Terms]:
     """What layers save for the backward outside of graphs, which hold this fraction of the microbatches in flight."""
-    scopes = set(plan.knobs.graphs)
-    outside = {}
+    scopes, local, outside = set(plan.knobs.graphs), LocalSizes(plan, 1.0), {}
     for layer, terms in saved.items():
-        inside = _inside(scopes, layer)
-        outside[layer] = {name: size * (1 - fraction * (name in inside)) for name, size in terms.items()}
+        inside = _inside(local, scopes, layer, terms)
+        outside[layer] = {name: size - fraction * inside.get(name, 0.0) for name, size in terms.items()}
     return outside
+
+
+def outside_transients(plan: Plan, layer: Layer) -> tuple[bool, bool]:
+    """Whether tensors that the mixer, and the feed-forward part, of a layer hold for a moment are outside of graphs."""
+    found = _scopes_of(set(plan.knobs.graphs), layer) if has_graphs(plan) else set()
+    return "attn" not in found, not found & {"mlp", "moe"}
+
+
+def num_inputs_in_graphs(plan: Plan, layers: Sequence[Layer]) -> int:
+    """Layers of a chunk whose input, which the norm before an eager mixer saves, is the result of a graph."""
+    outside = [outside_transients(plan, layer) for layer in layers]
+    return sum(is_eager and not before[1] for before, (is_eager, _) in pairwise(outside))
 
 
 def gradients_in_graphs(plan: Plan, contents: StageContents) -> float:
@@ -99,15 +126,22 @@ def gradients_in_graphs(plan: Plan, contents: StageContents) -> float:
         return 0.0
     local, scopes = LocalSizes(plan, 1.0), set(plan.knobs.graphs)
     if WHOLE in scopes:
-        return 0.0 if local.accumulates_wider else local.element_bytes * sum(stage_params(plan, contents))
+        return 0.0 if local.accumulates_wider else local.element_bytes * _trained_params(plan, contents)
     return sum(_parameter_grads(local, scopes, layer) for layer in contents.layers)
+
+
+def _trained_params(plan: Plan, contents: StageContents) -> float:
+    """Parameters of a rank that have gradients."""
+    if not is_partly_frozen(plan):
+        return sum(stage_params(plan, contents))
+    return sum(one.elements for one in trained_parameters(rank_parameters(plan, contents)))
 
 
 def largest_pool(plan: Plan) -> float:
     """Bytes that the graphs of the fullest rank would hold if there were no budget."""
     local, most = LocalSizes(plan, 1.0), 0.0
+    saved = {layer: layer_activations(for_layer(local, layer), layer) for layer in layer_kinds(plan)}
     for stage, contents in enumerate(stage_contents(plan)):
-        saved = {layer: layer_activations(for_layer(local, layer), layer) for layer in contents.layers}
         most = max(most, graph_pools(plan, stage, contents, saved).num_bytes)
     return most
 
@@ -130,13 +164,20 @@ def _scopes_of(scopes: set[str], layer: Layer) -> set[str]:
     return found & scopes
 
 
-def _inside(scopes: set[str], layer: Layer) -> set[str]:
-    """The memory terms of a layer whose saved tensors lie in graphs."""
-    return {name for scope in _scopes_of(scopes, layer) for name in _SAVED_TERMS[scope]}
+def _other_scopes(scopes: set[str], layer: Layer) -> set[str]:
+    """The scopes of a layer whose pools are counted here, and not gone through block by block."""
+    parts = simulated_parts(scopes, layer)
+    return scopes - ({"moe"} if "moe" in parts else set()) - ({"attn"} if "mixer" in parts else set())
 
 
-def _saved_bytes(scopes: set[str], layer: Layer, saved: Terms) -> float:
-    return sum(saved.get(name, 0.0) for name in _inside(scopes, layer))
+def _inside(local: LocalSizes, scopes: set[str], layer: Layer, saved: Terms) -> Terms:
+    """What lies in graphs of the tensors that a layer saves, by memory term. A scope has the norm before its module."""
+    found = _scopes_of(scopes, layer)
+    inside = {name: saved.get(name, 0.0) for scope in found for name in _SAVED_TERMS[scope]}
+    of_ffn = min(ffn_norm_bytes(for_layer(local, layer), layer), saved.get("norms", 0.0))
+    inside["norms"] = of_ffn if found - {"attn"} else 0.0
+    inside["norms"] += saved.get("norms", 0.0) - of_ffn if "attn" in found else 0.0
+    return inside
 
 
 def _copied_bytes(local: LocalSizes, scopes: set[str], layers: Sequence[Layer]) -> float:
@@ -158,11 +199,48 @@ def _copied_bytes(local: LocalSizes, scopes: set[str], layers: Sequence[Layer]) 
 def _backward_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
     """What the backward of a layer makes on top of its saved tensors. The next layer uses the memory again; mixer and
     feed-forward part have tensors of other sizes, for which blocks of their own are taken."""
-    found = _scopes_of(scopes, layer)
-    mixer = mixer_backward_transients(local, layer) if "attn" in found else 0.0
-    # Where gradients of experts are in the pool, `_gradient_bytes` counts them.
-    has_ffn = "mlp" in found or ("moe" in found and local.fuses_grad_accumulation)
-    return mixer + (ffn_backward_transients(for_layer(local, layer), layer) if has_ffn else 0.0)
+    found, local = _scopes_of(scopes, layer), for_layer(local, layer)
+    mixer = mixer_backward_transients(local, layer) + _quantized_bytes(local, layer) if "attn" in found else 0.0
+    mixer += _sink_bytes(local, layer) if {"attn", "moe_router"} <= found else 0.0
+    mlp = ffn_backward_transients(local, layer) if "mlp" in found else 0.0
+    if local.recompute:  # what is recomputed is recorded with the backward
+        plain = local.without_recompute
+        mixer += mixer_bytes(plain, layer) - mixer_bytes(local, layer) if "attn" in found else 0.0
+        is_made = "mlp" in found and "mlp" in local.recompute
+        mlp += recomputed_activations(local, layer, plain).get("mlp", 0.0) if is_made else 0.0
+    return mixer + mlp
+
+
+def _input_gradients(local: LocalSizes, scopes: set[str], layers: Sequence[Layer]) -> float:
+    """Gradients of the inputs of graphs, each of which stays where its graph writes it, and the router's part of one.
+    Those of graphs with mixers lie where saved tensors of their size were."""
+    found = [_scopes_of(scopes, layer) for layer in layers]
+    if any("attn" in each for each in found) or not any(found):
+        return 0.0
+    return local.element_bytes * local.model.dim * local.tokens * (1 + sum(map(bool, found)))
+
+
+def _sink_bytes(local: LocalSizes, layer: Layer) -> float:
+    """Of the three tensors in fp32 that gradients of attention sinks come from, the one that does not fit where the
+    attention kernel has worked, nor where the forward has: the router's tensors lie there."""
+    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    if not isinstance(spec, GqaSpec) or not spec.sinks:
+        return 0.0
+    return FP32 * spec.q_dim / local.tp * local.gathered_tokens
+
+
+def _quantized_bytes(local: LocalSizes, layer: Layer) -> float:
+    """What a mixer's GEMMs quantize and do not save: inputs of the first and of the output projection along rows, and
+    the first one's gradient along rows and columns."""
+    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    if spec is None or layer.mixer not in ("attention", "window"):
+        return 0.0
+    if isinstance(spec, GqaSpec):
+        projected, values = spec.q_dim + 2 * spec.kv_dim, spec.q_dim
+    else:
+        projected, values = spec.num_heads * spec.qk_dim, spec.num_heads * spec.v_dim
+    width = local.model.dim + (values + 2 * projected) / local.tp
+    return local.quantized_bytes * width * local.gathered_tokens
 
 
 def _parameter_grads(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
@@ -170,17 +248,19 @@ def _parameter_grads(local: LocalSizes, scopes: set[str], layer: Layer) -> float
     found, model, layout = _scopes_of(scopes, layer), local.model, local.plan.layout
     if local.fuses_grad_accumulation:
         return 0.0
-    params = mixer_params(model, layer) / layout.tp if "attn" in found else 0.0
-    params += router_params(model) if found & {"moe", "moe_router"} else 0.0
-    params += dense_params(model) / layout.tp if "mlp" in found else 0.0
+    trained = {name: trained_share(local.plan, name) for name in ("mixer", "mlp", "experts", "shared_experts")}
+    params = trained["mixer"] * mixer_params(model, layer) / layout.tp if "attn" in found else 0.0
+    params += router_params(model) if found & {"moe", "moe_router"} and "router" in local.saved_inputs else 0.0
+    params += trained["mlp"] * dense_params(model) / layout.tp if "mlp" in found else 0.0
     if "moe" in found and model.moe is not None:
-        params += expert_params(model) * model.moe.num_experts / (layout.ep * layout.etp) + shared_params(model)
+        experts = expert_params(model) * model.moe.num_experts / (layout.ep * layout.etp)
+        params += trained["experts"] * experts + trained["shared_experts"] * shared_params(model)
     return local.element_bytes * params
 
 
 def _gradient_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
     """The same as far as it makes a pool larger: a gradient of no more rows than there are tokens lies where an
     activation was, those of experts need blocks of their own."""
-    if "moe" in scopes or local.gathered_tokens < local.model.dim:
+    if local.gathered_tokens < local.model.dim:
         return _parameter_grads(local, scopes, layer)
     return 0.0

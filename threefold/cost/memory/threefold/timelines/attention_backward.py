@@ -11,7 +11,12 @@ import math
 from dataclasses import dataclass
 
 from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes
-from threefold.cost.memory.threefold.timelines.recurrent_mixers import DELTA_CHUNK, passes_delta_states
+from threefold.cost.memory.threefold.timelines.recurrent_mixers import (
+    DELTA_CHUNK,
+    fla_backward_peak,
+    passes_delta_states,
+    uses_fla,
+)
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec
 
@@ -231,8 +236,8 @@ def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     its chunks in fp32, and then those of the states that ranks exchange."""
     b, tokens, heads, k, v = local.element_bytes, local.gathered_tokens, spec.num_v_heads, spec.k_dim, spec.v_dim
     per_dim, residual = FP32 * heads / local.tp * tokens, b * local.model.dim * local.tokens
-    # The output's gate and its activation in fp32 are freed by then, and the gradient of the output is there.
-    freed = 0.0 if "gdn_norm_out" in local.recompute else per_dim * v
+    if uses_fla(local):
+        return fla_backward_peak(local, spec) + residual
     # Those of one more tensor are summed.
     chunk_grads = per_dim * (3 * k + v + DELTA_CHUNK + max(k, v))
     # A recompute of the rule ends with its projected and convolved channels, heads, outputs by chunk and all of them.
@@ -240,14 +245,14 @@ def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     again = 0.0
     if "core_attn" in local.recompute:
         widths = (1 if passes_delta_states(local) else 2) * (2 * spec.keys + spec.values) + 2 * heads * (k + v)
-        again = b * widths / local.tp * tokens + 2 * per_dim * v - freed + residual
+        again = b * widths / local.tp * tokens + 2 * per_dim * v + residual
     if not passes_delta_states(local):
-        return max(chunk_grads - freed + residual, again)
+        return max(chunk_grads + residual, again)
     num_spans = 2 * local.plan.layout.cp * local.plan.job.micro_batch
     states = FP32 * heads / local.tp * k * (k + v) * num_spans
-    in_chunks = chunk_grads / 2 - freed + states  # one of both spans at a time
+    in_chunks = chunk_grads / 2 + states  # one of both spans at a time
     # When the gradients of both spans' states are summed, all that follows the states in the forward is freed.
-    after_states = per_dim * (k * v / DELTA_CHUNK + k + 2 * v) + (2 + 3 * b / FP32) * per_dim * v
+    after_states = per_dim * (k * v / DELTA_CHUNK + k + 2 * v) + 2 * b / FP32 * per_dim * v
     return max(max(in_chunks, 3 * states + per_dim * (3 * k + v) - after_states) + residual, again)
 
 

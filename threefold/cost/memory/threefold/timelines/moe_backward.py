@@ -17,16 +17,21 @@ WIDEST_IN_PLACE = 1024
 
 
 def moe_backward_steps(
-    local: LocalSizes, delays_wgrad: bool = False, shared_is_later: bool = False, shared_wgrad: float = 0.0
+    local: LocalSizes,
+    delays_wgrad: bool = False,
+    shared_is_later: bool = False,
+    shared_wgrad: float = 0.0,
+    line: Timeline | None = None,
 ) -> Terms:
     """The most bytes in each step of the backward, in order, by the module that an offload would name. Delayed weight
     gradients are not made, and what they need stays: `shared_wgrad` bytes of the shared experts. `shared_is_later`
     where shared experts have their backward behind the routed ones, as EP overlap and shared-expert overlap run
-    them."""
-    moe, line, steps = local.model.moe, Timeline(), {}
+    them. A graph gives the `line` of its pool."""
+    moe, steps, is_pooled = local.model.moe, {}, line is not None
+    line = line or Timeline()
     assert moe is not None
     rows = MoeRows(local, local.expert_chunk_fraction)
-    line.make(MoeRows(local).tokens)  # the gradient of the residual stream
+    line.make(0.0 if is_pooled else MoeRows(local).tokens)  # the gradient of the residual stream: a graph's input
     if moe.shared_width and not (shared_is_later or local.plan.knobs.shared_expert_overlap):
         line.make(MoeRows(local).tokens)
         line.free(shared_expert_bytes(local.without_recompute) * rows.fraction)
@@ -35,9 +40,9 @@ def moe_backward_steps(
         line.make(rows.tokens)
         line.free(expert_norm_bytes(local.without_recompute) * rows.fraction)
     if rows.fraction < 1:  # a chunk of tokens adds to the weight gradients of the chunks before it
-        line.make(_weight_grads(local), MoeRows(local).tokens)
-    if _recomputes_activation(local):  # the caller counts it from the start, but it is there from FC2's backward on
-        line.free(_activation(rows))
+        line.make(weight_grad_bytes(local), MoeRows(local).tokens)
+    if _recomputes_activation(local) and not is_pooled:
+        line.free(*_activation(rows))  # the caller counts it from the start, but it is there from FC2's backward on
     line.take_peak()
     if local.experts_read_in_place:
         return {"fused_group_mlp": _in_place(line, rows, delays_wgrad)}
@@ -61,7 +66,7 @@ def early_grad_rows(local: LocalSizes) -> float:
     return rows.received_tokens if rows.dispatcher == "deepep" else rows.received
 
 
-def _weight_grads(local: LocalSizes) -> float:
+def weight_grad_bytes(local: LocalSizes) -> float:
     """Bytes of the weight gradients of all experts of the rank."""
     layout, moe = local.plan.layout, local.model.moe
     assert moe is not None
@@ -75,9 +80,9 @@ def _recomputes_activation(local: LocalSizes) -> bool:
     return "moe_act" in local.recompute and not local.recompute & {"moe", "full"} and not local.uses_fused_experts
 
 
-def _activation(rows: MoeRows) -> float:
+def _activation(rows: MoeRows) -> list[float]:
     """What the activation saves, and its output."""
-    return (6 if rows.local.model.activation == "clamped swiglu" else 3) * rows.hidden
+    return [rows.hidden] * (6 if rows.local.model.activation == "clamped swiglu" else 3)
 
 
 def _combine(line: Timeline, rows: MoeRows) -> None:
@@ -111,17 +116,20 @@ def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
     local, hidden, b = rows.local, rows.hidden, rows.local.element_bytes
     moe, steps, recomputes = local.model.moe, {}, _recomputes_activation(local)
     assert moe is not None
-    low, weight_grads = local.quantized_bytes / b, 0.0 if delays else _weight_grads(local)
+    low, weight_grads = local.quantized_bytes / b, 0.0 if delays else weight_grad_bytes(local)
     num_experts, fc1 = moe.num_experts / local.plan.layout.ep, local.num_fc1
     fc2_grads, fc1_grads = weight_grads / (1 + fc1), weight_grads * fc1 / (1 + fc1)
     num_inside = 5 if local.model.activation == "clamped swiglu" else 2  # saved inside of the activation
     if moe.bias:  # for its rows, and for the router's weights in fp32
         line.make(rows.gathered)
-        line.pass_through(2 * FP32 / b * rows.gathered)
+        line.pass_through(*[FP32 / b * rows.gathered] * 2)
         line.free(rows.gathered, rows.gathered)
     if _recomputes_activation(local):
-        line.make(_activation(rows))
-    fc2_input = low * hidden if low and not recomputes else hidden
+        line.make(*_activation(rows))
+    is_quantized = bool(low) and not local.has_adapters
+    fc2_input = low * hidden if is_quantized and not recomputes else hidden
+    fc2_input *= recomputes or "expert_product" in local.saved_inputs
+    fc1_input = low * rows.gathered if is_quantized and "expert_rows" in local.saved_inputs else 0.0
     if low:
         # Gradients of one expert are quantized for both GEMMs. Those of the weights are stacked in the end.
         line.make(hidden, fc2_grads, low * rows.gathered if delays else 0.0)
@@ -132,28 +140,27 @@ def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
         line.replace(hidden, hidden)
     else:
         line.make(hidden, fc2_grads)
-        line.free(0.0 if delays else rows.gathered + fc2_input, fc2_grads)
+        line.free(0.0 if delays else rows.gathered, 0.0 if delays else fc2_input, fc2_grads)
     steps["expert_fc2"] = line.take_peak()
     line.make(fc2_grads if _reduces_together(local) else 0.0)
     # The router's weight; then the product and the activation.
     line.make(hidden)
-    line.pass_through(2 * FP32 / b * hidden)
+    line.pass_through(*[FP32 / b * hidden] * 2)
     line.free(hidden, hidden)
     # Without a gate FC1's output is not saved, but the gradient of its positive part is there beside its own.
     line.make(2 * hidden)
-    line.free((num_inside + 2) * hidden if fc1 == 2 else 3 * hidden)
+    line.free(*([2 * hidden] + [hidden] * num_inside if fc1 == 2 else [hidden] * 3))
     steps["moe_act"] = line.take_peak()
     if low:
         line.make(rows.gathered, fc1_grads, fc1 * low * hidden if delays else 0.0)
         line.pass_through(2 * low * fc1 * hidden / num_experts)
-        line.free(fc1 * hidden, 0.0 if delays else low * rows.gathered)
+        line.free(fc1 * hidden, 0.0 if delays else fc1_input)
         line.pass_through(fc1_grads)
         line.free(fc1_grads)
         line.make(rows.gathered)
     else:
         line.make(rows.gathered, fc1_grads)
-    if local.has_adapters and "experts" in local.plan.job.lora_targets:  # their part of the gradient of the rows
-        line.pass_through(rows.gathered)
+    line.pass_through(local.expert_adapter_copies * rows.gathered)  # the adapters' part of the gradient of the rows
     steps["expert_fc1"] = line.take_peak()
     return steps
 
@@ -161,7 +168,7 @@ def _unfused(line: Timeline, rows: MoeRows, delays: bool) -> Terms:
 def _fused(line: Timeline, rows: MoeRows, delays: bool) -> None:
     """One function for both GEMMs, on given rows: the gradient of the activation before those of FC1's output and of
     the weights, and the activation once more."""
-    local, hidden, weight_grads = rows.local, rows.hidden, 0.0 if delays else _weight_grads(rows.local)
+    local, hidden, weight_grads = rows.local, rows.hidden, 0.0 if delays else weight_grad_bytes(rows.local)
     adds = local.fuses_grad_accumulation
     line.make(hidden, 2 * hidden, hidden)
     line.free(hidden)
@@ -177,7 +184,7 @@ def _fused(line: Timeline, rows: MoeRows, delays: bool) -> None:
 
 def _in_place(line: Timeline, rows: MoeRows, delays: bool) -> float:
     """The same where kernels read tokens by index, and sum the gradients of rows into those of tokens."""
-    local, hidden, weight_grads = rows.local, rows.hidden, _weight_grads(rows.local)
+    local, hidden, weight_grads = rows.local, rows.hidden, weight_grad_bytes(rows.local)
     moe = local.model.moe
     assert moe is not None
     if local.quantized_bytes:
@@ -185,7 +192,7 @@ def _in_place(line: Timeline, rows: MoeRows, delays: bool) -> float:
     elif delays:
         line.make(2 * hidden, hidden, rows.gathered)
     else:
-        is_wide = moe.expert_dim / local.plan.layout.etp > WIDEST_IN_PLACE
+        is_wide = moe.expert_dim / local.plan.layout.etp > WIDEST_IN_PLACE and weight_grads > 0
         adds, gathered = local.fuses_grad_accumulation, rows.gathered if is_wide else 0.0
         line.make(2 * hidden, hidden)
         made = 0.0 if adds and not is_wide else weight_grads
@@ -202,8 +209,8 @@ def _in_place(line: Timeline, rows: MoeRows, delays: bool) -> float:
 def _fused_fp8(line: Timeline, rows: MoeRows, delays: bool) -> None:
     """The same in FP8: gradients are quantized along rows, and along columns for the weights."""
     local, hidden, low = rows.local, rows.hidden, rows.local.quantized_bytes / rows.local.element_bytes
-    moe, adds = local.model.moe, local.fuses_grad_accumulation
-    weight_grads = 0.0 if delays else _weight_grads(local)
+    moe = local.model.moe
+    weight_grads = 0.0 if delays or local.fuses_grad_accumulation else weight_grad_bytes(local)
     assert moe is not None
     padding = 1 + SCALE_ROWS * moe.num_experts / local.plan.layout.ep / (local.expert_rows * rows.fraction)
     columns = low * padding
@@ -213,7 +220,7 @@ def _fused_fp8(line: Timeline, rows: MoeRows, delays: bool) -> None:
     line.make(2 * low * hidden, 2 * columns * hidden, columns * hidden)
     line.free(hidden)
     line.make(weight_grads / 3)
-    line.free(0.0 if delays else columns * (rows.gathered + hidden), weight_grads / 3 if adds else 0.0)
+    line.free(0.0 if delays else columns * (rows.gathered + hidden))
     line.make(2 * weight_grads / 3)
-    line.free(0.0 if delays else 2 * columns * hidden, 2 * weight_grads / 3 if adds else 0.0)
+    line.free(0.0 if delays else 2 * columns * hidden)
     line.make(rows.gathered)

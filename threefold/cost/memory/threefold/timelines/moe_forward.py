@@ -134,12 +134,19 @@ def is_saved_as_received(rows: MoeRows) -> bool:
     return not is_copy and saves_rows(rows.local)
 
 
-def moe_forward_peak(local: LocalSizes, offloaded_rows: float = 0.0, offloaded_experts: float = 0.0) -> float:
+def moe_forward_peak(
+    local: LocalSizes,
+    offloaded_rows: float = 0.0,
+    offloaded_experts: float = 0.0,
+    line: Timeline | None = None,
+    is_recompute: bool = False,
+) -> float:
     """The most bytes in the forward of an MoE layer behind its router, with what it saves and its output.
 
-    `offloaded_rows` of the experts' input, and `offloaded_experts` of what they save inside, go to the host.
+    `offloaded_rows` of the experts' input, and `offloaded_experts` of what they save inside, go to the host. A graph
+    gives the `line` of its pool. A recompute ends with the last tensor that the backward needs.
     """
-    moe, line = local.model.moe, Timeline()
+    moe, line = local.model.moe, line or Timeline()
     assert moe is not None
     rows = MoeRows(local, local.expert_chunk_fraction)
     shared, overlaps = shared_expert_bytes(local), local.plan.knobs.shared_expert_overlap
@@ -149,6 +156,10 @@ def moe_forward_peak(local: LocalSizes, offloaded_rows: float = 0.0, offloaded_e
             _run_shared(line, shared * rows.fraction, rows.tokens)
     else:
         received = _dispatch(line, rows)
+        if is_recompute and _ends_with_experts(rows):
+            _arrange(line, rows)
+            _run_experts(line, rows, offloaded_experts * rows.fraction, stops_early=True)
+            return line.peak
         if moe.shared_width and overlaps:
             line.make(shared * rows.fraction, rows.tokens)
         _compute(line, rows, received, offloaded_experts * rows.fraction)
@@ -164,6 +175,14 @@ def moe_forward_peak(local: LocalSizes, offloaded_rows: float = 0.0, offloaded_e
         saved = saved_bytes(local) * (0.0 if _recomputes_chunks(local) else 1 - rows.fraction)
         return max(line.peak + whole * (1 - rows.fraction) + saved, saved / (1 - rows.fraction) + 2 * whole)
     return line.peak
+
+
+def _ends_with_experts(rows: MoeRows) -> bool:
+    """Whether the last tensor that an MoE layer saves is an input of its experts' last GEMMs, which in low precision
+    run one by one: HybridEP saves nothing behind them."""
+    local, moe = rows.local, rows.local.model.moe
+    is_last = moe is not None and not moe.shared_width and not moe.own_norms and not moe.bias
+    return is_last and rows.dispatcher == "hybridep" and bool(local.quantized_bytes) and not local.uses_fused_experts
 
 
 def saves_rows(local: LocalSizes) -> bool:
@@ -184,7 +203,7 @@ def _recomputes_chunks(local: LocalSizes) -> bool:
 
 def _run_shared(line: Timeline, saved: float, tokens: float) -> None:
     """Shared experts behind the routed ones: their saved tensors and output, and the sum of both outputs."""
-    line.make(saved, tokens)
+    line.make(saved / 3, saved / 3, saved / 3, tokens)
     line.pass_through(tokens)
     line.free(tokens)
 
@@ -260,26 +279,33 @@ def _compute(line: Timeline, rows: MoeRows, received: float, offloaded: float = 
     line.free(rows.gathered if is_copy and not saves_rows(local) else 0.0)
 
 
-def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
-    """The experts; their results and saved tensors are left, without `offloaded` bytes that go to the host."""
+def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0, stops_early: bool = False) -> None:
+    """The experts; their results and saved tensors are left, without `offloaded` bytes that go to the host. The
+    results of single experts are not joined where the forward ends with them (`stops_early`)."""
     local, hidden, low = rows.local, rows.hidden, rows.local.quantized_bytes / rows.local.element_bytes
     moe, model = local.model.moe, local.model
     assert moe is not None
+    saves_quantized = "expert_rows" in local.saved_inputs and not local.has_adapters
     if local.uses_fused_experts:
         act = low * hidden if low else hidden
         if low:
             padded = SCALE_ROWS * moe.num_experts / local.plan.layout.ep * model.dim * local.quantized_bytes
-            line.make(low * rows.gathered, low * rows.gathered + padded)
+            by_column = low * rows.gathered + padded if saves_quantized else 0.0  # for the weight gradient
+            line.make(low * rows.gathered, by_column)
             line.replace(2 * hidden, low * rows.gathered)
         else:
             line.make(2 * hidden)
         line.make(act)
         line.make(rows.gathered)
         line.free(act + offloaded)
+        if moe.bias:  # of FC2, times the router's weight; added
+            line.make(rows.gathered, rows.gathered)
+            line.free(rows.gathered, rows.gathered)
         return
     fc1, biased, num_experts = local.num_fc1, moe.bias, moe.num_experts / local.plan.layout.ep
+    quantized_rows = low * rows.gathered if saves_quantized else 0.0
     if low:  # one expert after the other: each quantizes its rows; their results are joined
-        line.make(low * rows.gathered, fc1 * hidden)
+        line.make(quantized_rows, fc1 * hidden)
         line.pass_through(low * rows.gathered / num_experts)
         line.replace(fc1 * hidden, fc1 * hidden)
     else:
@@ -287,20 +313,22 @@ def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0) -> None:
     if biased and not low:  # of FC1, for every row
         line.make(fc1 * hidden, fc1 * hidden)
         line.free(2 * fc1 * hidden)
-    adapted = 1.0 if local.has_adapters and "experts" in local.plan.job.lora_targets else 0.0
+    adapted = local.expert_adapter_copies
     line.pass_through(adapted * fc1 * hidden)  # the adapters' part of FC1's output
     num_saved = 5 if model.activation == "clamped swiglu" else 2
-    line.make(num_saved * hidden, hidden)
+    inside = [hidden] * num_saved
+    line.make(*inside, hidden)
     if "moe_act" in local.recompute:
-        line.free(num_saved * hidden)
+        line.free(*inside)
     # What FC1 and the activation have saved is on the host before FC2 runs.
-    saved = low * rows.gathered + (fc1 + (num_saved if "moe_act" not in local.recompute else 0)) * hidden
+    saved = quantized_rows + (fc1 + (num_saved if "moe_act" not in local.recompute else 0)) * hidden
     line.free(min(offloaded, saved))
     if low:
-        quantized = low * hidden if "moe_act" not in local.recompute else 0.0
-        line.make(quantized, rows.gathered)
+        saves_product = "expert_product" in local.saved_inputs and not local.has_adapters
+        line.make(low * hidden if saves_product and "moe_act" not in local.recompute else 0.0, rows.gathered)
         line.pass_through(low * hidden / num_experts)
-        line.replace(rows.gathered, rows.gathered)
+        if not stops_early:
+            line.replace(rows.gathered, rows.gathered)
     else:
         line.make(rows.gathered)
     line.pass_through(adapted * rows.gathered)
@@ -322,7 +350,7 @@ def _run_in_place(line: Timeline, rows: MoeRows) -> None:
         line.make(2 * rows.hidden, rows.hidden)
         line.make(rows.gathered)
     line.make(rows.tokens)
-    line.free(rows.gathered + (0.0 if low else rows.hidden))
+    line.free(rows.gathered, 0.0 if low else rows.hidden)
 
 
 def _combine(line: Timeline, rows: MoeRows, received: float) -> None:

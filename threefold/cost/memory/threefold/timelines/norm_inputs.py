@@ -7,20 +7,20 @@ those of `engine/attention/gqa.py` (`v_norm`, `out_norm`) and `engine/moe/layer.
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.spec.model import GqaSpec
 
-_ZERO_CENTRED = ("qwen3_next",)  # families whose norms store weight - 1; plain torch computes those in fp32
-
 
 def norm_bytes(local: LocalSizes, dim: float, groups: float = 1) -> float:
-    """Bytes per token inside norms of `dim` numbers in `groups` groups: the input and, in plain torch, a statistic
-    each."""
+    """Bytes per token inside norms of `dim` numbers in `groups` groups: the input. Plain torch takes an RMS norm apart
+    into operations in fp32, which save the input, the normalized numbers, and two statistics of each group."""
     if local.has_fused_kernels:
         return local.element_bytes * dim
-    return (2 * FP32 if norms_in_fp32(local) else local.element_bytes) * dim + FP32 * groups
+    if local.model.norm == "layer":
+        return local.element_bytes * dim + 2 * FP32 * groups
+    return 2 * FP32 * (dim + groups)
 
 
 def norms_in_fp32(local: LocalSizes) -> bool:
-    """Whether norms are computed in fp32 by several torch operations, each of which saves its input."""
-    return local.model.family in _ZERO_CENTRED and local.is_16_bit and not local.has_fused_kernels
+    """Whether norms save copies of their input in fp32."""
+    return local.is_16_bit and not local.has_fused_kernels
 
 
 def has_own_norms(local: LocalSizes) -> bool:

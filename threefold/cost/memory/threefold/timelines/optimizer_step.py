@@ -3,8 +3,10 @@
 It follows `engine/optim/muon.py`, `engine/data_parallel/full_matrices.py` and `engine/optim/cpu_offload.py`.
 """
 
+import math
 from collections.abc import Sequence
 
+from threefold.cost.format_support import STATE_BYTES, master_weight_bytes, muon_format
 from threefold.cost.local_parameters import LocalParameter, fill_buckets, stage_parameters, trained_parameters
 from threefold.cost.memory.threefold.local_sizes import FP32
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
@@ -12,6 +14,8 @@ from threefold.cost.stage_contents import StageContents, stage_contents
 from threefold.plan.plan import Plan
 
 ORTHOGONALIZED_ELEMENTS = 2**26  # elements of the matrices that Muon orthogonalizes together
+# Of optimizer states on the host: chunks on the device at a time, and elements of a chunk.
+NUM_SLOTS, CHUNKS_PER_STEP, MIN_CHUNK, MAX_CHUNK = 4, 128, 2**21, 2**25
 
 
 def rank_parameters(plan: Plan, contents: StageContents) -> Sequence[LocalParameter]:
@@ -40,16 +44,18 @@ def _buckets_in_order(parameters: Sequence[LocalParameter]) -> list[list[LocalPa
 
 
 def muon_peak(plan: Plan, contents: StageContents, accumulates_wider: bool) -> float:
-    """The most bytes in a step of Muon. All its tensors are in fp32. Gradients that are accumulated in another dtype
-    than weights have lie in buckets, also on one rank."""
+    """The most bytes in a step of Muon. Its tensors are in fp32, but for those of GEMMs in bf16. Gradients that are
+    accumulated in another dtype than weights have lie in buckets, also on one rank."""
     parameters = trained_parameters(rank_parameters(plan, contents))
-    is_sharded = plan.knobs.data_parallel != "zero1" and plan.layout.gpus > 1
+    layout = plan.layout
+    is_sharded = plan.knobs.data_parallel != "zero1" and max(layout.dp * layout.cp, layout.edp) > layout.replicate
     groups = [[one] for one in parameters] if is_sharded else _buckets_in_order(parameters)
-    line, last = Timeline(), 0.0
+    line, last, size = Timeline(), (0.0, 0.0), STATE_BYTES[muon_format(plan)] / FP32
     for group in groups:
         is_gathered = group[0].num_copies > 1 or (not is_sharded and accumulates_wider)
         gathered = sum(one.elements * (_padding(one, plan.layout.replicate) if is_sharded else 1) for one in group)
-        last = _update_bucket(line, group, last, gathered if is_gathered else 0.0, keeps_updates=not is_sharded)
+        gathered = gathered if is_gathered else 0.0
+        last = _update_bucket(line, group, last, gathered, size, keeps_updates=not is_sharded)
     return FP32 * line.peak
 
 
@@ -62,11 +68,17 @@ def _padding(parameter: LocalParameter, replicate: int) -> float:
 
 
 def _update_bucket(
-    line: Timeline, bucket: Sequence[LocalParameter], last: float, gathered: float, keeps_updates: bool
-) -> float:
+    line: Timeline,
+    bucket: Sequence[LocalParameter],
+    last: tuple[float, float],
+    gathered: float,
+    size: float,
+    keeps_updates: bool,
+) -> tuple[float, float]:
     """Elements while a bucket's matrices are updated: the updates of what the rank owns, as it gathers them, all that
-    it gathers (`gathered`, if it does), then one matrix after the other. `last` is the matrix before, which is there
-    until the next one is; the last one of this bucket is returned."""
+    it gathers (`gathered`, if it does), then one matrix after the other. `last` are the matrix before, which is there
+    until the next one is, and the results of a stack before, which are there until the next ones are; those of this
+    bucket are returned."""
     if not any(parameter.uses_muon for parameter in bucket):
         return last
     parts = owned_parts(bucket)
@@ -77,31 +89,38 @@ def _update_bucket(
     line.pass_through(2 * max(part for part in parts))  # a gradient in fp32, and scaled
     line.make(sum(parts) if gathered else 0.0, gathered)
     line.free(sum(parts) if gathered else 0.0, 0.0 if keeps_updates else owned)
+    before, results_before = last
     for matrix in matrices:
         whole = matrix.elements * matrix.num_shards
         if matrix.num_shards > 1:  # each rank's shard, all of them, and the matrix
             line.make(matrix.elements, whole, whole)
             line.free(matrix.elements, whole)
-        line.free(last)
-        line.pass_through(_orthogonalized(matrix, whole))
-        last = whole if matrix.num_shards > 1 else 0.0
+        line.free(before)
+        results = size * whole if matrix.is_expert else 0.0
+        line.make(results)
+        line.free(results_before)
+        line.pass_through(_orthogonalized(matrix, whole, size))
+        before, results_before = whole if matrix.num_shards > 1 else 0.0, results
     line.free(owned if keeps_updates else 0.0)
-    if last:
+    if not gathered:  # then the next bucket's updates are made when these results are applied
+        line.free(results_before)
+        return before, 0.0
+    if before:
         line.free(gathered)
-        return last
-    return gathered
+        return before, results_before
+    return gathered, results_before
 
 
-def _orthogonalized(parameter: LocalParameter, whole: float) -> float:
-    """The matrices as Newton-Schulz steps change them: four times their size, and some squares of the shorter side. A
-    stack has its results beside it, and goes through some matrices at a time."""
+def _orthogonalized(parameter: LocalParameter, whole: float, size: float) -> float:
+    """The matrices as Newton-Schulz steps change them: twice, and a square of the shorter side. They are scaled in fp32
+    before they become elements of `size`. A stack goes through some matrices at a time."""
     short, long = sorted(parameter.shape[-2:])
-    per_element = 4 + short / long
+    per_element = max(size * (2 + short / long), 1 + size if size < 1 else 1.0)
     if not parameter.is_expert:
         return per_element * whole
     matrix = short * long
     at_once = min(parameter.num_matrices, max(1, ORTHOGONALIZED_ELEMENTS // matrix))
-    return whole + per_element * at_once * matrix
+    return per_element * at_once * matrix
 
 
 def device_fraction(plan: Plan, contents: StageContents) -> float:
@@ -110,13 +129,37 @@ def device_fraction(plan: Plan, contents: StageContents) -> float:
     wanted = plan.knobs.optimizer_offload
     if wanted in (0.0, 1.0):
         return 1 - wanted
+    sizes = _updated_sizes(plan, contents)
+    return 1 - sum(_offloaded_sizes(sizes, wanted)) / sum(sizes) if sizes else 1 - wanted
+
+
+def host_slot_bytes(plan: Plan, contents: StageContents) -> float:
+    """Device memory through which chunks of the states on the host pass in the optimizer's step."""
+    if not plan.knobs.optimizer_offload or plan.chip.architecture == "cpu":
+        return 0.0
+    sizes = _offloaded_sizes(_updated_sizes(plan, contents), plan.knobs.optimizer_offload)
+    if not sizes:
+        return 0.0
+    is_own_master = plan.knobs.data_parallel != "zero1" and plan.layout.gpus > 1
+    per_element = 2 * STATE_BYTES[plan.knobs.optimizer_dtype] + (0 if is_own_master else master_weight_bytes(plan))
+    chunk = min(MAX_CHUNK, max(MIN_CHUNK, sum(sizes) / CHUNKS_PER_STEP))
+    num_chunks = sum(math.ceil(size / chunk) for size in sizes)
+    return min(NUM_SLOTS, num_chunks) * min(chunk, max(sizes)) * per_element
+
+
+def _updated_sizes(plan: Plan, contents: StageContents) -> list[float]:
+    """Elements of each tensor that the first rank of a stage updates."""
     parameters = trained_parameters(rank_parameters(plan, contents))
     if plan.knobs.data_parallel == "zero1" and plan.layout.gpus > 1:
-        sizes = [part for _, _, bucket in fill_buckets(parameters) for part in owned_parts(bucket)]
-    else:
-        sizes = [one.elements / max(1, one.num_copies // plan.layout.replicate) for one in parameters]
-    left, total = wanted * sum(sizes), sum(sizes)
+        return [part for _, _, bucket in fill_buckets(parameters) for part in owned_parts(bucket)]
+    return [one.elements / max(1, one.num_copies // plan.layout.replicate) for one in parameters]
+
+
+def _offloaded_sizes(sizes: Sequence[float], fraction: float) -> list[float]:
+    """Those of the tensors whose states are on the host."""
+    left, chosen = fraction * sum(sizes), []
     for size in sorted(sizes, reverse=True):
         if left > size / 2:
             left -= size
-    return (1 - wanted) + left / total if total else 1 - wanted
+            chosen.append(size)
+    return chosen

@@ -29,6 +29,8 @@ class PipelineBuffers:
         # needed: before each chunk, and behind the last one.
         depths = [0, *accumulate(chunk.mtp for chunk in plan.chunks)]
         depths = [mtp + num_picture_states_behind(plan, number - 1) for number, mtp in enumerate(depths)]
+        # Features of pictures are received with the hidden states.
+        self.received *= 1 + max(num_picture_states_behind(plan, number - 1) for number in of_rank)
         is_tip = is_v and stage == layout.pp - 1  # of DualPipeV's V, where both chunks are on one rank
         for number, chunk in enumerate(contents.chunks):
             sends_states = not chunk.loss and not (is_tip and number == 0)

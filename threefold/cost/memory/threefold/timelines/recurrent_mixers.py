@@ -27,14 +27,34 @@ def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
     if passes_delta_states(local):
         # What every chunk does to a state that arrives from other ranks.
         inside += 4 * (k + v) * (1 + k / DELTA_CHUNK)
-    after_core = 2 * FP32 * v + 3 * b * v + FP32  # the output's gate and its activation in fp32; output, norm, product
-    if "gdn_norm_out" in local.recompute:
-        after_core = b * v
-    if "core_attn" in local.recompute:  # what was projected, with the output's gate
-        return heads * (after_core - b * v) + b * (channels + heads * v + 2 * heads)
-    # Ring spans of several sequences are copied out of the batch.
-    copies = 3 if passes_delta_states(local) and local.plan.job.micro_batch > 1 else 2
-    return heads * (inside + after_core) + copies * b * channels + 8 * FP32 * heads
+    if uses_fla(local):
+        inside = b * channels / heads + _fla_bytes(local)
+    after_core = (1 if "gdn_norm_out" in local.recompute else 2) * b * v  # the rule's output, and its norm
+    after_core += 0 if local.has_fused_kernels else FP32 * v  # plain torch saves the normalized output too
+    projected = b * (channels + heads * v)  # with the output's gate
+    if "core_attn" in local.recompute:
+        return heads * (after_core - b * v) + projected + 2 * b * heads
+    copies = b * channels if passes_delta_states(local) else 0.0  # spans behind the last tokens of those before them
+    return heads * (inside + after_core) + projected + copies + 8 * FP32 * heads
+
+
+def uses_fla(local: LocalSizes) -> bool:
+    """Whether the kernels of flash-linear-attention run the rule: where the plan says so, not in fp32, and not on spans
+    of a sequence."""
+    return local.plan.knobs.delta_kernels == "fla" and local.is_16_bit and not passes_delta_states(local)
+
+
+def _fla_bytes(local: LocalSizes) -> float:
+    """What the package saves for each token and value head beside queries, keys and values: the inverse of each chunk's
+    system, decay and step in fp32 and as they were projected."""
+    return local.element_bytes * (DELTA_CHUNK + 2) + 2 * FP32
+
+
+def fla_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
+    """The most bytes in the backward of the package's kernels: `w` and `u`, corrected values and states of chunks once
+    more, gradients of all of these, and gradients of q and k by value head."""
+    k, v, per_dim = spec.k_dim, spec.v_dim, local.element_bytes * spec.num_v_heads / local.tp * local.gathered_tokens
+    return per_dim * (5 * k + 5 * v + 2 * k * v / DELTA_CHUNK)
 
 
 def passes_delta_states(local: LocalSizes) -> bool:

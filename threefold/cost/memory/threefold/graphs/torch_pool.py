@@ -1,4 +1,7 @@
-"""The memory pool of CUDA graphs as torch's allocator keeps it, for `MemoryTracker`.
+"""The memory pool of CUDA graphs as torch's allocator keeps it.
+
+The estimate goes through the passes of a layer with it (`layer_pool.py`), the rehearsal through every operator
+(`dryrun/tracking/memory_tracker.py`).
 
 Memory that one graph frees only a later graph of the same pool can use, and nothing is given back. A request takes the
 smallest free block that is large enough, or a new segment; blocks of two segments are never joined. So a pool is larger

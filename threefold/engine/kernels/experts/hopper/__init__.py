@@ -1,0 +1,1 @@
+"""Kernels of the experts for Hopper GPUs, in Gluon: some warps load, others multiply."""

@@ -1,0 +1,129 @@
+"""The Triton kernel of `delta_chunk_grads.py`. A program takes one chunk of one value head.
+
+Shapes: T tokens of a chunk, k key dim, v value dim.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+
+import triton  # type: ignore
+import triton.language as tl  # type: ignore
+from torch import Tensor
+
+from threefold.engine.kernels.fast_launch import fast_launch
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
+from threefold.engine.kernels.mixers.delta_chunk_grads import CHUNK
+
+_VALUES = 64  # value dims of one step
+
+
+def launch_chunk_grads(
+    inputs: Sequence[Tensor],
+    wide: Tensor,
+    decay_grad: Tensor,
+    scale: float,
+    edges: Tensor | None,
+    chunks_N2: Tensor | None,
+) -> None:
+    q, _, v, *_ = inputs
+    batch, length, keys, k_dim = q.shape
+    heads, v_dim = v.shape[2:]
+    num_chunks = cdiv(length, CHUNK) if chunks_N2 is None else len(chunks_N2)
+    _chunk_grads[(num_chunks, batch * heads)](
+        *(x.contiguous() for x in inputs), wide[0], wide[1], wide[2], decay_grad, edges, chunks_N2, length, SCALE=scale,
+        KEYS=keys, H=heads, K=k_dim, NK=max(16, next_power_of_2(k_dim)), V=v_dim, T=CHUNK,
+        NV=min(_VALUES, max(16, next_power_of_2(v_dim))), PACKED=chunks_N2 is not None, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+@fast_launch
+@triton.jit
+def _chunk_grads(
+    q_ptr, k_ptr, v_ptr, out_grad_ptr, state_ptr, state_grad_ptr, decay_ptr, v_grad_ptr, q_grad_ptr, k_grad_ptr,
+    w_grad_ptr, decay_grad_ptr, edges_ptr, chunks_ptr, length, SCALE: tl.constexpr, KEYS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, V: tl.constexpr, T: tl.constexpr, NV: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = q_grad_ptr.dtype.element_ty
+    number = tl.program_id(0).to(tl.int64)
+    row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
+    if PACKED:
+        document, chunk = tl.load(chunks_ptr + 2 * number), tl.load(chunks_ptr + 2 * number + 1)
+        first = tl.load(edges_ptr + document).to(tl.int64)
+        end = tl.load(edges_ptr + document + 1).to(tl.int64)
+        start = first + chunk * T
+    else:
+        end = (row + 1) * length
+        start = row * length + number * T
+        number = row * tl.num_programs(0) + number
+    token = start + tl.arange(0, T)
+    live = token < end
+    n = tl.arange(0, NK)
+    of_keys = live[:, None] & (n < K)[None, :]
+    state = (number * H + head) * K * V
+    decay_at = token * H + head
+    decay = tl.load(decay_ptr + decay_at, mask=live, other=0.0)
+    last = tl.minimum(start + T, end) - 1
+    last_decay = tl.load(decay_ptr + last * H + head)
+
+    scores = tl.zeros((T, T), tl.float32)
+    q_grad = tl.zeros((T, NK), tl.float32)
+    w_grad = tl.zeros((T, NK), tl.float32)
+    for at in range(0, V, NV):
+        column = at + tl.arange(0, NV)
+        values_at = (token * H + head)[:, None] * V + column[None, :]
+        inside = live[:, None] & (column < V)[None, :]
+        # The state with value dims first.
+        state_at = state + n[None, :] * V + column[:, None]
+        of_state = (column < V)[:, None] & (n < K)[None, :]
+        value = tl.load(v_ptr + values_at, mask=inside, other=0.0)
+        out_grad = tl.load(out_grad_ptr + values_at, mask=inside, other=0.0)
+        v_grad = tl.load(v_grad_ptr + values_at, mask=inside, other=0.0).to(dtype)
+        before = tl.load(state_ptr + state_at, mask=of_state, other=0.0).to(dtype)
+        scores = tl.dot(out_grad, tl.trans(value), scores)
+        q_grad = tl.dot(out_grad, before, q_grad)
+        w_grad = tl.dot(v_grad, before, w_grad)
+    grads_at = (token * H + head)[:, None] * K + n[None, :]
+    tl.store(w_grad_ptr + grads_at, (-w_grad).to(dtype), mask=of_keys)
+
+    heads_at = (token * KEYS + head // (H // KEYS))[:, None] * K + n[None, :]
+    q = tl.load(q_ptr + heads_at, mask=of_keys, other=0.0)
+    k = tl.load(k_ptr + heads_at, mask=of_keys, other=0.0)
+    place = tl.arange(0, T)
+    both = live[:, None] & live[None, :]
+    # Differences of sums of decays: masked before the power, which overflows where a key follows its query.
+    between = tl.where(both & (place[:, None] >= place[None, :]), decay[:, None] - decay[None, :], float("-inf"))
+    scores = scores * tl.exp2(between) * SCALE
+    q_grad = q_grad * tl.exp2(decay)[:, None] * SCALE
+    q_grad = tl.dot(scores.to(dtype), k, q_grad)
+    decay_grad = tl.sum(q_grad * q.to(tl.float32), 1)
+    tl.store(q_grad_ptr + grads_at, q_grad.to(dtype), mask=of_keys)
+
+    k_grad = tl.zeros((T, NK), tl.float32)
+    transposed = tl.zeros((T, T), tl.float32)  # of `scores`, by a GEMM: see `delta_chunk_grads.py`
+    kept = tl.zeros(
+        (1,), tl.float32
+    )  # what the state that goes through the chunk adds to the gradient of the last decay
+    for at in range(0, V, NV):
+        column = at + tl.arange(0, NV)
+        values_at = (token * H + head)[:, None] * V + column[None, :]
+        state_at = state + n[None, :] * V + column[:, None]
+        of_state = (column < V)[:, None] & (n < K)[None, :]
+        inside = live[:, None] & (column < V)[None, :]
+        value = tl.load(v_ptr + values_at, mask=inside, other=0.0)
+        out_grad = tl.load(out_grad_ptr + values_at, mask=inside, other=0.0)
+        before = tl.load(state_ptr + state_at, mask=of_state, other=0.0)
+        after_grad = tl.load(state_grad_ptr + state_at, mask=of_state, other=0.0)
+        kept += tl.sum(before.to(tl.float32) * after_grad.to(tl.float32))
+        k_grad = tl.dot(value, after_grad.to(dtype), k_grad)
+        transposed = tl.dot(value, tl.trans(out_grad), transposed)
+    k_grad = k_grad * tl.where(live, tl.exp2(last_decay - decay), 0.0)[:, None]
+    kept = kept * tl.exp2(last_decay) + tl.sum(k_grad * k.to(tl.float32))
+    between = tl.where(both & (place[:, None] <= place[None, :]), decay[None, :] - decay[:, None], float("-inf"))
+    transposed = transposed * tl.exp2(between) * SCALE
+    k_grad = tl.dot(transposed.to(dtype), q, k_grad)
+    decay_grad -= tl.sum(k_grad * k.to(tl.float32), 1)
+    decay_grad += tl.where(token == last, kept, 0.0)
+    tl.store(k_grad_ptr + grads_at, k_grad.to(dtype), mask=of_keys)
+    tl.store(decay_grad_ptr + decay_at, decay_grad, mask=live)
