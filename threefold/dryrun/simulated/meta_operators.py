@@ -80,8 +80,9 @@ def _has_fresh_results(func: Any) -> bool:
 
 def _argument_key(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # A CPU tensor among the arguments has values, and the shape of the result may depend on them.
-        return (value.shape, value.stride(), value.dtype) if value.is_meta else id(value)
+        if not value.is_meta:
+            raise TypeError("a CPU tensor has values, and the shape of the result may depend on them")
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(map(_argument_key, value))
     return type(value), value
