@@ -185,7 +185,8 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, mtp: int, options: Options) -> None:
         super().__init__()
         self.spec, self.options, self.family = spec, options, FAMILIES[spec.family]
-        self.embed: nn.Module | None = nn.Embedding(spec.vocab, spec.dim)
+        # Without first values, for which torch would import its compiler on the meta device.
+        self.embed: nn.Module | None = nn.Embedding(spec.vocab, spec.dim, _weight=torch.empty(spec.vocab, spec.dim))
         self.vision: VisionEncoder | None = None
         self.projector: Projector | None = None
         if spec.vision is not None:

@@ -24,7 +24,6 @@ from threefold.engine.models.pipeline_chunk import num_hidden_states
 from threefold.engine.moe.balance import attach_loss
 from threefold.engine.schedule.interleave import run_overlap_pairs
 from threefold.engine.schedule.overlappable_pass import OverlappedPass
-from threefold.engine.schedule.pipeline import Pipeline
 from threefold.plan.plan import Plan
 
 LabelShare = float | Tensor  # the fraction of the step's labels that a microbatch has
@@ -176,6 +175,9 @@ class Pipelined:
         self.graph_stats = (
             graph_stats if any(chunk.model_graphs.graph_stats for chunk in self.chunks.values()) else None
         )
+        # Here, because torch's schedules import its compiler, which takes most of a second.
+        from threefold.engine.schedule.pipeline import Pipeline
+
         self.pipeline = Pipeline(
             self.chunks,
             num_chunks=len(plan.chunks),

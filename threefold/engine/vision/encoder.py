@@ -42,7 +42,9 @@ class PatchEmbedding(nn.Module):
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
         self.patch = nn.Linear(CHANNELS * spec.temporal_patch * spec.patch**2, spec.dim)
-        self.positions = nn.Embedding(spec.num_positions, spec.dim)
+        self.positions = nn.Embedding(
+            spec.num_positions, spec.dim, _weight=torch.empty(spec.num_positions, spec.dim)
+        )  # without first values, as in `models/decoder.py`
 
     def forward(self, patches_PC: Tensor, index_P4: Tensor, weight_P4: Tensor) -> Tensor:
         weight: Tensor = self.positions(index_P4)
