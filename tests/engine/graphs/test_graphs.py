@@ -218,26 +218,40 @@ def test_a_backward_that_cannot_be_recorded_is_said() -> None:
     assert caught.value.findings[0].rule == "graph-records-backward"
 
 
+def grads_of_three_in_flight(run: Run, seed: int) -> dict[str, Any]:
+    """Gradients of microbatches that run as in a pipeline: forwards first, then the backwards, in the same order."""
+    run.model.zero_grad(set_to_none=True)
+    losses = []
+    for batch in batches(run.model, 3, seed):
+        with run.model_graphs.microbatch():
+            losses.append(run.model(batch.tokens_BS, batch.labels_BS).loss)
+    for loss in losses:
+        loss.backward()
+    return {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+
+
 def test_microbatches_in_flight_have_slots_of_their_own() -> None:
-    """Microbatches run as in a pipeline: forwards first, then the backwards, in the same order."""
     plain, graphed = pair("qwen3_moe", EVERY)
     graphs = graphed.model_graphs.graphs
     assert graphs is not None
     for seed in range(3):
-        found = []
-        for run in (graphed, plain):
-            run.model.zero_grad(set_to_none=True)
-            losses = []
-            for batch in batches(run.model, 3, seed):
-                with run.model_graphs.microbatch():
-                    losses.append(run.model(batch.tokens_BS, batch.labels_BS).loss)
-            for loss in losses:
-                loss.backward()
-            found.append({name: p.grad.clone() for name, p in run.model.named_parameters()})
-        same(*found)
+        same(grads_of_three_in_flight(graphed, seed), grads_of_three_in_flight(plain, seed))
     assert len(graphs.slots) == 3
     assert graphed.model_graphs.graph_stats is not None
     assert not graphed.model_graphs.graph_stats.fallbacks
+
+
+def test_what_needs_no_gradient_gives_its_slot_back() -> None:
+    """Frozen layers before the first trained weight have no backward, and in a pipeline several microbatches wait."""
+    plain, graphed = pair("qwen3_moe", ("attn",))
+    for run in (plain, graphed):
+        run.model.requires_grad_(False)
+        run.model.norm.requires_grad_(True)
+    graphs = graphed.model_graphs.graphs
+    assert graphs is not None
+    for seed in range(3):
+        same(grads_of_three_in_flight(graphed, seed), grads_of_three_in_flight(plain, seed))
+    assert len(graphs.slots) == 1
 
 
 def test_memory_of_the_eager_part_is_not_the_graphs() -> None:

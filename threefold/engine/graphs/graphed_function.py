@@ -111,6 +111,8 @@ class GraphedFunction:
             _copy_into(static_input, x)
         refresh_weights(self._modules)
         self._forward.replay()
+        if not any(self.outputs_need_grad):  # no backward gives the slot back: what is needed later must not lie in it
+            return tuple(x.clone() for x in self._outputs)
         self.slot.num_in_flight += 1
         return tuple(x.detach() for x in self._outputs)
 
