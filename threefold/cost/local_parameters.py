@@ -63,6 +63,11 @@ def stage_parameters(plan: Plan, vocab_rows: int) -> Sequence[Sequence[LocalPara
     return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows, training_of(plan))
 
 
+def first_vocab_rows(plan: Plan) -> int:
+    """Rows of the vocabulary on the first rank of a TP group, which has the most."""
+    return -(-plan.model.vocab // plan.layout.tp)
+
+
 def whole_parameters(plan: Plan) -> Sequence[LocalParameter]:
     """The parameters of the whole model, whatever the layout; those of an image encoder are not among them."""
     return language_parameters(plan.model, plan.mtp, training_of(plan))
@@ -132,6 +137,7 @@ def fill_buckets(parameters: Sequence[LocalParameter]) -> list[Bucket]:
     other pipeline stages share has a bucket of its own."""
     full: list[Bucket] = []
     filling: dict[tuple[int, bool], list[LocalParameter]] = {}
+    elements: dict[tuple[int, bool], int] = {}
     names: dict[tuple[int, bool], str] = {}
     for parameter in reversed(trained_parameters(parameters)):
         if parameter.is_shared:
@@ -140,11 +146,50 @@ def fill_buckets(parameters: Sequence[LocalParameter]) -> list[Bucket]:
         # Groups of one grid contain each other, so that groups of one size are the same ranks.
         key = parameter.num_copies, parameter.is_expert
         names[key] = min(names.get(key, parameter.group), parameter.group, key=len)
-        bucket = filling.setdefault(key, [])
-        bucket.append(parameter)
-        if sum(one.elements for one in bucket) >= BUCKET_ELEMENTS:
+        filling.setdefault(key, []).append(parameter)
+        elements[key] = elements.get(key, 0) + parameter.elements
+        if elements[key] >= BUCKET_ELEMENTS:
             full.append((names[key], parameter.num_copies, filling.pop(key)))
+            elements[key] = 0
     return full + [(names[key], key[0], bucket) for key, bucket in filling.items()]
+
+
+def owned_parts(bucket: Sequence[LocalParameter]) -> list[float]:
+    """Elements that the first rank owns of each parameter of a bucket: its equal part is a run of them."""
+    left, parts = sum(one.elements for one in bucket) / bucket[0].num_copies, []
+    for parameter in bucket:
+        part = min(left, parameter.elements)
+        if part <= 0:
+            break
+        parts.append(part)
+        left -= part
+    return parts
+
+
+def updated_sizes(plan: Plan) -> Sequence[Sequence[float]]:
+    """Elements of each tensor that the optimizer updates on the first rank of each stage."""
+    is_in_buckets = plan.knobs.data_parallel == "zero1" and plan.layout.gpus > 1
+    stages = plan.model, plan.layout, plan.chunks, plan.mtp, first_vocab_rows(plan), training_of(plan)
+    return _updated_sizes(*stages, is_in_buckets)
+
+
+@lru_cache(maxsize=64)
+def _updated_sizes(
+    model: ModelSpec,
+    layout: Layout,
+    chunks: tuple[Chunk, ...],
+    num_depths: int,
+    vocab_rows: int,
+    training: Training,
+    is_in_buckets: bool,
+) -> Sequence[Sequence[float]]:
+    stages = _stage_parameters(model, layout, chunks, num_depths, vocab_rows, training)
+    if is_in_buckets:
+        return [[part for _, _, bucket in fill_buckets(stage) for part in owned_parts(bucket)] for stage in stages]
+    return [
+        [one.elements / max(1, one.num_copies // layout.replicate) for one in trained_parameters(stage)]
+        for stage in stages
+    ]
 
 
 def _with_stages(parameter: LocalParameter, num_stages: int) -> LocalParameter:

@@ -67,7 +67,8 @@ def chunk_layers(plan: Plan, chunk: Chunk) -> tuple[Layer, ...]:
     """Layers of a chunk, followed by those of its MTP depths. Layers that "block" recompute leaves out, that are
     offloaded as a whole, have a kind of CP communication of their own, are before the first gradient or have no
     adapters beside others that have are marked."""
-    layers = (*(plan.model.layers[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
+    decoder = plan.model.layers
+    layers = (*(decoder[i] for i in chunk.layers), *plan.model.mtp_depth * chunk.mtp)
     layers = _from_first_gradient(plan, chunk, _placed_layers(plan, chunk, layers))
     if chunk.mtp and plan.job.lora_rank is not None:
         own = len(chunk.layers)

@@ -42,7 +42,7 @@ class HeadGroup:
 def gqa_group(local: LocalSizes, spec: GqaSpec) -> HeadGroup:
     """The heads of a group in a layer that is fully recomputed; all of them where ranks communicate inside attention,
     where a norm is over all heads, in low precision and with adapters."""
-    heads, kv_heads = int(spec.num_heads / local.tp), max(1, int(spec.num_kv_heads / local.tp))
+    heads, kv_heads = max(1, int(spec.num_heads / local.tp)), max(1, int(spec.num_kv_heads / local.tp))
     adapts = local.has_adapters and "attention" in local.plan.job.lora_targets
     is_whole = "full" not in local.recompute or adapts or bool(local.plan.low_precision)
     is_whole = is_whole or local.plan.layout.cp * local.tp > 1 or (spec.qk_norm and spec.qk_norm_over == "projection")

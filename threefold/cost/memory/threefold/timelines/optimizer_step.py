@@ -7,7 +7,15 @@ import math
 from collections.abc import Sequence
 
 from threefold.cost.format_support import STATE_BYTES, master_weight_bytes, muon_format
-from threefold.cost.local_parameters import LocalParameter, fill_buckets, stage_parameters, trained_parameters
+from threefold.cost.local_parameters import (
+    LocalParameter,
+    fill_buckets,
+    first_vocab_rows,
+    owned_parts,
+    stage_parameters,
+    trained_parameters,
+    updated_sizes,
+)
 from threefold.cost.memory.threefold.local_sizes import FP32
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.cost.stage_contents import StageContents, stage_contents
@@ -20,20 +28,7 @@ NUM_SLOTS, CHUNKS_PER_STEP, MIN_CHUNK, MAX_CHUNK = 4, 128, 2**21, 2**25
 
 def rank_parameters(plan: Plan, contents: StageContents) -> Sequence[LocalParameter]:
     """The parameters of the first rank of a stage."""
-    vocab_rows = -(-plan.model.vocab // plan.layout.tp)
-    return stage_parameters(plan, vocab_rows)[stage_contents(plan).index(contents)]
-
-
-def owned_parts(bucket: Sequence[LocalParameter]) -> list[float]:
-    """Elements that the first rank owns of each parameter of a bucket: its equal part is a run of them."""
-    left, parts = sum(one.elements for one in bucket) / bucket[0].num_copies, []
-    for parameter in bucket:
-        part = min(left, parameter.elements)
-        if part <= 0:
-            break
-        parts.append(part)
-        left -= part
-    return parts
+    return stage_parameters(plan, first_vocab_rows(plan))[stage_contents(plan).index(contents)]
 
 
 def _buckets_in_order(parameters: Sequence[LocalParameter]) -> list[list[LocalParameter]]:
@@ -129,7 +124,7 @@ def device_fraction(plan: Plan, contents: StageContents) -> float:
     wanted = plan.knobs.optimizer_offload
     if wanted in (0.0, 1.0):
         return 1 - wanted
-    sizes = _updated_sizes(plan, contents)
+    sizes = updated_sizes(plan)[stage_contents(plan).index(contents)]
     return 1 - sum(_offloaded_sizes(sizes, wanted)) / sum(sizes) if sizes else 1 - wanted
 
 
@@ -137,7 +132,7 @@ def host_slot_bytes(plan: Plan, contents: StageContents) -> float:
     """Device memory through which chunks of the states on the host pass in the optimizer's step."""
     if not plan.knobs.optimizer_offload or plan.chip.architecture == "cpu":
         return 0.0
-    sizes = _offloaded_sizes(_updated_sizes(plan, contents), plan.knobs.optimizer_offload)
+    sizes = _offloaded_sizes(updated_sizes(plan)[stage_contents(plan).index(contents)], plan.knobs.optimizer_offload)
     if not sizes:
         return 0.0
     is_own_master = plan.knobs.data_parallel != "zero1" and plan.layout.gpus > 1
@@ -145,14 +140,6 @@ def host_slot_bytes(plan: Plan, contents: StageContents) -> float:
     chunk = min(MAX_CHUNK, max(MIN_CHUNK, sum(sizes) / CHUNKS_PER_STEP))
     num_chunks = sum(math.ceil(size / chunk) for size in sizes)
     return min(NUM_SLOTS, num_chunks) * min(chunk, max(sizes)) * per_element
-
-
-def _updated_sizes(plan: Plan, contents: StageContents) -> list[float]:
-    """Elements of each tensor that the first rank of a stage updates."""
-    parameters = trained_parameters(rank_parameters(plan, contents))
-    if plan.knobs.data_parallel == "zero1" and plan.layout.gpus > 1:
-        return [part for _, _, bucket in fill_buckets(parameters) for part in owned_parts(bucket)]
-    return [one.elements / max(1, one.num_copies // plan.layout.replicate) for one in parameters]
 
 
 def _offloaded_sizes(sizes: Sequence[float], fraction: float) -> list[float]:
