@@ -11,8 +11,9 @@ demo: $(STAMP)
 docs: .venv/docs-installed
 	$(BIN)/python docs/site/build.py
 
+# Tests start hundreds of processes, so that bytecode is written even where the environment says not to.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -3,6 +3,7 @@
 To look further: pytest --hypothesis-profile=explore --timeout=0
 """
 
+import gc
 import inspect
 import re
 import signal
@@ -60,6 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     if torch.cuda.is_available():
         items.sort(key=lambda item: (not _uses(item, _FORKS), _uses(item, _REHEARSES)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay until the end, so that the garbage collector need not look at them: a collection would
+    take up to half a second, and many tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 _FORKS = re.compile(r"\b(run_ranks|compare_with_one_rank)\(")

@@ -27,7 +27,7 @@ CALLED = {
     "train": {"train_rank", "start_ranks"},
     "compare": {"compare_runs"},
     "profile": {"profile_run"},
-    "inputs": {"open_plan"},
+    "command_line/inputs": {"open_plan"},
 }
 
 

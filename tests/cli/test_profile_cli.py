@@ -27,7 +27,7 @@ WALLS = {
             "properties": {**AXIS["properties"], "by_axis": {"type": "object", "additionalProperties": AXIS}},
             "required": ["total_seconds", "exposed_seconds", "hidden_fraction", "by_axis"],
         },
-        **{name: {"type": "object"} for name in ("memory", "host", "compute", "unknown")},
+        **{name: {"type": "object"} for name in ("memory", "link", "host", "compute", "unknown")},
     },
     "required": ["memory", "communication", "host", "compute", "unknown"],
     "additionalProperties": False,

@@ -13,14 +13,14 @@ from repository import ROOT
 from simulated_schedule import most_held, order
 
 from threefold.cost.estimate import estimate
-from threefold.cost.local_parameters import fill_buckets
+from threefold.cost.local_parameters import fill_buckets, owned_parts
 from threefold.cost.memory.by_stack import fullest_bytes, memory
 from threefold.cost.memory.stage_memory import ALLOCATOR_SLACK, StageMemory, in_flight
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
 from threefold.cost.memory.threefold.schedule import schedule_moments
-from threefold.cost.memory.threefold.timelines.optimizer_step import host_slot_bytes, owned_parts, rank_parameters
+from threefold.cost.memory.threefold.timelines.optimizer_step import host_slot_bytes, rank_parameters
 from threefold.cost.stage_contents import NotRecomputedLayer, chunk_layers, stage_contents
 from threefold.interop.published import load_rows, plan_from_row
 from threefold.plan.file import read_plan

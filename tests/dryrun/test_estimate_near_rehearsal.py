@@ -388,7 +388,9 @@ def test_estimate_is_near_the_rehearsal_over_context_parallel_ranks(name: str) -
     is_near({**GPU, **OVER_RANKS[name]})
 
 
-@pytest.mark.parametrize("name", MENDED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(MENDED)]
+)
 def test_estimate_is_near_the_rehearsal_where_it_was_not(name: str) -> None:
     is_near({**GPU, "layout.ep": 1, **MENDED[name]})
 

@@ -142,7 +142,9 @@ def check_near(fields: dict[str, Any]) -> None:
     assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.03)
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (number % 2)) for number, name in enumerate(NEAR)]
+)
 def test_the_estimate_is_near_the_rehearsal_of_trained_parts(name: str) -> None:
     check_near(NEAR[name])
 

@@ -399,8 +399,14 @@ def test_how_a_run_is_kept_does_not_change_it(data: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize(
     "extra",
-    [{}, MUON, DEEPSEEK, NARROW, {**NARROW, **MUON, "knobs.master_weights": False}, {"job.packing": True}],
-    ids=["adamw", "muon", "deepseek", "bf16", "bf16 muon without masters", "packing"],
+    [
+        pytest.param({}, id="adamw", marks=pytest.mark.slow),
+        pytest.param(MUON, id="muon", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, id="deepseek"),
+        pytest.param(NARROW, id="bf16"),
+        pytest.param({**NARROW, **MUON, "knobs.master_weights": False}, id="bf16 muon without masters"),
+        pytest.param({"job.packing": True}, id="packing", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(extra: dict[str, Any], data: dict[str, Any], tmp_path: Path) -> None:
     steps, whole = 6, tmp_path / "whole"

@@ -29,7 +29,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=REQUESTS)
+SLOW = ("deepseek at length",)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in REQUESTS]
+)
 def held(request: pytest.FixtureRequest) -> SearchResult:
     return search(with_defaults({**REQUESTS[request.param], "target": "threefold"})[0], top=3)
 

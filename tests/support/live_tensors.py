@@ -17,6 +17,11 @@ class LiveTensors(TorchDispatchMode):
         self.without = without
         self._seen: dict[int, tuple[Any, int]] = {}
 
+    def __enter__(self) -> "LiveTensors":
+        gc.freeze()  # what was there before need not be looked at when bytes are counted
+        super().__enter__()
+        return self
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}

@@ -8,7 +8,7 @@ A2A: dict[str, Any] = {"cp_comm": "a2a"}
 GEMMA_FOUR = {**FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 MIXTURE_CASES: list[Case] = [
-    case("glm tp ep, mtp", "glm4_moe", 4, often=True, tp=2, ep=2, spec=MTP1),
+    case("glm tp ep, mtp", "glm4_moe", 4, tp=2, ep=2, spec=MTP1),
     case("glm pp vpp ep, mtp", "glm4_moe", 4, pp=2, vpp=2, ep=2, spec={**FOUR, **MTP1}),
     case("glm cp, yarn", "glm4_moe", 4, cp=4, ep=2, spec=ODD, job=PACKED),
     case("glm fsdp", "glm4_moe", 4, tp=2, knobs=FSDP, job=MUON),
@@ -32,9 +32,9 @@ MIXTURE_CASES: list[Case] = [
     case("ernie cp a2a", "ernie4_5_moe", 4, cp=2, ep=4, knobs=A2A, job=PACKED),
     case("dots ep cp, windows", "dots1", 4, cp=2, ep=2, spec=ODD, job=PACKED),
     case("dots tp pp", "dots1", 4, tp=2, pp=2, ep=2),
-    case("hunyuan tp cp ep", "hunyuan_v1_moe", 4, often=True, tp=2, cp=2, ep=2),
+    case("hunyuan tp cp ep", "hunyuan_v1_moe", 4, tp=2, cp=2, ep=2),
     case("hunyuan pp, tied", "hunyuan_v1_moe", 2, pp=2, spec={"tie_word_embeddings": True}),
-    case("granite tp pp ep", "granitemoe", 4, often=True, tp=2, pp=2, ep=2, spec=TIED),
+    case("granite tp pp ep", "granitemoe", 4, tp=2, pp=2, ep=2, spec=TIED),
     case("granite cp beyond the context", "granitemoe", 4, cp=4, ep=2, spec=ODD),
     case("granite ep etp", "granitemoe", 4, ep=2, etp=2, knobs=FSDP),
     case("phi tp ep", "phimoe", 4, often=True, tp=2, ep=2, job={"mtp": 0}),
@@ -44,7 +44,7 @@ MIXTURE_CASES: list[Case] = [
     case("gemma tp ep", "gemma4_text", 4, often=True, tp=2, ep=2, job=PACKED),
     case("gemma pp vpp ep overlap", "gemma4_text", 4, pp=2, vpp=2, ep=2, spec=GEMMA_FOUR,
          knobs={"ep_overlap": True, "delay_wgrad": True}),
-    case("gemma ep overlap, fsdp", "gemma4_text", 4, often=True, ep=2, job={"global_batch": 8},
+    case("gemma ep overlap, fsdp", "gemma4_text", 4, ep=2, job={"global_batch": 8},
          knobs={**FSDP, "ep_overlap": True}),
     case("gemma cp, recompute", "gemma4_text", 4, cp=2, ep=2, spec=ODD, job=PACKED,
          knobs={"recompute": ["layernorm", "shared_experts", "core_attn", "moe_act"]}),

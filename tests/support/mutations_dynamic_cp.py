@@ -66,7 +66,7 @@ def labels_of_other_replicas_are_not_counted() -> None:
     replace_attribute(step, "_sum_over_rows", summed)
 
 
-@breaks("dynamic cp, two depths", often=True)
+@breaks("dynamic cp, two depths")
 def depths_are_divided_by_the_labels_of_their_microbatch() -> None:
     replace_attribute(Inputs, "targets_of_step", lambda inputs, ratios: inputs.targets)
 

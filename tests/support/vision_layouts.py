@@ -41,7 +41,7 @@ def case(name: str, gpus: int, **more: Any) -> VisionCase:
 FSDP, PACKED, OVERLAP = {"data_parallel": "fsdp"}, {"packing": True}, {"ep_overlap": True, "delay_wgrad": True}
 CASES = [
     case("dp", 2),
-    case("fsdp ep, full recompute", 4, often=True, ep=2, job=PACKED, knobs={**FSDP, "recompute": ["full"]}),
+    case("fsdp ep, full recompute", 4, ep=2, job=PACKED, knobs={**FSDP, "recompute": ["full"]}),
     case("hsdp", 4, replicate=2, knobs={"data_parallel": "hsdp"}),
     case("tp", 2, tp=2),
     case("tp cp", 4, often=True, tp=2, cp=2, job=PACKED),
@@ -60,7 +60,7 @@ CASES = [
     case("delta rule, fsdp", 2, family="qwen3_5_moe", knobs=FSDP),
     case("delta rule, cp ep", 4, often=True, family="qwen3_5_moe", cp=2, ep=2, job=PACKED),
     case("delta rule, tp pp", 4, family="qwen3_5_moe", tp=2, pp=2, layers=4),
-    case("mtp over pp", 2, often=True, family="qwen3_5_moe", pp=2, layers=4, job={"mtp": 1}),
+    case("mtp over pp", 2, family="qwen3_5_moe", pp=2, layers=4, job={"mtp": 1}),
     case("mtp over pp, tp cp", 8, family="qwen3_5_moe", pp=2, tp=2, cp=2, layers=4, job={"mtp": 1, **PACKED}),
     case("mtp over pp, overlap", 4, family="qwen3_5_moe", pp=2, vpp=2, ep=2, layers=4, job={"mtp": 1}, knobs=OVERLAP),
     case("frozen encoder", 2, job={"freeze": ["vision"]}),

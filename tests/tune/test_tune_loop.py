@@ -75,7 +75,7 @@ def test_kept_fields_are_left_alone(tmp_path: Path) -> None:
     assert not any("job.micro_batch" in row.role for row in found.trials)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 10))])
 def test_no_change_is_certain_where_nothing_helps(seed: int, tmp_path: Path) -> None:
     found = tuned(FakeMeasurer(seed=seed, **DRIFT), tmp_path)
     assert found.winner is None

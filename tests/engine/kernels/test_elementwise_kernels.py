@@ -398,7 +398,14 @@ def test_without_a_gpu_plain_torch_runs() -> None:
 
 @runs
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
-@pytest.mark.parametrize("recompute", [(), ("layernorm", "moe"), ("full",)], ids=["none", "some", "full"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param((), id="none", marks=pytest.mark.slow),
+        pytest.param(("layernorm", "moe"), id="some"),
+        pytest.param(("full",), id="full", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_is_the_same_with_fused_kernels(family: str, recompute: tuple[str, ...]) -> None:
     """Loss and gradients in fp32, in which attention has a plain form on every device."""
     from tiny_models import spec_of

@@ -35,6 +35,7 @@ HAS_HOPPER = HAS_TRITON and torch.cuda.is_available() and torch.cuda.get_device_
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = TritonConfig(m=16, n=32, k=16, strip=16)
 KINDS = [("silu", False), ("clamped swiglu", True)]
+SLOW = ("one each", "one takes all")  # loads that the default suite leaves out where kernels are interpreted
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -133,7 +134,7 @@ def test_without_a_gpu_plain_torch_is_chosen() -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.slow] * (load in SLOW)) for load in LOADS])
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
 @pytest.mark.parametrize("path", [run_fused, run_grouped])
 def test_interpreted(path: Any, activation: str, bias: bool, load: str) -> None:

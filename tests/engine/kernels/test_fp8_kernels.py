@@ -548,7 +548,10 @@ def close(found: Any, expected: Any) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
-@pytest.mark.parametrize("counts", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize(
+    "counts",
+    [pytest.param(counts, id=name, marks=() if name == "few" else pytest.mark.slow) for name, counts in LOADS.items()],
+)
 def test_interpreted(counts: list[int]) -> None:
     check_kernels(counts, 144, 128, whole, "cpu")
 
@@ -608,7 +611,7 @@ def gluon_known() -> bool:
         return False
     import triton
 
-    from threefold.engine.kernels.fp8.gpu_steps import _GLUON_RELEASES
+    from threefold.engine.kernels.availability import _GLUON_RELEASES
 
     return _GLUON_RELEASES[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < _GLUON_RELEASES[1]
 

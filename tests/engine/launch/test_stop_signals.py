@@ -95,7 +95,7 @@ def test_a_signal_while_it_imports(moment: str, number: signal.Signals, tmp_path
     ("moment", "number"),
     [
         ("import threefold.engine.step none", signal.SIGINT),
-        ("open run.lock none", signal.SIGTERM),
+        pytest.param("open run.lock none", signal.SIGTERM, marks=pytest.mark.slow),
         ("open contract.json.partial none", signal.SIGHUP),
     ],
 )
@@ -113,7 +113,7 @@ RANKS = pytest.mark.parametrize(
     ("moment", "number"),
     [
         ("import threefold.cli.command_line.inputs 1", signal.SIGINT),  # ranks that just began
-        ("open run.lock 0", signal.SIGHUP),  # and ranks that wait for each other
+        pytest.param("open run.lock 0", signal.SIGHUP, marks=pytest.mark.slow),  # and ranks that wait for each other
         *(
             pytest.param(moment, number, marks=pytest.mark.slow)
             for moment in (
@@ -194,6 +194,7 @@ def test_a_run_whose_terminal_goes_away_saves(words: list[str], tmp_path: Path, 
     assert_saved(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_under_nohup_a_lost_terminal_is_nothing(tmp_path: Path, started: list[Any]) -> None:
     folder = tmp_path / "run"
 

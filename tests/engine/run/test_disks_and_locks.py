@@ -73,7 +73,8 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2])
 RANKS_SLOW = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
-@RANKS_SLOW
+@pytest.mark.slow
+@RANKS
 def test_a_disk_that_fills_up_costs_nothing_but_time(ranks: int, disk: Path, tmp_path: Path) -> None:
     """There is room for two checkpoints and not for a third, which would replace the first."""
     calm = tmp_path / "calm"
@@ -95,7 +96,7 @@ def test_a_disk_that_fills_up_costs_nothing_but_time(ranks: int, disk: Path, tmp
     assert differences(calm, run) == []
 
 
-@RANKS
+@RANKS_SLOW
 def test_a_disk_that_is_full_from_the_start(ranks: int, disk: Path, tmp_path: Path) -> None:
     mount(disk, "size=64k")
     with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:

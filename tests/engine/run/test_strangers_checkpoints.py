@@ -406,7 +406,7 @@ def read_only(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resume_on_a_read_only_mount(ranks: int, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(dump_fields({**FIELDS, "job.steps": 5, "cluster.gpus": ranks}))
     (folder / "logs").mkdir(exist_ok=True)

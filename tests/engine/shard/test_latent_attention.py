@@ -60,7 +60,11 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("recompute", [(), ("mla_up_proj", "layernorm"), ("core_attn",)], ids=str)
+@pytest.mark.parametrize(
+    "recompute",
+    [(), ("mla_up_proj", "layernorm"), pytest.param(("core_attn",), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_latents_equal_one_rank(kind: str, recompute: tuple[str, ...]) -> None:
     """Packed documents, which cross the shards of ranks, with and without recompute."""

@@ -74,7 +74,11 @@ def test_every_example_is_published() -> None:
     assert {file.stem for file in EXAMPLES} == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [EXAMPLES[0], *(pytest.param(file, marks=pytest.mark.slow) for file in EXAMPLES[1:])],
+    ids=lambda file: file.stem,
+)
 def test_verbs_take_a_chip_of_a_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One plan file through the verbs that need no torch; its path is relative to the plan's own folder."""
     (tmp_path / "chip.toml").write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
