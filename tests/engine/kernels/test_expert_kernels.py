@@ -23,6 +23,7 @@ from expert_cases import (
     run_grouped,
     run_plain,
 )
+from gluon_compile import blocks, compile_for_hopper, gluon_known
 
 from threefold.engine.kernels.experts import kernel_choice
 from threefold.engine.kernels.experts.fused_experts import grouped_experts
@@ -191,6 +192,22 @@ def test_interpreted_experts_by_load(counts: list[int]) -> None:
 
     ends_E = torch.tensor(counts, dtype=torch.int32).cumsum(0).to(torch.int32)
     assert experts_by_load(ends_E).tolist() == sorted(range(len(counts)), key=lambda expert: -counts[expert])
+
+
+@pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")
+@pytest.mark.parametrize("sizes", [(1536, 2048), (128, 64)])
+@pytest.mark.parametrize("gathered", ["left", "right"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_weight_gradients_compile_without_a_gpu(adds: bool, gathered: str, sizes: tuple[int, int]) -> None:
+    """Gluon kernels cannot be interpreted."""
+    from threefold.engine.kernels.experts.hopper.wgrad import _wgrad_kernel
+
+    by_row = blocks("bf16", 64, 256 if gathered == "left" else 64)
+    kinds = {"by_token": "*bf16", "by_row": by_row, "out": blocks("bf16", 64, 128)}
+    kinds |= {"token_ptr": "*i32", "out_ptr": "*fp32" if adds else "*bf16", "ends_ptr": "*i32", "order_ptr": "*i32"}
+    kinds["num_experts"] = "i32"
+    options = {"STAGES": 4, "GROUP": 4, "LEFT": gathered == "left", "GATHER": True, "ADD": adds}
+    compile_for_hopper(_wgrad_kernel, kinds, {"M": sizes[0], "N": sizes[1], **options})
 
 
 @pytest.mark.usefixtures("poisoned")

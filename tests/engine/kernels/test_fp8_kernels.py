@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from gluon_compile import blocks, compile_for_hopper, gluon_known
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.autograd.main_grad import attach_main_grad
@@ -605,41 +606,24 @@ def test_interpreted_numbers_as_small_as_can_be(top: float) -> None:
         assert (fp8_rows.scale_CR >= 2.0**-93).all()
 
 
-def gluon_known() -> bool:
-    """Whether the Hopper GEMM is written for the installed release of triton."""
-    if not HAS_TRITON or INTERPRETED:
-        return False
-    import triton
-
-    from threefold.engine.kernels.availability import _GLUON_RELEASES
-
-    return _GLUON_RELEASES[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < _GLUON_RELEASES[1]
-
-
 @pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")
 @pytest.mark.parametrize(
     ("wgrad", "rowwise", "adds"),
     [(False, False, False), (False, True, False), (True, False, False), (True, False, True)],
 )
 def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bool) -> None:
-    """Gluon kernels cannot be interpreted. A program has 227 KiB of shared memory on Hopper."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+    """Gluon kernels cannot be interpreted."""
     from threefold.engine.kernels.fp8 import gpu_steps as steps
     from threefold.engine.kernels.fp8.hopper_gluon_kernel import grouped_gemm_kernel
 
     config = steps._HOPPER_WGRAD_CONFIG if wgrad else steps._HOPPER_CONFIG
-    bits, dtype = (32, "fp32") if adds else (16, "bf16")
-    narrow, wide = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=each, rank=2) for each in (8, bits))
+    dtype = "fp32" if adds else "bf16"
     kinds = {
-        "a": f"tensordesc<fp8e4nv[64, 128],{narrow!r}>",
+        "a": blocks("fp8e4nv", 64, 128),
         "a_scale_ptr": "*fp32",
-        "w": f"tensordesc<fp8e4nv[256, 128],{narrow!r}>",
+        "w": blocks("fp8e4nv", 256, 128),
         "w_scale_ptr": "*fp32",
-        "out": f"tensordesc<{dtype}[64, 128],{wide!r}>",
+        "out": blocks(dtype, 64, 128),
         "out_ptr": f"*{dtype}",
         "table_ptr": "*i32",
         "total_ptr": "*i32",
@@ -647,13 +631,8 @@ def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bo
         "num_rows": "i32",
     }
     sizes = {"M": 512, "N": 768, "K": 1024, "SE": 48, "SN": 8, "SK": 1}
-    sizes |= {"STAGES": config.stages, "GROUP": config.group, "WGRAD": wgrad, "ROWWISE": rowwise}
-    sizes["ADD"] = adds
-    kernel = getattr(grouped_gemm_kernel, "kernel", grouped_gemm_kernel)  # without `fast_launch`
-    source = GluonASTSource(kernel, kinds | dict.fromkeys(sizes, "constexpr"), sizes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "wgmma.mma_async" in made.asm["ptx"]
-    assert made.metadata.shared <= 227 * 1024
+    options = {"STAGES": config.stages, "GROUP": config.group, "WGRAD": wgrad, "ROWWISE": rowwise, "ADD": adds}
+    compile_for_hopper(grouped_gemm_kernel, kinds, sizes | options)
 
 
 SIZES = [([130, 0, 60], 256, 128), ([0, 0, 700], 512, 256), ([1, 2, 3, 500], 144, 128), ([300] * 8, 1024, 512)]

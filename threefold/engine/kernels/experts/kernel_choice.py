@@ -40,7 +40,9 @@ STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 FC1_OUTPUT_STEPS = ("up", "act_grad", "input_grad", "up_grad")  # steps that read or write FC1's output or its gradient
 _GLUON_STEPS = ("up_grad", "down_grad")
 _GLUON_ROWS = 64  # of a weight, of which one group of warps stores as many at a time
-_MIN_GLUON_SIZE = 256  # of a weight's sides: Triton 3.6 does not compile the kernel where a weight is one tile
+# Of a weight's sides. Smaller ones were not measured, and Triton 3.6 does not compile the weight gradient of less than
+# 128 rows that adds to a main gradient, because the second group of warps has none.
+_MIN_GLUON_SIZE = 256
 StepConfig = TritonConfig | GluonConfig | CuteConfig | None
 
 
