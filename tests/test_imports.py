@@ -143,3 +143,16 @@ def test_few_modules_in_a_folder() -> None:
 def test_planning_never_loads_torch() -> None:
     program = "import sys, threefold.cli.main; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
+
+
+def test_one_stage_never_loads_the_compiler_of_torch() -> None:
+    """It takes most of a second to import. A model is built as training builds it, on the meta device first."""
+    pytest.importorskip("torch")
+    program = (
+        "import sys, threefold.engine.train\n"
+        "from threefold.engine.models.build import build_model\n"
+        "from threefold.spec.models import MODELS\n"
+        "build_model(MODELS['tiny-qwen3-moe'])\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)

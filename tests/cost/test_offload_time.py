@@ -53,7 +53,7 @@ def test_more_compute_hides_more_of_the_optimizer_states() -> None:
     ({"layout.ep": 4}, False),
 ])  # fmt: skip
 def test_gathered_weights_wait_for_all_their_updates(fields: dict[str, Any], hides: bool) -> None:
-    """Of experts that no other rank holds nothing is gathered: a forward begins before they are updated."""
+    """A forward may begin before experts are updated that no other rank holds, because nobody gathers them."""
     short, long = (
         offload_seconds_of(**{**SHARDED_EXPERTS, "job.seq_len": length, **fields})[0] for length in (1, 16384)
     )

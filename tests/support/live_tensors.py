@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,7 @@ class LiveTensors(TorchDispatchMode):
         self.without = without
         self._seen: dict[int, tuple[Any, int]] = {}
 
-    def __enter__(self) -> "LiveTensors":
+    def __enter__(self) -> Self:
         gc.freeze()  # what was there before need not be looked at when bytes are counted
         super().__enter__()
         return self
@@ -36,3 +36,24 @@ class LiveTensors(TorchDispatchMode):
     def num_bytes(self) -> int:
         gc.collect()
         return sum(size for storage, size in self._seen.values() if storage() is not None)
+
+
+class PeakTensors(LiveTensors):
+    """Measures the largest number of bytes that were alive at once."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, sum(size for storage, size in self._seen.values() if storage() is not None))
+        return out
+
+
+def peak_bytes(model: Any, num_tokens: int) -> int:
+    """The most bytes that are alive at once in a forward and backward, without weights and their gradients."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.long)
+    with PeakTensors() as living:
+        model(tokens, tokens).loss.backward()
+    return living.most

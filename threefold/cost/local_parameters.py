@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from threefold.cost.vision.parameters import vision_parameters
 from threefold.layout.degrees import Layout
@@ -60,7 +61,7 @@ class LocalParameter:
 
 def stage_parameters(plan: Plan, vocab_rows: int) -> Sequence[Sequence[LocalParameter]]:
     """The parameters of each pipeline rank, where a rank has `vocab_rows` rows of the vocabulary."""
-    return _stage_parameters(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows, training_of(plan))
+    return _stage_parameters(_Stages(plan.model, plan.layout, plan.chunks, plan.mtp, vocab_rows, training_of(plan)))
 
 
 def first_vocab_rows(plan: Plan) -> int:
@@ -87,7 +88,7 @@ def language_parameters(model: ModelSpec, num_depths: int, training: "Training")
 
 def _whole_parameters(model: ModelSpec, num_depths: int, training: "Training") -> Sequence[LocalParameter]:
     chunks = balance(model.num_layers, 1, num_depths)
-    return _stage_parameters(model, Layout(), chunks, num_depths, model.vocab, training)[0]
+    return _stage_parameters(_Stages(model, Layout(), chunks, num_depths, model.vocab, training))[0]
 
 
 def training_of(plan: Plan) -> "Training":
@@ -112,15 +113,20 @@ class Training:
         return is_base or is_frozen(name, self.freeze)
 
 
+class _Stages(NamedTuple):
+    """What the parameters of the pipeline ranks depend on."""
+
+    model: ModelSpec
+    layout: Layout
+    chunks: tuple[Chunk, ...]
+    num_depths: int
+    vocab_rows: int
+    training: Training
+
+
 @lru_cache(maxsize=64)
-def _stage_parameters(
-    model: ModelSpec,
-    layout: Layout,
-    chunks: tuple[Chunk, ...],
-    num_depths: int,
-    vocab_rows: int,
-    training: Training,
-) -> Sequence[Sequence[LocalParameter]]:
+def _stage_parameters(stages: _Stages) -> Sequence[Sequence[LocalParameter]]:
+    model, layout, chunks, num_depths, vocab_rows, training = stages
     held: list[dict[str, LocalParameter]] = [{} for _ in range(layout.pp)]
     v_shaped = layout.pipeline_schedule == "dualpipev"
     for number in range(len(chunks)):
@@ -169,26 +175,18 @@ def owned_parts(bucket: Sequence[LocalParameter]) -> list[float]:
 def updated_sizes(plan: Plan) -> Sequence[Sequence[float]]:
     """Elements of each tensor that the optimizer updates on the first rank of each stage."""
     is_in_buckets = plan.knobs.data_parallel == "zero1" and plan.layout.gpus > 1
-    stages = plan.model, plan.layout, plan.chunks, plan.mtp, first_vocab_rows(plan), training_of(plan)
-    return _updated_sizes(*stages, is_in_buckets)
+    stages = _Stages(plan.model, plan.layout, plan.chunks, plan.mtp, first_vocab_rows(plan), training_of(plan))
+    return _updated_sizes(stages, is_in_buckets)
 
 
 @lru_cache(maxsize=64)
-def _updated_sizes(
-    model: ModelSpec,
-    layout: Layout,
-    chunks: tuple[Chunk, ...],
-    num_depths: int,
-    vocab_rows: int,
-    training: Training,
-    is_in_buckets: bool,
-) -> Sequence[Sequence[float]]:
-    stages = _stage_parameters(model, layout, chunks, num_depths, vocab_rows, training)
+def _updated_sizes(stages: _Stages, is_in_buckets: bool) -> Sequence[Sequence[float]]:
+    by_stage = _stage_parameters(stages)
     if is_in_buckets:
-        return [[part for _, _, bucket in fill_buckets(stage) for part in owned_parts(bucket)] for stage in stages]
+        return [[part for _, _, bucket in fill_buckets(stage) for part in owned_parts(bucket)] for stage in by_stage]
     return [
-        [one.elements / max(1, one.num_copies // layout.replicate) for one in trained_parameters(stage)]
-        for stage in stages
+        [one.elements / max(1, one.num_copies // stages.layout.replicate) for one in trained_parameters(stage)]
+        for stage in by_stage
     ]
 
 

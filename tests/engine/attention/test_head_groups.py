@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from live_tensors import LiveTensors
+from live_tensors import LiveTensors, peak_bytes
 from oracle_layouts import LATENTS, PACKED, case
 from plans import build
-from test_long_context import Most, assert_close, make, trained
+from test_long_context import assert_close, make, trained
 from tiny_models import FAMILIES, spec_of
 
 from threefold.cost.memory.by_stack import memory
@@ -134,15 +134,7 @@ def most(heads: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most bytes that are alive at once, of 512 tokens to 16 heads as wide as the model."""
     group_heads(monkeypatch, heads)
     spec = spec_of("qwen3", num_attention_heads=16, num_key_value_heads=4, head_dim=32, intermediate_size=8)
-    model = build_model(spec, 0, torch.float64, options=Options(**SAVE))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    tokens = torch.zeros(1, 512, dtype=torch.long)
-    with Most() as living:
-        out = model(tokens, tokens)
-        assert out.loss is not None
-        out.loss.backward()
-    return living.most
+    return peak_bytes(build_model(spec, 0, torch.float64, options=Options(**SAVE)), 512)
 
 
 def test_the_backward_holds_one_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def marked(case: Case) -> object:
 def test_layout_is_one_rank(case: Case) -> None:
     plan = case.plan
     assert [str(f) for f in errors(check(plan)) if f.rule not in ENGINE_LIMITS] == []
-    found = compare_with_one_rank(plan, steps=2 if case.often else 3)
+    found = compare_with_one_rank(plan)
     assert found.problems == ()
     assert found.near_ties == 0
     assert found.idle == tuple(sorted(frozen_router_biases(plan)))

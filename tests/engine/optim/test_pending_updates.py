@@ -141,7 +141,7 @@ def test_updates_run_in_order_and_only_when_they_are_waited_for() -> None:
 
 
 def test_tensors_share_pinned_blocks_of_powers_of_two() -> None:
-    """Of the sizes of two layers of Qwen3-30B-A3B: 45 % more memory if each were rounded up, and a few percent so."""
+    """With tensors of two layers of Qwen3-30B-A3B. Rounding each up to a power of two would take 45 % more memory."""
     sizes = [1187, 1536, 768, 64, 1536, 768, 64, 1187] * 3
     total = 1024 * sum(sizes)
     memory = PinnedMemory(total, pin=False)

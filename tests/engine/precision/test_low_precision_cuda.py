@@ -100,7 +100,9 @@ def test_interpreted(shape: tuple[int, int]) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
-@pytest.mark.parametrize("power", [-93, -128, -138])
+@pytest.mark.parametrize(
+    "power", [-93, -128, -138, *(pytest.param(power, marks=pytest.mark.slow) for power in (-97, -131, -135))]
+)
 def test_interpreted_numbers_as_small_as_can_be(power: int) -> None:
     """The amax gives a weight its smallest scale, less than that, about 1e-36, 1e-37 and 1e-38, and a subnormal."""
     x_MK = 448 * 2.0**power * 0.5 ** torch.randint(3, (130, 140))

@@ -42,8 +42,7 @@ def marked(case: Case) -> object:
 def test_layout_is_one_rank(case: Case) -> None:
     plan = case.plan
     assert refused(plan) == []
-    # Some router biases of DeepSeek-V3 first move in the third step.
-    found = compare_with_one_rank(plan, steps=2 if case.often and case.family != "deepseek_v3" else 3)
+    found = compare_with_one_rank(plan)
     assert found.problems == ()
     assert found.near_ties == 0
     assert (found.idle, found.vanishing) == ((), ())

@@ -36,7 +36,7 @@ def marked(case: VisionCase) -> object:
 def test_layout_is_one_rank(case: VisionCase) -> None:
     plan = case.plan
     assert [str(finding) for finding in errors(promoted(check(plan)))] == []
-    found = compare_with_one_rank(plan, steps=2 if case.often else 3)
+    found = compare_with_one_rank(plan)
     assert found.problems == ()
     assert found.near_ties == 0
     assert (found.idle, found.vanishing) == ((), ())

@@ -99,7 +99,7 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     if syncs or STACK_TRAITS[plan.target].waits_every_layer:
         waiting, host = host_wait(plan, gpu, host, LAYER_SHARPNESS) + (rates.sync_seconds if syncs else 0.0), 0.0
     waiting += replay_seconds(plan, layer, rates)
-    # Of elementwise kernels, many of which are small: most of their time may be the gaps before them.
+    # The gaps that a graph closes are mostly before elementwise kernels, which are many and small.
     elementwise = max(0.3 * elementwise, elementwise - closed_gap_seconds(plan, layer, rates))
     return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting, host)
 

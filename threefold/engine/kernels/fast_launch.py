@@ -187,7 +187,7 @@ class _Arguments:
         self._blocks = [number for number, kind, constant in kinds if not constant and kind is TensorBlocks]
 
     def key(self, device: int, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """Of arguments that are in no list, a float or None, only the type matters."""
+        """What decides which compiled kernel fits the arguments. A float or None counts by its type alone."""
         tensors = self._tensors(args)
         addresses = 0
         for tensor in tensors:

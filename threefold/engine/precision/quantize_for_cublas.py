@@ -69,7 +69,8 @@ def quantize_blocks(
 
 
 def quantize_square_blocks(weights_OI: Sequence[Tensor]) -> tuple[list[ScaledValues], ScaledValues]:
-    """Of each weight values padded to whole blocks and scales (o, i) padded to fours, and the same of the transpose.
+    """-> (values and scales of each weight, values and scales of all transposes). Values are padded to whole blocks,
+    and the numbers of scales to multiples of four.
 
     The transposes are side by side; the heights of all weights but the last are multiples of 128.
     """

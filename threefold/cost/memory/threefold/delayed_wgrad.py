@@ -56,7 +56,7 @@ def delayed_wgrad_bytes(local: LocalSizes, layer: Layer) -> WgradBytes:
     every = _wgrad_bytes(local, layer)
     if not is_partly_frozen(local.plan):
         return every
-    # Of a module with frozen weights, the part of what all would keep that trained weights have.
+    # A module with frozen weights keeps a part: as much as its trained weights are of all its weights.
     mixer, experts = trained_share(local.plan, "mixer"), trained_share(local.plan, "experts")
     dense = trained_share(local.plan, "mlp" if layer.ffn == "dense" else "shared_experts")
     of_experts = every.experts * experts

@@ -39,9 +39,9 @@ from threefold.findings import Finding, FindingsError
 STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 FC1_OUTPUT_STEPS = ("up", "act_grad", "input_grad", "up_grad")  # steps that read or write FC1's output or its gradient
 _GLUON_STEPS = ("up_grad", "down_grad")
-_GLUON_ROWS = 64  # of a weight, of which one group of warps stores as many at a time
-# Of a weight's sides. Smaller ones were not measured, and Triton 3.6 does not compile the weight gradient of less than
-# 128 rows that adds to a main gradient, because the second group of warps has none.
+_GLUON_ROWS = 64  # rows that a warp group stores at a time: those of a weight must be a multiple
+# The smallest weight, in rows and in columns, that runs in Gluon. Smaller ones were not measured. Below 128 rows the
+# second warp group would have none, and Triton 3.6 does not compile such a kernel where it adds to a main gradient.
 _MIN_GLUON_SIZE = 256
 StepConfig = TritonConfig | GluonConfig | CuteConfig | None
 

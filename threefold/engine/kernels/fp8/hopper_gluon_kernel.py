@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # type: ignore
     warpgroup_mma_wait,
 )
 
+from threefold.engine.kernels.experts.hopper.tiles import tile_coordinates
 from threefold.engine.kernels.fast_launch import fast_launch
 
 BK: gl.constexpr = gl.constexpr(128)  # length of a block of the sum
@@ -71,16 +72,6 @@ def _num_tiles(total_ptr, max_tiles, M: gl.constexpr, N: gl.constexpr, WGRAD: gl
 
 
 @gluon.jit
-def _tile_coordinates(tile, num_m, num_n, GROUP: gl.constexpr):
-    """The row and column of a tile by its number. Neighbours share rows and weights, which then stay in L2."""
-    width = GROUP * num_n
-    first = (tile // width) * GROUP
-    height = gl.minimum(num_m - first, GROUP)
-    inside = tile % width
-    return first + inside % height, inside // height
-
-
-@gluon.jit
 def _load_tile(
     tile, table_ptr, total_ptr, max_tiles, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr,
     WGRAD: gl.constexpr,
@@ -90,11 +81,11 @@ def _load_tile(
     if WGRAD:
         num_m: gl.constexpr = (M + BM - 1) // BM
         expert = tile // (num_m * num_n)
-        tile_m, tile_n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP)
+        tile_m, tile_n = tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP)
         start = gl.load(table_ptr + expert - 1, mask=expert > 0, other=0)
         return expert, tile_m * BM, M, tile_n * BN, start, gl.load(table_ptr + expert)
     else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
-        tile_m, tile_n = _tile_coordinates(tile, gl.load(total_ptr), num_n, GROUP)
+        tile_m, tile_n = tile_coordinates(tile, gl.load(total_ptr), num_n, GROUP)
         expert = gl.load(table_ptr + tile_m)
         first = gl.load(table_ptr + max_tiles + tile_m)
         return expert, first, gl.load(table_ptr + 2 * max_tiles + tile_m), tile_n * BN, 0, (K + BK - 1) // BK

@@ -46,78 +46,34 @@ def _chunk_grads(
     PACKED: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = q_grad_ptr.dtype.element_ty
-    number = tl.program_id(0).to(tl.int64)
     row, head = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
-    if PACKED:
-        document, chunk = tl.load(chunks_ptr + 2 * number), tl.load(chunks_ptr + 2 * number + 1)
-        first = tl.load(edges_ptr + document).to(tl.int64)
-        end = tl.load(edges_ptr + document + 1).to(tl.int64)
-        start = first + chunk * T
-    else:
-        end = (row + 1) * length
-        start = row * length + number * T
-        number = row * tl.num_programs(0) + number
-    token = start + tl.arange(0, T)
+    number, start, end = _span(edges_ptr, chunks_ptr, row, length, T, PACKED)
+    token, n, place = start + tl.arange(0, T), tl.arange(0, NK), tl.arange(0, T)
     live = token < end
-    n = tl.arange(0, NK)
-    of_keys = live[:, None] & (n < K)[None, :]
-    state = (number * H + head) * K * V
-    decay_at = token * H + head
+    of_keys, both = live[:, None] & (n < K)[None, :], live[:, None] & live[None, :]
+    state, decay_at = (number * H + head) * K * V, token * H + head
     decay = tl.load(decay_ptr + decay_at, mask=live, other=0.0)
     last = tl.minimum(start + T, end) - 1
     last_decay = tl.load(decay_ptr + last * H + head)
 
-    scores = tl.zeros((T, T), tl.float32)
-    q_grad = tl.zeros((T, NK), tl.float32)
-    w_grad = tl.zeros((T, NK), tl.float32)
-    for at in range(0, V, NV):
-        column = at + tl.arange(0, NV)
-        values_at = (token * H + head)[:, None] * V + column[None, :]
-        inside = live[:, None] & (column < V)[None, :]
-        # The state with value dims first.
-        state_at = state + n[None, :] * V + column[:, None]
-        of_state = (column < V)[:, None] & (n < K)[None, :]
-        value = tl.load(v_ptr + values_at, mask=inside, other=0.0)
-        out_grad = tl.load(out_grad_ptr + values_at, mask=inside, other=0.0)
-        v_grad = tl.load(v_grad_ptr + values_at, mask=inside, other=0.0).to(dtype)
-        before = tl.load(state_ptr + state_at, mask=of_state, other=0.0).to(dtype)
-        scores = tl.dot(out_grad, tl.trans(value), scores)
-        q_grad = tl.dot(out_grad, before, q_grad)
-        w_grad = tl.dot(v_grad, before, w_grad)
-    grads_at = (token * H + head)[:, None] * K + n[None, :]
+    scores, q_grad, w_grad = _sums_for_queries(
+        v_ptr, out_grad_ptr, v_grad_ptr, state_ptr + state, decay_at, live, n, K, NK, V, T, NV, dtype
+    )
+    grads_at = decay_at[:, None] * K + n[None, :]
     tl.store(w_grad_ptr + grads_at, (-w_grad).to(dtype), mask=of_keys)
-
     heads_at = (token * KEYS + head // (H // KEYS))[:, None] * K + n[None, :]
     q = tl.load(q_ptr + heads_at, mask=of_keys, other=0.0)
     k = tl.load(k_ptr + heads_at, mask=of_keys, other=0.0)
-    place = tl.arange(0, T)
-    both = live[:, None] & live[None, :]
     # Differences of sums of decays: masked before the power, which overflows where a key follows its query.
     between = tl.where(both & (place[:, None] >= place[None, :]), decay[:, None] - decay[None, :], float("-inf"))
     scores = scores * tl.exp2(between) * SCALE
-    q_grad = q_grad * tl.exp2(decay)[:, None] * SCALE
-    q_grad = tl.dot(scores.to(dtype), k, q_grad)
+    q_grad = tl.dot(scores.to(dtype), k, q_grad * tl.exp2(decay)[:, None] * SCALE)
     decay_grad = tl.sum(q_grad * q.to(tl.float32), 1)
     tl.store(q_grad_ptr + grads_at, q_grad.to(dtype), mask=of_keys)
 
-    k_grad = tl.zeros((T, NK), tl.float32)
-    transposed = tl.zeros((T, T), tl.float32)  # of `scores`, by a GEMM: see `delta_chunk_grads.py`
-    kept = tl.zeros(
-        (1,), tl.float32
-    )  # what the state that goes through the chunk adds to the gradient of the last decay
-    for at in range(0, V, NV):
-        column = at + tl.arange(0, NV)
-        values_at = (token * H + head)[:, None] * V + column[None, :]
-        state_at = state + n[None, :] * V + column[:, None]
-        of_state = (column < V)[:, None] & (n < K)[None, :]
-        inside = live[:, None] & (column < V)[None, :]
-        value = tl.load(v_ptr + values_at, mask=inside, other=0.0)
-        out_grad = tl.load(out_grad_ptr + values_at, mask=inside, other=0.0)
-        before = tl.load(state_ptr + state_at, mask=of_state, other=0.0)
-        after_grad = tl.load(state_grad_ptr + state_at, mask=of_state, other=0.0)
-        kept += tl.sum(before.to(tl.float32) * after_grad.to(tl.float32))
-        k_grad = tl.dot(value, after_grad.to(dtype), k_grad)
-        transposed = tl.dot(value, tl.trans(out_grad), transposed)
+    k_grad, transposed, kept = _sums_for_keys(
+        v_ptr, out_grad_ptr, state_ptr + state, state_grad_ptr + state, decay_at, live, n, K, NK, V, T, NV, dtype
+    )
     k_grad = k_grad * tl.where(live, tl.exp2(last_decay - decay), 0.0)[:, None]
     kept = kept * tl.exp2(last_decay) + tl.sum(k_grad * k.to(tl.float32))
     between = tl.where(both & (place[:, None] <= place[None, :]), decay[None, :] - decay[:, None], float("-inf"))
@@ -127,3 +83,71 @@ def _chunk_grads(
     decay_grad += tl.where(token == last, kept, 0.0)
     tl.store(k_grad_ptr + grads_at, k_grad.to(dtype), mask=of_keys)
     tl.store(decay_grad_ptr + decay_at, decay_grad, mask=live)
+
+
+@triton.jit
+def _span(edges_ptr, chunks_ptr, row, length, T: tl.constexpr, PACKED: tl.constexpr):
+    """-> (number of the chunk in the batch, its first token, end of its sequence or document)."""
+    number = tl.program_id(0).to(tl.int64)
+    if PACKED:
+        document, chunk = tl.load(chunks_ptr + 2 * number), tl.load(chunks_ptr + 2 * number + 1)
+        start = tl.load(edges_ptr + document).to(tl.int64) + chunk * T
+        end = tl.load(edges_ptr + document + 1).to(tl.int64)
+    else:
+        start, end = row * length + number * T, (row + 1) * length
+        number = row * tl.num_programs(0) + number
+    return number, start, end
+
+
+@triton.jit
+def _value_offsets(
+    at, heads_at, live, n, K: tl.constexpr, V: tl.constexpr, NV: tl.constexpr
+):  # fmt: skip
+    """Offsets and masks of some value dims: of values, (T, v), and of the state with value dims first, (v, k)."""
+    column = at + tl.arange(0, NV)
+    inside = live[:, None] & (column < V)[None, :]
+    of_state = (column < V)[:, None] & (n < K)[None, :]
+    return heads_at[:, None] * V + column[None, :], inside, n[None, :] * V + column[:, None], of_state
+
+
+@triton.jit
+def _sums_for_queries(
+    v_ptr, out_grad_ptr, v_grad_ptr, state_ptr, heads_at, live, n, K: tl.constexpr, NK: tl.constexpr, V: tl.constexpr,
+    T: tl.constexpr, NV: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Sums over value dims: gradients of scores, and what the state before the chunk adds to gradients of q and w."""
+    scores = tl.zeros((T, T), tl.float32)
+    q_grad = tl.zeros((T, NK), tl.float32)
+    w_grad = tl.zeros((T, NK), tl.float32)
+    for at in range(0, V, NV):
+        values_at, inside, state_at, of_state = _value_offsets(at, heads_at, live, n, K, V, NV)
+        value = tl.load(v_ptr + values_at, mask=inside, other=0.0)
+        out_grad = tl.load(out_grad_ptr + values_at, mask=inside, other=0.0)
+        v_grad = tl.load(v_grad_ptr + values_at, mask=inside, other=0.0).to(dtype)
+        before = tl.load(state_ptr + state_at, mask=of_state, other=0.0).to(dtype)
+        scores = tl.dot(out_grad, tl.trans(value), scores)
+        q_grad = tl.dot(out_grad, before, q_grad)
+        w_grad = tl.dot(v_grad, before, w_grad)
+    return scores, q_grad, w_grad
+
+
+@triton.jit
+def _sums_for_keys(
+    v_ptr, out_grad_ptr, state_ptr, state_grad_ptr, heads_at, live, n, K: tl.constexpr, NK: tl.constexpr,
+    V: tl.constexpr, T: tl.constexpr, NV: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Sums over value dims: the gradient of k by the state behind the chunk; gradients of scores, transposed by a GEMM
+    (`delta_chunk_grads.py` says why); and what the state that goes through adds to the gradient of the last decay."""
+    k_grad = tl.zeros((T, NK), tl.float32)
+    transposed = tl.zeros((T, T), tl.float32)
+    kept = tl.zeros((1,), tl.float32)
+    for at in range(0, V, NV):
+        values_at, inside, state_at, of_state = _value_offsets(at, heads_at, live, n, K, V, NV)
+        value = tl.load(v_ptr + values_at, mask=inside, other=0.0)
+        out_grad = tl.load(out_grad_ptr + values_at, mask=inside, other=0.0)
+        before = tl.load(state_ptr + state_at, mask=of_state, other=0.0)
+        after_grad = tl.load(state_grad_ptr + state_at, mask=of_state, other=0.0)
+        kept += tl.sum(before.to(tl.float32) * after_grad.to(tl.float32))
+        k_grad = tl.dot(value, after_grad.to(dtype), k_grad)
+        transposed = tl.dot(value, tl.trans(out_grad), transposed)
+    return k_grad, transposed, kept

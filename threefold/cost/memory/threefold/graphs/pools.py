@@ -221,8 +221,8 @@ def _input_gradients(local: LocalSizes, scopes: set[str], layers: Sequence[Layer
 
 
 def _sink_bytes(local: LocalSizes, layer: Layer) -> float:
-    """Of the three tensors in fp32 that gradients of attention sinks come from, the one that does not fit where the
-    attention kernel has worked, nor where the forward has: the router's tensors lie there."""
+    """One tensor in fp32. Gradients of attention sinks are computed from three of them. Two fit into memory that the
+    attention kernel has freed, and the third would fit only where the router's tensors lie."""
     spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
     if not isinstance(spec, GqaSpec) or not spec.sinks:
         return 0.0

@@ -22,7 +22,8 @@ from threefold.cost.stage_contents import StageContents, stage_contents
 from threefold.plan.plan import Plan
 
 ORTHOGONALIZED_ELEMENTS = 2**26  # elements of the matrices that Muon orthogonalizes together
-# Of optimizer states on the host: chunks on the device at a time, and elements of a chunk.
+# Optimizer states on the host pass through the device in chunks: how many at a time, chunks of a whole step, and the
+# least and most elements of a chunk.
 NUM_SLOTS, CHUNKS_PER_STEP, MIN_CHUNK, MAX_CHUNK = 4, 128, 2**21, 2**25
 
 
