@@ -132,7 +132,8 @@ def update(parts: Parts, seen: StepSums, lr: float, job: Job, factor: Any) -> No
     if "load_LE" in seen:
         rate = job.bias_rate if factor is None else job.bias_rate * factor.isfinite()
         for model in parts.chunks.values():
-            update_bias(model.routers(), seen["load_LE"][model.router_numbers], rate)
+            # One by one: an index of several rows would be copied to the device, for which the host waits.
+            update_bias(model.routers(), [seen["load_LE"][number] for number in model.router_numbers], rate)
 
 
 def numbers_of(parts: Parts, seen: StepSums, num_passes: float | Tensor) -> dict[str, Tensor]:

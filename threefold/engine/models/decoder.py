@@ -386,16 +386,18 @@ class Decoder(nn.Module):
         """Statistics of every router of the model; zeros for those that other chunks hold."""
         if not self.num_routers or not router_stats:
             return {}
-        numbers, each = [number for number, _ in router_stats], [stats for _, stats in router_stats]
-        named = {
-            "load_LE": torch.stack([stats.load_E for stats in each]),
-            "dropped_L": torch.stack([stats.num_dropped for stats in each]),
-            "entropy_L": torch.stack([stats.entropy for stats in each]),
-        }
-        if numbers == list(range(self.num_routers)):
-            return named
-        at = torch.tensor(numbers, device=each[0].load_E.device)
+        fields = {"load_LE": "load_E", "dropped_L": "num_dropped", "entropy_L": "entropy"}
         return {
-            name: value.new_zeros(self.num_routers, *value.shape[1:]).index_add_(0, at, value)
-            for name, value in named.items()
+            name: self._stack_by_router([(number, getattr(stats, field)) for number, stats in router_stats])
+            for name, field in fields.items()
         }
+
+    def _stack_by_router(self, numbered: list[tuple[int, Tensor]]) -> Tensor:
+        """Values by the number of their router. An index tensor would be shorter, but the host would wait for the
+        device to have it."""
+        by_number: dict[int, Tensor] = {}
+        for number, value in numbered:
+            by_number[number] = by_number[number] + value if number in by_number else value
+        if missing := set(range(self.num_routers)) - by_number.keys():
+            by_number |= dict.fromkeys(missing, torch.zeros_like(numbered[0][1]))
+        return torch.stack([by_number[number] for number in range(self.num_routers)])

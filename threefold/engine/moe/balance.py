@@ -92,13 +92,13 @@ def _load_times_score(routing: Routing, num_sequences: int, token_group: Group) 
 
 
 @torch.no_grad()
-def update_bias(routers: Iterable[Router], load_LE: Tensor, rate: float | Tensor) -> None:
+def update_bias(routers: Iterable[Router], loads: Iterable[Tensor], rate: float | Tensor) -> None:
     """The aux-loss-free rule (DeepSeek-V3): lower the bias of busy experts and raise that of idle ones by a fixed step.
 
     It runs once an optimizer step with the loads of all its tokens, outside the forward, so that recompute cannot count
     a token twice.
     """
-    for router, load_E in zip(routers, load_LE, strict=True):
+    for router, load_E in zip(routers, loads, strict=True):
         if router.balance_bias is not None and router.weight.requires_grad:
             load_E = load_E.to(torch.float32)
             router.balance_bias += rate * (load_E.mean() - load_E).sign()
