@@ -95,17 +95,23 @@ def test_row_counts_near_a_balanced_load_share_a_key() -> None:
     assert replace(balanced, num_rows=0).key == replace(balanced, num_rows=1).key
 
 
-def test_weight_gradients_run_in_gluon_where_it_runs_and_takes_the_sizes() -> None:
+def test_steps_run_in_gluon_where_it_runs_and_takes_the_sizes() -> None:
     in_gluon = {step for step in STEPS if isinstance(getattr(IN_GLUON, step), GluonConfig)}
-    assert in_gluon == {"up_grad", "down_grad"}
+    assert in_gluon == {"down", "input_grad", "up_grad", "down_grad"}
     assert IN_GLUON.kinds == {"triton"}
     assert not default_choice(QWEN).uses_gluon
     assert not default_choice(ExpertShape(64, 4, 64, 32, gathered=True), has_gluon=True).uses_gluon
     odd = default_choice(replace(QWEN, dim=2040), has_gluon=True)
     assert [step for step in STEPS if isinstance(getattr(odd, step), GluonConfig)] == ["up_grad"]
     assert not default_choice(QWEN, "torch", has_gluon=True).uses_gluon
-    with pytest.raises(ValueError, match="only weight gradients"):
-        KernelChoice(down=GluonConfig())
+    odd = default_choice(replace(QWEN, expert_dim=736), has_gluon=True)  # 736 is no multiple of 64, twice that is
+    assert [step for step in STEPS if isinstance(getattr(odd, step), GluonConfig)] == [
+        "input_grad",
+        "up_grad",
+        "down_grad",
+    ]
+    with pytest.raises(ValueError, match="only down, input_grad, up_grad, down_grad"):
+        KernelChoice(up=GluonConfig())
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton", "cute", "auto"])

@@ -44,14 +44,18 @@ class EmptyExpertSteps:
     def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
         return grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2])
 
-    def up_grad(self, grad_RX: Tensor, x_XD: Tensor, rows: Any, main_grad: Tensor | None = None) -> Tensor | None:
+    def up_grad(
+        self, grad_RX: Tensor, x_XD: Tensor, rows: Any, main_grad: Tensor | None = None, squares: Any = None
+    ) -> Tensor | None:
         self._gather_for_torch(x_XD, grad_RX, rows, grad_RX.shape[1] // 2)
         if self._adds_in_place(rows, grad_RX.shape[1] // 2, main_grad):
             return None
         grad_EXD = x_XD.new_empty(self.num_experts, grad_RX.shape[1], x_XD.shape[1])
         return grad_EXD if main_grad is None else None
 
-    def down_grad(self, grad_XD: Tensor, rows: Any, act_RH: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+    def down_grad(
+        self, grad_XD: Tensor, rows: Any, act_RH: Tensor, main_grad: Tensor | None = None, squares: Any = None
+    ) -> Tensor | None:
         self._gather_for_torch(grad_XD, act_RH, rows, act_RH.shape[1])
         if self._adds_in_place(rows, act_RH.shape[1], main_grad):
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.autograd.grad_squares import grad_squares_of, request_grad_squares
 from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard, norm_zero, sum_of_squares
 from threefold.engine.data_parallel.protocol import LocalTensor
 from threefold.engine.data_parallel.wait_before_use import wait_before_use
@@ -21,6 +22,8 @@ class SingleRank:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._updates: PendingUpdates | None = None
+        # Kernels of stacked expert weights sum the squares of gradients as they store them.
+        self._stacked = [p for p in model.parameters() if p.dim() == 3]
 
     @property
     def owned(self) -> list[OwnedShard]:
@@ -48,6 +51,8 @@ class SingleRank:
 
     def begin_step(self, passes: int) -> None:
         self.model.zero_grad(set_to_none=True)  # pending updates hold the gradients that they still need
+        for p in self._stacked:
+            request_grad_squares(p, passes == 1)  # gradients of several passes are added up behind the kernels
 
     def finish_grad_sync(self) -> None:
         self.finish_param_sync()
@@ -71,7 +76,10 @@ class SingleRank:
     @torch.no_grad()
     def grad_sum_of_squares(self) -> Tensor:
         first = next(self.model.parameters())
-        return sum_of_squares(self._grads(), norm_zero([first], first.device))
+        known = {p: sums_P for p in self._stacked if (sums_P := grad_squares_of(p)) is not None}
+        others = [p.grad for p in self.model.parameters() if p.grad is not None and p not in known]
+        squares = sum_of_squares(others, norm_zero([first], first.device))
+        return squares + torch.cat(list(known.values())).sum() if known else squares
 
     @torch.no_grad()
     def scale_grads(self, factor: Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.autograd.grad_squares import GradSquares, request_grad_squares, requested_squares
 from threefold.engine.autograd.main_grad import main_grad_of
 from threefold.engine.batch import Batch
 from threefold.engine.data_parallel.wait_before_use import wait_for_parameters
@@ -39,6 +40,7 @@ class FullIterationGraph:
         self.reduces_grads = reduces_grads  # whether gradients go through hooks of the parameters (`Zero1`)
         self._slot: GraphSlot | None = None
         self._graphs: dict[bool, tuple[Aux, Graph]] = {}
+        self._squares: dict[nn.Parameter, GradSquares] = {}  # of gradients that the first graph writes
 
     def run(self, batch: Batch, label_share: LabelShare) -> Aux | None:
         """Losses and statistics of the microbatch; None where the caller must run it eagerly."""
@@ -122,19 +124,32 @@ class FullIterationGraph:
         else:
             for p, alias in self._aliases.items():
                 p.grad = alias.grad
+            if not accumulates:
+                self._note_squares()
         return {name: value.clone() for name, value in aux.items()}
 
     def _forward_backward(self, accumulates: bool) -> Aux:
         if not accumulates:
-            for alias in self._aliases.values():
+            for p, alias in self._aliases.items():
                 alias.grad = None
+                request_grad_squares(alias, requested_squares(p) is not None)
         of_step, self.model.depth_label_ratios = self.model.depth_label_ratios, self._label_ratios
         with use_aliases([self.model], self._aliases):
             out = self.model(self._tokens_BS, self._labels_BS)
         self.model.depth_label_ratios = of_step
         assert out.loss is not None
         (out.loss * self._label_share).backward()
+        for p, alias in self._aliases.items():
+            if not accumulates and (squares := requested_squares(alias)) is not None:
+                self._squares[p] = squares
+            request_grad_squares(alias, False)
         return out.aux
+
+    def _note_squares(self) -> None:
+        """The graph has written gradients, and with them the sums of their squares."""
+        for p, squares in self._squares.items():
+            if (wanted := requested_squares(p)) is not None:
+                wanted.copy_from(squares)
 
     def _hand_to_autograd(self) -> None:
         """Let autograd bring each parameter its gradient, and call its hooks, from the last layer to the first."""

@@ -33,7 +33,7 @@ class TritonConfig:
 
 @dataclass(frozen=True)
 class GluonConfig:
-    """Launch options of a weight gradient in Gluon, for Hopper, whose tiles are fixed (`experts/hopper/wgrad.py`)."""
+    """Launch options of our GEMMs in Gluon, for Hopper, whose tiles are fixed (`experts/hopper/`)."""
 
     stages: int = 4  # loads in flight
     group: int = 2  # tiles of rows that come before the next tile of columns

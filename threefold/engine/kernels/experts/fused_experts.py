@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.autograd.delayed_wgrad import WgradTarget, compute_or_delay, wgrad_targets
+from threefold.engine.autograd.grad_squares import requested_squares
 from threefold.engine.context import count_event
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
@@ -127,9 +128,12 @@ class _Experts(torch.autograd.Function):
         grad_XD = grad_XD.contiguous()
         grad_RX, act_RH, weight_grad_R = steps.act_grad(grad_XD, rows, weight_R, down_EDH, gate_up_RX)
         fc1_target, fc2_target = ctx.targets
-        fc2_wgrad = compute_or_delay(fc2_target, wants[1], partial(steps.down_grad, grad_XD, rows, act_RH))
-        del act_RH
-        fc1_wgrad = compute_or_delay(fc1_target, wants[0], partial(steps.up_grad, grad_RX, x_XD, rows))
+        squares = [requested_squares(target.weight) for target in ctx.targets]
+        fc2_work = partial(steps.down_grad, grad_XD, rows, act_RH, squares=squares[1])
+        fc2_wgrad = compute_or_delay(fc2_target, wants[1], fc2_work)
+        del act_RH, fc2_work
+        fc1_work = partial(steps.up_grad, grad_RX, x_XD, rows, squares=squares[0])
+        fc1_wgrad = compute_or_delay(fc1_target, wants[0], fc1_work)
         bias_grad = sum_by_expert(grad_RX, expert_of_rows(ends_E, len(grad_RX)), len(ends_E)) if wants_bias else None
         x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
         if rows is not None and x_grad is not None:

@@ -1,7 +1,7 @@
 """The steps of the experts on a GPU, each with the kernel that a `KernelChoice` names.
 
-A step runs as one kernel of ours in Triton (weight gradients on Hopper also in Gluon), as one CuTe kernel of quack, or
-as torch's grouped GEMM with row-wise kernels of ours beside it. `reference_steps.ReferenceSteps` has the same methods
+A step runs as one kernel of ours in Triton (on Hopper some also in Gluon), as one CuTe kernel of quack, or as torch's
+grouped GEMM with row-wise kernels of ours beside it. `reference_steps.ReferenceSteps` has the same methods
 in plain torch, and `fused_experts.py` calls both.
 
 Shapes: T tokens, R rows (token copies sorted by expert), D model dim, E experts, H expert dim, K experts of a token. As
@@ -9,9 +9,11 @@ a dim of weights and of FC1's output X is 2 H (gate and up). As the first dim of
 are given, because the step gathers the rows then, and R otherwise.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.autograd.grad_squares import GradSquares
 from threefold.engine.autograd.main_grad import add_to_main_grad
 from threefold.engine.kernels.experts import quack_kernels, row_kernels
 from threefold.engine.kernels.experts.fc1_forward import fc1_forward
@@ -27,7 +29,7 @@ from threefold.engine.kernels.launch_config import CuteConfig, GluonConfig, Trit
 class GpuSteps:
     """Forward or backward of experts whose rows end at `ends_E`. `starts_F` is `ends_E` with a zero in front.
 
-    `tables` are the tile tables that an earlier pass has made, by rows of a tile; new ones are added.
+    `tables` are the tile tables that an earlier pass has made, by rows and extra rows of a tile; new ones are added.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class GpuSteps:
         clamped: bool,
         choice: KernelChoice,
         starts_F: Tensor | None = None,
-        tables: dict[int, TileTable] | None = None,
+        tables: dict[tuple[int, int], TileTable] | None = None,
     ) -> None:
         self.ends_E, self.clamped, self.choice = ends_E, clamped, choice
         self._num_rows = num_rows
@@ -67,6 +69,8 @@ class GpuSteps:
             return quack_kernels.grouped_gemm(act_RH, down_EDH, self._row_starts, config)
         if isinstance(config, TritonConfig):
             return grouped_gemm(act_RH, down_EDH, self._tile_table(config.m), True, config)
+        if isinstance(config, GluonConfig):
+            return self._row_gemm(act_RH, down_EDH, True, config)
         return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
 
     def act_grad(
@@ -93,15 +97,25 @@ class GpuSteps:
             )
         if isinstance(config, TritonConfig):
             return grouped_gemm(grad_RX, gate_up_EXD, self._tile_table(config.m), False, config)
+        if isinstance(config, GluonConfig):
+            return self._row_gemm(grad_RX, gate_up_EXD, False, config)
         return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
 
     def up_grad(
-        self, grad_RX: Tensor, x_XD: Tensor, rows: SortedRows | None, main_grad: Tensor | None = None
+        self,
+        grad_RX: Tensor,
+        x_XD: Tensor,
+        rows: SortedRows | None,
+        main_grad: Tensor | None = None,
+        squares: GradSquares | None = None,
     ) -> Tensor | None:
-        """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back."""
+        """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back.
+
+        A kernel that can leaves the sums of the gradient's squares in `squares`.
+        """
         config = self.choice.up_grad
         if isinstance(config, TritonConfig | GluonConfig):
-            return self._wgrad(config, grad_RX, x_XD, rows, "right", main_grad)
+            return self._wgrad(config, grad_RX, x_XD, rows, "right", main_grad, squares)
         if isinstance(config, CuteConfig):
             up_grad = x_XD.new_empty(len(self.ends_E), grad_RX.shape[1], x_XD.shape[1])
             layout = self._row_starts, config, self.choice.interleaved
@@ -111,11 +125,16 @@ class GpuSteps:
         return add_to_main_grad(up_grad, main_grad)
 
     def down_grad(
-        self, grad_XD: Tensor, rows: SortedRows | None, act_RH: Tensor, main_grad: Tensor | None = None
+        self,
+        grad_XD: Tensor,
+        rows: SortedRows | None,
+        act_RH: Tensor,
+        main_grad: Tensor | None = None,
+        squares: GradSquares | None = None,
     ) -> Tensor | None:
         config = self.choice.down_grad
         if isinstance(config, TritonConfig | GluonConfig):
-            return self._wgrad(config, grad_XD, act_RH, rows, "left", main_grad)
+            return self._wgrad(config, grad_XD, act_RH, rows, "left", main_grad, squares)
         if isinstance(config, CuteConfig):
             down_grad = act_RH.new_empty(len(self.ends_E), grad_XD.shape[1], act_RH.shape[1])
             quack_kernels.grouped_wgrad(grad_XD, _token_index(rows), act_RH, down_grad, self._row_starts, config)
@@ -131,6 +150,7 @@ class GpuSteps:
         rows: SortedRows | None,
         gathered: str,
         main_grad: Tensor | None,
+        squares: GradSquares | None,
     ) -> Tensor | None:
         """A weight gradient by one of our kernels, which gather one side and add to a `main_grad` by themselves."""
         sides = left_XM, right_XN, _token_index(rows), gathered, self.ends_E, self._expert_order
@@ -138,15 +158,27 @@ class GpuSteps:
             return grouped_wgrad(*sides, config, main_grad)
         from threefold.engine.kernels.experts.hopper import wgrad
 
-        return wgrad.grouped_wgrad(*sides, config, main_grad)
+        if squares is None or main_grad is not None:
+            return wgrad.grouped_wgrad(*sides, config, main_grad)
+        sums_P = torch.empty(wgrad.num_squares(left_XM.device), dtype=torch.float32, device=left_XM.device)
+        grad = wgrad.grouped_wgrad(*sides, config, squares_P=sums_P)
+        assert grad is not None
+        squares.note(grad, sums_P)
+        return grad
+
+    def _row_gemm(self, a_RK: Tensor, weight: Tensor, transposed: bool, config: GluonConfig) -> Tensor:
+        from threefold.engine.kernels.experts.hopper import row_gemm
+
+        tiles = self._tile_table(row_gemm.TILE_ROWS, row_gemm.EXTRA_ROWS)
+        return row_gemm.grouped_gemm(a_RK, weight, tiles, transposed, config)
 
     def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
         return row_kernels.sum_rows(y_RD, row_TK)
 
-    def _tile_table(self, size: int) -> TileTable:
-        if size not in self._tiles:
-            self._tiles[size] = make_tile_table(self.ends_E, self._num_rows, size)
-        return self._tiles[size]
+    def _tile_table(self, size: int, extra: int = 0) -> TileTable:
+        if (size, extra) not in self._tiles:
+            self._tiles[size, extra] = make_tile_table(self.ends_E, self._num_rows, size, extra)
+        return self._tiles[size, extra]
 
     def _gather(self, x_XD: Tensor, rows: SortedRows | None) -> Tensor:
         """x by row. The last result is cached, because two steps of the backward gather the same tensor."""

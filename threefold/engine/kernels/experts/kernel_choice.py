@@ -38,8 +38,9 @@ from threefold.findings import Finding, FindingsError
 
 STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 FC1_OUTPUT_STEPS = ("up", "act_grad", "input_grad", "up_grad")  # steps that read or write FC1's output or its gradient
-_GLUON_STEPS = ("up_grad", "down_grad")
-_GLUON_ROWS = 64  # rows that a warp group stores at a time: those of a weight must be a multiple
+_GLUON_STEPS = ("down", "input_grad", "up_grad", "down_grad")
+_GLUON_ROWS = 64  # rows that a warp group stores at a time: those of a weight gradient must be a multiple
+_GLUON_COLUMNS = 128  # columns of a tile, and 64 values a step: what a row GEMM gives and sums must be multiples
 # The smallest weight, in rows and in columns, that runs in Gluon. Smaller ones were not measured. Below 128 rows the
 # second warp group would have none, and Triton 3.6 does not compile such a kernel where it adds to a main gradient.
 _MIN_GLUON_SIZE = 256
@@ -62,7 +63,7 @@ class KernelChoice:
         if is_cute["up"] != is_cute["act_grad"] or (is_cute["up"] and not all(is_cute.values())):
             raise ValueError("FC1's output is interleaved for all of its steps or for none")
         if any(isinstance(getattr(self, step), GluonConfig) for step in STEPS if step not in _GLUON_STEPS):
-            raise ValueError("only weight gradients have a kernel in Gluon")
+            raise ValueError(f"only {', '.join(_GLUON_STEPS)} have a kernel in Gluon")
 
     @property
     def interleaved(self) -> bool:
@@ -166,11 +167,16 @@ def default_choice(shape: ExpertShape, kernels: str = "auto", has_gluon: bool = 
 
 def gluon_candidates(step: str, shape: ExpertShape) -> list[GluonConfig]:
     """Configs of our kernel in Gluon for a step of this shape; none where it does not compute it."""
-    sizes = {"up_grad": (2 * shape.expert_dim, shape.dim), "down_grad": (shape.dim, shape.expert_dim)}
-    num_rows, num_columns = sizes.get(step, (0, 0))  # of the weight
-    if num_rows % _GLUON_ROWS or min(num_rows, num_columns) < _MIN_GLUON_SIZE:
+    fc1, fc2 = (2 * shape.expert_dim, shape.dim), (shape.dim, shape.expert_dim)  # rows and columns of the weights
+    if step not in _GLUON_STEPS:
         return []
-    return [GluonConfig(group=4), GluonConfig(group=1)]
+    num_rows, num_columns = fc1 if step in ("input_grad", "up_grad") else fc2
+    if min(num_rows, num_columns) < _MIN_GLUON_SIZE:
+        return []
+    if step in ("up_grad", "down_grad"):
+        return [] if num_rows % _GLUON_ROWS else [GluonConfig(group=4), GluonConfig(group=1)]
+    summed = num_columns if step == "down" else num_rows
+    return [] if shape.dim % _GLUON_COLUMNS or summed % 64 else [GluonConfig(group=1), GluonConfig(group=4)]
 
 
 def triton_candidates(step: str) -> list[TritonConfig]:

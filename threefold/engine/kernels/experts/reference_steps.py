@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from threefold.engine.autograd.grad_squares import GradSquares
 from threefold.engine.autograd.main_grad import accumulate_gemm
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
@@ -57,13 +58,24 @@ class ReferenceSteps:
         return self._matmul_by_expert(grad_RX, gate_up_EXD)
 
     def up_grad(
-        self, grad_RX: Tensor, x_XD: Tensor, rows: SortedRows | None, main_grad: Tensor | None = None
+        self,
+        grad_RX: Tensor,
+        x_XD: Tensor,
+        rows: SortedRows | None,
+        main_grad: Tensor | None = None,
+        squares: GradSquares | None = None,
     ) -> Tensor | None:
-        """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back."""
+        """The weight gradient of FC1; with a `main_grad` it is added there, and None comes back. `squares` stay empty:
+        the gradient norm reads the gradient."""
         return self._wgrad(grad_RX, _gather_rows(x_XD, rows), main_grad)
 
     def down_grad(
-        self, grad_XD: Tensor, rows: SortedRows | None, act_RH: Tensor, main_grad: Tensor | None = None
+        self,
+        grad_XD: Tensor,
+        rows: SortedRows | None,
+        act_RH: Tensor,
+        main_grad: Tensor | None = None,
+        squares: GradSquares | None = None,
     ) -> Tensor | None:
         return self._wgrad(_gather_rows(grad_XD, rows), act_RH, main_grad)
 

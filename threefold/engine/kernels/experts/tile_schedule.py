@@ -2,7 +2,8 @@
 
 The table of tiles is made on the device from the ends of the experts' rows, so that the host never waits for a count.
 No tile crosses from one expert to the next. Example: experts with 5 and 3 rows and tiles of 4 rows give three tiles,
-(expert 0, first row 0, end 5), (0, 4, 5) and (1, 5, 8). The grouped GEMMs of `experts/` and `fp8/` read it.
+(expert 0, first row 0, end 5), (0, 4, 5) and (1, 5, 8); with one extra row there are two, (0, 0, 5) and (1, 5, 8). The
+grouped GEMMs of `experts/` and `fp8/` read it.
 
 Shapes: E experts, M tiles of rows (an upper bound; the tiles from `total` on are unused).
 """
@@ -28,12 +29,15 @@ class TileTable:
 
     table: Tensor  # (3, M): expert, first row, end of the expert's rows
     total: Tensor  # (1,): number of tiles in use
-    size: int  # rows of a tile
+    size: int  # rows of a tile; the last tile of an expert may have more (`extra` of `make_tile_table`)
     order_E: Tensor  # see `experts_by_load`
 
 
-def make_tile_table(ends_E: Tensor, num_rows: int, size: int) -> TileTable:
-    """Cut the rows of every expert, which end at `ends_E`, into tiles of `size` rows, and sort experts by load."""
+def make_tile_table(ends_E: Tensor, num_rows: int, size: int, extra: int = 0) -> TileTable:
+    """Cut the rows of every expert, which end at `ends_E`, into tiles of `size` rows, and sort experts by load.
+
+    Up to `extra` rows that are left over at the end of an expert belong to its last tile.
+    """
     num_experts = len(ends_E)
     max_tiles = num_rows // size + num_experts
     table = torch.empty(3, max_tiles, dtype=torch.int32, device=ends_E.device)
@@ -41,7 +45,7 @@ def make_tile_table(ends_E: Tensor, num_rows: int, size: int) -> TileTable:
     order_E = torch.empty_like(ends_E)
     num_blocks = cdiv(max_tiles, _TILES)
     _fill_table[(num_blocks + cdiv(num_experts, _EXPERTS),)](
-        ends_E, table, total, order_E, num_experts, max_tiles, num_blocks, size, next_power_of_2(num_experts),
+        ends_E, table, total, order_E, num_experts, max_tiles, num_blocks, size, extra, next_power_of_2(num_experts),
         _TILES, _EXPERTS,
     )  # fmt: skip
     return TileTable(table, total, size, order_E)
@@ -58,8 +62,8 @@ def experts_by_load(ends_E: Tensor) -> Tensor:
 @fast_launch
 @triton.jit
 def _fill_table(
-    ends_ptr, table_ptr, total_ptr, order_ptr, num_experts, max_tiles, num_blocks, size: tl.constexpr, E: tl.constexpr,
-    TILES: tl.constexpr, EXPERTS: tl.constexpr,
+    ends_ptr, table_ptr, total_ptr, order_ptr, num_experts, max_tiles, num_blocks, size: tl.constexpr,
+    extra: tl.constexpr, E: tl.constexpr, TILES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """The first `num_blocks` programs fill the table, and the others sort experts by load."""
     if tl.program_id(0) >= num_blocks:
@@ -69,7 +73,8 @@ def _fill_table(
         known = expert < num_experts
         end = tl.load(ends_ptr + expert, mask=known, other=0)
         start = tl.load(ends_ptr + expert - 1, mask=known & (expert > 0), other=0)
-        num_tiles = tl.where(known, (end - start + size - 1) // size, 0)
+        # At least one tile for an expert with rows, and with `extra` fewer than its rows would fill.
+        num_tiles = tl.maximum((end - start - extra + size - 1) // size, tl.where(end > start, 1, 0))
         tile_end = tl.cumsum(num_tiles, 0)
         tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
         mine = (tile[:, None] >= (tile_end - num_tiles)[None, :]) & (tile[:, None] < tile_end[None, :])

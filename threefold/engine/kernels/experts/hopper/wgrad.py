@@ -2,7 +2,9 @@
 
 `gpu_steps.py` calls `grouped_wgrad` for the steps `up_grad` and `down_grad` where the choice has a `GluonConfig`;
 `../wgrad_gemm.py` has the same in Triton. At a few hundred rows an expert a tile is a short sum, and most of a plain
-kernel's time goes into its beginning and its end. Here the loads of the next tiles begin while this one is stored.
+kernel's time goes into its beginning and its end. Here the loads of the next tiles begin while this one is stored, and
+which rows the tiles behind it sum is looked up while it is multiplied. (Two warp groups that take turns at storing, one
+some steps ahead of the other, were 1 to 5 % slower.)
 
 One side is read at the tokens of the rows by plain asynchronous copies, as TMA of Hopper cannot gather, and rows beyond
 the expert's are zeros there. So the other side, which TMA loads, needs no mask.
@@ -12,6 +14,7 @@ Shapes: T tokens, R rows (token copies sorted by expert), E experts, M rows of t
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon  # type: ignore
 from triton.experimental.gluon import language as gl  # type: ignore
@@ -45,25 +48,36 @@ def grouped_wgrad(
     order_E: Tensor,
     config: GluonConfig,
     main_grad_EMN: Tensor | None = None,
+    squares_P: Tensor | None = None,
 ) -> Tensor | None:
-    """left.T @ right over the rows of each expert, (E, M, N), as `wgrad_gemm.grouped_wgrad` has it."""
+    """left.T @ right over the rows of each expert, (E, M, N), as `wgrad_gemm.grouped_wgrad` has it.
+
+    `squares_P` (`num_squares` of them) get the squares of the result, a sum for each warp group, without which the
+    gradient norm would have to read all of it once more. They are taken before the result is rounded, which changes
+    their sum by 1e-6.
+    """
     num_m, num_n, num_experts = left_XM.shape[1], right_XN.shape[1], len(ends_E)
     out_EMN = left_XM.new_empty(num_experts, num_m, num_n) if main_grad_EMN is None else main_grad_EMN
     by_token, by_row, width = (left_XM, right_XN, 256) if gathered == "left" else (right_XN, left_XM, 64)
     stored = by_row if main_grad_EMN is not None else out_EMN.flatten(0, 1)  # TMA stores nothing where it is added
     _wgrad_kernel[(num_programs(left_XM.device, 1),)](
         by_token, gluon_blocks(by_row, 64, width), token_R, gluon_blocks(stored, 64, 128), out_EMN, ends_E, order_E,
-        num_experts, num_m, num_n, config.stages, config.group, gathered == "left", token_R is not None,
-        main_grad_EMN is not None, num_warps=4,
+        squares_P, num_experts, num_m, num_n, config.stages, config.group, gathered == "left", token_R is not None,
+        main_grad_EMN is not None, squares_P is not None, num_warps=4,
     )  # fmt: skip
     return out_EMN if main_grad_EMN is None else None
+
+
+def num_squares(device: torch.device) -> int:
+    return 2 * num_programs(device, 1)
 
 
 @fast_launch
 @gluon.jit
 def _wgrad_kernel(
-    by_token, by_row, token_ptr, out, out_ptr, ends_ptr, order_ptr, num_experts, M: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, GATHER: gl.constexpr, ADD: gl.constexpr,
+    by_token, by_row, token_ptr, out, out_ptr, ends_ptr, order_ptr, squares_ptr, num_experts, M: gl.constexpr,
+    N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LEFT: gl.constexpr, GATHER: gl.constexpr,
+    ADD: gl.constexpr, SQUARES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a0 = gl.allocate_shared_memory(by_row.dtype, [STAGES, BK, GROUP_M], layout)
@@ -79,10 +93,10 @@ def _wgrad_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, a0, b, out, out_ptr, out0, full, empty, ends_ptr, order_ptr, num_experts, M, N, STAGES,
-                         GROUP, ADD)),
-            (_multiply, (1, a1, b, out, out_ptr, out1, full, empty, ends_ptr, order_ptr, num_experts, M, N, STAGES,
-                         GROUP, ADD)),
+            (_multiply, (0, a0, b, out, out_ptr, out0, full, empty, ends_ptr, order_ptr, squares_ptr, num_experts, M,
+                         N, STAGES, GROUP, ADD, SQUARES)),
+            (_multiply, (1, a1, b, out, out_ptr, out1, full, empty, ends_ptr, order_ptr, squares_ptr, num_experts, M,
+                         N, STAGES, GROUP, ADD, SQUARES)),
             (_load, (by_token, by_row, token_ptr, a0, a1, b, full, empty, ends_ptr, order_ptr, num_experts, M, N,
                      STAGES, GROUP, LEFT, GATHER)),
         ],
@@ -97,14 +111,34 @@ def _num_tiles(num_experts, M: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(tile, ends_ptr, order_ptr, M: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr):
-    """-> (expert, first row and column of its weight, first row of the sum, end of the rows)."""
+def _expert_of_tile(tile, order_ptr, num_experts, M: gl.constexpr, N: gl.constexpr):
+    """Behind the last tile it is any expert."""
+    number = tile // _num_tiles(1, M, N)
+    return gl.load(order_ptr + gl.minimum(number, num_experts - 1))
+
+
+@gluon.jit
+def _rows_of_expert(expert, ends_ptr):
+    """-> (first row, end of the rows)."""
+    return gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), gl.load(ends_ptr + expert)
+
+
+@gluon.jit
+def _corner(tile, M: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr):
+    """-> (first row, first column of the tile in the expert's weight)."""
     num_m: gl.constexpr = (M + BM - 1) // BM
     num_n: gl.constexpr = (N + BN - 1) // BN
-    expert = gl.load(order_ptr + tile // (num_m * num_n))
     tile_m, tile_n = tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP)
-    start = gl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-    return expert, tile_m * BM, tile_n * BN, start, gl.load(ends_ptr + expert)
+    return tile_m * BM, tile_n * BN
+
+
+@gluon.jit
+def _load_tokens(token_ptr, row, end, GATHER: gl.constexpr):
+    """The tokens of rows up to `end`, or the rows themselves."""
+    if GATHER:
+        return gl.load(token_ptr + row, mask=row < end, other=0)
+    else:  # noqa: RET505 - what follows a return under a constant condition is still compiled
+        return row
 
 
 @gluon.jit
@@ -119,23 +153,27 @@ def _load(
     k = gl.arange(0, BK, gl.SliceLayout(1, layout))
     n = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     count = 0
-    for tile in range(gl.program_id(0), _num_tiles(num_experts, M, N), gl.num_programs(0)):
-        _, row, col, start, end = _load_tile(tile, ends_ptr, order_ptr, M, N, GROUP)
+    # Each look-up needs the one before it. So the tokens of the next tile, the rows of the one behind that and the
+    # expert of a third are loaded ahead, all in the time of one tile.
+    stride = gl.num_programs(0)
+    start, end = _rows_of_expert(_expert_of_tile(gl.program_id(0), order_ptr, num_experts, M, N), ends_ptr)
+    expert = _expert_of_tile(gl.program_id(0) + stride, order_ptr, num_experts, M, N)
+    next_start, next_end = _rows_of_expert(expert, ends_ptr)
+    expert = _expert_of_tile(gl.program_id(0) + 2 * stride, order_ptr, num_experts, M, N)
+    first_token = _load_tokens(token_ptr, start + k, end, GATHER)
+    for tile in range(gl.program_id(0), _num_tiles(num_experts, M, N), stride):
+        row, col = _corner(tile, M, N, GROUP)
+        next_token = first_token
+        first_token = _load_tokens(token_ptr, next_start + k, next_end, GATHER)
+        then_start, then_end = _rows_of_expert(expert, ends_ptr)
+        expert = _expert_of_tile(tile + 3 * stride, order_ptr, num_experts, M, N)
         column = (row if LEFT else col) + n
-        next_row = start + k
-        if GATHER:
-            next_token = gl.load(token_ptr + next_row, mask=next_row < end, other=0)
-        else:
-            next_token = next_row
         for begin in range(start, end, BK):
             at = count % STAGES
             live = (begin + k < end)[:, None]
             ptrs = by_token + (next_token.to(gl.int64) * WIDTH)[:, None] + column[None, :]
-            next_row = begin + BK + k
-            if GATHER:  # the tokens of the next step are loaded ahead, so that the wait is short
-                next_token = gl.load(token_ptr + next_row, mask=next_row < end, other=0)
-            else:
-                next_token = next_row
+            # The tokens of the next step are loaded ahead, so that the wait is short.
+            next_token = _load_tokens(token_ptr, begin + BK + k, end, GATHER)
             mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
             ready = full.index(at)
             if LEFT:
@@ -153,19 +191,29 @@ def _load(
                 async_copy.async_copy_global_to_shared(b.index(at), ptrs, mask=mask)
             async_copy.mbarrier_arrive(ready, increment_count=False)
             count += 1
+        start, end, next_start, next_end = next_start, next_end, then_start, then_end
     async_copy.wait_group(0)
 
 
 @gluon.jit
 def _multiply(
-    WHICH: gl.constexpr, a, b, out, out_ptr, buffer, full, empty, ends_ptr, order_ptr, num_experts, M: gl.constexpr,
-    N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    WHICH: gl.constexpr, a, b, out, out_ptr, buffer, full, empty, ends_ptr, order_ptr, squares_ptr, num_experts,
+    M: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
+    SQUARES: gl.constexpr,
 ):  # fmt: skip
+    """One of two warp groups: half the rows of every tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     count = 0
-    for tile in range(gl.program_id(0), _num_tiles(num_experts, M, N), gl.num_programs(0)):
-        expert, row, col, start, end = _load_tile(tile, ends_ptr, order_ptr, M, N, GROUP)
+    stride = gl.num_programs(0)
+    expert = _expert_of_tile(gl.program_id(0), order_ptr, num_experts, M, N)
+    start, end = _rows_of_expert(expert, ends_ptr)
+    next_expert = _expert_of_tile(gl.program_id(0) + stride, order_ptr, num_experts, M, N)
+    squares = gl.zeros((GROUP_M,), gl.float32, gl.SliceLayout(1, layout))
+    for tile in range(gl.program_id(0), _num_tiles(num_experts, M, N), stride):
+        row, col = _corner(tile, M, N, GROUP)
         row += WHICH * GROUP_M
+        next_start, next_end = _rows_of_expert(next_expert, ends_ptr)
+        then_expert = _expert_of_tile(tile + 2 * stride, order_ptr, num_experts, M, N)
         acc = gl.zeros((GROUP_M, BN), gl.float32, layout)
         for begin in range(start, end, BK):
             at = count % STAGES
@@ -178,6 +226,8 @@ def _multiply(
             count += 1
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=end > start)
+        if SQUARES:  # values behind the weight's last row and column are zeros
+            squares += gl.sum(acc * acc, 1)
         left, right = acc.reshape(GROUP_M, 2, HALF_BN).permute(0, 2, 1).split()
         if row < M:
             if ADD:
@@ -186,6 +236,9 @@ def _multiply(
             else:
                 _store(left, out, buffer, expert * M + row, col)
                 _store(right, out, buffer, expert * M + row, col + HALF_BN)
+        expert, start, end, next_expert = next_expert, next_start, next_end, then_expert
+    if SQUARES:
+        gl.store(squares_ptr + 2 * gl.program_id(0) + WHICH, gl.sum(squares, 0))
     tma.store_wait(0)
 
 

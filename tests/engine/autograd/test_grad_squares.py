@@ -1,0 +1,217 @@
+"""Squares that kernels sum as they store gradients: the norm takes them, or reads a gradient that has changed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda_graphs import StandIn
+from tiny_models import spec_of
+from torch import Tensor, nn
+
+from threefold.engine.autograd.grad_squares import (
+    GradSquares,
+    grad_squares_of,
+    request_grad_squares,
+    requested_squares,
+)
+from threefold.engine.batch import Batch
+from threefold.engine.build import options_of, parts_alone
+from threefold.engine.data_parallel.single_rank import SingleRank
+from threefold.engine.graphs.graphed_part import ChunkGraphs
+from threefold.engine.graphs.model_graphs import ModelGraphs
+from threefold.engine.kernels.availability import has_gluon_kernels
+from threefold.engine.kernels.experts import fused_experts
+from threefold.engine.kernels.experts.reference_steps import ReferenceSteps
+from threefold.engine.model_options import Options
+from threefold.engine.models.build import build_model
+from threefold.engine.optim.adamw import AdamW
+from threefold.engine.schedule.microbatch_runners import Sequential
+from threefold.engine.step import train_step
+from threefold.plan.parse import parse
+from threefold.plan.plan import Plan
+from threefold.spec.model import GqaSpec, MoeSpec
+from threefold.spec.models import QWEN3_30B
+
+HAS_KERNEL = torch.cuda.is_available() and has_gluon_kernels(torch.device("cuda"))
+
+
+def stacked_model() -> tuple[nn.Module, SingleRank]:
+    model = nn.Module()
+    model.experts, model.bias = nn.Parameter(torch.zeros(2, 3, 4)), nn.Parameter(torch.zeros(4))
+    return model, SingleRank(model)
+
+
+def set_grads(model: nn.Module) -> None:
+    model.experts.grad, model.bias.grad = torch.full((2, 3, 4), 2.0), torch.full((4,), 3.0)
+
+
+def note(model: nn.Module, sums: list[float]) -> None:
+    squares = requested_squares(model.experts)
+    assert squares is not None
+    squares.note(model.experts.grad, torch.tensor(sums))
+
+
+def test_the_norm_takes_sums_that_a_kernel_left() -> None:
+    model, data = stacked_model()
+    data.begin_step(1)
+    set_grads(model)
+    assert float(data.grad_sum_of_squares()) == 24 * 4 + 4 * 9  # nobody has left any
+    note(model, [100.0, 11.0])
+    assert float(data.grad_sum_of_squares()) == 111 + 4 * 9
+
+
+def scale(model: nn.Module) -> None:
+    model.experts.grad.mul_(0.5)
+
+
+def copy(model: nn.Module) -> None:
+    model.experts.grad = model.experts.grad.clone().mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [scale, copy])
+def test_a_gradient_that_changed_is_read(change: Any) -> None:
+    model, data = stacked_model()
+    data.begin_step(1)
+    set_grads(model)
+    note(model, [111.0])
+    change(model)
+    assert float(data.grad_sum_of_squares()) == 24 * 1 + 4 * 9
+
+
+def test_sums_of_the_step_before_are_forgotten() -> None:
+    model, data = stacked_model()
+    data.begin_step(1)
+    set_grads(model)
+    note(model, [111.0])
+    kept = model.experts.grad
+    data.begin_step(1)
+    model.experts.grad = kept  # another gradient may lie at the same address
+    assert grad_squares_of(model.experts) is None
+
+
+def test_several_passes_ask_for_no_sums() -> None:
+    model, data = stacked_model()
+    for passes, wanted in ((1, True), (2, False), (1, True)):
+        data.begin_step(passes)
+        assert (requested_squares(model.experts) is not None) == wanted
+        assert requested_squares(model.bias) is None
+
+
+def test_a_request_is_taken_back() -> None:
+    parameter = nn.Parameter(torch.zeros(1, 1, 1))
+    request_grad_squares(parameter, False)
+    request_grad_squares(parameter, True)
+    first = requested_squares(parameter)
+    request_grad_squares(parameter, True)
+    assert requested_squares(parameter) is not first
+    request_grad_squares(parameter, False)
+    assert requested_squares(parameter) is None
+
+
+class NotingSteps(ReferenceSteps):
+    """The reference, with weight gradients that leave the sums of their squares as the kernels do."""
+
+    def up_grad(self, *args: Any, squares: Any = None) -> Any:
+        return noted(super().up_grad(*args), squares)
+
+    def down_grad(self, *args: Any, squares: Any = None) -> Any:
+        return noted(super().down_grad(*args), squares)
+
+
+def noted(grad: Tensor, squares: GradSquares | None) -> Tensor:
+    if squares is not None:
+        squares.note(grad, grad.square().sum(dim=(1, 2)))
+    return grad
+
+
+@pytest.mark.parametrize("graphs", [None, ("full_iteration",)], ids=["eager", "graph"])
+@pytest.mark.parametrize("recompute", [(), ("moe",)], ids=str)
+def test_every_step_takes_the_sums_of_its_own_gradients(
+    graphs: tuple[str, ...] | None, recompute: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one pass and of two in any order, with a stand-in for CUDA graphs."""
+    monkeypatch.setattr(
+        fused_experts, "_make_steps", lambda ctx, ends_E, num_rows: NotingSteps(ends_E, num_rows, False)
+    )
+    options = Options(expert_fusion=True, graphs=graphs or (), recompute=recompute)
+    model = build_model(spec_of("qwen3_moe"), options=options)
+    model_graphs = ModelGraphs(model, ChunkGraphs(StandIn) if graphs else None)
+    data, runner = SingleRank(model), Sequential(model, model_graphs)
+    experts = {name: p for name, p in model.named_parameters() if p.dim() == 3}
+    assert experts
+    for step, passes in enumerate((1, 1, 1, 2, 2, 1, 1, 2, 1)):
+        tokens_BS = torch.randint(model.spec.vocab, (2, 12))
+        data.begin_step(passes)
+        runner.run([Batch(tokens_BS, tokens_BS.roll(step, 1)) for _ in range(passes)], [1 / passes] * passes)
+        exact = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+        assert float(data.grad_sum_of_squares()) == pytest.approx(exact, rel=1e-5)  # sums in fp32
+        if (
+            passes == 1 and step < 3
+        ):  # the graph of later passes adds to gradients in place, which are read from then on
+            assert all(grad_squares_of(p) is not None for p in experts.values())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad
+
+
+SMALL = replace(
+    QWEN3_30B,
+    dim=256,
+    dense_dim=256,
+    vocab=512,
+    attention=GqaSpec(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
+    moe=MoeSpec(num_experts=8, top_k=2, expert_dim=256),
+)
+
+
+def make_plan(passes: int, more: dict[str, Any]) -> Plan:
+    fields = {"model": SMALL.name, "model.num_layers": 2, "job.seq_len": 128, "job.micro_batch": 2}
+    fields |= {"job.global_batch": 2 * passes, "knobs.expert_fusion": True, "knobs.grad_dtype": "bf16"}
+    parsed = parse(fields | more, model=SMALL)
+    assert parsed.plan, parsed.findings
+    return parsed.plan
+
+
+def run_steps(plan: Plan, passes: int, steps: int, around: Any = lambda step: None) -> Any:
+    """Train a few steps; -> (model, result of the last step)."""
+    torch.manual_seed(0)
+    model = build_model(plan.model, 0, torch.bfloat16, torch.device("cuda"), options_of(plan), seed=0)
+    parts = parts_alone(model, AdamW(model.named_parameters(), 0.1))
+    for step in range(steps):
+        tokens_BS = torch.randint(SMALL.vocab, (2, 128), device="cuda")
+        around(step)
+        result = train_step(parts, [Batch(tokens_BS, tokens_BS)] * passes, 1e-4, plan.job)
+    return model, result
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("graphs", [[], ["full_iteration"], ["attn", "moe_router"]], ids=str)
+@pytest.mark.parametrize("recompute", [[], ["moe"]], ids=str)
+def test_the_norm_on_a_gpu_is_that_of_the_gradients(recompute: list[str], graphs: list[str], passes: int) -> None:
+    if recompute and "moe_router" in graphs:
+        pytest.skip("a rule refuses it")
+    plan = make_plan(passes, {"knobs.graphs": graphs, "knobs.recompute": recompute})
+    model, result = run_steps(plan, passes, 5)
+    exact = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt().item()
+    assert result.grad_norm == pytest.approx(exact, rel=1e-5)  # sums in fp32, of values before they are rounded
+    for name, p in model.named_parameters():
+        if "experts" in name and not (passes > 1):
+            assert grad_squares_of(p) is not None, name
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("graphs", [[], ["full_iteration"]], ids=str)
+@pytest.mark.parametrize("bias_rate", [0.0, 1e-3])
+def test_a_step_copies_nothing_that_the_host_waits_for(bias_rate: float, graphs: list[str]) -> None:
+    """Only reading the loss and the norm waits, for an event behind them."""
+
+    def refuse_waits(step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+
+    try:
+        _, result = run_steps(make_plan(1, {"knobs.graphs": graphs, "job.bias_rate": bias_rate}), 1, 6, refuse_waits)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert result.applied
