@@ -111,6 +111,9 @@ def planned_knobs(plan: Plan) -> dict[str, Any]:
     }
     if model.moe is not None:
         draft["model.num_experts"] = model.moe.num_experts
+    if model.num_dense_layers:
+        draft["model.num_dense_layers"] = model.num_dense_layers
+    draft["job.mtp"] = plan.mtp
     chosen = search(draft, top=1).candidates[0].plan.knobs
     return {f.name: getattr(chosen, f.name) for f in fields(chosen) if getattr(chosen, f.name) != f.default}
 
@@ -148,6 +151,7 @@ def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bo
         # transformers takes the package by itself. On Hopper the package has no backward with torch's Triton: our
         # kernel, which is registered with it here, serves both sides.
         assert load_kernels() is not None, "flash-linear-attention is not usable here"
+        use_fla_convolution()
     facts = hf_config_of(plan.model)
     config = AutoConfig.for_model(facts.pop("model_type"), **facts, use_cache=False)
     torch.manual_seed(0)
@@ -177,6 +181,18 @@ def peer(plan: Plan, device: torch.device, recompute: bool = False, compiled: bo
         return loss.detach()
 
     return step
+
+
+def use_fla_convolution() -> None:
+    """Give transformers the package's causal convolution, where causal-conv1d, which needs a CUDA build, is missing."""
+    from fla.modules.causal_conv1d import causal_conv1d
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    def convolve(x_BDS: Tensor, weight_DW: Tensor, bias_D: Tensor | None = None, **named: Any) -> Tensor:
+        y_BSD, _ = causal_conv1d(x_BDS.mT, weight_DW, bias_D, activation=named.get("activation"))
+        return y_BSD.mT
+
+    modeling_qwen3_next.causal_conv1d_fn = convolve
 
 
 MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(
