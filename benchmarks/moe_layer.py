@@ -22,7 +22,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -160,27 +160,29 @@ def measure(
     }
 
 
-def measure_whole(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Whole layers: times as the GPU sees them, and what the host does for them."""
+def measure_whole(case: Case, device: torch.device, repeats: int) -> Iterator[dict[str, Any]]:
+    """Whole layers: first their times where they take turns, then those alone and what the host does for them."""
     layers = whole_sides(case, device)
     slope = torch.randn_like(layers["threefold"].arguments[0])
-    few = whole_sides(replace(case, **HOST_SIZES), device, compiled=False)
-    few_slope = torch.randn_like(few["threefold"].arguments[0])
     forward = turns({name: side.forward for name, side in layers.items()}, device, repeats // 2)
     whole = turns({name: partial(both, side, slope) for name, side in layers.items()}, device, repeats)
-    # While sides take turns, the host runs ahead in one that keeps the GPU busy, and the next one need not wait for it.
-    alone = {name: turns({name: partial(both, side, slope)}, device, repeats)[name] for name, side in layers.items()}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        name: {"forward_ms": forward[name], "ms": whole[name], "tflops": case.flops / whole[name] / 1e9}
+        for name in layers
+    }
+    found["ratio"] = {name: whole[name] / whole["threefold"] for name in layers if name != "threefold"}
+    yield found
+    few = whole_sides(replace(case, **HOST_SIZES), device, compiled=False)
+    few_slope = torch.randn_like(few["threefold"].arguments[0])
     for name, side in layers.items():
-        found[name] = {"forward_ms": forward[name], "ms": whole[name], "alone_ms": alone[name]}
-        found[name]["tflops"] = case.flops / whole[name] / 1e9
+        # While sides take turns, the host runs ahead in one that keeps the GPU busy, and the next one need not wait.
+        found[name]["alone_ms"] = turns({name: partial(both, side, slope)}, device, repeats)[name]
         if device.type == "cuda":
             found[name]["launches"] = count_launches(side, slope)
         if device.type == "cuda" and name in few:
             calls = {"host_forward_ms": few[name].forward, "host_ms": partial(both, few[name], few_slope)}
             found[name] |= {key: 1e3 * host_seconds(call) for key, call in calls.items()}
-    ratio = {name: found[name]["ms"] / found["threefold"]["ms"] for name in layers if name != "threefold"}
-    return found | {"ratio": ratio}
+    yield found
 
 
 def print_whole(name: str, row: dict[str, Any]) -> None:
@@ -188,7 +190,7 @@ def print_whole(name: str, row: dict[str, Any]) -> None:
         one, ratio = row[side], row["ratio"].get(side)
         said = f"{name:20} {side:20} {one['forward_ms']:8.3f} {one['ms']:8.3f} {one['tflops']:8.0f} {'':14}"
         said += f" {ratio:12.3f}x" if ratio else " " * 14
-        said += f"  alone {one['alone_ms']:.3f} ms"
+        said += f"  alone {one['alone_ms']:.3f} ms" if "alone_ms" in one else ""
         if "launches" in one:
             launches = one["launches"]
             said += f", launches {launches['forward']} + {launches['both'] - launches['forward']}"
@@ -293,9 +295,10 @@ def main() -> int:
 
             tune_experts(shape_of(case), max(case.top_k, 1), device)
         if args.router:
-            rows[name] = {"case": asdict(case), **measure_whole(case, device, args.repeats)}
-            print_whole(name, {side: one for side, one in rows[name].items() if side != "case"})
-            save(args.out, device, rows)
+            for found in measure_whole(case, device, args.repeats):  # the second time with more about each side
+                rows[name] = {"case": asdict(case), **found}
+                print_whole(name, found)
+                save(args.out, device, rows)
             continue
         row = measure(case, device, args.repeats, args.precision, args.peers)
         choice = choose_kernels(shape_of(case), torch.empty(0, dtype=torch.bfloat16, device=device))

@@ -369,13 +369,13 @@ def main() -> int:
             row["experts"] = str(choice)
             if "threefold, as planned" in args.sides:
                 row["planned"] = planned_knobs(plan)
+            rows.append(row)
             for side in args.sides:
                 row[side] = measure(side, plan, device, args.steps, args.warmup)
                 print(f"{layers} layers, microbatch {micro}, {side}: {row[side]}", file=sys.stderr, flush=True)
-            rows.append(row)
-            if args.json:  # as far as it got
-                said = {"machine": facts_of(device), "ceilings_tflops": tops, "rows": rows}
-                args.json.write_text(json.dumps(said, indent=2))
+                if args.json:  # as far as it got
+                    said = {"machine": facts_of(device), "ceilings_tflops": tops, "rows": rows}
+                    args.json.write_text(json.dumps(said, indent=2))
     print(f"\n{facts_of(device)}\nsequence {seq_len}, median of {args.steps} steps; bf16 product {tops} TFLOP/s\n")
     heads = f"{'ms/step':>10} {'TFLOP/s':>9} {'of cool':>7} {'of held':>7} {'GiB':>7}  ours over it"
     print(f"{'layers':>6} {'micro':>5}  {'':24} {heads}")
