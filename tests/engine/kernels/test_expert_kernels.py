@@ -330,8 +330,9 @@ def test_weight_gradients_in_gluon_equal_those_in_triton(gathered: str, dtype: A
             squares_P = torch.full((wgrad.num_squares(torch.device("cuda")),), torch.nan, device="cuda")
             grad = wgrad.grouped_wgrad(*given, config, squares_P=squares_P)
             assert relative_error(grad, expected) < 1e-3
-            # fp32 sums of squares of values that are not rounded to bf16 yet
-            assert squares_P.sum().item() == pytest.approx(grad.double().square().sum().item(), rel=1e-5)
+            # The squares are of values that are not rounded yet. Rounding to bf16 changes each by up to 0.8 %, up or
+            # down; over 500,000 of them 1e-5 is left, most of it from the few experts with many rows.
+            assert squares_P.sum().item() == pytest.approx(grad.double().square().sum().item(), rel=1e-4)
             assert torch.equal(wgrad.grouped_wgrad(*given, config), grad)
             start = torch.randn(expected.shape, device="cuda", dtype=dtype)
             main_grad = start.clone()

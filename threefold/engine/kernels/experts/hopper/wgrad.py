@@ -54,7 +54,7 @@ def grouped_wgrad(
 
     `squares_P` (`num_squares` of them) get the squares of the result, a sum for each warp group, without which the
     gradient norm would have to read all of it once more. They are taken before the result is rounded, which changes
-    their sum by 1e-6.
+    their sum by 1e-6 to 1e-5.
     """
     num_m, num_n, num_experts = left_XM.shape[1], right_XN.shape[1], len(ends_E)
     out_EMN = left_XM.new_empty(num_experts, num_m, num_n) if main_grad_EMN is None else main_grad_EMN
