@@ -101,8 +101,8 @@ def sequence_is_cut_without_zigzag() -> None:
 
 @breaks("cp")
 def positions_begin_at_zero_on_every_rank() -> None:
-    def inputs(old: Callable[..., Any], *args: Any) -> Any:
-        made = old(*args)
+    def inputs(old: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        made = old(*args, **more)
         local = torch.arange(made.tokens_BS.shape[1]).expand_as(made.tokens_BS)
         return replace(made, positions=replace(made.positions, positions_BS=local))
 
@@ -158,8 +158,8 @@ def states_pass_in_the_order_of_ranks() -> None:
 
 @breaks("cp all-gather, latents")
 def mtp_looks_ahead_within_the_share() -> None:
-    def targets(old: Callable[..., Any], tokens: Tensor, *rest: Any) -> Any:
-        made, cut = old(tokens, *rest), rest[-1]
+    def targets(old: Callable[..., Any], tokens: Tensor, *rest: Any, **more: Any) -> Any:
+        made, cut = old(tokens, *rest, **more), rest[-1]
         ahead = [replace(t, tokens_BS=inputs.shift_left(cut(tokens), n, 0)) for n, t in enumerate(made.targets)]
         return replace(made, targets=tuple(ahead))
 
