@@ -777,6 +777,15 @@ def test_a_graph_of_dense_layers_needs_one(model: str, absent: bool) -> None:
     assert fixes == ([{"knobs.graphs": ["attn"]}] if absent else [])
 
 
+def test_dense_layers_need_a_width() -> None:
+    """Not every MoE has one; the estimate of delayed weight gradients once divided by the size of such layers."""
+    fields = {"model": "demo-qwen3-moe", "model.num_dense_layers": 1, "job.lora_rank": 1}
+    found = check(build({**fields, "layout.schedule": "zero-bubble"}))
+    assert {"model.num_dense_layers": 0} in [one.fix for one in found if one.rule == "dense-layers-exist"]
+    assert "dense-layers-exist" not in fired({**fields, "model.num_dense_layers": 0})
+    assert "dense-layers-exist" not in fired({**fields, "model": "qwen3-30b-a3b"})
+
+
 def no_rule_breaks(fields: dict[str, Any]) -> None:
     for finding in check(build(fields)):
         assert finding.rule in RULES

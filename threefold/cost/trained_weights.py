@@ -120,7 +120,8 @@ def _trained_shares(model: ModelSpec, num_depths: int, training: Training) -> di
         size = sizes.setdefault("shared_experts" if "shared" in words else module, [0.0, 0.0])
         size[0] += prod(one.shape)
         size[1] += 0 if one.is_frozen else prod(one.shape)
-    return {module: trained / every for module, (every, trained) in sizes.items()}
+    # Dense layers of a model without a width for them have empty matrices; `dense-layers-exist` refuses them.
+    return {module: trained / every for module, (every, trained) in sizes.items() if every}
 
 
 def saved_inputs(plan: Plan) -> frozenset[str]:

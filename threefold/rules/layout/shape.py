@@ -189,15 +189,23 @@ def experts_fit_routing(plan: Plan) -> Iterator[Finding]:
 
 @rule(rows="PP-LAYOUT")
 def dense_layers_exist(plan: Plan) -> Iterator[Finding]:
-    """The model has layers, and no more dense first layers than layers.
+    """The model has layers, no more dense first layers than layers, and a width for those that are dense.
 
-    Why: a model cut to fewer layers can be left with dense ones only, or with none.
-    Confirm: compare model.num_layers with model.num_dense_layers.
-    Fix: keep at least one layer behind the dense ones.
+    Why: a model cut to fewer layers can be left with dense ones only, or with none. Many a model has experts in every
+        layer and no width for a dense one.
+    Confirm: compare model.num_layers with model.num_dense_layers; look for a width in the model's config.json
+        (intermediate_size).
+    Fix: keep at least one layer behind the dense ones; no dense layers where the model has no width for them.
     """
     model = plan.model
     if model.num_layers < 1:
         yield Finding(at="model.num_layers", problem="a model without layers", fix={"model.num_layers": 1})
+    elif model.moe and not model.dense_dim and any(layer.ffn == "dense" for layer in model.layers):
+        yield Finding(
+            at="model.num_dense_layers",
+            problem=f"{model.num_dense_layers} dense layers in {model.name}, which has no width for them",
+            fix={"model.num_dense_layers": 0},
+        )
     elif model.moe and model.num_dense_layers >= model.num_layers:
         yield Finding(
             at="model.num_layers",
