@@ -136,12 +136,26 @@ def test_comparison_accepts_what_is_the_same() -> None:
         ({"weights": half(0, 1, 2)}, "weight of w: elements on 0 to 1 ranks"),
         ({"biases": {}}, "router biases are missing"),
         ({"skipped": 1}, "1 steps changed nothing"),
+        ({"loss_scale": 0.25}, "overflows until the loss scale is 0.25, on one rank 1"),
     ],
 )
 def test_comparison_tells_what_is_missing(changes: dict[str, object], told: str) -> None:
     found = compared(seen(**changes))
     assert found.problems == (told,)
     assert found.largest == math.inf
+
+
+def test_an_overflow_is_no_difference_where_one_rank_has_it_too() -> None:
+    """fp16 begins with a loss scale that is too large here: the same step is compared with one that is not."""
+    knobs, job = {"precision": "fp16", "data_parallel": "fsdp"}, {"initial_loss_scale": 2.0**20}
+    plan = Case("", "qwen3_moe", {"gpus": 2}, knobs=knobs, job=job).plan
+    alone = run_one_rank(plan, 1, torch.float16, options_of(plan))
+    assert alone.loss_scale < 2.0**20
+    assert alone.skipped == 0
+    found = compare_with_one_rank(plan, 1, torch.float16, options_of(plan))
+    assert found.problems == ()
+    assert found.norm < 0.1  # as NORM_TOLERANCE in layout_runs.py
+    assert compared(seen(loss_scale=0.5)).problems == ()
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class RankResults:
     frozen: set[str] = field(default_factory=set)  # parameters that do not train
     moved: set[str] = field(default_factory=set)  # those of them whose weights changed all the same
     graphs: str = ""  # replays of CUDA graphs by scope, or why something ran eagerly; empty without graphs
+    loss_scale: float = 1.0  # of fp16: with which the gradients of the last step were finite
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ def compare_results(
 ) -> Comparison:
     """Compare the results of all ranks with those of one rank. Both bounds are for fp64; coarser dtypes need larger."""
     problems = [f"{rank.skipped} steps changed nothing" for rank in (one_rank, *ranks) if rank.skipped]
+    # Half is rounding: a gradient just below the largest fp16 number on one rank may lie just above it on several.
+    problems += [
+        f"overflows until the loss scale is {rank.loss_scale:g}, on one rank {one_rank.loss_scale:g}"
+        for rank in ranks
+        if rank.loss_scale < one_rank.loss_scale / 2
+    ]
     problems += [f"nothing travelled along {axis}" for axis in _unused_axes(plan, ranks)]
     problems += [f"frozen and changed: {sorted(rank.moved)}" for rank in (one_rank, *ranks) if rank.moved]
     gradients = _assemble([one_rank.gradients])[0]

@@ -109,9 +109,14 @@ def run_rank(
             batches = _batches(plan, step, mesh, same_rows)
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
             result = train_step(recording, batches, LR, plan.job)
+            while result.overflowed:  # fp16 looks for its loss scale, and skips such a step: the same one again
+                if step == 0:
+                    results.gradients.clear()
+                result = train_step(recording, batches, LR, plan.job)
             results.losses.append(_losses(result))
             results.norms.append(result.grad_norm)
             results.skipped += not result.applied
+            results.loss_scale = result.loss_scale or 1.0
             if step == 0:  # the steps behind it show what an evaluation leaves behind
                 results.evaluation = _evaluate(parts, plan, same_rows)
     _count_unobserved_calls(parts, results)
