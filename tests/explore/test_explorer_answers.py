@@ -1,5 +1,6 @@
 """Answers of the explorer: those of the library, bounded, and quick."""
 
+import gc
 import json
 import random
 import time
@@ -266,7 +267,9 @@ def test_unknown_fields_are_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["kimi-k2", "glm-5.2", "deepseek-v3", "qwen3-235b-a22b", "llama3.1-405b"])
 def test_an_answer_takes_150_ms_of_a_core(answers: Answers, model: str) -> None:
-    """CPU time and not the clock, because other work on the machine is nobody's fault; every answer with drawings."""
+    """CPU time of this thread and not the clock, because other work on the machine is nobody's fault; every answer with
+    drawings. The garbage collector does not look at what other tests left, which takes 0.2 s once in a while."""
+    gc.freeze()
     spent = []
     for pp in (4, 8, 16):
         for tp in (1, 2, 4):
@@ -274,8 +277,9 @@ def test_an_answer_takes_150_ms_of_a_core(answers: Answers, model: str) -> None:
             fields |= {"layout.tp": tp, "layout.vpp": 1, "layout.ep": 1 if MODELS[model].moe is None else 32}
             fields |= {"knobs.ep_overlap": False, "knobs.delay_wgrad": False, "knobs.recompute": ["layernorm"]}
             fields |= {"knobs.dispatcher": "alltoall", "knobs.precision": "bf16"}
-            began = time.process_time()
+            began = time.thread_time()
             said = answers.answer(fields)
-            spent += [time.process_time() - began] if said["ok"] else []
+            spent += [time.thread_time() - began] if said["ok"] else []
+    gc.unfreeze()
     assert len(spent) >= 5
     assert max(spent) < 0.15
