@@ -6,9 +6,10 @@ Shapes: B sequences of a microbatch, S tokens of a sequence, I pictures, P patch
 V tokens that stand for pictures.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -49,6 +50,19 @@ class Batch:
     num_bad_pictures: int = 0
     cp_degree: int | None = None  # None: all ranks of the CP group share the microbatch
     sample_lengths: tuple[int, ...] | None = None  # one for each of `lengths`; None: they are the same
+
+    def pin(self, device: torch.device) -> "Batch":
+        """The batch in page-locked memory, from which a copy to this device is no wait for the host.
+
+        Patches of pictures stay where they are: they are many, and the encoder moves them.
+        """
+        names = ("tokens_BS", "labels_BS", "documents_BS", "positions_BS", "positions_3BS")
+        with torch.cuda.device(device):  # another thread than the one that trains may have another device
+            pinned = {name: x.pin_memory() for name in names if (x := getattr(self, name)) is not None}
+            if self.images is None:
+                return replace(self, **pinned)
+            images = self.images._replace(token_index_V=self.images.token_index_V.pin_memory())
+            return replace(self, **pinned, images=images)
 
     @property
     def is_empty(self) -> bool:

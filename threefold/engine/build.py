@@ -263,6 +263,7 @@ def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loade
         vision=plan.model.vision,
         image_workers=0 if evaluation else image_workers(plan.run.image_workers),
         dynamic_cp=dynamic,
+        device=mesh.device,
     )
 
 

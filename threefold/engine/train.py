@@ -24,6 +24,7 @@ from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.launch.stop_signals import stop_between_steps
 from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.layers.positions import move_documents
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.profiler import FIRST_STEP, StepProfiler
 from threefold.engine.run.checkpoints import Checkpoints
@@ -296,11 +297,14 @@ def _evaluate_set(state: TrainState, loader: Loader) -> float:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device. The host does not wait where the loader has pinned it (`Batch.pin`)."""
     if device.type == "cpu":
         return batch
-    names = ("tokens_BS", "labels_BS", "documents_BS", "positions_BS", "positions_3BS")
+    names = ("tokens_BS", "labels_BS", "positions_BS", "positions_3BS")
     given = {name: getattr(batch, name) for name in names}
-    moved = {name: x.to(device, non_blocking=True) for name, x in given.items() if x is not None}
+    moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in given.items() if x is not None}
+    if batch.documents_BS is not None:
+        moved["documents_BS"] = move_documents(batch.documents_BS, device)
     if (images := batch.images) is not None:
         # Grids are read on the host, and patches stay there until the encoder runs: those of a step are many.
         moved["images"] = images._replace(token_index_V=images.token_index_V.to(device, non_blocking=True))

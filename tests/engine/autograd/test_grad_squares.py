@@ -1,11 +1,11 @@
 """Squares that kernels sum as they store gradients: the norm takes them, or reads a gradient that has changed."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fake_cuda_graphs import StandIn
+from small_gpu_model import SMALL, small_parts, small_plan
 from tiny_models import spec_of
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from threefold.engine.autograd.grad_squares import (
     requested_squares,
 )
 from threefold.engine.batch import Batch
-from threefold.engine.build import options_of, parts_alone
 from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.graphs.graphed_part import ChunkGraphs
 from threefold.engine.graphs.model_graphs import ModelGraphs
@@ -25,13 +24,8 @@ from threefold.engine.kernels.experts import fused_experts
 from threefold.engine.kernels.experts.reference_steps import ReferenceSteps
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
-from threefold.engine.optim.adamw import AdamW
 from threefold.engine.schedule.microbatch_runners import Sequential
 from threefold.engine.step import train_step
-from threefold.plan.parse import parse
-from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, MoeSpec
-from threefold.spec.models import QWEN3_30B
 
 HAS_KERNEL = torch.cuda.is_available() and has_gluon_kernels(torch.device("cuda"))
 
@@ -155,36 +149,6 @@ def test_every_step_takes_the_sums_of_its_own_gradients(
                 p -= 0.05 * p.grad
 
 
-SMALL = replace(
-    QWEN3_30B,
-    dim=256,
-    dense_dim=256,
-    vocab=512,
-    attention=GqaSpec(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
-    moe=MoeSpec(num_experts=8, top_k=2, expert_dim=256),
-)
-
-
-def make_plan(passes: int, more: dict[str, Any]) -> Plan:
-    fields = {"model": SMALL.name, "model.num_layers": 2, "job.seq_len": 128, "job.micro_batch": 2}
-    fields |= {"job.global_batch": 2 * passes, "knobs.expert_fusion": True, "knobs.grad_dtype": "bf16"}
-    parsed = parse(fields | more, model=SMALL)
-    assert parsed.plan, parsed.findings
-    return parsed.plan
-
-
-def run_steps(plan: Plan, passes: int, steps: int, around: Any = lambda step: None) -> Any:
-    """Train a few steps; -> (model, result of the last step)."""
-    torch.manual_seed(0)
-    model = build_model(plan.model, 0, torch.bfloat16, torch.device("cuda"), options_of(plan), seed=0)
-    parts = parts_alone(model, AdamW(model.named_parameters(), 0.1))
-    for step in range(steps):
-        tokens_BS = torch.randint(SMALL.vocab, (2, 128), device="cuda")
-        around(step)
-        result = train_step(parts, [Batch(tokens_BS, tokens_BS)] * passes, 1e-4, plan.job)
-    return model, result
-
-
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("graphs", [[], ["full_iteration"], ["attn", "moe_router"]], ids=str)
@@ -192,26 +156,14 @@ def run_steps(plan: Plan, passes: int, steps: int, around: Any = lambda step: No
 def test_the_norm_on_a_gpu_is_that_of_the_gradients(recompute: list[str], graphs: list[str], passes: int) -> None:
     if recompute and "moe_router" in graphs:
         pytest.skip("a rule refuses it")
-    plan = make_plan(passes, {"knobs.graphs": graphs, "knobs.recompute": recompute})
-    model, result = run_steps(plan, passes, 5)
+    plan = small_plan(passes, {"knobs.graphs": graphs, "knobs.recompute": recompute})
+    parts = small_parts(plan)
+    for _ in range(5):
+        tokens_BS = torch.randint(SMALL.vocab, (2, 128), device="cuda")
+        result = train_step(parts, [Batch(tokens_BS, tokens_BS)] * passes, 1e-4, plan.job)
+    model = parts.chunks[0]
     exact = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt().item()
     assert result.grad_norm == pytest.approx(exact, rel=1e-5)  # sums in fp32, of values before they are rounded
     for name, p in model.named_parameters():
         if "experts" in name and not (passes > 1):
             assert grad_squares_of(p) is not None, name
-
-
-@pytest.mark.skipif(not HAS_KERNEL, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("graphs", [[], ["full_iteration"]], ids=str)
-@pytest.mark.parametrize("bias_rate", [0.0, 1e-3])
-def test_a_step_copies_nothing_that_the_host_waits_for(bias_rate: float, graphs: list[str]) -> None:
-    """Only reading the loss and the norm waits, for an event behind them."""
-
-    def refuse_waits(step: int) -> None:
-        torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
-
-    try:
-        _, result = run_steps(make_plan(1, {"knobs.graphs": graphs, "job.bias_rate": bias_rate}), 1, 6, refuse_waits)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert result.applied

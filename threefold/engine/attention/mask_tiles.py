@@ -11,13 +11,11 @@ A span is a range of positions in the whole sequence. Shapes: B batch, S sequenc
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from threefold.engine.layers.positions import DocumentBounds, document_bounds
+from threefold.engine.layers.positions import DocumentBounds, document_bounds, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Documents:
     def __init__(self, documents_BS: Tensor, bounds: DocumentBounds) -> None:
         batch, self.length = documents_BS.shape
         self.row_starts: list[list[int]] = [[] for _ in range(batch)]
-        for start in bounds.cu_seqlens[:-1].tolist():
+        for start in bounds.edges_on_host()[:-1]:
             self.row_starts[start // self.length].append(start % self.length)
         self._device = documents_BS.device
         self._bounds_of_span: dict[range, DocumentBounds | None] = {}
@@ -63,8 +61,7 @@ class Documents:
         if len(edges) == len(self.row_starts):
             return None
         edges.append(len(self.row_starts) * len(span))
-        max_seqlen = max(stop - start for start, stop in pairwise(edges))
-        return DocumentBounds(torch.tensor(edges, dtype=torch.int32, device=self._device), max_seqlen)
+        return DocumentBounds.from_edges(edges, self._device)
 
 
 def _split_band(tile: Tile) -> list[Tile]:
@@ -81,13 +78,14 @@ def _split_band(tile: Tile) -> list[Tile]:
     ]
 
 
-# Every layer asks with the same tensor, and reading it waits for the device, so the result is cached.
+# Every layer asks with the same tensor, and reading it may wait for the device, so the result is cached.
 _documents_cache = WeakIdKeyDictionary()
 
 
 def host_documents(documents_BS: Tensor, bounds: DocumentBounds | None = None) -> Documents:
-    """The documents of a batch on the host. The first call with a tensor waits for the device."""
-    version = 0 if documents_BS.is_inference() else documents_BS._version  # a buffer may be overwritten
+    """The documents of a batch on the host. The first call with a tensor waits for the device, unless its bounds are
+    known there."""
+    version = version_of(documents_BS)  # a buffer may be overwritten
     known = _documents_cache.get(documents_BS)
     if known is None or known[0] != version:
         known = version, Documents(documents_BS, bounds or document_bounds(documents_BS))

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ class Loader:
         vision: VisionSpec | None = None,
         image_workers: int = 0,
         dynamic_cp: DynamicGrid | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Open the data of a job for one data-parallel rank.
 
@@ -133,6 +135,7 @@ class Loader:
             vision: the model's vision part; None for a text model.
             image_workers: processes that decode pictures; 0 decodes them in the thread that makes batches.
             dynamic_cp: the ranks that share the documents of a step; None: each microbatch is one of a CP group.
+            device: where batches will be copied; those that are made ahead of time for a GPU are pinned for it.
         """
         if not 0 <= dp_rank < dp_size or job.global_batch % (dp_size * job.micro_batch):
             raise ValueError(f"rank {dp_rank} of {dp_size}, batch {job.global_batch}, microbatch {job.micro_batch}")
@@ -152,6 +155,7 @@ class Loader:
             dynamic = DynamicSteps(dynamic_cp, self.mixture.sample, job.global_batch, job.seq_len)
             self._maker = replace(self._maker, dynamic=dynamic)
         self._prefetch_depth = prefetch
+        self._pinned_for = device if device is not None and device.type == "cuda" else None
         self._prefetcher: Prefetcher[Batch] | None = None
         self._next: BatchIndex = (0, 0)
 
@@ -232,12 +236,18 @@ class Loader:
     def _take_prefetched(self, index: BatchIndex) -> Batch:
         if self._prefetcher is None or index != self._next:
             self.close()
-            self._prefetcher = Prefetcher(self._maker.make, self._maker.indices_from(*index), self._prefetch_depth)
+            make = partial(_make_pinned, self._maker, self._pinned_for)
+            self._prefetcher = Prefetcher(make, self._maker.indices_from(*index), self._prefetch_depth)
         try:
             return self._prefetcher.take()[1]
         except BaseException:
             self.close()
             raise
+
+
+def _make_pinned(maker: _BatchMaker, device: torch.device | None, step: int, microbatch: int) -> Batch:
+    batch = maker.make(step, microbatch)
+    return batch if device is None else batch.pin(device)
 
 
 def _stack(rows: list[Sample], length: int) -> Batch:

@@ -10,9 +10,11 @@ Shapes: B batch, S sequence, 3 axes of multimodal positions.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from threefold.engine.layers import rope
 from threefold.spec.model import RopeScaling
@@ -24,6 +26,18 @@ class DocumentBounds:
 
     cu_seqlens: Tensor  # int32, one element more than documents; the last one is B * S
     max_seqlen: int  # tokens of the longest document
+    edges: tuple[int, ...] | None = None  # `cu_seqlens` on the host, where it is known
+
+    @classmethod
+    def from_edges(cls, edges: Sequence[int], device: torch.device) -> "DocumentBounds":
+        """Bounds that the host knows. It does not wait for the device to have them."""
+        pinned = torch.tensor(edges, dtype=torch.int32, pin_memory=device.type == "cuda")
+        longest = max(stop - start for start, stop in pairwise(edges))
+        return cls(pinned.to(device, non_blocking=True), longest, tuple(edges))
+
+    def edges_on_host(self) -> Sequence[int]:
+        """`cu_seqlens` as numbers. Waits for the device where they are not known."""
+        return tuple(self.cu_seqlens.tolist()) if self.edges is None else self.edges
 
 
 @dataclass
@@ -79,7 +93,7 @@ class Positions:
 
     @cached_property
     def bounds(self) -> DocumentBounds | None:
-        """The bounds of the documents. Computing them waits for the device, so they are cached for the forward."""
+        """The bounds of the documents, cached for the forward: computing them may wait for the device."""
         return None if self.documents_BS is None else document_bounds(self.documents_BS)
 
 
@@ -90,8 +104,33 @@ def document_starts(documents_BS: Tensor) -> Tensor:
     return first_BS
 
 
+# The bounds of document numbers that `move_documents` has copied to a device, with the version of the tensor.
+_bounds_of_moved = WeakIdKeyDictionary()
+
+
+def move_documents(documents_BS: Tensor, device: torch.device) -> Tensor:
+    """Document numbers on the device. Their bounds are computed here, on the host, and known to `document_bounds`."""
+    moved_BS = documents_BS.to(device, non_blocking=True)
+    if moved_BS is not documents_BS:
+        edges = document_bounds(documents_BS).edges_on_host()
+        _bounds_of_moved[moved_BS] = version_of(moved_BS), DocumentBounds.from_edges(edges, device)
+    return moved_BS
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count it."""
+    return 0 if x.is_inference() else x._version
+
+
 def document_bounds(documents_BS: Tensor) -> DocumentBounds:
-    """The bounds of the documents of all rows, one row behind the other. Waits for the device."""
+    """The bounds of the documents of all rows, one row behind the other.
+
+    Waits for the device, unless `move_documents` brought the numbers there.
+    """
+    version, known = _bounds_of_moved.get(documents_BS, (0, None))
+    if known is not None and version == version_of(documents_BS):
+        bounds: DocumentBounds = known
+        return bounds
     flat = document_starts(documents_BS).flatten().nonzero().flatten()
     end = flat.new_tensor([documents_BS.numel()])
     edges = torch.cat([flat, end])

@@ -106,7 +106,7 @@ def attend_each_document(
     that it is given one document after the other."""
     if documents_BS is None or len(documents_BS) > 1 or device_type(q_BHSD.device) == "cuda":
         return attend(q_BHSD, k_BGSD, v_BGSD, documents_BS=documents_BS, bounds=bounds, **options)
-    edges = (bounds or document_bounds(documents_BS)).cu_seqlens.tolist()
+    edges = (bounds or document_bounds(documents_BS)).edges_on_host()
     sizes = [stop - start for start, stop in pairwise(edges)]
     parts = zip(*(x.split(sizes, dim=2) for x in (q_BHSD, k_BGSD, v_BGSD)), strict=True)
     return torch.cat([attend(*part, **options) for part in parts], dim=2)
