@@ -207,3 +207,12 @@ def test_a_gradient_that_is_zero_by_mathematics_is_compared_with_the_largest() -
 @pytest.mark.parametrize(("case", "axis"), [("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("ep", "ep"), ("etp", "etp")])
 def test_comparison_misses_an_axis_that_was_not_used(case: str, axis: str) -> None:
     assert f"nothing travelled along {axis}" in compared(seen(), case=case).problems
+
+
+@pytest.mark.parametrize(("trained", "axes"), [("layers.0.ffn.experts.up_lora_a", {"ep"}), ("w", {"ep", "dp"})])
+def test_dp_carries_gradients_of_all_but_experts(trained: str, axes: set[str]) -> None:
+    """EP over DP: adapters of experts alone leave nothing that data-parallel ranks would reduce."""
+    [chosen] = [one for one in CASES if one.name == "ep"]
+    one = seen(gradients=owned(trained, [1.0] * 4), weights=owned(trained, [1.0] * 4), states=[])
+    problems = compare_results(chosen.plan, one, [one]).problems
+    assert {problem.rpartition(" ")[2] for problem in problems if "travelled" in problem} == axes

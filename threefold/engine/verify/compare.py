@@ -134,10 +134,11 @@ def _unused_axes(plan: Plan, ranks: Sequence[RankResults]) -> Iterator[str]:
     reduced = {word for name, call in calls if call in ("reduce_scatter", "fsdp") for word in re.findall(r"\w+", name)}
     used = {name.partition(" ")[0] for name, call in calls if " x " not in name and call != "all_reduce"}
     used = (used - {"dp", "edp"}) | reduced.intersection({"dp", "edp"})
-    # Only gradients of experts travel along edp.
-    experts_train = any(".experts." in name for rank in ranks for name, *_ in rank.gradients)
+    # Gradients of experts travel along edp, and all others along dp. Adapters may train one kind alone.
+    is_expert = {".experts." in name for rank in ranks for name, *_ in rank.gradients}
+    needed = {"edp": True in is_expert, "dp": False in is_expert}
     for axis in AXES:
-        if plan.layout.degree(axis) > 1 and axis not in used and (axis != "edp" or experts_train):
+        if plan.layout.degree(axis) > 1 and axis not in used and needed.get(axis, True):
             yield axis
 
 
