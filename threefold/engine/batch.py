@@ -52,7 +52,7 @@ class Batch:
     sample_lengths: tuple[int, ...] | None = None  # one for each of `lengths`; None: they are the same
 
     def pin(self, device: torch.device) -> "Batch":
-        """The batch in page-locked memory, from which a copy to this device is no wait for the host.
+        """The batch in pinned memory, from which it can be copied to this device while the host goes on.
 
         Patches of pictures stay where they are: they are many, and the encoder moves them.
         """

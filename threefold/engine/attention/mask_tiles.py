@@ -83,8 +83,8 @@ _documents_cache = WeakIdKeyDictionary()
 
 
 def host_documents(documents_BS: Tensor, bounds: DocumentBounds | None = None) -> Documents:
-    """The documents of a batch on the host. The first call with a tensor waits for the device, unless its bounds are
-    known there."""
+    """The documents of a batch on the host. The first call with a tensor waits for the device, unless the host knows
+    the bounds already (`positions.move_documents`)."""
     version = version_of(documents_BS)  # a buffer may be overwritten
     known = _documents_cache.get(documents_BS)
     if known is None or known[0] != version:

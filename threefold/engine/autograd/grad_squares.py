@@ -14,14 +14,14 @@ _NAME = "_threefold_grad_squares"
 
 
 class GradSquares:
-    """The sums of one parameter's gradient."""
+    """Sums of squares of one parameter's gradient, and which gradient they belong to."""
 
     def __init__(self) -> None:
         self._sums_P: Tensor | None = None
         self._address = self._version = 0  # of the gradient that the sums are of
 
     def note(self, grad: Tensor, sums_P: Tensor) -> None:
-        """Add up `sums_P` to get the sum of squares of `grad`."""
+        """Record that `sums_P` add up to the sum of squares of `grad`."""
         self._sums_P, self._address, self._version = sums_P, grad.data_ptr(), grad._version
 
     def copy_from(self, other: "GradSquares") -> None:

@@ -40,7 +40,8 @@ STEPS = ("up", "down", "act_grad", "input_grad", "up_grad", "down_grad")
 FC1_OUTPUT_STEPS = ("up", "act_grad", "input_grad", "up_grad")  # steps that read or write FC1's output or its gradient
 _GLUON_STEPS = ("down", "input_grad", "up_grad", "down_grad")
 _GLUON_ROWS = 64  # rows that a warp group stores at a time: those of a weight gradient must be a multiple
-_GLUON_COLUMNS = 128  # columns of a tile, and 64 values a step: what a row GEMM gives and sums must be multiples
+# A row GEMM has tiles of so many columns and sums so many values in a step: those of the weight must be multiples.
+_GLUON_COLUMNS, _GLUON_SUMMED = 128, 64
 # The smallest weight, in rows and in columns, that runs in Gluon. Smaller ones were not measured. Below 128 rows the
 # second warp group would have none, and Triton 3.6 does not compile such a kernel where it adds to a main gradient.
 _MIN_GLUON_SIZE = 256
@@ -176,7 +177,7 @@ def gluon_candidates(step: str, shape: ExpertShape) -> list[GluonConfig]:
     if step in ("up_grad", "down_grad"):
         return [] if num_rows % _GLUON_ROWS else [GluonConfig(group=4), GluonConfig(group=1)]
     summed = num_columns if step == "down" else num_rows
-    return [] if shape.dim % _GLUON_COLUMNS or summed % 64 else [GluonConfig(group=1), GluonConfig(group=4)]
+    return [] if shape.dim % _GLUON_COLUMNS or summed % _GLUON_SUMMED else [GluonConfig(group=1), GluonConfig(group=4)]
 
 
 def triton_candidates(step: str) -> list[TritonConfig]:
