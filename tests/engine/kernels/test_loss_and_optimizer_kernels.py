@@ -73,14 +73,42 @@ def test_interpreted_cross_entropy_of_a_sure_token() -> None:
 
 
 @runs
+@pytest.mark.parametrize("scale", [1.0, 0.3, 0.0])
+def test_interpreted_cross_entropy_scales_its_gradient(scale: float) -> None:
+    """A scale of 0 counts as 1: gradients that were multiplied by 0 could not be scaled to anything else."""
+    logits_CV, labels_C = drawn(11, 1000, torch.float32)
+    expected_CV, scaled_CV, given = logits_CV.clone(), logits_CV.clone(), torch.tensor(scale, device=DEVICE)
+    expected_C = cross_entropy_in_place(expected_CV, labels_C, IGNORE)
+    assert torch.equal(cross_entropy_in_place(scaled_CV, labels_C, IGNORE, given), expected_C)
+    torch.testing.assert_close(scaled_CV, expected_CV * (scale or 1.0))
+    _, sum_C, _ = softmax_statistics(logits_CV, labels_C)
+    log_sum_C = logits_CV.amax(1) + sum_C.log()
+    softmax_grad_in_place(logits_CV, labels_C, log_sum_C.masked_fill(labels_C == IGNORE, float("inf")), given)
+    torch.testing.assert_close(logits_CV, scaled_CV, atol=1e-6, rtol=1e-5)
+
+
+@runs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_interpreted_scale_and_cast(dtype: Any) -> None:
+@pytest.mark.parametrize("scale", [None, 0.25, 0.0])
+def test_interpreted_scale_and_cast(scale: float | None, dtype: Any) -> None:
     """The result is rounded once: the factor is not rounded to the dtype of the result first."""
-    x_VD, factor = torch.randn(91, 333, device=DEVICE), torch.tensor(1 / 3, device=DEVICE)
-    out_VD = scale_and_cast(x_VD, factor, dtype)
+    x_VD, factor = torch.randn(191, 333, device=DEVICE), torch.tensor(1 / 3, device=DEVICE)
+    before = None if scale is None else torch.tensor(scale, device=DEVICE)
+    expected_VD = x_VD.double() * factor.double() / (scale or 1.0)
+    out_VD = scale_and_cast(x_VD, factor, before, dtype)
     assert out_VD.dtype == dtype
-    assert torch.allclose(out_VD.double(), x_VD.double() * factor.double(), atol=1e-7, rtol=STORED[dtype])
-    assert scale_and_cast(x_VD[:0], factor, dtype).shape == (0, 333)
+    assert (out_VD is x_VD) == (dtype == torch.float32)
+    assert torch.allclose(out_VD.double(), expected_VD, atol=1e-7, rtol=STORED[dtype])
+    assert scale_and_cast(x_VD[:0], factor, before, dtype).shape == (0, 333)
+
+
+@runs
+def test_interpreted_scale_leaves_what_has_its_scale() -> None:
+    x_VD, scale = torch.randn(91, 333, device=DEVICE), torch.tensor(1 / 3, device=DEVICE)
+    before_VD = x_VD.clone()
+    assert scale_and_cast(x_VD, scale.clone(), scale, x_VD.dtype) is x_VD
+    assert torch.equal(x_VD, before_VD)
+    assert scale_and_cast(x_VD, scale * torch.nan, scale, x_VD.dtype).isnan().all()
 
 
 @runs
@@ -241,8 +269,9 @@ def test_interpreted_squares(size: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("expected", [None, 1.0, 1 / 257, 7.0])
 @pytest.mark.parametrize("chunk", [64, 200, 4096])
-def test_loss_on_a_gpu(chunk: int) -> None:
+def test_loss_on_a_gpu(chunk: int, expected: float | None) -> None:
     """The error in bf16 is at most twice that of the loss with all logits in memory."""
     torch.manual_seed(0)
     x_CD = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -252,7 +281,9 @@ def test_loss_on_a_gpu(chunk: int) -> None:
     exact = [x.detach().double().requires_grad_() for x in (x_CD, weight_VD)]
     wanted = torch.autograd.grad(reference(*exact, labels_C), exact)
     plain = torch.autograd.grad(reference(x_CD, weight_VD, labels_C), (x_CD, weight_VD))
-    found = torch.autograd.grad(cross_entropy_sum(x_CD, weight_VD, labels_C, chunk), (x_CD, weight_VD))
+    hint = None if expected is None else torch.tensor(expected, device="cuda")
+    loss = cross_entropy_sum(x_CD, weight_VD, labels_C, chunk, expected_grad=hint)
+    found = [257 * grad for grad in torch.autograd.grad(loss / 257, (x_CD, weight_VD))]
 
     def far(one: Any, other: Any) -> float:
         return float((one.double() - other).norm() / other.norm())

@@ -134,6 +134,7 @@ class FullIterationGraph:
                 alias.grad = None
                 request_grad_squares(alias, requested_squares(p) is not None)
         of_step, self.model.depth_label_ratios = self.model.depth_label_ratios, self._label_ratios
+        self.model.expected_loss_grad = self._label_share
         with use_aliases([self.model], self._aliases):
             out = self.model(self._tokens_BS, self._labels_BS)
         self.model.depth_label_ratios = of_step

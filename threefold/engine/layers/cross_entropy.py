@@ -45,17 +45,22 @@ def cross_entropy_sum(
     vocab_shard: VocabShard | None = None,
     softcap: float | None = None,
     precision: HeadPrecision | None = None,
+    expected_grad: Tensor | None = None,
 ) -> Tensor:
     """Sum of -log softmax(x W^T)[label] over labels that are not IGNORE, in fp32.
 
     With `vocab_shard` every rank of its group gets the whole sum, and the part of the gradient of x that comes from its
     own columns. `chunk` is the number of tokens of a chunk; None chooses it by memory. `softcap` bounds the logits z:
     softcap * tanh(z / softcap). `precision` quantizes the GEMMs; softmax and sums stay in fp32.
+
+    `expected_grad` is the gradient that the backward will bring to the sum, where the caller knows it. On a GPU in bf16
+    the gradients are made with it then, and the backward need not pass over that of the whole head to scale it. Another
+    gradient may come all the same.
     """
     # Shards may differ in size, but all ranks must make the same number of chunks.
     width = len(weight_VD) if vocab_shard is None else vocab_shard.width
     size = chunk or _chunk_size(x_TD, width, precision is not None)
-    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, size, vocab_shard, softcap, precision)
+    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, labels_T, size, vocab_shard, softcap, precision, expected_grad)
 
 
 def _chunk_size(x_TD: Tensor, vocab: int, is_low_precision: bool) -> int:
@@ -80,52 +85,60 @@ def reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, softcap: float 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The gradients are computed in the forward, while the logits exist; computing the logits twice would cost a GEMM.
 
-    They are gradients of the sum and not of the mean, so that the rounding of the softmax in bf16 does not depend on
-    the number of tokens. The backward only scales them.
+    They are gradients of the sum, or of its product with `expected_grad`. The backward scales them by what is missing.
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard, softcap, precision):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_TD, weight_VD, labels_T, chunk, vocab_shard, softcap, precision, expected_grad):  # type: ignore[no-untyped-def]
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         needs_grad = wants_x or wants_weight
         loss = x_TD.new_zeros((), dtype=fp32_or_wider(x_TD.dtype))
         given = x_TD, weight_VD, chunk, wants_x, wants_weight
         gemms = PlainGemms(*given) if precision is None else LowPrecisionGemms(*given, precision, softcap)
+        # In fp16 products with a small factor would be 0.
+        can_scale = precision is None and x_TD.dtype == torch.bfloat16 and _uses_in_place_kernel(x_TD)
+        ctx.scale = expected_grad if can_scale else None
         for start in range(0, len(x_TD), chunk):
             labels_C = labels_T[start : start + chunk]
             if isinstance(gemms, LowPrecisionGemms) and gemms.takes_statistics:
                 loss += _one_chunk_in_fp8(gemms, start, labels_C, vocab_shard, needs_grad)
                 gemms.multiply_columns(start)
                 continue
+            ignored_C1: Tensor | None = None
             if vocab_shard is not None:
-                chunk_loss, logits_grad_CV = _one_chunk_of_shard(gemms, start, labels_C, softcap, vocab_shard)
+                chunk_loss, logits_grad_CV = _one_chunk_of_shard(
+                    gemms, start, labels_C, softcap, vocab_shard, ctx.scale
+                )
             elif _uses_in_place_kernel(x_TD):
-                chunk_loss, logits_grad_CV = _one_chunk_in_place(gemms, start, labels_C, softcap)
+                chunk_loss, logits_grad_CV = _one_chunk_in_place(gemms, start, labels_C, softcap, ctx.scale)
             else:
                 chunk_loss, logits_grad_CV = _one_chunk(gemms, start, labels_C, softcap, needs_grad)
+                ignored_C1 = (labels_C == IGNORE)[:, None]
             loss += chunk_loss
-            gemms.add_grad(start, logits_grad_CV, (labels_C == IGNORE)[:, None])
+            gemms.add_grad(start, logits_grad_CV, ignored_C1)
             del logits_grad_CV  # before the next chunk makes its own
-        ctx.save_for_backward(*gemms.grads())
-        ctx.dtypes = x_TD.dtype, weight_VD.dtype
+        ctx.grads, ctx.dtypes = gemms.grads(), (x_TD.dtype, weight_VD.dtype)
         return loss
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        if ctx.grads is None:
+            raise RuntimeError("the gradients of this loss were handed out by an earlier backward")
+        pairs, ctx.grads = zip(ctx.grads, ctx.dtypes, strict=True), None
         return (
-            *(None if grad_of_sum is None else _scale_grad(grad_of_sum, grad, dtype) for grad_of_sum, dtype in pairs),
-            *(None,) * 5,
+            *(None if made is None else _scale_grad(made, grad, ctx.scale, dtype) for made, dtype in pairs),
+            *(None,) * 6,
         )
 
 
-def _scale_grad(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor, multiplied in fp32 and rounded once. torch rounds a factor without dims to the dtype of x first."""
+def _scale_grad(x: Tensor, grad: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x * grad / scale, multiplied in fp32 and rounded once: x itself if it has this dtype already."""
     if has_triton_kernels(x.device) and x.dtype != torch.float64 and x.is_contiguous():
         from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import scale_and_cast
 
-        return scale_and_cast(x, factor, dtype)
-    return torch.mul(x, factor.view(1, 1), out=torch.empty_like(x, dtype=dtype))
+        return scale_and_cast(x, grad, scale, dtype)
+    # torch rounds a factor without dims to the dtype of x first.
+    return torch.mul(x, grad.view(1, 1), out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
 def _uses_in_place_kernel(x_TD: Tensor) -> bool:
@@ -150,7 +163,7 @@ def _before_cap(grad_CV: Tensor, slope_CV: Tensor | None) -> Tensor:
 
 
 def _one_chunk_in_place(
-    gemms: PlainGemms, start: int, labels_C: Tensor, softcap: float | None
+    gemms: PlainGemms, start: int, labels_C: Tensor, softcap: float | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`_one_chunk` by a kernel that overwrites the logits with their gradient; rows of ignored tokens are zeros."""
     logits_CV, slope_CV = _chunk_logits(gemms, start, softcap)
@@ -158,7 +171,7 @@ def _one_chunk_in_place(
         return logits_CV.new_empty(len(logits_CV), dtype=torch.float32).sum(), logits_CV
     from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import cross_entropy_in_place
 
-    return cross_entropy_in_place(logits_CV, labels_C, IGNORE).sum(), _before_cap(logits_CV, slope_CV)
+    return cross_entropy_in_place(logits_CV, labels_C, IGNORE, scale).sum(), _before_cap(logits_CV, slope_CV)
 
 
 def _one_chunk(
@@ -183,15 +196,24 @@ def _one_chunk(
 
 
 def _one_chunk_of_shard(
-    gemms: PlainGemms, start: int, labels_C: Tensor, softcap: float | None, shard: VocabShard
+    gemms: PlainGemms,
+    start: int,
+    labels_C: Tensor,
+    softcap: float | None,
+    shard: VocabShard,
+    scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`_one_chunk` where this rank has only some columns of the logits: one max and one sum are reduced over ranks."""
+    """`_one_chunk` where this rank has only some columns of the logits: one max and one sum are reduced over ranks.
+
+    The gradient's rows of ignored tokens are zeros.
+    """
     logits_CV, slope_CV = _chunk_logits(gemms, start, softcap)
-    index_C = labels_C - shard.first
+    index_C, ignored_C = labels_C - shard.first, labels_C == IGNORE
     passes = _InPlacePasses() if _uses_in_place_kernel(logits_CV) else _TorchPasses()
     log_sum_C, label_logit_C = _reduce_statistics(*passes.softmax_statistics(logits_CV, index_C), shard)
-    loss = (log_sum_C - label_logit_C).masked_fill(labels_C == IGNORE, 0).sum()
-    return loss, _before_cap(passes.logits_grad(logits_CV, index_C, log_sum_C), slope_CV)
+    loss = (log_sum_C - label_logit_C).masked_fill(ignored_C, 0).sum()
+    log_sum_C = log_sum_C.masked_fill(ignored_C, float("inf"))  # exp(logit - infinity) is 0
+    return loss, _before_cap(passes.logits_grad(logits_CV, index_C, log_sum_C, scale), slope_CV)
 
 
 def _reduce_statistics(
@@ -236,8 +258,9 @@ class _TorchPasses:
         label_logit_C = logits_CV.gather(1, index_C1)[:, 0].masked_fill(~is_local_C, 0)
         return max_C, (logits_CV - max_C[:, None]).exp_().sum(dim=-1), label_logit_C
 
-    def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor) -> Tensor:
+    def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor, scale: Tensor | None) -> Tensor:
         """softmax minus one at the label, for the columns of this rank."""
+        assert scale is None
         log_CV = logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]
         if not logits_CV.shape[1]:
             return logits_CV
@@ -260,11 +283,11 @@ class _InPlacePasses:
 
         return softmax_statistics(logits_CV, index_C)
 
-    def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor) -> Tensor:
+    def logits_grad(self, logits_CV: Tensor, index_C: Tensor, log_sum_C: Tensor, scale: Tensor | None) -> Tensor:
         if not is_simulated():
             from threefold.engine.kernels.loss_and_optimizer.cross_entropy_triton import softmax_grad_in_place
 
-            softmax_grad_in_place(logits_CV, index_C, log_sum_C)
+            softmax_grad_in_place(logits_CV, index_C, log_sum_C, scale)
         return logits_CV
 
 

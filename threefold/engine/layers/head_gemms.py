@@ -65,15 +65,17 @@ class PlainGemms:
         """The logits of the chunk that begins at token `start`."""
         return F.linear(self._rows(start), self.weight_VD)
 
-    def add_grad(self, start: int, logits_grad_CV: Tensor, ignored_C1: Tensor) -> None:
-        """Multiply the gradient of a chunk's logits. What its rows of ignored tokens hold does not matter."""
+    def add_grad(self, start: int, logits_grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
+        """Multiply the gradient of a chunk's logits. Its rows of ignored tokens may hold anything if `ignored_C1` says
+        which these are; else they hold zeros."""
         # Ignored tokens are masked in the tensors of width D, which are much smaller than the logits.
         if self.grad_TD is not None:
-            out_CD = self.grad_TD[start : start + self.chunk]
-            torch.mm(logits_grad_CV, self.weight_VD, out=out_CD).masked_fill_(ignored_C1, 0)
+            out_CD = torch.mm(logits_grad_CV, self.weight_VD, out=self.grad_TD[start : start + self.chunk])
+            if ignored_C1 is not None:
+                out_CD.masked_fill_(ignored_C1, 0)
         if not self.wants_weight:
             return
-        used_CD = self._rows(start).masked_fill(ignored_C1, 0)
+        used_CD = self._rows(start) if ignored_C1 is None else self._rows(start).masked_fill(ignored_C1, 0)
         if self.sums_wider:
             dtype = fp32_or_wider(used_CD.dtype)
             self.grad_VD = accumulate_gemm(self.grad_VD, logits_grad_CV.T, used_CD, dtype)
@@ -130,11 +132,12 @@ class LowPrecisionGemms(PlainGemms):
             return torch._scaled_mm(a, b, rows.scales, scales_b, out_dtype=x_CD.dtype, use_fast_accum=True)
         return self.logits_backend.matmul(rows, self.weight, x_CD.dtype)
 
-    def add_grad(self, start: int, logits_grad_CV: Tensor, ignored_C1: Tensor) -> None:
+    def add_grad(self, start: int, logits_grad_CV: Tensor, ignored_C1: Tensor | None) -> None:
         recipe, backend, x_CD = self.recipe, self.backend, self._rows(start)
         if self.grad_TD is None and not self.wants_weight:
             return
-        logits_grad_CV.masked_fill_(ignored_C1, 0)  # one number of an ignored row would change the scale of its block
+        if ignored_C1 is not None:  # one number of an ignored row would change the scale of its block
+            logits_grad_CV.masked_fill_(ignored_C1, 0)
         if self.grad_TD is not None:
             self._add_input_grad(start, backend.quantize_rows(logits_grad_CV, recipe.grad))
         if not self.wants_weight:

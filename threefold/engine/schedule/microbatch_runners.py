@@ -68,6 +68,7 @@ class Sequential:
         return sums
 
     def _run(self, batch: Batch, share: LabelShare, train: bool) -> dict[str, Tensor]:
+        self.model.expected_loss_grad = share
         # A graph holds the collectives of one CP degree.
         with self.model_graphs.microbatch() if batch.cp_degree is None else nullcontext():
             out = self.model(
@@ -127,6 +128,7 @@ class ChunkForward(nn.Module):
         with self.model_graphs.microbatch():
             hidden, router_stats = model.forward_chunk(hidden, inputs)
         if model.has_loss:
+            model.expected_loss_grad = share
             out = model.compute_loss(hidden, router_stats, inputs)
             assert out.loss is not None
             self.sums.add(out.aux, share)

@@ -263,6 +263,7 @@ class OverlappedPass:
             losses = {name: rest.pop() for name in reversed(stats.losses)}
             router_stats.insert(0, (row, replace(stats, losses=losses)))
         if model.has_loss:
+            model.expected_loss_grad = self.share
             out = model.compute_loss(rest, router_stats, self.inputs)
             assert out.loss is not None
             result, aux = out.loss * self.share, out.aux

@@ -219,8 +219,7 @@ def _forward_alone(local: LocalSizes, chunk: Chunk) -> tuple[float, str]:
     """Bytes at the end of a forward that runs without a backward."""
     most = max(forward_transients(local, layer) for layer in chunk_layers(local.plan, chunk) or [NO_LAYER])
     if num_heads := (1 + local.plan.mtp) * chunk.loss:
-        loss = loss_transients(local, num_heads)[0]
-        return max((most, "a forward"), (loss, "the loss"))
+        return max((most, "a forward"), (loss_transients(local, num_heads).peak, "the loss"))
     return most, "a forward"
 
 
@@ -253,9 +252,9 @@ def _forward_segments(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> I
             peak = max(peak, change + forward_transients(local, layer) + gathered)
     name, num_heads = MERGED_PASS, (1 + local.plan.mtp) * chunk.loss
     if num_heads:
-        loss, kept = loss_transients(local, num_heads)
-        name = "the loss" if change + loss >= peak else name
-        peak, change = max(peak, change + loss), change + kept
+        loss = loss_transients(local, num_heads)
+        name = "the loss" if change + loss.peak >= peak else name
+        peak, change = max(peak, change + loss.peak), change + loss.saved
     yield Segment(max(peak, change), change, name=name)
 
 
@@ -270,8 +269,8 @@ def _backward_segments(
     units = gathered_bytes(local, chunk)
     if num_heads := (1 + local.plan.mtp) * chunk.loss:
         name = "the loss's backward"
-        hidden = local.element_bytes * local.model.dim * local.gathered_tokens
-        peak = loss_transients(local, num_heads)[1] + table + hidden
+        loss = loss_transients(local, num_heads)
+        peak = loss.saved + loss.cast
     delays = local.plan.knobs.delay_wgrad and local.plan.knobs.data_parallel == "zero1"
     held = table if units.root and num_heads else 0.0  # the head's gradient waits for that of the embedding
     reducing, shards = held, 0.0

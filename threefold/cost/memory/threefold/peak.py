@@ -214,7 +214,7 @@ class PeakFinder:
         for chunk in contents.chunks:
             terms: Terms = {}
             if chunk.loss:
-                terms["logits"] = loss_transients(self.local, 1 + self.plan.mtp)[1]
+                terms["logits"] = loss_transients(self.local, 1 + self.plan.mtp).saved
             if (chunk.loss or chunk.mtp) and self.plan.knobs.data_parallel != "zero1":
                 root = fsdp_units(self.plan, only_chunk(chunk), at_chunk_end()).root
                 terms["workspace"] = self.local.element_bytes * root
@@ -242,15 +242,12 @@ def _picture_points(plan: Plan, contents: StageContents, chunk: Chunk, saved: Te
 
 
 def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:
-    peak_bytes, saved = loss_transients(local, 1 + local.plan.mtp)
-    head_rows = local.model.vocab / local.tp if "head" in local.saved_inputs else 0.0
-    head = local.element_bytes * local.model.dim * (head_rows + local.gathered_tokens)
-    root = 0.0
+    loss, root = loss_transients(local, 1 + local.plan.mtp), 0.0
     if local.plan.knobs.data_parallel != "zero1":
         root = local.element_bytes * fsdp_units(local.plan, contents, at_chunk_end()).root
-    backward = {"logits": saved, "workspace": head + root}
+    backward = {"logits": loss.saved, "workspace": loss.cast + root}
     return [
-        PeakPoint("the loss", "forward", {"logits": peak_bytes, "workspace": root}),
+        PeakPoint("the loss", "forward", {"logits": loss.peak, "workspace": root}),
         # On one GPU the gradient that is made here is the one that stays.
         PeakPoint("the loss's backward", "backward", backward, after_head=local.plan.layout.gpus > 1),
     ]

@@ -15,20 +15,23 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.fast_launch import fast_launch
-from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
+from threefold.engine.kernels.launch_config import cdiv, next_power_of_2, num_programs
 
 _BLOCK = 8192
+_PROGRAMS_PER_SM = 8  # that scale a gradient
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # GPUs have an instruction for 2^x
+SCALE_TOLERANCE: tl.constexpr = tl.constexpr(2.0**-20)  # far below the rounding of bf16
 _MIN_LOGIT: tl.constexpr = tl.constexpr(-1e30)  # not -inf, because -inf - -inf is nan
 
 
-def cross_entropy_in_place(logits_CV: Tensor, labels_C: Tensor, ignore: int) -> Tensor:
+def cross_entropy_in_place(logits_CV: Tensor, labels_C: Tensor, ignore: int, scale: Tensor | None = None) -> Tensor:
     """-> the loss of each token, 0 where its label is `ignore`.
 
-    The logits are overwritten with the gradient of the summed loss, which is 0 in the rows of ignored tokens.
+    The logits are overwritten with the gradient of the summed loss, which is 0 in the rows of ignored tokens. It is
+    multiplied by `scale`, a one-element tensor, unless that is 0.
     """
     loss_C = _empty_per_token(logits_CV)
-    _launch(_cross_entropy, logits_CV, labels_C, loss_C, ignore)
+    _launch(_cross_entropy, logits_CV, scale, labels_C, loss_C, ignore)
     return loss_C
 
 
@@ -36,20 +39,25 @@ def softmax_statistics(logits_CV: Tensor, at_C: Tensor) -> tuple[Tensor, Tensor,
     """-> for each token (largest logit, sum of exp(logit - largest), logit at `at_C` or 0 if that is not in the
     shard)."""
     top_C, sum_C, picked_C = (_empty_per_token(logits_CV) for _ in range(3))
-    _launch(_softmax_statistics, logits_CV, at_C, top_C, sum_C, picked_C)
+    _launch(_softmax_statistics, logits_CV, None, at_C, top_C, sum_C, picked_C)
     return top_C, sum_C, picked_C
 
 
-def softmax_grad_in_place(logits_CV: Tensor, at_C: Tensor, log_sum_C: Tensor) -> None:
-    """Overwrite the logits with exp(logit - log_sum), minus 1 at `at_C`."""
-    _launch(_softmax_grad, logits_CV, at_C, log_sum_C)
+def softmax_grad_in_place(logits_CV: Tensor, at_C: Tensor, log_sum_C: Tensor, scale: Tensor | None = None) -> None:
+    """Overwrite the logits with exp(logit - log_sum), minus 1 at `at_C`, times `scale` unless that is 0."""
+    _launch(_softmax_grad, logits_CV, scale, at_C, log_sum_C)
 
 
-def scale_and_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times a one-element tensor, in fp32, rounded once to `dtype`."""
-    out = torch.empty_like(x, dtype=dtype)
+def scale_and_cast(x: Tensor, factor: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x * factor / scale in fp32, rounded once to `dtype`: in place if x has this dtype.
+
+    Both numbers are one-element tensors. `scale` is what x was multiplied by before, which a value of 0 did not do.
+    Where they are equal up to rounding in fp32, and x stays in place, x is not read.
+    """
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
     if x.numel():
-        _scale[(cdiv(x.numel(), _BLOCK),)](x, factor, out, x.numel(), _BLOCK, num_warps=8)
+        num_blocks = min(cdiv(x.numel(), _BLOCK), num_programs(x.device, _PROGRAMS_PER_SM))
+        _scale[(num_blocks,)](x, factor, scale, out, x.numel(), _BLOCK, out is x, scale is not None, num_warps=8)
     return out
 
 
@@ -57,17 +65,21 @@ def _empty_per_token(logits_CV: Tensor) -> Tensor:
     return torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device)
 
 
-def _launch(kernel, logits_CV, *rest):
+def _launch(kernel, logits_CV, scale, *rest):
     num_tokens, vocab = logits_CV.shape
     if num_tokens:
         block = min(_BLOCK, next_power_of_2(max(vocab, 1)))
         warps = max(4, block // 256)  # with one program on a multiprocessor the L2 cache holds most of what they read
-        kernel[(num_tokens,)](logits_CV, *rest, logits_CV.stride(0), vocab, block, num_warps=warps)
+        sizes = logits_CV.stride(0), vocab, block, scale is not None
+        kernel[(num_tokens,)](logits_CV, scale, *rest, *sizes, num_warps=warps)
 
 
 @fast_launch
 @triton.jit
-def _cross_entropy(logits_ptr, label_ptr, loss_ptr, ignore, stride, V: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy(
+    logits_ptr, scale_ptr, label_ptr, loss_ptr, ignore, stride, V: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     label = tl.load(label_ptr + token)
     row_ptr = logits_ptr + token * stride
@@ -82,13 +94,14 @@ def _cross_entropy(logits_ptr, label_ptr, loss_ptr, ignore, stride, V: tl.conste
         tl.store(loss_ptr + token, log_sum - tl.load(row_ptr + label).to(tl.float32))
         # All of a row's threads have read the label's logit before any of them overwrites it.
         tl.debug_barrier()
-        _write_grad(row_ptr, label, log_sum, V, BLOCK)
+        _write_grad(row_ptr, scale_ptr, label, log_sum, V, BLOCK, SCALED)
 
 
 @fast_launch
 @triton.jit
 def _softmax_statistics(
-    logits_ptr, at_ptr, top_ptr, sum_ptr, picked_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, scale_ptr, at_ptr, top_ptr, sum_ptr, picked_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride
@@ -102,17 +115,37 @@ def _softmax_statistics(
 
 @fast_launch
 @triton.jit
-def _softmax_grad(logits_ptr, at_ptr, log_sum_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
+def _softmax_grad(
+    logits_ptr, scale_ptr, at_ptr, log_sum_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    _write_grad(logits_ptr + token * stride, tl.load(at_ptr + token), tl.load(log_sum_ptr + token), V, BLOCK)
+    at, log_sum = tl.load(at_ptr + token), tl.load(log_sum_ptr + token)
+    _write_grad(logits_ptr + token * stride, scale_ptr, at, log_sum, V, BLOCK, SCALED)
 
 
 @fast_launch
 @triton.jit
-def _scale(x_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + n, mask=n < count).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
-    tl.store(out_ptr + n, x.to(out_ptr.dtype.element_ty), mask=n < count)
+def _scale(
+    x_ptr, factor_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constexpr, IN_PLACE: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    factor = tl.load(factor_ptr).to(tl.float32)
+    tolerance = 0.0
+    if SCALED:
+        factor = factor / _load_scale(scale_ptr)
+        tolerance = SCALE_TOLERANCE
+    is_one = tl.abs(factor - 1.0) <= tolerance  # not so if it is NaN
+    if not IN_PLACE or is_one == 0:
+        n = tl.arange(0, BLOCK)
+        for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            x = tl.load(x_ptr + begin + n, mask=begin + n < count).to(tl.float32) * factor
+            tl.store(out_ptr + begin + n, x.to(out_ptr.dtype.element_ty), mask=begin + n < count)
+
+
+@triton.jit
+def _load_scale(scale_ptr):
+    """The scale, or 1 where it is 0: what was multiplied by 0 could not be scaled to anything else later."""
+    scale = tl.load(scale_ptr).to(tl.float32)
+    return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
@@ -137,14 +170,18 @@ def _max_and_sum(row_ptr, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_grad(row_ptr, at, log_sum, V: tl.constexpr, BLOCK: tl.constexpr):
+def _write_grad(row_ptr, scale_ptr, at, log_sum, V: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
     n = tl.arange(0, BLOCK)
     num_blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     log_sum = log_sum * LOG2_E
+    if SCALED:
+        scale = _load_scale(scale_ptr)
     for block in range(num_blocks):
         col = (num_blocks - 1 - block) * BLOCK + n  # backwards, because the cache still holds what was read last
         x = tl.load(row_ptr + col, mask=col < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
         p = tl.exp2(x * LOG2_E - log_sum)
         # p - 1 is taken in fp32: bf16 would round a p near 1 to 1, and the difference to 0.
-        p = tl.where(col == at, p - 1.0, p).to(row_ptr.dtype.element_ty)
-        tl.store(row_ptr + col, p, mask=col < V, eviction_policy="evict_first")
+        p = tl.where(col == at, p - 1.0, p)
+        if SCALED:
+            p *= scale
+        tl.store(row_ptr + col, p.to(row_ptr.dtype.element_ty), mask=col < V, eviction_policy="evict_first")
