@@ -1,4 +1,8 @@
-"""Compiles Gluon kernels for Hopper on a machine without a GPU, where they can be neither run nor interpreted."""
+"""Compiles kernels for Hopper on a machine without a GPU.
+
+Gluon kernels can be neither run nor interpreted there. Those in Triton can be interpreted, but what the interpreter
+runs may still break the compiler.
+"""
 
 import os
 from importlib.util import find_spec
@@ -28,15 +32,42 @@ def blocks(dtype: str, *shape: int) -> str:
 
 
 def compile_for_hopper(kernel: Any, kinds: dict[str, str], constants: dict[str, Any]) -> None:
-    """Compile a kernel whose arguments have these types, and assert that it multiplies on tensor cores and fits."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+    """Compile a Gluon kernel whose arguments have these types, and assert that it multiplies on tensor cores and
+    fits."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(kernel, "kernel", kernel)  # without `fast_launch`
+    made = _compile(GluonASTSource, kernel, kinds, constants, num_warps=4)
+    assert "wgmma.mma_async" in made.asm["ptx"]
+
+
+def compile_triton_for_hopper(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], num_warps: int) -> None:
+    """The same for a Triton kernel, which need not multiply."""
+    from triton.compiler import ASTSource
+
+    kernel = getattr(kernel, "kernel", None) or kernel
+    numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    _compile(ASTSource, kernel, kinds, constants, num_warps, numbers)
+
+
+def _compile(
+    source: Any,
+    kernel: Any,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
+    given: dict[Any, Any] | None = None,
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    kernel = getattr(kernel, "kernel", None) or kernel  # without `fast_launch`
     # Tensors begin at multiples of 16 bytes, as they do when a kernel is launched.
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds if kinds[name][0] == "*"}
-    source = GluonASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "wgmma.mma_async" in made.asm["ptx"]
+    types = kinds | dict.fromkeys(constants, "constexpr")
+    made = triton.compile(
+        source(kernel, {name: types[name] for name in kernel.arg_names}, given or constants, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": num_warps},
+    )
     assert made.metadata.shared <= SHARED_BYTES
+    return made

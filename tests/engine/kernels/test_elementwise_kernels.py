@@ -16,11 +16,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from gluon_compile import compile_triton_for_hopper, gluon_known
 
+from threefold.engine.autograd.grad_squares import grad_squares_of, request_grad_squares
 from threefold.engine.dispatch import rows as permuted
 from threefold.engine.kernels.fusion_switch import runs_fused, without_fused_kernels
+from threefold.engine.layers import embedding, rope
 from threefold.engine.layers import norm as norms
-from threefold.engine.layers import rope
 from threefold.engine.moe import balance
 from threefold.engine.moe.router import Router
 from threefold.spec.model import MoeSpec
@@ -430,3 +432,48 @@ def test_a_model_is_the_same_with_fused_kernels(family: str, recompute: tuple[st
     for name, grad in grads.items():
         # Gradients below 1e-6 are differences of far larger numbers.
         assert (grad - others[name]).norm() < 1e-4 * others[name].norm() + 1e-8, name
+
+
+TOKENS = {
+    "all different": list(range(90)),
+    "drawn": [7 * n * n % 23 for n in range(200)],
+    "runs over blocks": [3] * 10 + [5] * 200 + [1] * 54 + [96] * 64 + [0] * 3,
+    "a run fills whole blocks": [4] * 64 + [9] * 128 + [2],
+    "one token": [0],
+    "all equal": [95] * 130,
+}
+
+
+@runs
+@pytest.mark.parametrize("dim", [16, 33, 2050])
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_embedding_grad(tokens: list[int], dim: int) -> None:
+    """Rows of equal tokens are summed, all others are zeros, and the sums of squares are those of the gradient."""
+    order = torch.randperm(len(tokens))
+    tokens_BS = torch.tensor(tokens, device=DEVICE)[order.to(DEVICE)].view(1, -1)
+    weight_VD = torch.nn.Parameter(leaf(97, dim).detach())
+    request_grad_squares(weight_VD, True)
+    out_BSD, slope_BSD = embedding.embed(tokens_BS, weight_VD), leaf(1, len(tokens), dim).detach()
+    assert torch.equal(out_BSD, weight_VD[tokens_BS])
+    out_BSD.backward(slope_BSD)
+    expected_VD = torch.zeros(97, dim, dtype=torch.float64, device=DEVICE)
+    expected_VD.index_add_(0, tokens_BS[0], slope_BSD[0].double())
+    assert far(weight_VD.grad, expected_VD) < FAR
+    assert not weight_VD.grad[expected_VD.eq(0).all(1)].any()
+    squares = grad_squares_of(weight_VD)
+    if runs_fused(weight_VD):
+        assert squares is not None
+        assert squares.sum().item() == pytest.approx(weight_VD.grad.double().square().sum().item(), rel=1e-5)
+
+
+@pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that kernels were written for")
+def test_embedding_kernels_compile_without_a_gpu() -> None:
+    """Triton 3.6 cannot compile a `while` around a tensor, which its interpreter runs."""
+    from threefold.engine.kernels.elementwise import embedding_triton
+
+    sizes = {"D": 2050, "POSITIONS": 64, "COLUMNS": 2048}
+    tensors = {"grad_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp32", "squares_ptr": "*fp32"}
+    kinds = {**tensors, "sorted_ptr": "*i32", "order_ptr": "*i64", "T": "i32"}
+    compile_triton_for_hopper(embedding_triton._sum_embedding_runs, kinds, sizes, num_warps=8)
+    del kinds["grad_ptr"], kinds["order_ptr"]
+    compile_triton_for_hopper(embedding_triton._sum_embedding_parts, kinds, sizes, num_warps=8)

@@ -22,8 +22,9 @@ class SingleRank:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._updates: PendingUpdates | None = None
-        # Kernels of stacked expert weights sum the squares of gradients as they store them.
-        self._stacked = [p for p in model.parameters() if p.dim() == 3]
+        # Kernels of stacked expert weights and of embeddings sum the squares of gradients as they store them.
+        embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        self._with_squares = [p for p in model.parameters() if p.dim() == 3 or p in embeddings]
 
     @property
     def owned(self) -> list[OwnedShard]:
@@ -51,7 +52,7 @@ class SingleRank:
 
     def begin_step(self, passes: int) -> None:
         self.model.zero_grad(set_to_none=True)  # pending updates hold the gradients that they still need
-        for p in self._stacked:
+        for p in self._with_squares:
             request_grad_squares(p, passes == 1)  # gradients of several passes are added up behind the kernels
 
     def finish_grad_sync(self) -> None:
@@ -76,7 +77,7 @@ class SingleRank:
     @torch.no_grad()
     def grad_sum_of_squares(self) -> Tensor:
         first = next(self.model.parameters())
-        known = {p: sums_P for p in self._stacked if (sums_P := grad_squares_of(p)) is not None}
+        known = {p: sums_P for p in self._with_squares if (sums_P := grad_squares_of(p)) is not None}
         others = [p.grad for p in self.model.parameters() if p.grad is not None and p not in known]
         squares = sum_of_squares(others, norm_zero([first], first.device))
         return squares + torch.cat(list(known.values())).sum() if known else squares

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from threefold.engine.batch import Images
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
+from threefold.engine.layers.embedding import TokenEmbedding
 from threefold.engine.layers.head_gemms import HeadPrecision
 from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
@@ -32,6 +33,7 @@ from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_i
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
+from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.engine.vision.encoder import VisionEncoder, blank_images
 from threefold.engine.vision.features import PictureFeatures, stands_for_picture
 from threefold.engine.vision.projector import Projector
@@ -186,7 +188,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec, self.options, self.family = spec, options, FAMILIES[spec.family]
         # Without first values, for which torch would import its compiler on the meta device.
-        self.embed: nn.Module | None = nn.Embedding(spec.vocab, spec.dim, _weight=torch.empty(spec.vocab, spec.dim))
+        self.embed: nn.Module | None = TokenEmbedding(spec.vocab, spec.dim, _weight=torch.empty(spec.vocab, spec.dim))
         self.vision: VisionEncoder | None = None
         self.projector: Projector | None = None
         if spec.vision is not None:
@@ -211,6 +213,9 @@ class Decoder(nn.Module):
         self.share_pictures: SharePictures | None = None
         # Labels of each MTP depth over those of the next token, in a whole step; None: each microbatch has its own.
         self.depth_label_ratios: Tensor | None = None
+        # The gradient that the next loss will get (the label share of the microbatch), with which the loss makes its
+        # gradients. The runner of a microbatch sets it; None where it is not known.
+        self.expected_loss_grad: float | Tensor | None = None
         self.vocab_shard: VocabShard | None = None
 
     def make_norm(self, dim: int) -> nn.Module:
@@ -352,7 +357,8 @@ class Decoder(nn.Module):
     def compute_loss(self, hidden: list[Tensor], router_stats: NumberedStats, inputs: Inputs) -> Output:
         """The loss of the next token and, as a mean over depths, of those further ahead."""
         targets = inputs.targets_of_step(self.depth_label_ratios)
-        main, *depths = (self.mean_loss(state, target) for state, target in zip(hidden, targets, strict=True))
+        weights = [1.0, *(self.options.mtp_loss / (len(targets) - 1) for _ in targets[1:])]
+        main, *depths = (self.mean_loss(*each) for each in zip(hidden, targets, weights, strict=True))
         parts = {"ce": main, **({"mtp": torch.stack(depths).mean()} if depths else {})}
         total, aux = self.sum_losses(parts, router_stats)
         assert total is not None
@@ -362,11 +368,16 @@ class Decoder(nn.Module):
         """The logits over the whole vocabulary, behind the final norm."""
         return cap_logits(F.linear(head_input(hidden_BSD, self.spec), self.head_weight), self.spec)
 
-    def mean_loss(self, hidden_BSD: Tensor, target: Target) -> Tensor:
+    def mean_loss(self, hidden_BSD: Tensor, target: Target, weight: float = 1.0) -> Tensor:
+        """The mean over the labels of a target. `weight` is what it is multiplied by in the loss of the model."""
         x_TD = head_input(self.gather_loss_input(hidden_BSD), self.spec).flatten(0, 1)
         options = self.options.loss_chunk, self.vocab_shard, self.spec.logit_softcap, self.head_precision
-        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), *options)
-        return summed / target.num_labels.masked_fill(target.num_labels == 0, 1).to(summed.dtype)
+        divisor = target.num_labels.masked_fill(target.num_labels == 0, 1).to(fp32_or_wider(x_TD.dtype))
+        grad = self.expected_loss_grad
+        if grad is not None:
+            grad = (grad.to(divisor.dtype) if isinstance(grad, Tensor) else grad) * weight / divisor
+        summed = cross_entropy_sum(x_TD, self.head_weight, target.labels_BS.flatten(), *options, grad)
+        return summed / divisor
 
     def sum_losses(
         self, parts: dict[str, Tensor], router_stats: NumberedStats

@@ -11,7 +11,6 @@ Shapes: B batch, S sequence, D model dim, V this rank's shard of the vocabulary.
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.attention.gated_delta import GatedDelta
@@ -24,6 +23,7 @@ from threefold.engine.dist.collectives import gather_along, reduce_scatter_along
 from threefold.engine.dist.mesh import Group, Mesh
 from threefold.engine.dist.shard_placement import Placement, Range, even_range, replicated, shard_parameter
 from threefold.engine.layers.cross_entropy import VocabShard
+from threefold.engine.layers.embedding import embed
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.projection_norm import NormShard, ProjectionNorm
@@ -84,7 +84,7 @@ class VocabParallelEmbedding(nn.Module):
         index_BS = tokens_BS - self.vocab_shard.first
         is_remote_BS = (index_BS < 0) | (index_BS >= len(self.weight))
         if len(self.weight):
-            x_BSD = F.embedding(index_BS.masked_fill(is_remote_BS, 0), self.weight)
+            x_BSD = embed(index_BS.masked_fill(is_remote_BS, 0), self.weight)
             x_BSD = x_BSD.masked_fill(is_remote_BS[..., None], 0)
         else:  # there are more ranks than rows to share
             x_BSD = self.weight.new_zeros(*tokens_BS.shape, self.weight.shape[1]) + self.weight.sum()

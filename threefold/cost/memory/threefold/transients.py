@@ -5,6 +5,7 @@ hold at the same time. `b` below is the bytes of an element, `rows` the bytes of
 """
 
 import math
+from typing import NamedTuple
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes, for_layer, is_wide
@@ -35,8 +36,16 @@ FP8_CHUNKS_PER_WGRAD = 4  # chunks of the loss whose FP8 gradients wait for one 
 FP8_BLOCK_BYTES = 1 + FP32 / 128  # an element in blocks of 1 x 128, with its part of an fp32 scale
 
 
-def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
-    """Bytes while a chunk of logits becomes a loss, and bytes that all output layers save for the backward."""
+class LossBytes(NamedTuple):
+    """What the loss takes on one rank."""
+
+    peak: float  # while a chunk of logits becomes a loss
+    saved: float  # by all output layers, for the backward: gradients that it scales in place
+    cast: float  # weight gradients of one output layer in the dtype of the weight, where they were summed in fp32
+
+
+def loss_transients(local: LocalSizes, num_heads: int) -> LossBytes:
+    """The bytes of the loss, of which a model with multi-token prediction has several."""
     b, dim, s = local.element_bytes, local.model.dim, local.gathered_tokens
     vocab = -(-local.model.vocab // local.tp)
     max_tokens = max(64, LOGITS_CHUNK_BYTES.get(local.plan.chip.architecture, 5 * GIB) // (4 * vocab))
@@ -55,7 +64,7 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
     saved = b * dim * s + weight_grad
     if local.is_16_bit and on_gpu:
         # The gradient overwrites the logits, and cuBLAS accumulates into the head's gradient as it stores.
-        logits, accumulating = b * chunk * (vocab + dim * trains_head), float(weight_grad)
+        logits, accumulating = b * chunk * vocab, float(weight_grad)
     else:
         num_fp32 = 3 if local.is_16_bit or local.tp > 1 else 2
         logits = (num_fp32 * FP32 - (b if local.is_16_bit else 0)) * chunk * vocab
@@ -73,10 +82,11 @@ def loss_transients(local: LocalSizes, num_heads: int) -> tuple[float, float]:
         logits = max(logits + accumulating, b * chunk * vocab + slope + (accumulating if num_chunks > 1 else 0.0))
         slope = accumulating = 0.0
     logits += slope + accumulating
-    return logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved
+    cast = b * table * trains_head if sums_wider and local.is_16_bit else 0.0
+    return LossBytes(logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast)
 
 
-def _fp8_loss_transients(local: LocalSizes, num_heads: int, chunk: float) -> tuple[float, float]:
+def _fp8_loss_transients(local: LocalSizes, num_heads: int, chunk: float) -> LossBytes:
     """`loss_transients` where the output layer is in FP8. Each weight gradient is a tensor of its own, which is added
     to those before."""
     b, dim, s = local.element_bytes, local.model.dim, local.gathered_tokens
@@ -96,11 +106,12 @@ def _fp8_loss_transients(local: LocalSizes, num_heads: int, chunk: float) -> tup
     if local.plan.knobs.data_parallel != "zero1":  # the weight is quantized for one loss, and not kept
         peak += 2 * vocab * dim
     saved = b * dim * s + weight_grad
-    return peak + 2 * b * dim * s + (num_heads - 1) * saved, num_heads * saved
+    cast = b * vocab * dim * trains_head if s > wgrad_tokens else 0.0
+    return LossBytes(peak + 2 * b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast)
 
 
 def embedding_transients(local: LocalSizes, is_used_twice: bool) -> float:
-    """The gradient of the embedding table. A GPU sums its rows in fp32: one per token, and one more for every ten.
+    """The gradient of the embedding table. A GPU keeps two rows in fp32 for every 64 tokens.
 
     A table that is used twice has a gradient from each use, and their sum.
     """
@@ -108,7 +119,7 @@ def embedding_transients(local: LocalSizes, is_used_twice: bool) -> float:
     if "embedding" not in local.saved_inputs:
         return 0.0
     tables = (3 if is_used_twice else 1) * local.model.vocab / local.tp
-    in_fp32 = 1.1 * FP32 * dim * local.gathered_tokens if local.has_fused_kernels and not is_used_twice else 0.0
+    in_fp32 = 2 / 64 * FP32 * dim * local.gathered_tokens if local.has_fused_kernels and not is_used_twice else 0.0
     return b * dim * (tables + local.tokens) + in_fp32
 
 
