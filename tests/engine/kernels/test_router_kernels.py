@@ -113,7 +113,7 @@ def test_interpreted_losses_and_gradients(name: str, losses: tuple[str, ...]) ->
 @runs
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_interpreted_gemm_inside_and_gradient_of_logits(name: str) -> None:
-    """`route_tokens` is the GEMM and `route_logits`; a gradient of the logits themselves is added."""
+    """`route_tokens` is the GEMM and `route_logits`; gradients of the logits and of the tokens themselves are added."""
     router = router_of(KINDS[name], torch.bfloat16 if HAS_GPU else torch.float32)
     x_TD = torch.randn(70, DIM).to(DEVICE, router.weight.dtype).requires_grad_()
     options = router._router_options(70, ("aux",), 1)
@@ -121,9 +121,14 @@ def test_interpreted_gemm_inside_and_gradient_of_logits(name: str) -> None:
     outside = topk_router.route_logits(x_TD.float() @ router.weight.float().t(), None, options)
     assert torch.equal(inside.expert_TK, outside.expert_TK)
     slopes = [torch.randn_like(inside.weight_TK), torch.randn_like(inside.logits_TE), torch.ones((), device=DEVICE)]
+    slopes.append(torch.randn_like(x_TD))
+    assert inside.x_TD is not None
+    assert outside.x_TD is None
     grads = [
-        torch.autograd.grad([made.weight_TK, made.logits_TE, made.losses["aux"]], [x_TD, router.weight], slopes)
-        for made in (inside, outside)
+        torch.autograd.grad(
+            [made.weight_TK, made.logits_TE, made.losses["aux"], 3 * tokens_TD], [x_TD, router.weight], slopes
+        )
+        for made, tokens_TD in ((inside, inside.x_TD), (outside, x_TD))
     ]
     assert all(far(one, other) < (4e-3 if HAS_GPU else 1e-5) for one, other in zip(*grads, strict=True))
 

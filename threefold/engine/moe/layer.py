@@ -65,6 +65,7 @@ class MoeLayer(nn.Module):
         if self.runs_in_chunks(x_BSD) or self.runs_fused(x_BSD):
             # The router sees all tokens at once: its losses and statistics are those of whole sequences.
             routing, stats = self.route_and_measure(len(x_BSD), x_TD)
+            x_TD = x_TD if routing.x_TD is None else routing.x_TD
             y_TD = self.compute_tokens(x_TD, routing.weight_TK, routing.expert_TK, routing.starts)
             return y_TD.view_as(x_BSD), stats
         routing, state = self.route(x_TD, len(x_BSD))

@@ -43,6 +43,7 @@ class Routing:
         entropy: Tensor | None = None,
         losses: dict[str, Tensor] | None = None,
         starts: ChunkStarts | None = None,
+        x_TD: Tensor | None = None,
     ) -> None:
         self.weight_TK, self.expert_TK, self.logits_TE = weight_TK, expert_TK, logits_TE
         self._scores_TE, self._score = scores_TE, score
@@ -52,6 +53,8 @@ class Routing:
         self.losses = losses or {}
         # Where the rows of each expert start, for the fused experts; None where they must sort from the beginning.
         self.starts = starts
+        # The tokens for the experts, whose gradient comes back through the router; None where it does not.
+        self.x_TD = x_TD
 
     @cached_property
     def scores_TE(self) -> Tensor:  # noqa: N802 - a tensor and its shape
@@ -85,6 +88,8 @@ class Router(nn.Module):
         if self.input_scale is not None:
             x_TD = x_TD * (self.input_scale * x_TD.shape[-1] ** -0.5)
         routing = self._choose_and_weigh(x_TD, losses, num_sequences)
+        if self.input_scale is not None:
+            routing.x_TD = None  # the experts read what is not scaled
         if self.expert_scale is not None:
             scale_E1 = self.expert_scale.to(routing.weight_TK.dtype)[:, None]
             # The backward of an embedding adds up its rows in a fixed order, that of an index does not.
@@ -127,6 +132,7 @@ class Router(nn.Module):
             entropy=made.entropy,
             losses=made.losses,
             starts=made.starts,
+            x_TD=made.x_TD,
         )
 
     def _router_options(self, num_tokens: int, losses: tuple[str, ...] = (), num_sequences: int = 1) -> TopKOptions:

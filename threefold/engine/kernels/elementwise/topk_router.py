@@ -72,20 +72,26 @@ class TopKResult:
     entropy: Tensor  # entropy of the scores in nats, mean over tokens
     losses: dict[str, Tensor]
     starts: ChunkStarts
+    x_TD: Tensor | None = None  # see `route_tokens`
 
 
 def route_tokens(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, options: TopKOptions) -> TopKResult:
     """Route an input in bf16 with a router in bf16. `bias_E` is added to the scores that are compared, and does not
-    change the weights."""
+    change the weights.
+
+    The result has the input once more. Its gradient comes back through the router, whose GEMM adds to it in place: so
+    autograd need not add up the gradients that experts and router have for their common input. What uses it must make
+    a gradient of its own.
+    """
     chosen = _Chosen()
-    weight_TK, logits_TE, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen)
-    return _result(weight_TK, logits_TE, losses, chosen)
+    weight_TK, logits_TE, x_TD, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen)
+    return _result(weight_TK, logits_TE, losses, chosen, x_TD)
 
 
 def route_logits(logits_TE: Tensor, bias_E: Tensor | None, options: TopKOptions) -> TopKResult:
     """The same for logits that were computed elsewhere, in fp32."""
     chosen = _Chosen()
-    weight_TK, _, *losses = _Route.apply(logits_TE, None, bias_E, options, chosen)
+    weight_TK, _, _, *losses = _Route.apply(logits_TE, None, bias_E, options, chosen)
     return _result(weight_TK, logits_TE, losses, chosen)
 
 
@@ -116,9 +122,12 @@ class _Chosen:
     starts: ChunkStarts
 
 
-def _result(weight_TK: Tensor, logits_TE: Tensor, losses: list[Tensor | None], chosen: _Chosen) -> TopKResult:
+def _result(
+    weight_TK: Tensor, logits_TE: Tensor, losses: list[Tensor | None], chosen: _Chosen, x_TD: Tensor | None = None
+) -> TopKResult:
     computed = {name: loss for name, loss in zip(FUSED_LOSSES, losses, strict=True) if loss is not None}
-    return TopKResult(weight_TK, chosen.expert_TK, logits_TE, chosen.load_E, chosen.entropy, computed, chosen.starts)
+    made = weight_TK, chosen.expert_TK, logits_TE, chosen.load_E, chosen.entropy, computed, chosen.starts
+    return TopKResult(*made, x_TD)
 
 
 class _Route(torch.autograd.Function):
@@ -164,14 +173,14 @@ class _Route(torch.autograd.Function):
         ctx.options, ctx.sequences = options, sequences
         chosen.expert_TK, chosen.load_E, chosen.entropy = expert_TK, load_E, entropy
         chosen.starts = ChunkStarts(start_PE, ends_E, starts_F, tokens)
-        return weight_TK, None if weight_ED is None else logits_TE, *scalars
+        return (weight_TK, None, None, *scalars) if weight_ED is None else (weight_TK, logits_TE, given, *scalars)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_TK, grad_TE, *loss_grads = grads
+        grad_TK, grad_TE, grad_TD, *loss_grads = grads
         x_TD, weight_ED, logits_TE, expert_TK, total = ctx.saved_tensors
         if grad_TK is None and grad_TE is None and all(grad is None for grad in loss_grads):
-            return None, None, None, None, None
+            return grad_TD, None, None, None, None
         num_tokens, num_experts = logits_TE.shape
         if weight_ED is None:
             out = torch.empty_like(logits_TE)
@@ -185,7 +194,7 @@ class _Route(torch.autograd.Function):
             launch_topk_grad(weight_grad, logits_grad, tuple(loss_grads), *saved, out, ctx.options, ctx.sequences)
         if weight_ED is None:
             return out, None, None, None, None
-        return *_gemm_grads(out, x_TD, weight_ED, ctx.needs_input_grad), None, None, None
+        return *_gemm_grads(out, x_TD, weight_ED, ctx.needs_input_grad, grad_TD), None, None, None
 
 
 class _RouterLogits(torch.autograd.Function):
@@ -206,13 +215,19 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def _gemm_grads(
-    grad_TX: Tensor, x_TD: Tensor | None, weight_ED: Tensor, wanted: tuple[bool, ...]
+    grad_TX: Tensor,
+    x_TD: Tensor | None,
+    weight_ED: Tensor,
+    wanted: tuple[bool, ...],
+    grad_TD: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and weight from that of the logits, which comes in two bf16 parts side by side."""
+    """Gradients of input and weight from that of the logits, which comes in two bf16 parts side by side. That of the
+    input is added to `grad_TD`."""
     num_experts = len(weight_ED)
     x_grad = weight_grad = None
     if wanted[0]:
-        x_grad = grad_TX @ torch.cat([weight_ED, weight_ED])
+        twice_XD = torch.cat([weight_ED, weight_ED])
+        x_grad = grad_TX @ twice_XD if grad_TD is None else grad_TD.addmm_(grad_TX, twice_XD)
     if wanted[1]:
         assert x_TD is not None
         both_XD = _gemm(grad_TX.t(), x_TD, torch.float32)
