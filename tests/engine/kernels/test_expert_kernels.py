@@ -219,23 +219,23 @@ def test_row_gemms_compile_without_a_gpu(transposed: bool) -> None:
     rows = {"rows": 256, "half_rows": 128, "extra_rows": 32, "w": 64, "out": 64}
     kinds = {name: blocks("bf16", size, 64) for name, size in rows.items()}
     kinds |= {"out_ptr": "*bf16", "table_ptr": "*i32", "total_ptr": "*i32", "max_tiles": "i32"}
-    options = {"K": 768, "N": 2048, "STAGES": 4, "GROUP": 1, "TRANSPOSED": transposed}
+    options = {"K": 768, "N": 2048, "GROUP": 1, "TRANSPOSED": transposed}
     compile_for_hopper(_row_gemm_kernel, kinds, options)
 
 
 @pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")
-@pytest.mark.parametrize("sizes", [(1536, 2048), (128, 64)])
-@pytest.mark.parametrize("gathered", ["left", "right"])
+@pytest.mark.parametrize("sizes", [(1536, 2048), (256, 320)])
+@pytest.mark.parametrize(("gathered", "parts"), [("left", 2), ("right", 2), ("right", 3)])
 @pytest.mark.parametrize("adds", [False, True])
-def test_weight_gradients_compile_without_a_gpu(adds: bool, gathered: str, sizes: tuple[int, int]) -> None:
+def test_weight_gradients_compile_without_a_gpu(adds: bool, gathered: str, parts: int, sizes: tuple[int, int]) -> None:
     """Gluon kernels cannot be interpreted."""
-    from threefold.engine.kernels.experts.hopper.wgrad import _wgrad_kernel
+    from threefold.engine.kernels.experts.hopper.wgrad import _STAGES, _wgrad_kernel
 
-    by_row = blocks("bf16", 64, 256 if gathered == "left" else 64)
+    by_row = blocks("bf16", 64, 128 if gathered == "left" else 64)
     kinds = {"by_token": "*bf16", "by_row": by_row, "out": blocks("bf16", 64, 128)}
     kinds |= {"token_ptr": "*i32", "out_ptr": "*fp32" if adds else "*bf16", "ends_ptr": "*i32", "order_ptr": "*i32"}
     kinds |= {"num_experts": "i32", "squares_ptr": "*fp32"}
-    options = {"STAGES": 4, "GROUP": 4, "LEFT": gathered == "left", "GATHER": True}
+    options = {"PARTS": parts, "STAGES": _STAGES[parts], "GROUP": 4, "LEFT": gathered == "left", "GATHER": True}
     options |= {"ADD": adds, "SQUARES": not adds}
     compile_for_hopper(_wgrad_kernel, kinds, {"M": sizes[0], "N": sizes[1], **options})
 
@@ -322,11 +322,11 @@ def test_weight_gradients_in_gluon_equal_those_in_triton(gathered: str, dtype: A
     num_rows, num_tokens = int(ends_E[-1]), 100
     token_R = torch.randint(num_tokens, (num_rows,), dtype=torch.int32, device="cuda")
     for width in (320, 384):
-        sides = (randn(num_tokens, 192), randn(num_rows, width))
+        sides = (randn(num_tokens, 256), randn(num_rows, width))
         sides = sides if gathered == "left" else (sides[1], sides[0])
         given = *sides, token_R, gathered, ends_E, order_E
         expected = grouped_wgrad(*given, TritonConfig(stages=3))
-        for config in (GluonConfig(), GluonConfig(stages=3, group=4)):
+        for config in (GluonConfig(), GluonConfig(group=4)):
             squares_P = torch.full((wgrad.num_squares(torch.device("cuda")),), torch.nan, device="cuda")
             grad = wgrad.grouped_wgrad(*given, config, squares_P=squares_P)
             assert relative_error(grad, expected) < 1e-3
@@ -347,7 +347,7 @@ def test_weight_gradients_in_gluon_equal_those_in_triton(gathered: str, dtype: A
     ("num_experts", "inner", "outer", "dtype", "config"),
     [
         (24, 192, 384, torch.bfloat16, GluonConfig(group=1)),
-        (24, 256, 256, torch.float16, GluonConfig(stages=3, group=4)),
+        (24, 256, 256, torch.float16, GluonConfig(group=4)),
         (23, 64, 1024, torch.bfloat16, GluonConfig(group=2)),
         (2, 256, 128, torch.bfloat16, GluonConfig(group=1)),
     ],

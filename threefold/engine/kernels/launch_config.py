@@ -35,7 +35,6 @@ class TritonConfig:
 class GluonConfig:
     """Launch options of our GEMMs in Gluon, for Hopper, whose tiles are fixed (`experts/hopper/`)."""
 
-    stages: int = 4  # loads in flight
     group: int = 2  # tiles of rows that come before the next tile of columns
 
 

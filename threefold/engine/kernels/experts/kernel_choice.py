@@ -42,8 +42,8 @@ _GLUON_STEPS = ("down", "input_grad", "up_grad", "down_grad")
 _GLUON_ROWS = 64  # rows that a warp group stores at a time: those of a weight gradient must be a multiple
 # A row GEMM has tiles of so many columns and sums so many values in a step: those of the weight must be multiples.
 _GLUON_COLUMNS, _GLUON_SUMMED = 128, 64
-# The smallest weight, in rows and in columns, that runs in Gluon. Smaller ones were not measured. Below 128 rows the
-# second warp group would have none, and Triton 3.6 does not compile such a kernel where it adds to a main gradient.
+# The smallest weight, in rows and in columns, that runs in Gluon. Smaller ones were not measured. Below the rows of a
+# tile a part of it would have none, and Triton 3.6 does not compile such a kernel where it adds to a main gradient.
 _MIN_GLUON_SIZE = 256
 StepConfig = TritonConfig | GluonConfig | CuteConfig | None
 

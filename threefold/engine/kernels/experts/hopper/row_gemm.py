@@ -31,6 +31,7 @@ from threefold.engine.kernels.launch_config import GluonConfig, num_programs
 
 TILE_ROWS, EXTRA_ROWS = 256, 32  # rows of a tile, and how many more the last tile of an expert may have
 TILE_COLUMNS = 128
+STAGES: gl.constexpr = gl.constexpr(4)  # loads in flight
 BK: gl.constexpr = gl.constexpr(64)  # values that are summed in one step
 ROWS: gl.constexpr = gl.constexpr(TILE_ROWS)
 HALF_ROWS: gl.constexpr = gl.constexpr(TILE_ROWS // 2)
@@ -49,7 +50,7 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
     _row_gemm_kernel[(num_programs(a_RK.device, 1),)](
         gluon_blocks(weight.flatten(0, 1), 64, 64), *(gluon_blocks(a_RK, size, 64) for size in sizes),
         gluon_blocks(out_RN, 64, 64), out_RN, tiles.table, tiles.total, tiles.table.shape[1], inner, outer,
-        config.stages, config.group, transposed, num_warps=4,
+        config.group, transposed, num_warps=4,
     )  # fmt: skip
     return out_RN
 
@@ -58,7 +59,7 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
 @gluon.jit
 def _row_gemm_kernel(
     w, rows, half_rows, extra_rows, out, out_ptr, table_ptr, total_ptr, max_tiles, K: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a0 = gl.allocate_shared_memory(w.dtype, [STAGES, 64, 64], layout)
@@ -76,11 +77,11 @@ def _row_gemm_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, a0, b, extra, out, out_ptr, out0, full, empty, table_ptr, total_ptr, max_tiles, K, N,
-                         STAGES, GROUP, TRANSPOSED)),
+                         GROUP, TRANSPOSED)),
             (_multiply, (1, a1, b, extra, out, out_ptr, out1, full, empty, table_ptr, total_ptr, max_tiles, K, N,
-                         STAGES, GROUP, TRANSPOSED)),
+                         GROUP, TRANSPOSED)),
             (_load, (w, rows, half_rows, extra_rows, a0, a1, b, extra, full, empty, table_ptr, total_ptr, max_tiles, K,
-                     N, STAGES, GROUP, TRANSPOSED)),
+                     N, GROUP, TRANSPOSED)),
         ],
         [4, 1],
         [232, 40],
@@ -100,7 +101,7 @@ def _load_tile(tile, total, table_ptr, max_tiles, N: gl.constexpr, GROUP: gl.con
 @gluon.jit
 def _load(
     w, rows, half_rows, extra_rows, a0, a1, b, extra, full, empty, table_ptr, total_ptr, max_tiles, K: gl.constexpr,
-    N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    N: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     count = 0
     total = gl.load(total_ptr)
@@ -148,7 +149,7 @@ def _load(
 @gluon.jit
 def _multiply(
     WHICH: gl.constexpr, a, b, extra, out, out_ptr, buffer, full, empty, table_ptr, total_ptr, max_tiles,
-    K: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """One of two warp groups: half the columns of every tile."""
     total = gl.load(total_ptr)
@@ -160,16 +161,16 @@ def _multiply(
         col += WHICH * GROUP_N
         number = tile // gl.num_programs(0)
         if num_rows > ROWS:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N, STAGES,
+            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
                           TRANSPOSED, ROWS, True)  # fmt: skip
         elif num_rows > HALF_ROWS + EXTRA:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N, STAGES,
+            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
                           TRANSPOSED, ROWS, False)  # fmt: skip
         elif num_rows > HALF_ROWS:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N, STAGES,
+            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
                           TRANSPOSED, HALF_ROWS, True)  # fmt: skip
         else:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N, STAGES,
+            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
                           TRANSPOSED, HALF_ROWS, False)  # fmt: skip
         first, num_rows, col = next_first, next_num_rows, next_col
     tma.store_wait(0)
@@ -178,7 +179,7 @@ def _multiply(
 @gluon.jit
 def _compute_tile(
     a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BR: gl.constexpr, HAS_EXTRA: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BR: gl.constexpr, HAS_EXTRA: gl.constexpr,
 ):  # fmt: skip
     """A tile of BR rows, and of up to 32 more if HAS_EXTRA; `number` counts the tiles of this program."""
     NUM_STEPS: gl.constexpr = K // BK
