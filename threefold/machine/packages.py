@@ -43,7 +43,7 @@ PACKAGES = (
     Package(
         "flash-attn-4",
         "flash_attn.cute",
-        "FlashAttention-4, where `calibrate PLAN` measures it as the fastest",
+        "FlashAttention-4, where an H200 or `calibrate PLAN` measured it as the fastest",
         "pip install 'threefold[fa4]'",
     ),
     Package("deep_ep", "deep_ep", "DeepEP (knobs.dispatcher=deepep)", f"build it from {_DEEPEP}", "Buffer"),

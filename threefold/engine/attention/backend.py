@@ -156,13 +156,13 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> T
     """Plain causal attention by the kernel that is fastest at this size, or the next one that supports it."""
     names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2], speeds_measured_here(q.device))
     is_saved = saves_outputs(CORE_ATTENTION)  # then a kernel whose log-sum-exps can be had
-    if names[0] == "fa4" and not is_saved and has_flash_attention_4(q.device):
+    heads = query_heads_per_group(q.shape[1], k.shape[1], 4 * q.numel() // q.shape[1])
+    if names[0] == "fa4" and not is_saved and heads == q.shape[1] and has_flash_attention_4(q.device):
         count_event("attention", "FlashAttention-4")
         return flash_attention_4(q, k, v, scale=scale)
     names = [name for name in names if name in SDPA]
     backends = [*(SDPA[name] for name in names), SDPBackend.EFFICIENT_ATTENTION]
     grouped = q.shape[1] != k.shape[1]
-    heads = query_heads_per_group(q.shape[1], k.shape[1], 4 * q.numel() // q.shape[1])
     if (heads < q.shape[1] or is_saved) and names[:1] == ["cudnn"] and _cudnn_supports(q, k, v, grouped):
         count_event("attention", "cuDNN, some heads at a time" if heads < q.shape[1] else "cuDNN, output saved")
         return attend_in_head_groups(q, k, v, scale, heads)

@@ -2,7 +2,8 @@
 
 The built-in table holds causal training in bf16 on an H200, measured by `benchmarks/attention.py` (torch 2.11, cuDNN
 9.19; `benchmarks/results/attention-h200.json`). `engine/tune/attention_kernels.py` measures the kernels on the machine
-at hand. MLA has values narrower than keys: cuDNN takes them as they are, and flash needs them padded.
+at hand. FlashAttention-4 ("fa4") is in the table whether it is installed or not. MLA has values narrower than keys:
+cuDNN takes them as they are, and flash needs them padded.
 """
 
 from collections.abc import Sequence
@@ -33,12 +34,12 @@ class KernelSpeed:
 MEASURED = (
     KernelSpeed(64, 64, 4096, {"cudnn": 332, "flash": 232}),
     KernelSpeed(64, 64, 32768, {"cudnn": 430, "flash": 290}),
-    KernelSpeed(128, 128, 4096, {"cudnn": 460, "flash": 250}),
-    KernelSpeed(128, 128, 32768, {"cudnn": 562, "flash": 328}),
+    KernelSpeed(128, 128, 4096, {"cudnn": 460, "flash": 250, "fa4": 517}),
+    KernelSpeed(128, 128, 32768, {"cudnn": 562, "flash": 328, "fa4": 612}),
     KernelSpeed(128, 128, 131072, {"cudnn": 538, "flash": 325}),
-    KernelSpeed(192, 128, 4096, {"cudnn": 473, "flash": 202}),
+    KernelSpeed(192, 128, 4096, {"cudnn": 473, "flash": 202, "fa4": 502}),
     KernelSpeed(192, 128, 16384, {"cudnn": 491, "flash": 235}),
-    KernelSpeed(192, 128, 32768, {"cudnn": 507, "flash": 241}),
+    KernelSpeed(192, 128, 32768, {"cudnn": 507, "flash": 241, "fa4": 530}),
     KernelSpeed(192, 128, 65536, {"cudnn": 504, "flash": 240}),
     KernelSpeed(256, 256, 4096, {"cudnn": 288, "flash": 205}),
     KernelSpeed(256, 256, 32768, {"cudnn": 438, "flash": 275}),
@@ -49,14 +50,16 @@ def fastest_first(dim: int, value_dim: int, length: int, here: Sequence[KernelSp
     """Names of the kernels, fastest first, by the nearest measurement.
 
     Measurements of this machine (`here`) count where they have these head dims; else `MEASURED` does, nearest in head
-    dims first and then in length.
+    dims first and then in length. FlashAttention-4 may not take other head dims than those it was measured with.
     """
     same_dims = [measured for measured in here if measured.kernels and not _head_dim_distance(measured, dim, value_dim)]
 
     def distance(measured: KernelSpeed) -> tuple[int, float]:
         return _head_dim_distance(measured, dim, value_dim), abs(log(measured.length / max(length, 1)))
 
-    return [name for name, _ in min(same_dims or MEASURED, key=distance).ranked()]
+    nearest = min(same_dims or MEASURED, key=distance)
+    is_other = _head_dim_distance(nearest, dim, value_dim) > 0
+    return [name for name, _ in nearest.ranked() if not (is_other and name == "fa4")]
 
 
 def _head_dim_distance(measured: KernelSpeed, dim: int, value_dim: int) -> int:
