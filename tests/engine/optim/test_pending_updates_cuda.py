@@ -65,7 +65,7 @@ def test_deferred_updates_are_those_of_a_plain_step(kind: str, events: str, link
 
 
 def test_states_are_pinned_and_slots_are_all_the_device_memory() -> None:
-    weights = {f"w{n}": torch.randn(700, 900, device=CUDA).bfloat16().requires_grad_() for n in range(6)}
+    weights = {f"w{n}": torch.randn(700, 900, device=CUDA).bfloat16().requires_grad_() for n in range(10)}
     before = torch.cuda.memory_allocated()
     optimizer = AdamW(weights.items(), 0.1, offload=1.0)
     slots = optimizer.host.slot_memory

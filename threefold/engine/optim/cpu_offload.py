@@ -19,10 +19,12 @@ from torch import Tensor
 from threefold.engine.device import is_simulated
 from threefold.engine.optim.pending_updates import PendingUpdates
 
-NUM_SLOTS = 4  # chunks on the device: one is updated, one comes, one leaves, and one more keeps the link from waiting
-CHUNKS_PER_STEP = 128  # so that slots take three percent of the states, and few copies queue up in the streams
+# Chunks on the device. An update waits until a kernel of the forward beside it leaves the multiprocessors, some
+# milliseconds with many tokens; so long the link goes on with the chunks behind it.
+NUM_SLOTS = 8
+CHUNKS_PER_STEP = 128  # so that slots take six percent of the states, and few copies queue up in the streams
 MIN_CHUNK = 2**21  # elements: copies of 4 MiB or more saturate the link (measured on an H200)
-MAX_CHUNK = 2**25  # elements: slots of 1.5 GiB
+MAX_CHUNK = 2**24  # elements: slots of 1.5 GiB
 _ALIGN = 256  # bytes: a view of any dtype starts at a multiple, as kernels want
 
 

@@ -24,7 +24,7 @@ from threefold.plan.plan import Plan
 ORTHOGONALIZED_ELEMENTS = 2**26  # elements of the matrices that Muon orthogonalizes together
 # Optimizer states on the host pass through the device in chunks: how many at a time, chunks of a whole step, and the
 # least and most elements of a chunk.
-NUM_SLOTS, CHUNKS_PER_STEP, MIN_CHUNK, MAX_CHUNK = 4, 128, 2**21, 2**25
+NUM_SLOTS, CHUNKS_PER_STEP, MIN_CHUNK, MAX_CHUNK = 8, 128, 2**21, 2**24
 
 
 def rank_parameters(plan: Plan, contents: StageContents) -> Sequence[LocalParameter]:
