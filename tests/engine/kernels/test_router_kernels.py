@@ -124,6 +124,7 @@ def test_interpreted_gemm_inside_and_gradient_of_logits(name: str) -> None:
     slopes.append(torch.randn_like(x_TD))
     assert inside.x_TD is not None
     assert outside.x_TD is None
+    assert topk_router.route_tokens(x_TD.detach(), router.weight, None, options).x_TD is None
     grads = [
         torch.autograd.grad(
             [made.weight_TK, made.logits_TE, made.losses["aux"], 3 * tokens_TD], [x_TD, router.weight], slopes

@@ -209,6 +209,13 @@ def test_comparison_misses_an_axis_that_was_not_used(case: str, axis: str) -> No
     assert f"nothing travelled along {axis}" in compared(seen(), case=case).problems
 
 
+def test_dynamic_cp_need_not_spread_any_document() -> None:
+    [chosen] = [one for one in CASES if one.name == "cp"]
+    plan = replace(chosen.plan, knobs=replace(chosen.plan.knobs, cp_dynamic=True))
+    assert plan.shards_dynamically
+    assert not compare_results(plan, seen(), [seen()]).problems
+
+
 @pytest.mark.parametrize(("trained", "axes"), [("layers.0.ffn.experts.up_lora_a", {"ep"}), ("w", {"ep", "dp"})])
 def test_dp_carries_gradients_of_all_but_experts(trained: str, axes: set[str]) -> None:
     """EP over DP: adapters of experts alone leave nothing that data-parallel ranks would reduce."""

@@ -137,6 +137,8 @@ def _unused_axes(plan: Plan, ranks: Sequence[RankResults]) -> Iterator[str]:
     # Gradients of experts travel along edp, and all others along dp. Adapters may train one kind alone.
     is_expert = {".experts." in name for rank in ranks for name, *_ in rank.gradients}
     needed = {"edp": True in is_expert, "dp": False in is_expert}
+    # With dynamic CP all documents of a short run may be so short that each fits one rank.
+    needed["cp"] = not plan.shards_dynamically
     for axis in AXES:
         if plan.layout.degree(axis) > 1 and axis not in used and needed.get(axis, True):
             yield axis

@@ -50,12 +50,15 @@ def compare_with_one_rank(
     limit: float = LIMIT_SECONDS,
 ) -> Comparison:
     """Run the plan on forked ranks and on one rank, and compare."""
-    options = options or replace(options_of(plan), expert_backend="loop")
-    if options.lora is not None:  # with a B of zeros no gradient of A would be compared
-        options = replace(options, lora=replace(options.lora, draws_b=True))
+    options = with_random_adapters(options or replace(options_of(plan), expert_backend="loop"))
     one_rank = run_one_rank(plan, steps, dtype, options, limit)
     ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, limit=limit)
     return compare_results(plan, one_rank, ranks)
+
+
+def with_random_adapters(options: Options) -> Options:
+    """LoRA adapters whose B begins with random numbers: with zeros no gradient of A would be compared."""
+    return options if options.lora is None else replace(options, lora=replace(options.lora, draws_b=True))
 
 
 def run_one_rank(

@@ -81,11 +81,11 @@ def route_tokens(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, options
 
     The result has the input once more. Its gradient comes back through the router, whose GEMM adds to it in place: so
     autograd need not add up the gradients that experts and router have for their common input. What uses it must make
-    a gradient of its own.
+    a gradient of its own. An input that needs no gradient is not in the result, where it would need one.
     """
     chosen = _Chosen()
-    weight_TK, logits_TE, x_TD, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen)
-    return _result(weight_TK, logits_TE, losses, chosen, x_TD)
+    weight_TK, logits_TE, same_TD, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen)
+    return _result(weight_TK, logits_TE, losses, chosen, same_TD if x_TD.requires_grad else None)
 
 
 def route_logits(logits_TE: Tensor, bias_E: Tensor | None, options: TopKOptions) -> TopKResult:
