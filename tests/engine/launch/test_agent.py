@@ -46,7 +46,8 @@ while step < last and not asked:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and fate == "fails":
         sys.exit("no such luck")
-    if rank == 1 and fate == "refuses":
+    if fate == "refuses" and rank == 1 or fate == "all refuse" and step == (1 if rank else 20):
+        print("a finding", flush=True)
         sys.exit(78)
     time.sleep(0.01)
 if asked:
@@ -130,6 +131,16 @@ def test_a_finding_of_a_rank_is_not_tried_again(tmp_path: Path, toy: Any) -> Non
     assert launch_ranks(toy("refuses", FOREVER), 2, 3, tmp_path) == 1
     assert (tmp_path / "step-1").read_text() == "1"
     assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_a_finding_of_all_ranks_is_told_by_rank_0_alone(
+    tmp_path: Path, toy: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the others end before it."""
+    assert launch_ranks(toy("all refuse", FOREVER), 3, 3, tmp_path) == 1
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("a finding") == 1
+    assert said.err == "rank 0 of 3 cannot run what it was given\n"
 
 
 def test_an_agent_that_nobody_reads_goes_on(tmp_path: Path, toy: Any) -> None:

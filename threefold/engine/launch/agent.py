@@ -25,6 +25,8 @@ from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError
 
 LOGS, POLL_SECONDS = "logs", 0.05
+# How long rank 0 may go on after another rank refused. Mostly all refuse for one reason, which rank 0 has told already.
+REFUSAL_SECONDS = 3.0
 
 
 @dataclass
@@ -86,12 +88,20 @@ class Agent:
 
     def _wait(self) -> RankProcess | None:
         """Wait until all ranks ended well (None) or one failed; returns the rank whose end explains most."""
-        while True:
-            ended = [rank for rank in self.ranks if rank.has_ended]
-            failed = [rank for rank in ended if rank.process.returncode]
-            if failed or len(ended) == self.nproc:
-                return min(failed, key=_blame_order, default=None)
+        first_failure: float | None = None
+        while not all(rank.has_ended for rank in self.ranks):
+            blamed = self._blamed()
+            if blamed is not None:
+                first_failure = first_failure or time.monotonic()
+                refused = blamed.process.returncode == REFUSED and blamed.number > 0
+                if not refused or time.monotonic() > first_failure + REFUSAL_SECONDS:
+                    break
             time.sleep(POLL_SECONDS)
+        return self._blamed()
+
+    def _blamed(self) -> RankProcess | None:
+        failed = [rank for rank in self.ranks if rank.has_ended and rank.process.returncode]
+        return min(failed, key=_blame_order, default=None)
 
     def _handle_failure(self, failed: RankProcess, attempt: int) -> int | None:
         """Report the failure; returns the exit code, or None to restart all ranks."""
