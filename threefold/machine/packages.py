@@ -43,7 +43,7 @@ PACKAGES = (
     Package(
         "flash-attn-4",
         "flash_attn.cute",
-        "FlashAttention-4, where an H200 or `calibrate PLAN` measured it as the fastest",
+        "FlashAttention-4, where `calibrate PLAN`, or an H200 with release 4.0.0b36, found it fastest",
         "pip install 'threefold[fa4]'",
     ),
     Package("deep_ep", "deep_ep", "DeepEP (knobs.dispatcher=deepep)", f"build it from {_DEEPEP}", "Buffer"),

@@ -12,7 +12,7 @@ from plans import build
 from tiny_models import FAMILIES, spec_of
 
 from threefold.dryrun.rehearse_rank import rehearse_rank
-from threefold.engine.attention import backend
+from threefold.engine.attention import backend, flash_attention_4
 from threefold.engine.attention.backend import attend, reference
 from threefold.engine.attention.head_groups import cudnn_head_groups as grouped
 from threefold.engine.attention.head_groups.cudnn_head_groups import attend_in_head_groups
@@ -203,15 +203,16 @@ def test_no_tensor_grows_with_rows_at_256k(names: tuple[str, ...]) -> None:
 def test_the_fastest_kernel_is_the_one_measured_nearest() -> None:
     rows = {(one.dim, one.value_dim, one.length): one.kernels for one in MEASURED}
     for size, kernels in rows.items():
-        assert kernels[fastest_first(*size)[0]] == max(kernels.values())
+        assert kernels[fastest_first(*size, has_fa4=True)[0]] == max(kernels.values())
+        assert "fa4" not in fastest_first(*size)  # another release of it, or none
         assert kernels.keys() <= {*SDPA, "fa4"}  # what is measured here is what can be chosen
     # Between two lengths the nearer one, as lengths double; between head dims the nearer one, whatever the length.
     assert fastest_first(128, 128, 1) == fastest_first(128, 128, 4096)
     assert fastest_first(128, 128, 10**6) == fastest_first(128, 128, 131072)
     assert fastest_first(96, 96, 32768) == fastest_first(64, 64, 32768)
     assert set(fastest_first(192, 128, 4096)) >= {"cudnn", "flash"}
-    assert fastest_first(128, 128, 4096)[0] == "fa4"
-    assert "fa4" not in fastest_first(120, 120, 4096)  # it may not take these heads
+    assert fastest_first(128, 128, 4096, has_fa4=True)[0] == "fa4"
+    assert "fa4" not in fastest_first(120, 120, 4096, has_fa4=True)  # it may not take these heads
 
 
 HERE = KernelSpeed(128, 128, 8192, {"cudnn": 300, "flash": 200, "fa4": 400})
@@ -270,6 +271,19 @@ def test_flash_attention_4_attends_where_it_was_fastest(
     out = backend._sdpa(q, k, v, 0.1, backend._Masking(None, None, None, None))
     torch.testing.assert_close(out, reference(q, k, v, scale=0.1))
     assert calls == [0.1] * called
+
+
+@pytest.mark.parametrize(
+    ("release", "imports", "major", "expected"),
+    [("4.0.0b36", True, 9, True), ("4.0.0b36", True, 10, False), ("4.0.1", True, 9, False), (None, False, 9, False)],
+)
+def test_built_in_speeds_are_of_one_release_on_hopper(
+    release: str | None, imports: bool, major: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attention_4, "installed_release", lambda: release)
+    monkeypatch.setattr(flash_attention_4, "has_flash_attention_4", lambda device: imports)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert flash_attention_4.has_measured_release.__wrapped__(torch.device("cuda")) is expected
 
 
 def test_heads_to_measure_are_those_of_a_rank() -> None:

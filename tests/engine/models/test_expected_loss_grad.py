@@ -1,4 +1,7 @@
-"""Who runs a microbatch tells the loss which gradient it will get, with which it makes the gradients of the head."""
+"""`Decoder.expected_loss_grad` equals the gradient that the backward brings to the cross entropy.
+
+Each runner of microbatches sets it before the forward, in which the loss computes the gradients of the output layer.
+"""
 
 from typing import Any
 
@@ -56,3 +59,12 @@ def test_the_gradient_of_a_loss_is_the_one_that_was_expected(
     for expected, came in seen:
         assert came == pytest.approx(expected, rel=1e-6)
     assert len({came for _, came in seen}) > 2
+
+
+def test_a_second_backward_of_a_loss_is_refused() -> None:
+    """The first one has scaled the gradients in place and handed them out: a second would scale them twice."""
+    x_TD, weight_VD = (torch.randn(size, 4, requires_grad=True) for size in (6, 9))
+    loss = cross_entropy.cross_entropy_sum(x_TD, weight_VD, torch.arange(6))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out by an earlier backward"):
+        loss.backward()

@@ -209,11 +209,13 @@ def test_comparison_misses_an_axis_that_was_not_used(case: str, axis: str) -> No
     assert f"nothing travelled along {axis}" in compared(seen(), case=case).problems
 
 
-def test_dynamic_cp_need_not_spread_any_document() -> None:
+@pytest.mark.parametrize(("largest_cp", "misses"), [(1, False), (2, True)])
+def test_dynamic_cp_sends_where_a_microbatch_has_several_ranks(largest_cp: int, misses: bool) -> None:
     [chosen] = [one for one in CASES if one.name == "cp"]
     plan = replace(chosen.plan, knobs=replace(chosen.plan.knobs, cp_dynamic=True))
     assert plan.shards_dynamically
-    assert not compare_results(plan, seen(), [seen()]).problems
+    problems = compare_results(plan, seen(), [seen(), seen(largest_cp=largest_cp)]).problems
+    assert ("nothing travelled along cp" in problems) == misses
 
 
 @pytest.mark.parametrize(("trained", "axes"), [("layers.0.ffn.experts.up_lora_a", {"ep"}), ("w", {"ep", "dp"})])

@@ -20,7 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from threefold.engine.attention.flash_attention_4 import flash_attention_4, has_flash_attention_4
+from threefold.engine.attention.flash_attention_4 import (
+    flash_attention_4,
+    has_flash_attention_4,
+    has_measured_release,
+)
 from threefold.engine.attention.head_groups.cudnn_head_groups import attend_in_head_groups, query_heads_per_group
 from threefold.engine.attention.kernel_speeds import fastest_first, speeds_measured_here
 from threefold.engine.attention.torch_kernels import (
@@ -154,7 +158,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking)
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
     """Plain causal attention by the kernel that is fastest at this size, or the next one that supports it."""
-    names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2], speeds_measured_here(q.device))
+    measured = speeds_measured_here(q.device), has_measured_release(q.device)
+    names = fastest_first(q.shape[-1], v.shape[-1], q.shape[2], *measured)
     is_saved = saves_outputs(CORE_ATTENTION)  # then a kernel whose log-sum-exps can be had
     heads = query_heads_per_group(q.shape[1], k.shape[1], 4 * q.numel() // q.shape[1])
     if names[0] == "fa4" and not is_saved and heads == q.shape[1] and has_flash_attention_4(q.device):

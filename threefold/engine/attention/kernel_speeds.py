@@ -2,19 +2,19 @@
 
 The built-in table holds causal training in bf16 on an H200, measured by `benchmarks/attention.py` (torch 2.11, cuDNN
 9.19; `benchmarks/results/attention-h200.json`). `engine/tune/attention_kernels.py` measures the kernels on the machine
-at hand. FlashAttention-4 ("fa4") is in the table whether it is installed or not. MLA has values narrower than keys:
-cuDNN takes them as they are, and flash needs them padded.
+at hand. The speeds of FlashAttention-4 ("fa4") are of one release, which may not be installed. MLA has values narrower
+than keys: cuDNN takes them as they are, and flash needs them padded.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from math import log
 from pathlib import Path
 
 import torch
 
+from threefold.engine.attention.flash_attention_4 import installed_release
 from threefold.engine.kernels.tuned_cache import cache_path, read_entries
 
 
@@ -46,20 +46,25 @@ MEASURED = (
 )
 
 
-def fastest_first(dim: int, value_dim: int, length: int, here: Sequence[KernelSpeed] = ()) -> list[str]:
+def fastest_first(
+    dim: int, value_dim: int, length: int, here: Sequence[KernelSpeed] = (), has_fa4: bool = False
+) -> list[str]:
     """Names of the kernels, fastest first, by the nearest measurement.
 
     Measurements of this machine (`here`) count where they have these head dims; else `MEASURED` does, nearest in head
-    dims first and then in length. FlashAttention-4 may not take other head dims than those it was measured with.
+    dims first and then in length. Its speeds of FlashAttention-4 count if the release that was measured is installed
+    (`has_fa4`), and for the head dims that were measured: it may not take others.
     """
     same_dims = [measured for measured in here if measured.kernels and not _head_dim_distance(measured, dim, value_dim)]
 
     def distance(measured: KernelSpeed) -> tuple[int, float]:
         return _head_dim_distance(measured, dim, value_dim), abs(log(measured.length / max(length, 1)))
 
-    nearest = min(same_dims or MEASURED, key=distance)
-    is_other = _head_dim_distance(nearest, dim, value_dim) > 0
-    return [name for name, _ in nearest.ranked() if not (is_other and name == "fa4")]
+    if same_dims:
+        return [name for name, _ in min(same_dims, key=distance).ranked()]
+    nearest = min(MEASURED, key=distance)
+    takes_fa4 = has_fa4 and not _head_dim_distance(nearest, dim, value_dim)
+    return [name for name, _ in nearest.ranked() if name != "fa4" or takes_fa4]
 
 
 def _head_dim_distance(measured: KernelSpeed, dim: int, value_dim: int) -> int:
@@ -78,8 +83,4 @@ def speeds_measured_here(device: torch.device) -> tuple[KernelSpeed, ...]:
 
 
 def speeds_file(device: torch.device) -> Path:
-    try:
-        found: str | None = version("flash-attn-4")
-    except PackageNotFoundError:
-        found = None
-    return cache_path("attention", device, {"fa4": found})
+    return cache_path("attention", device, {"fa4": installed_release()})

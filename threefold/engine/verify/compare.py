@@ -45,6 +45,7 @@ class RankResults:
     moved: set[str] = field(default_factory=set)  # those of them whose weights changed all the same
     graphs: str = ""  # replays of CUDA graphs by scope, or why something ran eagerly; empty without graphs
     loss_scale: float = 1.0  # of fp16: with which the gradients of the last step were finite
+    largest_cp: int = 1  # the largest CP degree of a microbatch with tokens, where each has its own (dynamic CP)
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def _unused_axes(plan: Plan, ranks: Sequence[RankResults]) -> Iterator[str]:
     # Gradients of experts travel along edp, and all others along dp. Adapters may train one kind alone.
     is_expert = {".experts." in name for rank in ranks for name, *_ in rank.gradients}
     needed = {"edp": True in is_expert, "dp": False in is_expert}
-    # With dynamic CP all documents of a short run may be so short that each fits one rank.
-    needed["cp"] = not plan.shards_dynamically
+    # Dynamic CP gives each microbatch a degree, which is 1 for all of them where documents are short.
+    needed["cp"] = not plan.shards_dynamically or any(rank.largest_cp > 1 for rank in ranks)
     for axis in AXES:
         if plan.layout.degree(axis) > 1 and axis not in used and needed.get(axis, True):
             yield axis

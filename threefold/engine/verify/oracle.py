@@ -50,15 +50,12 @@ def compare_with_one_rank(
     limit: float = LIMIT_SECONDS,
 ) -> Comparison:
     """Run the plan on forked ranks and on one rank, and compare."""
-    options = with_random_adapters(options or replace(options_of(plan), expert_backend="loop"))
+    options = options or replace(options_of(plan), expert_backend="loop")
+    if options.lora is not None:  # with a B of zeros no gradient of A would be compared
+        options = replace(options, lora=replace(options.lora, draws_b=True))
     one_rank = run_one_rank(plan, steps, dtype, options, limit)
     ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, limit=limit)
     return compare_results(plan, one_rank, ranks)
-
-
-def with_random_adapters(options: Options) -> Options:
-    """LoRA adapters whose B begins with random numbers: with zeros no gradient of A would be compared."""
-    return options if options.lora is None else replace(options, lora=replace(options.lora, draws_b=True))
 
 
 def run_one_rank(
@@ -110,6 +107,8 @@ def run_rank(
     with _TieFinder(parts, results, capacity_factor), observe_collectives(count):
         for step in range(steps):
             batches = _batches(plan, step, mesh, same_rows)
+            degrees = [batch.cp_degree or 1 for batch in batches if not batch.is_empty]
+            results.largest_cp = max([results.largest_cp, *degrees])
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
             result = train_step(recording, batches, LR, plan.job)
             while result.overflowed:  # fp16 looks for its loss scale, and skips such a step: the same one again

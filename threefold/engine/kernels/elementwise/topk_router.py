@@ -79,9 +79,10 @@ def route_tokens(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, options
     """Route an input in bf16 with a router in bf16. `bias_E` is added to the scores that are compared, and does not
     change the weights.
 
-    The result has the input once more. Its gradient comes back through the router, whose GEMM adds to it in place: so
-    autograd need not add up the gradients that experts and router have for their common input. What uses it must make
-    a gradient of its own. An input that needs no gradient is not in the result, where it would need one.
+    `TopKResult.x_TD` is the input again, for the experts to read. The gradient that they compute for it passes through
+    the backward of the router, whose GEMM adds to it in place; otherwise autograd would add the two in a pass of its
+    own. So an operation that reads `x_TD` must return a new tensor as its gradient. It is None for an input that
+    requires no gradient, because an output of an autograd Function requires one as soon as the router trains.
     """
     chosen = _Chosen()
     weight_TK, logits_TE, same_TD, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen)
