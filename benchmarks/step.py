@@ -9,9 +9,10 @@ All sides keep weights, gradients and moments in bf16 without fp32 masters, but 
 fp32, "fp32 split", which keeps of masters what bf16 weights lack (`store_param_remainders`), and "masters split", which
 has such masters and bf16 moments; "one graph" replays forward and backward as one CUDA graph, and "as planned" has the
 knobs that `plan` chooses for one H200 (graphs, recompute, fused experts; precision and states are those of the other
-sides). All choose experts by their own routers, and compute no balancing loss. Experts run on what `threefold env
---tune` found here, else on the default kernels. The ceilings are a bf16 product of 8192^3 in the same run: by a cool
-card, and after a second of it, when the card has come down to the clock that its power allows.
+sides). "products alone" are the GEMMs and the attention of a step and nothing else (`products.py`), which no side can
+be faster than in bf16. All choose experts by their own routers, and compute no balancing loss. Experts run on what
+`threefold env --tune` found here, else on the default kernels. The ceilings are a bf16 product of 8192^3 in the same
+run: by a cool card, and after a second of it, when the card has come down to the clock that its power allows.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from products import products_alone
 from torch import Tensor
 
 from threefold.engine.attention.fused_delta import load_kernels
@@ -73,8 +75,9 @@ SIDES = (
     "threefold, masters split",
     "transformers",
     "transformers, compiled",
+    "products alone",
 )
-Step = Callable[[Tensor], float | Tensor]  # tokens of one microbatch -> loss
+Step = Callable[[Tensor], float | Tensor | None]  # tokens of one microbatch -> loss, where there is one
 
 
 def fields_of(layers: int, micro: int, seq_len: int) -> dict[str, Any]:
@@ -207,6 +210,7 @@ MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(
             partial(ours, master=True, split=True),
             peer,
             partial(peer, compiled=True),
+            products_alone,
         ),
         strict=True,
     )
@@ -249,7 +253,7 @@ def timed(step: Step, plan: Plan, device: torch.device, steps: int, warmup: int)
         "wall_ms": wall_ms / steps,
         "tflops": flops / middle_ms / 1e9,
         "peak_gib": peak_gib(device),
-        "losses": [float(loss) for loss in losses],
+        "losses": [float(loss) for loss in losses if loss is not None],
     }
 
 
