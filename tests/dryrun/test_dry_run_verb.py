@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from plans import build
 from rehearsal_plans import GPU
 from repository import ROOT
@@ -111,6 +112,14 @@ def test_all_ranks_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(capsys.readouterr().out)
     assert [rank["rank"] for rank in said["ranks"]] == [0, 1]
     assert said["compared_calls"] > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_all_ranks_of_a_plan_behind_a_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a GPU is, autograd refuses to run in forks of a process that has run a backward."""
+    torch.ones((), device="cuda", requires_grad=True).backward()
+    assert main(["dry-run", str(TINY), *SMALL, "cluster.gpus=2", "layout.ep=2", "--ranks", "all"]) == 0
+    assert " ranks compared: all of them match" in capsys.readouterr().out
 
 
 def test_all_ranks_of_a_large_plan_are_those_of_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:

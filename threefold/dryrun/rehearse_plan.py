@@ -14,6 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import Memory, StageMemory
 from threefold.dryrun.collective_match import match_findings
@@ -183,8 +185,11 @@ def _run_sequentially(tasks: Sequence[Task]) -> Iterator[RankRehearsal]:
 def _run_in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[RankRehearsal]:
     """Results as they come. Processes are forked, because importing torch in each would take longer than its task."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        futures = [pool.submit(_rehearse_or_findings, task) for task in tasks]
         try:
+            if not pool.submit(_can_run_backward).result():
+                yield from _run_sequentially(tasks)
+                return
+            futures = [pool.submit(_rehearse_or_findings, task) for task in tasks]
             for future in as_completed(futures):
                 outcome = future.result()
                 if isinstance(outcome, list):
@@ -194,6 +199,15 @@ def _run_in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[RankRehearsa
             raise FindingsError([_killed_process()]) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _can_run_backward() -> bool:
+    """Whether autograd runs in this process. It refuses a fork of a process that ran a backward where a GPU is."""
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _rehearse_or_findings(task: Task) -> RankRehearsal | list[Finding]:
