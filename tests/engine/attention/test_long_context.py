@@ -1,7 +1,9 @@
 """Long sequences on one device: chunks and groups of heads change nothing but memory."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,6 +286,27 @@ def test_built_in_speeds_are_of_one_release_on_hopper(
     monkeypatch.setattr(flash_attention_4, "has_flash_attention_4", lambda device: imports)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     assert flash_attention_4.has_measured_release.__wrapped__(torch.device("cuda")) is expected
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_package_that_does_not_import_is_named(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    package = tmp_path / "flash_attn/cute/__init__.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("import cutlass.cute_of_another_release")
+    if is_installed:
+        (tmp_path / "flash_attn_4-4.0.0b36.dist-info").mkdir()
+        facts = "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0b36\n"
+        (tmp_path / "flash_attn_4-4.0.0b36.dist-info/METADATA").write_text(facts)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "cutlass")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not flash_attention_4.has_flash_attention_4.__wrapped__(torch.device("cuda"))
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == is_installed
+    assert all("No module named 'cutlass" in line and "threefold[fa4]" in line for line in said)
 
 
 def test_heads_to_measure_are_those_of_a_rank() -> None:

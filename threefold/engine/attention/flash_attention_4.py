@@ -5,6 +5,7 @@
 Shapes: B batch, H query heads, G key/value heads, S sequence, D head dim.
 """
 
+import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -16,14 +17,23 @@ MEASURED_RELEASE = "4.0.0b36"  # the one that trained steps on an H200 (benchmar
 
 @cache
 def has_flash_attention_4(device: torch.device) -> bool:
-    """Whether the package is installed and imports. It depends on others, and a wrong release of one breaks it."""
+    """Whether the package runs on this GPU. A warning says so where it is installed and does not import."""
     if device.type != "cuda" or _major(device) not in (9, 10):
         return False
+    problem = import_problem()
+    if problem is not None and installed_release() is not None:
+        fix = "pip install 'threefold[fa4]' has releases that fit, and removing the package ends this warning"
+        warnings.warn(f"flash-attn-4 is installed but not used: it does not import ({problem}); {fix}", stacklevel=2)
+    return problem is None
+
+
+def import_problem() -> str | None:
+    """Why the package does not import. It depends on others, and a wrong release of one breaks it."""
     try:
         from flash_attn.cute import flash_attn_func  # type: ignore # noqa: F401
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 @cache
