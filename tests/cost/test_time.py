@@ -15,6 +15,7 @@ from repository import ROOT
 from simulated_schedule import makespan
 
 from threefold.cost.estimate import WALLS, estimate
+from threefold.cost.rank_params import trained_params
 from threefold.cost.rates import Rates, calibration, rates_of
 from threefold.cost.time.layer import layer_time
 from threefold.cost.time.offload import EXPOSED_FRACTION, exposed_seconds, offloaded_bytes
@@ -441,8 +442,53 @@ def test_remainders_of_masters_move_two_bytes_less() -> None:
     plan = build({**QWEN, "target": "threefold", "cluster.gpus": 1, "layout.ep": 1, "knobs.grad_dtype": "bf16"})
     split = change(plan, {"knobs.store_param_remainders": True})
     whole_seconds, split_seconds = (step_time(one, RATES).terms["optimizer"] for one in (plan, split))
-    # A gradient is priced at four bytes whatever its dtype.
+    # The norm reads a gradient's two bytes once more.
     assert split_seconds / whole_seconds == pytest.approx(28 / 30)
+
+
+STEP_ON_H200 = {
+    "model": "qwen3-30b-a3b", "model.num_layers": 8, "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 1,
+    "job.global_batch": 1, "knobs.expert_fusion": True, "knobs.grad_dtype": "bf16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense_bytes", "expert_bytes"),
+    [
+        # fp32 masters and moments, 24 bytes both ways; the weight out, the gradient in, and for the norm once more
+        ({}, 30, 28),
+        ({"knobs.expert_fusion": False}, 30, 30),
+        ({"knobs.master_weights": False, "knobs.optimizer_dtype": "bf16"}, 16, 14),
+        ({"job.global_batch": 2}, 30, 30),  # gradients are added up behind the kernels that could sum their squares
+        ({"job.global_batch": 2, "knobs.grad_dtype": "fp32"}, 34, 34),
+        ({"knobs.grad_dtype": "fp32"}, 30, 28),  # those of one microbatch are not added to an fp32 sum
+    ],
+)
+def test_gradients_are_read_by_the_update_and_by_their_norm(
+    fields: dict[str, Any], dense_bytes: int, expert_bytes: int
+) -> None:
+    plan = build({**STEP_ON_H200, **fields})
+    dense, experts = trained_params(plan)
+    moved = dense_bytes * dense + expert_bytes * experts
+    rate = 4.8e12 * calibration("threefold").rates.optimizer
+    assert step_time(plan, rates_of(plan)).terms["optimizer"] == pytest.approx(moved / rate, rel=1e-6)
+
+
+def test_kernels_of_the_delta_rule_have_prices_of_their_own() -> None:
+    """Measured on one H200: docs/log/step-speed.md."""
+    plan = build(
+        {**STEP_ON_H200, "model": "qwen3-next-80b-a3b", "model.num_layers": 4, "job.seq_len": 4096, "job.mtp": 0}
+    )
+    rates, by_fla = rates_of(plan), change(plan, {"knobs.delta_kernels": "fla"})
+    chunks = 3 * 4096 / 64
+    saved = step_time(plan, rates).step_seconds - step_time(by_fla, rates).step_seconds
+    assert saved == pytest.approx(chunks * (rates.chunk_seconds - rates.fla_chunk_seconds), rel=0.02)
+
+
+def test_recomputed_mamba_has_no_chunks_of_the_delta_rule() -> None:
+    plan = build({**STEP_ON_H200, "model": "nemotron-3-nano", "model.num_layers": 4, "knobs.recompute": ["core_attn"]})
+    slower = replace(rates_of(plan), chunk_seconds=1.0)
+    assert step_time(plan, slower) == step_time(plan, rates_of(plan))
 
 
 def test_the_band_is_wider_where_nothing_was_seen() -> None:

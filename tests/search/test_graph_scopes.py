@@ -78,8 +78,9 @@ def test_one_gpu_records_the_whole_microbatch_where_that_saves_more() -> None:
     assert plan.knobs.expert_fusion
     assert about_graphs(plan) == []
     assert not errors(promoted(check(plan)))
+    # Measured with bf16 states: 61.9 ms, and 62.5 ms both eagerly and with three scopes (docs/log/graphs.md).
     three = estimate(change(plan, {"knobs.graphs": list(THREE)}))
-    assert estimate(plan).time.step_seconds < three.time.step_seconds < estimate(eager).time.step_seconds
+    assert estimate(plan).time.step_seconds < min(three.time.step_seconds, estimate(eager).time.step_seconds)
     (said,) = [one for one in found.reasons.profile if "CUDA graph" in one]
     assert "waits for the host" in said
     assert "it holds" in said

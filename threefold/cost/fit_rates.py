@@ -37,6 +37,7 @@ RATES_OF_ONE_RANK = (
     "expert_quant",
     "scan",
     "chunk_seconds",
+    "fla_chunk_seconds",
     "host_mixer_seconds",
     "host_moe_seconds",
     "host_unfused",

@@ -31,6 +31,13 @@ def can_split_masters(plan: Plan) -> bool:
     return has_whole_masters and plan.target == "threefold" and plan.knobs.data_parallel == "zero1"
 
 
+def writes_gradients_once(plan: Plan) -> bool:
+    """Whether GEMMs write the gradients of a step as the optimizer reads them: those of a single microbatch on one
+    rank, unless the stack adds them to a sum."""
+    is_single = plan.num_microbatches * plan.layout.gpus == 1
+    return is_single and not STACK_TRAITS[plan.target].adds_single_gradient
+
+
 def muon_format(plan: Plan) -> str:
     """The format of the GEMMs in Muon's orthogonalization."""
     if not STACK_TRAITS[plan.target].emulates_formats:  # Megatron

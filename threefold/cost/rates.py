@@ -39,6 +39,7 @@ class Rates:
     expert_quant: float = 1.0  # factor on those of the experts' rows
     scan: float = 1.5  # passes of linear mixers over those that `layer_work` counts
     chunk_seconds: float = 15e-6  # a 64-token chunk of the delta rule, forward and backward; chunks are sequential
+    fla_chunk_seconds: float = 15e-6  # the same in our engine by flash-linear-attention's kernels
     fusion: float = 0.3  # fraction of an expert's elementwise passes that is left when they are fused
     alltoall: float = 0.65  # NCCL all-to-all, of link bandwidth
     deepep: float = 0.6  # DeepEP, of link bandwidth
@@ -56,10 +57,10 @@ class Rates:
     host_fp8: float = 1.5  # factor on launches, for those of quantization
     host_grace: float = 1.2  # factor on launches on a Grace core, against an x86 core
     host_graphed: float = 0.15  # fraction of launches that is left inside a captured scope
-    # Measured with our engine on an H200 (docs/log/graphs.md): how long the GPU waits until the replay of a graph
+    # Measured with our engine on an H200 (docs/log/graphs.md, 2026-11-18): how long the GPU waits until the replay of a graph
     # starts; and the gaps between kernels that a full_iteration graph closes, as a fraction of their launch time.
-    replay_seconds: float = 50e-6
-    host_gap: float = 0.045
+    replay_seconds: float = 17e-6
+    host_gap: float = 0.02
     cpu_sharing: float = 1.0  # factor on the work of a rank on a CPU that other ranks share
     sync_seconds: float = 0.5e-3  # host synchronization of the alltoall dispatcher, per layer
     step_seconds: float = 0.05  # logging, data and start-up of collectives, per step

@@ -34,6 +34,8 @@ class StackTraits:
     waits_every_layer: bool
     # Ranks of context and tensor parallelism deal out the pictures of their sequences; else each encodes all of them.
     shares_pictures: bool
+    # The rate of the optimizer step was fitted with fp32 gradients, and with their norm in it.
+    optimizer_rate_has_norm: bool
     # The host updates offloaded optimizer states, and gradients and weights travel; else the states do.
     updates_on_host: bool
     # The fraction of a format's peak at which Muon's orthogonalization in that format is priced, on a GPU and on a CPU.
@@ -54,6 +56,7 @@ STACK_TRAITS = {
         logit_bytes=14,
         waits_every_layer=True,
         shares_pictures=False,
+        optimizer_rate_has_norm=True,
         updates_on_host=True,
         muon_fractions_gpu={"bf16": 1 / 2},
         muon_fractions_cpu={"bf16": 1 / 2},
@@ -70,6 +73,7 @@ STACK_TRAITS = {
         logit_bytes=5,
         waits_every_layer=False,
         shares_pictures=True,
+        optimizer_rate_has_norm=False,
         updates_on_host=False,
         # A GPU's fp32 rate is about an eighth of its TF32 rate, which the chip's facts give.
         muon_fractions_gpu={"bf16": 1 / 2, "fp32": 1 / 8},

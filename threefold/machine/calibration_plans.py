@@ -21,7 +21,7 @@ _DEEPSEEK = {
 _FP8 = {"knobs.precision": "fp8-blockwise"}
 _SIXTEEN = {"knobs.optimizer_dtype": "bf16", "knobs.grad_dtype": "bf16", "knobs.master_weights": False}
 
-_SHORT = {**_QWEN, "model.num_layers": 6, "job.seq_len": 1024}
+_SHORT = {**_QWEN, "model.num_layers": 6, "model.num_experts": 16, "job.seq_len": 1024}
 _SINKS = {"model": "gpt-oss-20b", "model.num_layers": 4, **_SIXTEEN}
 
 _ON_ONE_GPU: dict[str, Fields] = {

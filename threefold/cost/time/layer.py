@@ -6,7 +6,12 @@
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.format_support import expert_gemm_precision, gemm_precision, runs_fused_experts
+from threefold.cost.format_support import (
+    expert_gemm_precision,
+    gemm_precision,
+    runs_fused_experts,
+    writes_gradients_once,
+)
 from threefold.cost.layer_work import BF16, LayerCase, Work, layer_case, layer_work
 from threefold.cost.rates import Rates, gemm_rate, peak_flops
 from threefold.cost.stack_traits import STACK_TRAITS
@@ -17,6 +22,7 @@ from threefold.cost.time.communication import (
     tensor_parallel_seconds,
 )
 from threefold.cost.time.context_parallel import context_parallel_seconds, latent_expansion_seconds
+from threefold.cost.time.delta_chunks import chunks_seconds
 from threefold.cost.time.ep_overlap import LayerParts, PartSeconds, hidden_seconds
 from threefold.cost.time.host_launches import (
     LAYER_SHARPNESS,
@@ -134,7 +140,7 @@ def _expert_seconds(plan: Plan, work: Work, rates: Rates) -> tuple[float, float]
     rate = full_rate * work.rows_per_expert / (work.rows_per_expert + rates.grouped_rows)
     forward = max(work.grouped_flops / rate, work.weight_bytes / bandwidth)
     accumulated = work.weight_bytes * (4 if plan.knobs.grad_dtype == "fp32" else 2)  # gradients read and written
-    if plan.num_microbatches * plan.layout.gpus == 1 and not STACK_TRAITS[plan.target].adds_single_gradient:
+    if writes_gradients_once(plan):
         accumulated = work.weight_bytes
     return forward, passes * forward + wgrads * accumulated / bandwidth
 
@@ -169,9 +175,7 @@ def _elementwise_seconds(plan: Plan, case: LayerCase, work: Work, around_experts
     bandwidth = _memory_bandwidth(plan, rates)
     moved = work.moved_bytes - work.permuted_bytes + around_experts + work.latent_bytes * (rates.latent_passes - 1)
     seconds = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
-    if case.layer.mixer == "delta":  # the state passes from chunk to chunk, however many ranks share the heads
-        seconds += case.seq_len / 64 * rates.chunk_seconds
-    return seconds
+    return seconds + chunks_seconds(plan, case.layer, case.seq_len, rates)
 
 
 def _quantize_seconds(plan: Plan, elements: float, rates: Rates) -> float:

@@ -3,7 +3,14 @@
 `time/step.py` calls `optimizer_seconds`.
 """
 
-from threefold.cost.format_support import STATE_BYTES, master_weight_bytes, muon_format
+from threefold.cost.format_support import (
+    BF16_BYTES,
+    STATE_BYTES,
+    master_weight_bytes,
+    muon_format,
+    runs_fused_experts,
+    writes_gradients_once,
+)
 from threefold.cost.rank_params import trained_params
 from threefold.cost.rates import Rates
 from threefold.cost.stack_traits import STACK_TRAITS
@@ -18,11 +25,13 @@ def optimizer_seconds(plan: Plan, rates: Rates, forward: float) -> tuple[float, 
     """
     dense, experts = trained_params(plan)
     layout, knobs = plan.layout, plan.knobs
-    local = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
+    dense, experts = dense / max(1, layout.dp * layout.cp), experts / max(1, layout.edp)
+    local = dense + experts
     moment_bytes = STATE_BYTES[knobs.optimizer_dtype]
     # Master weights are read and written. Without them, and with their remainders, the weight is read once more.
     master_bytes = 2 * master_weight_bytes(plan) + (0 if master_weight_bytes(plan) == 4 else 2)
-    traffic = local * (master_bytes + 4 * moment_bytes + 4 + 2)  # moments both ways, gradient in, weight out
+    traffic = local * (master_bytes + 4 * moment_bytes + 2)  # moments both ways, weight out
+    traffic += _gradient_bytes(plan, dense, experts)
     traits = STACK_TRAITS[plan.target]
     is_elsewhere = traits.updates_on_host or plan.chip.architecture != "cpu"  # our states on a CPU are where they were
     offloaded = knobs.optimizer_offload if is_elsewhere else 0.0
@@ -32,6 +41,20 @@ def optimizer_seconds(plan: Plan, rates: Rates, forward: float) -> tuple[float, 
     else:
         offload = exposed_state_seconds(plan, rates, offloaded * local, forward)
     return on_gpu + _muon_seconds(plan), offload
+
+
+def _gradient_bytes(plan: Plan, dense: float, experts: float) -> float:
+    """Bytes of gradients that the update and their norm read, of so many parameters.
+
+    Our engine's kernels on Hopper sum the squares of expert gradients as they write them, if nothing is added later.
+    """
+    if STACK_TRAITS[plan.target].optimizer_rate_has_norm:
+        return 4 * (dense + experts)
+    once = writes_gradients_once(plan)
+    element_bytes = BF16_BYTES if once and plan.knobs.precision != "fp32" else STATE_BYTES[plan.knobs.grad_dtype]
+    has_squares = once and plan.chip.architecture == "hopper" and runs_fused_experts(plan) and not plan.low_precision
+    in_norm = dense if has_squares else dense + experts
+    return element_bytes * (dense + experts + in_norm)
 
 
 def _muon_seconds(plan: Plan) -> float:

@@ -10,6 +10,7 @@ from threefold.cost.format_support import uses_fused_experts
 from threefold.cost.layer_work import BF16, Work
 from threefold.cost.rates import Rates
 from threefold.cost.stack_traits import STACK_TRAITS
+from threefold.cost.time.delta_chunks import chunks_seconds
 from threefold.plan.plan import INSIDE_MOE, Plan
 from threefold.spec.flops import layer_flops
 from threefold.spec.model import Layer, MlaSpec
@@ -60,7 +61,8 @@ def recompute_seconds(plan: Plan, layer: Layer, forward: ForwardSeconds, work: W
     if "core_attn" in names:
         seconds += forward.attention
         if layer.mixer in ("delta", "mamba") and traits.recomputes_delta_rule:
-            seconds += work.scan_bytes * rates.scan / bandwidth + plan.job.seq_len / 64 * rates.chunk_seconds / 3
+            chunks = chunks_seconds(plan, layer, plan.job.seq_len, rates)
+            seconds += work.scan_bytes * rates.scan / bandwidth + chunks / 3
     if "layernorm" in names:
         norms = 2 * 3 * BF16 * plan.model.dim * work.dense_rows / plan.layout.tp
         seconds += norms * rates.passes / bandwidth
