@@ -62,7 +62,8 @@ class Change:
 
 
 def times_in(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
-    """(path, milliseconds) of every time in a result file. Rows of a list are named by their texts and integers."""
+    """(path, milliseconds) of every time in a result file. Rows of a list are named by their texts and integers. Under
+    a key that is a unit, there may be one time for each side, by name."""
     if isinstance(result, list):
         for row in result:
             if isinstance(row, dict):
@@ -73,8 +74,11 @@ def times_in(result: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, flo
         if key in SKIPPED:
             continue
         unit = UNITS.get(key.rsplit("_", 1)[-1])
-        if unit is not None and isinstance(value, int | float) and value == value and value > 0:  # not nan
-            yield "/".join((*path, key)), value * unit
+        if unit is not None:
+            times = {(key, side): time for side, time in value.items()} if isinstance(value, dict) else {(key,): value}
+            for names, time in times.items():
+                if isinstance(time, int | float) and time == time and time > 0:  # not nan
+                    yield "/".join((*path, *names)), time * unit
         elif isinstance(value, dict | list):
             yield from times_in(value, (*path, key))
 

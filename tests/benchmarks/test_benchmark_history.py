@@ -37,6 +37,13 @@ def test_times_are_found_by_their_paths_and_in_milliseconds(history: ModuleType)
     assert found == {"rows/8 1/ours/ms": 7.5, "a/kernel_us": 0.25, "a/step_seconds": 2000}
 
 
+def test_a_time_of_each_side_is_found(history: ModuleType) -> None:
+    found = dict(
+        history.times_in({"rows": {"layers": {"ms": {"bf16": 250.0, "fp8": 214.0, "note": "x"}, "ratio": 1.17}}})
+    )
+    assert found == {"rows/layers/ms/bf16": 250.0, "rows/layers/ms/fp8": 214.0}
+
+
 def test_a_result_keeps_its_commit_and_machine(history: ModuleType) -> None:
     entry = history.entry_of("step-h200-2026-11-16", result(7.5), "abc", "2026-11-20")
     assert (entry.benchmark, entry.commit, entry.date) == ("step-h200", "abc", "2026-11-16")
