@@ -234,7 +234,7 @@ def fit_engine(write: bool) -> None:
             f"{len(rows) - len(steps)} older steps, exchanges between ranks as in published Megatron Bridge runs"
         ),
         "rows": len(rows),
-        # Of few steps that are like each other: no narrower than that of the older ones.
+        # The newest steps are few and alike, so that their errors say too little: the band never becomes narrower.
         "band": max(known["threefold"]["band"], round(float(np.quantile(np.abs(held_out), 0.9)), 3)),
         "wide_band": 0.75,  # twice the one and a half times of megatron-bridge's that were assumed before measurements
         "memory_band": 0.06,  # the most that random plans were off in benchmarks/rehearsal.py

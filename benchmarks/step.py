@@ -9,10 +9,10 @@ All sides keep weights, gradients and moments in bf16 without fp32 masters, but 
 fp32, "fp32 split", which keeps of masters what bf16 weights lack (`store_param_remainders`), and "masters split", which
 has such masters and bf16 moments; "one graph" replays forward and backward as one CUDA graph, and "as planned" has the
 knobs that `plan` chooses for one H200 (graphs, recompute, fused experts; precision and states are those of the other
-sides). "products alone" are the GEMMs and the attention of a step and nothing else (`products.py`), which no side can
-be faster than in bf16. All choose experts by their own routers, and compute no balancing loss. Experts run on what
-`threefold env --tune` found here, else on the default kernels. The ceilings are a bf16 product of 8192^3 in the same
-run: by a cool card, and after a second of it, when the card has come down to the clock that its power allows.
+sides). "GEMMs and attention" are those of a step and nothing else (`gemms_and_attention.py`): no side in bf16 can be
+faster. All choose experts by their own routers, and compute no balancing loss. Experts run on what `threefold env
+--tune` found here, else on the default kernels. The ceilings are a bf16 product of 8192^3 in the same run: by a cool
+card, and after a second of it, when the card has come down to the clock that its power allows.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from products import products_alone
+from gemms_and_attention import gemms_and_attention
 from torch import Tensor
 
 from threefold.engine.attention.fused_delta import load_kernels
@@ -75,7 +75,7 @@ SIDES = (
     "threefold, masters split",
     "transformers",
     "transformers, compiled",
-    "products alone",
+    "GEMMs and attention",
 )
 Step = Callable[[Tensor], float | Tensor | None]  # tokens of one microbatch -> loss, where there is one
 
@@ -210,7 +210,7 @@ MAKERS: dict[str, Callable[[Plan, torch.device], Step]] = dict(
             partial(ours, master=True, split=True),
             peer,
             partial(peer, compiled=True),
-            products_alone,
+            gemms_and_attention,
         ),
         strict=True,
     )

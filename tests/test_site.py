@@ -1,6 +1,5 @@
 """The documentation as a site: its source is complete and linked, and Sphinx builds it without a warning."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import pytest
 from repository import ROOT
+from scripts import load_script
 
 from threefold.plan.table import FIELDS
 from threefold.rules.all import known_slugs
@@ -19,12 +19,7 @@ SPHINX = ["-q", "-W", "--keep-going", "-b", "html"]
 
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_build", BUILD)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(BUILD, "site_build")
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,19 @@
 """Tests of `benchmarks/history.py`: which times of a result file are kept, and what is called slower."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import load_script
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/history.py"
 
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = importlib.util.spec_from_file_location("benchmark_history", SCRIPT)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    # A dataclass looks its module up by name.
-    monkeypatch.setitem(sys.modules, "benchmark_history", module)
-    found.loader.exec_module(module)
+    module = load_script(SCRIPT, "benchmark_history")
     monkeypatch.setattr(module, "RECORD", tmp_path / "history")
     return module
 

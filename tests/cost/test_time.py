@@ -485,6 +485,16 @@ def test_kernels_of_the_delta_rule_have_prices_of_their_own() -> None:
     assert saved == pytest.approx(chunks * (rates.chunk_seconds - rates.fla_chunk_seconds), rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["a2a", "p2p"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_spans_of_a_sequence_have_no_kernels_of_the_delta_rule(kind: str, by_layer: bool) -> None:
+    fields = {"model": "qwen3-next-80b-a3b", "model.num_layers": 4, "cluster.gpus": 2, "layout.cp": 2, "job.mtp": 0}
+    cp_comm = 4 * [kind] if by_layer else kind
+    plan = build({**STEP_ON_H200, **fields, "knobs.cp_comm": cp_comm, "knobs.delta_kernels": "fla"})
+    slower = replace(rates_of(plan), fla_chunk_seconds=1.0)
+    assert (step_time(plan, slower) != step_time(plan, rates_of(plan))) is (kind == "a2a")
+
+
 def test_recomputed_mamba_has_no_chunks_of_the_delta_rule() -> None:
     plan = build({**STEP_ON_H200, "model": "nemotron-3-nano", "model.num_layers": 4, "knobs.recompute": ["core_attn"]})
     slower = replace(rates_of(plan), chunk_seconds=1.0)

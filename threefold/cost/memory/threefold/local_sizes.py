@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from threefold.cost import stage_contents
+from threefold.cost.delta_rule import last_cp_comm
 from threefold.cost.format_support import uses_fused_experts
 from threefold.cost.trained_weights import gemms_per_weight, saved_inputs
 from threefold.plan.plan import Plan
@@ -231,8 +232,7 @@ class LocalSizes:
     @property
     def cp_comm(self) -> str:
         """How context-parallel ranks communicate in the layer; of several kinds, the last one."""
-        kind = self.layer_cp_comm or self.plan.knobs.cp_comm
-        return kind if isinstance(kind, str) else (kind or ("p2p",))[-1]  # a rule refuses an empty list
+        return last_cp_comm(self.plan, self.layer_cp_comm)
 
     @property
     def attends_in_tiles(self) -> bool:

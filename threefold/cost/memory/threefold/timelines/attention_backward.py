@@ -10,13 +10,9 @@ A tile has the queries of one of the two spans of a rank. The kernels want value
 import math
 from dataclasses import dataclass
 
+from threefold.cost.delta_rule import DELTA_CHUNK, passes_delta_states, uses_fla
 from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes
-from threefold.cost.memory.threefold.timelines.recurrent_mixers import (
-    DELTA_CHUNK,
-    fla_backward_peak,
-    passes_delta_states,
-    uses_fla,
-)
+from threefold.cost.memory.threefold.timelines.recurrent_mixers import fla_backward_peak
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec
 
@@ -236,17 +232,17 @@ def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     its chunks in fp32, and then those of the states that ranks exchange."""
     b, tokens, heads, k, v = local.element_bytes, local.gathered_tokens, spec.num_v_heads, spec.k_dim, spec.v_dim
     per_dim, residual = FP32 * heads / local.tp * tokens, b * local.model.dim * local.tokens
-    if uses_fla(local):
+    if uses_fla(local.plan, local.cp_comm):
         return fla_backward_peak(local, spec) + residual
     # Those of one more tensor are summed.
     chunk_grads = per_dim * (3 * k + v + DELTA_CHUNK + max(k, v))
     # A recompute of the rule ends with its projected and convolved channels, heads, outputs by chunk and all of them.
     # Spans of ranks are activated one by one.
-    again = 0.0
+    again, passes_states = 0.0, passes_delta_states(local.plan, local.cp_comm)
     if "core_attn" in local.recompute:
-        widths = (1 if passes_delta_states(local) else 2) * (2 * spec.keys + spec.values) + 2 * heads * (k + v)
+        widths = (1 if passes_states else 2) * (2 * spec.keys + spec.values) + 2 * heads * (k + v)
         again = b * widths / local.tp * tokens + 2 * per_dim * v + residual
-    if not passes_delta_states(local):
+    if not passes_states:
         return max(chunk_grads + residual, again)
     num_spans = 2 * local.plan.layout.cp * local.plan.job.micro_batch
     states = FP32 * heads / local.tp * k * (k + v) * num_spans

@@ -5,11 +5,11 @@ They are counted from `engine/attention/gated_delta.py` and `engine/attention/st
 fp32 and in chunks. `activations.py`, `attention_backward.py` and `transients.py` call it.
 """
 
+from threefold.cost.delta_rule import DELTA_CHUNK, passes_delta_states, uses_fla
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.spec.model import DeltaSpec, MambaSpec
 
-DELTA_CHUNK = 64  # tokens of a chunk of the gated delta rule
-MAMBA_CHUNK = 64  # and of Mamba's scan
+MAMBA_CHUNK = 64  # tokens of a chunk of Mamba's scan
 
 
 def delta_saved_bytes(local: LocalSizes, spec: DeltaSpec) -> float:
@@ -24,24 +24,19 @@ def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
     k, v = spec.k_dim, spec.v_dim
     channels = (2 * spec.keys + spec.values) / local.tp
     inside = 40 * k + 8 * (k + v) + 4 * v + 4 * k * v / DELTA_CHUNK + 20 * DELTA_CHUNK
-    if passes_delta_states(local):
+    passes_states = passes_delta_states(local.plan, local.cp_comm)
+    if passes_states:
         # What every chunk does to a state that arrives from other ranks.
         inside += 4 * (k + v) * (1 + k / DELTA_CHUNK)
-    if uses_fla(local):
+    if uses_fla(local.plan, local.cp_comm):
         inside = b * channels / heads + _fla_bytes(local)
     after_core = (1 if "gdn_norm_out" in local.recompute else 2) * b * v  # the rule's output, and its norm
     after_core += 0 if local.has_fused_kernels else FP32 * v  # plain torch saves the normalized output too
     projected = b * (channels + heads * v)  # with the output's gate
     if "core_attn" in local.recompute:
         return heads * (after_core - b * v) + projected + 2 * b * heads
-    copies = b * channels if passes_delta_states(local) else 0.0  # spans behind the last tokens of those before them
+    copies = b * channels if passes_states else 0.0  # spans behind the last tokens of those before them
     return heads * (inside + after_core) + projected + copies + 8 * FP32 * heads
-
-
-def uses_fla(local: LocalSizes) -> bool:
-    """Whether the kernels of flash-linear-attention run the rule: where the plan says so, not in fp32, and not on spans
-    of a sequence."""
-    return local.plan.knobs.delta_kernels == "fla" and local.is_16_bit and not passes_delta_states(local)
 
 
 def _fla_bytes(local: LocalSizes) -> float:
@@ -57,15 +52,10 @@ def fla_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     return per_dim * (5 * k + 5 * v + 2 * k * v / DELTA_CHUNK)
 
 
-def passes_delta_states(local: LocalSizes) -> bool:
-    """Whether context-parallel ranks exchange states of the delta rule, instead of trading sequence for heads."""
-    return local.plan.layout.cp > 1 and local.cp_comm != "a2a"
-
-
 def _delta_ring_states(local: LocalSizes, spec: DeltaSpec) -> float:
     """What the spans of all context-parallel ranks do to a state, and the states between them: the rank with the last
     span goes through all of them."""
-    if not passes_delta_states(local) or "core_attn" in local.recompute:
+    if not passes_delta_states(local.plan, local.cp_comm) or "core_attn" in local.recompute:
         return 0.0
     heads, num_spans = spec.num_v_heads / local.tp, 2 * local.plan.layout.cp
     each = FP32 * heads * spec.k_dim * (spec.k_dim + 2 * spec.v_dim)

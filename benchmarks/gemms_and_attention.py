@@ -1,4 +1,4 @@
-"""The products of a training step and nothing else: what bounds a step in bf16, whatever else it does.
+"""The GEMMs and the attention of a training step and nothing else: no step in bf16 can be faster.
 
 Shapes: R rows, N and K the dims of a weight, B batch, S sequence, H query heads, G key/value heads, D head dim.
 """
@@ -15,15 +15,15 @@ from threefold.engine.models.build import build_model
 from threefold.engine.tune.attention_kernels import attention_heads_of
 from threefold.plan.plan import Plan
 
-NO_PRODUCTS = ("embed.", "router.", "conv")  # a look-up, a GEMM that the FLOPs of a model leave out, a convolution
+NOT_COUNTED = ("embed.", "router.", "conv")  # a look-up, a GEMM that the FLOPs of a model leave out, a convolution
 Run = Callable[[], None]
 
 
-def products_alone(plan: Plan, device: torch.device) -> Callable[[Tensor], None]:
+def gemms_and_attention(plan: Plan, device: torch.device) -> Callable[[Tensor], None]:
     """Linear layers forward and backward by cuBLAS, and attention by the kernel that the engine chooses.
 
-    All rows of the experts are multiplied with one weight, which is faster than the grouped products of a real step.
-    Of linear mixers only the projections are computed.
+    All rows of the experts are multiplied with one weight, which is faster than the grouped GEMMs of a real step. Of
+    mixers other than full attention only the projections are computed.
     """
     linears = [(linear(*shape, device), count) for shape, count in Counter(linear_shapes(plan)).items()]
     num_attentions = sum(layer.mixer == "attention" for layer in plan.model.layers)
@@ -38,11 +38,11 @@ def products_alone(plan: Plan, device: torch.device) -> Callable[[Tensor], None]
 
 
 def linear_shapes(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(R, N, K) of every weight that takes part in products."""
+    """(R, N, K) of the GEMMs of every weight."""
     model = build_model(plan.model, plan.mtp, torch.bfloat16, torch.device("meta"), options_of(plan), seed=0)
     tokens = plan.job.micro_batch * plan.job.seq_len
     for name, weight in model.named_parameters():
-        if weight.ndim > 1 and not any(part in name for part in NO_PRODUCTS):
+        if weight.ndim > 1 and not any(part in name for part in NOT_COUNTED):
             is_experts = weight.ndim == 3 and plan.model.moe is not None
             n, k = weight.shape[-2:]
             yield tokens * plan.model.moe.top_k if is_experts else tokens, n, k
