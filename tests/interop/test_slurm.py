@@ -18,6 +18,7 @@ from threefold.interop.slurm import (
     Shape,
     batch_script,
     faults,
+    node_script,
     shape,
     time_limit,
     torchrun_commands,
@@ -161,6 +162,25 @@ def batch_job(folder: Path, rank: str, script: str = "", **stubs: str) -> subpro
 def test_the_script_starts_again_after_a_failure(tmp_path: Path) -> None:
     assert batch_job(tmp_path, FAILS_TWICE).wait(HANG_SECONDS) == 0
     assert (tmp_path / "calls").read_text().split("\n") == ["node7:20041 0", "node7:20042 1", "node7:20043 2", ""]
+
+
+IMAGES = ["$PWD/$(touch ran)", "$PWD/a b", "`touch ran`", "a'; touch ran; '", "registry#team/image:1", "--x=$HOME *"]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_reaches_srun_as_it_was_given(image: str, tmp_path: Path) -> None:
+    """One word, in which bash finds nothing to run; the folder that is mounted is that of the job."""
+    options, srun = Options(container=image, nsys=True, run="runs/$(touch ran)"), 'printf "%s\\n" "$@" > words'
+    plan, folder = plan_of(**H100), tmp_path / "my folder"
+    folder.mkdir()
+    setup, command = "true", "train.sh"
+    for script in (batch_script(plan, ["plan.toml"], options), node_script(plan, "plan.toml", options, setup, command)):
+        assert batch_job(folder, "exit 0", script, srun=srun).wait(HANG_SECONDS) == 0
+        words = (folder / "words").read_text().splitlines()
+        mounts = [f"--container-mounts={folder}:{folder}", f"--container-workdir={folder}"]
+        assert words[2:5] == [f"--container-image={image}", *mounts]
+        assert "--output=runs/$(touch ran)/nsys-%q{" in " ".join(words)
+        assert not list(tmp_path.rglob("ran"))
 
 
 def test_the_script_does_not_repeat_a_finding(tmp_path: Path) -> None:

@@ -114,17 +114,9 @@ def batch_script(plan: Plan, words: list[str], options: Options) -> str:
     place = shape(plan)
     assert place is not None
     lines = [f"#SBATCH --{line}" for line in _directives(plan, words[0], place, options)]
-    srun = ["srun", "--kill-on-bad-exit=1", f"--ntasks-per-node={place.per_node}"]
-    if options.container:
-        srun += [
-            f"--container-image={options.container}",
-            '--container-mounts="$PWD:$PWD"',
-            '--container-workdir="$PWD"',
-        ]
-    mounts = {word for word in srun if "$PWD" in word}
+    srun = ["srun", "--kill-on-bad-exit=1", f"--ntasks-per-node={place.per_node}", *_container(options)]
     tracer = _nsys(options, "SLURM_PROCID") if options.nsys else []
-    command = [*srun, *tracer, *_train(words, options)]
-    start = [word if word in mounts else shlex.quote(word) for word in command]
+    start = [*srun, *(shlex.quote(word) for word in [*tracer, *_train(words, options)])]
     body = _BODY.format(head=_head(plan), restarts=options.max_restarts, command=" ".join(start), end=_END)
     return "\n".join(["#!/bin/bash", *lines, "", body])
 
@@ -163,10 +155,7 @@ def node_script(plan: Plan, file: str, options: Options, setup: str, command: st
         for line in _directives(plan, file, place, options)
         if not line.startswith(own)
     ]
-    srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1"]
-    if options.container:
-        srun += [shlex.quote(f"--container-image={options.container}"), '--container-mounts="$PWD:$PWD"']
-        srun.append('--container-workdir="$PWD"')
+    srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", *_container(options)]
     tracer = [shlex.quote(word) for word in _nsys(options, "SLURM_NODEID")] if options.nsys else []
     run = [
         "torchrun",
@@ -179,6 +168,14 @@ def node_script(plan: Plan, file: str, options: Options, setup: str, command: st
     ]
     start = " \\\n    ".join([" ".join([*srun, *tracer, *run]), command])
     return "\n".join(["#!/bin/bash", *lines, "", _NODE_BODY.format(setup=setup.strip(), start=start)])
+
+
+def _container(options: Options) -> list[str]:
+    """The words of srun for an image, quoted for the shell: only the mount of the job's own folder has a variable."""
+    if not options.container:
+        return []
+    image = shlex.quote(f"--container-image={options.container}")
+    return [image, '--container-mounts="$PWD:$PWD"', '--container-workdir="$PWD"']
 
 
 def tuning_script(plan: Plan, words: list[str], options: Options) -> str:
