@@ -19,7 +19,7 @@ from repository import ROOT
 from threefold.explore import server as explorer_server
 from threefold.explore.background import Background
 from threefold.explore.request import Started
-from threefold.explore.server import MOST_BODY, ExplorerServer
+from threefold.explore.server import MOST_BODY, MOST_CONNECTIONS, ExplorerServer
 from threefold.findings import FindingsError
 
 LIMIT = 120.0
@@ -125,6 +125,27 @@ def test_silent_connections_hold_nobody_up(server: ExplorerServer) -> None:
         assert question(server, CLEAN)[0] == 200
     finally:
         for one in silent:
+            one.close()
+
+
+BODY_MISSING = b"POST /answer HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", BODY_MISSING])
+def test_slow_connections_give_way_to_new_ones(
+    server: ExplorerServer, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """However long a request may take: where there are too many, the slowest of them are ended."""
+    monkeypatch.setattr(explorer_server, "CONNECTION_SECONDS", 10.0 * LIMIT)
+    slow = []
+    try:
+        for _ in range(3 * MOST_CONNECTIONS):
+            slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=LIMIT))
+            slow[-1].sendall(sent.replace(b"\r\n", f"\r\nHost: {server.names[0]}\r\n".encode(), 1))
+        assert question(server, CLEAN)[0] == 200
+        assert ask(server, "GET", "/")[0] == 200
+    finally:
+        for one in slow:
             one.close()
 
 

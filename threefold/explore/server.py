@@ -2,7 +2,7 @@
 
 Every request has to name this server as its host: a page of the internet whose name was made to lead here is refused. A
 question has to come as JSON and, where a browser says where from, from our own page. Bodies, connections and time are
-limited, one answer is computed at a time, and nothing is written or sent anywhere.
+limited, slow connections give way to new ones, one answer is computed at a time, and nothing is written or sent.
 """
 
 import io
@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -49,7 +50,9 @@ class ExplorerServer(ThreadingHTTPServer):
         self.searches, self.trials = Background(search_layouts), Background(try_fixes)
         self.page = explorer_page(started).encode()
         self.computing = threading.Lock()
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()  # of the two below
+        self._open: set[socket.socket] = set()
+        self._arriving: dict[socket.socket, None] = {}  # those whose request is not here yet, the longest waiting first
 
     @property
     def port(self) -> int:
@@ -65,17 +68,39 @@ class ExplorerServer(ThreadingHTTPServer):
         return f"{HOST}:{self.port}", f"localhost:{self.port}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """One thread a connection, as long as there are not too many."""
-        if not self._room.acquire(blocking=False):
+        """One thread a connection. Where there are too many, the one that is slowest with its request is ended."""
+        with self._lock:
+            if len(self._open) >= MOST_CONNECTIONS and self._arriving:
+                slowest = next(iter(self._arriving))
+                self._forget(slowest)
+                with suppress(OSError):  # it may have ended by itself
+                    slowest.shutdown(socket.SHUT_RDWR)
+            has_room = len(self._open) < MOST_CONNECTIONS
+            if has_room:
+                self._open.add(request)
+                self._arriving[request] = None
+        if has_room:
+            super().process_request(request, client_address)
+        else:
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._room.release()
+            with self._lock:
+                self._forget(request)
+
+    def note_arrival(self, request: socket.socket, has_arrived: bool) -> None:
+        """A connection waits for its next request, or has sent all of it and is not ended for others any more."""
+        with self._lock:
+            self._arriving.pop(request, None)
+            if request in self._open and not has_arrived:
+                self._arriving[request] = None
+
+    def _forget(self, request: socket.socket) -> None:
+        self._open.discard(request)
+        self._arriving.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away is nothing to report; other faults are shown by Python's own handler."""
@@ -128,9 +153,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self._arriving.begin()
+        self.server.note_arrival(self.connection, has_arrived=False)
         super().handle_one_request()
 
     def do_GET(self) -> None:
+        self.server.note_arrival(self.connection, has_arrived=True)
         if self._is_ours() and self.path in ("/", "/index.html"):
             self._send(HTTPStatus.OK, HTML, self.server.page)
         elif self._is_ours():
@@ -195,8 +222,10 @@ class Handler(BaseHTTPRequestHandler):
         if int(length) > MOST_BODY:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a question has at most {MOST_BODY} bytes")
             return None
+        content = self.rfile.read(int(length))
+        self.server.note_arrival(self.connection, has_arrived=True)
         try:
-            value = json.loads(self.rfile.read(int(length)))
+            value = json.loads(content)
         except (ValueError, RecursionError):
             self._refuse(HTTPStatus.BAD_REQUEST, "the question is no JSON")
             return None
