@@ -1,21 +1,26 @@
 """Plans that hold: what the search returns is what `train` would run, `check` agrees with, and predicted speed is not
 left out of."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_configs import CONFIGS
 from plans import CLEAN, build
 
 from threefold.api.searches import with_defaults
 from threefold.cli.main import main
 from threefold.cost.estimate import estimate, gain
 from threefold.cost.memory.threefold.model import ThreefoldMemory
-from threefold.findings import FindingsError
+from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
 from threefold.rules.all import check, errors, promoted
 from threefold.rules.knobs.engine_graphs import engine_scopes
+from threefold.search import impossible
 from threefold.search.refine import CHOSEN
 from threefold.search.search import Candidate, SearchResult, search
+from threefold.search.space import read_draft
 from threefold.search.sweep import sweep
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -119,6 +124,51 @@ def test_no_plan_for_a_model_that_the_engine_lacks() -> None:
     assert found.finding is not None
     assert "moe_latent_size" in found.finding.problem
     assert found.finding.fix_data == {"target": "megatron-bridge"}
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "fix"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "megatron-bridge", {"target": "threefold"}),
+        ({"hidden_act": "gelu"}, "threefold", {"target": "megatron-bridge"}),
+        ({"hidden_act": "quick_gelu"}, "megatron-bridge", None),
+    ],
+)
+def test_no_plan_for_a_model_that_a_target_cannot_train(
+    config: dict[str, Any], target: str, fix: dict[str, str] | None, tmp_path: Path
+) -> None:
+    """Another target is the fix where it trains the model; the two lack different parts of configurations."""
+    whole = {"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"], **config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    draft = {"model": f"hf:{tmp_path}", "target": target, "cluster.chip": "h100", "cluster.gpus": 8}
+    found = search({**draft, "job.seq_len": 512})
+    assert found.candidates == ()
+    assert found.finding is not None
+    assert "stack-runs-family" in found.finding.problem
+    assert found.finding.fix_data == fix
+    assert fix or "known: " in found.finding.advice
+    if fix:
+        assert search({**draft, "job.seq_len": 512, **fix}, top=1).candidates
+
+
+@pytest.mark.parametrize("target", ["megatron-bridge", "threefold"])
+def test_a_fixed_knob_that_refuses_every_candidate_is_named(target: str) -> None:
+    """Rules about what memory holds refuse a candidate like any other; only predicted bytes are the search's own."""
+    draft = {"model": "tiny-qwen3-moe", "target": target, "cluster.chip": "h100", "cluster.gpus": 4}
+    found = search({**draft, "knobs.store_param_remainders": True, "knobs.precision": "fp16"})
+    assert found.candidates == ()
+    assert found.finding is not None
+    assert "remainders-need-bf16" in found.finding.problem
+    assert found.finding.fix_data == {"knobs.store_param_remainders": None}
+
+
+def test_the_rule_that_refused_the_last_candidates_is_in_the_finding() -> None:
+    draft = {"model": "tiny-qwen3-moe", "target": "threefold", "cluster.gpus": 4, "job.seq_len": 256}
+    fault = Finding(rule="some-rule", at="layout.ep", problem="too many", fix={"layout.ep": 2}, advice="fewer")
+    found = impossible.finding(read_draft(draft), [fault])
+    assert (found.rule, found.at) == ("plan-exists", "layout.ep")
+    assert found.problem == "no plan for tiny-qwen3-moe: too many (some-rule)"
+    assert found.fix_data == {"layout.ep": 2}
 
 
 def test_a_model_that_sees_is_planned_with_pictures() -> None:

@@ -1,6 +1,6 @@
 """Where no plan exists: one finding that says why, with the nearest change under which one does."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -11,10 +11,11 @@ from threefold.findings import Finding, FindingsError, as_overrides
 from threefold.plan.plan import Plan
 from threefold.search.knobs import foot, precisions, shardings
 from threefold.search.ladder import Choice, Ladder
-from threefold.search.legal import faults
+from threefold.search.legal import UNTRAINED, faults, untrained
 from threefold.search.price import Pricer
 from threefold.search.space import MOST_RELAXED, Space, layouts, micro_batches, read_draft
 from threefold.spec.chips import CHIPS
+from threefold.spec.stacks import TARGETS
 from threefold.units import format_bytes, format_tokens
 
 SLUG = "plan-exists"
@@ -45,8 +46,10 @@ def leanest(space: Space) -> Leanest | None:
     for choice in sorted(_smallest(space), key=lambda one: state_bytes(_plan(pricer, one)))[:MOST_TRIED]:
         ladder = ladder or Ladder(pricer, choice)
         for plan in ladder.lightest(choice):
+            if faults(plan):  # asked first: an estimate of memory takes longer
+                continue
             one = Leanest(plan, pricer.need(plan))
-            if (found is None or one.need < found.need) and not faults(plan):
+            if found is None or one.need < found.need:
                 found = one
                 if one.fits:
                     return one
@@ -68,13 +71,18 @@ def _plan(pricer: Pricer, choice: Choice) -> Plan:
     return pricer.plan(choice.layout, choice.micro_batch, choice.knobs)
 
 
-def finding(space: Space) -> Finding:
-    """Why no plan exists, and the nearest change."""
+def finding(space: Space, refused: Sequence[Finding] = ()) -> Finding:
+    """Why no plan exists, and the nearest change. `refused`: what refused the last candidates, where that is known."""
     space = replace(space, relaxed=MOST_RELAXED)
-    best = leanest(space)
-    bad = _of_the_draft(space, faults(_spread(space))) if best is None else []
-    fix, advice = _nearest(space, [one.fix_data or {} for one in bad])
-    if best is not None:
+    best = None if refused else leanest(space)
+    bad = list(refused)
+    if best is None and not bad:
+        bad = _of_the_draft(space, faults(_spread(space)))
+    fix, advice = _nearest(space, list(_offered(space, bad)))
+    if refused:
+        problem = f"no plan for {space.base.model.name}: {bad[0].problem} ({bad[0].rule})"
+        advice = advice if fix else bad[0].advice
+    elif best is not None:
         plan = best.plan
         need, have = format_bytes(best.need), format_bytes(plan.chip.memory_bytes)
         where = f"{plan.layout.gpus} x {plan.chip.name}"
@@ -107,6 +115,18 @@ def _of_the_draft(space: Space, bad: list[Finding]) -> list[Finding]:
         return one.at in ("cluster.gpus", *BATCH) or any(way and all(map(space.free, way)) for way in ways)
 
     return sorted(bad, key=lambda one: (is_own_affair(one), one.at not in space.given))
+
+
+def _offered(space: Space, bad: Iterable[Finding]) -> Iterator[dict[str, Any]]:
+    """Changes that the rules offer; where the target does not train the model, another target."""
+    for one in bad:
+        if one.rule != UNTRAINED:
+            yield one.fix_data or {}
+            continue
+        for target in TARGETS:
+            if target != space.base.target:
+                yield {"target": target}
+                yield from ({"target": target, **more} for more in _more_gpus(space))
 
 
 def _words(plan: Plan) -> str:
@@ -153,6 +173,8 @@ def _exists(before: Space, given: Mapping[str, Any]) -> bool:
     try:
         space = read_draft(fields, before.base.cluster.measured)
     except FindingsError:
+        return False
+    if untrained(space.base):
         return False
     found = leanest(replace(space, relaxed=MOST_RELAXED))
     return found is not None and found.fits

@@ -4,23 +4,26 @@ from dataclasses import replace
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules import memory
-from threefold.rules.all import RULES
+from threefold.rules.all import PREDICTED, RULES
 from threefold.rules.stacks import ENGINE_LIMITS
+
+PRICED = PREDICTED | {"states-fit-memory"}  # rules that judge what the search prices
+UNTRAINED = "stack-runs-family"  # refuses a model on a stack, whatever the layout
 
 
 def faults(plan: Plan) -> list[Finding]:
-    """Errors of every rule that holds for the plan's target, but for those of `rules/memory.py`.
+    """Errors of every rule that holds for the plan's target, but for those of predicted memory.
 
-    What our engine cannot run counts where the plan is for it: `check` only warns of it, `train` refuses it.
+    What the target cannot run counts: `check` only warns of it, and whoever runs the plan refuses it.
     """
-    wanted = (
-        rule
-        for rule in RULES.values()
-        if rule.target in ("both", plan.target) and rule.home != memory.__name__ and _refuses(rule.slug, plan)
-    )
+    wanted = (rule for rule in RULES.values() if rule.target in ("both", plan.target) and _refuses(rule.slug))
     return [replace(found, severity="error", rule=rule.slug) for rule in wanted for found in rule.check(plan)]
 
 
-def _refuses(slug: str, plan: Plan) -> bool:
-    return RULES[slug].severity == "error" or (plan.target == "threefold" and slug in ENGINE_LIMITS)
+def untrained(plan: Plan) -> list[Finding]:
+    """Why the plan's target cannot train its model at all."""
+    return [fault for fault in faults(plan) if fault.rule == UNTRAINED]
+
+
+def _refuses(slug: str) -> bool:
+    return slug not in PRICED and (RULES[slug].severity == "error" or slug in ENGINE_LIMITS)

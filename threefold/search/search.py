@@ -16,13 +16,13 @@ from threefold.rules.all import check, errors, judge, promoted
 from threefold.search.explain import Reasons, reasons
 from threefold.search.explore import Found, Progress, explore
 from threefold.search.impossible import finding
+from threefold.search.legal import untrained
 from threefold.search.neighbours import NextBetter, Trial, next_better, retune, sensitivity
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import complexity, pareto, ranked
 from threefold.search.refine import heeded, rebuilt, refined
 from threefold.search.space import MOST_RELAXED, Space, read_draft
 from threefold.spec.chips import ChipSpec
-from threefold.spec.stacks import engine_lacks
 from threefold.units import format_bytes
 
 FINALISTS = 3  # times the candidates asked for, that are finished and ranked
@@ -128,8 +128,8 @@ def search(
     """
     start = time.perf_counter()
     space = read_draft(draft_fields, measured)
-    if refusal := _untrained(space):
-        return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=refusal)
+    if refused := untrained(space.base):
+        return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=finding(space, refused))
     if not _can_be_climbed(space):
         return SearchResult((), 0, 0, 0, time.perf_counter() - start, finding=finding(space))
     pricer, found = _explore_first(space, top, progress)
@@ -141,7 +141,11 @@ def search(
     finished = [refined(space, pricer, one) for one in order[: FINALISTS * top]]
     everyone = [*finished, *order[FINALISTS * top :]]
     front = {id(everyone[place]) for place in pareto(everyone)}
-    chosen = list(islice((one for one in ranked(finished) if not errors(promoted(judge(one.plan)))), top))
+    order = ranked(finished)
+    chosen = list(islice((one for one in order if not _refusals(one.plan)), top))
+    if not chosen:
+        said = finding(space, _refusals(order[0].plan))
+        return SearchResult((), found.searched, pricer.num_time, 0, time.perf_counter() - start, finding=said)
     candidates = _candidates(space, chosen, front)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
@@ -156,6 +160,10 @@ def search(
         sensitivity=steps,
         retune=trials,
     )
+
+
+def _refusals(plan: Plan) -> list[Finding]:
+    return errors(promoted(judge(plan)))
 
 
 def _can_be_climbed(space: Space) -> bool:
@@ -192,18 +200,6 @@ def _candidates(space: Space, chosen: list[Priced], front: set[int]) -> tuple[Ca
         said = reasons(plan, priced, made[0].estimate if made else None)
         made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan)))
     return tuple(made)
-
-
-def _untrained(space: Space) -> Finding | None:
-    """Why our engine cannot train the model at all, whatever the layout."""
-    lacks = list(engine_lacks(space.base.model)) if space.base.target == "threefold" else []
-    if not lacks:
-        return None
-    problem, advice = lacks[0]
-    fix = {"target": "megatron-bridge"}
-    return Finding(
-        rule="plan-exists", at="target", problem=f"no plan for our engine: {problem}", fix=fix, advice=advice
-    )
 
 
 def _trial_json(one: Trial) -> dict[str, Any]:
