@@ -13,6 +13,7 @@ from threefold.engine.build import Parts, build
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.profiler import PROFILE, StepProfiler, annotations_of
 from threefold.engine.train import train
+from threefold.findings import FindingsError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FIELDS = {**TINY, "job.data": "synthetic", "job.steps": 8}
@@ -59,6 +60,23 @@ def test_ranges_are_taken_away_again() -> None:
 def test_a_run_that_ends_inside_the_window_leaves_its_trace(tmp_path: Path) -> None:
     train(tiny_plan({**FIELDS, "job.steps": 5}), tmp_path, say_nothing, profile="torch")
     assert ranges_of(tmp_path / PROFILE / "rank-0.json.gz")["threefold.step"] == 2
+
+
+@pytest.mark.parametrize(("steps", "first"), [(1, 1), (3, 3), (4, 4)])
+def test_a_short_run_profiles_its_last_step(steps: int, first: int, tmp_path: Path) -> None:
+    said: list[str] = []
+    train(tiny_plan({**FIELDS, "job.steps": steps}), tmp_path, said.append, profile="torch")
+    assert ranges_of(tmp_path / PROFILE / "rank-0.json.gz")["threefold.step"] == 1
+    assert any(f"profiling steps {first} to {steps} " in line for line in said)
+
+
+def test_a_finished_run_has_no_step_to_profile(tmp_path: Path) -> None:
+    plan = tiny_plan({**FIELDS, "job.steps": 2})
+    train(plan, tmp_path, say_nothing)
+    with pytest.raises(FindingsError, match=r"raise job.steps .* to 8") as caught:
+        train(plan, tmp_path, say_nothing, profile="torch")
+    assert [finding.rule for finding in caught.value.findings] == ["profile-has-steps"]
+    assert not (tmp_path / PROFILE).exists()
 
 
 def test_nsight_gets_ranges_and_no_second_trace(tmp_path: Path) -> None:

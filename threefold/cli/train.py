@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop-at", type=int, metavar="STEP", help="save and stop behind this step; the same command goes on later"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="trace three steps after the first ones into the run's profile folder"
+        "--profile",
+        action="store_true",
+        help="trace three steps after the first ones into the run's profile folder; of a short run the last",
     )
     parser.add_argument(
         "--profile-with",

@@ -157,6 +157,12 @@ EXPLANATIONS = {
         confirm="Compare the tokenizer's vocabulary with model.vocab of the run's plan.",
         fix="Give the tokenizer that the run's data was made with.",
     ),
+    "profile-has-steps": Explanation(
+        what="A start with --profile has at least one step to profile.",
+        why="A run that has ended computes nothing, so that there would be no trace and no word about it.",
+        confirm="Compare the step that the message names with job.steps and --stop-at.",
+        fix="Raise job.steps to the number in the message, or profile a new run (--run).",
+    ),
     "loss-is-finite": Explanation(
         what="Loss and gradients are finite.",
         why="A step from a NaN destroys the weights, so it is skipped; many of them mean something is wrong.",

@@ -24,10 +24,29 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from threefold.engine.build import Parts
 from threefold.engine.models.decoder import Block
 from threefold.engine.moe.layer import MoeLayer
+from threefold.findings import Finding, FindingsError
 
 PROFILE = "profile"  # the folder in the run's
 FIRST_STEP, NUM_STEPS = 4, 3  # counted from the first step of this start: kernels are compiled and buffers made by then
 MOST_ALLOCATIONS = 200_000  # of a memory snapshot
+
+
+def profiled_window(step: int, last_step: int) -> tuple[int, int]:
+    """The first step to profile of a start at `step`, and how many; of a short run the last step, which is the warmest.
+
+    Raises a finding where no step is left.
+    """
+    if step >= last_step:
+        enough = step + FIRST_STEP + NUM_STEPS - 1
+        found = Finding(
+            rule="profile-has-steps",
+            at="--profile",
+            problem=f"no step is left to profile: the run is at step {step}, and this start ends at step {last_step}",
+            advice=f"raise job.steps (and --stop-at) to {enough}, or profile a new run (--run)",
+        )
+        raise FindingsError([found])
+    first = min(step + FIRST_STEP, last_step)
+    return first, min(NUM_STEPS, last_step - first + 1)
 
 
 class StepProfiler:

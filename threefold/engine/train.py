@@ -26,7 +26,7 @@ from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.layers.positions import move_documents
 from threefold.engine.optim.lr_schedule import learning_rate
-from threefold.engine.profiler import FIRST_STEP, StepProfiler
+from threefold.engine.profiler import StepProfiler, profiled_window
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.cpu_affinity import pin_to_cores
 from threefold.engine.run.cpu_threads import choose_threads
@@ -103,11 +103,12 @@ def train(
         metrics = Metrics(folder, state.step) if world.is_leader else None
         if metrics:
             ending.callback(metrics.close)
+        last_step = plan.job.steps if stop_at is None else min(stop_at, plan.job.steps)
         if profile:
-            state.profiler = StepProfiler(folder, parts, world.rank, state.step + FIRST_STEP, by_nsys=profile == "nsys")
+            first, count = profiled_window(state.step, last_step)
+            state.profiler = StepProfiler(folder, parts, world.rank, first, count, by_nsys=profile == "nsys")
             ending.callback(state.profiler.close)
             tell(f"profiling steps {state.profiler.first} to {state.profiler.last} into {state.profiler.folder}")
-        last_step = plan.job.steps if stop_at is None else min(stop_at, plan.job.steps)
         state.effects = RunEffects(plan, parts, world.rank, state.step, last_step)
         _run(state, metrics, board, progress, tell)
     return state
