@@ -58,9 +58,10 @@ def run_draws(
     return (run_draw(drawn, as_trained, limit) for drawn in draws)
 
 
-def run_draw(drawn: Drawn, as_trained: bool = False, limit: float = LIMIT_SECONDS) -> Outcome:
+def run_draw(drawn: Drawn, as_trained: bool = False, limit: float = LIMIT_SECONDS, reads_data: bool = False) -> Outcome:
     """Train two steps in the layout and on one rank: in fp64, or `as_trained` in 16 bits or less, which takes paths
-    that fp64 does not (gradient sums in fp32, grouped GEMMs, loss scaling, quantization) and compares roughly.
+    that fp64 does not (gradient sums in fp32, grouped GEMMs, loss scaling, quantization) and compares roughly. With
+    `reads_data` they train and evaluate on the data of the job, and not on made-up samples.
 
     Forced balance gives out experts in the order in which ranks hold tokens, so that one rank cannot say what is right:
     there the ranks must only end, with one loss.
@@ -78,7 +79,7 @@ def run_draw(drawn: Drawn, as_trained: bool = False, limit: float = LIMIT_SECOND
                 return Outcome(drawn, resolved, *_run_alone(resolved.plan, limit))
             dtype = dtype_of(resolved.plan) if as_trained else torch.float64
             options = options_of(resolved.plan) if as_trained else None
-            found = compare_with_one_rank(resolved.plan, STEPS, dtype, options, limit)
+            found = compare_with_one_rank(resolved.plan, STEPS, dtype, options, limit, reads_data)
     except RankError as error:
         late = "still run after" in str(error) or "Timed out" in str(error)
         return Outcome(drawn, resolved, "HANG" if late else "CRASH", str(error))

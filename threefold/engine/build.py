@@ -150,7 +150,7 @@ def build(
     parts = Parts(chunks, _runner(plan, mesh, chunks, data, dtype), data, optimizer, mesh, loss_scaler=scaler)
     if not with_data:
         return parts
-    loader = _loader(plan, mesh, plan.job)
+    loader = open_loader(plan, mesh, plan.job)
     return replace(parts, loader=loader, validation=_validation(plan, mesh, loader))
 
 
@@ -246,7 +246,9 @@ def _optimizer(plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleR
     )
 
 
-def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loader:
+def open_loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False, padded_to: int | None = None) -> Loader:
+    """The loader of this rank. Microbatches of dynamic length are padded to a multiple of `padded_to`; None chooses the
+    multiple that the layout asks for."""
     layout = plan.layout
     dynamic = None if evaluation or not plan.shards_dynamically else dynamic_grid(plan, mesh)
     share = held_out_share(plan.job, bool(plan.run.eval_every))
@@ -259,12 +261,17 @@ def _loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False) -> Loade
         held_out=share,
         evaluation=evaluation and share > 0,
         prefetch=0 if evaluation else 2,
-        length_multiple=(2 * layout.cp if layout.cp > 1 else 1) * layout.tp,
+        length_multiple=padded_to or length_multiple(layout),
         vision=plan.model.vision,
         image_workers=0 if evaluation else image_workers(plan.run.image_workers),
         dynamic_cp=dynamic,
         device=mesh.device,
     )
+
+
+def length_multiple(layout: Layout) -> int:
+    """What the length of a microbatch must be a multiple of, for the ranks that share it."""
+    return (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
 
 
 def dynamic_grid(plan: Plan, mesh: Mesh) -> DynamicGrid:
@@ -282,4 +289,4 @@ def dynamic_grid(plan: Plan, mesh: Mesh) -> DynamicGrid:
 def _validation(plan: Plan, mesh: Mesh, training: Loader) -> dict[str, Loader]:
     if not plan.run.eval_every:
         return {}
-    return open_validation(plan.job, training, lambda job: _loader(plan, mesh, job, evaluation=True))
+    return open_validation(plan.job, training, lambda job: open_loader(plan, mesh, job, evaluation=True))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from threefold.engine.batch import Batch
-from threefold.engine.build import build, device_of, why_not_fused
+from threefold.engine.build import Parts, build, device_of, why_not_fused
 from threefold.engine.data.images.batch_images import SkippedPictures
 from threefold.engine.data.loader import Loader
 from threefold.engine.dist.collectives import all_reduce
@@ -276,12 +276,12 @@ def _at_intervals(state: TrainState, metrics: Metrics | None, board: ExperimentT
 
 def evaluate(state: TrainState) -> dict[str, float]:
     """Mean loss of each validation set, by name; leaves every state as it was."""
-    return {name: _evaluate_set(state, loader) for name, loader in state.parts.validation.items()}
+    parts = state.parts
+    return {name: evaluate_set(state.plan, parts, loader) for name, loader in parts.validation.items()}
 
 
-def _evaluate_set(state: TrainState, loader: Loader) -> float:
+def evaluate_set(plan: Plan, parts: Parts, loader: Loader) -> float:
     """The loss over the first samples of a set. Those that only fill the last microbatches of a layout do not count."""
-    plan, parts = state.plan, state.parts
     # A pipeline is made for one number of microbatches.
     each = plan.num_microbatches if plan.layout.pp > 1 else 1
     in_all = sum(source.num_samples for source in loader.mixture.sources)

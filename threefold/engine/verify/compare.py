@@ -40,7 +40,7 @@ class RankResults:
     biases: dict[str, Tensor] = field(default_factory=dict)  # buffers, such as router biases
     near_ties: int = 0  # choices of experts, and copies at the capacity limit, that a small change would turn
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)  # collectives by group and operation
-    evaluation: float = 0.0  # loss of an evaluation behind the first step
+    evaluation: dict[str, float] = field(default_factory=dict)  # losses after the first step, by validation set
     frozen: set[str] = field(default_factory=set)  # parameters that do not train
     moved: set[str] = field(default_factory=set)  # those of them whose weights changed all the same
     graphs: str = ""  # replays of CUDA graphs by scope, or why something ran eagerly; empty without graphs
@@ -150,10 +150,10 @@ def _largest_gap(gaps: Iterator[Iterator[float]]) -> float:
 
 
 def _loss_gaps(one_rank: RankResults, rank: RankResults) -> Iterator[float]:
-    for wanted, found in zip(one_rank.losses, rank.losses, strict=True):
+    pairs = zip((*one_rank.losses, one_rank.evaluation), (*rank.losses, rank.evaluation), strict=True)
+    for wanted, found in pairs:
         assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
         yield from _gaps(list(wanted.values()), [found[name] for name in wanted])
-    yield from _gaps([one_rank.evaluation], [rank.evaluation])
 
 
 def _gaps(wanted: Sequence[float], found: Sequence[float]) -> Iterator[float]:

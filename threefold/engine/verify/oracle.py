@@ -5,6 +5,7 @@ they must cover each parameter exactly once. The one-rank run works on the same 
 would make the comparison a matter of luck, so they are counted.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from threefold.engine.step import StepResult, evaluate_batches, train_step
 from threefold.engine.train import to_device
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
+from threefold.engine.verify.job_data import JobData, open_job_data
 from threefold.engine.verify.picture_samples import add_pictures
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
@@ -48,37 +50,46 @@ def compare_with_one_rank(
     dtype: torch.dtype = torch.float64,
     options: Options | None = None,
     limit: float = LIMIT_SECONDS,
+    reads_data: bool = False,
 ) -> Comparison:
-    """Run the plan on forked ranks and on one rank, and compare."""
+    """Run the plan on forked ranks and on one rank, and compare.
+
+    With `reads_data` they train and evaluate on the data of the job, otherwise on made-up samples.
+    """
     options = options or replace(options_of(plan), expert_backend="loop")
     if options.lora is not None:  # with a B of zeros no gradient of A would be compared
         options = replace(options, lora=replace(options.lora, draws_b=True))
-    one_rank = run_one_rank(plan, steps, dtype, options, limit)
-    ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, limit=limit)
+    one_rank = run_one_rank(plan, steps, dtype, options, limit, reads_data)
+    ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, None, None, reads_data, limit=limit)
     return compare_results(plan, one_rank, ranks)
 
 
 def run_one_rank(
-    plan: Plan, steps: int, dtype: torch.dtype, options: Options, limit: float = LIMIT_SECONDS
+    plan: Plan,
+    steps: int,
+    dtype: torch.dtype,
+    options: Options,
+    limit: float = LIMIT_SECONDS,
+    reads_data: bool = False,
 ) -> RankResults:
     """Train the unsharded model on the same microbatches, one after the other, with the plainest knobs."""
     one_rank_plan, plain = on_one_rank(plan, options)
-    same_rows = plan if plan.shards_dynamically else None
+    same_rows = plan if plan.shards_dynamically or reads_data else None
     # This rank is forked too: with a GPU in the machine, a process that has run a backward cannot fork ranks that do.
-    (one_rank,) = run_ranks(1, run_rank, one_rank_plan, steps, dtype, plain, None, same_rows, limit=limit)
+    args = (one_rank_plan, steps, dtype, plain, None, same_rows, reads_data)
+    (one_rank,) = run_ranks(1, run_rank, *args, limit=limit)
     return one_rank
 
 
 def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
     """What one rank trains to compare the plan's ranks with: the unsharded model with the plainest knobs."""
-    job = replace(plan.job, dynamic_length=False)
     # They change what is computed and which states there are. Remainders of master weights are held to whole ones.
     kept = ("precision", "optimizer_dtype", "master_weights", "muon_dtype")
     knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
     plain = replace(plain, recompute_save=(), vision_recompute=())
     plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False, graphs=())
-    return replace(plan, layout=Layout(), job=job, knobs=knobs), plain
+    return replace(plan, layout=Layout(), knobs=knobs), plain
 
 
 def run_rank(
@@ -89,11 +100,12 @@ def run_rank(
     options: Options,
     mesh: Mesh | None = None,
     same_rows: Plan | None = None,
+    reads_data: bool = False,
 ) -> RankResults:
     """Train some steps as one rank of the plan's layout and return what it computed, in host memory.
 
-    The rank computes on the device of its mesh, by default on the CPU. With `same_rows`, a plan with dynamic context
-    parallelism, it computes the microbatches of all ranks of that plan.
+    The rank computes on the device of its mesh, by default on the CPU. With `same_rows`, a plan of several ranks, it
+    computes the microbatches of all ranks of that plan.
     """
     mesh = mesh or Mesh(plan.layout, rank)
     parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
@@ -104,9 +116,14 @@ def run_rank(
         results.calls[call.group.name, call.operation] += 1
 
     capacity_factor = plan.job.capacity_factor if plan.layout.gpus == 1 else None
-    with _TieFinder(parts, results, capacity_factor), observe_collectives(count):
+    with ExitStack() as entered:
+        samples: _MadeUpSamples | JobData = _MadeUpSamples(plan, mesh, same_rows)
+        if reads_data:
+            samples = entered.enter_context(open_job_data(plan, mesh, same_rows))
+        entered.enter_context(_TieFinder(parts, results, capacity_factor))
+        entered.enter_context(observe_collectives(count))
         for step in range(steps):
-            batches = _batches(plan, step, mesh, same_rows)
+            batches = samples.batches(step)
             degrees = [batch.cp_degree or 1 for batch in batches if not batch.is_empty]
             results.largest_cp = max([results.largest_cp, *degrees])
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
@@ -120,7 +137,7 @@ def run_rank(
             results.skipped += not result.applied
             results.loss_scale = result.loss_scale or 1.0
             if step == 0:  # the steps behind it show what an evaluation leaves behind
-                results.evaluation = _evaluate(parts, plan, same_rows)
+                results.evaluation = samples.evaluate(parts)
     _count_unobserved_calls(parts, results)
     if parts.runner.graph_stats is not None:
         results.graphs = parts.runner.graph_stats.tally()
@@ -135,22 +152,29 @@ def _frozen_weights(parts: Parts) -> dict[str, Tensor]:
     return {name: memory.detach().clone() for name, _, memory, _ in held if name in parts.data.frozen}
 
 
-def _evaluate(parts: Parts, plan: Plan, same_rows: Plan | None) -> float:
-    """The loss of microbatches that no step trains on."""
-    batches = _batches(plan, EVALUATION, parts.mesh, same_rows)
-    return evaluate_batches(parts, batches, plan.num_microbatches if plan.layout.pp > 1 else 1)
+class _MadeUpSamples:
+    """The microbatches of a rank, and those of an evaluation, that no step trains on.
 
+    With `same_rows`, a plan with dynamic context parallelism, they are those of all ranks of that plan.
+    """
 
-def _batches(plan: Plan, step: int, mesh: Mesh, same_rows: Plan | None) -> list[Batch]:
-    """The microbatches of this rank in a step, on its device."""
-    if same_rows is not None:
-        made = list(synthetic_rows(same_rows, Mesh(Layout())).all_rows(step * same_rows.job.global_batch))
-    elif plan.shards_dynamically:
-        rows, first = synthetic_rows(plan, mesh), step * plan.job.global_batch
-        made = [rows.batch(first, number) for number in range(len(rows.rounds(first)))]
-    else:
-        made = [synthetic_batch(plan, step, m, mesh.coordinate("dp")) for m in range(plan.num_microbatches)]
-    return [to_device(batch, mesh.device) for batch in made]
+    def __init__(self, plan: Plan, mesh: Mesh, same_rows: Plan | None) -> None:
+        self.plan, self.mesh, self.same_rows = plan, mesh, same_rows
+
+    def batches(self, step: int) -> list[Batch]:
+        plan, same_rows = self.plan, self.same_rows
+        if same_rows is not None:
+            made = list(synthetic_rows(same_rows, Mesh(Layout())).all_rows(step * same_rows.job.global_batch))
+        elif plan.shards_dynamically:
+            rows, first = synthetic_rows(plan, self.mesh), step * plan.job.global_batch
+            made = [rows.batch(first, number) for number in range(len(rows.rounds(first)))]
+        else:
+            made = [synthetic_batch(plan, step, m, self.mesh.coordinate("dp")) for m in range(plan.num_microbatches)]
+        return [to_device(batch, self.mesh.device) for batch in made]
+
+    def evaluate(self, parts: Parts) -> dict[str, float]:
+        num_per_run = self.plan.num_microbatches if self.plan.layout.pp > 1 else 1
+        return {"made up": evaluate_batches(parts, self.batches(EVALUATION), num_per_run)}
 
 
 def synthetic_rows(plan: Plan, mesh: Mesh) -> DynamicSteps:
