@@ -1,5 +1,6 @@
 """Importing and exporting as a user does: dtypes, weights that transformers drops, tokenizer files, full folders."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from hf_checkpoints import save_checkpoint
 from safetensors.torch import load_file
-from tiny_runs import tiny_plan, tiny_shard
+from tiny_models import config_of
+from tiny_runs import TINY, tiny_plan, tiny_shard
 
 from threefold.cli.main import main
 from threefold.engine.train import train
@@ -15,8 +17,10 @@ from threefold.engine.weights.convert import export_hf, import_hf
 from threefold.engine.weights.imported_weights import INITIAL
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
+from threefold.plan.parse import parse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+RUN = {name: value for name, value in TINY.items() if not name.startswith("model")}
 
 
 def imported(folder: Path) -> dict[str, Any]:
@@ -69,6 +73,45 @@ def test_a_checkpoint_without_its_mtp_weights_is_imported(tmp_path: Path) -> Non
     assert plan is not None
     assert (plan.model.mtp_layers, plan.mtp) == (1, 0)
     assert not any(name.startswith("mtp.") for name in imported(tmp_path / "run"))
+
+
+def test_router_biases_keep_every_bit_in_a_model_of_bf16(tmp_path: Path) -> None:
+    """DeepSeek-V3 is published in fewer bits, with the biases that choose experts in fp32; the engine has them so."""
+    model = save_checkpoint(tmp_path / "hf", "deepseek_v3", torch.bfloat16)
+    gate = model.model.layers[1].mlp.gate
+    gate.e_score_correction_bias = torch.nn.Buffer(torch.randn(8) / 3)
+    model.save_pretrained(tmp_path / "hf")
+    list(import_hf(tmp_path / "hf", tmp_path / "run", "auto"))
+    tensors = imported(tmp_path / "run")
+    assert torch.equal(tensors["layers.1.ffn.router.balance_bias"], gate.e_score_correction_bias)
+    assert tensors["layers.1.ffn.router.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("family", "of_model", "trained"), [("deepseek_v3", 1, 2), ("deepseek_v3", 2, 1)])
+def test_the_mtp_depths_that_were_trained_are_exported_and_read_back(
+    family: str, of_model: int, trained: int, tmp_path: Path
+) -> None:
+    export_trained(family, of_model, trained, tmp_path)
+    list(import_hf(tmp_path / "out", tmp_path / "again", "auto"))
+    depths = {name.split(".")[1] for name in imported(tmp_path / "again") if name.startswith("mtp.")}
+    assert len(depths) == trained
+
+
+def test_mtp_depths_that_a_family_cannot_name_are_left_out_aloud(tmp_path: Path) -> None:
+    said = export_trained("mixtral", 0, 1, tmp_path)
+    assert any("without its MTP depths" in line for line in said)
+    lines = list(import_hf(tmp_path / "out", tmp_path / "again", "auto"))
+    assert not any("not used" in line for line in lines)
+
+
+def export_trained(family: str, of_model: int, trained: int, folder: Path) -> list[str]:
+    """Train a model of so many MTP depths with others, and export it; returns what is said."""
+    (folder / "config.json").write_text(json.dumps({**config_of(family), "num_nextn_predict_layers": of_model}))
+    fields: dict[str, Any] = {"model": f"hf:{folder}", "job.mtp": trained, "job.data": "synthetic", "job.steps": 1}
+    plan = parse({**RUN, **fields}).plan
+    assert plan is not None
+    train(plan, folder / "run", lambda text: None)
+    return list(export_hf(folder / "run", folder / "out"))
 
 
 def test_a_link_out_of_a_checkpoint_is_not_copied(tmp_path: Path) -> None:

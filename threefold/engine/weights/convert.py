@@ -42,6 +42,7 @@ from threefold.spec.model import ModelSpec
 
 SHARD_BYTES = 1 << 30  # a file of initial weights is complete when it has this size
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ROUTER_BIAS = ".router.balance_bias"
 AS_STORED = "auto"  # the dtype that loses no bit of the checkpoint
 _OF_TEXT_MODEL = ("architectures", "model_type", "tie_word_embeddings")  # keys that its own table has otherwise
 _LENGTH = 4096  # tokens of a sequence in the draft, where the model was made for as many
@@ -142,7 +143,9 @@ def _write_initial_weights(weights: HfWeights, folder: Path, dtype: torch.dtype)
     """Write all tensors in files of about SHARD_BYTES. Returns the number of weights, and of rounded tensors."""
     file_number, num_weights, num_rounded, tensors = 0, 0, 0, {}
     for name, tensor in weights:
-        tensors[name] = tensor.to(dtype) if tensor.is_floating_point() and tensor.dim() else tensor
+        # A model in bf16 chooses experts with biases in fp32.
+        is_converted = tensor.is_floating_point() and tensor.dim() and not name.endswith(ROUTER_BIAS)
+        tensors[name] = tensor.to(dtype) if is_converted else tensor
         num_weights += tensor.numel()
         num_rounded += tensors[name].dtype != tensor.dtype and not torch.equal(tensors[name].to(tensor.dtype), tensor)
         if sum(value.numel() * value.element_size() for value in tensors.values()) >= SHARD_BYTES:
@@ -156,11 +159,13 @@ def _write_initial_weights(weights: HfWeights, folder: Path, dtype: torch.dtype)
 class _CheckpointTensors(Mapping[str, Tensor]):
     """The full tensors of the model in a checkpoint of any layout. Each is read when it is asked for."""
 
-    def __init__(self, opened: OpenCheckpoint) -> None:
+    def __init__(self, opened: OpenCheckpoint, with_mtp: bool = True) -> None:
         self.opened = opened
-        tensors = opened.manifest.tensors
+        left_out = () if with_mtp else (f"{MODEL}mtp.",)
         self.dtypes_and_shapes = {
-            name.removeprefix(MODEL): value for name, value in tensors.items() if name.startswith(MODEL)
+            name.removeprefix(MODEL): value
+            for name, value in opened.manifest.tensors.items()
+            if name.startswith(MODEL) and not name.startswith(left_out)
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -187,21 +192,41 @@ def export_hf(run: Path, out: Path, adapter: bool = False) -> Iterator[str]:
     if opened is None:
         raise _refuse(run, "the run has no checkpoint", "train it first")
     check_is_model(opened, plan)
-    state: Mapping[str, Tensor] = _CheckpointTensors(opened)
     settings, step = lora_settings(plan.job), step_of_folder(opened.folder.name)
     if adapter and settings is None:
         raise _refuse(run, "the run has no LoRA adapters", "leave --adapter out: then its weights are written")
     if adapter and settings is not None:
-        count = write_adapter(state, plan.model, settings, out)
+        count = write_adapter(_CheckpointTensors(opened), plan.model, settings, out)
         yield f"step {step}: {count:,} weights of adapters of {plan.model.name} for PEFT in {out}"
     else:
-        if settings is not None:
-            state = MergedTensors(state, settings)
-            yield f"LoRA adapters of rank {settings.rank} are merged into the weights"
-        write_hf(state, plan.model, out, _imported_config(run, plan.model))
+        yield from _write_weights(run, out, plan, opened)
         yield f"step {step} of {plan.model.name} in {out}"
     copied = copy_model_files(tokenizer_folder(run, plan), out)
     yield f"with {', '.join(copied)}" if copied else "without a tokenizer: the run has none"
+
+
+def _write_weights(run: Path, out: Path, plan: Plan, opened: OpenCheckpoint) -> Iterator[str]:
+    """Write the weights, with adapters merged into them."""
+    own_config = _imported_config(run, plan.model) or hf_config_of(plan.model)
+    config, settings = _with_mtp_depths(own_config, plan), lora_settings(plan.job)
+    state: Mapping[str, Tensor] = _CheckpointTensors(opened, with_mtp=config is not None)
+    if settings is not None:
+        state = MergedTensors(state, settings)
+        yield f"LoRA adapters of rank {settings.rank} are merged into the weights"
+    if config is None:
+        yield f"without its MTP depths: a configuration of {plan.model.family} cannot name them"
+    write_hf(state, plan.model, out, config or own_config)
+
+
+def _with_mtp_depths(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
+    """The configuration with the MTP depths that the plan trains, which may be others than those of the model; None
+    where configurations of the family cannot say so."""
+    spec = plan.model
+    if plan.mtp in (0, spec.mtp_layers):  # without depths it stays as it is, as transformers leaves it
+        return config
+    changed = {**config, "num_nextn_predict_layers": plan.mtp}
+    read = model_from_dict(changed, name=spec.name, source=spec.source)
+    return changed if read.mtp_layers == plan.mtp else None
 
 
 def tokenizer_folder(run: Path, plan: Plan) -> Path:
