@@ -1,0 +1,105 @@
+"""Cases drawn at random, in a background script that can be stopped and resumed, run by hand.
+
+    python benchmarks/drawn_cases.py sft --ledger sft.jsonl [--count 300] [--seed 0]
+    python benchmarks/drawn_cases.py export --ledger export.jsonl --count 200
+
+`sft` trains drawn fine-tuning jobs in drawn layouts and compares each with one rank (`tests/support/drawn_sft.py`).
+`export` trains drawn models, exports them and reads them in transformers (`tests/support/drawn_exports.py`). The
+ledger has a line for each case that was run; a case in it is not run again. Prints each fault with all that it takes to
+repeat it, and a summary of the whole ledger. A case is repeated alone by its number: `--first 17 --count 1`, with
+another ledger.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+from drawn_exports import run_export
+from drawn_sft import run_sft
+from layout_runs import FAULTS, Outcome
+
+SUBJECTS: dict[str, Callable[[str, Path], Outcome]] = {"sft": run_sft, "export": run_export}
+
+
+def features(outcome: Outcome) -> list[str]:
+    """What the summary counts of a case that was run."""
+    plan = outcome.resolved.plan
+    if plan is None:
+        return []
+    layout, knobs, job = plan.layout, plan.knobs, plan.job
+    axes = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp", "edp", "replicate")
+    found = [axis for axis in axes if layout.degree(axis) > 1] + [plan.model.family, knobs.data_parallel]
+    found += [f"schedule {layout.pipeline_schedule}"] if layout.pp > 1 else []
+    sources = 1 if isinstance(job.data, str) else len(job.data)
+    sets = 0 if job.val_data is None else 1 if isinstance(job.val_data, str) else len(job.val_data)
+    found += [f"{sources} sources", f"{sets} validation sets" if plan.run.eval_every else "no evaluation"]
+    named = {"lora": job.lora_rank, "mtp": plan.mtp, "packing": job.packing, "dynamic length": job.dynamic_length}
+    named |= {"ep overlap": knobs.ep_overlap, "dynamic cp": knobs.cp_dynamic, "frozen": job.freeze}
+    return found + [name for name, value in named.items() if value]
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """The cases of the ledger. A line that a kill cut off is none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    cases = []
+    for line in lines:
+        try:
+            cases.append(json.loads(line))
+        except ValueError:
+            continue
+    return cases
+
+
+def summary(cases: list[dict[str, Any]]) -> str:
+    kinds, seen = Counter(case["kind"] for case in cases), Counter(name for case in cases for name in case["features"])
+    each = ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
+    return f"{each}\n{len(cases)} cases in {sum(case['seconds'] for case in cases):.0f} s: {dict(kinds)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("subject", choices=SUBJECTS)
+    parser.add_argument("--ledger", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", default="0")
+    args = parser.parse_args()
+    done = {(case["subject"], case["seed"], case["number"]) for case in read_ledger(args.ledger)}
+    for number in range(args.first, args.first + args.count):
+        key = {"subject": args.subject, "seed": args.seed, "number": number}
+        if tuple(key.values()) in done:
+            continue
+        begin = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+            outcome = SUBJECTS[args.subject](f"{args.seed}/{number}", Path(folder))
+        seconds = round(time.monotonic() - begin, 2)
+        fault = str(outcome) if outcome.kind in FAULTS else ""
+        refused = outcome.said if outcome.kind == "refused" else ""
+        case = key | {"kind": outcome.kind, "seconds": seconds, "features": features(outcome)}
+        with args.ledger.open("a", encoding="utf-8") as file:
+            file.write("\n" * _is_cut_off(args.ledger) + json.dumps(case | {"fault": fault, "refused": refused}) + "\n")
+        if fault:
+            print(fault, flush=True)
+    cases = read_ledger(args.ledger)
+    print(summary(cases))
+    return 1 if any(case["kind"] in FAULTS for case in cases) else 0
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether the last line of a file was cut off by a kill."""
+    text = path.read_bytes() if path.exists() else b""
+    return bool(text) and not text.endswith(b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
