@@ -29,13 +29,16 @@ _ROOM = {"completion": 12, "instruction": 48, "sharegpt": 64, "messages": 64}
 
 
 def run_sft(seed: int | str, folder: Path, limit: float = LIMIT_SECONDS) -> Outcome:
-    """The outcome of a draw, whose data is written into the folder."""
-    return run_draw(draw_sft(seed, folder), limit=limit, reads_data=True)
+    """The outcome of a draw, whose data is written into the folder. A split that is left with nothing is refused."""
+    outcome = run_draw(draw_sft(seed, folder), limit=limit, reads_data=True)
+    if outcome.kind == "CRASH" and "FindingsError: error[data-empty]" in outcome.said:
+        return replace(outcome, kind="refused", said="data-empty")
+    return outcome
 
 
 def draw_sft(seed: int | str, folder: Path) -> Drawn:
     """The draw of a seed. Its data is in the folder; the same seed writes the same data."""
-    draw, drawn = random.Random(f"sft {seed}"), draw_layout(f"sft {seed}", _FAMILIES)
+    draw, drawn = random.Random(f"sft {seed}"), _draw_layout(seed)
     form = draw.choice(_FORMS)
     config, fields = dict(drawn.config), {**drawn.fields, "job.task": "sft", "job.routing": None}
     if form in _ROOM:  # text, encoded as bytes
@@ -48,6 +51,12 @@ def draw_sft(seed: int | str, folder: Path) -> Drawn:
     fields["job.packing"] = draw.random() < 0.5
     fields["job.dynamic_length"] = draw.random() < 0.4
     return replace(drawn, config=config, fields={path: value for path, value in fields.items() if value is not None})
+
+
+def _draw_layout(seed: int | str) -> Drawn:
+    """A layout of four ranks or less, where one of a few draws is one: data needs no more to be dealt out wrongly."""
+    draws = (draw_layout(f"sft {seed}/{number}", _FAMILIES) for number in range(4))
+    return min(draws, key=lambda drawn: max(4, drawn.fields["cluster.gpus"]))
 
 
 def _with_marks(draw: random.Random, names: list[str]) -> list[str]:
