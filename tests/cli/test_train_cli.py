@@ -120,6 +120,7 @@ def test_export_and_import_close_the_circle(tmp_path: Path, capsys: pytest.Captu
     ("words", "rule"),
     [
         (["cluster.gpus=2", "cluster.chip=h100"], "ranks-start-here"),
+        (["cluster.gpus=65536", "job.global_batch=65536", "job.micro_batch=1"], "ranks-start-here"),
         (["knobs.precision=fp8-tensor"], "engine-has-knob"),
         (["model=nemotron-3-super"], "stack-runs-family"),
         (["run.cores=999"], "cores-exist"),

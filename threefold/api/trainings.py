@@ -18,7 +18,6 @@ from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import on_ranks
 from threefold.rules.all import check, errors, judge, promoted
-from threefold.units import format_many
 
 
 def train(
@@ -105,15 +104,14 @@ def train_rank(
 def start_ranks(plan: Plan, folder: Path, words: Sequence[str], max_restarts: int) -> int:
     """Run `threefold train` with these words once a rank of this machine, and return its exit code."""
     import threefold.engine.launch.agent as agent
-    from threefold.engine.dist.join import num_devices
+    from threefold.engine.dist.join import check_ranks_start_here
     from threefold.engine.run.folder import check_run_folder
     from threefold.engine.start.abandoned import remove_empty_start
 
-    ranks, here = plan.cluster.gpus, num_devices(plan)
-    if here is not None and here < ranks:
-        problem = f"{format_many(ranks, 'rank')} of one {plan.chip.name} each; this machine shows {here}"
-        advice = "start them on the cluster: `threefold launch --slurm` writes a script, --torchrun the commands"
-        raise FindingsError([Finding(rule="ranks-start-here", at="cluster.gpus", problem=problem, advice=advice)])
+    ranks = plan.cluster.gpus
+    check_ranks_start_here(
+        plan, "start them on the cluster: `threefold launch --slurm` writes a script, --torchrun the commands"
+    )
     if plan.run.cores and plan.run.cores != AUTO:
         core_sets(plan.run.cores, ranks)  # one finding here, and not one a rank
     check_run_folder(folder)  # before logs are written there

@@ -141,7 +141,7 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 def _ranks(plan: Plan, rank: int | None, launcher: str) -> str:
     """Which ranks run, in the words of the contract. Each needs a device."""
-    from threefold.engine.dist.join import num_devices
+    from threefold.engine.dist.join import check_ranks_start_here
 
     if rank is not None:
         if rank >= plan.cluster.gpus:
@@ -150,11 +150,9 @@ def _ranks(plan: Plan, rank: int | None, launcher: str) -> str:
                 [Finding(rule="ranks-start-here", at="--rank", problem=problem, advice="choose another")]
             )
         return f"rank {rank} of {plan.cluster.gpus} with rehearsed peers"
-    here = num_devices(plan)
-    if not launcher and here is not None and here < plan.cluster.gpus:
-        problem = f"{format_many(plan.cluster.gpus, 'rank')} of one {plan.chip.name} each; this machine shows {here}"
+    if not launcher:
         advice = "run one rank with rehearsed peers (--rank 0), or all on a cluster (--launcher srun, threefold launch)"
-        raise FindingsError([Finding(rule="ranks-start-here", at="cluster.gpus", problem=problem, advice=advice)])
+        check_ranks_start_here(plan, advice)
     return ALL_RANKS
 
 

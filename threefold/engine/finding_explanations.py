@@ -188,9 +188,9 @@ EXPLANATIONS = {
         fix="Start as many ranks as the message names, or change the plan.",
     ),
     "ranks-start-here": Explanation(
-        what="A run is started where its GPUs are.",
-        why="Two ranks on one GPU share its memory and deadlock NCCL.",
-        confirm="Count the GPUs the machine shows.",
+        what="A run is started where its GPUs are; on a CPU, where there is memory for a process a rank.",
+        why="Two ranks on one GPU share its memory and deadlock NCCL; thousands of processes stop a machine.",
+        confirm="Count the GPUs the machine shows, or its memory.",
         fix="`threefold launch --slurm` or `--torchrun` start it on the cluster.",
     ),
     "ranks-survive": Explanation(

@@ -14,6 +14,7 @@ from typing import Any
 
 import threefold
 from threefold.machine.packages import PACKAGES, PackageStatus, check_package
+from threefold.plan.ranks import host_memory_bytes
 from threefold.spec.chips import chip_of_device
 from threefold.units import MIB
 
@@ -94,16 +95,9 @@ def this_machine(try_kernels: bool = True) -> Machine:
         versions = torch_versions()
         gpus = tuple(Gpu(*facts) for facts in local_gpus()) or gpus
         kernels = _probes(probe_kernels() if try_kernels else ())
-    cores, memory_bytes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, _host_memory_bytes()
+    cores, memory_bytes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, host_memory_bytes()
     system = (platform.python_version(), platform.platform())
     return Machine(*system, gpus, driver, versions, packages, kernels, cores or os.cpu_count() or 0, memory_bytes)
-
-
-def _host_memory_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # no such question on this system
-        return 0
 
 
 def _probes(tried: Iterable[tuple[str, str]]) -> tuple[KernelProbe, ...]:

@@ -1,5 +1,7 @@
-"""The rank that environment variables give this process, and a plan moved to another number of ranks. No torch."""
+"""The rank that environment variables give this process, the memory of the machine that ranks on its CPU share, and a
+plan moved to another number of ranks. No torch."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,14 @@ class RankEnvironment:
     local_size: int  # ranks on this machine
     attempt: int = 0  # how often all ranks have been restarted
     agent_store: bool = False  # whether the agent that started this process hosts the store across restarts
+
+
+def host_memory_bytes() -> int:
+    """The memory of this machine; 0 where the system cannot be asked."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 0
 
 
 def rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:

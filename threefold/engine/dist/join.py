@@ -21,7 +21,7 @@ from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shared_gpu import ranks_share_gpu, shared_gpu_variables
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
-from threefold.plan.ranks import RankEnvironment, rank_environment
+from threefold.plan.ranks import RankEnvironment, host_memory_bytes, rank_environment
 from threefold.units import format_many
 
 JOIN_SECONDS = 300.0  # time for the slowest rank to start: importing torch from a cold file system takes minutes
@@ -183,6 +183,22 @@ def _port(environ: Mapping[str, str]) -> int:
 def _refuse(at: str, problem: str) -> FindingsError:
     advice = "start ranks with `threefold train --nproc`, torchrun, or a script of `threefold launch`"
     return FindingsError([Finding(rule="ranks-meet", at=at, problem=problem, advice=advice)])
+
+
+RANK_BYTES = 150 * 2**20  # of a process of its own once it has imported torch (2.13 on Linux, private pages)
+
+
+def check_ranks_start_here(plan: Plan, advice: str) -> None:
+    """Raise a finding where this machine has no GPU for each rank, or on a CPU no memory for each process."""
+    ranks, here = format_many(plan.cluster.gpus, "rank"), num_devices(plan)
+    if here is not None and here < plan.cluster.gpus:
+        problem = f"{ranks} of one {plan.chip.name} each; this machine shows {here}"
+    elif here is None and 0 < host_memory_bytes() < plan.cluster.gpus * RANK_BYTES:
+        most = host_memory_bytes() // RANK_BYTES
+        problem = f"{ranks}, each a process; this machine has memory for {most} at most"
+    else:
+        return
+    raise FindingsError([Finding(rule="ranks-start-here", at="cluster.gpus", problem=problem, advice=advice)])
 
 
 def num_devices(plan: Plan) -> int | None:

@@ -5,7 +5,6 @@ settings that passes every rule, the predicted peak among them, is taken. What t
 """
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.machine.finetune.checkpoint_facts import CheckpointFacts, DataFacts
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
+from threefold.plan.ranks import host_memory_bytes
 from threefold.rules.all import check, errors, judge, promoted
 from threefold.rules.stacks import text_has_a_tokenizer
 from threefold.spec.chips import CHIPS, chip_of_device
@@ -197,7 +197,7 @@ def devices_here() -> tuple[str, int, int]:
 
     gpus = local_gpus()
     if not gpus:
-        return "cpu", 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return "cpu", 1, host_memory_bytes()
     name, memory_bytes, _ = gpus[0]
     chip = chip_of_device(name)
     if chip is None:
