@@ -16,7 +16,7 @@ MAX_MODULES = 14
 LEVELS = (
     {"notebook"},
     {"units", "findings", "fields", "safe_files"},
-    {"toml_file"},
+    {"toml_file", "sqlite_file"},
     {"spec"},
     {"layout"},
     {"plan"},

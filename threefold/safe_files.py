@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**26  # 64 MiB; the largest index of a published checkpoint has some 20 MiB
+MAX_JSON_VALUES = 2**22  # what begins a value or follows one; Python takes up to 100 bytes for each: some 400 MiB
+MAX_JSON_DEPTH = 100
 
 
 class UnsafeFileError(OSError):
@@ -50,12 +52,26 @@ def read_bounded(path: Path, most_bytes: int, within: Path | None = None) -> byt
 
 
 def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> Any:
-    """The value of a JSON file. Raises OSError or ValueError, also for a value that is nested too deeply."""
-    content = read_bounded(path, most_bytes, within)
+    """The value of a JSON file. Raises OSError or ValueError, also for one of too many or too deeply nested values."""
+    return parse_json(read_bounded(path, most_bytes, within))
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value of JSON text. Raises ValueError, also for one of too many or too deeply nested values."""
+    signs = [sign.encode() if isinstance(content, bytes) else sign for sign in ",[{"]
+    if sum(map(content.count, signs)) > MAX_JSON_VALUES:  # type: ignore[arg-type]
+        raise ValueError(f"it has more than {MAX_JSON_VALUES} values")
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
 
 
 def read_json_object(path: Path, most_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> dict[str, Any]:

@@ -1,20 +1,24 @@
 """The ledger of a tuning: contracts, resumption after kills, and damaged files."""
 
+import json
 import multiprocessing
 import random
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.support.command_line import run as command
 from tests.support.fake_measurer import FakeMeasurer
 from tests.support.tuned_plans import plan_to_tune, tuned
 from threefold.findings import FindingsError
 from threefold.machine.inventory import Machine
 from threefold.plan.plan import Plan
+from threefold.tune import ledger as ledger_module
 from threefold.tune.contract import check_same_contract, contract_of
-from threefold.tune.ledger import LEDGER, open_ledger
+from threefold.tune.ledger import _TABLES, LEDGER, open_ledger
 from threefold.tune.loop import CONFIRM, SCREEN
 
 HERE = Machine("3.11.0", "Linux", versions={"torch": "2.13.0"})
@@ -131,3 +135,107 @@ def test_more_time_goes_on_where_time_was_over(tmp_path: Path) -> None:
     assert len(found.trials) == len(first.plans) + len(second.plans)
     assert found.winner is not None
     assert found.winner.job.micro_batch == 8
+
+
+EMPTY_TABLES = (
+    "CREATE TABLE trials (id INTEGER PRIMARY KEY, stage TEXT, round INTEGER, role TEXT, session TEXT, plan TEXT,"
+    " fields TEXT, began REAL, seconds REAL, measurement TEXT);"
+    "CREATE TABLE verdicts (stage TEXT, role TEXT, value TEXT);"
+)
+FACTS = "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);"
+COUNT = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
+PROGRAMS = {
+    "view": f"CREATE VIEW facts AS {COUNT} SELECT 'k' || x AS key, '1' AS value FROM c;" + EMPTY_TABLES,
+    "another view": FACTS + EMPTY_TABLES + f"CREATE VIEW more AS {COUNT} SELECT x FROM c;",
+    "trigger": FACTS + EMPTY_TABLES + "CREATE TRIGGER t AFTER INSERT ON facts BEGIN DELETE FROM trials; END;",
+    "computed": "CREATE TABLE facts (key TEXT, value TEXT AS (hex(zeroblob(1000000))));" + EMPTY_TABLES,
+    "index": FACTS + EMPTY_TABLES + "CREATE INDEX i ON facts (hex(zeroblob(1000000)));",
+    "virtual": "CREATE VIRTUAL TABLE facts USING fts5(key, value);" + EMPTY_TABLES,
+}
+
+
+def refused_everywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """One finding of each verb that opens a ledger, and no page."""
+    said = ""
+    for words in (["report", str(folder), "--out", str(folder / "page.html")], ["tune", "--show", str(folder)]):
+        code, said, err = command(*words, capsys=capsys)
+        assert (code, err) == (1, "")
+        assert said.count("error[ledger-readable]") == said.count("error[") == 1
+    assert not (folder / "page.html").exists()
+    return said
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_ledger_that_computes_is_refused(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Views without an end among them: no query over one is begun, also not by a tuning that would resume."""
+    with closing(sqlite3.connect(tmp_path / LEDGER)) as database:
+        database.executescript(PROGRAMS[program])
+    assert "its tables are not those of a ledger" in refused_everywhere(tmp_path, capsys)
+    with pytest.raises(FindingsError, match="not those of a ledger"), open_ledger(tmp_path):
+        pass
+
+
+TRIAL = (1, "s", 1, "baseline", "x", "p", "{}", 1.0, 2.0, "{}")
+STRANGE_TRIALS = {"seconds": "NaN", "began": 1e400, "stage": None, "round": "many", "role": b"x", "measurement": "7"}
+STRANGE_MEASUREMENTS: list[dict[str, object]] = [
+    {"steps": ["fast"]}, {"steps": [0]}, {"steps": [-1.0]}, {"steps": [1e400]}, {"steps": 3}, {"losses": [None]},
+    {"error": 5}, {"effects": [3]}, {"effects": [{}]}, {"peak_bytes": "much"}, {"flops": -1}, {"wall_evidence": [2]},
+]  # fmt: skip
+STRANGE_VERDICTS: list[dict[str, object]] = [
+    {}, {"verdict": 3}, {"verdict": "better", "gain": "much"}, {"verdict": "better", "interval": [1]},
+    {"verdict": "better", "interval": "ab"}, {"verdict": "better", "interval": [None, 1]}, {"verdict": "x", "why": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        *(("trials", dict(zip(_TABLES["trials"], TRIAL, strict=True)) | {k: v}) for k, v in STRANGE_TRIALS.items()),
+        *(
+            ("trials", dict(zip(_TABLES["trials"], TRIAL, strict=True)) | {"measurement": json.dumps(one)})
+            for one in STRANGE_MEASUREMENTS
+        ),
+        *(("verdicts", {"stage": "s", "role": "r", "value": json.dumps(one)}) for one in STRANGE_VERDICTS),
+        *(("facts", {"key": "contract", "value": one}) for one in ("[]", "5", "[" * 99_999, b"{}\xff")),
+    ],
+    ids=str,
+)
+def test_a_strange_row_is_a_finding(
+    table: str, row: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(sqlite3.connect(tmp_path / LEDGER)) as database, database:
+        database.executescript(FACTS + EMPTY_TABLES)
+        columns, places = ", ".join(row), ", ".join("?" * len(row))
+        database.execute(f"INSERT INTO {table} ({columns}) VALUES ({places})", list(row.values()))
+    refused_everywhere(tmp_path, capsys)
+
+
+def test_a_tuning_whose_trials_all_failed_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(sqlite3.connect(tmp_path / LEDGER)) as database, database:
+        database.executescript(FACTS + EMPTY_TABLES)
+        failed = json.dumps({"error": "out of memory"})
+        database.execute("INSERT INTO trials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*TRIAL[:-1], failed))
+    code, _, err = command("report", str(tmp_path), "--out", str(tmp_path / "page.html"), capsys=capsys)
+    assert (code, err) == (0, "")
+    assert "out of memory" in (tmp_path / "page.html").read_text()
+    code, said, _ = command("tune", "--show", str(tmp_path), capsys=capsys)
+    assert (code, "out of memory" in said) == (0, True)
+
+
+def test_what_is_read_of_a_ledger_is_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(sqlite3.connect(tmp_path / LEDGER)) as database, database:
+        database.executescript(FACTS + EMPTY_TABLES)
+        failed = json.dumps({"error": "out of memory"})
+        rows = [(number, *TRIAL[1:-1], failed) for number in range(5000)]
+        database.executemany("INSERT INTO trials VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+    for name, most, why in (
+        ("MAX_BYTES", 1000, "more than 1000 bytes"),
+        ("MAX_ROWS", 4999, "more than 4999 rows"),
+        ("MAX_STEPS", 20_000, "interrupted"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(ledger_module, name, most)
+            assert why in refused_everywhere(tmp_path, capsys)
+    assert command("tune", "--show", str(tmp_path), capsys=capsys)[0] == 0

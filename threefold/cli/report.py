@@ -123,8 +123,7 @@ def _tuning_subject(folder: Path, chip_file: str | None) -> Subject:
         )
         raise FindingsError([found]) from None
     with open_ledger(folder, create=False) as ledger:
-        contract = ledger.fact("contract")
-        facts: dict[str, Any] = contract if isinstance(contract, dict) else {}
+        facts = ledger.contract or {}
         trials = [row.to_json() for row in ledger.trials()]
         fields = ledger.fields_of(str(facts.get("plan")))
         verdicts = ledger.verdicts()

@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     _say(f"trials are kept in {folder}")
     with open_ledger(folder) as ledger:
         contract = contract_of(plan, here, settings.screen, settings.confirm, plan.job.seed, ranks)
-        before = ledger.fact("contract")
+        before = ledger.contract
         if before is None:
             ledger.set_fact("contract", contract)
         else:
@@ -120,7 +120,7 @@ def _tell(found: Tuned, folder: Path, as_json: bool) -> None:
 
 def _show(folder: Path, as_json: bool) -> int:
     with open_ledger(folder, create=False) as ledger:
-        contract, verdicts = ledger.fact("contract"), ledger.verdicts()
+        contract, verdicts = ledger.contract, ledger.verdicts()
         trials = [row.to_json() for row in ledger.trials()]
     if as_json:
         json.dump({"contract": contract, "verdicts": verdicts, "trials": trials}, sys.stdout, indent=2)

@@ -68,9 +68,15 @@ def ledger_text(contract: dict[str, Any] | None, verdicts: Sequence[dict[str, An
         ]
         for one in trials
     ]
-    head = [f"plan {contract['plan']}, {contract['hardware']['chip']}, seed {contract['seed']}"] if contract else []
+    head = [_contract_line(contract)] if contract else []
     columns = ["trial", "stage", "round", "role", "plan", "ms a step", "peak", "result"]
     return "\n".join([*head, "", table(columns, rows) if rows else "no trials", "", verdicts_text(verdicts)])
+
+
+def _contract_line(contract: dict[str, Any]) -> str:
+    hardware = contract.get("hardware")
+    chip = hardware.get("chip") if isinstance(hardware, dict) else None
+    return f"plan {contract.get('plan')}, {chip}, seed {contract.get('seed')}"
 
 
 def _numbers(baseline: dict[str, Any], winner: dict[str, Any] | None) -> str:

@@ -6,10 +6,14 @@
 
 A trial is written in one transaction when it is done, so that a kill at any moment loses no finished trial. Values are
 JSON. `open_ledger` is the only way in; a lock keeps a second tuning out of the folder.
+
+A ledger may come from a stranger: it has the tables below and nothing that computes (views, triggers, indexes of
+expressions), the types of all values are checked, and its size, its rows and the steps to read them are bounded.
 """
 
 import fcntl
 import json
+import math
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,9 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from threefold.findings import Finding, FindingsError
+from threefold.safe_files import parse_json
+from threefold.sqlite_file import connect_to_read, distrust, plain_tables
 from threefold.tune.measurement import Measurement
 
 LEDGER = "ledger.sqlite"
+MAX_BYTES = 2**26
+MAX_ROWS = 100_000
+MAX_STEPS = 100_000_000  # of SQLite's machine, to read a ledger of a finished tuning; a row takes some 20
+_STEPS_BETWEEN_LOOKS = 10_000
 BASELINE = "baseline"  # the role of the plan that candidates of a stage are compared with
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -30,6 +40,11 @@ CREATE TABLE IF NOT EXISTS trials (
 CREATE TABLE IF NOT EXISTS verdicts (
     stage TEXT NOT NULL, role TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (stage, role));
 """
+_TABLES = {
+    "facts": ["key", "value"],
+    "trials": ["id", "stage", "round", "role", "session", "plan", "fields", "began", "seconds", "measurement"],
+    "verdicts": ["stage", "role", "value"],
+}
 
 
 class DamagedError(ValueError):
@@ -84,6 +99,12 @@ class Ledger:
         row = self._database.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
         return _decoded(row[0]) if row else None
 
+    @property
+    def contract(self) -> dict[str, Any] | None:
+        """What all trials share; None before the first."""
+        found = self.fact("contract")
+        return None if found is None else _object(found)
+
     def set_fact(self, key: str, value: Any) -> None:
         with self._database:
             self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, json.dumps(value)))
@@ -111,12 +132,12 @@ class Ledger:
         if self._rows is None:
             columns = "id, stage, round, role, session, plan, began, seconds, measurement"
             rows = self._database.execute(f"SELECT {columns} FROM trials ORDER BY id")
-            self._rows = [_row(values) for values in rows]
+            self._rows = [_row(values) for values in _bounded(rows)]
         return [row for row in self._rows if stage is None or row.stage == stage]
 
     def fields_of(self, plan: str) -> dict[str, Any]:
         row = self._database.execute("SELECT fields FROM trials WHERE plan = ?", (plan,)).fetchone()
-        return dict(_decoded(row[0])) if row else {}
+        return _object(_decoded(row[0])) if row else {}
 
     @property
     def spent_seconds(self) -> float:
@@ -131,26 +152,55 @@ class Ledger:
 
     def verdicts(self) -> list[dict[str, Any]]:
         rows = self._database.execute("SELECT stage, role, value FROM verdicts ORDER BY rowid")
-        return [{"stage": stage, "change": role, **dict(_decoded(value))} for stage, role, value in rows]
+        return [_verdict(*values) for values in _bounded(rows)]
 
 
-def _decoded(text: str) -> Any:
+def _bounded(rows: sqlite3.Cursor) -> list[tuple[Any, ...]]:
+    found = rows.fetchmany(MAX_ROWS + 1)
+    if len(found) > MAX_ROWS:
+        raise DamagedError(f"it has more than {MAX_ROWS} rows")
+    return found
+
+
+def _decoded(text: Any) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError) as error:
+        return parse_json(text)
+    except (ValueError, TypeError) as error:
         raise DamagedError(f"a value is no JSON: {error}") from None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DamagedError("a value is no JSON object")
+    return value
 
 
 def _row(values: tuple[Any, ...]) -> TrialRow:
     number, stage, round_, role, session, plan, began, seconds, text = values
-    return TrialRow(number, stage, round_, role, session, plan, began, seconds, _measurement(text))
-
-
-def _measurement(text: str) -> Measurement:
+    texts, times = (stage, role, session, plan), (began, seconds)
+    are_times = all(isinstance(one, float) and math.isfinite(one) for one in times)
+    if not (isinstance(round_, int) and all(isinstance(one, str) for one in texts) and are_times):
+        raise DamagedError(f"trial {number} has a value of a wrong type")
     try:
-        return Measurement.from_json(_decoded(text))
-    except (TypeError, AttributeError) as error:
-        raise DamagedError(f"a measurement cannot be read: {error}") from None
+        measurement = Measurement.from_json(_object(_decoded(text)))
+    except (TypeError, ValueError) as error:
+        raise DamagedError(f"the measurement of trial {number} cannot be read: {error}") from None
+    return TrialRow(number, stage, round_, role, session, plan, began, seconds, measurement)
+
+
+def _verdict(stage: Any, role: Any, text: Any) -> dict[str, Any]:
+    found = {"stage": stage, "change": role, **_object(_decoded(text))}
+    texts = [found["stage"], found["change"], found.get("verdict"), found.get("reason") or "", found.get("why") or ""]
+    interval = found.get("interval")
+    numbers = [found.get("gain"), found.get("predicted_gain"), *(interval if isinstance(interval, list) else ())]
+    is_pair = interval is None or (isinstance(interval, list) and len(interval) == 2 and None not in interval)
+    if not (is_pair and all(isinstance(one, str) for one in texts) and all(map(_is_gain, numbers))):
+        raise DamagedError("a verdict has a value of a wrong type")
+    return found
+
+
+def _is_gain(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e12)
 
 
 @contextmanager
@@ -167,17 +217,37 @@ def open_ledger(folder: Path, create: bool = True) -> Iterator[Ledger]:
             folder.mkdir(parents=True, exist_ok=True)
             if create:
                 closing.enter_context(_locked(folder))
-            database = sqlite3.connect(path, timeout=30)
+            database = sqlite3.connect(path, timeout=30) if create else connect_to_read(path)
             closing.callback(database.close)
+            _check_plain(path, database)
             if create:
+                distrust(database)
                 database.execute("PRAGMA journal_mode=WAL")
                 database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
+            else:
+                _limit_steps(database)
+        except (OSError, sqlite3.Error, DamagedError) as error:
             raise _unusable(path, error) from error
         try:
             yield Ledger(database)
         except (sqlite3.Error, DamagedError) as error:
             raise _unusable(path, error) from error
+
+
+def _check_plain(path: Path, database: sqlite3.Connection) -> None:
+    """Raise unless the database is empty, or has the tables of a ledger and nothing else."""
+    if path.stat().st_size > MAX_BYTES:
+        raise DamagedError(f"it has more than {MAX_BYTES} bytes")
+    [(num_entries,)] = database.execute("SELECT count(*) FROM sqlite_master WHERE name NOT LIKE 'sqlite_autoindex_%'")
+    tables = plain_tables(database)
+    if num_entries != len(tables) or any(_TABLES.get(name) != columns for name, columns in tables.items()):
+        raise DamagedError("its tables are not those of a ledger")
+
+
+def _limit_steps(database: sqlite3.Connection) -> None:
+    """End what takes too long; SQLite then says that it was interrupted."""
+    looks = iter(range(MAX_STEPS // _STEPS_BETWEEN_LOOKS))
+    database.set_progress_handler(lambda: next(looks, None) is None, _STEPS_BETWEEN_LOOKS)
 
 
 def _unusable(path: Path, error: Exception) -> FindingsError:

@@ -5,6 +5,7 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -90,10 +91,27 @@ class Measurement:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Measurement":
+    def from_json(cls, values: Mapping[str, Any]) -> "Measurement":
+        """The measurement of a ledger. Raises ValueError or TypeError for what `to_json` does not write."""
         lists = ("steps", "losses", "effects", "wall_evidence")
         fields: dict[str, Any] = {name: tuple(v) if name in lists else v for name, v in values.items()}
-        return cls(**fields)
+        found = cls(**fields)
+        texts = (found.error, found.wall, *found.wall_evidence)
+        numbers = (found.skipped, found.dropped, *found.losses)
+        perhaps = (found.peak_bytes, found.useful_tokens, found.flops, found.images)
+        effects = [effect.get("knob") if isinstance(effect, dict) else None for effect in found.effects]
+        if not (
+            all(isinstance(one, str) for one in (*texts, *effects))
+            and all(map(_is_number, numbers))
+            and all(one is None or (_is_number(one) and 0 <= one < 1e300) for one in perhaps)
+            and all(_is_number(one) and 0 < one < 1e9 for one in found.steps)
+        ):
+            raise ValueError("a value has a wrong type, or is no number of a step")
+        return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Measurer(Protocol):

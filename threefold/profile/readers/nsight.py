@@ -17,6 +17,7 @@ import numpy as np
 from threefold.profile.readers.columns import Columns, NameTable
 from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
 from threefold.profile.trace import COPY, KERNEL, Device, DeviceSpans, HostSpans, Trace, no_device_spans
+from threefold.sqlite_file import connect_to_read, plain_tables
 
 MAGIC = b"SQLite format 3\0"
 MAX_SECONDS = 300.0
@@ -32,9 +33,8 @@ _RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 def read_nsight(path: Path) -> Trace:
     """Read an export."""
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        with closing(connect_to_read(path, is_still=True)) as database:
             database.text_factory = lambda data: data.decode(errors="replace")
-            database.execute("PRAGMA trusted_schema = OFF")
             with _time_limit(path, database):
                 return _Export(path, database).trace()
     except (sqlite3.Error, OverflowError, ValueError) as error:
@@ -57,14 +57,9 @@ def _time_limit(path: Path, database: sqlite3.Connection) -> Iterator[None]:
 class _Export:
     def __init__(self, path: Path, database: sqlite3.Connection) -> None:
         self.path, self.database = path, database
-        listed = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        self.tables = {name: self._columns(name) for (name,) in listed.fetchmany(10_000) if isinstance(name, str)}
+        self.tables = plain_tables(database)
         self.names, self.threads, self.devices = NameTable(), NameTable(), NameTable()
         self.num_rows = 0
-
-    def _columns(self, table: str) -> set[str]:
-        quoted = table.replace('"', '""')
-        return {row[1] for row in self.database.execute(f'PRAGMA table_info("{quoted}")')}
 
     def trace(self) -> Trace:
         if _KERNELS not in self.tables:

@@ -111,8 +111,8 @@ def trials_figure(found: Tuning) -> Markup:
     """Step time of every trial in the order in which they ran."""
     shown = [one for one in found.trials[:MOST_TRIALS] if real_number(one.get("step_seconds"))]
     failed = [one for one in found.trials if not real_number(one.get("step_seconds"))]
-    times = [1e3 * float(one["step_seconds"]) for one in shown] or [0.0, 1.0]
-    low, high = 0.98 * min(times), 1.02 * max(times)
+    times = [1e3 * float(one["step_seconds"]) for one in shown]
+    low, high = 0.98 * min(times, default=0.0), 1.02 * max(times, default=1.0)
     top, bottom, left = 30.0, 220.0, 76.0
     last = max([int(one.get("trial", 0)) for one in found.trials[:MOST_TRIALS]] or [1])
 
