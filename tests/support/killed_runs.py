@@ -53,6 +53,22 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"layout.tp": 2, "layout.ep": 2},
     ],
 }
+# Pipelines with multi-token prediction, where several chunks share the head or the embedding, on one rank or on two.
+_TWO, _MTP = {"model.num_layers": 2}, {"model.num_layers": 2, "job.mtp": 1}
+PIPELINES: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {**_MTP, "layout.pp": 2, "layout.stages": "Et*2m|L"},
+        {**_MTP, "layout.pp": 2, "layout.vpp": 2, "layout.stages": "Et|t|m|L"},
+        {**_MTP, "layout.pp": 2, "layout.vpp": 2, "layout.stages": "Et|t|m|L", "layout.schedule": "dualpipev"},
+        {**DEEPSEEK, "job.mtp": 2, "layout.pp": 2, "layout.stages": "Et|tmmL"},
+        {**_TWO, "layout.pp": 2, "layout.schedule": "zero-bubble"},
+    ],
+    4: [
+        {**_MTP, "layout.pp": 4, "layout.stages": "E|t*2|m|L"},
+        {**_MTP, "layout.pp": 2, "layout.tp": 2, "layout.stages": "Et*2m|L"},
+        {**_MTP, "layout.pp": 2, "layout.ep": 2, "layout.stages": "Et*2|mL", "layout.schedule": "zero-bubble"},
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -69,10 +85,19 @@ class Case:
         return int(self.fields["cluster.gpus"])
 
 
+def draw_layout(draw: random.Random, ranks: int) -> dict[str, Any]:
+    """A layout on so many ranks. Two thirds of those that can are pipelines, most of them with optimizer offload."""
+    if ranks not in PIPELINES or draw.random() < 1 / 3:
+        return draw.choice(LAYOUTS[ranks])
+    fields = {**draw.choice(PIPELINES[ranks]), "knobs.precision": draw.choice(["fp32", "bf16"])}
+    offload = draw.choice([0.0, 0.5, 0.9, 1.0, 1.0])
+    return fields | ({"knobs.optimizer_offload": offload} if offload else {})
+
+
 def draw_case(draw: random.Random) -> Case:
-    ranks = draw.choice([1, 2, 2, 3, 4])
+    ranks = draw.choice([1, 2, 2, 2, 3, 4, 4])
     fields = {"cluster.gpus": ranks, "job.data": "synthetic", "job.steps": STEPS, "job.micro_batch": 1}
-    fields |= {"job.global_batch": 12 if ranks == 3 else 8, **draw.choice(LAYOUTS[ranks])}
+    fields |= {"job.global_batch": 12 if ranks == 3 else 8, **draw_layout(draw, ranks)}
     fields |= {"run.save_every": draw.choice([1, 1, 2, 3]), "run.keep": draw.choice([1, 2])}
     fields["run.eval_every"] = draw.choice([0, 1, 2])
     weights = MOMENTS | ({} if fields["run.eval_every"] else {"evaluation": 0})

@@ -231,6 +231,23 @@ KNOBS = [
     case("full recompute", "qwen3_next", 4, pp=2, tp=2, ep=2, knobs={"recompute": ["full"]}, job=PACKED),
     case("full recompute, fsdp", "qwen3_moe", 4, cp=2, ep=2, knobs={"recompute": ["full"], **FSDP}),
 ]  # fmt: skip
+# Optimizer states on the host, whose updates are pending when the next forward begins: each chunk waits for its own.
+HOSTED = {"optimizer_offload": 1.0}
+OFFLOADED = [
+    case("offload, head shared by m and L", "qwen3_moe", 2, often=True, pp=2, stages="Ettm|L", job={"mtp": 1},
+         knobs=HOSTED),
+    case("offload, head in two chunks", "deepseek_v3", 2, pp=2, vpp=2, stages="Et|tt|mm|L", knobs=HOSTED,
+         spec={"num_hidden_layers": 3, **MTP2}),
+    case("offload, head alone, dualpipev", "qwen3_moe", 2, pp=2, vpp=2, schedule="dualpipev", stages="Et|tt|tm|L",
+         spec=FOUR, job={"mtp": 1}, knobs=HOSTED),
+    case("offload, m of five stages", "deepseek_v3", 4, pp=4, vpp=2, stages="E|t|t|t|t|t|mm|L", knobs=HOSTED,
+         spec={**FIVE, **MTP2}),
+    case("offload of most, tp", "deepseek_v3", 4, pp=2, tp=2, stages="Ettm|L", knobs={"optimizer_offload": 0.9},
+         spec=MTP1),
+    case("offload, default stages", "deepseek_v3", 2, pp=2, knobs=HOSTED, spec=MTP1),
+    case("offload, tied and mtp", "deepseek_v3", 2, pp=2, stages="Et|tmmL", knobs=HOSTED, spec={**MTP2, **TIED}),
+    case("offload, loss alone, dp", "qwen3_moe", 4, pp=2, stages="Ettm|L", job={"mtp": 1}, knobs=HOSTED),
+]  # fmt: skip
 # Layers that are a mixer or a feed-forward network alone, Mamba-2 among them, and experts without a gate.
 HYBRIDS = [
     case("mamba packed", "nemotron_h", 2, job=PACKED),
@@ -281,4 +298,4 @@ SPARSE = [
     case("sparse fsdp, full recompute", "deepseek_v32", 4, tp=2, knobs={"recompute": ["full"], **FSDP}, spec=MTP1),
     case("sparse ep overlap", "glm_moe_dsa", 4, ep=4, knobs={"ep_overlap": True, "delay_wgrad": True}, spec=ODD),
 ]  # fmt: skip
-CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS, *KNOBS, *HYBRIDS, *DYNAMIC_CP, *SPARSE]
+CASES = [*ALONE, *COMMUNICATION, *PAIRS, *SHAPES, *JOBS, *KNOBS, *OFFLOADED, *HYBRIDS, *DYNAMIC_CP, *SPARSE]

@@ -16,7 +16,6 @@ from threefold.engine.data_parallel.fsdp import Fsdp
 from threefold.engine.data_parallel.fsdp_units import WrapPolicy
 from threefold.engine.data_parallel.full_matrices import FullMatrices
 from threefold.engine.data_parallel.owned_shards import DataParallelSettings
-from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Group, Mesh
@@ -508,23 +507,3 @@ def one_pass_too_many(rank: int) -> str:
 def test_a_gradient_after_the_reduction_is_refused() -> None:
     (said,) = run_ranks(1, one_pass_too_many)
     assert "came after its reduction had begun" in said
-
-
-def test_modules_wait_for_what_they_may_use() -> None:
-    """Each for all before it and the module after it: the last layer for the head, whose forward never runs."""
-    model = Model(start())
-    waits: list[str] = []
-    wait_before_use(model, {p: name for name, p in model.named_parameters()}, lambda names: waits.append(names[-1]))
-    model(data_of(Layout(gpus=1), 0, 0, 0))
-    assert waits == [
-        "layers.0.norm.weight",  # the model itself: its first module and the one after
-        "layers.0.norm.weight",  # embed
-        "layers.1.norm.weight",  # layers.0 as a whole
-        "layers.0.mixer.gate_up",
-        "layers.0.experts.down_bias",
-        "layers.1.norm.weight",
-        "head.weight",  # layers.1 as a whole
-        "layers.1.mixer.router",
-        "layers.1.experts.down",
-        "head.weight",
-    ]

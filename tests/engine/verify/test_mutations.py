@@ -13,6 +13,7 @@ import mutations_dp_pp  # noqa: F401
 import mutations_dynamic_cp  # noqa: F401
 import mutations_experts  # noqa: F401
 import mutations_mixtures  # noqa: F401
+import mutations_pending
 import mutations_tp_cp  # noqa: F401
 import pytest
 import torch
@@ -64,6 +65,17 @@ def test_mutation_is_caught(mutation: Mutation) -> None:
 def test_nothing_broken_is_not_caught() -> None:
     plan, options, one_rank = intact_run("dp")
     ranks = run_ranks(plan.layout.gpus, run_broken_rank, lambda: None, plan, options)
+    assert compare_results(plan, one_rank, ranks).largest <= TOLERANCE
+
+
+LATE = {"dp": False, "offload, loss alone, dp": False, "embedding alone": True, "dp tp ep edp": True, "fsdp tp": True}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * slow) for name, slow in LATE.items()])
+def test_weights_may_arrive_as_late_as_they_are_read(name: str) -> None:
+    """Every read waits for its gather: mutations that read without waiting are seen because gathers are late."""
+    plan, options, one_rank = intact_run(name)
+    ranks = run_ranks(plan.layout.gpus, run_broken_rank, mutations_pending.deliver_gathers_late, plan, options)
     assert compare_results(plan, one_rank, ranks).largest <= TOLERANCE
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from threefold.engine.autograd.grad_squares import grad_squares_of, request_grad_squares
 from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard, norm_zero, sum_of_squares
 from threefold.engine.data_parallel.protocol import LocalTensor
-from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.dist.shard_placement import replicated
+from threefold.engine.optim.pending_tensors import without_waiting
 from threefold.engine.optim.pending_updates import PendingUpdates
 
 
@@ -51,7 +51,8 @@ class SingleRank:
         return [owned for owned in self.owned if owned.name not in frozen]
 
     def begin_step(self, passes: int) -> None:
-        self.model.zero_grad(set_to_none=True)  # pending updates hold the gradients that they still need
+        with without_waiting():
+            self.model.zero_grad(set_to_none=True)  # pending updates hold the gradients that they still need
         for p in self._with_squares:
             request_grad_squares(p, passes == 1)  # gradients of several passes are added up behind the kernels
 
@@ -66,9 +67,8 @@ class SingleRank:
             self._updates.wait()
 
     def defer_updates(self, updates: PendingUpdates) -> None:
-        self._updates, updates.is_deferred = updates, True
-        positions = {p: updates.positions[name] for name, p in self.model.named_parameters() if p.requires_grad}
-        wait_before_use(self.model, positions, updates.wait_for)
+        self._updates = updates
+        updates.defer({name: [p] for name, p in self.model.named_parameters()})
 
     def local_tensors(self) -> Iterator[LocalTensor]:
         for name, p in self.model.named_parameters():

@@ -7,6 +7,7 @@ on a rank is sent as zeros. `build.py` makes the `Zero1` of a rank.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from weakref import ref
 
 import torch
@@ -23,9 +24,9 @@ from threefold.engine.data_parallel.owned_shards import (
     sum_of_squares,
 )
 from threefold.engine.data_parallel.protocol import LocalTensor
-from threefold.engine.data_parallel.wait_before_use import wait_before_use
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement, even_range
+from threefold.engine.optim.pending_tensors import mark_pending, mark_ready, without_waiting
 from threefold.engine.optim.pending_updates import PendingUpdates
 
 
@@ -75,11 +76,6 @@ class Zero1:
                     entry.parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket, entry))
         for chunk in chunks:
             use_main_grad_linears(chunk)
-        self._chunks = [ref(chunk) for chunk in chunks]  # weak, as their hooks hold this object
-        if settings.overlap_param_gather:
-            bucket_of = {entry.parameter: bucket for bucket in self.buckets for entry in bucket.entries}
-            for chunk in chunks:
-                wait_before_use(chunk, bucket_of, self._wait_for)
 
     def _in_order_of_use(self, entries: Sequence[ParameterEntry]) -> list[OwnedShard]:
         """What this rank updates: first what is gathered, because calls of the next step queue up behind the gathers,
@@ -96,13 +92,12 @@ class Zero1:
         """Updates stay pending where weights may be gathered during the forward, and gathers start behind them."""
         if not self.settings.overlap_param_gather:
             return
-        self._updates, updates.is_deferred = updates, True
+        self._updates = updates
         for bucket in self.buckets:
             self._last_update[bucket] = max((updates.positions[owned.name] for owned in bucket.owned), default=-1)
-        for chunk in (weak_chunk() for weak_chunk in self._chunks):
-            assert chunk is not None
-            unbucketed = {p: updates.positions[name] for name, p in chunk.named_parameters() if name in self.unbucketed}
-            wait_before_use(chunk, unbucketed, updates.wait_for)
+        # The parameters in buckets wait for gathers too: `start_param_sync`.
+        unbucketed = {name: [owned.parameter, owned.value] for name, owned in self.unbucketed.items()}
+        updates.defer({owned.name: [owned.value] for owned in self.updated} | unbucketed)
 
     def _grad_dtype(self, parameter: Tensor) -> torch.dtype:
         """The dtype of gradient sums: the plan's, or the parameter's own where that has more bits."""
@@ -120,13 +115,15 @@ class Zero1:
 
         self._next = 0
         for bucket in self.buckets:
-            bucket.begin_step(passes_of)
-            if self._updates is not None and self._updates.is_pending(self._last_update[bucket]):
+            with without_waiting():
+                bucket.begin_step(passes_of)
+            if self._has_pending_update(bucket):
                 self._to_zero.add(bucket)
             else:
                 bucket.grads.zero_()
-        for owned in self.unbucketed.values():
-            owned.grad = owned.parameter.grad = None
+        with without_waiting():
+            for owned in self.unbucketed.values():
+                owned.grad = owned.parameter.grad = None
 
     def _on_gradient(self, bucket: Bucket, entry: ParameterEntry) -> Callable[[Tensor], None]:
         # Weak references: the parameter holds its hook, and Python's garbage collector cannot see that cycle.
@@ -192,6 +189,13 @@ class Zero1:
         self._gathering = set(self.buckets)
         if not self.settings.overlap_param_gather:
             self.finish_param_sync()
+            return
+        for bucket in self.buckets:
+            if bucket.gathering is not None or self._has_pending_update(bucket):
+                mark_pending((entry.parameter for entry in bucket.entries), partial(self._wait_for, [bucket]))
+
+    def _has_pending_update(self, bucket: Bucket) -> bool:
+        return self._updates is not None and self._updates.is_pending(self._last_update[bucket])
 
     def _after_update(self, bucket: Bucket) -> AbstractContextManager[object]:
         if self._updates is None or bucket.params is None:
@@ -213,6 +217,7 @@ class Zero1:
         if self._gathering:
             for bucket in buckets:
                 bucket.wait_for_gather()
+                mark_ready(entry.parameter for entry in bucket.entries)
             self._gathering.difference_update(buckets)
 
     def local_tensors(self) -> Iterator[LocalTensor]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from threefold.engine.autograd.grad_squares import GradSquares, request_grad_squares, requested_squares
 from threefold.engine.autograd.main_grad import main_grad_of
 from threefold.engine.batch import Batch
-from threefold.engine.data_parallel.wait_before_use import wait_for_parameters
 from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.graphed_function import make_aliases, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs
@@ -57,8 +56,6 @@ class FullIterationGraph:
             if self.model.vision is not None:
                 graph_stats.count_fallback(_SCOPE, "pictures")
                 return None
-            for module in self.model.modules():
-                wait_for_parameters(module)
             if self._slot is None:
                 self._allocate_inputs(slot, batch, label_share)
             if mismatch := self._mismatch(batch):

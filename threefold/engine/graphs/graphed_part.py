@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.context import context
-from threefold.engine.data_parallel.wait_before_use import wait_for_parameters
 from threefold.engine.graphs.graph_slot import GraphSlot, RopeKey
 from threefold.engine.graphs.graphed_function import Function, GraphedFunction
 from threefold.engine.graphs.recorder import CudaRecorder, Recorder
@@ -120,8 +119,6 @@ class GraphedPart:
         self.graphs.delays_wgrad |= context.wgrad_queue is not None
         if slot is None:
             return None
-        for module in self.modules:
-            wait_for_parameters(module)  # before anything is recorded: a replay calls no module, whose hook would wait
         functions, call = slot.functions[self], slot.num_calls[self]
         slot.num_calls[self] += 1
         if call == len(functions) and not slot.is_sealed:

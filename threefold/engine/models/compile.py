@@ -5,11 +5,18 @@ are compiled too. Modules that launch our kernels are not: inductor would compil
 other types.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
 from threefold.engine.kernels.fusion_switch import runs_fused_on
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import GatedRMSNorm, GroupedGatedRMSNorm, RMSNorm
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.router import Router
+from threefold.engine.optim.pending_tensors import wait_for
 
 _HAVE_KERNELS = (RMSNorm, GatedRMSNorm, Router, Mlp)
 
@@ -26,3 +33,12 @@ def compile_parts(model: Decoder, backend: str = "inductor") -> None:
     for module in model.modules():
         if isinstance(module, parts):
             module.compile(dynamic=False, backend=backend)
+            compiled = module._compiled_call_impl
+            assert compiled is not None
+            module._compiled_call_impl = partial(_wait_and_call, compiled, module)  # type: ignore[assignment]
+
+
+def _wait_and_call(compiled: Callable[..., Any], module: nn.Module, *args: Any, **more: Any) -> Any:
+    """Call a compiled module. Its parameters are ready before: a wait inside would be compiled too."""
+    wait_for(module.parameters())
+    return compiled(*args, **more)

@@ -1,20 +1,21 @@
 """Updates of parameters that run beside the next forward, which waits for each parameter just before its first use.
 
 `AdamW` starts them where states are on the host. Data parallelism (`DataParallel.defer_updates`) lets them stay pending
-and waits: in hooks of the modules for what a forward uses, and for all of them before anything else reads weights. On a
-GPU the updates run on a stream of their own. On a CPU an update runs when it is waited for: there is nothing to gain,
-but a wait that is missing shows in any test.
+and says which tensors they write: these wait by themselves before anything reads them (`pending_tensors.py`). On a GPU
+the updates run on a stream of their own. On a CPU an update runs when it is waited for: there is nothing to gain, but a
+wait that is missing shows in any test.
 """
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from threefold.engine.device import is_simulated
+from threefold.engine.optim.pending_tensors import mark_pending, mark_ready
 
 
 class PendingUpdates:
@@ -28,8 +29,15 @@ class PendingUpdates:
         self.device = device
         self.positions: Mapping[str, int] = {name: n for n, name in enumerate(names)}
         self.is_deferred = False  # whether `start` returns while updates are pending
+        self._tensors: Mapping[str, Sequence[Tensor]] = {}  # what deferred updates write, by name
+        self._names = list(names)
         self._pending: deque[tuple[int, torch.cuda.Event | None, Tensor | None]] = deque()
         self._updates: Iterator[Tensor] = iter(())
+
+    def defer(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """Let updates stay pending from now on. `tensors`, by name of the parameter, wait for its update when they are
+        read; who defers waits for other memory that an update writes."""
+        self.is_deferred, self._tensors = True, tensors
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -62,6 +70,12 @@ class PendingUpdates:
                     self._pending.append((position, updated, grad))
         if is_simulated() or not self.is_deferred:
             self.wait()
+            return
+        for position in positions:
+            mark_pending(self._written_at(position), partial(self.wait_through, position))
+
+    def _written_at(self, position: int) -> Sequence[Tensor]:
+        return self._tensors.get(self._names[position], ())
 
     def is_pending(self, position: int) -> bool:
         """Whether an update at this position or before it was not waited for yet."""
@@ -74,19 +88,15 @@ class PendingUpdates:
         last = None
         with torch.no_grad():
             while self._pending and self._pending[0][0] <= position:
-                _, last, _ = self._pending.popleft()
+                done, last, _ = self._pending.popleft()
                 if last is None:
                     next(self._updates)
+                mark_ready(self._written_at(done))
         if last is not None:
             torch.cuda.current_stream(self.device).wait_event(last)
         if not self._pending:
             next(self._updates, None)  # the end of the generator, which may have work there
             self._updates = iter(())
-
-    def wait_for(self, positions: Sequence[int]) -> None:
-        """Wait for the updates at these positions, and those before them."""
-        if self._pending and positions:
-            self.wait_through(max(positions))
 
     def wait(self) -> None:
         """Wait for all updates."""
