@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import SPECIAL, TEMPLATES, TOOL, random_record, save_tokenizer
+from command_line import run as command
+from repository import ROOT
 
 pytest.importorskip("transformers")
 
@@ -238,11 +240,38 @@ def test_what_a_template_does_wrong_is_a_chat_error(name: str, tmp_path: Path) -
         encode_chat(open_tokenizer(str(folder)), chat)
 
 
-def test_a_template_that_does_not_compile_is_a_finding(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path, "{% if %}")
+NOT_COMPILED = {
+    "Jinja": "{% if %}",
+    "break": "{% break %}",
+    "loops": "{% for a in [1] %}" * 25 + "{% endfor %}" * 25,
+    "parameters": "{% macro a(x, x) %}{% endmacro %}",
+    "arguments": "{{ dict(a=1, a=2) }}",
+    "parentheses": "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+    "deep": "{{ " + "-" * 5000 + "1 }}",
+    "lists": "{{ " + "[" * 2000 + "]" * 2000 + " }}",
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_a_template_that_does_not_compile_is_a_finding(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Jinja takes some of them, and the compiler of Python does not."""
+    folder = save_tokenizer(tmp_path, NOT_COMPILED[name])
     with pytest.raises(FindingsError) as caught:
         chat_prompt(open_tokenizer(str(folder)), [{"role": "user", "content": "x"}])
     assert [finding.rule for finding in caught.value.findings] == ["chat-template-compiles"]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns}))
+    recipe = str(ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
+    data = [f"job.data={tmp_path / 'c.jsonl'}", f"job.tokenizer={folder}", "job.steps=1"]
+    for words in (
+        ["tokenize", str(tmp_path / "c.jsonl"), "--tokenizer", str(folder), "--out", str(tmp_path / "c.tok")],
+        ["train", recipe, *data, "--run", str(tmp_path / "run")],
+    ):
+        code, said, err = command(*words, capsys=capsys)
+        assert (code, (said + err).count("error[")) == (1, 1), said + err
+        assert "error[chat-template-compiles]" in said + err
 
 
 def test_a_template_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
@@ -255,14 +284,16 @@ def test_a_template_that_cannot_be_read_is_a_finding(tmp_path: Path) -> None:
         assert [finding.rule for finding in caught.value.findings] == ["tokenizer-readable"]
 
 
-def test_private_characters_and_deep_objects_are_refused() -> None:
+def test_what_is_no_json_is_refused_and_every_character_is_taken() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {}, ["<s>"])
     deep: Any = "x"
     for _ in range(100):
         deep = [deep]
-    for content in ("a\U000f0000b", deep, b"bytes"):
+    for content in (deep, b"bytes"):
         with pytest.raises(ChatError):
             template.render([{"role": "user", "content": content}])
+    for character in ("\U000f0000", "\ue000", "\U0010ffff", "\0"):
+        assert template.render([{"role": "user", "content": f"a{character}b"}]).text == f"a{character}b"
 
 
 def test_templates_are_found_where_transformers_puts_them(tmp_path: Path) -> None:

@@ -165,24 +165,35 @@ def _nothing_to_learn() -> ChatError:
 
 
 def _encode(tokenizer: FileTokenizer, rendered: Rendered) -> tuple[Tokens, Offsets]:
-    """Tokens of a rendered chat and their places. Special tokens that messages spell out stay text."""
-    if not rendered.spelled:
-        return tokenizer.encode_rendered(rendered.text)
+    """Tokens of a rendered chat and their places. Special tokens that messages forge stay text."""
     ids, places, at = [], [], 0
-    for begin, end in [*rendered.spelled, (len(rendered.text), len(rendered.text))]:
-        for part, spelled in (((at, begin), False), ((begin, end), True)):
-            tokens, offsets = _encode_part(tokenizer, rendered.text[slice(*part)], spelled, part[0] > 0)
+    for begin, end in [*rendered.forged, (len(rendered.text), len(rendered.text))]:
+        for part, is_forged in (((at, begin), False), ((max(at, begin), end), True)):
+            tokens, offsets = _encode_part(tokenizer, rendered.text[slice(*part)], is_forged, part[0] > 0)
             ids.append(tokens)
             places.append(offsets + part[0])
-        at = end
+        at = max(at, end)
     return np.concatenate(ids), np.concatenate(places)
 
 
-def _encode_part(tokenizer: FileTokenizer, text: str, spelled: bool, inside: bool) -> tuple[Tokens, Offsets]:
-    encode = tokenizer.encode_spelled if spelled else tokenizer.encode_rendered
-    if inside and text:
-        # Some tokenizers put a space before the first word of a text; behind a line break they do not.
-        tokens, offsets = encode("\n" + text)
-        if len(offsets) and offsets[0].tolist() == [0, 1] and (len(offsets) == 1 or offsets[1, 0] >= 1):
-            return tokens[1:], offsets[1:] - 1
-    return encode(text)
+def _encode_part(tokenizer: FileTokenizer, text: str, is_forged: bool, inside: bool) -> tuple[Tokens, Offsets]:
+    encode = tokenizer.encode_spelled if is_forged else tokenizer.encode_rendered
+    # Some tokenizers put a space before the first word of a text; behind a line break they do not.
+    extra = "\n" if inside and text else ""
+    tokens, offsets = encode(extra + text)
+    if extra and offsets[0].tolist() == [0, 1] and (len(offsets) == 1 or offsets[1, 0] >= 1):
+        tokens, offsets = tokens[1:], offsets[1:] - 1
+    elif extra:
+        tokens, offsets = encode(text)
+    _check_special(tokenizer, text, is_forged, (tokens, offsets))
+    return tokens, offsets
+
+
+def _check_special(tokenizer: FileTokenizer, text: str, is_forged: bool, encoded: tuple[Tokens, Offsets]) -> None:
+    """Raise where a special token is made of something else than its own text, as normalizers do, or of forged text."""
+    tokens, offsets = encoded
+    names = tokenizer.special_numbers
+    for place in [place for place, token in enumerate(tokens.tolist()) if token in names]:
+        name, made_of = names[int(tokens[place])], text[slice(*offsets[place])]
+        if is_forged or made_of.strip() != name.strip():
+            raise ChatError(f"the tokenizer makes the special token {name} of the text {made_of!r}")

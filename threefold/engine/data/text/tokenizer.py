@@ -134,6 +134,10 @@ class FileTokenizer:
         added = self._inner.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
+    @cached_property
+    def special_numbers(self) -> dict[int, str]:
+        return {number: name for name, number in self.special_names.items()}
+
     def decode(self, tokens: Sequence[int]) -> str:
         with self._reading():
             return str(self._inner.decode(list(tokens), skip_special_tokens=True))

@@ -3,31 +3,30 @@
 A template comes from a stranger: it runs in Jinja's immutable sandbox, sees nothing but JSON values, and whatever it
 raises is a `ChatError`. `chat_template.py` renders conversations with it.
 
-What must be known of places in the rendered text is marked by characters that Unicode reserves for private use: the
-bodies of `{% generation %}`, which are learned, and special tokens that a message spells out, which stay text so that
-data cannot forge them. `ChatTemplate.render` takes the marks out again.
+Two kinds of places in the rendered text must be known, and a template sees neither: the bodies of `{% generation %}`,
+which are learned and known to the texts that Jinja joins, and special tokens that a message forges, which stay text
+(`special_texts.py`).
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from threefold.engine.data.text.chat.conversation import ChatError, reasoning_of
+from threefold.engine.data.text.chat.special_texts import Span, SpecialTexts, change_literals, change_texts
 from threefold.findings import Finding, FindingsError
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-SPELLED, SPELLED_END, LEARNED, LEARNED_END = "\U000f0000", "\U000f0001", "\U000f0002", "\U000f0003"
-_MARKS = re.compile(f"[{SPELLED}-{LEARNED_END}]")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 MAX_RENDERED = 2**26  # characters of one conversation
 DEEPEST = 64  # objects in each other
-Span = tuple[int, int]
+_BODIES = "the bodies of generation tags"  # a variable whose name no template can write
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +35,32 @@ class Rendered:
 
     text: str
     learned: tuple[Span, ...] = ()  # bodies of {% generation %}
-    spelled: tuple[Span, ...] = ()  # special tokens that messages spell out
+    forged: tuple[Span, ...] = ()  # special tokens that messages spell out
+
+
+class _Text(str):
+    """A text that knows which of its parts are learned. To a template it is like any other."""
+
+    _learned: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, text: str, learned: tuple[Span, ...]) -> "_Text":
+        made = cls(text)
+        made._learned = learned
+        return made
+
+    def __str__(self) -> str:
+        return self
 
 
 class ChatTemplate:
     """One template. `variables` are those of the tokenizer, such as `bos_token`."""
 
     def __init__(self, source: str, variables: Mapping[str, str], special_names: Sequence[str] = ()) -> None:
-        self._template = _compile(source)
+        self._source, self._template = source, _compile(source)
         self._variables = dict(variables)
         self.marks_answers = bool(_GENERATION.search(source))
-        longest_first = sorted(filter(None, special_names), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = SpecialTexts(special_names)
 
     def render(
         self,
@@ -57,29 +70,72 @@ class ChatTemplate:
         answers_next: bool = False,
     ) -> Rendered:
         """The text of messages; with `answers_next` also the start of the assistant's next turn."""
-        try:
-            text = self._template.render(
-                **{
-                    **self._variables,
-                    "documents": None,
-                    **_plain(dict(variables or {}), self._mark),
-                    "messages": [_with_reasoning(_plain(dict(message), self._mark)) for message in messages],
-                    "tools": _plain(tools, self._mark),
-                    "add_generation_prompt": answers_next,
-                }
-            )
-        except ChatError:
-            raise
-        except Exception as error:  # a template may raise anything
-            raise ChatError(f"the chat template does not take it: {_first_line(error)}") from error
-        if len(text) > MAX_RENDERED:
-            raise ChatError(f"it renders to more than {MAX_RENDERED} characters")
-        return _take_out_marks(text)
+        given = {
+            **_plain(dict(variables or {})),
+            "messages": [_with_reasoning(_plain(dict(message))) for message in messages],
+            "tools": _plain(tools),
+        }
+        fixed = {"strftime_now": datetime.now().strftime, "documents": None, "add_generation_prompt": answers_next}
+        text = _run(self._template, fixed | self._variables | given)
+        return Rendered(str.__str__(text), getattr(text, "_learned", ()), tuple(self._forged(text, given, fixed)))
 
-    def _mark(self, text: str) -> str:
-        if _MARKS.search(text):
-            raise ChatError("it has private-use characters (U+F0000 to U+F0003)")
-        return self._special.sub(lambda found: f"{SPELLED}{found[0]}{SPELLED_END}", text)
+    def _forged(self, text: str, given: dict[str, Any], fixed: dict[str, Any]) -> Sequence[Span]:
+        """The places of special tokens in a rendered text that come from messages."""
+        changed = self._changed(given)
+        if changed == given:
+            return ()
+        found = self._differing(text, self._template, fixed | self._variables | changed)
+        if found is None and self._are_its_own(text, given, fixed):
+            return ()
+        if found is None:
+            raise ChatError("a message spells a special token, and the chat template looks at it")
+        return found
+
+    def _are_its_own(self, text: str, given: dict[str, Any], fixed: dict[str, Any]) -> bool:
+        """Whether every special token in a rendered text is written by the template."""
+        own = self._differing(text, self._with_other_literals, fixed | self._changed(self._variables) | given)
+        return own is not None and len(own) == len(list(self._special.places(text)))
+
+    @cached_property
+    def _with_other_literals(self) -> "Template":
+        tree = _environment().parse(self._source)
+        change_literals(tree, self._special.change)
+        return _environment().from_string(tree)
+
+    def _changed(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: change_texts(value, self._special.change) for name, value in variables.items()}
+
+    def _differing(self, text: str, template: "Template", values: dict[str, Any]) -> list[Span] | None:
+        try:
+            return self._special.differing(text, _run(template, values))
+        except ChatError:
+            return None
+
+
+def _run(template: "Template", values: dict[str, Any]) -> str:
+    bodies: list[str] = []
+    try:
+        text: str = template.render(**values, **{_BODIES: bodies})
+    except ChatError:
+        raise
+    except Exception as error:  # a template may raise anything
+        raise ChatError(f"the chat template does not take it: {_first_line(error)}") from error
+    if len(getattr(text, "_learned", ())) < len(bodies):
+        raise ChatError("the chat template changes the body of {% generation %}: what is learned is not known")
+    return text
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """What Jinja joins the output of a template with."""
+    listed, learned, size = [], [], 0
+    for part in parts:
+        learned += [(size + begin, size + end) for begin, end in getattr(part, "_learned", ())]
+        listed.append(part)
+        size += len(part)
+        if size > MAX_RENDERED:
+            raise ChatError(f"it renders to more than {MAX_RENDERED} characters")
+    text = "".join(listed)
+    return _Text.of(text, tuple(learned)) if learned else text
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -88,56 +144,31 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _plain(value: Any, mark: Callable[[str], str], depth: int = 0) -> Any:
-    """A copy of a JSON value with special tokens marked: templates get nothing that has methods of its own."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy of a JSON value: templates get nothing that has methods of its own."""
     if depth > DEEPEST:
         raise ChatError("it is nested too deeply")
-    if isinstance(value, str):
-        return mark(value)
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, mark, depth + 1) for key, each in value.items()}
+        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, mark, depth + 1) for each in value]
+        return [_plain(each, depth + 1) for each in value]
     raise ChatError(f"it holds a {type(value).__name__}, which is no JSON")
-
-
-def _take_out_marks(text: str) -> Rendered:
-    if not _MARKS.search(text):
-        return Rendered(text)
-    parts: list[str] = []
-    size, at = 0, 0
-    open_at: dict[str, int] = {}
-    spans: dict[str, list[Span]] = {SPELLED: [], LEARNED: []}
-    for found in _MARKS.finditer(text):
-        parts.append(text[at : found.start()])
-        size, at = size + found.start() - at, found.end()
-        kind = SPELLED if found[0] in (SPELLED, SPELLED_END) else LEARNED
-        if found[0] == kind and kind not in open_at:
-            open_at[kind] = size
-        elif found[0] != kind and kind in open_at:
-            spans[kind].append((open_at.pop(kind), size))
-        else:
-            raise ChatError("the chat template cuts a text in the middle of a special token")
-    if open_at:
-        raise ChatError("the chat template cuts a text in the middle of a special token")
-    learned = tuple(span for span in spans[LEARNED] if span[0] < span[1])
-    return Rendered("".join([*parts, text[at:]]), learned, tuple(spans[SPELLED]))
 
 
 @lru_cache(maxsize=8)
 def _compile(source: str) -> "Template":
     try:
-        import jinja2
+        environment = _environment()
     except ImportError as error:
         problem, advice = "jinja2, which chat templates need, is not installed", "pip install threefold[train]"
         raise FindingsError(
             [Finding(rule="jinja-installed", at="job.tokenizer", problem=problem, advice=advice)]
         ) from error
     try:
-        return _environment().from_string(source)
-    except (jinja2.TemplateError, RecursionError, ValueError, OverflowError) as error:
+        return environment.from_string(source)
+    except Exception as error:  # Jinja takes more than the compiler of Python, which has errors of its own
         problem = f"its chat template cannot be compiled: {_first_line(error)}"
         advice = "correct chat_template.jinja beside the tokenizer, or delete it: ChatML is used then"
         raise FindingsError(
@@ -161,10 +192,15 @@ def _environment() -> "Environment":
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+            call = self.call_method("_learned", [nodes.ContextReference()])
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-        def _marked(self, caller: Callable[[], str]) -> str:
-            return f"{LEARNED}{caller()}{LEARNED_END}"
+        def _learned(self, context: Any, caller: Callable[[], str]) -> str:
+            body = caller()
+            if not body:
+                return body
+            context.resolve(_BODIES).append(body)
+            return _Text.of(body, ((0, len(body)),))
 
     class PlainNamespace(Namespace):
         """A namespace without attributes that begin with an underscore, which could lead out of the sandbox."""
@@ -196,11 +232,13 @@ def _environment() -> "Environment":
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+    class ChatEnvironment(ImmutableSandboxedEnvironment):
+        concat = staticmethod(_joined)
+
+    made = ChatEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = _to_json
     made.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": PlainDict(),
         "namespace": PlainNamespace,
     }
