@@ -8,13 +8,14 @@ unreadable file reports it too.
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**26  # 64 MiB; the largest index of a published checkpoint has some 20 MiB
 MAX_JSON_VALUES = 2**22  # what begins a value or follows one; Python takes up to 100 bytes for each: some 400 MiB
 MAX_JSON_DEPTH = 100
+MAX_LINE_BYTES = 2**20  # of a log; a line of metrics.jsonl has some 700
 
 
 class UnsafeFileError(OSError):
@@ -45,10 +46,21 @@ def read_bounded(path: Path, most_bytes: int, within: Path | None = None) -> byt
     """The content of a regular file of at most `most_bytes`."""
     with open_regular(path, within) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > most_bytes else file.read(most_bytes + 1)
+        content = b"" if size > most_bytes else file.read(size + 1)  # room is taken for what is asked
     if size > most_bytes or len(content) > most_bytes:
         raise UnsafeFileError(f"it has more than {most_bytes} bytes, too many for such a file")
     return content
+
+
+def read_lines(path: Path, within: Path | None = None) -> Iterator[bytes]:
+    """The lines of a log, without their ends. One that is too long, which a crash can leave, is left out."""
+    with open_regular(path, within) as file:
+        is_whole = True  # the part that is read begins a line
+        while part := file.readline(MAX_LINE_BYTES):
+            ends = part.endswith(b"\n")
+            if is_whole and (ends or len(part) < MAX_LINE_BYTES):
+                yield part.rstrip(b"\r\n")
+            is_whole = ends
 
 
 def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES, within: Path | None = None) -> Any:
@@ -111,12 +123,12 @@ def unsafe_entries(folder: Path) -> Iterator[tuple[Path, str]]:
                 continue
 
 
-def write_aside(path: Path, content: bytes) -> None:
+def write_aside(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a new file in the place of whatever is there; a link that is there is removed, not followed."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with os.fdopen(handle, "wb") as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
 
 
 def open_to_append(path: Path, mode: str = "a") -> Any:

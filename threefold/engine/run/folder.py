@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,14 @@ from threefold.safe_files import (
     UnsafeFileError,
     open_regular,
     open_to_append,
-    read_bounded,
     read_json_object,
+    read_lines,
     unsafe_entries,
     write_aside,
 )
 
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
 LOADS, EFFECTS = "loads.json", "effects.json"
-MAX_METRICS_BYTES = 2**31  # some three million lines
 
 
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
@@ -198,7 +198,7 @@ def write_contract(
     _replace(folder / CONTRACT, json.dumps(contract, indent=2).encode())
 
 
-def _replace(path: Path, text: bytes) -> None:
+def _replace(path: Path, text: bytes | Iterable[bytes]) -> None:
     """Write a file so that a run killed meanwhile leaves either the old contents or the new."""
     aside = path.with_name(path.name + ".partial")
     try:
@@ -254,9 +254,8 @@ class Metrics:
         self.problem: Finding | None = None
         try:
             if self.path.exists():
-                found = _numbered_from_one(read_bounded(self.path, MAX_METRICS_BYTES).splitlines())
-                lines = [line for line in found if _step_of(line) <= last_step]
-                _replace(self.path, b"".join(line + b"\n" for line in lines))
+                open_regular(self.path).close()  # a fault of the file is none of the folder that is written to
+                _replace(self.path, _lines_until(self.path, last_step))
             self._file = open_to_append(self.path)
         except UnsafeFileError as error:
             advice = "move it away: the run goes on with a new file"
@@ -287,12 +286,13 @@ def _is_json(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _numbered_from_one(lines: list[bytes]) -> list[bytes]:
-    """The lines of a file whose first step has the number 1. Only earlier versions wrote a step 0."""
-    if not any(_step_of(line) == 0 for line in lines):
-        return lines
-    readable = [json.loads(line) for line in lines if _step_of(line) < math.inf]
-    return [json.dumps({**values, "step": int(values["step"]) + 1}).encode() for values in readable]
+def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
+    """The lines of steps up to one, numbered from 1. Only earlier versions wrote a step 0."""
+    is_from_zero = any(_step_of(line) == 0 for line in read_lines(path))
+    for line in read_lines(path):
+        step = _step_of(line) + is_from_zero
+        if step <= last_step:
+            yield (json.dumps({**json.loads(line), "step": int(step)}).encode() if is_from_zero else line) + b"\n"
 
 
 def _step_of(line: bytes) -> float:

@@ -17,7 +17,7 @@ from threefold.engine.data.text.tokenizer_files import read_tokenizer_settings
 from threefold.fields import MAX_INT
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import DataEntry, megatron_prefix, parse_entries, parse_validation
-from threefold.safe_files import open_regular, read_json_object
+from threefold.safe_files import open_regular, parse_json, read_json_object
 from threefold.spec.hf import model_from_config
 from threefold.spec.model import ModelSpec
 
@@ -78,7 +78,7 @@ def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
                 (size,) = struct.unpack("<Q", file.read(8))
                 if size > MAX_HEADER_BYTES:
                     raise ValueError(f"a header of {size} bytes")
-                header = json.loads(file.read(size))
+                header = parse_json(file.read(min(size, path.stat().st_size)))
             yield from ((key, value["dtype"]) for key, value in header.items() if key != "__metadata__")
         except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError) as error:
             finding = Finding(

@@ -21,6 +21,7 @@ from threefold.sqlite_file import connect_to_read, plain_tables
 
 MAGIC = b"SQLite format 3\0"
 MAX_SECONDS = 300.0
+MAX_NAME = 2**16  # characters; names of kernels that are templates have some thousand
 _BATCH = 100_000
 _NANOSECOND = 1e-9
 _PID_SHIFT = 24  # a global thread id is a process id and, in the lowest 24 bits, a thread id
@@ -65,7 +66,8 @@ class _Export:
         if _KERNELS not in self.tables:
             advice = "record with `nsys profile --trace=cuda,nvtx`, and export with `nsys export --type sqlite`"
             raise unreadable(self.path, f"it has no table {_KERNELS}: no GPU was traced", advice)
-        strings = dict(self._rows("StringIds", ("id", "value")))
+        rows = self._rows("StringIds", ("id", "value"))
+        strings = {number: text[:MAX_NAME] for number, text in rows if isinstance(text, str)}
         on_device = Columns(9)
         self._add_device_spans(on_device, _KERNELS, KERNEL, strings)
         for table in _COPIES:
@@ -153,7 +155,7 @@ class _Export:
     def _check(self, table: str, start: Any, end: Any) -> None:
         """Raise for times that are no numbers or run backwards."""
         for begin, finish in zip(start, end, strict=True):
-            if not (isinstance(begin, int) and isinstance(finish, int) and begin <= finish and abs(begin) < 2**62):
+            if not (isinstance(begin, int) and isinstance(finish, int) and -(2**62) < begin <= finish < 2**62):
                 raise unreadable(self.path, f"an event of {table} runs from {begin!r:.40} to {finish!r:.40} ns")
 
     def _gpus(self) -> dict[Any, tuple[str, int]]:

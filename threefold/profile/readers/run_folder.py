@@ -6,6 +6,7 @@ snapshots (`memory-N.pickle`) are never opened: a pickle can run code.
 
 import math
 import statistics
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.plan import Plan
 from threefold.profile.readers.unreadable import unreadable
-from threefold.safe_files import check_inside, open_regular, read_bounded, read_json
+from threefold.safe_files import check_inside, open_regular, read_json, read_lines
 
 PLAN, METRICS, LOADS, PROFILE = "plan.toml", "metrics.jsonl", "loads.json", "profile"
 NO_TRACES = ("contract.json", LOADS, "effects.json")  # JSON files that every run writes
 TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
-MAX_METRICS_BYTES = 2**31
+MAX_STEPS = 100_000  # of the metrics that are in memory: the last ones
 MAX_TRACES = 4096
 PARTS = ("encoder", "projector", "decoder")  # of a vision-language model, each with a column of seconds
 
@@ -106,13 +107,13 @@ def _part_seconds(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the run's metrics that are whole."""
+    """The lines of the run's metrics that are whole, of the last steps."""
     try:
-        content = read_bounded(folder / METRICS, MAX_METRICS_BYTES, within=folder)
+        lines = deque(read_lines(folder / METRICS, within=folder), MAX_STEPS)
     except OSError:
         return []
     found = []
-    for line in content.splitlines():
+    for line in lines:
         try:
             values = msgspec.json.decode(line)
         except (msgspec.MsgspecError, RecursionError, ValueError):  # a line that a kill cut off

@@ -21,7 +21,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.safe_files import open_regular, read_json, write_aside
 from threefold.units import MIB
 
-VERSION = 2  # of how text becomes tokens
+VERSION = 3  # of how text becomes tokens
 _FIELDS = ("at", "problem", "advice", "rule")
 
 

@@ -14,6 +14,7 @@ from threefold.engine.data.text.tokenizer_files import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER,
     TokenizerSettings,
+    check_bounded,
     read_tokenizer_settings,
 )
 from threefold.findings import Finding, FindingsError
@@ -86,6 +87,7 @@ class FileTokenizer:
         except OSError as error:
             raise _refused(self.path, f"cannot be read: {error.strerror or error}") from error
         with self._reading():
+            check_bounded(raw)
             self._inner = _load(self.path, raw)
             self._inner.no_truncation()
             self._inner.no_padding()

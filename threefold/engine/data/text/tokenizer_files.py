@@ -6,12 +6,14 @@ would be written otherwise in silence. `copy_tokenizer` keeps the files of a run
 """
 
 import hashlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from threefold.findings import Finding, FindingsError
-from threefold.safe_files import read_bounded, read_json_object, write_aside
+from threefold.safe_files import parse_json, read_bounded, read_json_object, write_aside
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -21,6 +23,10 @@ ROLES_OF_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 MAX_TEMPLATE_BYTES = 2**20  # published ones have some 20 KiB
 MAX_TOKENIZER_BYTES = 2**28  # published ones have some 30 MiB
 MAX_TEMPLATES = 32
+MAX_PATTERN = 10_000  # characters of a regular expression; those of published tokenizers have some 300
+MAX_GROWTH = (
+    10_000  # characters that a tokenizer's steps may put in the place of one; those that are published: some 10
+)
 COPIED = (TOKENIZER, CONFIG, TEMPLATE, SPECIAL_TOKENS, "vocab.json", "merges.txt", "tokenizer.model")
 
 
@@ -47,6 +53,32 @@ def read_tokenizer_settings(folder: Path) -> TokenizerSettings:
     roles = [*ROLES_OF_TOKENS, *(named if isinstance(named, dict) else {})]
     special = {role: text for role in roles if (text := _token_text(tokens.get(role))) is not None}
     return TokenizerSettings(special, _read_templates(folder, config))
+
+
+def check_bounded(raw: bytes) -> None:
+    """Raise ValueError for a `tokenizer.json` of too many values, or with steps that make texts too long.
+
+    The library that reads it has no limits: a text that grows past the memory would end the process.
+    """
+    whole = parse_json(raw)
+    if not isinstance(whole, dict):
+        raise ValueError("it holds no JSON object")
+    steps = [whole.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+    growth = math.prod(max(1, len(text)) for step in steps for text in _texts(step, ("content", "prepend")))
+    if growth > MAX_GROWTH:
+        raise ValueError(f"its steps can replace one character by {min(growth, 10**12)}")
+    if any(len(text) > MAX_PATTERN for step in steps for text in _texts(step, ("Regex", "String", "pattern"))):
+        raise ValueError(f"it has a pattern of more than {MAX_PATTERN} characters")
+
+
+def _texts(value: Any, names: tuple[str, ...]) -> Iterator[str]:
+    """The texts of these fields, at any depth."""
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        if isinstance(each, str):
+            if name in names:
+                yield each
+        else:
+            yield from _texts(each, names)
 
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:
