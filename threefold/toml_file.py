@@ -1,5 +1,7 @@
 """Small TOML files of users: plans and chip files. A file that cannot be read is a finding, never an exception."""
 
+import os
+import select
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from threefold.findings import Finding
 
 MAX_KEY_PARTS = 100  # reading one of thousands takes seconds
 MAX_FILE_BYTES = 2**20  # a plan is a page of text; a larger file is something else
+SILENT_SECONDS = 10.0  # that a pipe may be silent, as that of `threefold check <(make_plan)`
 
 
 def load_toml(
@@ -22,8 +25,7 @@ def load_toml(
     try:
         if path.is_dir():
             return refuse("this is a folder", give)
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = _read_some(path)
     except OSError as error:
         return refuse(f"cannot be read: {error.strerror or error}", give)
     except ValueError as error:
@@ -41,3 +43,17 @@ def load_toml(
         return refuse(f"not UTF-8 text (byte {error.start})", "save the file as UTF-8")
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         return refuse(f"not valid TOML: {error}", "correct the TOML")
+
+
+def _read_some(path: Path) -> bytes:
+    """The first bytes of a file or of a pipe. A FIFO into which nobody writes is empty, and no reason to wait."""
+    data = b""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        while len(data) <= MAX_FILE_BYTES:
+            if not select.select([file], [], [], SILENT_SECONDS)[0]:
+                raise OSError(f"a pipe into which nothing was written for {SILENT_SECONDS:.0f} s")
+            part = file.read(MAX_FILE_BYTES + 1 - len(data))
+            if not part:
+                break
+            data += part
+    return data

@@ -71,6 +71,17 @@ def test_target_changes_the_judge(capsys: pytest.CaptureFixture[str]) -> None:
     assert "precision-is-emulated" in ours
 
 
+def test_an_answer_has_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON wherever it is asked for; a page of Markdown at once with it is refused."""
+    code, out, _ = run("check", "--explain", "plan-exists", "--json", capsys=capsys)
+    assert code == 0
+    assert {"rule", "severity", "what", "why", "confirm", "fix"} == set(json.loads(out))
+    for verb in ("rules", "schema"):
+        code, _, err = run(verb, "--json", "--markdown", capsys=capsys)
+        assert code == 2
+        assert "not allowed with" in err
+
+
 def test_explain_tells_the_four_things(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("check", "--explain", "delay-wgrad-fusion-te", capsys=capsys)
     assert code == 0

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import random
 import re
 import shlex
@@ -17,6 +18,7 @@ from hf_configs import CONFIGS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from threefold import toml_file
 from threefold.fields import Field
 from threefold.findings import FindingsError, as_override
 from threefold.layout.stages import format_stages
@@ -724,3 +726,17 @@ def test_a_key_of_thousands_of_parts_is_not_read(tmp_path: Path) -> None:
     path.write_text('model = "deepseek-v3"\n' + ".".join(["a"] * 20_000) + " = 1\n")
     [finding] = read_plan(str(path)).findings
     assert (finding.rule, finding.problem) == ("file-readable", "a key of more than 100 parts")
+
+
+def test_a_pipe_is_read_and_a_silent_one_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell hands over `<(make_plan)` as a pipe; into a FIFO nobody may ever write."""
+    reader, writer = os.pipe()
+    os.write(writer, b'model = "tiny-qwen3-moe"\n')
+    os.close(writer)
+    assert read_plan(f"/dev/fd/{reader}").plan is not None
+    os.close(reader)
+    monkeypatch.setattr(toml_file, "SILENT_SECONDS", 0.1)
+    os.mkfifo(tmp_path / "fifo")
+    (finding,) = read_plan(str(tmp_path / "fifo")).findings
+    assert finding.rule == "file-readable"
+    assert "nothing was written" in finding.problem

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from threefold.api.plans import check
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.explain:
-        return _explain(args.explain)
+        return _explain(args.explain, args.json)
     if args.plan is None:
         print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
         return 2
@@ -118,13 +118,17 @@ def _fixed(
     return fixed, left
 
 
-def _explain(slug: str) -> int:
+def _explain(slug: str, as_json: bool) -> int:
     said = explain(slug)
     if said is None:
         near = did_you_mean(slug, known_slugs()) or "`threefold rules` lists them"
         print(f"threefold check: no rule {slug!r}; {near}", file=sys.stderr)
         return 2
     rule = RULES.get(slug)
+    if as_json:
+        json.dump({"rule": slug, "severity": severity_of(slug), **asdict(said)}, sys.stdout, indent=2)
+        print()
+        return 0
     raised = f"target: {rule.target}" if rule else f"raised by {raised_by(slug)}"
     lines = [f"{slug} ({severity_of(slug)}; {raised})", "", said.what, ""]
     lines += [f"why      {said.why}", f"confirm  {said.confirm}", f"fix      {said.fix}"]

@@ -15,8 +15,9 @@ WIDTH = 118  # of its lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--markdown", action="store_true", help=f"the page that explains each ({PAGE})")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="machine-readable output")
+    form.add_argument("--markdown", action="store_true", help=f"the page that explains each ({PAGE})")
 
 
 def run(args: argparse.Namespace) -> int:

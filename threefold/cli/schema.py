@@ -9,8 +9,9 @@ from threefold.report.pages.plan_fields import PAGE, plan_fields_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--markdown", action="store_true", help=f"the page of every field ({PAGE})")
-    parser.add_argument("--json", action="store_true", help="the schema, which is what is printed without it too")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help=f"the page of every field ({PAGE})")
+    form.add_argument("--json", action="store_true", help="the schema, which is what is printed without it too")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -93,6 +93,6 @@ EXPLANATIONS = {
             "offload included."
         ),
         confirm="Compare the need of the leanest plan, which the message names, with the chip's memory.",
-        fix="The nearest change that gives a plan: free a field, more GPUs, or a chip with more memory.",
+        fix="The nearest change that gives a plan: a free field, more GPUs, a larger chip, or another target.",
     ),
 }
