@@ -148,14 +148,24 @@ ONCE_FAILED: tuple[list[str], ...] = (
     ),
     ["plan", "draft.toml", "knobs.store_param_remainders=true", "knobs.precision=fp16"],
     ["train", "plan.toml", "job.steps=1", "--profile"],
+    ["export", "plan.toml", "--account=--"],
+    ["check", "fifo"],
     ["train", "plan.toml", "--nproc", "65536", "job.global_batch=65536", "job.micro_batch=1"],
 )
+
+
+class Draw(random.Random):
+    """Draws of one line, of which a part has sound values alone."""
+
+    def __init__(self, seed: str) -> None:
+        super().__init__(seed)
+        self.absurd = 0.2 if self.random() < 0.5 else 0.0
 
 
 def drawn_line(number: int) -> list[str]:
     """The words of a line, without the program."""
     verb, turn = next(islice(_verbs(), number, None))
-    draw = random.Random(f"line {number}")
+    draw = Draw(f"line {number}")
     flags, positionals = _arguments(verb)
     words = [verb]
     for action in positionals:
@@ -168,11 +178,11 @@ def drawn_line(number: int) -> list[str]:
     required = [action for action in flags.values() if action.required]
     for group in verb_parser(build_parser(verb), verb)._mutually_exclusive_groups:
         required += [draw.choice(group._group_actions)] * group.required
-    for action in [*required, *(flags[name] for name in _pairs(verb, turn) if draw.random() < 0.9)]:
+    for action in [*required, *(flags[name] for name in dict.fromkeys(_pairs(verb, turn)))]:
         words += _flag(action, draw)
     if verb == "explore":
         words += ["--no-browser"]
-    if draw.random() < 0.04:
+    if draw.random() < draw.absurd / 4:
         words.insert(draw.randrange(len(words) + 1), draw.choice((*TEXTS, "--no-such-flag", "--help", "-x")))
     if verb in TAKE_A_COMMAND:
         words += ["--", *draw.choice(COMMANDS)]
@@ -221,7 +231,7 @@ def _short(verb: str, positionals: list[argparse.Action]) -> list[str]:
     return ["job.steps=2"] if verb == "finetune" else ["job.steps=2", "model=tiny-qwen3-moe", "job.seq_len=64"]
 
 
-def _positional(action: argparse.Action, draw: random.Random) -> list[str]:
+def _positional(action: argparse.Action, draw: Draw) -> list[str]:
     if action.dest == "overrides":
         return [_override(draw) for _ in range(draw.choice((0, 0, 1, 1, 2, 3)))]
     if action.nargs == "?" and draw.random() < 0.2:
@@ -230,7 +240,7 @@ def _positional(action: argparse.Action, draw: random.Random) -> list[str]:
     return [_value(action, draw) for _ in range(times)] if draw.random() < 0.97 else []
 
 
-def _flag(action: argparse.Action, draw: random.Random) -> list[str]:
+def _flag(action: argparse.Action, draw: Draw) -> list[str]:
     flag = action.option_strings[-1]
     if action.nargs == 0:
         return [flag]
@@ -238,34 +248,34 @@ def _flag(action: argparse.Action, draw: random.Random) -> list[str]:
     return [f"{flag}={value}"] if value.startswith("-") or draw.random() < 0.2 else [flag, value]
 
 
-def _value(action: argparse.Action, draw: random.Random) -> str:
+def _value(action: argparse.Action, draw: Draw) -> str:
     """Mostly a value that the argument asks for."""
-    if draw.random() < 0.15:
+    if draw.random() < draw.absurd:
         return draw.choice((*NUMBERS, *ODD_NUMBERS, *TEXTS, *BROKEN))
     return _sound(action, draw)
 
 
-def _sound(action: argparse.Action, draw: random.Random) -> str:
+def _sound(action: argparse.Action, draw: Draw) -> str:
     name = action.dest
     if action.choices is not None and name not in SOUND:
         return str(draw.choice(list(action.choices)))
     if name in OUTPUTS:
         return draw.choice(NEW)
     if name in KINDS:
-        return draw.choice(FILES[draw.choice(KINDS[name])] if draw.random() < 0.85 else BROKEN)
+        return draw.choice(FILES[draw.choice(KINDS[name])] if draw.random() >= draw.absurd else BROKEN)
     if name in SOUND:
         return draw.choice(SOUND[name])
     return draw.choice((*NUMBERS, *WORDS))
 
 
-def _override(draw: random.Random) -> str:
-    if draw.random() < 0.05:
+def _override(draw: Draw) -> str:
+    if draw.random() < draw.absurd / 4:
         return draw.choice(
             ("layout.epp=8", "=", "a=b", "layout=1", "[x]=1", "layout.ep", "layout.ep=", "ep=8", ".=.", "ä=1")
         )
     path = draw.choice(list(FIELDS))
     field = FIELDS[path]
-    if draw.random() < 0.15:
+    if draw.random() < draw.absurd:
         return f"{path}={draw.choice((*NUMBERS, *ODD_NUMBERS, *TEXTS, *BROKEN))}"
     if field.choices and list in field.types:
         return f"{path}={draw.sample(list(field.choices), min(2, len(field.choices)))}"

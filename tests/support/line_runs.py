@@ -97,18 +97,49 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def run_line(words: Sequence[str], files: Path) -> Ended:
-    """Run a line in a copy of the files."""
-    with tempfile.TemporaryDirectory(prefix="line-") as folder:
-        scratch = Path(folder).resolve() / "scratch"
-        shutil.copytree(files, scratch, symlinks=True, copy_function=_copy)
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        child = os.fork()
-        if child == 0:
-            _be_the_command(words, scratch, out, err)
-        code, usage, is_hanging = _wait(child, words, out)
-        read = [path.read_bytes().decode(errors="replace") if path.exists() else "" for path in (out, err)]
-        return Ended(words, code, *read, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, is_hanging)
+class Scratch:
+    """A copy of the files, made anew where a line has changed something in it."""
+
+    def __init__(self, files: Path) -> None:
+        self.files = files
+        self._folder = tempfile.TemporaryDirectory(prefix="line-")
+        self.root = Path(self._folder.name).resolve()
+        self.place = self.root / "scratch"
+        self._clean: list[tuple[Any, ...]] = []
+
+    def renew(self) -> None:
+        if self._clean and _entries(self.place) == self._clean:
+            return
+        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.copytree(self.files, self.place, symlinks=True, copy_function=_copy)
+        self._clean = _entries(self.place)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def run_line(words: Sequence[str], scratch: Scratch) -> Ended:
+    """Run a line in a clean copy of the files."""
+    scratch.renew()
+    out, err = scratch.root / "out", scratch.root / "err"
+    for path in (out, err):
+        path.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        _be_the_command(words, scratch.place, out, err)
+    code, usage, is_hanging = _wait(child, words, out)
+    read = [path.read_bytes().decode(errors="replace") if path.exists() else "" for path in (out, err)]
+    return Ended(words, code, *read, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, is_hanging)
+
+
+def _entries(place: Path) -> list[tuple[Any, ...]]:
+    """Every file and folder with what changes when it is written."""
+    found = []
+    for folder, folders, names in os.walk(place):
+        for name in (*folders, *names):
+            seen = os.lstat(f"{folder}/{name}")
+            found.append((folder, name, seen.st_ino, seen.st_mtime_ns, seen.st_size, seen.st_mode))
+    return sorted(found)
 
 
 def _copy(source: str, target: str) -> None:
@@ -227,7 +258,7 @@ def run_by_hand(lines: list[list[str]]) -> int:
     torch.set_num_threads(1)
     bad = 0
     with tempfile.TemporaryDirectory() as folder:
-        files = make_files(Path(folder) / "files")
+        files = Scratch(make_files(Path(folder) / "files"))
         for words in lines:
             print(shell_line(words), flush=True)
             ended = run_line(words, files)

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from threefold.findings import nearest
 
@@ -18,6 +18,12 @@ class Parser(argparse.ArgumentParser):
             known = [word.strip(" '") for word in found[2].split(",")]
             message += said(found[1], known)
         super().error(message)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """The value of an argument. Python before 3.13 takes `--flag=--` for no value at all, an empty list."""
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
 
     def refuse_words(self, words: list[str]) -> NoReturn:
         """Refuse words that nothing takes, with the flag that each may have meant."""
