@@ -150,6 +150,7 @@ ONCE_FAILED: tuple[list[str], ...] = (
     ["train", "plan.toml", "job.steps=1", "--profile"],
     ["export", "plan.toml", "--account=--"],
     ["check", "fifo"],
+    ["report", "x" * 300],
     ["train", "plan.toml", "--nproc", "65536", "job.global_batch=65536", "job.micro_batch=1"],
 )
 

@@ -33,7 +33,7 @@ FILES = {
     "data": ("text.txt", "data.jsonl", "shard.tok", "texts"),
     "questions": ("questions.jsonl",),
     "export": ("exported", "exported/overrides.txt"),
-    "chip": ("chip.toml",),
+    "chip": ("chip.toml", "described.toml"),
     "card": ("card.toml",),
     "config": ("config.json", "hf:config.json", "hf:hf"),
     "tokenizer": ("hf/tokenizer.json", "hf"),
@@ -60,7 +60,8 @@ def make_files(root: Path) -> Path:
         (work / name).write_text(dump_plan(plan))
     for name in RECIPES:
         shutil.copy(ROOT / "recipes" / f"{name}.toml", work)
-    shutil.copy(min((ROOT / "recipes" / "chips").glob("*.toml")), work / "chip.toml")
+    (work / "chip.toml").write_text('chip = "h100"\n[rates]\ngemm = 0.7\n')
+    shutil.copy(min((ROOT / "recipes" / "chips").glob("*.toml")), work / "described.toml")
     shutil.copy(min((ROOT / "cards").glob("*.toml")), work / "card.toml")
     (work / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **CONFIGS["qwen3_moe"]}))
     _make_data(work)

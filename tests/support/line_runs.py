@@ -73,7 +73,8 @@ class Ended:
             return f"{found[0]}: {both.strip().splitlines()[-1][:200]}"
         if self.is_cut_short:
             return "" if may_be_long else f"did not end: {self.cpu_seconds:.0f} s of CPU time"
-        if self.code not in (0, 1, 2):
+        is_bisect_skip = self.code == 125 and "--fail-above" in " ".join(self.words)
+        if self.code not in (0, 1, 2) and not is_bisect_skip:
             return f"exit code {self.code}"
         if self.code and not REASON.search(both):
             return f"exit code {self.code} without a reason"

@@ -11,6 +11,7 @@ import threefold
 from threefold.cli.command_line.out import Out, shown_at_work, standard_streams
 from threefold.cli.command_line.parser import Parser, verb_parser
 from threefold.engine.launch.stop_signals import end_at_once
+from threefold.findings import Finding, shown
 
 VERBS = {
     "plan": "choose layout and knobs for a model on a cluster, ranked, with reasons",
@@ -59,10 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(words, out)
         except OSError as error:
-            if error is not out.error:
+            if error is out.error:
+                print(f"threefold: cannot write the answer: {error.strerror}", file=sys.stderr)
+                return 1
+            if not _is_named(error.filename, words):
                 raise
-            print(f"threefold: cannot write the answer: {error.strerror}", file=sys.stderr)
-            return 1
+            return _say_unusable(error, words)
         except KeyboardInterrupt:
             return 130
 
@@ -74,6 +77,21 @@ def _signals(words: list[str]) -> AbstractContextManager[None]:
 
 def _verb(words: list[str]) -> str | None:
     return next((word for word in words if not word.startswith("-")), None)
+
+
+def _is_named(path: object, words: list[str]) -> bool:
+    """Whether the command line names a path, or a folder above it."""
+    named = [text for word in words for text in (word, word.partition("=")[2]) if text]
+    return any(path == text or str(path).startswith(f"{text}/") for text in named)
+
+
+def _say_unusable(error: OSError, words: list[str]) -> int:
+    """A path of the command line that no file can have, or that may not be opened, is the user's to correct."""
+    from threefold.cli.command_line.inputs import print_findings  # which loads more than `--version` needs
+
+    advice = "give the path of a file or folder that can be opened"
+    found = Finding(rule="file-readable", at=shown(error.filename), problem=str(error.strerror), advice=advice)
+    return print_findings([found], "--json" in words)
 
 
 def _run(words: list[str], out: Out) -> int:
