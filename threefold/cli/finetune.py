@@ -82,15 +82,17 @@ def _check_is_new(out: Path) -> None:
 def _import_and_train(args: argparse.Namespace, chosen: FinetunePlan) -> int:
     from threefold.engine.data.validation import check_data
     from threefold.engine.run.folder import CONTRACT
+    from threefold.engine.weights.claimed_folder import claimed_folder
 
-    was_there = args.out.exists()
+    was_there, is_ours = args.out.exists(), False
     try:
-        with install_handlers(dict.fromkeys(STOP_SIGNALS, _interrupt)):
+        with install_handlers(dict.fromkeys(STOP_SIGNALS, _interrupt)), claimed_folder(args.out):
+            is_ours = True
             check_data(chosen.plan)
-            draft = _import(args, chosen)
+            draft = _import(args, chosen, was_there)
         return train.run(_train_arguments(args, draft))
     finally:
-        if not (args.out / CONTRACT).exists():  # the run never started: the folder is left as it was
+        if is_ours and not (args.out / CONTRACT).exists():  # the run never started: the folder is left as it was
             _remove(args.out, keep_folder=was_there)
 
 
@@ -100,18 +102,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _remove(folder: Path, keep_folder: bool) -> None:
-    if keep_folder:
+    if keep_folder and folder.is_dir():
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _import(args: argparse.Namespace, chosen: FinetunePlan) -> Path:
+def _import(args: argparse.Namespace, chosen: FinetunePlan, was_there: bool) -> Path:
     """Import the checkpoint into the run's folder; returns the plan that trains it, in the folder too."""
-    from threefold.engine.weights.convert import AS_STORED, import_hf
+    from threefold.engine.weights.convert import AS_STORED, import_into
 
-    for line in import_hf(args.checkpoint, args.out, AS_STORED):
+    for line in import_into(args.checkpoint, args.out, AS_STORED, None, was_there):
         print(line, file=sys.stderr)
     fields = {**chosen.fields, "model": f"hf:{(args.out / HF_CONFIG).resolve()}"}
     own = args.out / TOKENIZER_FOLDER

@@ -107,6 +107,13 @@ EXPLANATIONS = {
         confirm="Look into the folder the message names.",
         fix="Choose another folder, train first, import again, or train the model that was imported.",
     ),
+    "checkpoint-is-there": Explanation(
+        what="A checkpoint stays where it is while it is read.",
+        why="A run removes checkpoints that are older than its newest ones; one that is being read it leaves until its "
+        "next save, unless the file system has no locks.",
+        confirm="List the checkpoints of the run, on every machine that reads them.",
+        fix="Give the command again, or keep more checkpoints with run.keep.",
+    ),
     "checkpoint-whole": Explanation(
         what="A checkpoint has every file that is read, with its size and checksum, and is that of its folder's step.",
         why="A flipped bit in a weight trains on unnoticed; and a checkpoint may come from somebody else.",

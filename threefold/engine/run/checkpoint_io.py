@@ -15,6 +15,7 @@ from torch import Tensor
 
 from threefold.engine.dist.consensus import Outcome, RankFailedError, run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
+from threefold.engine.run.checkpoint_lease import ReadLease
 from threefold.engine.run.checkpoint_manifest import (
     FACTS,
     MANIFEST,
@@ -100,6 +101,7 @@ class OpenCheckpoint:
     manifest: Manifest
     facts: dict[str, Any]  # the JSON values beside the tensors, such as the step and the position in the data
     stored: StoredTensors
+    lease: ReadLease  # it is not removed while this is held
 
     def allocate_tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Full tensors of the shapes and dtypes that the manifest lists, for `fill`."""
@@ -127,11 +129,12 @@ def open_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> OpenChec
         check_inside(folder, folder.parent)
     except OSError as error:
         raise damaged(folder, f"{folder.name} is not read: {error}") from None
+    lease = ReadLease(folder)
     manifest = verify_files(folder, rank, num_ranks)
     stored = StoredTensors(folder, manifest.files)
     if {name: (tensor.dtype, tensor.shape) for name, tensor in stored.tensors.items()} != manifest.tensors:
         raise damaged(folder / MANIFEST, f"the manifest of {folder.name} has other tensors than its index")
-    return OpenCheckpoint(folder, manifest, _read_facts(folder), stored)
+    return OpenCheckpoint(folder, manifest, _read_facts(folder), stored, lease)
 
 
 def read_checkpoint(folder: Path) -> Loaded:

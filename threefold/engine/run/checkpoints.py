@@ -35,6 +35,7 @@ from threefold.engine.run.checkpoint_io import (
     step_of_folder,
     write_checkpoint,
 )
+from threefold.engine.run.checkpoint_lease import GONE, remove_checkpoint
 from threefold.engine.run.checkpoint_manifest import MANIFEST
 from threefold.engine.run.dcp import CheckpointShard, State
 from threefold.findings import Finding, FindingsError
@@ -102,7 +103,8 @@ class Checkpoints:
             self._failure = error
 
     def _remove_old(self, newest: int) -> None:
-        """Remove all that are older than the newest `keep` sound ones. Damaged ones take no place of sound ones.
+        """Remove all that are older than the newest `keep` sound ones. Damaged ones take no place of sound ones, and
+        those that somebody reads stay until the next save.
 
         Checkpoints that this process neither wrote nor loaded are verified before they count. Later steps are damaged
         ones that loading skipped.
@@ -112,7 +114,7 @@ class Checkpoints:
         sound = 0
         for step in reversed([step for step in self.steps() if step <= newest]):
             if sound >= self.keep:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+                remove_checkpoint(self.path(step))
             elif self._verify(step):
                 sound += 1
 
@@ -168,11 +170,16 @@ class Checkpoints:
         """Open the newest checkpoint that is whole; `say` is told of damaged ones. None where there are none."""
         self.finish()
         problems: list[Finding] = []
-        for step in reversed(run_on_first_rank(self.group, self.steps)):
+        steps = run_on_first_rank(self.group, self.steps)
+        while steps:
+            step = steps.pop()
             opened, damage = self._open(self.path(step))
             self._is_sound[step] = opened is not None
             if opened is not None:
                 return opened
+            if _is_gone(damage) and step not in (newer := run_on_first_rank(self.group, self.steps)):
+                steps, problems = newer, []
+                continue
             problems += damage
             say(f"{damage[0].problem}; trying the one before")
         if problems:
@@ -181,8 +188,13 @@ class Checkpoints:
 
     def open_newest(self) -> OpenCheckpoint | None:
         """Open the newest checkpoint, or raise what is wrong with it; None where there is no checkpoint."""
-        steps = self.steps()
-        return open_checkpoint(self.path(steps[-1])) if steps else None
+        while steps := self.steps():
+            try:
+                return open_checkpoint(self.path(steps[-1]))
+            except FindingsError as error:
+                if not _is_gone(error.findings) or steps[-1] in self.steps():
+                    raise
+        return None
 
     def _open(self, folder: Path) -> tuple[OpenCheckpoint | None, list[Finding]]:
         """The checkpoint, or findings of any rank about what is wrong with it. Each rank verifies some of the files."""
@@ -200,6 +212,10 @@ class Checkpoints:
             run_on_all_ranks(self.group, lambda: opened.fill(want))
         except RankFailedError as error:
             raise _unloadable(opened.folder, error) from error
+
+
+def _is_gone(damage: list[Finding]) -> bool:
+    return any(finding.rule == GONE for finding in damage)
 
 
 def _without_missing_rng(want: State, opened: OpenCheckpoint) -> State:

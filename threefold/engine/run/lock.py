@@ -51,6 +51,18 @@ class RunLock:
                 self.say(f"{holder} has {self.folder}; waiting whether it is gone")
             reported = True
             time.sleep(RETRY_SECONDS)
+        if not self._is_in_place():  # a start that failed removed it, and the folder perhaps, before this locked it
+            self.close()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.acquire()
+
+    def _is_in_place(self) -> bool:
+        """Whether the locked file is the one that the next process would find."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / LOCK).stat())
+        except FileNotFoundError:
+            return False
 
     def write_holder(self) -> None:
         """Write this process into the lock file, for the message of the next process that wants the lock."""

@@ -20,6 +20,7 @@ from threefold.engine.lora.settings import lora_settings
 from threefold.engine.run.checkpoint_io import OpenCheckpoint, step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, read_run_plan
+from threefold.engine.weights.claimed_folder import claimed_folder
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.hf_tensor import stored_keys
 from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
@@ -53,6 +54,12 @@ def import_hf(folder: Path, out: Path, dtype: str, adapter: Path | None = None) 
 
     Where that fails nothing is left behind.
     """
+    with claimed_folder(out) as was_there:
+        yield from import_into(folder, out, dtype, adapter, was_there)
+
+
+def import_into(folder: Path, out: Path, dtype: str, adapter: Path | None, was_there: bool) -> Iterator[str]:
+    """`import_hf` into a folder that is claimed already. One that was not there before is removed on failure."""
     spec = model_from_config(folder)
     weights = open_hf(folder, spec, stored_mtp(folder, spec))
     peft = None if adapter is None else open_adapter(adapter, spec)
@@ -61,10 +68,9 @@ def import_hf(folder: Path, out: Path, dtype: str, adapter: Path | None = None) 
         config = read_bounded(folder / "config.json", MAX_JSON_BYTES, within=folder)
     except OSError as error:
         raise _refuse(folder / "config.json", f"is not read: {error}", "give a folder that holds the file") from None
-    _check_is_free(out)
     for finding in weights.findings:
         yield str(finding)
-    initial, draft, was_there = out / INITIAL, out / DRAFT, out.is_dir()
+    initial, draft = out / INITIAL, out / DRAFT
     try:
         initial.mkdir(parents=True)
         count, num_rounded = _write_initial_weights(weights, initial, _DTYPES[dtype])
@@ -128,17 +134,6 @@ def _draft_fields(out: Path, config: bytes, weights: HfWeights, dtype: str, copi
     }
 
 
-def _check_is_free(out: Path) -> None:
-    try:
-        problem = "the folder is not empty" if any(out.iterdir()) else ""
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        problem = f"this is no folder that can be used: {error.strerror or error}"
-    if problem:
-        raise _refuse(out, problem, "choose another --out folder")
-
-
 def _write_initial_weights(weights: HfWeights, folder: Path, dtype: torch.dtype) -> tuple[int, int]:
     """Write all tensors in files of about SHARD_BYTES. Returns the number of weights, and of rounded tensors."""
     file_number, num_weights, num_rounded, tensors = 0, 0, 0, {}
@@ -186,8 +181,12 @@ def export_hf(run: Path, out: Path, adapter: bool = False) -> Iterator[str]:
 
     LoRA adapters are merged into the weights; with `adapter` they alone are written, as a folder that PEFT loads.
     """
+    with claimed_folder(out):
+        yield from _export_into(run, out, adapter)
+
+
+def _export_into(run: Path, out: Path, adapter: bool) -> Iterator[str]:
     plan = read_run_plan(run)
-    _check_is_free(out)
     opened = Checkpoints(run / CHECKPOINTS, plan.run.keep).open_newest()
     if opened is None:
         raise _refuse(run, "the run has no checkpoint", "train it first")
