@@ -88,16 +88,25 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         each.process.join()
 
 
-def at_barrier(function: Callable[..., Any], barrier: Any, after: bool = False) -> Callable[..., Any]:
-    """The function, which waits for the other processes before it begins, or before it returns."""
+def then(function: Callable[..., Any], *actions: Callable[[], Any]) -> Callable[..., Any]:
+    """The function, and the actions when it returns."""
+
+    def acts(*args: Any, **named: Any) -> Any:
+        found = function(*args, **named)
+        for action in actions:
+            action()
+        return found
+
+    return acts
+
+
+def at_barrier(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The function, which waits until so many processes have come to it."""
+    barrier = FORK.Barrier(number)
 
     def waits(*args: Any, **named: Any) -> Any:
-        if not after:
-            barrier.wait(LIMIT_SECONDS)
-        found = function(*args, **named)
-        if after:
-            barrier.wait(LIMIT_SECONDS)
-        return found
+        barrier.wait(LIMIT_SECONDS)
+        return function(*args, **named)
 
     return waits
 
@@ -174,7 +183,7 @@ def test_a_removal_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monk
 
 def _save_many(folder: Path, is_read: Any) -> None:
     kept = Checkpoints(folder, keep=1)
-    for step in range(2, 60):
+    for step in range(2, 30):
         save(kept, step)
     while not is_read.is_set():  # the reader has seen several
         step += 1
@@ -237,7 +246,7 @@ def test_runs_that_start_at_once_in_one_folder_are_one_run(
     """They take the lock at once. One runs; another is refused, or finds the run complete when that one has ended."""
     plan, run, calm = written_plan(tmp_path / "plan.toml"), tmp_path / "run", tmp_path / "calm"
     assert command("train", plan, "--run", calm, "--threads", 1).ends()[0] == 0
-    monkeypatch.setattr("threefold.engine.train.open_run", at_barrier(open_run, FORK.Barrier(3)))
+    monkeypatch.setattr("threefold.engine.train.open_run", at_barrier(open_run, 3))
     started = [command("train", plan, "--run", run, "--threads", 1) for _ in range(3)]
     ended = [each.has_ended_well_or_with("run-is-alone") for each in started]
     assert any(ended)
@@ -286,11 +295,20 @@ def one_of_two(started: list[Command]) -> None:
 def test_two_fine_tunings_with_one_folder_are_one_run(
     checkpoint: Path, command: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have found the folder free before either begins to fill it."""
+    """The second finds the folder free, and comes to fill it when the first has imported and not begun to train."""
     chats, run = write_chats(tmp_path / "chats.jsonl", [(a, b) for a in range(5) for b in range(5)]), tmp_path / "run"
-    words = ["job.seq_len=64", "job.global_batch=4", "job.steps=2", "run.tensorboard=false"]
-    monkeypatch.setattr(finetune, "_plan", at_barrier(finetune._plan, FORK.Barrier(2), after=True))
-    one_of_two([command("finetune", checkpoint, "--data", chats, "--out", run, *words) for _ in range(2)])
+    words = ["finetune", checkpoint, "--data", chats, "--out", run, "job.seq_len=64", "job.global_batch=4"]
+    words += ["job.steps=2", "run.tensorboard=false"]
+    is_planned, is_filled, is_refused = FORK.Event(), FORK.Event(), FORK.Event()
+    plan, fill = finetune._plan, finetune._import
+    monkeypatch.setattr(finetune, "_plan", then(plan, is_planned.wait))
+    monkeypatch.setattr(finetune, "_import", then(fill, is_filled.set, is_refused.wait))
+    first = command(*words)
+    monkeypatch.setattr(finetune, "_plan", then(plan, is_planned.set, is_filled.wait))
+    monkeypatch.setattr(finetune, "_import", fill)
+    assert not command(*words).has_ended_well_or_with("convertible")
+    is_refused.set()
+    assert first.has_ended_well_or_with("")
     assert read_checkpoint(run / CHECKPOINTS / "step-00000002")[1]["step"] == 2
     assert len((run / METRICS).read_text().splitlines()) >= 2
 
@@ -300,7 +318,7 @@ def test_two_imports_into_one_folder_are_one_import(
 ) -> None:
     out, calm = tmp_path / "run", tmp_path / "calm"
     assert command("import-hf", checkpoint, "--out", calm).ends()[0] == 0
-    monkeypatch.setattr(convert, "claimed_folder", at_barrier(convert.claimed_folder, FORK.Barrier(2)))
+    monkeypatch.setattr(convert, "claimed_folder", at_barrier(convert.claimed_folder, 2))
     started = [command("import-hf", checkpoint, "--out", out) for _ in range(2)]
     one_of_two(started)
     names = sorted(path.relative_to(calm) for path in calm.rglob("*") if path.is_file())
@@ -314,7 +332,7 @@ def test_two_exports_into_one_folder_are_one_export(
     run, out, calm = tmp_path / "run", tmp_path / "out", tmp_path / "calm"
     assert command("train", written_plan(tmp_path / "plan.toml"), "--run", run, "--threads", 1).ends()[0] == 0
     assert command("export-hf", run, "--out", calm).ends()[0] == 0
-    monkeypatch.setattr(convert, "claimed_folder", at_barrier(convert.claimed_folder, FORK.Barrier(2)))
+    monkeypatch.setattr(convert, "claimed_folder", at_barrier(convert.claimed_folder, 2))
     one_of_two([command("export-hf", run, "--out", out) for _ in range(2)])
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in calm.iterdir()
