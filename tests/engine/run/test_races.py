@@ -23,7 +23,7 @@ from torch import Tensor
 
 from threefold.cli import finetune
 from threefold.cli.main import main
-from threefold.engine.run import checkpoint_lease, checkpoints, lock
+from threefold.engine.run import checkpoints, lock
 from threefold.engine.run.checkpoints import Checkpoints, open_checkpoint, read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, METRICS, open_run
 from threefold.engine.run.lock import LOCK, RunLock
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_is_gone_for_one_rank_alone_is_a_finding(tmp_path: Pat
 def test_a_removal_that_is_killed_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Checkpoints(tmp_path, keep=1)
     save(kept, 1)
-    monkeypatch.setattr(checkpoint_lease.shutil, "rmtree", lambda *args, **named: None)
+    monkeypatch.setattr(lock.shutil, "rmtree", lambda *args, **named: None)
     save(kept, 2)
     assert kept.steps() == [2]
     monkeypatch.undo()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from threefold.engine.dist.consensus import Outcome, RankFailedError, run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
-from threefold.engine.run.checkpoint_lease import ReadLease
 from threefold.engine.run.checkpoint_manifest import (
     FACTS,
     MANIFEST,
@@ -27,6 +26,7 @@ from threefold.engine.run.checkpoint_manifest import (
     write_manifest,
 )
 from threefold.engine.run.dcp import RankFile, State, StoredTensors, write_index, write_rank_file
+from threefold.engine.run.lock import ReadLease
 from threefold.findings import Finding, FindingsError, shown
 from threefold.safe_files import check_inside, read_json_object
 

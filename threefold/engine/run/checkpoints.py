@@ -35,9 +35,9 @@ from threefold.engine.run.checkpoint_io import (
     step_of_folder,
     write_checkpoint,
 )
-from threefold.engine.run.checkpoint_lease import GONE, remove_checkpoint
 from threefold.engine.run.checkpoint_manifest import MANIFEST
 from threefold.engine.run.dcp import CheckpointShard, State
+from threefold.engine.run.lock import GONE, remove_checkpoint
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import check_inside
 

@@ -1,21 +1,27 @@
-"""The lock of a run's folder: two runs in one folder would overwrite each other's checkpoints.
+"""Locks in a run's folder, which the kernel drops with the process that holds them.
 
-`train.py` makes it, and `folder.py` acquires it when it opens the run.
+`RunLock` keeps the folder to one run: two would overwrite each other's checkpoints. `train.py` makes it, and
+`folder.py` acquires it when it opens the run. `ReadLease` keeps a checkpoint on disk while somebody reads it, in
+whatever process: `open_checkpoint` takes it, and a run that removes old checkpoints (`run.keep`) leaves those that are
+read to its next save.
 """
 
 import fcntl
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from threefold.engine.run.checkpoint_manifest import MANIFEST
 from threefold.findings import Finding, FindingsError
-from threefold.safe_files import open_to_append
+from threefold.safe_files import open_regular, open_to_append
 
 LOCK = "run.lock"
+GONE = "checkpoint-is-there"  # the rule of the finding about a checkpoint that was removed meanwhile
 LEASE_SECONDS = 120.0  # after which file servers drop the locks of a machine that went down
 RETRY_SECONDS = 1.0
 MAX_HOLDER = 200  # characters of the file that are shown
@@ -86,7 +92,58 @@ class RunLock:
         return Finding(rule="run-is-alone", at=str(self.folder), problem=problem, advice=advice)
 
 
-def _try_lock(file: TextIO) -> bool:
+class ReadLease:
+    """A checkpoint that stays as long as this object does."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises a finding where the checkpoint is gone. One whose manifest cannot be opened is not held."""
+        self._handle: int | None = None
+        path = folder / MANIFEST
+        try:
+            with open_regular(path, within=folder) as file:
+                self._handle = os.dup(file.fileno())
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._handle, fcntl.LOCK_SH)  # waits for a rename at most
+            is_there = os.path.samestat(os.fstat(self._handle), path.stat())
+        except FileNotFoundError:
+            is_there = self._handle is None and folder.is_dir()
+        except OSError:
+            is_there = True
+        if not is_there:
+            raise _gone(folder)
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, for all readers at once, unless one has it open."""
+    aside = folder.with_name(folder.name + ".partial")  # what a kill leaves of it, the next start removes
+    shutil.rmtree(aside, ignore_errors=True)
+    if _rename_unless_read(folder, aside):
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename_unless_read(folder: Path, aside: Path) -> bool:
+    try:
+        handle = os.open(folder / MANIFEST, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # damaged: nobody reads it
+        handle = None
+    try:
+        if handle is not None and not _try_lock(handle):
+            return False
+        folder.rename(aside)
+        return True
+    except OSError:
+        return False
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _try_lock(file: TextIO | int) -> bool:
     """Whether the file is locked now; True also where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,3 +152,9 @@ def _try_lock(file: TextIO) -> bool:
     except OSError:  # a file system without locks
         return True
     return True
+
+
+def _gone(folder: Path) -> FindingsError:
+    problem = f"{folder.name} is gone: the run has newer checkpoints by now, or another machine has it"
+    advice = "give the command again; a larger run.keep keeps more checkpoints"
+    return FindingsError([Finding(rule=GONE, at=str(folder), problem=problem, advice=advice)])
