@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_vision
 import torch
 from hf_checkpoints import save_checkpoint
 from safetensors.torch import load_file
@@ -13,11 +14,13 @@ from tiny_runs import TINY, tiny_plan, tiny_shard
 
 from threefold.cli.main import main
 from threefold.engine.train import train
+from threefold.engine.weights import convert
 from threefold.engine.weights.convert import export_hf, import_hf
 from threefold.engine.weights.imported_weights import INITIAL
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.parse import parse
+from threefold.spec.hf import model_from_dict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RUN = {name: value for name, value in TINY.items() if not name.startswith("model")}
@@ -102,6 +105,17 @@ def test_mtp_depths_that_a_family_cannot_name_are_left_out_aloud(tmp_path: Path)
     assert any("without its MTP depths" in line for line in said)
     lines = list(import_hf(tmp_path / "out", tmp_path / "again", "auto"))
     assert not any("not used" in line for line in lines)
+
+
+@pytest.mark.parametrize(("family", "depths"), [("qwen3_5_moe", 1), ("qwen3_vl_moe", None)])
+def test_the_mtp_depths_of_a_model_that_sees_are_those_of_its_text(
+    family: str, depths: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_vision.CONFIGS[family]))
+    plan = parse({**RUN, "model": f"hf:{tmp_path}", "job.mtp": 1}).plan
+    assert plan is not None
+    written = convert._with_mtp_depths(tiny_vision.CONFIGS[family], plan)
+    assert (None if written is None else model_from_dict(written, "again", "test").mtp_layers) == depths
 
 
 def export_trained(family: str, of_model: int, trained: int, folder: Path) -> list[str]:

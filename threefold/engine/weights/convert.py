@@ -223,7 +223,9 @@ def _with_mtp_depths(config: dict[str, Any], plan: Plan) -> dict[str, Any] | Non
     spec = plan.model
     if plan.mtp in (0, spec.mtp_layers):  # without depths it stays as it is, as transformers leaves it
         return config
-    changed = {**config, "num_nextn_predict_layers": plan.mtp}
+    depths = {"num_nextn_predict_layers": plan.mtp}
+    text = config.get("text_config") if spec.vision is not None else None
+    changed = {**config, **depths} if text is None else {**config, "text_config": {**text, **depths}}
     read = model_from_dict(changed, name=spec.name, source=spec.source)
     return changed if read.mtp_layers == plan.mtp else None
 
