@@ -19,6 +19,8 @@ from threefold.engine.data.text.tokenize_files import tokenize_files
 from threefold.engine.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from threefold.engine.data.text.tokenizer_files import copy_tokenizer
 from threefold.engine.train import train
+from threefold.engine.weights import run_files
+from threefold.engine.weights.run_files import keep_tokenizer
 from threefold.findings import FindingsError
 from threefold.plan.plan import Job
 
@@ -149,3 +151,24 @@ def test_copies_of_a_tokenizer_are_whole(tokenizer: Path, tmp_path: Path) -> Non
         assert (one.label, one.settings, one.end) == (other.label, other.settings, other.end)
     (tmp_path / "file").touch()
     assert refusal(lambda: copy_tokenizer(folder, tmp_path / "file"))[0][0] == "file-writable"
+
+
+def test_a_start_that_is_killed_while_it_copies_leaves_no_half_tokenizer(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill comes after tokenizer.json and before the chat template, and nothing is tidied up."""
+
+    def killed(source: Path, out: Path) -> list[str]:
+        out.mkdir()
+        shutil.copy(source / "tokenizer.json", out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_files, "copy_model_files", killed)
+    monkeypatch.setattr(run_files.shutil, "rmtree", lambda *args, **named: None)
+    with pytest.raises(KeyboardInterrupt):
+        keep_tokenizer(tmp_path, str(tokenizer))
+    assert not (tmp_path / "tokenizer").exists()
+    monkeypatch.undo()
+    keep_tokenizer(tmp_path, str(tokenizer))
+    assert {path.name for path in tokenizer.iterdir()} == {path.name for path in (tmp_path / "tokenizer").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]

@@ -4,6 +4,7 @@
 run does not depend on where the checkpoint lay; `export_hf` copies them out again.
 """
 
+import shutil
 from pathlib import Path
 
 from threefold.engine.data.text.tokenizer_files import COPIED, TEMPLATES, copy_tokenizer
@@ -45,9 +46,21 @@ def copy_model_files(source: Path, out: Path) -> list[str]:
 
 
 def keep_tokenizer(folder: Path, tokenizer: str | None) -> None:
-    """Copy the tokenizer that a plan names into the folder of its run, unless the run has one already."""
-    if tokenizer is not None and not (folder / TOKENIZER_FOLDER).exists():
-        copy_model_files(Path(tokenizer), folder / TOKENIZER_FOLDER)
+    """Copy the tokenizer that a plan names into the folder of its run, unless the run has one already.
+
+    The copy appears when it is complete: a start that was killed in the middle of it would leave one without its chat
+    template, and a reader would see it so.
+    """
+    kept = folder / TOKENIZER_FOLDER
+    if tokenizer is None or kept.exists():
+        return
+    aside = kept.with_name(f"{TOKENIZER_FOLDER}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        if copy_model_files(Path(tokenizer), aside):
+            aside.rename(kept)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def end_tokens(folder: Path) -> set[int]:
