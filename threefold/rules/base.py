@@ -1,7 +1,9 @@
 """The rule registry. A rule is a function from a plan to findings; its name is its slug.
 
 Its docstring says what it holds (first paragraph), then `Why:`, `Confirm:` and `Fix:`, which
-`threefold check --explain` prints. `rows` are the ids of docs/coverage.md that it covers.
+`threefold check --explain` prints. `rows` are the ids of docs/coverage.md that it covers. A rule that follows an
+assertion of Megatron names it in `refused_in`: it then knows the line in each release, and speaks only for those that
+have it.
 """
 
 import inspect
@@ -20,6 +22,7 @@ from threefold.rules.import_explanations import EXPLANATIONS as IMPORTING
 from threefold.rules.page_explanations import EXPLANATIONS as EXPLORING
 from threefold.rules.trace_explanations import EXPLANATIONS as PROFILING
 from threefold.rules.tune_explanations import EXPLANATIONS as TUNING
+from threefold.spec.megatron import places, release_of
 
 Check = Callable[[Plan], Iterator[Finding]]
 
@@ -35,6 +38,13 @@ class Rule:
     explanation: Explanation
     home: str
     needs_fix: bool = False  # an offer more than a fault: nothing is said where no fix holds
+    refused_in: tuple[str, str] | None = None  # a file under `megatron/`, and words of its message there
+
+    def holds_for(self, plan: Plan) -> bool:
+        """Whether the plan's stack is one that the rule speaks of, in a release that has what it follows."""
+        if self.target not in ("both", plan.target):
+            return False
+        return self.refused_in is None or places()[self.slug].holds_for(release_of(plan.stack.release))
 
 
 RULES: dict[str, Rule] = {}
@@ -47,8 +57,9 @@ def rule(
     target: str = "both",
     follows: str = "",
     needs_fix: bool = False,
+    refused_in: tuple[str, str] | None = None,
 ) -> Callable[[Check], Check]:
-    """Register a function as a rule."""
+    """Register a function as a rule. `tools/read_megatron.py` looks for the places of `refused_in`."""
 
     def register(check: Check) -> Check:
         slug = check.__name__.replace("_", "-")
@@ -56,7 +67,19 @@ def rule(
             raise ValueError(f"two rules named {slug}")
         explanation = _read_docstring(check)
         home = check.__module__
-        RULES[slug] = Rule(slug, check, severity, target, tuple(rows.split()), follows, explanation, home, needs_fix)
+        place = places().get(slug) if refused_in else None
+        RULES[slug] = Rule(
+            slug,
+            check,
+            severity,
+            target,
+            tuple(rows.split()),
+            str(place) if place else follows,
+            explanation,
+            home,
+            needs_fix,
+            refused_in,
+        )
         return check
 
     return register
@@ -67,7 +90,7 @@ def judge(plan: Plan, notes: bool = False, leave_out: Collection[str] = ()) -> l
     Rules named in `leave_out` are not asked."""
     found: list[Finding] = []
     for one in RULES.values():
-        if one.slug not in leave_out and one.target in ("both", plan.target) and (notes or one.severity != "note"):
+        if one.slug not in leave_out and one.holds_for(plan) and (notes or one.severity != "note"):
             found.extend(_signed(finding, one, plan) for finding in one.check(plan))
     return in_order(found)
 

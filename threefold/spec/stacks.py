@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from threefold.spec.chips import ChipSpec
+from threefold.spec.megatron import bridge_releases
 from threefold.spec.model import MlaSpec, ModelSpec
 
 TARGETS = ("threefold", "megatron-bridge")
+CORE_CONFIG = "core/transformer/transformer_config.py"  # under `megatron/`: what most rules of Megatron follow
 # Upstream code that rules follow, with the release that was read.
 BRIDGE_OVERLAP = "Megatron Bridge 0.4.0 src/megatron/bridge/training/comm_overlap.py"
 BRIDGE_FLEX = "Megatron Bridge 0.4.0 src/megatron/bridge/training/flex_dispatcher_backend.py"
@@ -59,23 +61,8 @@ STACKS = {
     ),
     "megatron-bridge": StackSpec(
         "megatron-bridge",
-        frozenset(
-            {
-                "deepseek_v3",
-                "gemma4",
-                "glm_moe_dsa",
-                "gpt_oss",
-                "llama",
-                "mixtral",
-                "nemotron_h",
-                "qwen3",
-                "qwen3_5_moe",
-                "qwen3_moe",
-                "qwen3_next",
-                "qwen3_vl_moe",
-            }
-        ),
-        "models named in Megatron Bridge's recipes and verification cards, 2026-08",
+        bridge_releases()[-1].families,
+        "bridges that the newest release registers (spec/megatron.json); the rule bridge-trains-family asks the plan's",
     ),
 }
 

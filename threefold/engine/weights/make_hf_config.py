@@ -16,7 +16,7 @@ from threefold.engine.weights.families.config_keys import (
 from threefold.engine.weights.families.nemotron_config import nemotron_config
 from threefold.spec.model import DeltaSpec, GqaSpec, IndexerSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec
 
-_CLASSES = {
+HF_CLASSES = {
     **CLASS_NAMES,
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
@@ -41,9 +41,9 @@ def hf_config_of(spec: ModelSpec) -> dict[str, Any]:
     """The configuration from which `spec/hf.py` reads the same spec."""
     text = nemotron_config(spec) if spec.family == "nemotron_h" else _text_config(spec)
     if spec.vision is None:
-        return {"architectures": [_CLASSES[text["model_type"]]], **text}
+        return {"architectures": [HF_CLASSES[text["model_type"]]], **text}
     return {
-        "architectures": [_CLASSES[spec.family]],
+        "architectures": [HF_CLASSES[spec.family]],
         "model_type": spec.family,
         "tie_word_embeddings": spec.tied,
         "text_config": text,
@@ -110,7 +110,9 @@ def _mla(spec: MlaSpec) -> dict[str, Any]:
 
 
 def _indexer(spec: IndexerSpec) -> dict[str, Any]:
-    return {"index_n_heads": spec.num_heads, "index_head_dim": spec.head_dim, "index_topk": spec.top_k}
+    # Megatron Bridge asks for the last one, which transformers takes for granted.
+    turning = {"indexer_rope_interleave": True} if spec.rope_pairs else {}
+    return {"index_n_heads": spec.num_heads, "index_head_dim": spec.head_dim, "index_topk": spec.top_k, **turning}
 
 
 def _rope(spec: GqaSpec | MlaSpec, partial: bool) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from threefold.rules.all import blockers, judge
 
 AB_STEPS = 8  # steps of an arm in Bridge's expert-parallel-overlap guide
 _SCRIPT = "scripts/performance/run_script.py"
-_BASE_RECIPE = ("megatron.bridge.recipes.qwen.qwen3_moe", "qwen3_30b_a3b")  # for a model without a recipe of its own
 _OVERLAP = ("comm_overlap.overlap_moe_expert_parallel_comm", "comm_overlap.delay_wgrad_compute")
 _ARMS = {
     "without EP overlap": (False, False),
@@ -67,11 +66,8 @@ def overrides_yaml(export: Export) -> str:
 def train_script(export: Export) -> str:
     """A Python script for torchrun: recipe, precision, overrides, dispatcher, training."""
     plan, selection = export.plan, export.selection
-    module, function = selection.module, selection.function
-    word = "pretrain" if plan.job.task == "pretrain" else "sft"
-    if not function:
-        module, function = _BASE_RECIPE[0], f"{_BASE_RECIPE[1]}_{word}_config"
-    verb = "pretrain" if word == "pretrain" else "finetune"
+    module, function = (selection.module, selection.function) if selection.function else selection.frame
+    verb = "pretrain" if plan.job.task == "pretrain" else "finetune"
     step = "vlm_step" if plan.is_vlm else "gpt_step"
     imports = [
         f"from {module} import {function}",
@@ -89,6 +85,7 @@ def train_script(export: Export) -> str:
             f"source = {source}",
             "cfg.model = AutoBridge.from_hf_pretrained(source).to_megatron_provider(load_weights=False)",
             "cfg.tokenizer.tokenizer_model = source",
+            *(["cfg.dataset.hf_processor_path = source"] if plan.is_vlm else []),
         ]
     body += [
         f"cfg.mixed_precision = get_mixed_precision_config({json.dumps(export.precision)})",

@@ -42,6 +42,12 @@ def environment_of(plan: Plan) -> list[Variable]:
     if plan.chip.is_rack_scale:
         reason = "the network card reads GPU memory over NVLink-C2C"
         found += [Variable("NCCL_NET_GDR_LEVEL", "PHB", reason), Variable("NCCL_NET_GDR_C2C", "1", reason)]
+    if plan.knobs.activation_offload:
+        reason = "Bridge refuses activation offload without it: weights would be offloaded too"
+        found.append(Variable("NVTE_CPU_OFFLOAD_V1", "1", reason))
+    if plan.model.is_moe and plan.knobs.expert_fusion:
+        reason = "Megatron refuses the fused experts of knobs.expert_fusion without it"
+        found.append(Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1", reason))
     if plan.knobs.precision == "nvfp4":
         found.append(Variable("NVTE_USE_FAST_MATH", "1", "quantisation to four bits by the faster instructions"))
     return found

@@ -8,7 +8,7 @@ from threefold.interop.megatron.argument_line import read_arguments, write_argum
 from threefold.interop.megatron.environment import Variable, environment_of
 from threefold.interop.megatron.field_names import FLEX, SCRIPT_CHIPS
 from threefold.interop.megatron.inexpressible import SAME_AS_ABSENT, Inexpressible
-from threefold.interop.megatron.models import Selection, select_model
+from threefold.interop.megatron.models import Selection, dataset_kind, select_model
 from threefold.interop.megatron.releases import Release, find_release
 from threefold.interop.megatron.settings_writer import Settings, Writer, spell
 from threefold.interop.megatron.write_settings import settings_of
@@ -87,14 +87,14 @@ def export_plan(plan: Plan, to: str = BRIDGE, release: str | None = None) -> Exp
         _check_selection(writer, selection)
     _check_launch(writer)
     precision = writer.settings.pop("mixed_precision", "")
-    backend, task = plan.knobs.dispatcher, plan.job.task
+    backend, dataset = plan.knobs.dispatcher, dataset_kind(plan)
     return Export(
         plan=plan,
         to=to,
         release=chosen,
         remark=remark,
         selection=selection,
-        settings={spell(path, chosen, backend, task): value for path, value in writer.settings.items()},
+        settings={spell(path, chosen, backend, dataset): value for path, value in writer.settings.items()},
         precision=precision,
         arguments=arguments,
         environment=tuple(environment_of(plan)),

@@ -148,13 +148,15 @@ class Moved:
     path: str
     older: str
     until: tuple[int, ...]
-    task: str = ""  # only of this task's classes
+    dataset: str = ""  # only of this kind of dataset (`models.dataset_kind`)
 
 
 MOVED: tuple[Moved, ...] = (
     Moved("model.cuda_graph_modules", "model.cuda_graph_scope", (0, 4)),
     Moved("model.moe_flex_dispatcher_num_sms", "model.moe_{backend}_num_sms", (0, 5)),
-    Moved("dataset.seq_length", "dataset.sequence_length", (0, 5), task="pretrain"),
+    Moved("dataset.seq_length", "dataset.sequence_length", (0, 5), dataset="pretrain"),
+    Moved("dataset.enable_in_batch_packing", "dataset.pack_sequences_in_batch", (0, 5)),
+    Moved("dataset.offline_packing_specs", "dataset.packed_sequence_specs", (0, 5)),
     Moved("validation.eval_interval", "train.eval_interval", (0, 3)),
     Moved("validation.eval_iters", "train.eval_iters", (0, 3)),
 )
@@ -279,6 +281,14 @@ IMPLIED = (
     "ddp.check_for_nan_in_grad",
     "ddp.use_distributed_optimizer",
     "ddp.average_in_collective",
+    "model.calculate_per_token_loss",
+    "model.account_for_embedding_in_pipeline_split",
+    "model.account_for_loss_in_pipeline_split",
+    "dataset.enable_in_batch_packing",
+    "dataset.pack_sequences_in_batch",
+    "dataset.enable_offline_packing",
+    "dataset.offline_packing_specs",
+    "dataset.packed_sequence_specs",
     "checkpoint.ckpt_format",
     "optimizer.use_distributed_optimizer",
     "optimizer.overlap_cpu_optimizer_d2h_h2d",

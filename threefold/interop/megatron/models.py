@@ -62,6 +62,12 @@ BRIDGE_MODELS: dict[str, BridgeModel] = {
 }
 
 
+_FRAMES = {  # recipes that lend their frame to a model without one: of text, and of text with images
+    False: BRIDGE_MODELS["qwen3-30b-a3b"],
+    True: BRIDGE_MODELS["qwen3-vl-30b-a3b"],
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which model a script asks Megatron Bridge for: a recipe function, or weights that it reads the shape from."""
@@ -69,6 +75,7 @@ class Selection:
     module: str = ""  # with the recipe function in it
     function: str = ""
     source: str = ""  # without a recipe: a name on the Hub, or a folder
+    frame: tuple[str, str] = ("", "")  # without a recipe: module and function of another model's
     family: str = ""  # of the performance scripts
     stem: str = ""
 
@@ -78,16 +85,23 @@ class Selection:
 
 
 def select_model(plan: Plan, release: Release) -> Selection:
-    """Without a recipe and without weights all parts are empty."""
+    """Without a recipe and without weights there is a frame, and no source."""
+    frame = _recipe_of(_FRAMES[plan.is_vlm], plan, release)
     if plan.model_name.startswith("hf:"):
-        return Selection(source=plan.model_name.removeprefix("hf:"))
+        return Selection(source=plan.model_name.removeprefix("hf:"), frame=frame)
     known = BRIDGE_MODELS.get(plan.model_name, BridgeModel())
+    module, function = _recipe_of(known, plan, release)
+    if not function:
+        return Selection(source=known.hub, frame=frame, family=known.family, stem=known.stem)
+    return Selection(module, function, family=known.family, stem=known.stem)
+
+
+def _recipe_of(known: BridgeModel, plan: Plan, release: Release) -> tuple[str, str]:
+    """The module and the function of a model's recipe for the plan's task; empty where the release has none."""
     offered = release.recipes.get(known.module, [])
     names = [f"{known.stem}_{word}_config" for word in _TASK_WORDS[plan.job.task]]
     function = next((name for name in names if name in offered), "")
-    if not function:
-        return Selection(source=known.hub, family=known.family, stem=known.stem)
-    return Selection(f"megatron.bridge.recipes.{known.module}", function, family=known.family, stem=known.stem)
+    return f"megatron.bridge.recipes.{known.module}", function
 
 
 def model_of_stem(stem: str) -> str | None:
@@ -104,6 +118,11 @@ def model_of_recipe(function: str) -> tuple[str, str] | None:
             if found and (model := model_of_stem(stem)):
                 return model, task
     return None
+
+
+def dataset_kind(plan: Plan) -> str:
+    """Which of Bridge's dataset classes the recipes for a plan have: vision-language models have their own."""
+    return "vlm" if plan.is_vlm else plan.job.task
 
 
 def model_kind(model: ModelSpec) -> str:

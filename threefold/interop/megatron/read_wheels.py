@@ -23,7 +23,8 @@ PAIRS = {
     "0.5.1": ("0.18.2", "26.06"),
     "0.6.2": ("0.19.2", "26.08"),
 }
-# Classes behind the first part of a dotted override: the module, and the first of these names that it has.
+# Classes behind the first part of a dotted override: the module, and the first of these names that it has. A name with
+# dots is of another module, in another release.
 GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("megatron.bridge.training.config", ("TrainingConfig",)),
     "optimizer": ("megatron.bridge.training.config", ("OptimizerConfig",)),
@@ -40,6 +41,13 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mixed_precision": ("megatron.bridge.training.mixed_precision", ("MixedPrecisionConfig",)),
     "dataset.pretrain": ("megatron.bridge.training.config", ("GPTDatasetConfig",)),
     "dataset.sft": ("megatron.bridge.training.config", ("FinetuningDatasetConfig", "GPTSFTDatasetConfig")),
+    "dataset.vlm": (
+        "megatron.bridge.data.builders.direct_hf_sft",
+        (
+            "DirectHFSFTDatasetConfig",
+            "megatron.bridge.data.vlm_datasets.hf_provider.HFDatasetConversationProvider",
+        ),
+    ),
     "model.gpt": ("megatron.bridge.models.gpt_provider", ("GPTModelProvider",)),
     "model.mla": ("megatron.bridge.models.mla_provider", ("MLAModelProvider",)),
     "model.vlm": ("megatron.bridge.models.qwen_vl.qwen3_vl_provider", ("Qwen3VLMoEModelProvider",)),
@@ -246,7 +254,8 @@ def release_facts(bridge: Path, core: Path, container: str) -> dict[str, Any]:
     groups: dict[str, list[str]] = {}
     choices: dict[str, list[str]] = {}
     for group, (module, classes) in GROUPS.items():
-        found = next((fields for name in classes if (fields := sources.fields(module, name))), {})
+        homes = [(home or module, name) for home, _, name in (text.rpartition(".") for text in classes)]
+        found = next((fields for home, name in homes if (fields := sources.fields(home, name))), {})
         groups[group] = list(found)
         first = group.partition(".")[0]
         choices |= {f"{first}.{name}": texts for name, item in found.items() if (texts := _literal(item))}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from threefold.spec.megatron import choose_release, version
+
 _FACTS = Path(__file__).parent / "wheel_fields.json"
 
 
@@ -42,7 +44,7 @@ class Release:
     def number(self) -> tuple[int, ...]:
         return version(self.bridge)
 
-    def has_field(self, path: str, model_kind: str = "gpt", task: str = "pretrain") -> bool:
+    def has_field(self, path: str, model_kind: str = "gpt", dataset: str = "pretrain") -> bool:
         """Whether a dotted override names a field of a class in the wheels."""
         group, _, name = path.partition(".")
         if not name:
@@ -50,7 +52,7 @@ class Release:
         if group == "model":
             return name in self._names["model.gpt"] or name in self._names.get(f"model.{model_kind}", ())
         if group == "dataset":
-            return name in self._names[f"dataset.{task}"]
+            return name in self._names[f"dataset.{dataset}"]
         return group in self.groups["container"] and name in self._names.get(group, ())
 
     @cached_property
@@ -83,21 +85,6 @@ def known_releases() -> tuple[Release, ...]:
     return tuple(Release(**release) for release in facts["releases"])
 
 
-def version(text: str) -> tuple[int, ...]:
-    """Numbers of a version; a part that is no number ends it."""
-    numbers = []
-    for part in text.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
-
-
-def is_release_name(text: str) -> bool:
-    """Whether a text can name a NeMo container or a version of Megatron Bridge: two numbers or more."""
-    return len(version(text)) >= 2
-
-
 @lru_cache(maxsize=1)
 def every_override() -> frozenset[str]:
     """Every dotted override that some release has, of any kind of model and any task."""
@@ -121,21 +108,7 @@ def is_override(path: str) -> bool:
 def find_release(named: str | None, has_arguments: bool = False) -> tuple[Release, str]:
     """The release that a plan's `stack.release` names, and a remark where another one had to stand in for it.
 
-    A plan names a NeMo container (26.06, 26.06.01) or a version of Megatron Bridge (0.5, 0.5.1). Without a name, or
-    with one that says neither, it is the newest release. `has_arguments`: one whose wheel has Megatron-LM's arguments.
+    `has_arguments`: one whose wheel has Megatron-LM's arguments.
     """
     releases = [release for release in known_releases() if release.arguments or not has_arguments]
-    newest = releases[-1]
-    if named is None:
-        return newest, ""
-    numbers = version(named)
-    if not is_release_name(named):
-        return newest, f"no release of NeMo or Megatron Bridge is {named}: the names are those of {newest.bridge}"
-    is_container = numbers[0] >= 20
-    for release in reversed(releases):
-        own = version(release.container) if is_container else release.number
-        if own[:2] == numbers[:2]:
-            return release, ""
-    older = [r for r in releases if (version(r.container) if is_container else r.number) <= numbers]
-    nearest = older[-1] if older else releases[0]
-    return nearest, f"no wheel of {named} was read: the names are those of {nearest.bridge}"
+    return choose_release(named, releases)

@@ -9,7 +9,7 @@ from typing import Any
 
 from threefold.interop.megatron.field_names import ARGUMENT_AGAINST, ARGUMENT_FIELDS, BRIDGE_ONLY, MOVED
 from threefold.interop.megatron.inexpressible import Inexpressible
-from threefold.interop.megatron.models import model_kind
+from threefold.interop.megatron.models import dataset_kind, model_kind
 from threefold.interop.megatron.releases import Argument, Release
 from threefold.plan.data_entries import MEGATRON_SUFFIXES, megatron_prefix, parse_entries
 from threefold.plan.plan import Plan
@@ -116,10 +116,10 @@ def plain_value(text: str) -> Any:
     return text
 
 
-def spell(path: str, release: Release, backend: str | None = None, task: str = "") -> str:
-    """The name of a setting in a release. `backend` is the flex dispatcher's."""
+def spell(path: str, release: Release, backend: str | None = None, dataset: str = "") -> str:
+    """The name of a setting in a release. `backend` is the flex dispatcher's, `dataset` a kind of dataset."""
     for moved in MOVED:
-        if moved.path == path and release.number[:2] <= moved.until and moved.task in ("", task):
+        if moved.path == path and release.number[:2] <= moved.until and moved.dataset in ("", dataset):
             return moved.older.format(backend=backend or "deepep")
     return path
 
@@ -135,13 +135,14 @@ def argument_for(path: str, release: Release, backend: str | None = None) -> Arg
 def leave_out_unknown(writer: Writer) -> None:
     """Drop settings that the release has no name for. What they would have said is named where the plan asks for it."""
     plan, release, kind = writer.plan, writer.release, model_kind(writer.plan.model)
+    dataset = dataset_kind(plan)
     for path in list(writer.settings):
-        name = spell(path, release, plan.knobs.dispatcher, plan.job.task)
+        name = spell(path, release, plan.knobs.dispatcher, dataset)
         if writer.to == "megatron-lm":
             is_known = path in BRIDGE_ONLY or argument_for(path, release, plan.knobs.dispatcher) is not None
             reason = f"Megatron-LM {release.core} has no argument for it"
         else:
-            is_known = release.has_field(name, kind, plan.job.task)
+            is_known = release.has_field(name, kind, dataset)
             reason = f"Megatron Bridge {release.bridge} has no field {name}"
         if not is_known:
             writer.lose(writer.sources.pop(path), reason)

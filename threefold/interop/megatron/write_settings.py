@@ -63,7 +63,11 @@ def _write_plain(writer: Writer) -> None:
 def _write_layout(writer: Writer) -> None:
     plan, layout = writer.plan, writer.plan.layout
     writer.put("layout.tp", "model.sequence_parallel", layout.tp > 1)
-    writer.put("layout.stages", "model.pipeline_model_parallel_layout", pipeline_layout(plan))
+    stages = pipeline_layout(plan)
+    writer.put("layout.stages", "model.pipeline_model_parallel_layout", stages)
+    if stages is not None and writer.to == "megatron-bridge":  # recipes count the ends as layers; a string excludes it
+        for end in ("embedding", "loss"):
+            writer.put("layout.stages", f"model.account_for_{end}_in_pipeline_split", False)
     if layout.stages is not None and layout.stages == _balanced(plan):
         writer.respell("layout.stages", SAME_AS_ABSENT)
     schedule = "interleaved" if layout.vpp > 1 else "1f1b"
@@ -124,7 +128,7 @@ def _write_optimizer_states(writer: Writer) -> None:
     is_aware = knobs.optimizer_dtype != "fp32" or knobs.grad_dtype != "fp32" or knobs.store_param_remainders
     writer.put("knobs.grad_dtype", "mixed_precision.grad_reduce_in_fp32", knobs.grad_dtype == "fp32")
     writer.put("knobs.optimizer_dtype", "optimizer.use_precision_aware_optimizer", is_aware)
-    if is_aware:
+    if is_aware or writer.to == "megatron-bridge":  # a recipe's own dtypes would count, and need the aware optimizer
         writer.put("knobs.grad_dtype", "optimizer.main_grads_dtype", knobs.grad_dtype)
         for moment in ("exp_avg", "exp_avg_sq"):
             writer.put("knobs.optimizer_dtype", f"optimizer.{moment}_dtype", knobs.optimizer_dtype)
@@ -301,12 +305,27 @@ def _respell_uncut(writer: Writer) -> None:
         writer.respell("model.num_dense_layers", "no more layers can be dense than there are")
 
 
+def _write_dataset_of_recipe(writer: Writer) -> None:
+    """What a recipe's own dataset must say so that the plan's batch and context parallelism go with it."""
+    plan = writer.plan
+    if plan.is_vlm:  # recipes pack in the batch, which makes lengths vary
+        writer.put("job.packing", "dataset.enable_in_batch_packing", False)
+    elif plan.job.task == "sft":  # recipes pack offline, in one sequence a microbatch
+        writer.put("job.packing", "dataset.enable_offline_packing", False)
+        writer.put("job.packing", "dataset.offline_packing_specs", None)
+    if plan.layout.cp > 1 and (plan.is_vlm or plan.job.task == "sft"):  # a rank may have no token with a loss
+        writer.put("layout.cp", "model.calculate_per_token_loss", True)
+        writer.put("layout.cp", "ddp.average_in_collective", False)
+
+
 def _write_data(writer: Writer) -> None:
     plan = writer.plan
+    if writer.to == "megatron-bridge":
+        _write_dataset_of_recipe(writer)
     if plan.job.data == "synthetic" and plan.job.task == "pretrain":
         if writer.to == "megatron-lm":
             writer.put("job.data", "dataset.mock_data", True)
-        else:
+        elif not plan.is_vlm:  # whose recipe has synthetic conversations
             writer.put("job.data", "dataset.blend", None)
         writer.put("job.data", "tokenizer.tokenizer_type", "NullTokenizer")
         writer.put("job.data", "tokenizer.vocab_size", plan.model.vocab)

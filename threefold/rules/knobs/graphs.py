@@ -226,9 +226,10 @@ def graph_scope_exists(plan: Plan) -> Iterator[Finding]:
     if plan.chip.architecture == "cpu":
         yield Finding(at="knobs.graphs", problem="CUDA graphs on cpu", fix={"knobs.graphs": []})
         return
-    absent = [s for s in scopes if s.startswith("moe") and not model.is_moe]
-    absent += [s for s in scopes if s == "mamba" and model.mamba is None]
-    absent += [s for s in scopes if s == "mlp" and all(layer.ffn != "dense" for layer in model.layers)]
+    absent = [s for s in scopes if s == "mamba" and model.mamba is None]
+    if plan.target == "threefold":  # else moe-graph-needs-experts and mlp-graph-needs-dense-layers
+        absent += [s for s in scopes if s.startswith("moe") and not model.is_moe]
+        absent += [s for s in scopes if s == "mlp" and all(layer.ffn != "dense" for layer in model.layers)]
     if absent:
         problem = f"{', '.join(absent)}: {model.name} has none"
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(scopes, *absent)})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from threefold.cost.format_support import experts_are_emulated, is_emulated, starting_precision
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import divisors, rule
+from threefold.rules.base import divisors, rule, without
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import GqaSpec, MlaSpec
 from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION, SCALE_BLOCKS
@@ -132,7 +132,9 @@ def fp8_knobs_need_fp8(plan: Plan) -> Iterator[Finding]:
     """
     if plan.low_precision:
         return
-    for name in FP8_KNOBS[:-1] if plan.target == "threefold" else FP8_KNOBS:  # engine-has-a-choice
+    # Others speak of these: engine-has-a-choice; router-padding-needs-quantization and fp8-output-needs-mxfp8.
+    elsewhere = ("router_padding",) if plan.target == "threefold" else ("router_padding", "fp8_output")
+    for name in without(FP8_KNOBS, *elsewhere):
         if getattr(plan.knobs, name):
             problem = f"{name} with precision {plan.knobs.precision}"
             yield Finding(at=f"knobs.{name}", problem=problem, fix={f"knobs.{name}": None})

@@ -113,7 +113,10 @@ def _missing_modules(plan: Plan) -> dict[str, str]:
         "mlp": (any(layer.ffn == "dense" for layer in model.layers), "no dense feed-forward layer"),
         "core_attn": (model.attention is not None, "no attention"),
     }
-    return {name: has[name][1] for name in plan.knobs.recompute if name in has and not has[name][0]}
+    # Megatron refuses some of them, by rules of their own (`rules/megatron/memory.py`).
+    refused = ("mla_up_proj", "moe_act", "gdn_norm_out") if plan.target == "megatron-bridge" else ()
+    names = [name for name in plan.knobs.recompute if name in has and name not in refused]
+    return {name: has[name][1] for name in names if not has[name][0]}
 
 
 @rule(severity="warning", rows="RC-MLAUP RC-MOEACT RC-GDN RC-ALIAS")
@@ -235,7 +238,7 @@ def _moves_nothing(plan: Plan) -> tuple[list[str], str]:
         return without(tuple(names), *plan.knobs.recompute_save), "recomputed as part of a layer"
     if not plan.model.is_moe:
         return inside, f"{plan.model.name} has no experts"
-    if "moe" in plan.knobs.recompute:
+    if "moe" in plan.knobs.recompute and plan.target == "threefold":  # else offload-outside-recomputed-moe
         return inside, "recomputed as part of moe"
     if _experts_in_one(plan):
         apart = without(tuple(inside), "fused_group_mlp")

@@ -4,9 +4,9 @@ from typing import Any
 
 from threefold.spec.model import GqaSpec, Layer, ModelSpec, MoeSpec
 
-_BLOCKS = {
-    Layer("mamba", "none"): "linear_attention",
-    Layer("attention", "none"): "full_attention",
+_BLOCKS = {  # transformers from 5.13 on has other names for the first two, and takes these for them
+    Layer("mamba", "none"): "mamba",
+    Layer("attention", "none"): "attention",
     Layer("none", "moe"): "moe",
     Layer("none", "dense"): "mlp",
 }

@@ -1,0 +1,1 @@
+"""What Megatron itself refuses, or accepts and then does otherwise: each rule with release and place."""

@@ -1,0 +1,160 @@
+"""Experts, dispatchers and the output layer as Megatron Core validates them."""
+
+from collections.abc import Iterator
+
+from threefold.findings import Changes, Finding
+from threefold.plan.plan import Plan
+from threefold.rules.base import rule, without
+from threefold.spec.stacks import CORE_CONFIG
+
+_FUSED_ACTIVATIONS = ("silu", "clamped swiglu", "relu2")
+_FUSION: Changes = {"knobs.expert_fusion": None}
+
+
+@rule(
+    target="megatron-bridge",
+    rows="EX-DROP",
+    refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor requires"),
+)
+def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
+    """Megatron has a capacity per rank with HybridEP only.
+
+    Why: the buffer of a fixed size is HybridEP's.
+    Confirm: job.capacity_scope and knobs.dispatcher.
+    Fix: hybridep, or a capacity per expert.
+    """
+    if _has_rank_capacity(plan) and plan.knobs.dispatcher != "hybridep":
+        fixes: list[Changes] = [{"knobs.dispatcher": "hybridep"}, {"job.capacity_scope": None}]
+        problem = f"a capacity per rank with {plan.knobs.dispatcher}"
+        yield Finding(at="job.capacity_scope", problem=problem, fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="EX-DROP",
+    refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor with the 'hybridep' backend requires"),
+)
+def rank_capacity_needs_expert_fusion(plan: Plan) -> Iterator[Finding]:
+    """Megatron has a capacity per rank with fused experts only.
+
+    Why: unfused grouped GEMMs read the number of rows on the host.
+    Confirm: job.capacity_scope and knobs.expert_fusion.
+    Fix: expert_fusion, or a capacity per expert.
+    """
+    if _has_rank_capacity(plan) and plan.knobs.dispatcher == "hybridep" and not plan.knobs.expert_fusion:
+        fixes: list[Changes] = [{"knobs.expert_fusion": True}, {"job.capacity_scope": None}]
+        yield Finding(at="job.capacity_scope", problem="a capacity per rank without expert_fusion", fixes=fixes)
+
+
+def _has_rank_capacity(plan: Plan) -> bool:
+    return plan.model.is_moe and plan.job.capacity_scope == "rank" and plan.job.capacity_factor is not None
+
+
+@rule(
+    target="megatron-bridge",
+    rows="EX-DROP DI-GATE-DE",
+    refused_in=(CORE_CONFIG, "Flex token dispatcher with deepep backend does not support"),
+)
+def capacity_without_deepep(plan: Plan) -> Iterator[Finding]:
+    """Megatron pads experts to their capacity without DeepEP only.
+
+    Why: DeepEP receives as many rows as there are.
+    Confirm: job.capacity_factor and knobs.dispatcher.
+    Fix: alltoall or hybridep.
+    """
+    job = plan.job
+    padded = plan.model.is_moe and job.capacity_factor is not None and job.capacity_scope == "expert"
+    if padded and plan.knobs.dispatcher == "deepep":
+        fixes: list[Changes] = [{"knobs.dispatcher": name} for name in ("alltoall", "hybridep")]
+        yield Finding(at="knobs.dispatcher", problem="a capacity per expert with deepep", fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="DI-GATE-DE",
+    refused_in=("core/transformer/moe/token_dispatcher.py", "DeepEP dispatcher requires TPxEP > 1"),
+)
+def deepep_has_somewhere_to_send(plan: Plan) -> Iterator[Finding]:
+    """Megatron runs DeepEP over more than one rank.
+
+    Why: with ETP x EP of 1 there is no group to send to.
+    Confirm: layout.ep and layout.etp.
+    Fix: alltoall.
+    """
+    alone = plan.layout.ep * plan.layout.etp == 1
+    if plan.model.is_moe and plan.knobs.dispatcher == "deepep" and alone:
+        yield Finding(at="knobs.dispatcher", problem="deepep with EP 1", fix={"knobs.dispatcher": "alltoall"})
+
+
+@rule(
+    target="megatron-bridge", rows="PF-ETPWARN", refused_in=(CORE_CONFIG, "Bias in Moe is only supported when ETP==1")
+)
+def expert_bias_without_etp(plan: Plan) -> Iterator[Finding]:
+    """Megatron cuts experts over ETP only where they have no biases.
+
+    Why: each rank would add the bias of the second GEMM once more.
+    Confirm: layout.etp; `threefold models` for the biases.
+    Fix: ETP 1.
+    """
+    if plan.model.moe and plan.model.moe.bias and plan.layout.etp > 1:
+        problem = f"ETP {plan.layout.etp} on {plan.model.name}, whose experts have biases"
+        wide: Changes = {"layout.etp": 1, "layout.ep": plan.layout.ep * plan.layout.etp}
+        yield Finding(at="layout.etp", problem=problem, fixes=[{"layout.etp": 1}, wide])
+
+
+@rule(
+    target="megatron-bridge",
+    rows="EX-GG",
+    refused_in=("core/transformer/moe/experts.py", "Fused GroupedMLP is not supported for this configuration"),
+)
+def expert_fusion_on_target(plan: Plan) -> Iterator[Finding]:
+    """Megatron fuses experts that are whole, with an activation that it has a kernel for, and not offloaded in parts.
+
+    Why: the fused operation takes GEMMs and activation together; its support is tested layer by layer.
+    Confirm: knobs.expert_fusion with layout.etp, knobs.activation_offload and the model's activation.
+    Fix: expert_fusion off, or what stands in its way.
+    """
+    if not plan.model.is_moe or not plan.knobs.expert_fusion:
+        return
+    names = plan.knobs.activation_offload
+    parts = [name for name in names if name in ("expert_fc1", "moe_act")]
+    problem, more = "", list[Changes]()
+    if plan.layout.etp > 1:
+        problem, more = f"expert_fusion with ETP {plan.layout.etp}", [{"layout.etp": 1}]
+    elif parts:
+        whole = list(dict.fromkeys([*without(names, *parts), "fused_group_mlp"]))
+        problem, more = f"expert_fusion with offload of {', '.join(parts)}", [{"knobs.activation_offload": whole}]
+    elif plan.model.activation not in _FUSED_ACTIVATIONS:
+        problem = f"expert_fusion with the activation {plan.model.activation} of {plan.model.name}"
+    if problem:
+        yield Finding(at="knobs.expert_fusion", problem=problem, fixes=[*more, _FUSION])
+
+
+@rule(
+    target="megatron-bridge",
+    rows="FP-PAD",
+    refused_in=(CORE_CONFIG, "fp8/fp4 must be specified when moe_router_padding_for_quantization"),
+)
+def router_padding_needs_quantization(plan: Plan) -> Iterator[Finding]:
+    """Megatron pads the rows of experts for quantized GEMMs only.
+
+    Why: GEMMs in sixteen bits take any number of rows.
+    Confirm: knobs.router_padding and knobs.precision.
+    Fix: delete it.
+    """
+    if plan.model.is_moe and plan.knobs.router_padding and not plan.low_precision:
+        problem = f"router_padding with precision {plan.knobs.precision}"
+        yield Finding(at="knobs.router_padding", problem=problem, fix={"knobs.router_padding": None})
+
+
+@rule(target="megatron-bridge", rows="FP-BLOCK", refused_in=(CORE_CONFIG, "fp8_output_proj requires fp8_recipe="))
+def fp8_output_needs_mxfp8(plan: Plan) -> Iterator[Finding]:
+    """Megatron multiplies the output layer below sixteen bits in MXFP8 only.
+
+    Why: it refuses every other recipe.
+    Confirm: knobs.fp8_output and knobs.precision.
+    Fix: the output layer in bf16.
+    """
+    if plan.knobs.fp8_output and plan.knobs.precision != "mxfp8":
+        problem = f"fp8_output with precision {plan.knobs.precision}"
+        yield Finding(at="knobs.fp8_output", problem=problem, fix={"knobs.fp8_output": None})

@@ -1,0 +1,111 @@
+"""Reads from Megatron's wheels which families Bridge trains, and where Megatron refuses what our rules refuse.
+
+    python tools/read_megatron.py WHEELS
+
+`WHEELS` is a folder as for `threefold.interop.megatron.read_wheels`, and may hold releases that `PAIRS` there does not
+list yet. Nothing of the wheels is imported. It writes `threefold/spec/megatron.json` and prints what moved: families
+that came or went, and rules whose place is at another line, new in a release, or gone from it.
+"""
+
+import ast
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from threefold.engine.weights.make_hf_config import HF_CLASSES
+from threefold.interop.megatron.read_wheels import PAIRS, Sources
+from threefold.rules.all import RULES
+
+PAGE = Path(__file__).parents[1] / "threefold" / "spec" / "megatron.json"
+
+
+def architectures(sources: Sources) -> list[str]:
+    """Class names of Hugging Face that some bridge is registered for."""
+    found: set[str] = set()
+    for module in sources.files:
+        if module.startswith("megatron.bridge.models.") and (tree := sources.tree(module)):
+            found.update(_registered(tree))
+    return sorted(found)
+
+
+def _registered(tree: ast.Module) -> Iterator[str]:
+    texts = {
+        target.id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        source = next((word.value for word in node.keywords if word.arg == "source"), None)
+        if name not in ("register_bridge", "register_bridge_implementation") or source is None:
+            continue
+        if isinstance(source, ast.Constant):
+            yield str(source.value)
+        elif isinstance(source, ast.Name) and source.id != "source":  # a class, or a constant with its name
+            yield str(texts.get(source.id, source.id))
+
+
+def lines_of(wheels: list[zipfile.ZipFile], file: str, words: str) -> list[int]:
+    """The lines of a file under `megatron/` that hold the words."""
+    name = f"megatron/{file}"
+    archive = next((wheel for wheel in wheels if name in wheel.namelist()), None)
+    lines = archive.read(name).decode().splitlines() if archive else []
+    return [number for number, line in enumerate(lines, 1) if words in line]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    releases, places = [], dict[str, dict[str, Any]]()
+    for bridge, (core, container) in PAIRS.items():
+        paths = [*folder.glob(f"megatron_bridge-{bridge}-*.whl"), *folder.glob(f"megatron_core-{core}-*.whl")]
+        if len(paths) != 2:
+            continue
+        known = architectures(Sources(paths))
+        families = sorted({family.removesuffix("_text") for family, name in HF_CLASSES.items() if name in known})
+        releases.append(
+            {"bridge": bridge, "core": core, "container": container, "families": families, "architectures": known}
+        )
+        wheels = [zipfile.ZipFile(path) for path in paths]
+        for rule in RULES.values():
+            if rule.refused_in is not None and (lines := lines_of(wheels, *rule.refused_in)):
+                place = places.setdefault(rule.slug, {"file": rule.refused_in[0], "lines": {}})
+                place["lines"][bridge] = lines[0]
+    return {"source": "wheels of megatron-bridge and megatron-core on PyPI", "releases": releases, "places": places}
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """What is another than it was, in words."""
+    old = {release["bridge"]: release["families"] for release in before["releases"]}
+    for release in after["releases"]:
+        known = set(old.get(release["bridge"], ()))
+        if gone := known - set(release["families"]):
+            yield f"{release['bridge']}: no longer {', '.join(sorted(gone))}"
+        if come := set(release["families"]) - known:
+            yield f"{release['bridge']}: trains {', '.join(sorted(come))}"
+    for slug, place in after["places"].items():
+        lines = before["places"].get(slug, {}).get("lines", {})
+        if place["lines"] != lines:
+            yield f"{slug}: {place['file']} {place['lines']}, was {lines or 'nowhere'}"
+    for slug in {slug for slug, rule in RULES.items() if rule.refused_in} - set(after["places"]):
+        yield f"{slug}: in no release: its words are not found"
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    """One release or place a line."""
+    rows = [f' "source": {json.dumps(facts["source"])},', ' "releases": [']
+    rows.append(",\n".join(f"  {json.dumps(release)}" for release in facts["releases"]))
+    places = (f"  {json.dumps(slug)}: {json.dumps(place)}" for slug, place in sorted(facts["places"].items()))
+    return "\n".join(["{", *rows, " ],", ' "places": {', ",\n".join(places), " }", "}"]) + "\n"
+
+
+if __name__ == "__main__":
+    after = read(Path(sys.argv[1]))
+    for line in moved(json.loads(PAGE.read_text(encoding="utf-8")), after):
+        print(line)
+    PAGE.write_text(as_json(after), encoding="utf-8")
