@@ -2,7 +2,7 @@
 
     python tools/read_megatron.py WHEELS
 
-`WHEELS` is a folder as for `threefold.interop.megatron.read_wheels`, and may hold releases that `PAIRS` there does not
+`WHEELS` is a folder as for `read_wheels.py`, and may hold releases that `PAIRS` there does not
 list yet. Nothing of the wheels is imported. It writes `threefold/spec/megatron.json` and prints what moved: families
 that came or went, and rules whose place is at another line, new in a release, or gone from it.
 """
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from read_wheels import PAIRS, Sources
+
 from threefold.engine.weights.make_hf_config import HF_CLASSES
-from threefold.interop.megatron.read_wheels import PAIRS, Sources
 from threefold.rules.all import RULES
 
 PAGE = Path(__file__).parents[1] / "threefold" / "spec" / "megatron.json"

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from megatron_cases import CASES as MEGATRON_CASES
 from plans import CLEAN, build
 from random_plans import random_fields
 from repository import ROOT
@@ -45,6 +46,7 @@ LONG_ALONE = {
 }
 # For each rule: changes to CLEAN that it refuses, and changes it accepts ({} is CLEAN itself).
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **MEGATRON_CASES,
     "stack-runs-chip": (
         {"cluster.chip": f"file:{ROOT}/recipes/chips/mi300x.toml", "knobs.precision": "bf16"},
         {"cluster.chip": f"file:{ROOT}/recipes/chips/h20.toml"},
@@ -195,7 +197,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**LONG_ALONE, "knobs.recompute_save": ["core_attn"]},
     ),
     "full-recompute-saves-attention": (LONG_ALONE, {**LONG_ALONE, "job.seq_len": 4096}),
-    "recompute-module-exists": ({"knobs.recompute": ["mlp", "gdn_norm_out"]}, {"knobs.recompute": ["mla_up_proj"]}),
+    "recompute-module-exists": (
+        {"knobs.recompute": ["mlp", "gdn_norm_out"], "target": "threefold"},
+        {"knobs.recompute": ["mla_up_proj"], "target": "threefold"},
+    ),
     "shared-recompute-or-overlap": (
         {"knobs.recompute": ["shared_experts"], "knobs.shared_expert_overlap": True},
         {"knobs.recompute": ["shared_experts"]},
@@ -214,8 +219,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "knobs.activation_offload": ["attn_norm"], "knobs.ep_overlap": False},
     ),
     "offload-of-what-is-kept": (
-        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["moe"]},
-        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["mlp"]},
+        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["moe"], "target": "threefold"},
+        {"knobs.activation_offload": ["expert_fc1", "attn_norm"], "knobs.recompute": ["mlp"], "target": "threefold"},
     ),
     "offload-comes-last": ({"knobs.optimizer_offload": 0.5, "knobs.recompute": []}, {"knobs.optimizer_offload": 0.5}),
     # fold
@@ -772,7 +777,7 @@ def test_chunks_that_no_schedule_places_are_a_finding(
 
 @pytest.mark.parametrize(("model", "absent"), [("qwen3-30b-a3b", True), ("deepseek-v3", False), ("llama3-8b", False)])
 def test_a_graph_of_dense_layers_needs_one(model: str, absent: bool) -> None:
-    fields = {"model": model, "cluster.chip": "h100", "knobs.graphs": ["attn", "mlp"]}
+    fields = {"model": model, "target": "threefold", "cluster.chip": "h100", "knobs.graphs": ["attn", "mlp"]}
     fixes = [finding.fix for finding in check(build(fields)) if finding.rule == "graph-scope-exists"]
     assert fixes == ([{"knobs.graphs": ["attn"]}] if absent else [])
 

@@ -9,10 +9,10 @@ from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, pri
 from threefold.findings import in_order, shown
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, export_plan
-from threefold.interop.megatron.releases import is_release_name
 from threefold.interop.slurm import Options, faults
 from threefold.plan.parse import change
 from threefold.rules.all import check, errors
+from threefold.spec.megatron import is_release_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -152,9 +152,13 @@ ENGINE_LIMITS = (
 )
 
 
-def promoted(findings: list[Finding]) -> list[Finding]:
-    """Findings as the engine sees them: what it cannot run is an error where a plan is executed."""
-    return [replace(f, severity="error") if f.rule in ENGINE_LIMITS else f for f in findings]
+BRIDGE_LIMITS = ("stack-runs-family", "dispatcher-supports-chip", "tp-overlap-stays-on")
+LIMITS = {"threefold": ENGINE_LIMITS, "megatron-bridge": BRIDGE_LIMITS}
+
+
+def promoted(findings: list[Finding], target: str = "threefold") -> list[Finding]:
+    """Findings as the stack sees them: what it cannot run, or runs otherwise, is an error where a plan is executed."""
+    return [replace(f, severity="error") if f.rule in LIMITS[target] else f for f in findings]
 
 
 BYTE_MODEL_VOCAB = 1024  # no published tokenizer is smaller; the demo models have 512

@@ -120,7 +120,7 @@ def _of_the_draft(space: Space, bad: list[Finding]) -> list[Finding]:
 def _offered(space: Space, bad: Iterable[Finding]) -> Iterator[dict[str, Any]]:
     """Changes that the rules offer; where the target does not train the model, another target."""
     for one in bad:
-        if one.rule != UNTRAINED:
+        if one.rule not in UNTRAINED:
             yield one.fix_data or {}
             continue
         for target in TARGETS:

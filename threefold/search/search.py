@@ -163,7 +163,7 @@ def search(
 
 
 def _refusals(plan: Plan) -> list[Finding]:
-    return errors(promoted(judge(plan)))
+    return errors(promoted(judge(plan), plan.target))
 
 
 def _can_be_climbed(space: Space) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 _FACTS = Path(__file__).parent / "megatron.json"
 
@@ -62,16 +62,11 @@ class Place:
 @lru_cache(maxsize=1)
 def bridge_releases() -> tuple[BridgeRelease, ...]:
     """Oldest first."""
-    return tuple(
-        BridgeRelease(
-            **{
-                **release,
-                "architectures": tuple(release["architectures"]),
-                "families": frozenset(release["families"]),
-            }
-        )
-        for release in _facts()["releases"]
-    )
+    releases = []
+    for facts in _facts()["releases"]:
+        sets = {"architectures": tuple(facts["architectures"]), "families": frozenset(facts["families"])}
+        releases.append(BridgeRelease(**{**facts, **sets}))
+    return tuple(releases)
 
 
 @lru_cache(maxsize=1)
@@ -81,8 +76,8 @@ def places() -> dict[str, Place]:
 
 
 @lru_cache(maxsize=1)
-def _facts() -> dict[str, dict[str, dict[str, object]]]:
-    facts: dict[str, dict[str, dict[str, object]]] = json.loads(_FACTS.read_text(encoding="utf-8"))
+def _facts() -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(_FACTS.read_text(encoding="utf-8"))
     return facts
 
 

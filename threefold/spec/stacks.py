@@ -9,13 +9,12 @@ from threefold.spec.model import MlaSpec, ModelSpec
 
 TARGETS = ("threefold", "megatron-bridge")
 CORE_CONFIG = "core/transformer/transformer_config.py"  # under `megatron/`: what most rules of Megatron follow
-# Upstream code that rules follow, with the release that was read.
-BRIDGE_OVERLAP = "Megatron Bridge 0.4.0 src/megatron/bridge/training/comm_overlap.py"
-BRIDGE_FLEX = "Megatron Bridge 0.4.0 src/megatron/bridge/training/flex_dispatcher_backend.py"
-MEGATRON_CONFIG = "Megatron-LM d2c5e8b4 megatron/core/transformer/transformer_config.py"
-MEGATRON_ARGUMENTS = "Megatron-LM d2c5e8b4 megatron/training/arguments.py"
-MEGATRON_SCHEDULES = "Megatron-LM d2c5e8b4 megatron/core/pipeline_parallel/schedules.py"
-MEGATRON_FSDP = "Megatron-LM d2c5e8b4 megatron/core/distributed/fsdp"
+BRIDGE_COMM_OVERLAP = "bridge/training/comm_overlap.py"  # what those of overlaps follow
+# Upstream code that other rules follow, with the release that was read.
+BRIDGE_FLEX = "megatron-bridge 0.6.2, bridge/training/flex_dispatcher_backend.py"
+MEGATRON_ARGUMENTS = "megatron-core 0.19.2, training/arguments.py"
+MEGATRON_SCHEDULES = "megatron-core 0.19.2, core/pipeline_parallel/schedules.py"
+MEGATRON_FSDP = "megatron-core 0.19.2, core/distributed/fsdp"
 FLA_RELEASES = ("0.6.",)  # beginnings of the releases of flash-linear-attention that our engine was compared with
 
 

@@ -6,9 +6,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from read_wheels import PAIRS, Sources, as_json, read_folder
 from repository import ROOT
 
-from threefold.interop.megatron.read_wheels import PAIRS, Sources, as_json, read_folder
 from threefold.interop.megatron.releases import known_releases
 
 FACTS = ROOT / "threefold" / "interop" / "megatron" / "wheel_fields.json"

@@ -133,6 +133,7 @@ DTYPE_PATHS = (
     "optimizer.exp_avg_dtype",
     "optimizer.exp_avg_sq_dtype",
     "optimizer.main_grads_dtype",
+    "optimizer.main_params_dtype",
     "mixed_precision.params_dtype",
     "mixed_precision.pipeline_dtype",
 )
@@ -291,6 +292,7 @@ IMPLIED = (
     "dataset.packed_sequence_specs",
     "checkpoint.ckpt_format",
     "optimizer.use_distributed_optimizer",
+    "optimizer.main_params_dtype",
     "optimizer.overlap_cpu_optimizer_d2h_h2d",
     "tokenizer.vocab_size",
     "mixed_precision.params_dtype",

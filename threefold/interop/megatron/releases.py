@@ -1,7 +1,7 @@
 """Releases of Megatron Bridge and Megatron Core, and the names that each of them accepts.
 
-The names come from `wheel_fields.json`, which `read_wheels.py` makes from the published wheels. An export looks every
-name up here before it writes it.
+The names come from `wheel_fields.json`, which `tools/read_wheels.py` makes from the published wheels. An
+export looks every name up here before it writes it.
 """
 
 import json

@@ -65,7 +65,7 @@ def _write_layout(writer: Writer) -> None:
     writer.put("layout.tp", "model.sequence_parallel", layout.tp > 1)
     stages = pipeline_layout(plan)
     writer.put("layout.stages", "model.pipeline_model_parallel_layout", stages)
-    if stages is not None and writer.to == "megatron-bridge":  # recipes count the ends as layers; a string excludes it
+    if writer.to == "megatron-bridge":  # recipes count the ends as layers, which a string excludes
         for end in ("embedding", "loss"):
             writer.put("layout.stages", f"model.account_for_{end}_in_pipeline_split", False)
     if layout.stages is not None and layout.stages == _balanced(plan):
@@ -132,6 +132,8 @@ def _write_optimizer_states(writer: Writer) -> None:
         writer.put("knobs.grad_dtype", "optimizer.main_grads_dtype", knobs.grad_dtype)
         for moment in ("exp_avg", "exp_avg_sq"):
             writer.put("knobs.optimizer_dtype", f"optimizer.{moment}_dtype", knobs.optimizer_dtype)
+    if writer.to == "megatron-bridge":
+        writer.put("knobs.optimizer_dtype", "optimizer.main_params_dtype", "fp32")
     writer.put("knobs.optimizer_offload", "optimizer.optimizer_cpu_offload", knobs.optimizer_offload > 0)
     if knobs.optimizer_offload > 0:
         writer.put("knobs.optimizer_offload", "optimizer.optimizer_offload_fraction", knobs.optimizer_offload)
@@ -249,7 +251,9 @@ def _write_context_parallel(writer: Writer) -> None:
     if knobs.cp_dynamic:
         writer.put("knobs.cp_dynamic", "model.max_seqlen_per_dp_cp_rank", plan.job.seq_len // plan.layout.cp)
     if plan.layout.cp > 1 or writer.is_stated("knobs.cp_comm"):
-        writer.put("knobs.cp_comm", "model.cp_comm_type", knobs.cp_comm)
+        # Megatron Core 0.18 refuses a type where a layer is no attention (delta-rule-by-p2p); p2p is what it then does.
+        is_implied = plan.model.delta is not None and writer.release.number[:2] < (0, 6) and knobs.cp_comm == "p2p"
+        writer.put("knobs.cp_comm", "model.cp_comm_type", None if is_implied else knobs.cp_comm)
     is_nested = "a2a+p2p" in ((knobs.cp_comm,) if isinstance(knobs.cp_comm, str) else knobs.cp_comm)
     if not is_nested:
         writer.lose("knobs.cp_inner", NO_EFFECT)

@@ -8,6 +8,7 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
 from threefold.rules.layout.batch import can_be_priced
+from threefold.spec.megatron import release_of
 from threefold.spec.stacks import BRIDGE_FLEX, DISPATCHER_CHIPS, default_dispatcher, runs_dispatcher
 
 _WIDE = ("fp32", "fp16")  # rows that the flex dispatchers do not carry
@@ -31,9 +32,9 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
     """A flex dispatcher is one that upstream applies on this chip.
 
     Why: Megatron Bridge applies DeepEP on Ampere, Hopper, B200 and B300, and HybridEP on these and GB200/GB300. On
-        other chips it skips the backend with a log line, and the run keeps the speed of alltoall. Published runs did
-        use DeepEP on GB200, with their own settings: the gate is dated, and a measurement overrides it.
-    Confirm: look for a fallback warning in the log; compare the chip with `threefold chips`.
+        other chips it writes a line to the log and runs alltoall. Published runs did use DeepEP on GB200, with their
+        own settings: the gate is dated, and a measurement overrides it.
+    Confirm: `Falling back to alltoall` in the log; compare the chip with `threefold chips`.
     Fix: the chip's own default dispatcher, or stack.measured=dispatcher where yours was measured to run.
     """
     name, default = plan.knobs.dispatcher, default_dispatcher(plan.chip)
@@ -41,7 +42,7 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
     if gated and plan.chip.architecture != "cpu" and "dispatcher" not in plan.stack.measured:
         yield Finding(
             at="knobs.dispatcher",
-            problem=f"Megatron Bridge 0.4.0 skips {name} on {plan.chip.name} and keeps alltoall "
+            problem=f"Megatron Bridge {release_of(plan.stack.release).bridge} runs alltoall for {name} on {plan.chip.name} "
             f"(as of {default.since}; published runs with it exist)",
             fix={"knobs.dispatcher": default.value},
             advice="or stack.measured=dispatcher where it was measured",

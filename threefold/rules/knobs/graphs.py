@@ -8,7 +8,7 @@ from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
 from threefold.rules.knobs.engine_graphs import engine_scopes
 from threefold.rules.layout.batch import pays
-from threefold.spec.stacks import GRAPH_SCOPES, MEGATRON_ARGUMENTS, MEGATRON_CONFIG
+from threefold.spec.stacks import CORE_CONFIG, GRAPH_SCOPES
 
 DROPLESS = tuple(GRAPH_SCOPES.value.split())
 
@@ -44,7 +44,11 @@ def narrower(plan: Plan, kept: list[str] | None = None) -> Iterator[dict[str, li
         yield {"knobs.graphs": []}
 
 
-@rule(rows="CG-DROP", target="megatron-bridge", follows=f"{MEGATRON_ARGUMENTS}: moe cuda graph and dispatchers")
+@rule(
+    rows="CG-DROP",
+    target="megatron-bridge",
+    follows="megatron-core 0.19.2, core/transformer/moe/token_dispatcher.py: rows are counted on the host",
+)
 def graph_of_experts_by_alltoall(plan: Plan) -> Iterator[Finding]:
     """Megatron captures the whole MoE layer with the alltoall dispatcher only.
 
@@ -70,7 +74,10 @@ def graph_full_iteration_alone(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem="full_iteration beside other scopes", fix=fix)
 
 
-@rule(rows="CG-PREP CG-ROUTER")
+@rule(
+    rows="CG-PREP CG-ROUTER",
+    refused_in=(CORE_CONFIG, "moe_preprocess cuda graph is only supported with moe_router cuda graph."),
+)
 def graph_preprocess_needs_router(plan: Plan) -> Iterator[Finding]:
     """moe_preprocess is captured together with moe_router, and neither beside the whole moe.
 
@@ -88,7 +95,7 @@ def graph_preprocess_needs_router(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem="moe_preprocess without moe_router", fixes=[both, neither])
 
 
-@rule(rows="CG-RECOMP")
+@rule(rows="CG-RECOMP", refused_in=(CORE_CONFIG, "full recompute is only supported with full iteration CUDA graph."))
 def graph_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
     """Full recompute goes with the full-iteration graph only.
 
@@ -106,7 +113,7 @@ def graph_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
         )
 
 
-@rule(rows="CG-RECOMP", follows=f"{MEGATRON_CONFIG}; the documents do not mention it")
+@rule(rows="CG-RECOMP", refused_in=(CORE_CONFIG, "moe recompute is not supported with moe_router CUDA graph with:"))
 def graph_router_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     """A moe_router graph and recompute of `moe` exclude each other.
 
@@ -121,7 +128,7 @@ def graph_router_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.recompute", problem=problem, fixes=[{"knobs.recompute": kept}, fewer])
 
 
-@rule(rows="CG-PREPSYNC", follows=f"{MEGATRON_ARGUMENTS}; the documents do not mention it")
+@rule(rows="CG-PREPSYNC", refused_in=(CORE_CONFIG, "moe_preprocess cuda graph is not supported when there are"))
 def graph_preprocess_without_sync(plan: Plan) -> Iterator[Finding]:
     """With alltoall, moe_preprocess is captured only where it needs no host synchronisation.
 
@@ -171,7 +178,7 @@ def graph_attention_with_packing(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(plan.knobs.graphs, *caught)})
 
 
-@rule(rows="CG-EP", follows=f"{MEGATRON_CONFIG}: EP overlap refuses graphs of moe and mlp")
+@rule(rows="CG-EP", refused_in=(CORE_CONFIG, "CUDA graph scope on moe and mlp is not"))
 def graph_leaves_exchange_free(plan: Plan) -> Iterator[Finding]:
     """With EP overlap graphs stop at dispatch.
 
@@ -235,7 +242,7 @@ def graph_scope_exists(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(scopes, *absent)})
 
 
-@rule(rows="OF-RULE OF-ACT", follows=f"{MEGATRON_CONFIG}: cpu_offloading refuses graphs")
+@rule(rows="OF-RULE OF-ACT", refused_in=(CORE_CONFIG, "CUDA graphs not supported with CPU offloading."))
 def graph_excludes_offload(plan: Plan) -> Iterator[Finding]:
     """Graphs and offload of what they touch exclude each other.
 

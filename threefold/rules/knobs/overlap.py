@@ -15,13 +15,12 @@ from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, older, rule, without
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.model import GqaSpec
-from threefold.spec.stacks import BRIDGE_OVERLAP, MEGATRON_CONFIG, default_dispatcher
+from threefold.spec.stacks import BRIDGE_COMM_OVERLAP, CORE_CONFIG, MEGATRON_ARGUMENTS, default_dispatcher
 
-_BRIDGE = BRIDGE_OVERLAP
 _OFF: dict[str, object] = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
 
 
-@rule(rows="EO-V1 EO-D1", follows=_BRIDGE)
+@rule(rows="EO-V1 EO-D1", refused_in=(BRIDGE_COMM_OVERLAP, "only supported when expert_model_parallel_size > 1"))
 def ep_overlap_needs_ep(plan: Plan) -> Iterator[Finding]:
     """EP overlap needs EP above 1.
 
@@ -38,7 +37,7 @@ def ep_overlap_needs_ep(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.ep_overlap", problem="EP overlap with EP 1", fixes=fixes, resort=_OFF)
 
 
-@rule(rows="EO-V2", follows=_BRIDGE)
+@rule(rows="EO-V2", refused_in=(BRIDGE_COMM_OVERLAP, "only supported when num_moe_experts > 1"))
 def ep_overlap_needs_experts(plan: Plan) -> Iterator[Finding]:
     """EP overlap needs more than one routed expert.
 
@@ -52,7 +51,10 @@ def ep_overlap_needs_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.ep_overlap", problem=problem, fix=fix)
 
 
-@rule(rows="EO-V3 EO-D2", follows=_BRIDGE)
+@rule(
+    rows="EO-V3 EO-D2",
+    refused_in=(BRIDGE_COMM_OVERLAP, "only supported when moe_token_dispatcher_type == 'alltoall' or 'flex'"),
+)
 def ep_overlap_dispatcher(plan: Plan) -> Iterator[Finding]:
     """EP overlap works with alltoall and the flex dispatchers.
 
@@ -66,7 +68,7 @@ def ep_overlap_dispatcher(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.dispatcher", problem="EP overlap with the local dispatcher", fixes=fixes)
 
 
-@rule(rows="EO-V4", follows=_BRIDGE)
+@rule(rows="EO-V4", refused_in=(BRIDGE_COMM_OVERLAP, "disable moe_shared_expert_overlap when enabling"))
 def ep_overlap_excludes_shared_overlap(plan: Plan) -> Iterator[Finding]:
     """EP overlap and shared-expert overlap exclude each other.
 
@@ -79,7 +81,11 @@ def ep_overlap_excludes_shared_overlap(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": False})
 
 
-@rule(rows="EO-V5 EO-D3", target="megatron-bridge", follows=_BRIDGE)
+@rule(
+    rows="EO-V5 EO-D3",
+    target="megatron-bridge",
+    refused_in=(BRIDGE_COMM_OVERLAP, "only supported when using bf16 or fp16 models"),
+)
 def ep_overlap_base_dtype(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap needs a bf16 or fp16 base.
 
@@ -91,7 +97,11 @@ def ep_overlap_base_dtype(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.precision", problem="EP overlap in fp32", fix={"knobs.precision": "bf16"})
 
 
-@rule(rows="EO-V6 EO-D4", target="megatron-bridge", follows=_BRIDGE)
+@rule(
+    rows="EO-V6 EO-D4",
+    target="megatron-bridge",
+    refused_in=(BRIDGE_COMM_OVERLAP, "A2A Overlap encounters hang issue with torch version < 2.6.0"),
+)
 def ep_overlap_torch(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap needs PyTorch 2.6.
 
@@ -104,7 +114,7 @@ def ep_overlap_torch(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.torch", problem=problem, advice="run on torch 2.6.0 or newer, then state it")
 
 
-@rule(rows="EO-V7 EO-D5", follows=_BRIDGE)
+@rule(rows="EO-V7 EO-D5", refused_in=(BRIDGE_COMM_OVERLAP, "must be specified when pipeline_model_parallel_size > 1"))
 def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
     """With a pipeline, EP overlap needs several chunks a rank.
 
@@ -126,7 +136,7 @@ def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
     yield Finding(at="layout.vpp", problem=problem, fixes=chunks, resort=_OFF)
 
 
-@rule(rows="EO-V8 EO-D6", follows=_BRIDGE)
+@rule(rows="EO-V8 EO-D6", refused_in=(BRIDGE_COMM_OVERLAP, "disable full recomputation when enabling"))
 def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
     """EP overlap and full recompute exclude each other.
 
@@ -148,7 +158,11 @@ def _sets_that_fit(plan: Plan, *gone: str) -> Iterator[list[str]]:
         yield from fitting_sets(replace(plan, knobs=knobs))
 
 
-@rule(rows="EO-V9", target="megatron-bridge", follows=_BRIDGE)
+@rule(
+    rows="EO-V9",
+    target="megatron-bridge",
+    refused_in=(BRIDGE_COMM_OVERLAP, "disable recomputation method when enabling"),
+)
 def ep_overlap_recompute_method(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap wants no recompute method.
 
@@ -161,7 +175,11 @@ def ep_overlap_recompute_method(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.recompute_method", problem=problem, fix={"knobs.recompute_method": None})
 
 
-@rule(rows="EO-V10", target="megatron-bridge", follows=_BRIDGE)
+@rule(
+    rows="EO-V10",
+    target="megatron-bridge",
+    refused_in=(BRIDGE_COMM_OVERLAP, "recompute_num_layers must be None when enabling"),
+)
 def ep_overlap_recompute_layers(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap wants no number of recomputed layers.
 
@@ -174,7 +192,7 @@ def ep_overlap_recompute_layers(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.recompute_layers", problem=problem, fix={"knobs.recompute_layers": None})
 
 
-@rule(rows="EO-V11", follows=_BRIDGE)
+@rule(rows="EO-V11", refused_in=(BRIDGE_COMM_OVERLAP, "mtp_num_layers"))
 def ep_overlap_mtp(plan: Plan) -> Iterator[Finding]:
     """EP overlap works with at most one MTP depth.
 
@@ -187,7 +205,7 @@ def ep_overlap_mtp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.mtp", problem=f"EP overlap with {plan.mtp} MTP depths", fix=fix)
 
 
-@rule(rows="EO-V12", follows=f"{MEGATRON_CONFIG}; the documents do not mention it")
+@rule(rows="EO-V12", refused_in=(CORE_CONFIG, "disable moe in recompute_modules when enabling"))
 def ep_overlap_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
     """EP overlap and recompute of `moe` exclude each other.
 
@@ -220,7 +238,7 @@ def ep_overlap_needs_microbatches(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.global_batch", problem=problem, fixes=[*smaller, fix])
 
 
-@rule(severity="warning", rows="EO-MAXCONN", follows=f"{BRIDGE_OVERLAP}: 1 on Hopper with TP or CP")
+@rule(severity="warning", rows="EO-MAXCONN", follows=f"{MEGATRON_ARGUMENTS}: 1 before Blackwell with TP or CP")
 def overlap_needs_connections(plan: Plan) -> Iterator[Finding]:
     """EP overlap needs more than one hardware queue.
 
@@ -249,7 +267,7 @@ def overlap_needs_connections(plan: Plan) -> Iterator[Finding]:
     severity="warning",
     rows="EO-MAXCONN",
     target="megatron-bridge",
-    follows=f"{BRIDGE_OVERLAP}: 1 on Ampere and Hopper with TP or CP",
+    follows=f"{MEGATRON_ARGUMENTS}: 1 before Blackwell with TP or CP",
 )
 def tp_and_cp_need_one_connection(plan: Plan) -> Iterator[Finding]:
     """Before Blackwell, TP and CP without EP overlap run with one hardware queue.
@@ -266,7 +284,10 @@ def tp_and_cp_need_one_connection(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.max_connections", problem=problem, fix={"knobs.max_connections": 1})
 
 
-@rule(rows="WG-V1 EO-D7", follows=_BRIDGE)
+@rule(
+    rows="WG-V1 EO-D7",
+    refused_in=(BRIDGE_COMM_OVERLAP, "overlap_moe_expert_parallel_comm is required for delay_wgrad_compute"),
+)
 def delay_wgrad_needs_ep_overlap(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients need EP overlap.
 
@@ -284,7 +305,11 @@ def delay_wgrad_needs_ep_overlap(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.delay_wgrad", problem=problem, fixes=[on, queues, off])
 
 
-@rule(rows="WG-V2", target="megatron-bridge", follows=f"{BRIDGE_OVERLAP}; MCore's copy words it differently")
+@rule(
+    rows="WG-V2",
+    target="megatron-bridge",
+    refused_in=(BRIDGE_COMM_OVERLAP, "required for overlap_grad_reduce when using"),
+)
 def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with overlapped gradient reduction need Transformer Engine 2.7.
 
@@ -300,7 +325,11 @@ def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.7 or newer")
 
 
-@rule(rows="WG-V3", target="megatron-bridge", follows=f"{BRIDGE_OVERLAP}; MCore demands it when the fusion is off")
+@rule(
+    rows="WG-V3",
+    target="megatron-bridge",
+    refused_in=(BRIDGE_COMM_OVERLAP, "required for gradient_accumulation_fusion when using"),
+)
 def delay_wgrad_fusion_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with gradient-accumulation fusion need Transformer Engine 2.7.
 
@@ -328,7 +357,7 @@ def _wgrad_in_graph(plan: Plan) -> str | None:
 @rule(
     rows="WG-V4 WG-V7",
     target="megatron-bridge",
-    follows=f"{BRIDGE_OVERLAP}; MCore checks it only with grad_reduce_overlap",
+    refused_in=(BRIDGE_COMM_OVERLAP, "CUDA graph with delay_wgrad_compute requires TE version"),
 )
 def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients inside a CUDA graph need Transformer Engine 2.12.
@@ -352,7 +381,10 @@ def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fixes=[fix, no_delay], advice=advice)
 
 
-@rule(rows="WG-V5 WG-V7 EO-D8", follows=_BRIDGE)
+@rule(
+    rows="WG-V5 WG-V7 EO-D8",
+    refused_in=(BRIDGE_COMM_OVERLAP, "CUDA graph with delay_wgrad_compute requires gradient_accumulation_fusion"),
+)
 def delay_wgrad_graph_fusion(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients inside a CUDA graph need gradient-accumulation fusion.
 
@@ -367,7 +399,7 @@ def delay_wgrad_graph_fusion(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": stated})
 
 
-@rule(rows="WG-V6 EO-D9", follows=_BRIDGE)
+@rule(rows="WG-V6 EO-D9", refused_in=(BRIDGE_COMM_OVERLAP, "does not support attention bias for now"))
 def delay_wgrad_graph_bias(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients in an `attn` graph need attention without bias.
 

@@ -11,10 +11,10 @@ from threefold.rules.knobs.dispatch import fuses_experts
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.flops import layer_flops
 from threefold.spec.model import MlaSpec
-from threefold.spec.stacks import MEGATRON_ARGUMENTS, MEGATRON_CONFIG
+from threefold.spec.stacks import CORE_CONFIG
 
 
-@rule(rows="RC-FULL", follows=f"{MEGATRON_CONFIG}: recompute_granularity is full or selective")
+@rule(rows="RC-FULL", follows=f"megatron-core 0.19.2, {CORE_CONFIG}: recompute_granularity is full or selective")
 def full_recompute_alone(plan: Plan) -> Iterator[Finding]:
     """Full recompute and named modules exclude each other.
 
@@ -36,7 +36,7 @@ def full_recompute_alone(plan: Plan) -> Iterator[Finding]:
         )
 
 
-@rule(rows="RC-FULL", follows=MEGATRON_ARGUMENTS)
+@rule(rows="RC-FULL", follows=f"megatron-core 0.19.2, {CORE_CONFIG}: a method belongs to full recompute")
 def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
     """A recompute method and a number of layers belong to full recompute.
 
@@ -136,7 +136,9 @@ def recompute_module_exists(plan: Plan) -> Iterator[Finding]:
         )
 
 
-@rule(rows="RC-SHEXP")
+@rule(
+    rows="RC-SHEXP", refused_in=(CORE_CONFIG, "shared_experts recompute cannot work with --moe-shared-expert-overlap.")
+)
 def shared_recompute_or_overlap(plan: Plan) -> Iterator[Finding]:
     """Shared experts are recomputed or overlapped, not both.
 
@@ -152,7 +154,11 @@ def shared_recompute_or_overlap(plan: Plan) -> Iterator[Finding]:
 _OUTPUT_DISCARDED = ("moe_act", "layernorm")
 
 
-@rule(rows="RC-FP8", target="megatron-bridge", follows=MEGATRON_CONFIG)
+@rule(
+    rows="RC-FP8",
+    target="megatron-bridge",
+    refused_in=(CORE_CONFIG, "Delayed scaling does not support moe_act and layernorm recompute"),
+)
 def recompute_fp8_scaling(plan: Plan) -> Iterator[Finding]:
     """FP8 recompute of moe_act and layernorm needs scales that are computed on the spot, and TE 2.6.
 

@@ -6,7 +6,7 @@ from threefold.findings import Changes, Finding
 from threefold.layout.stages import balance, format_stages
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
-from threefold.spec.stacks import MEGATRON_CONFIG, MEGATRON_SCHEDULES
+from threefold.spec.stacks import MEGATRON_SCHEDULES
 
 
 @rule(rows="PP-VPP")
@@ -45,7 +45,10 @@ def chunk_is_empty(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.stages", problem="a chunk holds nothing: two bars meet, or a bar ends it", fix=fix)
 
 
-@rule(rows="PP-LAYOUT", follows=f"{MEGATRON_CONFIG}: the embedding opens the layout, the loss ends it")
+@rule(
+    rows="PP-LAYOUT",
+    refused_in=("core/transformer/pipeline_parallel_layer_layout.py", "The first layer must be embedding"),
+)
 def ends_are_at_the_ends(plan: Plan) -> Iterator[Finding]:
     """The first chunk of a written layout holds the embedding, and the last one the loss.
 

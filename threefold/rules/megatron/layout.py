@@ -7,7 +7,7 @@ from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
 from threefold.spec.megatron import bridge_releases, release_of
 from threefold.spec.model import MlaSpec
-from threefold.spec.stacks import CORE_CONFIG
+from threefold.spec.stacks import CORE_CONFIG, DISPATCHER_CHIPS
 
 
 @rule(
@@ -56,6 +56,36 @@ def delta_heads_divide(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.cp", problem=f"{heads} over TP {layout.tp} x CP {layout.cp}", fixes=fixes)
 
 
+@rule(
+    target="megatron-bridge",
+    rows="LC-CP",
+    refused_in=("core/ssm/gated_delta_net.py", "# from .gated_delta_net_context_parallel import"),
+)
+def delta_rule_without_cp(plan: Plan) -> Iterator[Finding]:
+    """Megatron Core before 0.18 runs the gated delta rule without context parallelism.
+
+    Why: its layer has no exchange between ranks there, and its constructor refuses the type of one.
+    Confirm: layout.cp and stack.release.
+    Fix: CP 1, or a newer release.
+    """
+    if plan.model.delta is not None and plan.layout.cp > 1:
+        yield Finding(at="layout.cp", problem=f"CP {plan.layout.cp} on {plan.model.name}", fix={"layout.cp": 1})
+
+
+@rule(target="megatron-bridge", rows="LC-CP", refused_in=("core/ssm/gated_delta_net.py", "name: str | None = None,"))
+def delta_rule_by_p2p(plan: Plan) -> Iterator[Finding]:
+    """Megatron Core 0.18 takes no type of context-parallel communication for models with the gated delta rule.
+
+    Why: a transformer layer hands the type to its mixer, and this one's constructor has no such argument (TypeError).
+        An export leaves p2p out, which is what attention then does; it has no way to say another one.
+    Confirm: knobs.cp_comm and stack.release.
+    Fix: p2p, or a newer release.
+    """
+    if plan.model.delta is not None and plan.layout.cp > 1 and plan.knobs.cp_comm != "p2p":
+        problem = f"cp_comm {plan.knobs.cp_comm} on {plan.model.name}"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p"})
+
+
 @rule(target="megatron-bridge", rows="LC-CP", refused_in=(CORE_CONFIG, "cp_comm_type=allgather only"))
 def sparse_attention_gathers(plan: Plan) -> Iterator[Finding]:
     """Sparse attention exchanges keys over context parallelism by all-gather.
@@ -92,6 +122,35 @@ def hybrid_models_without_vpp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.vpp", problem=f"VPP {plan.layout.vpp} on {plan.model.name}", fix=fix)
 
 
+_WITHOUT_STAGE = ("gemma4", "qwen3_vl_moe")  # whose layers Bridge makes without being told the virtual stage
+
+
+@rule(
+    target="megatron-bridge",
+    rows="PP-LAYOUT PP-VPP",
+    refused_in=(
+        "core/transformer/pipeline_parallel_layer_layout.py",
+        "vp_stage must be passed if virtual pipeline is enabled",
+    ),
+)
+def layout_string_without_vpp(plan: Plan) -> Iterator[Finding]:
+    """Gemma 4 and Qwen3-VL run an uneven pipeline without virtual stages.
+
+    Why: an export writes a layout string where layers do not divide evenly, or where one is stated. Bridge's classes
+        for these models ask the string for their layers without saying for which virtual stage.
+    Confirm: layout.vpp; layers over layout.pp x layout.vpp.
+    Fix: VPP 1, or a number of stages that divides the layers.
+    """
+    layout = plan.layout
+    has_string = layout.stages is not None or plan.model.num_layers % layout.chunks != 0
+    if plan.model.family in _WITHOUT_STAGE and layout.pp > 1 and layout.vpp > 1 and has_string:
+        less: Changes = {"layout.stages": None, "layout.schedule": None}
+        even = [vpp for vpp in range(layout.vpp, 1, -1) if plan.model.num_layers % (layout.pp * vpp) == 0]
+        fixes: list[Changes] = [{"layout.vpp": vpp, **less} for vpp in [*even, 1]]
+        problem = f"a layout string with VPP {layout.vpp} on {plan.model.name}"
+        yield Finding(at="layout.vpp", problem=problem, fixes=fixes)
+
+
 @rule(
     target="megatron-bridge",
     rows="CG-ATTN",
@@ -126,10 +185,28 @@ def moe_graph_needs_experts(plan: Plan) -> Iterator[Finding]:
 @rule(
     target="megatron-bridge",
     rows="CF-ONE",
+    refused_in=(CORE_CONFIG, "moe_shared_expert_intermediate_size must be "),
+)
+def ernie_has_shared_experts(plan: Plan) -> Iterator[Finding]:
+    """Bridge builds ERNIE 4.5 models that have shared experts.
+
+    Why: it states their width also where there are none, as 0, which Megatron Core refuses.
+    Confirm: `threefold models` for the shared experts.
+    Fix: another target.
+    """
+    moe = plan.model.moe
+    if plan.model.family == "ernie4_5_moe" and moe is not None and not moe.num_shared:
+        problem = f"{plan.model.name} has no shared experts, and Bridge states a width of 0 for them"
+        yield Finding(at="target", problem=problem, advice="choose another target")
+
+
+@rule(
+    target="megatron-bridge",
+    rows="CF-ONE",
     refused_in=("bridge/models/gemma/gemma4_provider.py", "separate router/shared/routed inputs do not yet support"),
 )
 def gemma4_on_target(plan: Plan) -> Iterator[Finding]:
-    """Bridge's Gemma 4 has no graphs, no selective recompute of `layernorm` and no offload of `mlp_norm`.
+    """Bridge's Gemma 4 has no graphs, no overlap of shared experts, recomputes no `layernorm`, offloads no `mlp_norm`.
 
     Why: router, shared and routed experts of a layer have inputs of their own, which bypass Megatron's paths for these.
     Confirm: knobs.graphs, knobs.recompute, knobs.activation_offload.
@@ -147,3 +224,43 @@ def gemma4_on_target(plan: Plan) -> Iterator[Finding]:
         if caught := [name for name in names if name in refused]:
             problem = f"{', '.join(caught)} on {plan.model.name}"
             yield Finding(at=at, problem=problem, fix={at: without(names, *caught)})
+    if knobs.shared_expert_overlap and knobs.dispatcher not in DISPATCHER_CHIPS:
+        at = "knobs.shared_expert_overlap"
+        yield Finding(at=at, problem=f"shared_expert_overlap on {plan.model.name}", fix={at: None})
+
+
+@rule(
+    target="megatron-bridge",
+    rows="FP-BLOCK",
+    follows="transformer_engine 2.9.0, pytorch/module/base.py:635: Unsupported quantizer for Userbuffers",
+)
+def tp_overlap_has_buffers(plan: Plan) -> Iterator[Finding]:
+    """Transformer Engine overlaps tensor parallelism in sixteen bits, with scales of a tensor, or in MXFP8.
+
+    Why: its buffers hold no tensors with the scales of other recipes. A configuration with them is accepted, and the
+        first step ends in an error.
+    Confirm: knobs.tp_overlap and knobs.precision.
+    Fix: the overlap off.
+    """
+    if plan.knobs.tp_overlap and plan.layout.tp > 1 and plan.knobs.precision in ("fp8-blockwise", "nvfp4"):
+        problem = f"tp_overlap with {plan.knobs.precision}"
+        yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})
+
+
+@rule(
+    severity="warning",
+    target="megatron-bridge",
+    rows="CF-ONE",
+    refused_in=("core/extensions/transformer_engine.py", "The user buffer name {tp_comm_buffer_name} is not supported"),
+)
+def tp_overlap_stays_on(plan: Plan) -> Iterator[Finding]:
+    """The overlap of tensor parallelism is asked for where Megatron leaves it on.
+
+    Why: projections of latents have names that Transformer Engine has no buffers for. The first of them switches the
+        overlap off for all layers after it, with a warning in the log, and the run has none.
+    Confirm: `Disabling TP communication overlap` in the log; `threefold models` for the kind of attention.
+    Fix: the overlap off.
+    """
+    if plan.knobs.tp_overlap and plan.layout.tp > 1 and isinstance(plan.model.attention, MlaSpec):
+        problem = f"Megatron switches tp_overlap off on {plan.model.name}, whose attention is latent"
+        yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})

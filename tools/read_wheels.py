@@ -1,6 +1,6 @@
 """Reads the names that a release of Megatron accepts from its published wheels, without importing them.
 
-`python -m threefold.interop.megatron.read_wheels FOLDER` looks for wheels of `megatron-bridge` and `megatron-core` in a
+`python tools/read_wheels.py FOLDER` looks for wheels of `megatron-bridge` and `megatron-core` in a
 folder (`pip download --no-deps --ignore-requires-python megatron-bridge==0.6.2`) and writes `wheel_fields.json`, which
 `releases.py` reads: fields of the classes that overrides reach, functions and recipes that a script calls, and the
 arguments of Megatron-LM.
@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+FACTS = Path(__file__).parents[1] / "threefold" / "interop" / "megatron" / "wheel_fields.json"
 # Which megatron-core a Bridge release was published with, and the NeMo container that holds both.
 PAIRS = {
     "0.3.1": ("0.16.1", "26.02"),
@@ -326,4 +327,4 @@ def as_json(releases: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     text = as_json(read_folder(Path(sys.argv[1])))
-    (Path(__file__).parent / "wheel_fields.json").write_text(text, encoding="utf-8")
+    FACTS.write_text(text, encoding="utf-8")

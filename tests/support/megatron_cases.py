@@ -1,0 +1,142 @@
+"""For each rule of `rules/megatron`: changes to CLEAN that it refuses, and changes that it accepts."""
+
+from typing import Any
+
+_WITHOUT_PP: dict[str, Any] = {
+    "layout.pp": 1,
+    "layout.vpp": 1,
+    "layout.stages": None,
+    "knobs.ep_overlap": False,
+    "knobs.delay_wgrad": False,
+}
+_MXFP8 = {"cluster.chip": "gb200", "knobs.precision": "mxfp8"}
+_HYBRIDEP = {"knobs.dispatcher": "hybridep", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
+_GEMMA: dict[str, Any] = {
+    **_WITHOUT_PP,
+    "model": "gemma-4-26b-a4b",
+    "job.mtp": 0,
+    "layout.ep": 8,
+    "knobs.precision": "bf16",
+    "knobs.recompute": [],
+    "knobs.graphs": [],
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bridge-trains-family": ({"model": "mixtral-8x7b", "job.mtp": 0}, {}),
+    "layer-offload-without-pipeline": (
+        {"knobs.activation_offload_layers": 2, "knobs.recompute": []},
+        {**_WITHOUT_PP, "knobs.activation_offload_layers": 2, "knobs.recompute": []},
+    ),
+    "layer-offload-without-recompute": (
+        {**_WITHOUT_PP, "knobs.activation_offload_layers": 2, "knobs.recompute": ["moe_act"]},
+        {**_WITHOUT_PP, "knobs.activation_offload_layers": 2, "knobs.recompute": []},
+    ),
+    "layer-offload-leaves-a-layer": (
+        {**_WITHOUT_PP, "knobs.activation_offload_layers": 61, "knobs.recompute": []},
+        {**_WITHOUT_PP, "knobs.activation_offload_layers": 60, "knobs.recompute": []},
+    ),
+    "offload-by-layer-or-module": (
+        {**_WITHOUT_PP, "knobs.activation_offload_layers": 2, "knobs.activation_offload": ["moe_act"]},
+        {"knobs.activation_offload": ["moe_act"]},
+    ),
+    "offload-projection-with-attention": (
+        {"knobs.activation_offload": ["attn_proj"]},
+        {"knobs.activation_offload": ["attn_proj", "core_attn"]},
+    ),
+    "offload-outside-recomputed-moe": (
+        {"knobs.activation_offload": ["moe_act"], "knobs.recompute": ["moe"]},
+        {"knobs.activation_offload": ["core_attn"], "knobs.recompute": ["moe"]},
+    ),
+    "offload-of-fused-experts": (
+        {"knobs.activation_offload": ["fused_group_mlp"]},
+        {"knobs.activation_offload": ["fused_group_mlp"], "knobs.expert_fusion": True},
+    ),
+    "recompute-mla-up-proj-needs-mla": (
+        {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.recompute": ["mla_up_proj", "layernorm"]},
+        {"knobs.recompute": ["mla_up_proj"]},
+    ),
+    "recompute-gdn-norm-needs-gdn": (
+        {"knobs.recompute": ["gdn_norm_out", "layernorm"]},
+        {"model": "qwen3-next-80b-a3b", "knobs.recompute": ["gdn_norm_out"]},
+    ),
+    "recompute-moe-act-needs-experts": (
+        {"model": "llama3-8b", "job.mtp": 0, "knobs.recompute": ["moe_act", "layernorm"]},
+        {"knobs.recompute": ["moe_act"]},
+    ),
+    "rank-capacity-needs-hybridep": (
+        {"job.capacity_factor": 1.5, "job.capacity_scope": "rank"},
+        {**_HYBRIDEP, "knobs.expert_fusion": True},
+    ),
+    "rank-capacity-needs-expert-fusion": (_HYBRIDEP, {**_HYBRIDEP, "knobs.expert_fusion": True}),
+    "capacity-without-deepep": (
+        {"knobs.dispatcher": "deepep", "job.capacity_factor": 1.5},
+        {"knobs.dispatcher": "hybridep", "job.capacity_factor": 1.5},
+    ),
+    "deepep-has-somewhere-to-send": (
+        {"knobs.dispatcher": "deepep", "layout.ep": 1, "knobs.ep_overlap": False, "knobs.delay_wgrad": False},
+        {"knobs.dispatcher": "deepep"},
+    ),
+    "expert-bias-without-etp": (
+        {"model": "gpt-oss-120b", "job.mtp": 0, "layout.ep": 8, "layout.etp": 2},
+        {"layout.etp": 2},
+    ),
+    "expert-fusion-on-target": ({"knobs.expert_fusion": True, "layout.etp": 2}, {"knobs.expert_fusion": True}),
+    "router-padding-needs-quantization": (
+        {"knobs.precision": "bf16", "knobs.router_padding": True},
+        {"knobs.precision": "fp8-blockwise", "knobs.router_padding": True},
+    ),
+    "fp8-output-needs-mxfp8": (
+        {"knobs.precision": "fp8-blockwise", "knobs.fp8_output": True},
+        {**_MXFP8, "knobs.fp8_output": True},
+    ),
+    "delta-heads-divide": (
+        {"model": "qwen3-next-80b-a3b", "job.seq_len": 131072, "layout.cp": 16},
+        {"model": "qwen3-next-80b-a3b", "job.seq_len": 131072, "layout.cp": 8},
+    ),
+    "delta-rule-without-cp": (
+        {"model": "qwen3-next-80b-a3b", "job.seq_len": 131072, "layout.cp": 4, "stack.release": "26.04"},
+        {"model": "qwen3-next-80b-a3b", "job.seq_len": 131072, "layout.cp": 4},
+    ),
+    "delta-rule-by-p2p": (
+        {
+            "model": "qwen3-next-80b-a3b",
+            "job.seq_len": 131072,
+            "layout.cp": 4,
+            "knobs.cp_comm": "all_gather",
+            "stack.release": "26.06",
+        },
+        {"model": "qwen3-next-80b-a3b", "job.seq_len": 131072, "layout.cp": 4, "stack.release": "26.06"},
+    ),
+    "tp-overlap-has-buffers": (
+        {"knobs.tp_overlap": True},
+        {"knobs.tp_overlap": True, "knobs.precision": "bf16"},
+    ),
+    "tp-overlap-stays-on": (
+        {"knobs.tp_overlap": True, "knobs.precision": "bf16"},
+        {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.tp_overlap": True, "knobs.precision": "bf16"},
+    ),
+    "sparse-attention-gathers": (
+        {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "knobs.cp_comm": "p2p"},
+        {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "knobs.cp_comm": "all_gather"},
+    ),
+    "hybrid-models-without-vpp": (
+        {"model": "nemotron-3-nano", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 2, "layout.stages": None},
+        {"model": "nemotron-3-nano", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1, "layout.stages": None},
+    ),
+    "layout-string-without-vpp": (
+        {"model": "qwen3-vl-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
+        {"model": "qwen3-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
+    ),
+    "mlp-graph-needs-dense-layers": (
+        {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.graphs": ["attn", "mlp"]},
+        {"knobs.graphs": ["attn"]},
+    ),
+    "moe-graph-needs-experts": (
+        {"model": "llama3-8b", "job.mtp": 0, "knobs.graphs": ["attn", "moe_router"]},
+        {"knobs.graphs": ["attn", "moe_router"]},
+    ),
+    "ernie-has-shared-experts": (
+        {**_WITHOUT_PP, "model": "ernie-4.5-300b-a47b", "job.mtp": 0},
+        {**_WITHOUT_PP, "model": "ernie-4.5-21b-a3b", "job.mtp": 0},
+    ),
+    "gemma4-on-target": ({**_GEMMA, "knobs.recompute": ["layernorm", "moe_act"]}, _GEMMA),
+}
