@@ -126,6 +126,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "qwen3-vl-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
         {"model": "qwen3-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
     ),
+    "first-stage-takes-image-features": (
+        {"model": "tiny-qwen3-vl-moe", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 1, "layout.ep": 8},
+        {"model": "tiny-qwen3-vl-moe", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1, "layout.ep": 8},
+    ),
     "mlp-graph-needs-dense-layers": (
         {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.graphs": ["attn", "mlp"]},
         {"knobs.graphs": ["attn"]},

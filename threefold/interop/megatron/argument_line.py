@@ -155,6 +155,41 @@ def read_arguments(words: Sequence[str]) -> tuple[Settings, list[Finding]]:
     return settings, findings
 
 
+_TABLE_ROW = re.compile(r"^(?:.*\]:?)?\s*([a-z][a-z0-9_]*) \.+ (.*?)\s*$")  # a launcher may write the rank before it
+_TABLE_START = "--- arguments ---"
+# What Megatron-LM's table says of the run itself, and not of its job.
+_RUN_FACTS = ("rank", "local_rank", "world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size")
+
+
+def is_table(text: str) -> bool:
+    """Whether a text is, or holds, the table of arguments that Megatron-LM prints when it starts."""
+    return _TABLE_START in text
+
+
+def read_table(text: str) -> tuple[Settings, int | None]:
+    """The settings of a table that Megatron-LM printed, without those that are off, and the number of ranks."""
+    rows = dict(match.groups() for line in text.splitlines() if (match := _TABLE_ROW.match(line)))
+    against = {argument[2:].replace("-", "_"): path for path, argument in ARGUMENT_AGAINST.items()}
+    settings: Settings = dict(DEFAULTS)
+    for name, written in rows.items():
+        value = _table_value(written)
+        path = _PATHS.get(name, f"model.{name}")
+        if name in _RUN_FACTS or (path not in settings and value in (None, False, ())):
+            continue
+        settings[path] = not value if name in against and isinstance(value, bool) else value
+    ranks = rows.get("world_size", "")
+    return settings, int(ranks) if ranks.isdigit() else None
+
+
+def _table_value(text: str) -> Any:
+    """A value as Python prints it."""
+    text = re.sub(r"<\w+\.(\w+): [^>]*>", r"\1", text)  # a member of an enumeration
+    if text.startswith(("[", "(")):
+        items = re.findall(r"[^\s,'\"\[\]()]+", text)
+        return tuple(plain_value(item) for item in items)
+    return plain_value(text.strip("'"))
+
+
 def _grouped(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each argument with the words behind it."""
     name, values = "", list[str]()

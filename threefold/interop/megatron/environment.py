@@ -9,6 +9,26 @@ from dataclasses import dataclass
 from threefold.interop.megatron.field_names import FLEX
 from threefold.plan.plan import Plan
 
+# What an export sets. An import passes over them: they follow from the plan.
+EXPORTED_VARIABLES = frozenset(
+    {
+        "NCCL_GRAPH_REGISTER",
+        "NCCL_NET_GDR_C2C",
+        "NCCL_NET_GDR_LEVEL",
+        "NCCL_NVLS_ENABLE",
+        "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN",
+        "NVLINK_DOMAIN_SIZE",
+        "NVTE_BWD_LAYERNORM_SM_MARGIN",
+        "NVTE_CPU_OFFLOAD_V1",
+        "NVTE_CUTEDSL_FUSED_GROUPED_MLP",
+        "NVTE_FWD_LAYERNORM_SM_MARGIN",
+        "NVTE_USE_FAST_MATH",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS",
+        "TORCH_NCCL_HIGH_PRIORITY",
+        "USE_MNNVL",
+    }
+)
 _NODE_DOMAIN = 8  # GPUs that NVLink joins in an HGX server
 
 

@@ -3,15 +3,24 @@
 import ast
 import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from threefold.findings import Finding, Severity, did_you_mean, in_order, shown
 from threefold.interop.megatron.architecture import match_model
-from threefold.interop.megatron.argument_line import MOE_DEFAULTS, find_argument, read_arguments
+from threefold.interop.megatron.argument_line import (
+    MOE_DEFAULTS,
+    find_argument,
+    is_table,
+    read_arguments,
+    read_table,
+)
+from threefold.interop.megatron.environment import EXPORTED_VARIABLES
 from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS
 from threefold.interop.megatron.models import model_of_recipe, model_of_stem
+from threefold.interop.megatron.python_settings import PythonSettings, read_python
 from threefold.interop.megatron.read_settings import fields_of
 from threefold.interop.megatron.settings_writer import LARGEST_BITS, Settings, plain_value
 from threefold.interop.megatron.write_settings import pipeline_layout
@@ -21,8 +30,6 @@ from threefold.spec.models import MODELS
 
 _OVERRIDE = re.compile(r"[+~]{0,2}([a-z_][\w]*(?:\.\w+)*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
-_ASSIGNMENT = re.compile(r"^\s*(?:cfg|config|recipe)\.([\w.]+)\s*=\s*(.+?)\s*(?:#.*)?$", re.MULTILINE)
-_APPLY_FLEX = re.compile(r"apply_flex_dispatcher_backend\([^)]*[\"'](\w+)[\"']\s*\)")
 _PASSED_OVER = (
     "--config_variant",
     "-cv",
@@ -45,6 +52,8 @@ _RECIPE_DECIDES = (  # settings that every recipe of Bridge sets in its own way
     "model.recompute_granularity",
 )
 _LEFT_OUT = "..."
+_PER_STAGE = "model.num_layers_per_virtual_pipeline_stage"
+_PER_STAGE_ARGUMENT = "--num-layers-per-virtual-pipeline-stage"
 _CHIP = "h100"  # of an import that names none
 
 
@@ -129,15 +138,10 @@ def _read(text: str, is_yaml: bool) -> Found:
         return _read_yaml(text)
     if "OVERRIDES = [" in text and (script := _read_script(text)):
         return script
-    found = Found()
-    assignments = _ASSIGNMENT.findall(text)
-    backends = _APPLY_FLEX.findall(text)
-    if assignments or backends:  # lines of a Python script, as Bridge's guides print them
-        found.settings |= {path: _value(value) for path, value in assignments}
-        if backends:
-            found.settings["model.moe_token_dispatcher_type"] = "flex"
-            found.settings["model.moe_flex_dispatcher_backend"] = backends[-1]
-        return found
+    if is_table(text):
+        return _read_table(text)
+    if python := read_python(textwrap.dedent(text)):
+        return _read_python(python)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -151,6 +155,29 @@ def _read(text: str, is_yaml: bool) -> Found:
     if any("-" in word[2:] and find_argument(word.partition("=")[0]) for word in words if word.startswith("--")):
         return _read_argument_line(words)
     return _read_words(words)
+
+
+def _read_table(text: str) -> Found:
+    """The table of arguments that Megatron-LM prints."""
+    found = Found(kind="arguments")
+    found.settings, ranks = read_table(text)
+    if ranks is not None:
+        found.fields["cluster.gpus"] = ranks
+    found.settings.pop(_PER_STAGE, None)  # the table has the number of virtual stages too
+    return found
+
+
+def _read_python(python: PythonSettings) -> Found:
+    """A recipe, a script that changes one, or lines of either, as Bridge's guides print them."""
+    found = Found(settings=python.settings)
+    for recipe in filter(None, map(model_of_recipe, python.calls)):
+        found.fields["model"], found.fields["job.task"] = recipe
+    for name, value in python.variables.items():
+        _take_variable(found, name, value)
+    for path in python.unread:
+        problem, advice = "its value is computed by the script", "add it as path=value, or the plan goes without it"
+        found.findings.append(_finding("import-without-counterpart", path, problem, advice))
+    return found
 
 
 def _read_script(text: str) -> Found | None:
@@ -200,13 +227,23 @@ def _read_yaml(text: str) -> Found:
         return Found(findings=[finding], kind="yaml")
     found = Found(kind="yaml")
     for group, fields in loaded.items():
-        if isinstance(fields, dict):
+        if group == "env_vars" and isinstance(fields, dict):
             for name, value in fields.items():
-                if not isinstance(_target(value), dict) and not str(name).startswith("_"):
-                    found.settings[f"{group}.{name}"] = _plain(value)
+                _take_variable(found, str(name), str(value))
         elif not str(group).startswith("_"):
-            found.settings[str(group)] = _plain(fields)
+            found.settings |= _flat(str(group), fields)
     return found
+
+
+def _flat(path: str, value: Any, depth: int = 3) -> Settings:
+    """Tables inside tables as dotted paths. A function or a class in place of a value is known by its name."""
+    value = _target(value)
+    if not isinstance(value, dict):
+        return {path: _plain(value)}
+    inner = {str(name): item for name, item in value.items() if not str(name).startswith("_")}
+    if not inner or not depth:
+        return {path: str(value["_target_"])} if "_target_" in value else {}
+    return {place: item for name in inner for place, item in _flat(f"{path}.{name}", inner[name], depth - 1).items()}
 
 
 def _target(value: Any) -> Any:
@@ -238,7 +275,7 @@ def _read_argument_line(words: Sequence[str]) -> Found:
     sizes = {"--nnodes": 1, "--nproc-per-node": 0}
     for i, word in enumerate(words[: start + 1]):
         if variable := _VARIABLE.fullmatch(word):
-            _take_variable(found, variable)
+            _take_variable(found, *variable.groups())
         name, equals, value = word.replace("nproc_per_node", "nproc-per-node").partition("=")
         if name in sizes:
             value = value if equals else words[i + 1]
@@ -250,6 +287,7 @@ def _read_argument_line(words: Sequence[str]) -> Found:
     found.settings, findings = read_arguments(words[start + 1 :])
     found.findings += findings
     _take_stages_from_layout(found.settings)
+    _take_layers_of_a_stage(found)
     return found
 
 
@@ -264,9 +302,29 @@ def _take_stages_from_layout(settings: Settings) -> None:
         settings["model.virtual_pipeline_model_parallel_size"] = max(1, len(parsed.plan.chunks) // pp)
 
 
-def _take_variable(found: Found, variable: re.Match[str]) -> None:
-    if variable[1] == "CUDA_DEVICE_MAX_CONNECTIONS":
-        found.fields["knobs.max_connections"] = plain_value(variable[2])
+def _take_layers_of_a_stage(found: Found) -> None:
+    """`--num-layers-per-virtual-pipeline-stage` as the number of virtual stages, as Megatron-LM counts it."""
+    settings, advice = found.settings, "give --num-virtual-stages-per-pipeline-rank in its place"
+    each = settings.pop(_PER_STAGE, None)
+    if each is None:
+        return
+    layers, pp = settings.get("model.num_layers"), settings.get("model.pipeline_model_parallel_size", 1)
+    if not all(isinstance(number, int) and number > 0 for number in (each, layers, pp)):
+        problem = f"{shown(each)} layers a virtual stage, and no --num-layers to divide"
+        found.findings.append(_finding("import-without-counterpart", _PER_STAGE_ARGUMENT, problem, advice))
+    elif layers % (pp * each):
+        problem = f"{layers} layers on PP {pp} are no whole virtual stages of {each}"
+        found.findings.append(_finding("import-readable", _PER_STAGE_ARGUMENT, problem, advice, "error"))
+    else:
+        settings["model.virtual_pipeline_model_parallel_size"] = layers // pp // each
+
+
+def _take_variable(found: Found, name: str, value: str) -> None:
+    if name == "CUDA_DEVICE_MAX_CONNECTIONS":
+        found.fields["knobs.max_connections"] = plain_value(value)
+    elif name not in EXPORTED_VARIABLES:
+        problem, advice = f"{shown(value)} has no counterpart in a plan", "set it in the run's environment too"
+        found.findings.append(_finding("import-without-counterpart", name, problem, advice))
 
 
 def _read_words(words: Sequence[str]) -> Found:
@@ -277,7 +335,7 @@ def _read_words(words: Sequence[str]) -> Found:
     while rest:
         word = rest.pop(0)
         if variable := _VARIABLE.fullmatch(word):
-            _take_variable(found, variable)
+            _take_variable(found, *variable.groups())
         elif match := _OVERRIDE.fullmatch(word):
             overrides[match[1].removeprefix("cfg.")] = _value(match[2])
         elif word.startswith("-"):

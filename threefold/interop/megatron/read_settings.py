@@ -74,19 +74,27 @@ def fields_of(settings: Settings, model: ModelSpec | None, has_arguments: bool =
 
 def _name_the_rest(reader: Reader) -> None:
     """Warn of settings that no field stands for: one by one where they are few, a complete file's in one finding."""
-    rest = sorted(set(reader.settings) - reader.used - set(IMPLIED))
-    rest = [path for path in rest if path.removeprefix("model.") not in SHAPE]
+    rest = [path for path in sorted(set(reader.settings) - reader.used) if not _is_implied(reader, path)]
     if not reader.has_arguments:
         unknown = [path for path in rest if not is_override(path)]
         rest = [path for path in rest if path not in unknown]
         _name_the_unknown(reader, unknown)
     if len(rest) > _FEW:
-        problem = f"{len(rest)} settings have no counterpart in a plan: {', '.join(rest[:_FEW])}, ..."
+        problem = f"{len(rest)} settings have no counterpart in a plan: {', '.join(rest)}"
         reader.warn(rest[0].partition(".")[0], problem, "the plan goes without them")
         return
     for path in rest:
         problem = f"{shown(reader.settings[path])} has no counterpart in a plan"
         reader.warn(path, problem, "the plan goes without it")
+
+
+def _is_implied(reader: Reader, path: str) -> bool:
+    """Whether a plan takes a setting for granted as it is, or the model says it."""
+    value = reader.settings[path]
+    if path in IMPLIED:
+        granted = IMPLIED[path]
+        return granted is None or value is None or value == granted
+    return path.removeprefix("model.") in SHAPE
 
 
 def _name_the_unknown(reader: Reader, unknown: list[str]) -> None:

@@ -40,9 +40,10 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
     name, default = plan.knobs.dispatcher, default_dispatcher(plan.chip)
     gated = name in DISPATCHER_CHIPS and not runs_dispatcher(name, plan.chip)
     if gated and plan.chip.architecture != "cpu" and "dispatcher" not in plan.stack.measured:
+        release = f"Megatron Bridge {release_of(plan.stack.release).bridge}"
         yield Finding(
             at="knobs.dispatcher",
-            problem=f"Megatron Bridge {release_of(plan.stack.release).bridge} runs alltoall for {name} on {plan.chip.name} "
+            problem=f"{release} runs alltoall for {name} on {plan.chip.name} "
             f"(as of {default.since}; published runs with it exist)",
             fix={"knobs.dispatcher": default.value},
             advice="or stack.measured=dispatcher where it was measured",

@@ -153,6 +153,31 @@ def layout_string_without_vpp(plan: Plan) -> Iterator[Finding]:
 
 @rule(
     target="megatron-bridge",
+    rows="PP-LAYOUT VL-GUIDE",
+    refused_in=(
+        "bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
+        "the deepstack_visual_embeds should on the first pp-stage",
+    ),
+)
+def first_stage_takes_image_features(plan: Plan) -> Iterator[Finding]:
+    """The first chunk of a pipeline has a decoder layer for each layer of the image encoder whose output it takes.
+
+    Why: Bridge adds these features inside its first model chunk only.
+    Confirm: the layers of the first chunk in `threefold show`; `threefold models` for the encoder's.
+    Fix: fewer chunks, or a layout string with more layers in the first.
+    """
+    vision, layout = plan.model.vision, plan.layout
+    if vision is None or layout.pp == 1 or len(plan.chunks[0].layers) >= len(vision.deepstack):
+        return
+    here, need = len(plan.chunks[0].layers), len(vision.deepstack)
+    less: Changes = {"layout.stages": None, "layout.schedule": None}
+    fixes: list[Changes] = [{"layout.vpp": 1, **less}, {"layout.pp": 1, "layout.vpp": 1, **less}]
+    problem = f"the first chunk has {here} layers for the features of {need} encoder layers"
+    yield Finding(at="layout.pp", problem=problem, fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
     rows="CG-ATTN",
     refused_in=(CORE_CONFIG, "mlp cuda graph is only supported for dense layers"),
 )
