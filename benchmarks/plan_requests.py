@@ -1,9 +1,10 @@
-"""Whether the first answer of `plan --target threefold` holds: 40 requests, each checked, on request rehearsed.
+"""Whether the answers of `plan` hold: 40 requests, the first plan of each checked, on request rehearsed.
 
-python benchmarks/plan_requests.py [--model NAME] [--rehearse] [--json FILE]
+python benchmarks/plan_requests.py [--target megatron-bridge] [--model NAME] [--rehearse] [--plans FOLDER] [--json FILE]
 
 A request holds where its first plan passes `check` as `train` would see it and, with --rehearse, every distinct stage
-rehearses within memory; or where no plan is returned, whose reason is printed to be read.
+rehearses within memory; or where no plan is returned, whose reason is printed to be read. With --plans the first ten
+candidates of every request are written there, for `threefold export PLAN --verify` or `make test-megatron` to judge.
 """
 
 import argparse
@@ -15,9 +16,11 @@ from typing import Any
 
 from threefold.api.searches import with_defaults
 from threefold.findings import FindingsError
+from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
 from threefold.search.search import SearchResult, search
+from threefold.spec.stacks import TARGETS
 from threefold.units import GIB, format_tokens
 
 MODELS = (
@@ -32,6 +35,7 @@ MODELS = (
 )
 PLACES = ((64, "h100", 4096), (256, "h100", 32768), (256, "h100", 131072), (128, "gb200", 131072), (512, "b200", 8192))
 LIMIT_SECONDS = 5.0  # of CPU time, for one request
+CANDIDATES = 10  # of a request that --plans writes
 
 
 @dataclass
@@ -55,10 +59,16 @@ class Answer:
         return not self.faults and self.cpu_seconds <= LIMIT_SECONDS
 
 
-def answer(model: str, gpus: int, chip: str, seq_len: int, rehearse: bool) -> Answer:
-    draft = {"model": model, "cluster.chip": chip, "cluster.gpus": gpus, "job.seq_len": seq_len, "target": "threefold"}
+def answer(
+    model: str, gpus: int, chip: str, seq_len: int, rehearse: bool, target: str = "threefold", plans: Path | None = None
+) -> Answer:
+    draft = {"model": model, "cluster.chip": chip, "cluster.gpus": gpus, "job.seq_len": seq_len, "target": target}
     start = time.process_time()
-    found = search(with_defaults(draft)[0])
+    found = search(with_defaults(draft)[0], top=CANDIDATES if plans else 5)
+    for number, candidate in enumerate(found.candidates if plans else ()):
+        assert plans is not None
+        name = f"{model}-{gpus}x{chip}-{seq_len}-{number}.toml"
+        (plans / name).write_text(dump_plan(candidate.plan), encoding="utf-8")
     told = Answer(model, gpus, chip, seq_len, time.process_time() - start)
     if not found.candidates:
         told.reason = str(found.finding)
@@ -71,7 +81,7 @@ def _judge(told: Answer, found: SearchResult, rehearse: bool) -> None:
     first = found.candidates[0]
     told.plan, told.tflops = _words(first.plan), first.estimate.model_tflops_per_gpu
     told.gib = first.estimate.device_bytes_band[1] / GIB
-    findings = promoted(check(first.plan))
+    findings = promoted(check(first.plan), first.plan.target)
     told.warnings = tuple(finding.rule for finding in findings if finding.severity == "warning")
     told.faults = tuple(finding.rule for finding in errors(findings))
     if rehearse and not told.faults:
@@ -112,12 +122,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", action="append", help="only this one (can be given again)")
     parser.add_argument("--rehearse", action="store_true", help="rehearse every distinct stage too (slow)")
+    parser.add_argument("--target", choices=TARGETS, default="threefold")
+    parser.add_argument("--plans", type=Path, metavar="FOLDER", help="write the first ten candidates here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.plans:
+        args.plans.mkdir(parents=True, exist_ok=True)
     answers = []
     for model in args.model or MODELS:
         for gpus, chip, seq_len in PLACES:
-            answers.append(answer(model, gpus, chip, seq_len, args.rehearse))
+            answers.append(answer(model, gpus, chip, seq_len, args.rehearse, args.target, args.plans))
             print(_line(answers[-1]), flush=True)
     planned = [one for one in answers if not one.reason]
     print(

@@ -2,6 +2,7 @@
 
 import pytest
 from megatron_exports import recipe
+from repository import ROOT
 
 from threefold.interop.megatron.bridge_files import overrides, overrides_yaml, train_script
 from threefold.interop.megatron.export_plan import export_plan
@@ -11,6 +12,7 @@ from threefold.interop.megatron.releases import known_releases
 from threefold.plan.parse import change
 
 PLAN = recipe("deepseek-v3-4k-256xgb200-mxfp8")
+OF_THE_RECIPE = {"job.seed": 1234, "job.warmup_steps": 40}  # which our recipe leaves to Bridge's
 GIVEN = {"model": "deepseek-v3", "cluster.chip": "gb200", "cluster.gpus": 256}
 
 
@@ -75,6 +77,134 @@ mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: tensorwise, fp8_param_gat
     assert (plan.knobs.dispatcher, plan.knobs.recompute) == ("deepep", ("moe_act",))
     assert plan.knobs.graphs == ("attn",)
     assert imported.findings == []
+
+
+def test_what_bridge_writes_of_an_export_is_its_plan() -> None:
+    text = (ROOT / "tests" / "interop" / "megatron" / "bridge_configuration.yaml").read_text(encoding="utf-8")
+    imported = import_text(text, {"cluster.chip": "h100", "cluster.gpus": 16})
+    assert imported.plan is not None, imported.findings
+    told = {path: value for path, value in imported.plan.written if not path.startswith("run.")}
+    assert told == {**dict(recipe("qwen3-30b-a3b-4k-16xh100-bf16-overlap").written), **OF_THE_RECIPE}
+    [finding] = imported.findings  # whatever else is on has its name there
+    for name in ("checkpoint.save_optim", "model.apply_rope_fusion", "tokenizer.tokenizer_model", "dataset.split"):
+        assert name in finding.problem
+
+
+TABLE = """some line of a log
+------------------------ arguments ------------------------
+  accumulate_allreduce_grads_in_fp32 .............. True
+  bf16 ............................................ True
+  cuda_graph_impl ................................. transformer_engine
+  cuda_graph_modules .............................. [<CudaGraphModule.attn: 2>, <CudaGraphModule.moe_router: 5>]
+  exp_avg_dtype ................................... torch.float32
+  expert_model_parallel_size ...................... 8
+  global_batch_size ............................... 256
+  gradient_accumulation_fusion .................... True
+  grad_reduce_in_bf16 ............................. False
+  hidden_size ..................................... 4096
+  hysteresis ...................................... 2
+  micro_batch_size ................................ 1
+  moe_ffn_hidden_size ............................. 14336
+  moe_router_dtype ................................ None
+  moe_router_topk ................................. 2
+  moe_token_dispatcher_type ....................... alltoall
+  num_attention_heads ............................. 32
+  num_experts ..................................... 8
+  num_layers ...................................... 32
+  num_layers_per_virtual_pipeline_stage ........... 4
+  num_query_groups ................................ 8
+  overlap_grad_reduce ............................. True
+  pipeline_model_parallel_size .................... 4
+  recompute_granularity ........................... selective
+  recompute_modules ............................... ['layernorm', 'moe_act']
+  seq_length ...................................... 4096
+  tensor_model_parallel_size ...................... 2
+  virtual_pipeline_model_parallel_size ............ 2
+  world_size ...................................... 64
+-------------------- end of arguments ---------------------
+"""
+
+
+@pytest.mark.parametrize("rank", ["", "[default0]:", "0: "])
+def test_the_table_that_megatron_lm_prints_is_read(rank: str) -> None:
+    imported = import_text("".join(f"{rank}{line}\n" for line in TABLE.splitlines()), {"cluster.chip": "h100"})
+    plan = imported.plan
+    assert plan is not None, imported.findings
+    assert (plan.model_name, plan.cluster.gpus, plan.job.global_batch) == ("mixtral-8x7b", 64, 256)
+    assert (plan.layout.tp, plan.layout.pp, plan.layout.vpp, plan.layout.ep) == (2, 4, 2, 8)
+    assert plan.knobs.recompute == ("layernorm", "moe_act")
+    assert plan.knobs.graphs == ("attn", "moe_router")
+    assert (plan.knobs.precision, plan.knobs.grad_dtype, plan.knobs.router_dtype) == ("bf16", "fp32", "bf16")
+    assert (plan.knobs.grad_reduce_overlap, plan.knobs.param_gather_overlap) == (True, False)
+    assert {finding.at for finding in imported.findings} == {
+        "model.accumulate_allreduce_grads_in_fp32",
+        "model.hysteresis",
+    }
+
+
+SCRIPT = """
+from megatron.bridge.recipes.qwen.qwen3_moe import qwen3_30b_a3b_pretrain_config
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
+
+cfg = qwen3_30b_a3b_pretrain_config()
+cfg.model.tensor_model_parallel_size = 2
+cfg.model.recompute_granularity = "selective"
+cfg.model.recompute_modules = [
+    "layernorm",
+    "moe_act",
+]
+cfg.optimizer.exp_avg_dtype = torch.bfloat16
+cfg.optimizer.use_precision_aware_optimizer = True
+cfg.train.global_batch_size = 8 * 64
+cfg.mixed_precision = bf16_with_mxfp8_mixed()
+cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_moe_expert_parallel_comm=True)
+cfg.env_vars = {"CUDA_DEVICE_MAX_CONNECTIONS": 32, "MY_SWITCH": 1}
+if cfg.model.tensor_model_parallel_size > 1:
+    cfg.model.expert_model_parallel_size = 8
+apply_flex_dispatcher_backend(cfg.model, moe_flex_dispatcher_backend="hybridep")
+"""
+
+
+def test_the_python_of_a_recipe_is_read() -> None:
+    imported = import_text(SCRIPT, {"cluster.chip": "gb200", "cluster.gpus": 16})
+    plan = imported.plan
+    assert plan is not None, imported.findings
+    assert (plan.model_name, plan.job.task, plan.layout.tp, plan.layout.ep) == ("qwen3-30b-a3b", "pretrain", 2, 8)
+    assert (plan.knobs.precision, plan.knobs.optimizer_dtype) == ("mxfp8", "bf16")
+    assert (plan.knobs.recompute, plan.knobs.dispatcher) == (("layernorm", "moe_act"), "hybridep")
+    assert (plan.knobs.ep_overlap, plan.knobs.tp_overlap, plan.knobs.max_connections) == (True, False, 32)
+    named = {finding.at for finding in imported.findings if finding.rule == "import-without-counterpart"}
+    assert named == {"train.global_batch_size", "MY_SWITCH"}  # a product, and a variable of the user's own
+
+
+@pytest.mark.parametrize(
+    ("words", "vpp", "rules_of_it"),
+    [
+        ("--num-layers 32", 4, []),
+        ("", None, ["import-without-counterpart"]),
+        ("--num-layers 33", None, ["import-readable"]),
+    ],
+)
+def test_layers_of_a_virtual_stage_are_counted(words: str, vpp: int | None, rules_of_it: list[str]) -> None:
+    """As in training/arguments.py of megatron-core 0.19.2: layers over PP over this number."""
+    line = f"pretrain_gpt.py {words} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --bf16"
+    given = {"model": "mixtral-8x7b", "cluster.chip": "h100", "cluster.gpus": 64, "knobs.dispatcher": "alltoall"}
+    imported = import_text(line, given)
+    said = [one.rule for one in imported.findings if one.at == "--num-layers-per-virtual-pipeline-stage"]
+    assert said == rules_of_it
+    if vpp is not None:
+        assert imported.plan is not None
+        assert imported.plan.layout.vpp == vpp
+
+
+def test_nothing_that_a_plan_has_no_place_for_is_dropped_in_silence() -> None:
+    text = (
+        "MY_FLAG=3 NCCL_NVLS_ENABLE=0 pretrain.py -mr qwen3_30b_a3b model.hidden_dropout=0.1 model.attention_dropout=0"
+    )
+    named = {
+        finding.at for finding in import_text(text, GIVEN).findings if finding.rule == "import-without-counterpart"
+    }
+    assert {"MY_FLAG", "model.hidden_dropout"} == named
 
 
 def test_an_argument_line_is_read_with_what_megatron_does_without_an_argument() -> None:

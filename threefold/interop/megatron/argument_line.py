@@ -155,8 +155,9 @@ def read_arguments(words: Sequence[str]) -> tuple[Settings, list[Finding]]:
     return settings, findings
 
 
-_TABLE_ROW = re.compile(r"^(?:.*\]:?)?\s*([a-z][a-z0-9_]*) \.+ (.*?)\s*$")  # a launcher may write the rank before it
-_TABLE_START = "--- arguments ---"
+# A launcher may write the rank before a row. Names that fill their column have no dots after them.
+_TABLE_ROW = re.compile(r"(?:^|[\]:\s])([a-z][a-z0-9_]*)(?: \.+ |  )(.*?)\s*$")
+_TABLE_START, _TABLE_END = "--- arguments ---", "--- end of arguments ---"
 # What Megatron-LM's table says of the run itself, and not of its job.
 _RUN_FACTS = ("rank", "local_rank", "world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size")
 
@@ -168,7 +169,8 @@ def is_table(text: str) -> bool:
 
 def read_table(text: str) -> tuple[Settings, int | None]:
     """The settings of a table that Megatron-LM printed, without those that are off, and the number of ranks."""
-    rows = dict(match.groups() for line in text.splitlines() if (match := _TABLE_ROW.match(line)))
+    table = text.partition(_TABLE_START)[2].partition(_TABLE_END)[0]
+    rows = dict(match.groups() for line in table.splitlines() if (match := _TABLE_ROW.search(line)))
     against = {argument[2:].replace("-", "_"): path for path, argument in ARGUMENT_AGAINST.items()}
     settings: Settings = dict(DEFAULTS)
     for name, written in rows.items():

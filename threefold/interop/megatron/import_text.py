@@ -134,12 +134,12 @@ def _in_own_words(plan: Plan) -> Plan:
 
 
 def _read(text: str, is_yaml: bool) -> Found:
+    if is_table(text):
+        return _read_table(text)
     if is_yaml or _looks_like_yaml(text):
         return _read_yaml(text)
     if "OVERRIDES = [" in text and (script := _read_script(text)):
         return script
-    if is_table(text):
-        return _read_table(text)
     if python := read_python(textwrap.dedent(text)):
         return _read_python(python)
     try:

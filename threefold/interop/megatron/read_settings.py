@@ -26,6 +26,7 @@ from threefold.plan.table import FIELDS
 from threefold.spec.model import ModelSpec
 
 Fields = dict[str, Any]
+_WITHOUT_LIMIT = ("checkpoint.most_recent_k", -1)  # every checkpoint is kept, which no plan says
 _FEW = 8  # settings without a counterpart that are named one by one
 
 _DTYPES = {name: short for short, name in TORCH_DTYPES.items()} | {short: short for short in TORCH_DTYPES}
@@ -60,7 +61,7 @@ def fields_of(settings: Settings, model: ModelSpec | None, has_arguments: bool =
     """Fields of a plan, without model and cluster; `model` is the one without cuts, to tell a cut from its own size."""
     reader = Reader(_in_one_spelling(settings), model, has_arguments=has_arguments)
     for row in PLAIN:
-        if reader.has(row.path):
+        if reader.has(row.path) and (row.path, reader.settings[row.path]) != _WITHOUT_LIMIT:
             value = reader.take(row.path)
             value = row.null if value is None else value
             if value is not None:
@@ -80,6 +81,7 @@ def _name_the_rest(reader: Reader) -> None:
         rest = [path for path in rest if path not in unknown]
         _name_the_unknown(reader, unknown)
     if len(rest) > _FEW:
+        rest = [path for path in rest if reader.settings[path] not in (None, False, (), "")] or rest  # what is on
         problem = f"{len(rest)} settings have no counterpart in a plan: {', '.join(rest)}"
         reader.warn(rest[0].partition(".")[0], problem, "the plan goes without them")
         return
@@ -182,8 +184,14 @@ def _read_optimizer_states(reader: Reader) -> None:
     reader.take("optimizer.main_grads_dtype")
     moment = reader.take("optimizer.exp_avg_dtype")
     reader.take("optimizer.exp_avg_sq_dtype")
-    if reader.take("optimizer.use_precision_aware_optimizer") and moment is not None:
+    is_aware = reader.take("optimizer.use_precision_aware_optimizer")
+    if is_aware and moment is not None:
         reader.fields["knobs.optimizer_dtype"] = _DTYPES.get(str(moment), moment)
+    if is_aware is False:  # else a complete file's default would count
+        reader.fields.pop("knobs.store_param_remainders", None)
+    if reader.settings.get("mixed_precision.fp16") is False:
+        for name in ("initial_loss_scale", "loss_scale_window"):
+            reader.fields.pop(f"job.{name}", None)
     fraction = reader.take("optimizer.optimizer_offload_fraction", 1.0)
     if reader.take("optimizer.optimizer_cpu_offload"):
         reader.fields["knobs.optimizer_offload"] = fraction
@@ -249,7 +257,7 @@ def _read_recompute(reader: Reader) -> None:
             reader.fields["knobs.recompute_method"] = method
         if layers not in (None, 1):
             reader.fields["knobs.recompute_layers"] = layers
-    elif granularity == "selective" or (modules and granularity is None):
+    elif granularity == "selective" or (modules and not reader.has("model.recompute_granularity")):
         names = _names(modules) or ["core_attn"]  # what Megatron recomputes where no modules are named
         reader.fields["knobs.recompute"] = [MODULES.get(name, name) for name in names]
 
@@ -296,6 +304,8 @@ def _read_memory(reader: Reader) -> None:
 def _read_model(reader: Reader) -> None:
     if reader.has("model.mtp_num_layers"):
         reader.fields["job.mtp"] = reader.take("model.mtp_num_layers") or 0
+        if not reader.fields["job.mtp"]:
+            reader.fields.pop("job.mtp_weight", None)
     frequency = reader.take("model.moe_layer_freq")
     if isinstance(frequency, list | tuple):
         reader.fields["model.num_dense_layers"] = list(frequency).index(1) if 1 in frequency else len(frequency)

@@ -91,7 +91,8 @@ def _balanced(plan: Plan) -> str | None:
 
 def _write_data_parallel(writer: Writer) -> None:
     kind, copies = writer.plan.knobs.data_parallel, writer.plan.layout.replicate
-    writer.put("knobs.data_parallel", "ddp.use_distributed_optimizer", True)
+    for group in ("ddp", "optimizer"):
+        writer.put("knobs.data_parallel", f"{group}.use_distributed_optimizer", True)
     writer.put("knobs.data_parallel", "ddp.use_megatron_fsdp", kind != "zero1")
     if kind != "zero1":
         writer.put("knobs.data_parallel", "ddp.data_parallel_sharding_strategy", "optim_grads_params")
@@ -275,6 +276,9 @@ def _write_model(writer: Writer) -> None:
         writer.put("job.mtp", "model.mtp_num_layers", plan.mtp or None)
         if plan.job.mtp == model.mtp_layers:
             writer.respell("job.mtp", SAME_AS_ABSENT)
+    if not plan.mtp:
+        writer.settings.pop("model.mtp_loss_scaling_factor", None)
+        writer.lose("job.mtp_weight", NO_EFFECT)
     cut = dict(plan.written)
     _respell_uncut(writer)
     if model.is_moe and ("model.num_dense_layers" in cut or ("model.num_layers" in cut and model.num_dense_layers)):
