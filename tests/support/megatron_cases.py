@@ -50,6 +50,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.activation_offload": ["fused_group_mlp"]},
         {"knobs.activation_offload": ["fused_group_mlp"], "knobs.expert_fusion": True},
     ),
+    "narrow-states-need-adamw": (
+        {"job.optimizer": "muon", "knobs.optimizer_dtype": "bf16"},
+        {"knobs.optimizer_dtype": "bf16"},
+    ),
     "recompute-mla-up-proj-needs-mla": (
         {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.recompute": ["mla_up_proj", "layernorm"]},
         {"knobs.recompute": ["mla_up_proj"]},

@@ -6,8 +6,15 @@ from itertools import pairwise
 import pytest
 from megatron_exports import recipe, recipe_plans
 
-from threefold.interop.megatron.bridge_files import export_files, job_script, overrides, torchrun_script, train_script
-from threefold.interop.megatron.environment import environment_of
+from threefold.interop.megatron.bridge_files import (
+    export_files,
+    job_script,
+    overrides,
+    performance_script,
+    torchrun_script,
+    train_script,
+)
+from threefold.interop.megatron.environment import EXPORTED_VARIABLES, environment_of
 from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, export_plan
 from threefold.interop.megatron.field_names import DTYPE_PATHS, TORCH_DTYPES
 from threefold.interop.megatron.import_text import import_text
@@ -72,6 +79,103 @@ def variables(plan: Plan) -> dict[str, str]:
 def test_connections_follow_the_performance_scripts(changes: dict[str, object], connections: str) -> None:
     """As `_set_num_cuda_device_max_connections` of scripts/performance/perf_plugins.py has it."""
     assert variables(change(H100, changes))["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
+
+
+def test_an_arm_without_overlap_has_the_queues_that_check_wants() -> None:
+    """32 of them are for EP overlap; TP and CP before Blackwell want one."""
+    tp = {"layout.tp": 2, "knobs.dispatcher": "deepep", "knobs.max_connections": 32}
+    plan = change(recipe("qwen3-30b-a3b-4k-16xh100-bf16-overlap"), tp)
+    script = performance_script(export_plan(plan))
+    starts = [line.split()[0] for line in script.splitlines() if "uv run" in line]
+    assert starts == [f"CUDA_DEVICE_MAX_CONNECTIONS={count}" for count in (1, 32, 32)]
+
+
+EXPORTS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    # what Megatron refused or misread: a recipe, changes to it, and overrides that its export must have
+    "the recipe's dtypes of the optimizer": (
+        "deepseek-v3-4k-1024xh100-fp8",
+        {},
+        {
+            "optimizer.main_grads_dtype": "fp32",
+            "optimizer.main_params_dtype": "fp32",
+            "optimizer.exp_avg_dtype": "fp32",
+            "optimizer.exp_avg_sq_dtype": "fp32",
+            "optimizer.use_distributed_optimizer": True,
+        },
+    ),
+    "the recipe's ends of a pipeline": (
+        "qwen3-235b-a22b-128k-128xgb200-bf16",
+        {},
+        {
+            "model.account_for_embedding_in_pipeline_split": False,
+            "model.account_for_loss_in_pipeline_split": False,
+        },
+    ),
+    "packing in a batch with images": (
+        "qwen3-vl-235b-a22b-4k-128xgb200-bf16-3d-pipeline",
+        {},
+        {"dataset.enable_in_batch_packing": False},
+    ),
+    "packing in a batch, in a release before": (
+        "qwen3-vl-235b-a22b-4k-128xgb200-bf16-3d-pipeline",
+        {"stack.release": "26.06"},
+        {"dataset.pack_sequences_in_batch": False},
+    ),
+    "packed answers": (
+        "tiny-qwen3-moe-256-1xcpu-fp32",
+        {"job.task": "sft"},
+        {"dataset.enable_offline_packing": False, "dataset.offline_packing_specs": None},
+    ),
+    "answers over context parallelism": (
+        "qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d",
+        {"layout.cp": 2},
+        {"ddp.average_in_collective": False, "model.calculate_per_token_loss": True},
+    ),
+    "the delta rule before Core 0.19": (
+        "qwen3-next-80b-a3b-32k-32xgb200-bf16",
+        {"stack.release": "26.06", "layout.cp": 2},
+        {"model.cp_comm_type": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_an_export_says_what_a_recipe_would_leave_in_megatrons_way(case: str) -> None:
+    name, changes, wanted = EXPORTS[case]
+    settings = export_plan(change(recipe(name), changes)).settings
+    assert {path: settings.get(path, "absent") for path in wanted} == wanted
+
+
+def test_images_come_from_the_recipes_own_dataset() -> None:
+    settings = export_plan(recipe("qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d-ep")).settings
+    assert "dataset.blend" not in settings
+    assert export_plan(recipe("qwen3-30b-a3b-4k-16xh100-bf16-overlap")).settings["dataset.blend"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"knobs.activation_offload": ["moe_act"]}, "NVTE_CPU_OFFLOAD_V1"),
+        ({"knobs.expert_fusion": True}, "NVTE_CUTEDSL_FUSED_GROUPED_MLP"),
+    ],
+)
+def test_variables_without_which_megatron_refuses_a_knob(changes: dict[str, object], name: str) -> None:
+    assert variables(change(H100, changes))[name] == "1"
+    assert name not in variables(H100)
+
+
+def test_every_variable_of_an_export_is_passed_over_by_an_import() -> None:
+    more = {"knobs.activation_offload": ["moe_act"], "knobs.expert_fusion": True, "knobs.precision": "nvfp4"}
+    plans = [*recipe_plans().values(), change(GB200, more)]
+    names = {item.name for plan in plans for item in environment_of(plan)}
+    assert names - EXPORTED_VARIABLES == {"CUDA_DEVICE_MAX_CONNECTIONS"}
+    assert set() == EXPORTED_VARIABLES - names
+
+
+def test_a_vision_model_without_a_recipe_has_the_frame_of_one_with_images() -> None:
+    script = train_script(export_plan(recipe("tiny-qwen3-vl-moe-256-4xcpu-fp32-fsdp")))
+    assert "from megatron.bridge.recipes.qwen_vl.qwen3_vl import qwen3_vl_30b_a3b_" in script
+    assert "cfg.dataset.hf_processor_path = source" in script
 
 
 def test_hybridep_is_told_its_domain() -> None:

@@ -37,7 +37,7 @@ def unknown_overrides(export: Export) -> list[str]:
     facts, plan = wheels(export.release.bridge), export.plan
     groups = dict(facts["groups"])
     groups["model"] = groups["model.gpt"] + groups.get(f"model.{model_kind(plan.model)}", [])
-    groups["dataset"] = groups[f"dataset.{plan.job.task}"]
+    groups["dataset"] = groups["dataset.vlm" if plan.is_vlm else f"dataset.{plan.job.task}"]
     unknown = []
     for path in export.settings:
         group, _, name = path.partition(".")

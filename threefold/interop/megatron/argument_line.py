@@ -170,7 +170,8 @@ def is_table(text: str) -> bool:
 def read_table(text: str) -> tuple[Settings, int | None]:
     """The settings of a table that Megatron-LM printed, without those that are off, and the number of ranks."""
     table = text.partition(_TABLE_START)[2].partition(_TABLE_END)[0]
-    rows = dict(match.groups() for line in table.splitlines() if (match := _TABLE_ROW.search(line)))
+    matches = (_TABLE_ROW.search(line) for line in table.splitlines())
+    rows = {match[1]: match[2] for match in matches if match}
     against = {argument[2:].replace("-", "_"): path for path, argument in ARGUMENT_AGAINST.items()}
     settings: Settings = dict(DEFAULTS)
     for name, written in rows.items():

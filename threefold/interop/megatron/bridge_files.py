@@ -141,9 +141,12 @@ def _graph_flags(plan: Plan) -> list[str]:
     return ["transformer_engine", "--cuda_graph_scope", ",".join(plan.knobs.graphs)]
 
 
-def performance_command(export: Export, steps: int | None = None, settings: dict[str, Any] | None = None) -> str:
+def performance_command(
+    export: Export, steps: int | None = None, settings: dict[str, Any] | None = None, arm: Plan | None = None
+) -> str:
+    """`arm`: the plan as this arm of an A/B runs it, where it is not the exported one."""
     words = performance_words(export, steps, settings)
-    connections = export.plan.knobs.max_connections
+    connections = _connections(arm or export.plan)
     first = [] if connections is None else [f"CUDA_DEVICE_MAX_CONNECTIONS={connections}"]
     lines, flags = [], words[4:]
     while flags:
@@ -156,21 +159,30 @@ def performance_command(export: Export, steps: int | None = None, settings: dict
 def performance_script(export: Export) -> str:
     """The plan's own line, and for experts that travel the arms of an A/B of their overlap, one variable at a time."""
     lines = ["#!/bin/bash", "# From the root of Megatron Bridge's repository.", ""]
-    arms = [(name, pair) for name, pair in _ARMS.items() if _can_run(export.plan, pair)]
+    arms = {name: (pair, arm) for name, pair in _ARMS.items() if (arm := _arm(export.plan, pair))}
     if len(arms) < 2:
         return "\n".join([*lines, "# this plan", performance_command(export, AB_STEPS), ""])
-    for name, pair in arms:
+    for name, (pair, arm) in arms.items():
         settings = {**export.settings, **dict(zip(_OVERLAP, pair, strict=True))}
-        lines += [f"# {name}", performance_command(export, AB_STEPS, settings), ""]
+        lines += [f"# {name}", performance_command(export, AB_STEPS, settings, arm), ""]
     return "\n".join(lines)
 
 
-def _can_run(plan: Plan, overlaps: tuple[bool, bool]) -> bool:
-    """Whether the rules let the plan run as an arm with EP overlap and delayed weight gradients so set."""
+def _arm(plan: Plan, overlaps: tuple[bool, bool]) -> Plan | None:
+    """The plan with EP overlap and delayed weight gradients so set; None where rules refuse it."""
     if not plan.model.is_moe:
-        return False
-    arm = {"target": BRIDGE, "knobs.ep_overlap": overlaps[0], "knobs.delay_wgrad": overlaps[1]}
-    return not blockers(judge(change(plan, arm)))
+        return None
+    arm = change(plan, {"target": BRIDGE, "knobs.ep_overlap": overlaps[0], "knobs.delay_wgrad": overlaps[1]})
+    return None if blockers(judge(arm)) else arm
+
+
+def _connections(plan: Plan) -> int | None:
+    """CUDA_DEVICE_MAX_CONNECTIONS of a plan that states it, as `check` wants it: EP overlap needs another than TP."""
+    stated, at = plan.knobs.max_connections, "knobs.max_connections"
+    if stated is None:
+        return None
+    fixes = (finding.fix for finding in judge(plan) if finding.at == at and finding.fix)
+    return next((fix[at] for fix in fixes), stated)
 
 
 def environment_script(export: Export) -> str:

@@ -188,3 +188,24 @@ def _absent(plan: Plan, name: str, is_there: bool, what: str) -> Iterator[Findin
     if name in plan.knobs.recompute and not is_there:
         fix = {"knobs.recompute": without(plan.knobs.recompute, name)}
         yield Finding(at="knobs.recompute", problem=f"{name}: {plan.model.name} has {what}", fix=fix)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="OF-OPT",
+    refused_in=("core/optimizer/optimizer_config.py", "--use-precision-aware-optimizer only supported with adam"),
+)
+def narrow_states_need_adamw(plan: Plan) -> Iterator[Finding]:
+    """Megatron keeps narrower optimizer states, gradients or remainders of weights for Adam only.
+
+    Why: all three belong to its precision-aware optimizer.
+    Confirm: job.optimizer with knobs.optimizer_dtype, grad_dtype and store_param_remainders.
+    Fix: states and gradients in fp32, or AdamW.
+    """
+    knobs = plan.knobs
+    rest: dict[str, object] = {"optimizer_dtype": "fp32", "grad_dtype": "fp32", "store_param_remainders": False}
+    narrow = [name for name, value in rest.items() if getattr(knobs, name) != value]
+    if plan.job.optimizer != "adamw" and narrow:
+        fixes: list[dict[str, object]] = [{f"knobs.{name}": None for name in narrow}, {"job.optimizer": "adamw"}]
+        problem = f"{', '.join(narrow)} with {plan.job.optimizer}"
+        yield Finding(at=f"knobs.{narrow[0]}", problem=problem, fixes=fixes)
