@@ -3,16 +3,22 @@
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.findings import in_order, shown
 from threefold.interop.megatron.bridge_files import export_files
-from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, export_plan
+from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, Export, export_plan
+from threefold.interop.megatron.validation.judge.verdict import EXIT_CODES, summary_text
+from threefold.interop.megatron.validation.run import run_validation
 from threefold.interop.slurm import Options, faults
 from threefold.plan.parse import change
 from threefold.rules.all import check, errors
 from threefold.spec.megatron import is_release_name
+
+NOT_VERIFIED = "not verified: run its validate.py where Megatron is installed, or export with --verify\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--release", help="NeMo container or Bridge version whose names to use (default: stack.release, or the newest)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the files here instead of printing them")
+    parser.add_argument(
+        "--verify", action="store_true", help="let Megatron's own validation judge the export, on a CPU"
+    )
+    parser.add_argument("--python", metavar="FILE", help="interpreter that has Megatron's packages (default: this one)")
+    parser.add_argument(
+        "--megatron", type=Path, metavar="DIR", help="unpacked wheels of Megatron (default: as installed there)"
+    )
+    parser.add_argument("--verify-seconds", type=float, default=120.0, help="limit of the verification (default 120)")
     parser.add_argument("--time", help="time limit of the Slurm job, such as 24:00:00")
     parser.add_argument("--partition", help="where the Slurm job waits")
     parser.add_argument("--account", help="who pays for it")
@@ -45,21 +59,38 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(blocking), args.json, beside)
     export = export_plan(plan, args.to, args.release)
     files = export_files(export, args.plan, options, str(args.out or "."))
-    if args.json:
-        json.dump({**export.to_json(), "files": files}, sys.stdout, indent=2)
-        print()
-    if args.out is None:
-        if not args.json:
-            print("\n".join(f"==> {name} <==\n{text}" for name, text in files.items()), end="")
-        return 0
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (args.out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"threefold export: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+    if args.out is not None and not _write(files, args.out):
         return 1
-    if not args.json:
+    answer = _verify(args, export, files) if args.verify else None
+    if args.json:
+        json.dump({**export.to_json(), "files": files, "verification": answer}, sys.stdout, indent=2)
+        print()
+    elif args.out is None:
+        print("\n".join(f"==> {name} <==\n{text}" for name, text in files.items()))
+    else:
         print(f"wrote {', '.join(files)} to {args.out}")
         print(files["table.txt"], end="")
-    return 0
+    if not args.json:
+        print(summary_text(answer) if answer else NOT_VERIFIED, end="")
+    return EXIT_CODES[answer["verdict"]] if answer else 0
+
+
+def _write(files: dict[str, str], folder: Path) -> bool:
+    """Whether every file could be written; a message says what could not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"threefold export: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return False
+    return True
+
+
+def _verify(args: argparse.Namespace, export: Export, files: dict[str, str]) -> dict[str, Any]:
+    """Megatron's verdict on the written files, which are in a folder of their own where they are only printed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.out or Path(scratch)
+        if args.out is None:
+            _write(files, folder)
+        return run_validation(export.stack, folder, args.python, args.megatron, args.verify_seconds)

@@ -12,6 +12,7 @@ from typing import Any
 from threefold.interop.megatron.argument_line import as_line
 from threefold.interop.megatron.export_plan import BRIDGE, Export
 from threefold.interop.megatron.field_names import DTYPE_PATHS, PRECISIONS, SCRIPT_CHIPS, TORCH_DTYPES
+from threefold.interop.megatron.validation.script import validation_script
 from threefold.interop.slurm import Options, node_script, shape
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -272,5 +273,5 @@ def export_files(export: Export, file: str, options: Options, folder: str) -> di
     else:
         own = {"arguments.sh": argument_line(export)}
     job = job_script(export, file, options, f"{folder.rstrip('/')}/train.py")
-    own |= {"environment.sh": environment_script(export), "job.sbatch": job}
+    own |= {"environment.sh": environment_script(export), "job.sbatch": job, "validate.py": validation_script(export)}
     return {**own, "table.txt": inexpressible_text(export)}

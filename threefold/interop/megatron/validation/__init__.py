@@ -1,0 +1,1 @@
+"""An export judged by Megatron's own validation, on a CPU and in Megatron's own interpreter."""

@@ -1,0 +1,118 @@
+"""`validate.py` of an exported folder: the sources of `judge/` in one file, with what the plan says as its head.
+
+It imports nothing of threefold, so that it runs on a login node, in the interpreter that has Megatron.
+"""
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from threefold.engine.weights.make_hf_config import hf_config_of
+from threefold.interop.megatron.export_plan import BRIDGE, Export
+from threefold.interop.megatron.models import BRIDGE_MODELS
+from threefold.interop.megatron.releases import version
+from threefold.interop.megatron.validation.expected import expected_values
+from threefold.spec.chips import ChipSpec
+from threefold.spec.models import MODELS
+
+_JUDGE = Path(__file__).parent / "judge"
+_MODULES = ("verdict", "stand_ins", "machine", "values", "bridge", "lm", "process")
+_CAPABILITY = {"ampere": (8, 0), "ada": (8, 9), "hopper": (9, 0), "blackwell": (10, 0)}
+_ULTRA = ("b300", "gb300")  # compute capability 10.3: CUDA C++ Programming Guide 13, table of compute capabilities
+_MULTIPROCESSORS = {"ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148}  # NVIDIA's architecture white papers
+# Transformer Engine beside each release, as NVIDIA's containers have it; the newest where a release is not listed.
+_TRANSFORMER_ENGINE = {"0.3": "2.12.0", "0.4": "2.13.0", "0.5": "2.15.0", "0.6": "2.16.0"}
+_FRAME = "qwen3-30b-a3b"  # whose recipe frames models without one
+
+
+def validation_script(export: Export) -> str:
+    head = json.dumps(job_of(export), indent=1, ensure_ascii=True)
+    parts = [
+        '"""Judges the export in this folder by Megatron\'s own validation, on a CPU: python validate.py --help"""',
+        *_imports(),
+        *(_body(name) for name in _MODULES),
+        f"JOB = json.loads(r'''\n{head}\n''')\n",
+        'if __name__ == "__main__":\n    sys.exit(validate_main(JOB, str(Path(__file__).resolve().parent)))\n',
+    ]
+    return "\n\n".join(parts)
+
+
+def job_of(export: Export) -> dict[str, Any]:
+    """What the judge must know of the plan."""
+    plan, release = export.plan, export.release
+    short = ".".join(str(number) for number in version(release.bridge)[:2])
+    return {
+        "to": export.to,
+        "stack": export.stack,
+        "bridge": release.bridge,
+        "core": release.core,
+        "gpus": plan.cluster.gpus,
+        "gpus_per_node": plan.cluster.node,
+        "device": _device(plan.chip),
+        "transformer_engine": plan.stack.te or _TRANSFORMER_ENGINE.get(short, _TRANSFORMER_ENGINE["0.6"]),
+        "configs": _configs(export) if export.to == BRIDGE else {},
+        "expected": expected_values(plan),
+    }
+
+
+def _device(chip: ChipSpec) -> dict[str, Any]:
+    """A CPU's plan is judged as one for H100, because Megatron trains on GPUs."""
+    is_gpu = chip.architecture in _CAPABILITY
+    architecture = chip.architecture if is_gpu else "hopper"
+    major, minor = _CAPABILITY[architecture]
+    name = chip.name if is_gpu else "h100"
+    return {
+        "name": f"NVIDIA {name.upper()}",
+        "major": major,
+        "minor": 3 if name in _ULTRA else minor,
+        "total_memory": chip.memory_bytes,
+        "multi_processor_count": _MULTIPROCESSORS[architecture],
+    }
+
+
+def _configs(export: Export) -> dict[str, Any]:
+    """config.json by name on the Hub, the plan's own model first; a recipe that frames it reads one of its own."""
+    plan = export.plan
+    name = export.selection.source or BRIDGE_MODELS.get(plan.model_name, BRIDGE_MODELS[_FRAME]).hub or plan.model_name
+    if plan.model_name not in BRIDGE_MODELS:
+        name = plan.model_name.removeprefix("hf:")
+    configs = {name: hf_config_of(plan.model)}
+    if not export.selection.function:
+        configs[BRIDGE_MODELS[_FRAME].hub] = hf_config_of(MODELS[_FRAME])
+    return configs
+
+
+def _imports() -> list[str]:
+    """The modules' imports from Python's library, once each."""
+    lines: set[str] = set()
+    for name in _MODULES:
+        lines |= {ast.unparse(node) for node in _nodes(name) if _is_import(node) and not _is_own(node)}
+    return ["\n".join(sorted(lines))]
+
+
+def _body(name: str) -> str:
+    """The text of a module without its imports; its docstring becomes a comment."""
+    lines = (_JUDGE / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    kept = dict(enumerate(lines, 1))
+    nodes = _nodes(name)
+    for node in nodes:
+        if _is_import(node) or node is nodes[0]:
+            for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                del kept[number]
+    doc = ast.get_docstring(ast.parse("\n".join(lines))) or ""
+    comment = "\n".join(f"# {line}".rstrip() for line in doc.splitlines())
+    text = "\n".join(kept.values()).strip()
+    return f"{comment}\n\n{text}\n"
+
+
+def _nodes(name: str) -> list[ast.stmt]:
+    return ast.parse((_JUDGE / f"{name}.py").read_text(encoding="utf-8")).body
+
+
+def _is_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def _is_own(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith("threefold.")
