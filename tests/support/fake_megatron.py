@@ -75,7 +75,12 @@ FILES = {
     "bridge/training/gpt_step.py": "forward_step = None\n",
     "bridge/training/pretrain.py": "def pretrain(config, forward_step_func):\n    raise NotImplementedError\n",
     "bridge/training/finetune.py": "def finetune(config, forward_step_func):\n    raise NotImplementedError\n",
-    "bridge/training/mixed_precision.py": "def get_mixed_precision_config(name):\n    return name\n",
+    "bridge/training/mixed_precision.py": """
+        from types import SimpleNamespace
+
+        def get_mixed_precision_config(name):
+            return SimpleNamespace()
+        """,
     "bridge/training/initialize.py": "def _initialize_distributed(**settings):\n    pass\n",
     "bridge/training/utils/omegaconf_utils.py": """
         import json

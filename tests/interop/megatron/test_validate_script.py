@@ -22,7 +22,7 @@ from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, LM, export_plan
 from threefold.interop.slurm import Options
 
-pytest.importorskip("torch")
+pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # children that are forked need not import it
 
 NAME = "qwen3-30b-a3b-4k-16xh100-bf16-overlap"
 PLACE = "megatron/core/transformer/transformer_config.py:"
@@ -44,7 +44,7 @@ def test_a_plan_that_nothing_refuses_is_accepted(tmp_path: Path) -> None:
     assert (found["verdict"], found["differs"], found["remark"]) == ("accepted", {}, "")
     assert [(rank["rank"], rank["stage"]) for rank in found["ranks"]] == [(0, "model"), (15, "model")]
     values = found["ranks"][0]["values"]
-    assert (values["layout.ep"], values["job.global_batch"], values["dp"]) == (8, 512, 16)
+    assert (values["layout.ep"], values["job.global_batch"], values["dp"]) == (16, 1024, 16)
     assert "transformer_engine" in found["stood_in"]
     assert "NVIDIA H100 (its properties)" in found["stood_in"]
 
@@ -116,17 +116,16 @@ def test_memory_ends_at_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_refusal_counts_more_than_a_rank_that_was_not_judged(tmp_path: Path) -> None:
-    fault = 'import no_such_package if os.environ["RANK"] == "0" else None'
-    fault = 'if os.environ["RANK"] == "0": import no_such_package\nelse: raise ValueError("no")'
+    fault = 'if os.environ["RANK"] == "0": import no_such_package\nraise ValueError("no")'
     found = validate(tmp_path, fault)
     assert [rank["kind"] for rank in found["ranks"]] == ["not judged", "refused"]
     assert found["verdict"] == "refused"
 
 
 def test_values_that_megatron_changes_are_named(tmp_path: Path) -> None:
-    found = validate(tmp_path, "model.moe_token_dispatcher_type = 'alltoall'; cfg.train.micro_batch_size *= 2")
+    found = validate(tmp_path, "model.moe_token_dispatcher_type = 'allgather'; cfg.train.micro_batch_size *= 2")
     assert found["verdict"] == "accepted"
-    assert found["differs"] == {"job.micro_batch": [1, 2], "knobs.dispatcher": ["deepep", "alltoall"]}
+    assert found["differs"] == {"job.micro_batch": [1, 2], "knobs.dispatcher": ["alltoall", "allgather"]}
 
 
 def test_another_release_is_said(tmp_path: Path) -> None:

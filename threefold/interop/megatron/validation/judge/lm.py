@@ -35,7 +35,7 @@ class LmExport:
     def arguments(self) -> None:
         from megatron.training.arguments import parse_args
 
-        words = shlex.split(Path(self.script).read_text())
+        words = shlex.split(Path(self.script).read_text().replace("\\\n", " "))  # lines that a backslash joins
         saved, sys.argv = sys.argv, words[words.index("pretrain_gpt.py") :]
         try:
             self.args = parse_args()

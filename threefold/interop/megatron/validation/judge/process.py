@@ -129,6 +129,8 @@ def judge_rank(job: dict[str, Any], folder: str, rank: int, finder: StandInFinde
             for stage in export.stages:
                 getattr(export, stage)()
             verdict = Verdict(stage=stage, values=export.values())
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:
             verdict = verdict_of(error, stage, export.script)
     if verdict.error == "SystemExit":  # argparse prints what it refuses
