@@ -17,6 +17,11 @@ from torch import Tensor
 UNSET = -(10**6)  # what a result holds until its event was waited for
 
 
+def weight_dtype(x: Tensor) -> torch.dtype:
+    """What the packages carry routing weights in: fp32. For rows in fp64, which the oracle has, fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class Event:
     def __init__(self, arrive: Callable[[], None] = lambda: None) -> None:
         self._arrive = arrive
@@ -143,7 +148,7 @@ class Buffer:
             (recv_x,), event = late(async_finish, handle[0].there(x))
             return recv_x, None, None, None, None, event
         assert num_tokens_per_rank is not None
-        assert topk_weights.dtype == torch.float32
+        assert topk_weights.dtype == weight_dtype(x)
         way = Way(is_token_in_rank, self.group)
         expert_NK, counts = to_local(way.there(topk_idx), len(num_tokens_per_expert), self.group)
         given, event = late(async_finish, way.there(x), expert_NK, way.there(topk_weights))
@@ -160,7 +165,7 @@ class Buffer:
         allocate_on_comm_stream=False,
     ):
         (way,) = handle
-        assert topk_weights is None or topk_weights.dtype == torch.float32
+        assert topk_weights is None or topk_weights.dtype == weight_dtype(x)
         weights = None if topk_weights is None else way.back(topk_weights)
         given, event = late(async_finish, way.back(x), weights)
         return *given, event
@@ -207,7 +212,7 @@ class ElasticBuffer:
             assert topk_idx is None
             (recv_x,), event = late(async_with_compute_stream, handle.way.there(x))
             return recv_x, None, None, handle, event
-        assert topk_weights.dtype == torch.float32
+        assert topk_weights.dtype == weight_dtype(x)
         assert topk_idx.shape[1] <= self.limits[2]
         way = Way(in_rank(topk_idx, num_experts, self.group.size()), self.group)
         expert_NK, counts = to_local(way.there(topk_idx), num_experts, self.group)
@@ -258,7 +263,7 @@ class HybridEPBuffer:
         assert num_permuted_tokens in (None, len(rows_RD))
         probs_R = None
         if probs is not None:
-            assert probs.dtype == torch.float32
+            assert probs.dtype == weight_dtype(hidden)
             probs_R = way.there(probs)[source_R, place_R]
         return rows_RD, probs_R, None, counts, handle
 

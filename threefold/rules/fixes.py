@@ -6,7 +6,7 @@ recompute), the ways of the findings that turned up are added, and the fix moves
 holds, the finding keeps its advice and says what stood in the way.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice, tee
 from typing import Any
@@ -38,9 +38,9 @@ def check(plan: Plan, target: str | None = None, notes: bool = True) -> list[Fin
     return with_fixes(plan, judge(plan, notes))
 
 
-def with_fixes(plan: Plan, findings: list[Finding]) -> list[Finding]:
+def with_fixes(plan: Plan, findings: list[Finding], leave_out: Collection[str] = ()) -> list[Finding]:
     """The findings with fixes that were tried. What parsing found may be among them."""
-    trials = Trials(plan, findings)
+    trials = Trials(plan, findings, leave_out=leave_out)
     offered = [trials.with_gains(one) if one.rule in TIME_WALLS else trials.with_fix(one) for one in findings]
     return in_order(one for one in offered if one is not None and (one.fix or not _is_offer(one)))
 
@@ -60,9 +60,12 @@ class Trial:
 class Trials:
     """Plans near one plan, judged to see which changes bring nothing new. A change is tried once."""
 
-    def __init__(self, plan: Plan, findings: list[Finding], sees_offers: bool = True) -> None:
-        """`sees_offers`: whether an offer counts as new only where its own fix holds, which takes trials of its own."""
-        self.plan, self.findings, self.sees_offers = plan, findings, sees_offers
+    def __init__(
+        self, plan: Plan, findings: list[Finding], sees_offers: bool = True, leave_out: Collection[str] = ()
+    ) -> None:
+        """`sees_offers`: whether an offer counts as new only where its own fix holds, which takes trials of its own.
+        Rules named in `leave_out` do not judge the trials."""
+        self.plan, self.findings, self.sees_offers, self.leave_out = plan, findings, sees_offers, leave_out
         self.known = {_key(finding) for finding in findings}
         self._left = MOST_TRIALS
         self._ways_left: dict[int, Iterator[Mapping[str, Any]]] = {}  # of findings that are held here, by identity
@@ -167,14 +170,14 @@ class Trials:
             other = change(self.plan, changes)
         except FindingsError:
             return None
-        findings = judge(other)
+        findings = judge(other, leave_out=self.leave_out)
         return Trial(other, findings, self._new(other, findings))
 
     def _new(self, other: Plan, findings: list[Finding]) -> list[Finding]:
         """What the other plan has that this one had not. Nothing is said of an offer whose fix does not hold."""
         new = [finding for finding in findings if _key(finding) not in self.known]
         if self.sees_offers and new and all(_is_offer(finding) for finding in new):
-            there = Trials(other, findings, sees_offers=False)
+            there = Trials(other, findings, sees_offers=False, leave_out=self.leave_out)
             new = [finding for finding in new if there.with_fix(finding).fix]
         return new
 
@@ -208,15 +211,20 @@ def _depth(finding: Finding) -> int:
     return _FOLLOWS.index(table) if table in _FOLLOWS and finding.rule not in PRICED else len(_FOLLOWS)
 
 
-def repair(plan: Plan, findings: Iterable[Finding] = (), severity: Severity = "error") -> tuple[Plan, list[Finding]]:
+def repair(
+    plan: Plan,
+    findings: Iterable[Finding] = (),
+    severity: Severity = "error",
+    leave_out: Collection[str] = (),
+) -> tuple[Plan, list[Finding]]:
     """Apply fixes until no finding of this severity has one; returns the plan and what was applied.
 
-    `findings` are those of parsing, whose fixes come first.
+    `findings` are those of parsing, whose fixes come first. Rules named in `leave_out` are not asked.
     """
     applied: list[Finding] = []
     left = list(findings)
     for _ in range(MOST_REPAIRS):
-        found = with_fixes(plan, [*left, *judge(plan)])
+        found = with_fixes(plan, [*left, *judge(plan, leave_out=leave_out)], leave_out)
         curable = [finding for finding in found if finding.severity == severity and finding.fix]
         if not curable:
             break

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from drawn_layouts import draw_layout
-from layout_runs import FAULTS, run_draw, run_draws
+from layout_runs import FAULTS, run_draw
 from mixture_layouts import MIXTURE_CASES
 from oracle_layouts import Case
 from tiny_mixtures import MIXTURES
@@ -48,13 +48,13 @@ def test_every_family_is_sharded_by_every_axis() -> None:
 
 @pytest.mark.parametrize("number", SAMPLE)
 def test_drawn_layout_is_one_rank(number: int) -> None:
-    outcome = run_draw(draw_layout(f"mixtures/{number}", MIXTURES))
+    outcome = run_draw(draw_layout(f"mixtures/{number}", MIXTURES, as_trained=False))
     assert outcome.kind == "equal", str(outcome)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_trained", [False, True], ids=["fp64", "as trained"])
 def test_drawn_layouts_are_one_rank(as_trained: bool) -> None:
-    outcomes = run_draws(SEED, 0, 30, as_trained, families=MIXTURES)
+    outcomes = (run_draw(draw_layout(f"{SEED}/{number}", MIXTURES, as_trained)) for number in range(30))
     faults = [str(outcome) for outcome in outcomes if outcome.kind in FAULTS]
     assert not faults, f"THREEFOLD_SEED={SEED}\n" + "\n".join(faults)

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from threefold.engine.dispatch.async_exchange import AsyncExchange, finish_exchange, start_exchange
@@ -21,6 +20,7 @@ from threefold.engine.dispatch.received_rows import ReceivedRows
 from threefold.engine.dist.collectives import all_gather
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.dist.mesh import Group
+from threefold.engine.sum_dtype import fp32_or_wider
 
 
 @dataclass
@@ -53,6 +53,7 @@ class FlexDispatcher(Dispatcher[FlexState]):
 
     def __init__(self, num_experts: int, ep: Group, etp: Group, capacity: Capacity | None) -> None:
         self.num_experts, self.ep, self.etp, self.capacity = num_experts, ep, etp, capacity
+        self.num_dispatches = 0  # for the oracle: no observer of collectives sees the package's exchanges
 
     def dispatch_preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> FlexState:
         if self.capacity is None:
@@ -66,6 +67,7 @@ class FlexDispatcher(Dispatcher[FlexState]):
 
     def dispatch_postprocess(self, x_PD: Tensor, weight_P: Tensor, state: FlexState) -> tuple[Tensor, Tensor, Tensor]:
         x_PD, weight_P = finish_exchange(state.dispatch_exchange, x_PD, weight_P)
+        self.num_dispatches += 1
         x_PD, weight_P, count_e = self.permute(x_PD, weight_P, state)
         if self.etp.is_trivial:
             return x_PD, weight_P, count_e
@@ -101,5 +103,6 @@ class FlexDispatcher(Dispatcher[FlexState]):
 
 
 def to_fp32(weight: Tensor) -> Tensor:
-    """Router weights in fp32, the only dtype in which the packages carry them."""
-    return weight.to(torch.float32)
+    """Router weights in fp32, the only dtype in which the packages carry them; in fp64 for a model in fp64, which the
+    oracle compares over a stand-in of the packages."""
+    return weight.to(fp32_or_wider(weight.dtype))

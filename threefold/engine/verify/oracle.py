@@ -5,6 +5,7 @@ they must cover each parameter exactly once. The one-rank run works on the same 
 would make the comparison a matter of luck, so they are counted.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -19,11 +20,13 @@ from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicSteps
 from threefold.engine.data.packing import Sample
 from threefold.engine.data_parallel.fsdp import Fsdp
 from threefold.engine.dispatch.capacity import Capacity
+from threefold.engine.dispatch.flex_base import FlexDispatcher
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.model_options import Options
+from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.schedule.microbatch_runners import Pipelined
@@ -50,17 +53,20 @@ def compare_with_one_rank(
     dtype: torch.dtype = torch.float64,
     options: Options | None = None,
     limit: float = LIMIT_SECONDS,
+    rates: Sequence[float] = (),
     reads_data: bool = False,
 ) -> Comparison:
     """Run the plan on forked ranks and on one rank, and compare.
 
-    With `reads_data` they train and evaluate on the data of the job, otherwise on made-up samples.
+    `rates` are the learning rates of the steps; without any they are LR. With `reads_data` the ranks train and evaluate
+    on the data of the job, otherwise on made-up samples.
     """
     options = options or replace(options_of(plan), expert_backend="loop")
     if options.lora is not None:  # with a B of zeros no gradient of A would be compared
         options = replace(options, lora=replace(options.lora, draws_b=True))
-    one_rank = run_one_rank(plan, steps, dtype, options, limit, reads_data)
-    ranks = run_ranks(plan.layout.gpus, run_rank, plan, steps, dtype, options, None, None, reads_data, limit=limit)
+    one_rank = run_one_rank(plan, steps, dtype, options, limit, rates, reads_data)
+    args = (plan, steps, dtype, options, None, None, rates, reads_data)
+    ranks = run_ranks(plan.layout.gpus, run_rank, *args, limit=limit)
     return compare_results(plan, one_rank, ranks)
 
 
@@ -70,13 +76,14 @@ def run_one_rank(
     dtype: torch.dtype,
     options: Options,
     limit: float = LIMIT_SECONDS,
+    rates: Sequence[float] = (),
     reads_data: bool = False,
 ) -> RankResults:
     """Train the unsharded model on the same microbatches, one after the other, with the plainest knobs."""
     one_rank_plan, plain = on_one_rank(plan, options)
     same_rows = plan if plan.shards_dynamically or reads_data else None
     # This rank is forked too: with a GPU in the machine, a process that has run a backward cannot fork ranks that do.
-    args = (one_rank_plan, steps, dtype, plain, None, same_rows, reads_data)
+    args = (one_rank_plan, steps, dtype, plain, None, same_rows, rates, reads_data)
     (one_rank,) = run_ranks(1, run_rank, *args, limit=limit)
     return one_rank
 
@@ -88,7 +95,8 @@ def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
     knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
     plain = replace(plain, recompute_save=(), vision_recompute=())
-    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False, graphs=())
+    plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
+    plain = replace(plain, graphs=(), compile=False)
     return replace(plan, layout=Layout(), knobs=knobs), plain
 
 
@@ -100,6 +108,7 @@ def run_rank(
     options: Options,
     mesh: Mesh | None = None,
     same_rows: Plan | None = None,
+    rates: Sequence[float] = (),
     reads_data: bool = False,
 ) -> RankResults:
     """Train some steps as one rank of the plan's layout and return what it computed, in host memory.
@@ -127,11 +136,12 @@ def run_rank(
             degrees = [batch.cp_degree or 1 for batch in batches if not batch.is_empty]
             results.largest_cp = max([results.largest_cp, *degrees])
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts
-            result = train_step(recording, batches, LR, plan.job)
+            rate = rates[step] if rates else LR
+            result = train_step(recording, batches, rate, plan.job)
             while result.overflowed:  # fp16 looks for its loss scale, and skips such a step: the same one again
                 if step == 0:
                     results.gradients.clear()
-                result = train_step(recording, batches, LR, plan.job)
+                result = train_step(recording, batches, rate, plan.job)
             results.losses.append(_losses(result))
             results.norms.append(result.grad_norm)
             results.skipped += not result.applied
@@ -148,8 +158,8 @@ def run_rank(
 
 def _frozen_weights(parts: Parts) -> dict[str, Tensor]:
     """Copies of what this rank holds of frozen parameters."""
-    held = parts.data.local_tensors()
-    return {name: memory.detach().clone() for name, _, memory, _ in held if name in parts.data.frozen}
+    held, frozen = parts.data.local_tensors(), set(parts.data.frozen)
+    return {name: memory.detach().clone() for name, _, memory, _ in held if name in frozen}
 
 
 class _MadeUpSamples:
@@ -194,7 +204,8 @@ def _losses(result: StepResult) -> dict[str, float]:
 
 
 def _count_unobserved_calls(parts: Parts, results: RankResults) -> None:
-    """Count the calls that torch's FSDP and the pipeline make, which no observer sees, by what they had to carry."""
+    """Count what no observer sees: calls of torch's FSDP and the pipeline, by what they had to carry, and exchanges of
+    the packages for tokens."""
     if isinstance(parts.runner, Pipelined):
         results.calls["pp", "send"] += sum(count for _, count in parts.runner.pipeline.traffic())
     if isinstance(parts.data, Fsdp):
@@ -202,6 +213,9 @@ def _count_unobserved_calls(parts: Parts, results: RankResults) -> None:
             results.calls[shard.groups.shards.name, "fsdp"] += 1
             if not shard.groups.replicas.is_trivial:
                 results.calls[shard.groups.replicas.name, "fsdp"] += 1
+    for module in (module for chunk in parts.chunks.values() for module in chunk.modules()):
+        if isinstance(module, MoeLayer) and isinstance(module.dispatcher, FlexDispatcher):
+            results.calls["ep", "dispatch"] += module.dispatcher.num_dispatches
 
 
 def _record_weights_and_states(parts: Parts, results: RankResults) -> None:
@@ -225,8 +239,9 @@ class _GradientRecorder:
 
     def finish_grad_sync(self) -> None:
         self.inner.finish_grad_sync()
+        frozen = set(self.inner.frozen)
         for owned in self.inner.owned:
-            if owned.name in self.inner.frozen:
+            if owned.name in frozen:
                 continue
             grad = torch.zeros_like(owned.value) if owned.grad is None else owned.grad
             self.into += shard_values(owned.name, owned.placement, grad, owned.start)
