@@ -405,14 +405,14 @@ def test_muon_keeps_one_moment_of_matrices_and_two_of_tables() -> None:
     assert memory(plan).worst.terms["optimizer"] == pytest.approx(8 * params + 4 * tables, rel=1e-4)
 
 
-def test_fp32_on_a_gpu_keeps_every_score() -> None:
-    """No kernel takes its numbers there: 4 bytes for each head, query and key."""
+def test_fp32_on_a_gpu_saves_no_scores() -> None:
+    """No fused kernel takes fp32 there. Each tensor has twice the bytes of bf16, but for sums in fp32."""
     fields = {**OWN, "job.seq_len": 16384}
     kept = [
         layer_activations(LocalSizes(build({**fields, "knobs.precision": p})), Layer("attention", "moe"))
         for p in ("fp32", "bf16")
     ]
-    assert kept[0]["attention"] > 4 * 32 * 16384**2 > 10 * kept[1]["attention"]
+    assert 1.9 * kept[1]["attention"] < kept[0]["attention"] <= 2 * kept[1]["attention"]
 
 
 OWN = {**QWEN, "target": "threefold", "cluster.chip": "h200", "cluster.gpus": 64, "layout.ep": 8, "model.num_layers": 4}

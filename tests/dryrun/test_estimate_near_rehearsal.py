@@ -180,7 +180,7 @@ ALSO_NEAR = {
         "model": "deepseek-v3", "layout.ep": 16, "job.mtp": 0, "model.num_layers": 8, "knobs.data_parallel": "fsdp",
         "knobs.recompute": ["full"], "knobs.recompute_method": "uniform", "knobs.recompute_layers": 4,
     },
-    "every score in fp32": {"layout.ep": 8, "model.num_layers": 4, "job.seq_len": 16384, "knobs.precision": "fp32"},
+    "attention in fp32": {"layout.ep": 8, "model.num_layers": 4, "job.seq_len": 16384, "knobs.precision": "fp32"},
     "late weights beside a forward": {
         "model": "mixtral-8x7b", "layout.ep": 4, "model.num_layers": 4, "knobs.ep_overlap": True,
         "knobs.delay_wgrad": True,
@@ -253,7 +253,7 @@ ALSO_NEAR = {
         "model.num_experts": 8, "model.num_layers": 8, "model.num_dense_layers": 1, "knobs.data_parallel": "fsdp",
         "knobs.cp_comm": "all_gather", "knobs.cp_exchange": "expanded", "knobs.expert_fusion": True,
     },
-    "recomputed scores in fp32": {
+    "recomputed attention in fp32": {
         "model": "moonlight-16b-a3b", "layout.pp": 4, "layout.vpp": 2, "layout.ep": 2, "job.seq_len": 4096,
         "model.num_experts": 8, "model.num_layers": 8, "job.mtp": 0, "knobs.precision": "fp32",
         "knobs.recompute": ["core_attn"],

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from attention_reference import reference
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from tiny_models import FAMILIES, spec_of
 
-from threefold.engine.attention.backend import attend, reference
+from threefold.engine.attention.backend import attend
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.moe.experts import Experts, can_use_grouped_mm

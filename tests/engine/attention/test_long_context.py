@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_reference import reference
 from live_tensors import LiveTensors, peak_bytes
 from oracle_layouts import FOUR, FSDP, MTP1, PACKED, case
 from plans import build
@@ -15,7 +16,7 @@ from tiny_models import FAMILIES, spec_of
 
 from threefold.dryrun.rehearse_rank import rehearse_rank
 from threefold.engine.attention import backend, flash_attention_4
-from threefold.engine.attention.backend import attend, reference
+from threefold.engine.attention.backend import attend
 from threefold.engine.attention.head_groups import cudnn_head_groups as grouped
 from threefold.engine.attention.head_groups.cudnn_head_groups import attend_in_head_groups
 from threefold.engine.attention.kernel_speeds import MEASURED, KernelSpeed, fastest_first
@@ -323,7 +324,7 @@ def test_one_document_a_row_needs_no_boundaries(monkeypatch: pytest.MonkeyPatch)
     one, two = torch.zeros(2, 8, dtype=torch.long), torch.tensor([[0] * 8, [0] * 5 + [1] * 3])
     plain = attend(q, k, v, scale=0.5)
     apart = attend(q, k, v, scale=0.5, documents_BS=two, bounds=document_bounds(two))
-    monkeypatch.setattr("threefold.engine.attention.backend.visibility_mask", None)  # what makes a mask of documents
+    monkeypatch.setattr("threefold.engine.attention.backend.CausalMask", None)  # of documents
     assert torch.equal(attend(q, k, v, scale=0.5, documents_BS=one, bounds=document_bounds(one)), plain)
     assert not torch.equal(apart[1], plain[1])
 

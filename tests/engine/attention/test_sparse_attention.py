@@ -8,7 +8,8 @@ import torch
 from tiny_models import spec_of
 from torch import Tensor
 
-from threefold.engine.attention.sparse.chosen_keys import attend_to_chosen
+from threefold.engine.attention.query_blocks import attend_in_blocks
+from threefold.engine.attention.sparse.chosen_keys import ChosenKeys
 from threefold.engine.attention.sparse.indexer import visible_keys
 from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
 from threefold.engine.models.build import build_model
@@ -34,7 +35,8 @@ def test_chosen_keys_equal_a_mask(documents: Tensor | None, rows: int) -> None:
     mask = torch.zeros(B, S, S, dtype=torch.bool).scatter(-1, chosen.long(), True) & visible
     weights = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~mask[:, None], float("-inf")).softmax(dim=-1)
     expected = weights @ v
-    found = attend_to_chosen(q, k, v, chosen, documents, 0.3, max_block_bytes=4 * B * H * S * rows)
+    block_bytes = 4 * B * H * S * rows
+    found = attend_in_blocks(q, k, v, 0.3, ChosenKeys, chosen, documents, max_block_bytes=block_bytes)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     grad = drawn(B, H, S, V) + 1
     for one, other in zip(

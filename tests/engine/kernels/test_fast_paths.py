@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_reference import reference
 
-from threefold.engine.attention.backend import attend, reference
+from threefold.engine.attention.backend import attend
 from threefold.engine.attention.gated_delta import delta_rule, delta_rule_by_token, short_conv
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.layers import cross_entropy as loss

@@ -12,21 +12,25 @@ from typing import Any
 import plans
 import pytest
 import torch
+from attention_reference import reference
 from tiny_models import spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threefold.engine.attention.attend_tiles import (
+    BLOCKS,
     CPU,
-    EAGER,
     FLASH,
+    TileKernel,
+    TileMask,
     attend_tiles,
     attend_tiles_backward,
     empty_output,
     tile_mask,
 )
-from threefold.engine.attention.backend import attend, reference
+from threefold.engine.attention.backend import attend
 from threefold.engine.attention.gated_delta import GatedDelta
-from threefold.engine.attention.mask_tiles import AttentionMask, host_documents
+from threefold.engine.attention.mask_tiles import AttentionMask, Tile, host_documents
+from threefold.engine.attention.query_blocks import backward_blocks, forward_blocks
 from threefold.engine.dist.collectives import CollectiveCall, all_reduce, observe_collectives
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
 from threefold.engine.layers.positions import Positions
@@ -163,7 +167,8 @@ def tiles_as_mask(mask: AttentionMask, here: list[range], there: list[range], ro
     counts = torch.zeros(rows, q.shape[2], k.shape[2], dtype=torch.int)
     for tile in mask.tiles_between(here, there):
         part_q, part_k = q[tile.rows, :, tile.q], k[tile.rows, :, tile.k]
-        mask = tile_mask(tile, part_q, part_k)
+        hidden = tile_mask(tile, part_q, part_k)
+        mask = None if hidden is None else ~hidden
         assert mask is None or mask.any(dim=-1).all(), "a query that reads nothing"
         assert mask is None or not mask.all() or mask.shape[-2:] == (1, 1), "a mask that hides nothing"
         counts[tile.rows, tile.q, tile.k] += 1 if mask is None else mask.view(-1, *mask.shape[-2:]).int()
@@ -457,9 +462,22 @@ def simulated_errors(case: dict[str, Any], device: str, dtype: Any, kernel: Any)
     return max(relative(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
+def forward_in_small_blocks(q: Any, k: Any, v: Any, scale: float, tile: Tile) -> Any:
+    return forward_blocks(q, k, v, scale, TileMask(tile, q, k.shape[2]), max_bytes=SMALL_BYTES)
+
+
+def backward_in_small_blocks(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float, tile: Tile) -> Any:
+    mask = TileMask(tile, q, k.shape[2])
+    return backward_blocks(grad, q, k, v, out, lse, scale, mask, max_bytes=SMALL_BYTES)
+
+
+SMALL_BYTES = 2000  # scores of a block: one to five of the queries of a tile
+SMALL_BLOCKS = TileKernel(forward_in_small_blocks, backward_in_small_blocks)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_eager_and_cpu_blocks_agree_without_a_group(name: str) -> None:
-    for kernel in (CPU, EAGER):
+def test_query_blocks_and_the_cpu_kernel_agree_without_a_group(name: str) -> None:
+    for kernel in (CPU, BLOCKS, SMALL_BLOCKS):
         assert simulated_errors(CASES[name], "cpu", torch.float32, kernel) < 1e-5
 
 
@@ -468,7 +486,7 @@ def test_eager_and_cpu_blocks_agree_without_a_group(name: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kernel", "tolerance"),
     # bf16 keeps 8 bits; probabilities and outputs of each block round, and their sums add up.
-    [(torch.bfloat16, FLASH, 4e-2), (torch.float16, FLASH, 1e-2), (torch.float32, EAGER, 1e-4)],
+    [(torch.bfloat16, FLASH, 4e-2), (torch.float16, FLASH, 1e-2), (torch.float32, BLOCKS, 1e-4)],
     ids=["bf16", "fp16", "fp32"],
 )
 def test_cuda_blocks_equal_fp64(name: str, dtype: Any, kernel: Any, tolerance: float) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from threefold.engine.attention import torch_kernels as flash
 from threefold.engine.attention.mask_tiles import Tile
+from threefold.engine.attention.query_blocks import backward_blocks, forward_blocks
 from threefold.engine.device import device_type
 from threefold.engine.sum_dtype import fp32_or_wider
 
@@ -33,7 +34,7 @@ class TileKernel:
 def select_kernel(q: Tensor) -> TileKernel:
     if device_type(q.device) != "cuda":
         return CPU
-    return FLASH if flash.flash_supports(q) else EAGER
+    return FLASH if flash.flash_supports(q) else BLOCKS
 
 
 def empty_output(q_BHSD: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -91,29 +92,49 @@ def attend_tiles_backward(
             whole[at] += part
 
 
+@dataclass(frozen=True)
+class TileMask:
+    """Which keys of a tile its queries may not attend to."""
+
+    tile: Tile
+    q_BHQD: Tensor
+    num_all_keys: int
+
+    def num_keys(self, block: slice) -> int:
+        end: int = block.stop if self.tile.causal else self.num_all_keys
+        return end
+
+    def hidden(self, block: slice, device: torch.device) -> Tensor | None:
+        """For a block of the queries and the keys that it may read: (1, 1, Q, K), or (B, 1, Q, K) with documents."""
+        tile = self.tile
+        if not tile.causal and tile.shift is None:
+            return None
+        position_K = torch.arange(self.num_keys(block), device=device, dtype=torch.int32)
+        distance_QK = position_K - torch.arange(block.start, block.stop, device=device, dtype=torch.int32)[:, None]
+        hidden_QK = distance_QK > 0 if tile.causal else torch.zeros_like(distance_QK, dtype=torch.bool)
+        if tile.shift is not None:
+            hidden_QK = hidden_QK | (distance_QK < tile.shift)
+        if tile.bounds is None:
+            return hidden_QK[None, None]
+        batch, _, length, _ = self.q_BHQD.shape
+        position_N = torch.arange(batch * length, device=device, dtype=torch.int32)
+        document_BK = torch.bucketize(position_N, tile.bounds.cu_seqlens, right=True).view(batch, -1)[:, : block.stop]
+        return (hidden_QK | (document_BK[:, block, None] != document_BK[:, None]))[:, None]
+
+
 def tile_mask(tile: Tile, q: Tensor, k: Tensor) -> Tensor | None:
-    """Which keys each query of a tile may attend to: (Q, K), or (B, 1, Q, K) with documents; None: all of them."""
-    if not tile.causal and tile.shift is None:
-        return None
-    position_Q, position_K = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
-    distance_QK = position_K[None, :] - position_Q[:, None]
-    mask = distance_QK <= 0 if tile.causal else torch.ones_like(distance_QK, dtype=torch.bool)
-    if tile.shift is not None:
-        mask = mask & (distance_QK >= tile.shift)
-    if tile.bounds is None:
-        return mask
-    position_N = torch.arange(q.shape[0] * q.shape[2], device=q.device, dtype=torch.int32)
-    document_BQ = torch.bucketize(position_N, tile.bounds.cu_seqlens, right=True).view(q.shape[0], -1)
-    return mask & (document_BQ[:, None, :, None] == document_BQ[:, None, None, :])
+    """Which keys the queries of a tile may not attend to; None: they attend to all of them."""
+    return TileMask(tile, q, k.shape[2]).hidden(slice(0, q.shape[2]), q.device)
 
 
 def _cpu_mask(q: Tensor, k: Tensor, tile: Tile) -> tuple[bool, Tensor | None]:
     if tile.causal and tile.shift is None and tile.bounds is None:
         return True, None
-    mask = tile_mask(tile, q, k)
-    if mask is not None:  # the kernel takes an additive mask of the query's dtype only
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-    return False, mask
+    hidden = tile_mask(tile, q, k)
+    if hidden is None:
+        return False, None
+    # The kernel takes an additive mask of the query's dtype only.
+    return False, torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -181,34 +202,18 @@ def _flash_backward(
     return _from_kernel_layout(dq, q), _from_kernel_layout(dk, k), _from_kernel_layout(dv, k)[..., : v.shape[-1]]
 
 
-def _logits(q: Tensor, k: Tensor, scale: float, tile: Tile) -> Tensor:
-    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2) * scale
-    mask = tile_mask(tile, q, k)
-    return logits if mask is None else logits.masked_fill_(~mask, float("-inf"))
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
+    return forward_blocks(q, k, v, scale, TileMask(tile, q, k.shape[2]))
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Attention with every score in memory, in fp32 or wider: the oracle of the kernels, and the fp32 path on CUDA."""
-    q, k, v = (x.to(fp32_or_wider(x.dtype)) for x in (q, k, v))
-    logits = _logits(q, k, scale, tile)
-    lse = logits.logsumexp(dim=-1)
-    return (logits - lse[..., None]).exp_() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
-
-
-def _eager_backward(
+def _in_blocks_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = (x.to(fp32_or_wider(x.dtype)) for x in (grad, q, k, v, out))
-    queries_per_kv = q.shape[1] // k.shape[1]
-    p_BHQK = (_logits(q, k, scale, tile) - lse[..., None]).exp_()
-    dp_BHQK = grad @ v.repeat_interleave(queries_per_kv, dim=1).transpose(-1, -2)
-    ds_BHQK = p_BHQK * (dp_BHQK - (grad * out).sum(dim=-1, keepdim=True)) * scale
-    dk, dv = (x.unflatten(1, (-1, queries_per_kv)).sum(dim=2) for x in (ds_BHQK.mT @ q, p_BHQK.mT @ grad))
-    return ds_BHQK @ k.repeat_interleave(queries_per_kv, dim=1), dk, dv
+    return backward_blocks(grad, q, k, v, out, lse, scale, TileMask(tile, q, k.shape[2]))
 
 
-CPU, FLASH, EAGER = (
+CPU, FLASH, BLOCKS = (
     TileKernel(_cpu, _cpu_backward),
     TileKernel(_flash, _flash_backward),
-    TileKernel(_eager, _eager_backward),
+    TileKernel(_in_blocks, _in_blocks_backward),
 )

@@ -27,19 +27,20 @@ from threefold.engine.attention.flash_attention_4 import (
 )
 from threefold.engine.attention.head_groups.cudnn_head_groups import attend_in_head_groups, query_heads_per_group
 from threefold.engine.attention.kernel_speeds import fastest_first, speeds_measured_here
+from threefold.engine.attention.query_blocks import CausalMask, attend_in_blocks
 from threefold.engine.attention.torch_kernels import (
     FLASH_CPU,
     FLASH_CPU_BACKWARD,
     FLASH_CUDA,
     FLASH_CUDA_BACKWARD,
     HEAD_DIM_MULTIPLE,
-    MAX_HEAD_DIM,
     SDPA,
+    add_sink,
     flash_supports,
     pad_head_dim,
+    sink_gradient,
     with_dense_rows,
 )
-from threefold.engine.attention.wide_heads import BlockMask, attend_in_blocks
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
 from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output, saves_outputs
 from threefold.engine.context import context, count_event
@@ -105,55 +106,17 @@ class _Masking:
 
 
 def _select_kernel(q: Tensor, masking: _Masking) -> _Kernel:
+    hides_keys = masking.window is not None or masking.documents_BS is not None
     if device_type(q.device) != "cuda":
-        return _on_cpu
-    if q.shape[-1] > MAX_HEAD_DIM and masking.sinks is None:
-        return _in_blocks
+        return _in_blocks if hides_keys else _on_cpu  # flash on the CPU wants the mask of the whole sequence
     if not flash_supports(q):
-        return _eager
-    plain = masking.window is None and masking.sinks is None and masking.documents_BS is None
-    return _sdpa if plain else _on_cuda
-
-
-def reference(
-    q_BHSD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    documents_BS: Tensor | None = None,
-) -> Tensor:
-    """`attend` with every score in memory: the oracle of the kernels, and fp32 attention on CUDA."""
-    groups = q_BHSD.shape[1] // k_BGSD.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k_BGSD, v_BGSD))
-    logits = q_BHSD @ k.transpose(-1, -2) * scale
-    logits = logits.masked_fill(~visibility_mask(q_BHSD, window, documents_BS), float("-inf"))
-    if sinks is not None:
-        column = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, column], dim=-1)
-    weight = logits.softmax(dim=-1)[..., : k.shape[2]]
-    return weight @ v
-
-
-def visibility_mask(x: Tensor, window: int | None, documents_BS: Tensor | None) -> Tensor:
-    """Which keys (last dim) each query (last but one) may attend to: (S, S), or (B, 1, S, S) with documents."""
-    position = torch.arange(x.shape[2], device=x.device)
-    distance = position[:, None] - position[None, :]
-    mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if documents_BS is None:
-        return mask
-    return mask & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
-
-
-def _eager(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
-    window, sinks, documents_BS = masking.window, masking.sinks, masking.documents_BS
-    return reference(q, k, v, scale=scale, window=window, sinks=sinks, documents_BS=documents_BS)
+        return _in_blocks
+    return _on_cuda if hides_keys or masking.sinks is not None else _sdpa
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
-    return attend_in_blocks(q, k, v, scale, BlockMask(masking.window, masking.documents_BS))
+    make_mask = partial(CausalMask, masking.window)
+    return attend_in_blocks(q, k, v, scale, make_mask, masking.documents_BS, sinks=masking.sinks)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
@@ -221,52 +184,33 @@ def _cudnn_supports(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> bool:
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
-    mask = None
-    if masking.window is not None or masking.documents_BS is not None:
-        visible = visibility_mask(q, masking.window, masking.documents_BS)
-        # The kernel only takes an additive mask of the query's dtype.
-        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
     q, k, v = with_dense_rows(q, k, v)
     with recompute_output(partial(pad_head_dim, q.shape[-1]), v, enabled=is_recomputed(v)) as padded_v:
-        out = _CpuFlash.apply(q, k, padded_v, masking.sinks, mask, scale)
+        out = _CpuFlash.apply(q, k, padded_v, masking.sinks, scale)
     return out[..., : v.shape[-1]]
 
 
 class _CpuFlash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
         def compute() -> tuple[Tensor, Tensor]:
-            out, lse_BHS = FLASH_CPU(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+            out, lse_BHS = FLASH_CPU(q, k, v, 0.0, True, scale=scale)
             return (out, lse_BHS) if sinks is None else add_sink(out, lse_BHS, sinks.view(-1, 1))
 
         out, lse_BHS = save_output(CORE_ATTENTION, compute, 2)
-        ctx.save_for_backward(q, k, v, out, lse_BHS, sinks, mask)
+        ctx.save_for_backward(q, k, v, out, lse_BHS, sinks)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse_BHS, sinks, mask = ctx.saved_tensors
+        q, k, v, out, lse_BHS, sinks = ctx.saved_tensors
         (grad,) = with_dense_rows(grad)
-        grads = FLASH_CPU_BACKWARD(grad, q, k, v, out, lse_BHS, 0.0, mask is None, attn_mask=mask, scale=ctx.scale)
+        grads = FLASH_CPU_BACKWARD(grad, q, k, v, out, lse_BHS, 0.0, True, scale=ctx.scale)
         sink_grad = None
         if sinks is not None:
             sink_grad = sink_gradient(grad, out, lse_BHS, sinks.view(-1, 1)).sum(dim=(0, 2)).to(sinks.dtype)
-        return *grads, sink_grad, None, None
-
-
-def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp with the sink added to the logits; `sinks` is broadcast against `lse`."""
-    new_lse = torch.logaddexp(lse, sinks.to(lse.dtype))
-    return out * (lse - new_lse).exp().unsqueeze(-1).to(out.dtype), new_lse
-
-
-def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sink from each query: minus the sink's probability times <dout, out>."""
-    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
-    return -(sinks.to(lse.dtype) - lse).exp() * inner
+        return *grads, sink_grad, None
 
 
 def _on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, masking: _Masking) -> Tensor:
@@ -331,7 +275,6 @@ class _CudaFlash(torch.autograd.Function):
 
 _KERNEL_NAMES: dict[_Kernel, str] = {
     _on_cpu: "flash on the CPU",
-    _eager: "plain torch, every score in memory",
     _in_blocks: "plain torch, blocks of queries",
     _on_cuda: "torch's flash attention, masked",
 }

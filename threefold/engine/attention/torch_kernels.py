@@ -1,6 +1,7 @@
 """torch's attention kernels: SDPA backends by the names of `kernel_speeds.py`, and flash operators with log-sum-exps.
 
-`backend.py`, `attend_tiles.py` and `tune/attention_kernels.py` use them.
+`backend.py`, `attend_tiles.py` and `tune/attention_kernels.py` use them. The kernels know no sinks, which are added to
+what they return.
 
 Shapes: ... any leading dims, D head dim.
 """
@@ -41,3 +42,15 @@ def with_dense_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     `rotate` concatenates for heads of two dims, come out with other strides.
     """
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
+
+
+def add_sink(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp with the sink added to the logits; `sinks` is broadcast against `lse`."""
+    new_lse = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return out * (lse - new_lse).exp().unsqueeze(-1).to(out.dtype), new_lse
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sink from each query: minus the sink's probability times <dout, out>."""
+    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    return -(sinks.to(lse.dtype) - lse).exp() * inner

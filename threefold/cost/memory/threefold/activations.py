@@ -89,7 +89,7 @@ def _heads_in_groups(local: LocalSizes, layer: Layer, plain: LocalSizes) -> tupl
     if isinstance(spec, MlaSpec) and layer.mixer == "attention" and local.head_chunk_fraction < 1:
         every = mla_up_bytes(plain, spec)
         return every * local.head_chunk_fraction, every * (1 - local.head_chunk_fraction)
-    if not isinstance(spec, GqaSpec) or (group := gqa_group(local, spec)).is_all or local.score_bytes(spec):
+    if not isinstance(spec, GqaSpec) or (group := gqa_group(local, spec)).is_all:
         return 0.0, 0.0
     # All but the outputs and log-sum-exps of the kernel, which a group leaves behind.
     kv = max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
@@ -172,12 +172,11 @@ def mixer_bytes(local: LocalSizes, layer: Layer) -> float:
     spec = model.attention if layer.mixer == "attention" else model.local_attention
     if layer.mixer not in ("attention", "window") or spec is None:
         return 0.0
-    scores = 0.0 if "core_attn" in local.recompute else local.score_bytes(spec) + local.expanded_kv_bytes(spec)
     if isinstance(spec, MlaSpec):
-        return _mla(local, spec) + scores
+        return _mla(local, spec)
     adapters = local.adapter_bytes("attention", 4, local.gathered_tokens)
     saved = gathered_input_bytes(local, "mixer") + _gqa(local, spec) * local.gathered_tokens
-    return saved + out_norm_bytes(local, spec) + scores + adapters
+    return saved + out_norm_bytes(local, spec) + adapters
 
 
 def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
@@ -186,9 +185,7 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     b, head = local.element_bytes, spec.head_dim
     q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * head
     heads = q / head
-    # Queries, keys and values as the kernel reads them. Where scores are written out, copies of the last two are saved.
-    copies = local.score_bytes(spec) and "core_attn" not in local.recompute
-    saved = b * (q + (0 if copies else 2 * kv))
+    saved = b * (q + 2 * kv)
     if spec.gated:
         saved += 2 * b * q + b * q  # query and gate as projected; the gate's sigmoid
     if spec.clip_qkv is not None:
@@ -199,7 +196,7 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     saved += value_norm_bytes(local, spec, kv)
     if "core_attn" not in local.recompute:
         saves_input = "attention_output" in local.saved_inputs
-        copies_output = spec.gated or not local.has_fused_kernels
+        copies_output = spec.gated or not (local.has_fused_kernels or local.attends_in_blocks(spec))
         saved += b * q + FP32 * heads + (local.gemm_input_bytes * q if copies_output and saves_input else 0)
         # The output of ring attention has another layout than the output projection reads.
         saved += b * q if local.has_fused_kernels and local.plan.layout.cp > 1 and saves_input else 0
@@ -217,13 +214,12 @@ def _mla(local: LocalSizes, spec: MlaSpec) -> float:
     core = 0.0
     if "core_attn" not in local.recompute:
         core = heads * (outputs * b * spec.v_dim + FP32) * local.gathered_tokens
-        core += chosen_key_bytes(local, spec)
     elif "mla_up_proj" in local.recompute and local.head_chunk_fraction < 1:
         # The output projection saves the outputs of groups of heads, although each group is recomputed.
         core = heads * b * spec.v_dim * local.gathered_tokens
     adapters = local.adapter_bytes("attention", 3, local.gathered_tokens)
     adapters += local.adapter_bytes("attention", 2 if spec.q_rank else 1, local.tokens)
-    return mla_latent_bytes(local, spec) + up + core + adapters
+    return mla_latent_bytes(local, spec) + up + core + chosen_key_bytes(local, spec) + adapters
 
 
 def chosen_key_bytes(local: LocalSizes, spec: MlaSpec) -> float:
@@ -268,10 +264,11 @@ def saves_output_twice(local: LocalSizes, spec: GqaSpec | MlaSpec) -> bool:
     where the sequence is sharded over CP. Otherwise both save the kernel's output."""
     is_sharded = local.plan.layout.cp > 1
     if is_sparse(spec):
-        return True
+        return False
+    is_transposed = is_sharded or not (local.has_fused_kernels or local.attends_in_blocks(spec))
     if isinstance(spec, MlaSpec):
-        return not local.plan.exchanges_latents and (not local.has_fused_kernels or is_sharded)
-    return spec.gated or not local.has_fused_kernels or is_sharded
+        return not local.plan.exchanges_latents and is_transposed
+    return spec.gated or is_transposed
 
 
 def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
@@ -281,11 +278,9 @@ def mla_up_bytes(local: LocalSizes, spec: MlaSpec) -> float:
     b, heads = local.element_bytes, spec.num_heads / local.tp
     if local.plan.exchanges_latents:
         return 0.0
-    # Where scores are written out, only copies of keys and values are saved, which count as expanded.
-    copies = local.score_bytes(spec) and "core_attn" not in local.recompute
     is_exchanged = local.plan.layout.cp > 1 and local.cp_comm != "all_gather" and "core_attn" not in local.recompute
     values = spec.v_dim if is_exchanged else spec.nope_dim + spec.v_dim
-    return b * heads * (spec.qk_dim + (0 if copies else spec.qk_dim + values)) * local.gathered_tokens
+    return b * heads * (2 * spec.qk_dim + values) * local.gathered_tokens
 
 
 def mlp_bytes(local: LocalSizes, module: str, hidden: float, with_input: bool) -> float:

@@ -25,7 +25,7 @@ _QUANTIZED_BYTES = {
     "mxfp8": 1 + 1 / 32,
     "nvfp4": 0.5 + 1 / 16,
 }
-MAX_FLASH_DIM = 256  # the widest head of the flash kernels on GPUs
+MAX_FLASH_DIM, FLASH_DIM_MULTIPLE = 256, 8  # of the heads that flash kernels on GPUs take
 SCALE_ROWS = 128  # rows of an expert that share scales in FP8
 CHUNK_LIMIT_BYTES = 2 * GIB  # the largest tensor of a chunk, where the engine works in chunks
 
@@ -119,22 +119,16 @@ class LocalSizes:
         """Whether routers save tokens in fp32, to multiply them in fp32: but for bf16 on a GPU, which has a kernel."""
         return self.is_16_bit and (not self.has_fused_kernels or self.plan.knobs.precision == "fp16")
 
-    def score_bytes(self, spec: GqaSpec | MlaSpec) -> float:
-        """Attention scores that are saved: all of them in fp32 on a GPU, where no attention kernel takes the dtype."""
-        if is_sparse(spec) or is_wide(spec):
-            return 0.0
-        if self.is_16_bit or not self.has_fused_kernels or self.attends_in_tiles:
-            return 0.0
-        return FP32 * spec.num_heads / self.tp * self.gathered_tokens * self.plan.job.seq_len
-
-    def expanded_kv_bytes(self, spec: GqaSpec | MlaSpec) -> float:
-        """Keys and values repeated for every query head, and the mask, where scores are saved."""
+    def attends_in_blocks(self, spec: GqaSpec | MlaSpec) -> bool:
+        """Whether attention runs in plain torch in blocks of queries, whose scores are recomputed: for chosen keys, and
+        for what flash kernels do not take, on a CPU windows."""
         if is_sparse(spec):
-            return 0.0
-        if not self.score_bytes(spec):
-            return 0.0
-        kv_dim = 2 * spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim + spec.v_dim
-        return FP32 * spec.num_heads / self.tp * kv_dim * self.gathered_tokens + self.plan.job.seq_len**2
+            return True
+        if not self.has_fused_kernels:
+            window = spec.window if isinstance(spec, GqaSpec) else None
+            return not self.attends_in_tiles and window is not None and window < self.plan.job.seq_len
+        width = spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim
+        return not self.is_16_bit or width > MAX_FLASH_DIM or width % FLASH_DIM_MULTIPLE > 0
 
     @property
     def tp(self) -> int:
@@ -286,11 +280,5 @@ def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
 
 
 def is_sparse(spec: GqaSpec | MlaSpec) -> bool:
-    """Whether queries read the keys that an indexer chose: scores are made in blocks, and made again."""
+    """Whether queries read the keys that an indexer chose."""
     return isinstance(spec, MlaSpec) and spec.indexer is not None
-
-
-def is_wide(spec: GqaSpec | MlaSpec) -> bool:
-    """Whether heads are wider than the flash kernels take, so that scores are made in blocks, and made again."""
-    width = spec.head_dim if isinstance(spec, GqaSpec) else spec.qk_dim
-    return width > MAX_FLASH_DIM and not (isinstance(spec, GqaSpec) and spec.sinks)

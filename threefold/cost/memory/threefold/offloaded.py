@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import (
+    chosen_key_bytes,
     exchanged_latent_bytes,
     expert_bytes,
     gathered_input_bytes,
@@ -195,7 +196,8 @@ def _core_attention_tensors(local: LocalSizes, spec: GqaSpec | MlaSpec, output_d
         return
     output = local.element_bytes * output_dim * local.gathered_tokens
     yield _attention(FP32 * spec.num_heads / local.tp * local.gathered_tokens, "core_attn")
-    yield _attention(local.score_bytes(spec) + local.expanded_kv_bytes(spec), "core_attn")
+    if isinstance(spec, MlaSpec):
+        yield _attention(chosen_key_bytes(local, spec), "core_attn")
     if isinstance(spec, GqaSpec) and spec.gated:
         yield _attention(output, "core_attn")
     if "attention_output" not in local.saved_inputs:  # a frozen output projection saves none

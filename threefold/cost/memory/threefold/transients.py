@@ -8,13 +8,12 @@ import math
 from typing import NamedTuple
 
 from threefold.cost.memory.stage_memory import Terms
-from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes, for_layer, is_wide
+from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes, for_layer
 from threefold.cost.memory.threefold.timelines.attention_backward import (
     cp_attention_peak,
     delta_backward_peak,
     latent_attention_peak,
-    sparse_attention_peak,
-    wide_heads_peak,
+    query_blocks_peak,
 )
 from threefold.cost.memory.threefold.timelines.grouped_heads import (
     gqa_group,
@@ -26,7 +25,7 @@ from threefold.cost.memory.threefold.timelines.moe_forward import moe_forward_pe
 from threefold.cost.memory.threefold.timelines.optimizer_step import muon_peak
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import mamba_backward_peak
 from threefold.cost.stage_contents import StageContents
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.model import Layer, MlaSpec
 from threefold.spec.stacks import FUSED_EXPERTS
 from threefold.units import GIB
 
@@ -211,13 +210,8 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
     if spec is None:
         return 0.0
     b, heads = local.element_bytes, spec.num_heads / local.tp
-    if scores := local.score_bytes(spec):  # gradients of the softmax's output and of its input
-        in_groups = isinstance(spec, MlaSpec) and bool(local.recompute & {"mla_up_proj", "full"})
-        return 2 * scores * (local.head_chunk_fraction if in_groups else 1)
-    if isinstance(spec, MlaSpec) and spec.indexer is not None:
-        return sparse_attention_peak(local, spec)
-    if isinstance(spec, GqaSpec) and is_wide(spec) and local.has_fused_kernels and not local.attends_in_tiles:
-        return wide_heads_peak(local, spec)
+    if local.attends_in_blocks(spec) and not local.attends_in_tiles:
+        return query_blocks_peak(local, spec)
     residual = b * local.model.dim * local.tokens
     if local.plan.layout.cp > 1:
         if isinstance(spec, MlaSpec) and local.plan.exchanges_latents:

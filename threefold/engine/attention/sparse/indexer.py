@@ -9,9 +9,9 @@ a block, K chosen keys.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.attention.query_blocks import query_blocks
 from threefold.engine.layers.positions import document_starts
 from threefold.engine.layers.rope import rotate
 from threefold.engine.sum_dtype import fp32_or_wider
@@ -56,9 +56,9 @@ class Indexer(nn.Module):
     def scores(self, q_BICd: Tensor, k_BTd: Tensor, weight_BCI: Tensor) -> Tensor:
         """The score of each key for each query, (B, C, T), in fp32 at least."""
         dtype = fp32_or_wider(q_BICd.dtype)
-        dots_BICT = q_BICd.to(dtype) @ k_BTd.to(dtype)[:, None].transpose(-1, -2) * self.index.head_dim**-0.5
+        dots_BICT = (q_BICd.to(dtype) @ k_BTd.to(dtype)[:, None].transpose(-1, -2)).mul_(self.index.head_dim**-0.5)
         weight_BCI = weight_BCI.to(dtype) * self.index.num_heads**-0.5
-        return torch.einsum("bict,bci->bct", F.relu(dots_BICT), weight_BCI)
+        return torch.einsum("bict,bci->bct", dots_BICT.relu_(), weight_BCI)
 
     @torch.no_grad()
     def choose(
@@ -75,15 +75,14 @@ class Indexer(nn.Module):
         q_BISd = self.queries(q_BSX, table)
         k_BSd = self.rotate_heads(k_BSd[:, None], table)[:, 0]
         row_bytes = 4 * len(k_BSd) * self.index.num_heads * length
-        size = max(1, MAX_SCORE_BYTES // row_bytes)
-        chosen = []
-        for start in range(0, length, size):
-            block = slice(start, min(start + size, length))
+        num_chosen = min(self.index.top_k, length)
+        chosen_BSK = torch.empty(*k_BSd.shape[:2], num_chosen, dtype=torch.int32, device=k_BSd.device)
+        for block in query_blocks(q_BISd, row_bytes, MAX_SCORE_BYTES):
             scores_BCT = self.scores(q_BISd[:, :, block], k_BSd, weight_BSI[:, block])
             visible_BCT = visible_keys(block, length, documents_BS, k_BSd.device)
             scores_BCT = scores_BCT.masked_fill(~visible_BCT, float("-inf"))
-            chosen.append(scores_BCT.topk(min(self.index.top_k, length), dim=-1).indices.to(torch.int32))
-        return torch.cat(chosen, dim=1)
+            chosen_BSK[:, block] = scores_BCT.topk(num_chosen, dim=-1).indices
+        return chosen_BSK
 
 
 def visible_keys(queries: slice, length: int, documents_BS: Tensor | None, device: torch.device) -> Tensor:

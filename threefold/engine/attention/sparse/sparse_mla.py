@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.mla import MlaAttention
-from threefold.engine.attention.sparse.chosen_keys import attend_to_chosen
+from threefold.engine.attention.query_blocks import attend_in_blocks
+from threefold.engine.attention.sparse.chosen_keys import ChosenKeys
 from threefold.engine.attention.sparse.indexer import Indexer
 from threefold.engine.context import count_event
 from threefold.engine.layers.input_linears import identity
@@ -61,5 +62,6 @@ class SparseMlaAttention(MlaAttention):
     ) -> Tensor:
         """The outputs of the heads by token."""
         count_event("attention", "chosen keys in torch")
-        out_BHSv = attend_to_chosen(q_BHSd, k_BHSd, v_BHSv, chosen_BSK, positions.documents_BS, self.scale)
-        return out_BHSv.transpose(1, 2).contiguous()
+        mask_tensors = chosen_BSK, positions.documents_BS
+        out_BHSv = attend_in_blocks(q_BHSd, k_BHSd, v_BHSv, self.scale, ChosenKeys, *mask_tensors)
+        return out_BHSv.transpose(1, 2)

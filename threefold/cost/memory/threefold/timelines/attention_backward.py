@@ -16,7 +16,7 @@ from threefold.cost.memory.threefold.timelines.recurrent_mixers import fla_backw
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec
 
-SPARSE_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries in attention to chosen keys
+QUERY_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries, in plain torch
 MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block of an all-gather
 
 
@@ -100,23 +100,18 @@ def _tile(line: Timeline, sizes: HeadSizes, num_keys: float, fraction: float = 0
     of the tile before are there until the kernel has returned."""
     b, queries = sizes.local.element_bytes, sizes.queries * fraction
     keys = sizes.num_kv_heads * sizes.qk_dim * num_keys
-    if not sizes.local.is_16_bit:
-        _eager_tile(line, sizes, num_keys, fraction)
+    if sizes.local.attends_in_blocks(sizes.spec):
+        inner, _ = ring_sizes(sizes.local)
+        grads = b * queries + FP32 * sizes.num_kv_heads * (sizes.qk_dim + sizes.v_dim) * num_keys
+        line.make((num_tiles - 1) * grads, b * queries)
+        _query_blocks(line, sizes, sizes.num_heads / inner, sizes.tokens * fraction * inner, num_keys * inner)
+        line.free(num_tiles * grads)
         return
     grads = b * (queries + 2 * keys)
     padded = b * (2 * queries + keys) if sizes.v_dim < sizes.qk_dim else 0.0
     in_fp32 = FP32 * (queries + sizes.num_heads * sizes.tokens * fraction)
     by_query_head = 2 * b * queries if sizes.is_grouped else 0.0
     line.pass_through(num_tiles * grads, padded, in_fp32, by_query_head)
-
-
-def _eager_tile(line: Timeline, sizes: HeadSizes, num_keys: float, fraction: float) -> None:
-    """Scores, their exponentials and gradients in fp32, where no kernel takes the dtype. Ranks that trade heads have
-    fewer of them, and more tokens of queries and of keys."""
-    inner, _ = ring_sizes(sizes.local)
-    num_rows = sizes.local.plan.job.micro_batch  # both numbers of tokens count all of them
-    scores = FP32 * sizes.num_heads * sizes.tokens * fraction * num_keys * inner / num_rows
-    line.pass_through(4 * scores)
 
 
 def _ring(line: Timeline, sizes: HeadSizes, num_ranks: int) -> None:
@@ -140,9 +135,6 @@ def _all_gather(line: Timeline, sizes: HeadSizes) -> None:
     whole = b * cp * (sizes.keys + sizes.values)
     line.make(2 * whole)  # as they arrive, and in order
     line.free(whole)
-    if not sizes.local.is_16_bit:  # scores of the forward: one span of queries with almost all keys
-        num_keys = (cp - 0.5) * sizes.tokens / sizes.local.plan.job.micro_batch
-        line.pass_through(2 * FP32 * sizes.num_heads * sizes.tokens / 2 * num_keys)
     line.make(FP32 * sizes.queries, whole)
     token_bytes = FP32 * sizes.num_kv_heads * (sizes.qk_dim + sizes.v_dim)
     half, window = sizes.tokens / 2, sizes.spec.window if isinstance(sizes.spec, GqaSpec) else None
@@ -252,29 +244,30 @@ def delta_backward_peak(local: LocalSizes, spec: DeltaSpec) -> float:
     return max(max(in_chunks, 3 * states + per_dim * (3 * k + v) - after_states) + residual, again)
 
 
-def sparse_attention_peak(local: LocalSizes, spec: MlaSpec) -> float:
-    """The most bytes in the backward of attention to chosen keys, with the gradient of the residual stream: gradients
-    of keys and values and of the queries so far in fp32, keys in fp32 and a block's part of their gradients, and of one
-    block of queries its scores and their gradients. At its end the gradients of queries are joined."""
-    b, tokens, heads = local.element_bytes, local.gathered_tokens, spec.num_heads / local.tp
-    head, values = heads * spec.qk_dim, heads * spec.v_dim
-    length = local.plan.job.seq_len
-    block = min(SPARSE_BLOCK_BYTES, FP32 * heads * tokens * length)
-    given = b * values * tokens  # the gradient of the output
-    in_block = 2 * block + FP32 * (4 * head + values) * tokens
-    joining = FP32 * (3 * head + values) * tokens
-    return given + max(in_block, joining) + b * local.model.dim * local.tokens
+def query_blocks_peak(local: LocalSizes, spec: GqaSpec | MlaSpec, fraction: float = 1.0) -> float:
+    """The most bytes in the backward of attention in blocks of queries, for a fraction of the heads, with the gradients
+    of the output and of the residual stream."""
+    sizes, line, b = HeadSizes(local, spec), Timeline(), local.element_bytes
+    line.make(b * sizes.out, b * sizes.queries * fraction)
+    inner, _ = ring_sizes(local)
+    _query_blocks(line, sizes, sizes.num_heads / inner * fraction, sizes.tokens * inner, sizes.tokens * inner)
+    if local.is_16_bit:
+        line.make(b * (sizes.keys + sizes.values) * fraction)
+    if isinstance(spec, GqaSpec) and spec.sinks:
+        line.pass_through(3 * FP32 * sizes.out * fraction)
+    return line.peak + b * local.model.dim * local.tokens
 
 
-def wide_heads_peak(local: LocalSizes, spec: GqaSpec) -> float:
-    """The most bytes in the backward of attention in blocks of queries, with the gradient of the residual stream:
-    gradients of queries, of keys and values in fp32, one of the latter two in fp32 beside a block's part of its
-    gradient, and of one block its queries' gradients, its scores and theirs."""
-    b, tokens, heads = local.element_bytes, local.gathered_tokens, spec.num_heads / local.tp
-    q, kv = heads * spec.head_dim, max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
-    whole = FP32 * heads * tokens * local.plan.job.seq_len
-    block = min(SPARSE_BLOCK_BYTES, whole)
-    of_queries = FP32 * q * tokens * block / whole
-    given = b * q * tokens  # the gradient of the output
-    in_block = 2 * block + of_queries + FP32 * 2 * kv * tokens
-    return given + b * q * tokens + FP32 * 2 * kv * tokens + in_block + b * local.model.dim * local.tokens
+def _query_blocks(line: Timeline, sizes: HeadSizes, num_heads: float, num_queries: float, num_keys: float) -> None:
+    """Gradients of keys and values in fp32, which stay. For one block of queries: its scores and their gradients, what
+    it reads and writes, and one after the other the keys, the values, and its part of their gradients in fp32."""
+    kv_heads, num_rows = num_heads * sizes.num_kv_heads / sizes.num_heads, sizes.local.plan.job.micro_batch
+    keys, values = (FP32 * kv_heads * dim * num_keys for dim in (sizes.qk_dim, sizes.v_dim))
+    score_bytes = FP32 * num_heads * num_keys  # of one query of each row
+    block = min(num_queries / num_rows, max(1, QUERY_BLOCK_BYTES // score_bytes))
+    queries, outputs = (FP32 * num_heads * dim * block * num_rows for dim in (sizes.qk_dim, sizes.v_dim))
+    scores, casts = score_bytes * block, sizes.local.is_16_bit
+    line.make(keys + values)
+    line.pass_through(scores, queries * casts, keys * casts)
+    line.pass_through(scores, outputs * casts, values)
+    line.pass_through(2 * scores, outputs * casts, max(values * casts, queries + keys))

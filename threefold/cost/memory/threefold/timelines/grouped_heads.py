@@ -17,15 +17,12 @@ def attention_of(local: LocalSizes, layer: Layer) -> GqaSpec | MlaSpec | None:
 
 
 def saved_output_bytes(local: LocalSizes, layer: Layer) -> float:
-    """Outputs and log-sum-exps of attention that a fully recomputed layer saves all the same. Attention to chosen keys
-    and attention with scores in memory are recomputed."""
+    """Outputs and log-sum-exps of attention that a fully recomputed layer saves all the same."""
     spec = attention_of(local, layer)
     if "core_attn" not in local.plan.knobs.recompute_save or "full" not in local.recompute or spec is None:
         return 0.0
-    if is_sparse(spec) or local.score_bytes(spec):
-        return 0.0
     value_dim = spec.head_dim if isinstance(spec, GqaSpec) else spec.v_dim
-    if isinstance(spec, MlaSpec) and not local.has_fused_kernels and local.plan.layout.cp == 1:
+    if isinstance(spec, MlaSpec) and not (local.has_fused_kernels or is_sparse(spec)) and local.plan.layout.cp == 1:
         value_dim = spec.qk_dim  # a CPU's kernel has values padded to the width of keys
     return spec.num_heads / local.tp * (local.element_bytes * value_dim + FP32) * local.gathered_tokens
 
