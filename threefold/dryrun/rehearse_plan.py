@@ -8,8 +8,8 @@ not fit. Where all ranks are rehearsed, their collectives are compared too (`col
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,8 @@ from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import Memory, StageMemory
 from threefold.dryrun.collective_match import match_findings
 from threefold.dryrun.memory_fit import device_bytes, memory_findings
-from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
+from threefold.dryrun.rehearsal_limits import refuse_endless
+from threefold.dryrun.rehearse_rank import SAY_SECONDS, RankRehearsal, Say, rehearse_rank
 from threefold.dryrun.representatives import distinct_stages
 from threefold.dryrun.simulated.expert_load import ExpertLoads
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
@@ -30,7 +31,6 @@ from threefold.plan.plan import Plan
 from threefold.plan.scale import is_small, scale_ranks
 from threefold.units import format_bytes, format_many
 
-Say = Callable[[str], None]
 STAGES = "stages"
 ALL = "all"
 
@@ -129,7 +129,7 @@ def rehearse(
         ranks: global ranks, "stages" for one rank of every distinct pipeline stage, or "all". All ranks of a large
             plan are those of the plan scaled down.
         loads: how tokens are distributed over experts; None if balanced.
-        say: called with a line of text after each rank.
+        say: called with a line of text after each rank, and twice a second with where a rank is.
         jobs: number of processes, by default one for each core; with one process, or one rank, nothing is forked.
         left_out: what the engine cannot run of the plan; stored in the result.
     """
@@ -137,10 +137,13 @@ def rehearse(
     scaled: list[str] = []
     if ranks == ALL and not is_small(plan):
         plan, scaled = scale_ranks(plan)
+    if not isinstance(ranks, str):
+        _refuse_missing(plan, ranks)
+    refuse_endless(plan, range(plan.layout.pp) if isinstance(ranks, str) else {_stage(plan, rank) for rank in ranks})
     tasks = [_make_task(plan, rank, stages, loads, ranks == ALL) for rank, stages in _select_ranks(plan, ranks, loads)]
     jobs = min(len(tasks), jobs or len(os.sched_getaffinity(0)))
     found: dict[int, RankRehearsal] = {}
-    for rehearsed in _run_sequentially(tasks) if jobs == 1 else _run_in_processes(tasks, jobs):
+    for rehearsed in _run_sequentially(tasks, say) if jobs == 1 else _run_in_processes(tasks, jobs, say):
         found[rehearsed.rank] = rehearsed
         if say:
             say(f"stage {rehearsed.stage}, rank {rehearsed.rank}: {len(found)} of {len(tasks)} rehearsed")
@@ -170,35 +173,57 @@ def _select_ranks(plan: Plan, ranks: Sequence[int] | str, loads: ExpertLoads | N
     if isinstance(ranks, str):
         offset = loads.busiest(layout.ep) * layout.stride("ep") if loads else 0
         return [(first * layout.stride("pp") + offset, stages) for first, stages in distinct_stages(plan).items()]
-    missing = [rank for rank in ranks if not 0 <= rank < layout.gpus]
-    if missing:
-        problem = f"rank {missing[0]} of {format_many(layout.gpus, 'rank')}"
-        advice = f"name ranks from 0 to {layout.gpus - 1}, {STAGES} or {ALL}"
+    return [(rank, [_stage(plan, rank)]) for rank in dict.fromkeys(ranks)]
+
+
+def _refuse_missing(plan: Plan, ranks: Sequence[int]) -> None:
+    gpus = plan.layout.gpus
+    if missing := [rank for rank in ranks if not 0 <= rank < gpus]:
+        problem, advice = f"rank {missing[0]} of {format_many(gpus, 'rank')}", f"name ranks from 0 to {gpus - 1}"
+        advice += f", {STAGES} or {ALL}"
         raise FindingsError([Finding(rule="rehearsal-has-rank", at="--ranks", problem=problem, advice=advice)])
-    return [(rank, [layout.coordinate("pp", rank)]) for rank in dict.fromkeys(ranks)]
 
 
-def _run_sequentially(tasks: Sequence[Task]) -> Iterator[RankRehearsal]:
-    return (rehearse_rank(*task) for task in tasks)
+def _stage(plan: Plan, rank: int) -> int:
+    return plan.layout.coordinate("pp", rank)
 
 
-def _run_in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[RankRehearsal]:
+def _run_sequentially(tasks: Sequence[Task], say: Say | None) -> Iterator[RankRehearsal]:
+    return (rehearse_rank(*task, say=say) for task in tasks)
+
+
+def _run_in_processes(tasks: Sequence[Task], jobs: int, say: Say | None) -> Iterator[RankRehearsal]:
     """Results as they come. Processes are forked, because importing torch in each would take longer than its task."""
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    lines = context.SimpleQueue() if say else None
+    with ProcessPoolExecutor(jobs, context, initializer=_say_through, initargs=(lines,)) as pool:
         try:
             if not pool.submit(_can_run_backward).result():
-                yield from _run_sequentially(tasks)
+                yield from _run_sequentially(tasks, say)
                 return
-            futures = [pool.submit(_rehearse_or_findings, task) for task in tasks]
-            for future in as_completed(futures):
-                outcome = future.result()
-                if isinstance(outcome, list):
-                    raise FindingsError(outcome)
-                yield outcome
+            running = {pool.submit(_rehearse_or_findings, task) for task in tasks}
+            while running:
+                done, running = wait(running, SAY_SECONDS if say else None, FIRST_COMPLETED)
+                while say and lines and not lines.empty():
+                    say(lines.get())
+                for future in done:
+                    outcome = future.result()
+                    if isinstance(outcome, list):
+                        raise FindingsError(outcome)
+                    yield outcome
         except BrokenProcessPool:
             raise FindingsError([_killed_process()]) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _say_through(lines: Any) -> None:
+    """Let this process of a pool send its lines to the process that started it, if anybody reads them."""
+    global _say
+    _say = lines.put if lines else None
+
+
+_say: Say | None = None
 
 
 def _can_run_backward() -> bool:
@@ -213,7 +238,7 @@ def _can_run_backward() -> bool:
 def _rehearse_or_findings(task: Task) -> RankRehearsal | list[Finding]:
     """Findings are returned as values, because a `FindingsError` cannot be unpickled."""
     try:
-        return rehearse_rank(*task)
+        return rehearse_rank(*task, say=_say)
     except FindingsError as error:
         return error.findings
 

@@ -24,6 +24,7 @@ from threefold.dryrun.simulated.gpu_operators import (
 from threefold.dryrun.simulated.graph_recorder import record_graphs_in
 from threefold.dryrun.simulated.meta_operators import META, MetaOperators, unbatched_p2p
 from threefold.dryrun.simulated.process_group import fake_process_group, fsdp_on_meta, single_threaded
+from threefold.dryrun.simulated.recurrences import use_single_recurrences
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.dryrun.tracking.call_recorder import CallRecorder, CallSequence
 from threefold.dryrun.tracking.collective_ledger import CollectiveLedger, LedgerEntry
@@ -36,7 +37,7 @@ from threefold.dryrun.tracking.memory_terms import (
     moe_layer_paths,
     term_of,
 )
-from threefold.dryrun.tracking.memory_tracker import Allocation, MemoryTracker
+from threefold.dryrun.tracking.memory_tracker import Allocation, MemoryTracker, OperatorObserver
 from threefold.dryrun.tracking.timeline import live_bytes_timeline
 from threefold.engine.build import Parts, build
 from threefold.engine.device import simulate
@@ -48,6 +49,8 @@ from threefold.plan.plan import Plan
 
 ALLOCATOR_GRANULE_BYTES = 512  # torch's CUDA allocator rounds sizes up to a multiple
 NUM_LARGEST = 10  # live tensors that are listed
+SAY_SECONDS = 0.5
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ def rehearse_rank(
     loads: ExpertLoads | None = None,
     stages: Sequence[int] = (),
     with_calls: bool = False,
+    say: Say | None = None,
 ) -> RankRehearsal:
     """Rehearse a rank in this process.
 
@@ -111,6 +115,7 @@ def rehearse_rank(
         loads: how tokens are distributed over experts; None if balanced.
         stages: pipeline stages that the rank represents; by default its own.
         with_calls: record the calls of the rank in their order, and run as many microbatches on every stage.
+        say: called with a line of text twice a second.
     """
     began = time.perf_counter()
     stage = plan.layout.coordinate("pp", rank)
@@ -123,6 +128,8 @@ def rehearse_rank(
         plan.cluster.domain_ranks, microbatch_factor, lambda: origins.phase in ("reduce", "optimizer")
     )
     tracker.observers.append(ledger.record_operator)
+    if say:
+        tracker.observers.append(_say_where(say, rank, reduced.num_microbatches, origins))
     with (
         errors_as_findings(plan, rank, origins),
         _simulated_machine(reduced, rank, loads or ExpertLoads(), ledger, recorder),
@@ -161,6 +168,19 @@ def rehearse_rank(
     )
 
 
+def _say_where(say: Say, rank: int, num_microbatches: int, origins: OriginTracker) -> OperatorObserver:
+    """Tell where the rank is in its step, every now and then."""
+    due = time.monotonic() + SAY_SECONDS
+
+    def observe(func: Any, args: tuple[Any, ...]) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + SAY_SECONDS
+            say(f"rank {rank}, {num_microbatches} microbatches: {origins.current()}")
+
+    return observe
+
+
 def _replay_graphs(parts: Parts, tracker: MemoryTracker, run_next_step: Callable[[], None]) -> None:
     """Run steps behind one that recorded CUDA graphs, up to the first that records none.
 
@@ -193,6 +213,7 @@ def _simulated_machine(
         if recorder:
             stack.enter_context(recorder.watch())
         stack.enter_context(fsdp_on_meta())
+        stack.enter_context(use_single_recurrences())
         stack.enter_context(sizes_from(loads.size_source()))
         if plan.chip.architecture != "cpu":
             stack.enter_context(simulate("cuda"))

@@ -281,6 +281,13 @@ EXPLANATIONS = {
         confirm="`threefold show` prints the grids.",
         fix="Numbers below cluster.gpus, or `stages`.",
     ),
+    "rehearsal-ends": Explanation(
+        what="A rehearsal ends within minutes.",
+        why="It runs every operator of a step once, on tensors without memory. With tens of thousands of microbatches, "
+        "or of pieces of a sequence, that takes hours.",
+        confirm="The finding names the size and the limit.",
+        fix="Rehearse a shorter sequence, a smaller batch, or more CP; `estimate` takes any size.",
+    ),
     "rehearsal-is-alone": Explanation(
         what="A rehearsal runs in a process that is no rank of a real job.",
         why="It makes a process group of its own.",

@@ -129,7 +129,12 @@ def _check_long_context(plan: Plan, here: Machine) -> Iterator[Finding]:
     attention = [probe for probe in here.kernels if probe.kernel.startswith("attention")]
     if attention and not any(probe.works for probe in attention):
         problem = f"no fused attention kernel runs here: {attention[0].trouble}"
-        yield _finding(slug, at, problem, "without one every score is kept: install torch's CUDA build")
+        yield _finding(
+            slug,
+            at,
+            problem,
+            "attention is many times slower without: install torch's CUDA build",
+        )
     if not here.package("triton").works:
         problem = "without triton the loss and the norms take several passes over memory"
         yield _finding(slug, at, problem, here.package("triton").package.install, "warning")

@@ -1,5 +1,6 @@
 """What verbs that rehearse share: progress, verdicts, candidates rehearsed. No torch before it runs."""
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ def progress() -> Callable[[str], None] | None:
     """A line that is written over, where somebody looks."""
     if not sys.stderr.isatty():
         return None
-    return lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    width = shutil.get_terminal_size().columns - 1  # of a line that wraps only the last part would be written over
+    return lambda text: print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
 
 def end_progress() -> None:

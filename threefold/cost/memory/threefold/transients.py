@@ -46,13 +46,9 @@ class LossBytes(NamedTuple):
 def loss_transients(local: LocalSizes, num_heads: int) -> LossBytes:
     """The bytes of the loss, of which a model with multi-token prediction has several."""
     b, dim, s = local.element_bytes, local.model.dim, local.gathered_tokens
-    vocab = -(-local.model.vocab // local.tp)
-    max_tokens = max(64, LOGITS_CHUNK_BYTES.get(local.plan.chip.architecture, 5 * GIB) // (4 * vocab))
-    has_fp8_head = local.plan.low_precision and local.plan.knobs.fp8_output
-    max_tokens = max_tokens // 2 if has_fp8_head else max_tokens
-    num_chunks = max(1, -(-s // max_tokens))
+    vocab, num_chunks = -(-local.model.vocab // local.tp), num_loss_chunks(local)
     chunk = min(s, -(-s // (num_chunks * LOSS_TILE)) * LOSS_TILE)
-    if has_fp8_head:
+    if _has_fp8_head(local):
         return _fp8_loss_transients(local, num_heads, chunk)
     table = vocab * dim
     on_gpu = local.plan.chip.architecture not in LOGITS_CHUNK_BYTES
@@ -83,6 +79,17 @@ def loss_transients(local: LocalSizes, num_heads: int) -> LossBytes:
     logits += slope + accumulating
     cast = b * table * trains_head if sums_wider and local.is_16_bit else 0.0
     return LossBytes(logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast)
+
+
+def num_loss_chunks(local: LocalSizes) -> int:
+    """Chunks of tokens whose logits the loss computes one after the other."""
+    vocab = -(-local.model.vocab // local.tp)
+    max_tokens = max(64, LOGITS_CHUNK_BYTES.get(local.plan.chip.architecture, 5 * GIB) // (4 * vocab))
+    return max(1, math.ceil(local.gathered_tokens / (max_tokens // 2 if _has_fp8_head(local) else max_tokens)))
+
+
+def _has_fp8_head(local: LocalSizes) -> bool:
+    return local.plan.low_precision and local.plan.knobs.fp8_output
 
 
 def _fp8_loss_transients(local: LocalSizes, num_heads: int, chunk: float) -> LossBytes:
