@@ -51,12 +51,10 @@ def offered(found: SearchResult) -> list[tuple[str, dict[str, Any]]]:
     text = search_text(found)
     retune = re.findall(r"^- (\S+=.*): [+-][\d.]+% throughput$", text, re.M)
     steps = text.partition("One step in each degree:\n")[2].partition("\n\n")[0].splitlines()[2:]
-    defaults = text.partition("which a measurement overrides:\n")[2].partition("\n\n")[0].splitlines()[2:]
-    lines = [*retune, *(re.split(r"\s{2,}", line)[0] for line in (*steps, *defaults))]
-    graphs = {"knobs.graphs": ["attn", "moe_router", "moe_preprocess"]}
-    starts = [{"knobs.dispatcher": "deepep"}, {"knobs.precision": "fp8-blockwise"}, graphs]
-    changes = [dict(one.changes) for one in (*found.retune, *found.sensitivity)]
-    return list(zip(lines, [*changes, *starts], strict=True))
+    comparisons = text.partition("steps that you time choose:\n")[2].partition("\n\n")[0].splitlines()[2:]
+    lines = [*retune, *(re.split(r"\s{2,}", line)[0] for line in (*steps, *comparisons))]
+    trials = (*found.retune, *found.sensitivity, *(one.trial for one in found.comparisons))
+    return list(zip(lines, [dict(one.changes) for one in trials], strict=True))
 
 
 @pytest.mark.parametrize("draft", [HOST, STAGED], ids=["lists and switches", "a written stage layout"])

@@ -77,11 +77,18 @@ def fired(fields: dict[str, Any]) -> set[str]:
         # ETP where a part of it could be EP.
         ({**QWEN, "model": "mixtral-8x7b", "layout.ep": 4, "layout.etp": 4}, "etp-only-when-ep-insufficient", True),
         ({**QWEN, "model": "mixtral-8x7b", "layout.ep": 8, "layout.etp": 2}, "etp-only-when-ep-insufficient", False),
-        # Formats: the platform's recipe is named for every other one.
-        ({**QWEN, "knobs.precision": "fp8-cs"}, "precision-default-for-chip", True),
-        ({**QWEN, "knobs.precision": "fp8-blockwise", "cluster.chip": "gb200"}, "precision-default-for-chip", True),
-        ({**QWEN, "knobs.precision": "mxfp8", "cluster.chip": "gb200"}, "precision-default-for-chip", False),
-        ({**QWEN, "knobs.precision": "fp8-cs", "stack.measured": ["precision"]}, "precision-default-for-chip", False),
+        # Small launches on Blackwell.
+        ({**CLEAN, "cluster.chip": "b200"}, "small-launches-want-graphs", True),
+        ({**CLEAN, "cluster.chip": "b200", "job.micro_batch": 4}, "small-launches-want-graphs", False),
+        # Candidates: all-to-all past EP 8 is where to start, and other dispatchers are to be compared with it.
+        ({**QWEN, "layout.ep": 16, "knobs.dispatcher": "alltoall"}, "dispatcher-candidates-left", True),
+        ({**QWEN, "layout.ep": 8, "knobs.dispatcher": "alltoall"}, "dispatcher-candidates-left", False),
+        ({**QWEN, "layout.ep": 16, "knobs.dispatcher": "hybridep"}, "dispatcher-candidates-left", False),
+        # Formats that the chip multiplies are not ranked; all of them follow a run in BF16.
+        ({**QWEN, "knobs.precision": "fp8-cs"}, "low-precision-after-bf16", True),
+        ({**QWEN, "knobs.precision": "mxfp8", "cluster.chip": "gb200"}, "low-precision-after-bf16", True),
+        ({**QWEN, "knobs.precision": "mxfp8"}, "low-precision-after-bf16", False),
+        ({**QWEN, "knobs.precision": "bf16"}, "low-precision-after-bf16", False),
         # Releases at 128K.
         ({**QWEN, "job.seq_len": 131072, "stack.release": "25.09"}, "kernels-at-length", True),
         ({**QWEN, "job.seq_len": 131072, "stack.release": "26.06"}, "kernels-at-length", False),
@@ -156,7 +163,8 @@ def test_a_gate_with_a_date_yields_to_a_measurement() -> None:
     fields = {**QWEN, "cluster.chip": "gb200", "knobs.dispatcher": "deepep"}
     [finding] = [one for one in check(build(fields)) if one.rule == "dispatcher-supports-chip"]
     assert finding.severity == "warning"
-    assert finding.fix == {"knobs.dispatcher": "hybridep"}
+    assert finding.fix == {"knobs.dispatcher": "alltoall"}  # what would run
+    assert "hybridep" in finding.advice
     assert "2026-" in finding.problem
     assert "dispatcher-supports-chip" not in fired({**fields, "stack.measured": ["dispatcher"]})
 
@@ -244,18 +252,16 @@ def test_without_room_overlap_is_given_up() -> None:
     assert (of_rule(fields, "ep-overlap-needs-vpp").fix or {}).get("knobs.ep_overlap") is False
 
 
-def test_overlap_gets_the_dispatcher_of_its_chip() -> None:
-    """Where alltoall would bring a finding of its own, the platform's flex dispatcher is the fix."""
+def test_overlap_starts_with_all_to_all() -> None:
+    """On any chip: a flex dispatcher follows by an A/B of its own."""
     fields = {**NEXT, "knobs.dispatcher": "local", "knobs.ep_overlap": True}
-    assert of_rule(fields, "ep-overlap-dispatcher").fix == {"knobs.dispatcher": "hybridep"}
+    assert of_rule(fields, "ep-overlap-dispatcher").fix == {"knobs.dispatcher": "alltoall"}
 
 
 def test_a_graph_of_experts_makes_room_for_narrower_scopes() -> None:
     fields = {**NEXT, "knobs.dispatcher": "hybridep", "knobs.ep_overlap": True}
     fields |= {"knobs.graphs": ["moe"], "job.capacity_factor": 1.0}
-    assert of_rule(fields, "graph-leaves-exchange-free").fix == {
-        "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]
-    }
+    assert of_rule(fields, "graph-leaves-exchange-free").fix == {"knobs.graphs": ["moe_router", "moe_preprocess"]}
 
 
 def test_a_degree_that_divides_the_ranks_comes_first() -> None:

@@ -1,5 +1,6 @@
 """What our own engine emulates below sixteen bits is known, said, not recommended, and not priced as fast."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.rules.all import check
 from threefold.search.knobs import precisions
-from threefold.search.neighbours import retune
+from threefold.search.neighbours import comparisons
 from threefold.search.space import read_draft
 
 FUSED, BIASED, DENSE = "qwen3-30b-a3b", "gpt-oss-20b", "llama3-8b"
@@ -73,19 +74,23 @@ def test_what_is_emulated_is_said(model: str, precision: str, chip: str, more: d
 @pytest.mark.parametrize(
     ("model", "chip", "target", "wanted"),
     [
-        (BIASED, "h200", "threefold", ["bf16"]),
-        (FUSED, "h200", "threefold", ["fp8-blockwise", "bf16"]),
-        (FUSED, "b200", "threefold", ["bf16"]),
-        (DENSE, "b200", "threefold", ["mxfp8", "bf16"]),
-        (BIASED, "h200", "megatron-bridge", ["fp8-blockwise", "bf16"]),
+        (BIASED, "h200", "threefold", []),
+        (FUSED, "h200", "threefold", ["fp8-blockwise"]),
+        (FUSED, "b200", "threefold", []),
+        (DENSE, "b200", "threefold", ["mxfp8", "fp8-cs", "fp8-tensor"]),
+        (BIASED, "h200", "megatron-bridge", ["fp8-blockwise", "fp8-cs", "fp8-tensor"]),
     ],
 )
-def test_a_search_starts_without_emulation(
+def test_a_search_starts_in_bf16_and_never_emulates(
     model: str, chip: str, target: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the draft leaves the precision to it, or says nothing."""
+    """Formats with kernels come where BF16 gives no plan, and all of them where the draft says they were measured."""
     asked: dict[str, Any] = {"model": model, "cluster.chip": chip, "cluster.gpus": 8, "job.seq_len": 4096}
-    assert precisions(read_draft({**asked, "target": target, "knobs.precision": "auto"})) == wanted
+    space = read_draft({**asked, "target": target, "knobs.precision": "auto"})
+    assert precisions(space) == ["bf16"]
+    assert precisions(replace(space, low_precision=True)) == wanted[:1]
+    measured = read_draft({**asked, "target": target, "stack.measured": ["precision"]})
+    assert precisions(measured) == ["bf16", *wanted]
     drafts: list[Any] = []
 
     def search(fields: Any, *rest: Any) -> None:
@@ -126,17 +131,19 @@ def test_a_format_that_the_chip_lacks_is_priced_as_bf16() -> None:
     )
 
 
-@pytest.mark.parametrize("chip", ["h200", "b200"])
-def test_emulation_is_no_remedy(chip: str) -> None:
+@pytest.mark.parametrize(("chip", "formats"), [("h200", ["fp8-blockwise"]), ("b200", [])])
+def test_emulation_is_no_remedy(chip: str, formats: list[str]) -> None:
+    """Our engine has kernels for experts in FP8 on Hopper alone."""
+
     def offered(target: str) -> list[Any]:
         plan = plan_of("mixtral-8x7b", "bf16", chip, target=target, layout__ep=8, model__num_layers=8)
         chosen = estimate(plan)
         assert chosen.wall == "compute"
-        tried = retune(read_draft(dict(plan.written)), plan, chosen)
-        return [one.changes["knobs.precision"] for one in tried if "knobs.precision" in one.changes]
+        tried = [one.trial.changes for one in comparisons(plan, chosen)]
+        return [changes["knobs.precision"] for changes in tried if "knobs.precision" in changes]
 
     assert offered("megatron-bridge")
-    assert offered("threefold") == []
+    assert offered("threefold") == formats
 
 
 def test_only_our_own_engine_emulates() -> None:

@@ -219,7 +219,7 @@ def test_selective_sets_that_do_not_fit_are_not_offered() -> None:
 
 @pytest.mark.parametrize(
     ("chip", "given", "meant"),
-    [("h100", "fp8", "fp8-blockwise"), ("gb200", "fp8", "mxfp8"), ("gb200", "mxfp", "mxfp8")],
+    [("h100", "fp8", "fp8-cs"), ("gb200", "fp8", "fp8-cs"), ("gb200", "mxfp", "mxfp8")],
 )
 def test_a_misspelt_format_becomes_one_that_the_chip_has(chip: str, given: str, meant: str) -> None:
     parsed = parse({**MEGATRON, "model": "qwen3-30b-a3b", "cluster.chip": chip, "knobs.precision": given})
@@ -245,7 +245,7 @@ def test_parse_errors_are_repaired_with_the_rest() -> None:
     assert parsed.readable is not None
     repaired, applied = repair(parsed.readable, parsed.findings)
     assert {"known-value", "unknown-field", "tp-divides-model"} <= {finding.rule for finding in applied}
-    assert repaired.knobs.precision == "fp8-blockwise"
+    assert repaired.knobs.precision == "fp8-cs"
     assert not errors(judge(repaired))
 
 

@@ -22,7 +22,7 @@ FLEX_ALONE = {**CLEAN, "knobs.dispatcher": None, "model.moe_token_dispatcher_typ
 TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "assert: EP": ({"layout.ep": 1}, "ep-overlap-needs-ep", "expert_model_parallel_size", "layout.ep="),
     "assert: dispatcher": (
-        {"knobs.dispatcher": "local"}, "ep-overlap-dispatcher", "moe_token_dispatcher_type", "knobs.dispatcher=deepep",
+        {"knobs.dispatcher": "local"}, "ep-overlap-dispatcher", "moe_token_dispatcher_type", "dispatcher=alltoall",
     ),
     "assert: BF16 or FP16": ({"knobs.precision": "fp32"}, "ep-overlap-base-dtype", "model.bf16", "bf16"),
     "hang": ({"stack.torch": "2.5.1"}, "ep-overlap-torch", "torch.__version__", "2.6.0"),

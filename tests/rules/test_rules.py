@@ -243,7 +243,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"cluster.chip": "gb200", "stack.measured": ["dispatcher"]},
     ),
     "local-dispatch-needs-local-experts": ({"knobs.dispatcher": "local"}, {"knobs.dispatcher": "alltoall"}),
-    "dispatcher-default-for-chip": ({"knobs.dispatcher": "alltoall"}, {"knobs.dispatcher": "hybridep"}),
     "shared-overlap-needs-alltoall": (
         {"knobs.shared_expert_overlap": True},
         {"knobs.shared_expert_overlap": True, "knobs.dispatcher": "alltoall"},
@@ -323,7 +322,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.precision": "mxfp8", "target": "threefold"},
         {"knobs.precision": "fp8-blockwise", "target": "threefold"},
     ),
-    "precision-default-for-chip": ({"knobs.precision": "fp8-cs"}, {"knobs.precision": "bf16"}),
     "nvfp4-after-stable": (
         {"knobs.precision": "nvfp4", "cluster.chip": "b200"},
         {"knobs.precision": "mxfp8", "cluster.chip": "b200"},
@@ -421,7 +419,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "knobs.graphs": ["attn"], "knobs.graph_memory_gb": 1.0},
         {"target": "threefold", "knobs.graphs": ["attn"], "knobs.graph_memory_gb": 1000.0},
     ),
-    "small-launches-want-graphs": ({"cluster.chip": "b200"}, {"cluster.chip": "b200", "job.micro_batch": 4}),
     # memory
     "master-weights-are-a-choice": (
         {"knobs.master_weights": False},

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from threefold.findings import FindingsError
 from threefold.plan.parse import parse
+from threefold.spec.candidates import FLEX, dispatcher_candidates, precision_candidates, runs_dispatcher
 from threefold.spec.chips import CHIPS, NATIVE_FORMATS, ChipSpec
 from threefold.spec.hf import READERS, model_from_config, model_from_dict
 from threefold.spec.hf_families.check_spec import check_sizes
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec, RopeScaling
 from threefold.spec.models import MODELS
 from threefold.spec.params import Params, count_params
-from threefold.spec.stacks import DISPATCHER, DISPATCHER_CHIPS, LACKS, PRECISION, STACKS, bridge_lacks
+from threefold.spec.stacks import LACKS, STACKS, bridge_lacks
 
 # transformers 5.22.2 models of the published configurations on the meta device, MTP not among them.
 EXACT = {
@@ -404,8 +405,7 @@ def test_chips_are_complete(chip: ChipSpec) -> None:
     assert chip.domain >= chip.gpus_per_node
     assert chip.domain_bandwidth > chip.network_bandwidth
     assert chip.architecture in NATIVE_FORMATS
-    assert chip.name in DISPATCHER
-    assert PRECISION[chip.architecture].value in NATIVE_FORMATS[chip.architecture]
+    assert all(one.value in NATIVE_FORMATS[chip.architecture] for one in precision_candidates(chip))
 
 
 @pytest.mark.parametrize("chip", [chip for chip in CHIPS.values() if chip.name != "cpu"], ids=str)
@@ -432,9 +432,18 @@ def test_published_chip_figures() -> None:
 
 
 def test_dispatchers_know_their_chips() -> None:
-    assert all(chips <= set(CHIPS) for chips in DISPATCHER_CHIPS.values())
-    for chip, default in DISPATCHER.items():
-        assert default.value == "alltoall" or chip in DISPATCHER_CHIPS[default.value]
+    """What Bridge 0.6.2 activates: DeepEP up to capability 9 and on B200 and B300, HybridEP up to capability 10."""
+    runs = {name: {chip.name for chip in CHIPS.values() if runs_dispatcher(name, chip)} for name in FLEX}
+    assert {"a100", "h100", "h200", "b200", "b300"} == runs["deepep"]
+    assert runs["hybridep"] == runs["deepep"] | {"gb200", "gb300"}
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=str)
+def test_hardware_only_names_candidates(chip: ChipSpec) -> None:
+    """A plan starts with all-to-all and BF16 on every GPU, as upstream's workflow of 2026-08-01 has it."""
+    assert dispatcher_candidates(chip)[0].value == "alltoall"
+    assert precision_candidates(chip)[0].value == ("fp32" if chip.architecture == "cpu" else "bf16")
+    assert all(one.since >= "2026-08" and one.evidence for one in dispatcher_candidates(chip))
 
 
 def test_rope_parameters_win_over_older_keys() -> None:

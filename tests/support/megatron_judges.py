@@ -87,7 +87,8 @@ def verdict(plan: Plan, to: str, release: str, folder: Path) -> dict[str, Any]:
 def refusals(found: dict[str, Any]) -> list[str]:
     """What kept a plan from being accepted, one line a rank."""
     return [
-        f"rank {rank['rank']} {rank['kind']} in {rank['stage']} at {rank['where']}: {rank['error']}: {rank['message'][:300]}"
+        f"rank {rank['rank']} {rank['kind']} in {rank['stage']} at {rank['where']}: "
+        f"{rank['error']}: {rank['message'][:300]}"
         for rank in found["ranks"]
         if rank["kind"] != "accepted"
     ]

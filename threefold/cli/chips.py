@@ -1,4 +1,4 @@
-"""`threefold chips`: the catalogue, with the dated defaults that go with each chip."""
+"""`threefold chips`: the catalogue, with the candidates that an A/B compares on each chip."""
 
 import argparse
 import dataclasses
@@ -9,9 +9,9 @@ from typing import Any
 from threefold.cli.command_line.inputs import print_findings
 from threefold.findings import FindingsError
 from threefold.report.terminal import table
+from threefold.spec.candidates import Candidate, dispatcher_candidates, precision_candidates
 from threefold.spec.chips import CHIPS, ChipSpec
 from threefold.spec.clusters.chip_description import PREFIX, find_chip, is_file_name
-from threefold.spec.stacks import DISPATCHER, PRECISION, default_dispatcher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,15 +41,17 @@ def run(args: argparse.Namespace) -> int:
         "net GB/s",
         "host GB/s",
         "W",
-        "dispatcher",
-        "precision",
+        "dispatchers",
+        "precisions",
     ]
     print(table(header, [_row(chip) for chip in chips]))
     print(
-        "\nPeaks are dense TFLOP/s; link rates are per GPU and direction. Dispatcher and precision are starting points:"
+        "\nPeaks are dense TFLOP/s; link rates are per GPU and direction. Of dispatchers and precisions a plan starts "
+        "with the first,\nand an A/B compares the others:"
     )
-    for name, default in DISPATCHER.items():
-        print(f"  {name:6} {default.value:9} since {default.since}: {default.evidence}")
+    for chip in chips:
+        for one in dispatcher_candidates(chip)[1:]:
+            print(f"  {chip.name:6} {one.value:9} since {one.since}: {_seen(one)}")
     for chip in chips:
         print(f"  {chip.name:6} sources: {'; '.join(f'{what}: {source}' for what, source in chip.sources.items())}")
     return 0
@@ -75,6 +77,14 @@ def _row(chip: ChipSpec) -> list[str]:
         f"{chip.network_bandwidth / 1e9:.0f}",
         f"{chip.host_bandwidth / 1e9:.0f}",
         f"{chip.power_watts:.0f}" if chip.power_watts else "-",
-        default_dispatcher(chip).value,
-        PRECISION[chip.architecture].value,
+        _names(dispatcher_candidates(chip)),
+        _names(precision_candidates(chip)),
     ]
+
+
+def _names(candidates: tuple[Candidate, ...]) -> str:
+    return ", ".join(one.value for one in candidates)
+
+
+def _seen(one: Candidate) -> str:
+    return one.evidence + (f"; but {one.counterexample}" if one.counterexample else "")

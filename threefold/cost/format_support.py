@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.plan.plan import Plan
+from threefold.spec.candidates import low_formats
 from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import FUSED_ACTIVATIONS, FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION
+from threefold.spec.stacks import FUSED_ACTIVATIONS, FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH
 
 BF16_BYTES = 2
 # Bytes of an element of a gradient or of an optimizer state.
@@ -117,11 +118,10 @@ def can_fuse_experts(plan: Plan) -> bool:
     return plan.knobs.precision in ("bf16", "fp16") and aligned and runs_fused_experts(asked)
 
 
-def starting_precision(plan: Plan) -> str:
-    """The usual precision of the plan's chip, or bf16 where the engine would emulate that."""
-    name = PRECISION[plan.chip.architecture].value
-    trial = replace(plan, knobs=replace(plan.knobs, precision=name))
-    return "bf16" if experts_are_emulated(trial) else name
+def low_precisions(plan: Plan) -> tuple[str, ...]:
+    """The candidates below sixteen bits for which chip and stack have kernels, in the order of comparison."""
+    trials = {name: replace(plan, knobs=replace(plan.knobs, precision=name)) for name in low_formats(plan.chip)}
+    return tuple(name for name, trial in trials.items() if not (is_emulated(trial) or experts_are_emulated(trial)))
 
 
 def gemm_precision(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from threefold.cost.estimate import fit_band, gain, memory_band
-from threefold.cost.format_support import STATE_BYTES, can_split_masters, master_weight_bytes, starting_precision
+from threefold.cost.format_support import STATE_BYTES, can_split_masters, low_precisions, master_weight_bytes
 from threefold.cost.memory.by_stack import fullest_bytes, memory
 from threefold.cost.rates import rates_of
 from threefold.cost.stack_traits import STACK_TRAITS
@@ -25,7 +25,6 @@ from threefold.fields import MAX_RANKS
 from threefold.findings import Changes, FindingsError, as_overrides
 from threefold.plan.parse import change
 from threefold.plan.plan import INSIDE_MOE, Plan
-from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.params import count_params
 from threefold.spec.tensor_parallel import tp_fits
@@ -314,7 +313,7 @@ def _more_pp(plan: Plan) -> Iterator[Changes]:
 
 
 def _fewer_bits(plan: Plan) -> Iterator[Changes]:
-    """Remainders of master weights, moments and gradients in bf16, then the platform's low precision with weights in
+    """Remainders of master weights, moments and gradients in bf16, then a low precision with weights in
     it."""
     knobs = plan.knobs
     states: Changes = {}
@@ -327,8 +326,7 @@ def _fewer_bits(plan: Plan) -> Iterator[Changes]:
     if knobs.grad_dtype == "fp32":
         states = {**states, "knobs.grad_dtype": "bf16"}
         yield states
-    low = starting_precision(plan)
-    if knobs.precision == "bf16" and low in NATIVE_FORMATS[plan.chip.architecture] and low != "bf16":
+    for low in low_precisions(plan)[: knobs.precision == "bf16"]:
         yield {"knobs.precision": low}
         if plan.target != "threefold":
             yield {**states, "knobs.precision": low, "knobs.fp8_params": True}

@@ -10,7 +10,6 @@ from threefold.plan.parse import Parsed, parse
 from threefold.plan.plan import GRAPH_SCOPES
 from threefold.spec.chips import CHIPS
 from threefold.spec.models import MODELS
-from threefold.spec.stacks import PRECISION
 
 Row = Mapping[str, Any]
 
@@ -43,6 +42,8 @@ _DSV3_LONG = {
     "knobs.recompute": ["mla_up_proj", "layernorm", "moe", "mlp"],
     "knobs.cp_comm": "a2a+p2p",
 }
+# Precision of recipes by platform, for rows that state none (the recipes that the rows of 2026 ran).
+_UNSTATED = {"ampere": "bf16", "hopper": "fp8-blockwise", "blackwell": "mxfp8"}
 # Shapes of named recipes, for rows that state no more than model, machine, length and CP.
 _RECIPE_SHAPES: dict[tuple[str, str], dict[str, Any]] = {
     ("deepseek-v3", "h100"): _DSV3_LONG,  # recipes/deepseek-v3-128k-256xh100-fp8
@@ -146,10 +147,10 @@ def release(row: Row) -> str | None:
 
 
 def _precision(row: Row) -> str:
-    """A row without a stated precision ran the platform's starting point; 'fp8' alone is current scaling."""
+    """A row without a stated precision ran what its recipe had for the platform; 'fp8' alone is current scaling."""
     stated = row.get("precision")
     if stated is None:
-        return PRECISION[CHIPS[row["system"]].architecture].value
+        return _UNSTATED[CHIPS[row["system"]].architecture]
     return "fp8-cs" if stated == "fp8" else str(stated)
 
 

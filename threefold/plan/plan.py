@@ -17,7 +17,7 @@ from threefold.plan.data_entries import parse_entries
 from threefold.spec.chips import CHIPS, ChipSpec
 from threefold.spec.model import MlaSpec, ModelSpec
 
-PRECISIONS = ("bf16", "fp16", "fp32", "fp8-tensor", "fp8-cs", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
+PRECISIONS = ("bf16", "fp16", "fp32", "fp8-cs", "fp8-tensor", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
 DISPATCHERS = ("local", "alltoall", "deepep", "hybridep")
 EXPERT_KERNELS = ("torch", "triton", "cute")
 DELTA_KERNELS = ("torch", "fla")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.cost.estimate import gain
-from threefold.cost.format_support import can_split_masters, starting_precision
+from threefold.cost.format_support import can_split_masters, low_precisions
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory_ladder import goes_with_mode, recomputable_modules
 from threefold.findings import Changes, Finding, FindingsError
@@ -154,8 +154,8 @@ def _for_memory(plan: Plan) -> Iterator[Changes]:
         if name not in named and goes_with_mode(plan, [name]) and not plan.full_recompute:
             named = [*named, name]
             yield {"knobs.recompute": named}
-    if starting_precision(plan) != knobs.precision and not plan.low_precision:
-        yield {"knobs.precision": starting_precision(plan)}
+    for name in low_precisions(plan)[: not plan.low_precision]:
+        yield {"knobs.precision": name}
     if can_split_masters(plan):
         yield {"knobs.store_param_remainders": True}
     if knobs.optimizer_dtype != "bf16":

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from threefold.findings import as_override, as_overrides
+from threefold.findings import as_overrides
 from threefold.plan.plan import Plan
 from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
@@ -10,7 +10,6 @@ from threefold.report.terminal import findings_text, table
 from threefold.search.neighbours import NextBetter, Trial
 from threefold.search.rank import TIE
 from threefold.search.search import Candidate, SearchResult
-from threefold.spec.stacks import GRAPH_SCOPES, PRECISION, Default, default_dispatcher
 from threefold.units import GIB, format_bytes, format_tokens
 
 
@@ -65,9 +64,9 @@ def _retune(best: Candidate, found: SearchResult) -> list[str]:
         wall += " No knob that was left to you promises a gain: profile before changing anything."
     return [
         wall,
+        _comparisons(found, best.plan),
         _next_better(found.next_better),
         f"One step in each degree:\n{_sensitivity(found.sensitivity)}",
-        _defaults(best.plan),
     ]
 
 
@@ -93,19 +92,17 @@ def _sensitivity(steps: Sequence[Trial]) -> str:
     return table(["change", "predicted"], rows)
 
 
-def _defaults(plan: Plan) -> str:
-
-    def row(path: str, default: Default, value: str | list[str], here: str) -> list[str]:
-        return [as_override(path, value), default.since, here or "-", default.evidence]
-
-    dispatcher, precision = default_dispatcher(plan.chip), PRECISION[plan.chip.architecture]
-    rows = [
-        row("knobs.dispatcher", dispatcher, dispatcher.value, plan.knobs.dispatcher),
-        row("knobs.precision", precision, precision.value, plan.knobs.precision),
-        row("knobs.graphs", GRAPH_SCOPES, GRAPH_SCOPES.value.split(), ",".join(plan.knobs.graphs)),
-    ]
-    title = f"Starting points on {plan.chip.name}, which a measurement overrides:"
-    return f"{title}\n{table(['default', 'since', 'this plan', 'evidence'], rows)}"
+def _comparisons(found: SearchResult, plan: Plan) -> str:
+    """The next A/Bs: candidates with their predicted gain, and what was seen for and against them."""
+    if not found.comparisons:
+        return ""
+    rows = []
+    for one in found.comparisons:
+        candidate, band = one.candidate, "" if one.trial.band is None else f" +- {one.trial.band:.0%}"
+        seen = candidate.evidence + (f"; but {candidate.counterexample}" if candidate.counterexample else "")
+        rows.append([as_overrides(one.trial.changes), f"{_effect(one.trial)}{band}", seen])
+    title = f"The next A/Bs, one variable at a time; {plan.chip.name} names candidates, and steps that you time choose:"
+    return f"{title}\n{table(['change', 'predicted', 'seen (2026-08)'], rows)}"
 
 
 def _degrees(plan: Plan) -> str:

@@ -224,8 +224,8 @@ def fsdp_excludes_full_graph(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.data_parallel != "zero1" and "full_iteration" in plan.knobs.graphs:
         kept = without(plan.knobs.graphs, "full_iteration")
-        fixes = [{"knobs.graphs": kept}, *narrower(plan, kept)]
-        yield Finding(at="knobs.graphs", problem=f"full_iteration with {plan.knobs.data_parallel}", fixes=fixes)
+        problem = f"full_iteration with {plan.knobs.data_parallel}"
+        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan, kept))
 
 
 @rule(severity="warning", rows="VL-FREEZE")

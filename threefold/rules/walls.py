@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from threefold.cost.estimate import MEMORY_BOUND, WALLS
-from threefold.cost.format_support import can_split_masters, experts_are_emulated, starting_precision
+from threefold.cost.format_support import can_split_masters, low_precisions
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory_ladder import fits
 from threefold.cost.rates import rates_of
@@ -20,11 +20,10 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
 from threefold.rules.knobs.dispatch import fuses_experts
-from threefold.rules.knobs.engine_graphs import engine_scopes
+from threefold.rules.knobs.engine_graphs import wider_graphs
 from threefold.rules.knobs.overlap import overlap_needs_connections
 from threefold.rules.layout.batch import can_be_priced
-from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES, runs_dispatcher
+from threefold.spec.candidates import dispatcher_candidates
 from threefold.units import format_bytes
 
 # Shares of the step from which a kind of work is a wall.
@@ -49,15 +48,7 @@ def remedies(plan: Plan, wall: str) -> Iterator[Changes]:
 
 def _for_host(plan: Plan) -> Iterator[Changes]:
     """Graphs, then a larger microbatch; garbage collection and CPU affinity have no price."""
-    scopes = tuple(GRAPH_SCOPES.value.split()) if plan.model.is_moe else ("attn",)
-    if plan.target == "threefold":
-        scopes = engine_scopes(plan, scopes)
-    given = plan.knobs.graphs
-    if plan.is_vlm:  # start narrow, and widen by one scope once the path of real pictures is stable
-        if len(given) < len(scopes) and given == scopes[: len(given)]:
-            yield {"knobs.graphs": list(scopes[: len(given) + 1])}
-    elif not given:
-        yield from ({"knobs.graphs": list(scopes[:count])} for count in range(len(scopes), 0, -1))
+    yield from ({"knobs.graphs": list(scopes)} for scopes in wider_graphs(plan))
     yield {"job.micro_batch": 2 * plan.job.micro_batch}
     yield {"job.micro_batch": 4 * plan.job.micro_batch}
 
@@ -101,31 +92,23 @@ def _ep_overlap(plan: Plan) -> Changes:
 
 def _dispatchers(plan: Plan) -> Iterator[Changes]:
     knobs = plan.knobs
-    for name in DISPATCHER_CHIPS:
-        if runs_dispatcher(name, plan.chip) and name != knobs.dispatcher and plan.layout.ep > 1:
-            yield {"knobs.dispatcher": name}
+    for one in dispatcher_candidates(plan.chip):
+        if one.value != knobs.dispatcher and plan.layout.ep > 1:
+            yield {"knobs.dispatcher": one.value}
 
 
 def _for_compute(plan: Plan) -> Iterator[Changes]:
-    """Fused kernels, then the platform's low precision, then fewer multiprocessors for the dispatcher."""
+    """Fused kernels, then a lower precision, then fewer multiprocessors for the dispatcher."""
     knobs = plan.knobs
     if plan.model.is_moe and not knobs.expert_fusion and fuses_experts(plan):
         yield {"knobs.expert_fusion": True}
     if not knobs.permute_fusion and plan.target != "threefold":
         yield {"knobs.permute_fusion": True}
-    for name in dict.fromkeys((starting_precision(plan), "fp8-cs", "mxfp8")):
-        if name != knobs.precision and _has_kernels(plan, name):
+    for name in low_precisions(plan):
+        if name not in (knobs.precision, "nvfp4"):  # nvfp4-after-stable
             yield {"knobs.precision": name}
     if knobs.dispatch_sms and knobs.dispatch_sms > 16:
         yield {"knobs.dispatch_sms": 16}
-
-
-def _has_kernels(plan: Plan, precision: str) -> bool:
-    """Whether the chip multiplies a format below sixteen bits, and experts have kernels for it."""
-    other = replace(plan, knobs=replace(plan.knobs, precision=precision))
-    return (
-        other.low_precision and precision in NATIVE_FORMATS[plan.chip.architecture] and not experts_are_emulated(other)
-    )
 
 
 @rule(severity="note", rows="PW-HOSTSIG HO-GC HO-AFF HO-MBS")
@@ -157,7 +140,7 @@ def communication_wall(plan: Plan) -> Iterator[Finding]:
 
     Why: what is not hidden behind compute is lost; large exposed collectives in a trace are the sign.
     Confirm: `threefold estimate` prints the exposed time of each axis.
-    Fix: overlap, then the platform's dispatcher, then placement: the axis with most traffic inside NVLink.
+    Fix: overlap, then an A/B of dispatchers, then placement: the axis with most traffic inside NVLink.
     """
     shares = _shares(plan)
     if shares.get("communication", 0.0) > COMMUNICATION_SHARE:
@@ -179,7 +162,7 @@ def compute_wall(plan: Plan) -> Iterator[Finding]:
     Why: once communication is hidden and the host keeps up, kernels decide: fused experts, fewer bits, fewer
         multiprocessors for dispatch.
     Confirm: `threefold estimate` prints compute by kind; in a trace, kernels without gaps.
-    Fix: fused kernels, the platform's FP8 recipe, dispatch_sms.
+    Fix: fused kernels, an A/B in FP8, dispatch_sms.
     """
     share = _shares(plan).get("compute", 0.0)
     if share > COMPUTE_SHARE:

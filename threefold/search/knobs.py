@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.format_support import can_fuse_experts, starting_precision
+from threefold.cost.format_support import can_fuse_experts, low_precisions
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import Knobs
-from threefold.rules.knobs.engine_graphs import engine_scopes
+from threefold.rules.knobs.engine_graphs import engine_scopes, wider_graphs
 from threefold.search.space import Space
-from threefold.spec.chips import NATIVE_FORMATS
-from threefold.spec.stacks import DISPATCHER_CHIPS, GRAPH_SCOPES, default_dispatcher, runs_dispatcher
+from threefold.spec.candidates import dispatcher_candidates, precision_candidates
 
 WHOLE = "full_iteration"
-FLEX_FROM = 8  # past this EP plain alltoall is no starting point (dispatcher-default-for-chip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +22,16 @@ class Rung:
 
 
 def precisions(space: Space) -> list[str]:
-    """The fixed one, or bf16 and the platform's default where that is not emulated (precision-is-emulated); NVFP4 comes
-    after a stable run (nvfp4-after-stable)."""
+    """The fixed one; BF16, or where that gives no plan a format that chip and stack multiply; all where the draft says
+    that they were measured. NVFP4 comes after a stable run (nvfp4-after-stable)."""
     plan = space.base
     if not space.free("knobs.precision"):
         return [plan.knobs.precision]
-    native = NATIVE_FORMATS[plan.chip.architecture]
-    return [name for name in dict.fromkeys((starting_precision(plan), "bf16")) if name in native]
+    start = precision_candidates(plan.chip)[0].value
+    low = [name for name in low_precisions(plan) if name != "nvfp4"]
+    if "precision" in plan.stack.measured:
+        return [start, *low]
+    return low[:1] if space.low_precision else [start]
 
 
 def shardings(space: Space, layout: Layout) -> list[str]:
@@ -58,20 +59,13 @@ def context_types(space: Space, layout: Layout) -> list[str | tuple[str, ...]]:
 
 
 def dispatchers(space: Space, layout: Layout) -> list[str]:
-    """What runs on the chip, what needs no reason first: others have to win by more than their band.
-
-    For our engine, and at small EP, that is alltoall: DeepEP and HybridEP are built from source. Past EP 8 it is the
-    platform's default where Megatron's containers have it.
-    """
+    """All-to-all, which an A/B compares with the chip's other candidates; all of them where the draft says that they
+    were measured."""
     plan = space.base
     if not space.free("knobs.dispatcher") or layout.ep * layout.etp == 1:
         return [plan.knobs.dispatcher]
-    flex = [name for name in DISPATCHER_CHIPS if runs_dispatcher(name, plan.chip)]
-    if plan.target == "threefold" and axis_link(layout, "ep", plan.cluster.domain_ranks).link == "domain":
-        return ["alltoall"]  # over NVLink exchanges are too small a part of a step for such a gain
-    if plan.target == "threefold" or layout.ep <= FLEX_FROM or not flex:
-        return ["alltoall", *flex]
-    return [name for name in dict.fromkeys((default_dispatcher(plan.chip).value, *flex)) if name in flex]
+    names = [one.value for one in dispatcher_candidates(plan.chip)]
+    return names if "dispatcher" in plan.stack.measured else names[:1]
 
 
 def overlaps(space: Space, layout: Layout) -> list[bool]:
@@ -85,27 +79,21 @@ def overlaps(space: Space, layout: Layout) -> list[bool]:
 
 
 def graph_scopes(space: Space, layout: Layout, knobs: Knobs) -> list[tuple[str, ...]]:
-    """No graphs, or the dropless scopes, where our engine is to run the plan those of them that it records; then the
-    whole microbatch as one graph, where it records that too.
-
-    A vision-language model starts with the narrowest; `tune` widens them by one scope at a time. The whole microbatch
-    is taken on one GPU alone, where it was measured: our engine has not yet recorded it on several.
+    """None: a run starts eager, and an A/B decides. Where the draft says that graphs were measured, also their steps
+    from narrow to wide, and the whole microbatch as one graph on one GPU alone, where our engine was measured with it.
     """
     base = space.base
     if not space.free("knobs.graphs"):
         return [base.knobs.graphs]
     blocked = knobs.activation_offload or knobs.activation_offload_layers or knobs.compile
-    if base.chip.architecture == "cpu" or blocked or base.job.dynamic_length or base.job.packing:
+    blocked = blocked or base.job.dynamic_length or base.job.packing
+    if "graphs" not in base.stack.measured or base.chip.architecture == "cpu" or blocked:
         return [()]
-    scopes = tuple(GRAPH_SCOPES.value.split()) if base.model.is_moe else ("attn",)
-    if base.target == "threefold":
-        scopes = engine_scopes(replace(base, layout=layout, knobs=knobs), scopes)
-    scopes = scopes[:1] if base.is_vlm else scopes
-    options: list[tuple[str, ...]] = [(), scopes] if scopes else [()]
+    plan = replace(base, layout=layout, knobs=replace(knobs, graphs=()))
+    options = [(), *wider_graphs(plan)]
     if base.target == "threefold" and layout.gpus == 1 and not knobs.optimizer_offload:
-        whole = engine_scopes(replace(base, layout=layout, knobs=knobs), (WHOLE,))
-        options += [whole] if whole else []
-    return options
+        options.append(engine_scopes(plan, (WHOLE,)))
+    return list(dict.fromkeys(options))
 
 
 def foot(space: Space, layout: Layout, precision: str) -> Knobs:

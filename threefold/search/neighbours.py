@@ -5,18 +5,19 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from threefold.cost.estimate import Estimate, estimate, fit_band, gain
-from threefold.cost.format_support import can_split_masters
+from threefold.cost.estimate import Estimate, estimate, fit_band, gain, time_band
+from threefold.cost.format_support import can_split_masters, low_precisions
 from threefold.cost.memory.by_stack import fullest_bytes
 from threefold.findings import FindingsError
 from threefold.plan.parse import change
-from threefold.plan.plan import Plan
+from threefold.plan.plan import MEASURABLE, Plan
+from threefold.rules.knobs.engine_graphs import wider_graphs
 from threefold.rules.walls import remedies
-from threefold.search.knobs import precisions
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.search.refine import CHOSEN
 from threefold.search.space import Space
+from threefold.spec.candidates import GRAPH_CANDIDATES, Candidate, dispatcher_candidates, precision_candidates
 from threefold.spec.chips import CHIPS
 from threefold.units import format_bytes
 
@@ -33,6 +34,15 @@ class Trial:
     changes: Mapping[str, Any]
     effect: float | None  # change of throughput, as a fraction
     reason: str = ""  # why there is none
+    band: float | None = None  # how sure the step times are, where an A/B is to decide
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A candidate for the dispatcher, the precision or graphs, tried in place of the plan's own: the next A/B."""
+
+    trial: Trial
+    candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +102,43 @@ def needed_bytes(plan: Plan, guess: Estimate) -> float:
 def retune(space: Space, plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
     """What the documents change for the wall that the estimate sees, each tried alone, the best first.
 
-    What the search was free to choose is not among them: it has chosen. A dispatcher that did not win by more than its
-    band is.
+    What the search was free to choose is not among them: it has chosen. Nor are candidates (`comparisons`).
     """
     remedies = {str(changes): changes for wall in (chosen.wall, chosen.time_wall) for changes in _remedies(plan, wall)}
-    left = [changes for changes in remedies.values() if not all(_decided(space, *one) for one in changes.items())]
+    left = [changes for changes in remedies.values() if not all(_decided(space, path) for path in changes)]
     tried = [attempt(plan, chosen, changes) for changes in left]
     gains = [(one.effect or 0.0, one) for one in tried]
     return tuple(one for gain, one in sorted(gains, key=lambda pair: -pair[0]) if gain > GAIN)
 
 
-def _decided(space: Space, path: str, value: Any) -> bool:
-    """Whether the search has looked at this value and did not take it."""
-    if path == "knobs.precision" and value not in precisions(space):
-        return False
-    return path in CHOSEN and path != "knobs.dispatcher" and space.free(path)
+def comparisons(plan: Plan, chosen: Estimate) -> tuple[Comparison, ...]:
+    """Every candidate that the plan does not have, tried alone; the most promising first, the impossible last."""
+    found = [Comparison(attempt(plan, chosen, changes), one) for changes, one in _candidates(plan)]
+    known = [replace(one, trial=_with_band(plan, one.trial)) for one in found]
+    return tuple(sorted(known, key=lambda one: -1.0 if one.trial.effect is None else -1.0 - one.trial.effect))
+
+
+def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], Candidate]]:
+    knobs, chip = plan.knobs, plan.chip
+    if chip.architecture == "cpu":
+        return
+    for one in dispatcher_candidates(chip) if plan.layout.ep > 1 else ():
+        if one.value != knobs.dispatcher:
+            yield {"knobs.dispatcher": one.value}, one
+    for one in precision_candidates(chip):
+        if one.value != knobs.precision and one.value in ("bf16", *low_precisions(plan)):
+            yield {"knobs.precision": one.value}, one
+    for scopes, one in zip(wider_graphs(plan), GRAPH_CANDIDATES[1:], strict=False):
+        yield {"knobs.graphs": list(scopes)}, one
+
+
+def _with_band(plan: Plan, trial: Trial) -> Trial:
+    return trial if trial.effect is None else replace(trial, band=time_band(change(plan, trial.changes)))
+
+
+def _decided(space: Space, path: str) -> bool:
+    """Whether the search was free to take this field and looked at it."""
+    return path.removeprefix("knobs.") in MEASURABLE or (path in CHOSEN and space.free(path))
 
 
 def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:

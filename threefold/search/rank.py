@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from threefold.plan.plan import Plan
 from threefold.search.price import Priced
-from threefold.spec.stacks import default_dispatcher
 
 TIE = 0.01  # of throughput: candidates closer than this are not told apart
 
@@ -13,7 +12,6 @@ def complexity(plan: Plan) -> int:
     """Axes in use and knobs set: what there is to get wrong and to tune."""
     layout, knobs = plan.layout, plan.knobs
     axes = sum(layout.degree(axis) > 1 for axis in ("tp", "cp", "pp", "ep", "etp")) + (layout.vpp > 1)
-    usual = (default_dispatcher(plan.chip).value, "alltoall")
     switches = (
         knobs.optimizer_offload > 0,
         knobs.ep_overlap,
@@ -21,7 +19,7 @@ def complexity(plan: Plan) -> int:
         bool(knobs.graphs),
         knobs.cp_comm != "p2p",
         knobs.data_parallel != "zero1",
-        knobs.dispatcher not in usual,
+        knobs.dispatcher not in ("alltoall", "local"),
         layout.stages is not None,
     )
     return axes + len(knobs.recompute) + sum(switches)

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, product
 from typing import Any
 
 from threefold.cost.estimate import Estimate
@@ -16,8 +16,9 @@ from threefold.rules.all import check, errors, judge, promoted
 from threefold.search.explain import Reasons, reasons
 from threefold.search.explore import Found, Progress, explore
 from threefold.search.impossible import finding
+from threefold.search.knobs import precisions
 from threefold.search.legal import untrained
-from threefold.search.neighbours import NextBetter, Trial, next_better, retune, sensitivity
+from threefold.search.neighbours import Comparison, NextBetter, Trial, comparisons, next_better, retune, sensitivity
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import complexity, pareto, ranked
 from threefold.search.refine import heeded, rebuilt, refined
@@ -72,6 +73,7 @@ class SearchResult(ShownAsTable):
     next_better: NextBetter | None = None
     sensitivity: tuple[Trial, ...] = ()
     retune: tuple[Trial, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()  # the next A/Bs: candidates that the best plan does not have
 
     @property
     def best(self) -> Plan:
@@ -110,6 +112,7 @@ class SearchResult(ShownAsTable):
         if self.candidates:
             said["sensitivity"] = [_trial_json(one) for one in self.sensitivity]
             said["retune"] = [_trial_json(one) for one in self.retune]
+            said["comparisons"] = [_comparison_json(one) for one in self.comparisons]
         return said
 
 
@@ -159,6 +162,7 @@ def search(
         next_better=better,
         sensitivity=steps,
         retune=trials,
+        comparisons=comparisons(best.plan, best.estimate),
     )
 
 
@@ -173,23 +177,24 @@ def _can_be_climbed(space: Space) -> bool:
 
 
 def _explore_first(space: Space, top: int, progress: Progress | None) -> tuple[Pricer, Found]:
-    """Explore with memory at the top of its band, then past the preferred degrees; more GPUs where that is free.
+    """Explore with memory at the top of its band, then past the preferred degrees, then on more GPUs where that is
+    free; below sixteen bits where none of these gives a plan.
 
     For Megatron Bridge, whose published runs fit although predicted to be fuller, the middle of the band comes next.
     """
-    counts = [space.gpus]
+    spaces = [space]
     if space.auto_gpus:
         node = space.base.cluster.node
         counts = [node * 2**i for i in range(16) if node * 2**i <= MAX_RANKS]
-    for gpus in counts:
-        if gpus != space.gpus:
-            space = read_draft({**space.given, "cluster.gpus": gpus}, space.base.cluster.measured)
-        for relaxed in range(MOST_RELAXED + 1):
-            for at_top in (True, False) if space.base.target != "threefold" else (True,):
-                pricer = Pricer(replace(space, relaxed=relaxed), at_top)
-                found = explore(pricer, top, progress)
-                if found.best:
-                    return pricer, found
+        spaces = [read_draft({**space.given, "cluster.gpus": gpus}, space.base.cluster.measured) for gpus in counts]
+    bands = (True, False) if space.base.target != "threefold" else (True,)
+    for low, space, relaxed, at_top in product((False, True), spaces, range(MOST_RELAXED + 1), bands):
+        tried = replace(space, low_precision=low, relaxed=relaxed)
+        if precisions(tried):
+            pricer = Pricer(tried, at_top)
+            found = explore(pricer, top, progress)
+            if found.best:
+                break
     return pricer, found
 
 
@@ -204,6 +209,10 @@ def _candidates(space: Space, chosen: list[Priced], front: set[int]) -> tuple[Ca
 
 def _trial_json(one: Trial) -> dict[str, Any]:
     return {"changes": dict(one.changes), "throughput_change": one.effect, "reason": one.reason}
+
+
+def _comparison_json(one: Comparison) -> dict[str, Any]:
+    return {**_trial_json(one.trial), "band": one.trial.band, **asdict(one.candidate)}
 
 
 def _next_json(one: NextBetter) -> dict[str, Any]:

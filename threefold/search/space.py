@@ -36,6 +36,7 @@ class Space:
     base: Plan
     given: Fields  # the fixed fields as the draft spells them
     auto_gpus: bool = False  # the draft leaves the number of GPUs open
+    low_precision: bool = False  # formats below sixteen bits; taken only where BF16 gives no plan
     relaxed: int = 0  # 1: any CP, 2: ETP too; taken only where the degrees that are preferred give no plan
 
     def free(self, path: str) -> bool:

@@ -1,9 +1,8 @@
-"""Software stacks: who runs a plan, what each one can run, and defaults that experience suggests."""
+"""Software stacks: who runs a plan, and what each one can run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from threefold.spec.chips import ChipSpec
 from threefold.spec.megatron import bridge_releases
 from threefold.spec.model import MlaSpec, ModelSpec
 
@@ -138,67 +137,9 @@ def bridge_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
 LACKS = {"threefold": engine_lacks, "megatron-bridge": bridge_lacks}
 
 
-@dataclass(frozen=True, slots=True)
-class Default:
-    """A starting point, not a law: it has a date and evidence, and a measurement overrides it."""
-
-    value: str
-    since: str
-    evidence: str
-
-
-_MOE_GUIDE = "Megatron Bridge MoE optimisation guide"
-
-DISPATCHER: dict[str, Default] = {
-    "a100": Default("alltoall", "2026-08", f"{_MOE_GUIDE}: safe bring-up"),
-    "h100": Default("deepep", "2026-08", f"{_MOE_GUIDE}; but HybridEP won on 16 H100 from release 26.04"),
-    "h200": Default("deepep", "2026-08", f"{_MOE_GUIDE}: as H100"),
-    "b200": Default("deepep", "2026-08", f"{_MOE_GUIDE}; published B200 runs since 26.04 mostly use HybridEP"),
-    "b300": Default("hybridep", "2026-08", "published B300 runs: 878 against 720 TFLOP/s with alltoall"),
-    "gb200": Default("hybridep", "2026-08", f"{_MOE_GUIDE}: NVL72"),
-    "gb300": Default("hybridep", "2026-08", f"{_MOE_GUIDE}: NVL72"),
-    "cpu": Default("alltoall", "2026-11", "the only transport on gloo"),
-}
-PRECISION: dict[str, Default] = {
-    "ampere": Default("bf16", "2026-08", "no FP8 units"),
-    "ada": Default("bf16", "2026-11", "no published MoE training in FP8 on it"),
-    "hopper": Default("fp8-blockwise", "2026-08", _MOE_GUIDE),
-    "blackwell": Default("mxfp8", "2026-08", f"{_MOE_GUIDE}; NVFP4 only after BF16 or FP8 is stable"),
-    "cdna3": Default("bf16", "2026-11", "no published MoE training in FP8 on it with these stacks"),
-    "cpu": Default("fp32", "2026-11", "bf16 GEMMs are emulated on most CPUs"),
-}
 # Numbers along a product's sum that share a scale.
 SCALE_BLOCKS = {"fp8-blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 # Formats below sixteen bits in which our own engine has kernels for experts, on Hopper; and what a rank's width of an
 # expert is a multiple of, and the model's.
 FUSED_EXPERTS = ("fp8-blockwise", "fp8-rowwise")
 FUSED_WIDTH, FUSED_DIM = 128, 16
-GRAPH_SCOPES = Default(
-    "attn moe_router moe_preprocess", "2026-08", f"{_MOE_GUIDE}; lost on one published alltoall run: measure"
-)
-
-# Flex backends by chip. Bridge checks compute capability 8 or 9, or the names B200 and B300, for DeepEP,
-# and capability 8 to 10 for HybridEP (training/flex_dispatcher_backend.py).
-DISPATCHER_CHIPS: dict[str, frozenset[str]] = {
-    "deepep": frozenset({"a100", "h100", "h200", "b200", "b300"}),
-    "hybridep": frozenset({"a100", "h100", "h200", "b200", "b300", "gb200", "gb300"}),
-}
-# A chip from a user's file is in neither table: it gets the default of its generation. Ada has none: its GPUs have no
-# NVLink between them.
-_ARCHITECTURE_DISPATCHER = {
-    "ampere": "a100",
-    "hopper": "h100",
-    "blackwell": "b200",
-}
-_PLAIN = Default("alltoall", "2026-11", "safe bring-up: no published run with another dispatcher on this chip")
-
-
-def default_dispatcher(chip: ChipSpec) -> Default:
-    """The dispatcher to start with on a chip."""
-    return DISPATCHER.get(chip.name) or DISPATCHER.get(_ARCHITECTURE_DISPATCHER.get(chip.architecture, "")) or _PLAIN
-
-
-def runs_dispatcher(name: str, chip: ChipSpec) -> bool:
-    """Whether Megatron Bridge activates a flex backend on a chip."""
-    alike = chip.name if chip.name in DISPATCHER else _ARCHITECTURE_DISPATCHER.get(chip.architecture, chip.name)
-    return alike in DISPATCHER_CHIPS[name] or chip.architecture == "ada"

@@ -1,15 +1,13 @@
 """Dispatchers and the router."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from threefold.cost.estimate import gain, time_band
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
-from threefold.rules.layout.batch import can_be_priced
+from threefold.spec.candidates import FLEX, dispatcher_candidates, runs_dispatcher
 from threefold.spec.megatron import release_of
-from threefold.spec.stacks import BRIDGE_FLEX, DISPATCHER_CHIPS, default_dispatcher, runs_dispatcher
+from threefold.spec.stacks import BRIDGE_FLEX
 
 _WIDE = ("fp32", "fp16")  # rows that the flex dispatchers do not carry
 
@@ -22,7 +20,7 @@ def flex_dispatch_on_gpus(plan: Plan) -> Iterator[Finding]:
     Confirm: cluster.chip.
     Fix: alltoall, which also runs on gloo.
     """
-    if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.chip.architecture == "cpu":
+    if plan.knobs.dispatcher in FLEX and plan.chip.architecture == "cpu":
         problem = f"{plan.knobs.dispatcher} does not run on {plan.chip.name}"
         yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
 
@@ -35,18 +33,18 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
         other chips it writes a line to the log and runs alltoall. Published runs did use DeepEP on GB200, with their
         own settings: the gate is dated, and a measurement overrides it.
     Confirm: `Falling back to alltoall` in the log; compare the chip with `threefold chips`.
-    Fix: the chip's own default dispatcher, or stack.measured=dispatcher where yours was measured to run.
+    Fix: alltoall or another candidate of the chip, or stack.measured=dispatcher where yours was measured to run.
     """
-    name, default = plan.knobs.dispatcher, default_dispatcher(plan.chip)
-    gated = name in DISPATCHER_CHIPS and not runs_dispatcher(name, plan.chip)
+    name, flex = plan.knobs.dispatcher, [one.value for one in dispatcher_candidates(plan.chip)[1:]]
+    gated = name in FLEX and not runs_dispatcher(name, plan.chip)
     if gated and plan.chip.architecture != "cpu" and "dispatcher" not in plan.stack.measured:
         release = f"Megatron Bridge {release_of(plan.stack.release).bridge}"
         yield Finding(
             at="knobs.dispatcher",
             problem=f"{release} runs alltoall for {name} on {plan.chip.name} "
-            f"(as of {default.since}; published runs with it exist)",
-            fix={"knobs.dispatcher": default.value},
-            advice="or stack.measured=dispatcher where it was measured",
+            "(as of 2026-08; published runs with it exist)",
+            fix={"knobs.dispatcher": "alltoall"},
+            advice=f"or an A/B with {' or '.join(flex)}; stack.measured=dispatcher where {name} was measured",
         )
 
 
@@ -58,7 +56,7 @@ def flex_dispatch_in_bf16(plan: Plan) -> Iterator[Finding]:
     Confirm: knobs.precision.
     Fix: alltoall carries any dtype.
     """
-    if plan.knobs.dispatcher in DISPATCHER_CHIPS and plan.knobs.precision in _WIDE:
+    if plan.knobs.dispatcher in FLEX and plan.knobs.precision in _WIDE:
         problem = f"{plan.knobs.dispatcher} with {plan.knobs.precision} rows"
         fixes = [{"knobs.dispatcher": "alltoall"}, {"knobs.precision": "bf16"}]
         yield Finding(at="knobs.dispatcher", problem=problem, fixes=fixes)
@@ -74,44 +72,29 @@ def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.dispatcher == "local" and plan.layout.ep * plan.layout.etp > 1:
         problem = f"local dispatch with EP {plan.layout.ep} x ETP {plan.layout.etp}"
-        names = dict.fromkeys(("alltoall", default_dispatcher(plan.chip).value))
-        yield Finding(at="knobs.dispatcher", problem=problem, fixes=[{"knobs.dispatcher": name} for name in names])
+        fixes = [{"knobs.dispatcher": one.value} for one in dispatcher_candidates(plan.chip)]
+        yield Finding(at="knobs.dispatcher", problem=problem, fixes=fixes)
 
 
-@rule(severity="warning", rows="DI-MAP DI-APPLY EO-D10", needs_fix=True)
-def dispatcher_default_for_chip(plan: Plan) -> Iterator[Finding]:
-    """Past EP 8 the platform's flex dispatcher is the starting point, if it is worth being built.
+@rule(severity="note", rows="DI-MAP DI-NOMAP DI-EVID DI-FAMILY DI-APPLY EO-D10")
+def dispatcher_candidates_left(plan: Plan) -> Iterator[Finding]:
+    """Past EP 8 a matched A/B chooses the dispatcher: chip and EP only name candidates.
 
-    Why: alltoall is the safe bring-up path and fine for small EP; DeepEP on H100/B200 and HybridEP on NVL72
-        are the dated defaults, which a measurement on your machine overrides. Naming the backend is all it
-        takes here; upstream, a backend that is set but not applied changes nothing. Megatron's containers have them;
-        for our engine they are built from source, so there they have to win by more than the estimate's band.
-    Confirm: measure both; look for the backend in the run's effective configuration.
-    Fix: the default of the chip, with its date and evidence in the message.
+    Why: on one chip every dispatcher has won somewhere: on H100 HybridEP with Qwen3-30B on 16 GPUs, alltoall with EP
+        overlap with Qwen3-235B on 256, DeepEP in a snapshot of DeepSeek-V3. Until 2026-08-01 upstream had a default for
+        each chip (DeepEP on H100 and B200, HybridEP on NVL72), which is withdrawn. Naming the backend is all it takes
+        here; upstream, a backend that is set but not applied changes nothing.
+    Confirm: 50 steps of both in turn, one setting apart, without a profiler; the backend in the log or trace.
+    Fix: none before the A/B; stack.measured=dispatcher where it was made.
     """
-    default = default_dispatcher(plan.chip)
-    if (
-        not plan.model.is_moe
-        or plan.layout.ep <= 8
-        or plan.knobs.dispatcher != "alltoall"
-        or default.value == "alltoall"
-        or "dispatcher" in plan.stack.measured
-        or plan.knobs.precision in _WIDE
-    ):
-        return
-    flex = replace(plan, knobs=replace(plan.knobs, dispatcher=default.value))
-    if plan.target != "threefold" or (can_be_priced(plan) and gain(plan, flex) > time_band(flex)):
+    flex = dispatcher_candidates(plan.chip)[1:]
+    is_open = plan.model.is_moe and plan.layout.ep > 8 and plan.knobs.dispatcher == "alltoall"
+    if is_open and flex and "dispatcher" not in plan.stack.measured and plan.knobs.precision not in _WIDE:
+        said = "; ".join(f"{one.value} ({one.since}: {one.evidence})" for one in flex)
         yield Finding(
             at="knobs.dispatcher",
-            problem=(
-                f"alltoall at EP {plan.layout.ep} on {plan.chip.name}; "
-                f"starting point since {default.since}: {default.value} ({default.evidence})"
-            ),
-            fixes=[
-                {"knobs.dispatcher": default.value},
-                {"knobs.dispatcher": default.value, "knobs.shared_expert_overlap": False},
-            ],
-            advice="or stack.measured=dispatcher where alltoall was measured to be faster",
+            problem=f"alltoall at EP {plan.layout.ep} on {plan.chip.name} is where to start; not compared with {said}",
+            advice="an A/B decides; then stack.measured=dispatcher",
         )
 
 
@@ -123,7 +106,7 @@ def shared_overlap_needs_alltoall(plan: Plan) -> Iterator[Finding]:
     Confirm: knobs.dispatcher and knobs.shared_expert_overlap.
     Fix: turn the overlap off.
     """
-    if plan.knobs.shared_expert_overlap and plan.knobs.dispatcher in DISPATCHER_CHIPS:
+    if plan.knobs.shared_expert_overlap and plan.knobs.dispatcher in FLEX:
         problem = f"shared_expert_overlap with {plan.knobs.dispatcher}"
         yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": False})
 

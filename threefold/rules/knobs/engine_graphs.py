@@ -8,6 +8,7 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
 from threefold.rules.layout.batch import can_be_priced
+from threefold.spec.candidates import dropless_graphs, first_graphs
 from threefold.units import GIB
 
 _WHOLE = "full_iteration"
@@ -42,6 +43,14 @@ def engine_scopes(plan: Plan, scopes: tuple[str, ...]) -> tuple[str, ...]:
     absent = {*_absent_scopes(plan)}
     absent |= {"moe_preprocess"} if "moe_router" in absent else set()
     return tuple(scope for scope in scopes if scope not in absent)
+
+
+def wider_graphs(plan: Plan) -> list[tuple[str, ...]]:
+    """The sets of scopes to compare with the plan's own, the next A/B first: routing, then attention with it."""
+    steps = [first_graphs(plan.model.is_moe), dropless_graphs(plan.model.is_moe)]
+    if plan.target == "threefold":
+        steps = [engine_scopes(plan, scopes) for scopes in steps]
+    return [scopes for scopes in dict.fromkeys(steps) if set(scopes) > set(plan.knobs.graphs)]
 
 
 def _beside_graphs(plan: Plan) -> Iterator[str]:

@@ -6,11 +6,10 @@ from dataclasses import replace
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
-from threefold.rules.knobs.engine_graphs import engine_scopes
+from threefold.rules.knobs.engine_graphs import wider_graphs
 from threefold.rules.layout.batch import pays
-from threefold.spec.stacks import CORE_CONFIG, GRAPH_SCOPES
-
-DROPLESS = tuple(GRAPH_SCOPES.value.split())
+from threefold.spec.candidates import DENSE_GRAPHS, GRAPH_CANDIDATES, first_graphs
+from threefold.spec.stacks import CORE_CONFIG
 
 
 @rule(rows="CG-DROP")
@@ -35,11 +34,9 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
 
 
 def narrower(plan: Plan, kept: list[str] | None = None) -> Iterator[dict[str, list[str]]]:
-    """The dropless scopes beside those that are kept, then fewer and fewer of them, then none."""
-    scopes = list(DROPLESS) if plan.model.is_moe else ["attn"]
-    for count in range(len(scopes), 0, -1):
-        yield {"knobs.graphs": list(dict.fromkeys([*(kept or []), *scopes[:count]]))}
-    yield {"knobs.graphs": list(kept or [])}
+    """Routing next to the scopes that are kept, or attention, or nothing, and then none at all."""
+    for scopes in (first_graphs(plan.model.is_moe), DENSE_GRAPHS, ()):
+        yield {"knobs.graphs": list(dict.fromkeys([*(kept or []), *scopes]))}
     if kept:
         yield {"knobs.graphs": []}
 
@@ -191,7 +188,7 @@ def graph_leaves_exchange_free(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.ep_overlap and caught:
         problem = f"EP overlap with a graph of {' and '.join(caught)}"
         kept = without(plan.knobs.graphs, *caught)
-        yield Finding(at="knobs.graphs", problem=problem, fixes=[{"knobs.graphs": kept}, *narrower(plan, kept)])
+        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan, kept))
 
 
 @rule(severity="warning", rows="CG-WIDEN")
@@ -211,7 +208,7 @@ def graph_widen_after_stable(plan: Plan) -> Iterator[Finding]:
         if plan.target == "threefold" and plan.layout.gpus == 1:
             return
         problem = "full_iteration before narrower scopes are known to be stable"
-        since = f"the documents' order ({GRAPH_SCOPES.since}); published runs did use it"
+        since = f"the recommended order ({GRAPH_CANDIDATES[0].since}); published runs did use it"
         advice = f"{since}: stack.measured=graphs where yours was stable"
         yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan), advice=advice)
     elif plan.is_vlm and len(scopes) > 1 and plan.is_synthetic:
@@ -290,14 +287,15 @@ def compile_finds_parts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.compile", problem=problem, fix={"knobs.compile": False})
 
 
-@rule(severity="warning", rows="PW-HOSTSIG CG-MEM", needs_fix=True)
+@rule(severity="note", rows="PW-HOSTSIG CG-MEM CG-NARROW CG-PROFIT", needs_fix=True)
 def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
-    """On Blackwell, small microbatches run with graphs where that is predicted to pay.
+    """On Blackwell, small microbatches are compared with and without graphs where those are predicted to pay.
 
     Why: the GPU finishes a layer's kernels faster than the host launches them: gaps between kernels and
-        launch-bound traces are the host wall. H100 runs meet the communication wall first.
-    Confirm: gaps between kernels in a trace; host time near step time.
-    Fix: graph scopes attn, moe_router, moe_preprocess, or a larger microbatch. Budget a few GB for graphs.
+        launch-bound traces are the host wall. Capture is no gain by itself (one run replayed 1.5% slower than eager),
+        so that since 2026-08-01 a run starts eager and an A/B decides; until then attn was in the default, too.
+    Confirm: gaps between kernels in a trace before; steps after capture, without a profiler, on the final stack.
+    Fix: moe_router with moe_preprocess first, attn by an A/B of its own, or a larger microbatch. Budget a few GB.
     """
     knobs, layout = plan.knobs, plan.layout
     tokens = plan.job.micro_batch * plan.job.seq_len / (layout.cp * layout.tp)
@@ -305,12 +303,9 @@ def small_launches_want_graphs(plan: Plan) -> Iterator[Finding]:
     dynamic = plan.job.dynamic_length or plan.job.packing
     if plan.chip.architecture != "blackwell" or knobs.graphs or blocked or dynamic or tokens > 4096:
         return
-    scopes = DROPLESS if plan.model.is_moe and "moe" not in knobs.recompute else ("attn",)
-    if plan.target == "threefold":
-        scopes = engine_scopes(plan, scopes)
-    graphed = replace(plan, knobs=replace(knobs, graphs=scopes))
-    if scopes and "graphs" not in plan.stack.measured and pays(plan, graphed):
-        problem = f"{tokens:.0f} tokens a microbatch and rank without graphs: launches will show"
-        narrower = [{"knobs.graphs": list(scopes[:count])} for count in range(len(scopes), 0, -1)]
-        since = f"starting point since {GRAPH_SCOPES.since} ({GRAPH_SCOPES.evidence})"
-        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower, advice=since)
+    steps = wider_graphs(plan)
+    paying = [scopes for scopes in steps if pays(plan, replace(plan, knobs=replace(knobs, graphs=scopes)))]
+    if paying and "graphs" not in plan.stack.measured:
+        problem = f"{tokens:.0f} tokens a microbatch and rank without graphs: launches may show"
+        fixes = [{"knobs.graphs": list(scopes)} for scopes in paying]
+        yield Finding(at="knobs.graphs", problem=problem, fixes=fixes, advice="an A/B decides, on the final stack")

@@ -14,8 +14,9 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, older, rule, without
 from threefold.rules.layout.batch import can_be_priced
+from threefold.spec.candidates import dispatcher_candidates
 from threefold.spec.model import GqaSpec
-from threefold.spec.stacks import BRIDGE_COMM_OVERLAP, CORE_CONFIG, MEGATRON_ARGUMENTS, default_dispatcher
+from threefold.spec.stacks import BRIDGE_COMM_OVERLAP, CORE_CONFIG, MEGATRON_ARGUMENTS
 
 _OFF: dict[str, object] = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
 
@@ -63,8 +64,7 @@ def ep_overlap_dispatcher(plan: Plan) -> Iterator[Finding]:
     Fix: alltoall, deepep or hybridep.
     """
     if plan.knobs.ep_overlap and plan.knobs.dispatcher == "local":
-        names = dict.fromkeys(("alltoall", default_dispatcher(plan.chip).value))
-        fixes = [{"knobs.dispatcher": name} for name in names]
+        fixes = [{"knobs.dispatcher": one.value} for one in dispatcher_candidates(plan.chip)]
         yield Finding(at="knobs.dispatcher", problem="EP overlap with the local dispatcher", fixes=fixes)
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
-from threefold.cost.format_support import experts_are_emulated, is_emulated, starting_precision
+from threefold.cost.format_support import experts_are_emulated, is_emulated, low_precisions
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule, without
+from threefold.spec.candidates import low_formats
 from threefold.spec.chips import NATIVE_FORMATS
 from threefold.spec.model import GqaSpec, MlaSpec
-from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, PRECISION, SCALE_BLOCKS
+from threefold.spec.stacks import FUSED_DIM, FUSED_EXPERTS, FUSED_WIDTH, SCALE_BLOCKS
 
 FP8_KNOBS = ("fp8_params", "fp8_attention", "fp8_output", "fp8_dispatch", "router_padding")
 
@@ -23,34 +24,30 @@ def precision_runs_on_chip(plan: Plan) -> Iterator[Finding]:
 
     Why: FP8 needs Hopper, MXFP8 and NVFP4 need Blackwell; Transformer Engine refuses them elsewhere.
     Confirm: `threefold chips` lists the peak rates by format.
-    Fix: the platform's starting point: FP8 blockwise on Hopper, MXFP8 on Blackwell.
+    Fix: bf16, or another format that the chip multiplies.
     """
     if not _native(plan) and plan.knobs.precision != "fp8-rowwise":  # megatron-has-precision
-        default = PRECISION[plan.chip.architecture]
         problem = f"{plan.chip.name} has no {plan.knobs.precision} units"
-        fixes = [{"knobs.precision": name} for name in dict.fromkeys((default.value, "bf16"))]
+        fixes = [{"knobs.precision": name} for name in (*low_formats(plan.chip)[:1], "bf16")]
         yield Finding(at="knobs.precision", problem=problem, fixes=fixes)
 
 
-@rule(severity="warning", rows="FP-MAP", target="megatron-bridge", needs_fix=True)
-def precision_default_for_chip(plan: Plan) -> Iterator[Finding]:
-    """Below sixteen bits the platform's recipe is the starting point: blockwise FP8 on Hopper, MXFP8 on Blackwell.
+@rule(severity="note", rows="FP-MAP FP-BF16FIRST FP-CAND FP-PROOF FP-HOSTSHIFT")
+def low_precision_after_bf16(plan: Plan) -> Iterator[Finding]:
+    """FP8 is a candidate that follows a sound BF16 run of the same contract.
 
-    Why: scales of one block keep outliers apart at the speed of the tensor cores that the platform has; other recipes
-        are slower there, or less stable. The default has a date, and a measurement on your machine overrides it.
-    Confirm: throughput and loss of both recipes on the same job.
-    Fix: the default of the platform, or stack.measured=precision where yours was measured.
+    Why: scales and rounding change the training, so that there must be a run to compare losses with; and a gain is
+        shown by step time, for the wall moves to host and communication. Recipes that a chip multiplies are legal and
+        not ranked. Until 2026-08-01 upstream began with blockwise FP8 on Hopper and MXFP8 on Blackwell.
+    Confirm: losses and step times of both runs; the low-precision kernels in a trace.
+    Fix: bf16 first; stack.measured=precision where that run was sound.
     """
-    default = PRECISION[plan.chip.architecture]
-    name = plan.knobs.precision
-    other = plan.low_precision and name not in (default.value, "nvfp4", "fp8-rowwise") and _native(plan)
-    if other and default.value != "bf16" and "precision" not in plan.stack.measured:
+    native = _native(plan) and not (plan.target == "threefold" and is_emulated(plan))
+    if plan.low_precision and plan.knobs.precision != "nvfp4" and native and "precision" not in plan.stack.measured:
         yield Finding(
             at="knobs.precision",
-            problem=f"{name} on {plan.chip.name}; starting point since {default.since}: {default.value} "
-            f"({default.evidence})",
-            fix={"knobs.precision": default.value},
-            advice="or stack.measured=precision where it was measured; published runs of both kinds exist",
+            problem=f"{plan.knobs.precision} follows a sound bf16 run of the same job",
+            advice="stack.measured=precision where that run was sound; step time decides, not the peak",
         )
 
 
@@ -61,7 +58,7 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
     Why: emulation rounds as the format does and multiplies in a wider one. Experts have kernels of their own for
         fp8-blockwise and fp8-rowwise on Hopper, without biases and in widths that are multiples of 128.
     Confirm: `threefold chips` lists the peak rates by format, docs/reference/precision.md who multiplies on which chip.
-    Fix: the platform's starting point when speed matters, or bf16 where that is emulated too.
+    Fix: a format with kernels when speed matters, or bf16 where there is none.
     """
     if is_emulated(plan):
         problem = f"{plan.knobs.precision} is emulated on {plan.chip.name}"
@@ -69,7 +66,7 @@ def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
         problem = f"{_what_is_emulated(plan)} on {plan.chip.name}"
     else:
         return
-    names = [name for name in dict.fromkeys((starting_precision(plan), "bf16")) if name != plan.knobs.precision]
+    names = [name for name in (*low_precisions(plan)[:1], "bf16") if name != plan.knobs.precision]
     yield Finding(at="knobs.precision", problem=problem, fixes=[{"knobs.precision": name} for name in names])
 
 
@@ -97,10 +94,8 @@ def nvfp4_after_stable(plan: Plan) -> Iterator[Finding]:
     runs = _native(plan) or plan.target == "threefold"  # elsewhere precision-runs-on-chip speaks
     if plan.knobs.precision == "nvfp4" and runs and "precision" not in plan.stack.measured:
         problem = "nvfp4 is for speed after the bf16 or fp8 path is stable"
-        names = dict.fromkeys((starting_precision(plan), PRECISION[plan.chip.architecture].value, "bf16"))
-        default = PRECISION[plan.chip.architecture]
-        advice = f"as of {default.since} ({default.evidence}); stack.measured=precision where that run was sound"
-        fixes = [{"knobs.precision": name} for name in names]
+        advice = "stack.measured=precision where that run was sound"
+        fixes = [{"knobs.precision": name} for name in (*low_precisions(plan)[:1], "bf16") if name != "nvfp4"]
         yield Finding(at="knobs.precision", problem=problem, fixes=fixes, advice=advice)
 
 
@@ -267,8 +262,8 @@ def megatron_has_precision(plan: Plan) -> Iterator[Finding]:
     """
     if plan.knobs.precision == "fp8-rowwise":
         problem = "Megatron has no row-wise FP8"
-        names = dict.fromkeys((PRECISION[plan.chip.architecture].value, "bf16"))
-        yield Finding(at="knobs.precision", problem=problem, fixes=[{"knobs.precision": name} for name in names])
+        fixes = [{"knobs.precision": name} for name in (*low_formats(plan.chip)[:1], "bf16")]
+        yield Finding(at="knobs.precision", problem=problem, fixes=fixes)
     if plan.knobs.fp8_dispatch:
         problem = "Megatron sends rows in bf16"
         yield Finding(at="knobs.fp8_dispatch", problem=problem, fix={"knobs.fp8_dispatch": None})

@@ -7,7 +7,7 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
 from threefold.rules.layout.batch import pays
-from threefold.spec.stacks import default_dispatcher
+from threefold.spec.candidates import dispatcher_candidates
 from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many
 
@@ -78,7 +78,7 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
     Why: dispatch and combine move every token top-k times, four times a layer and step; over the network
         with plain all-to-all they are the communication wall.
     Confirm: `threefold show` prints the link of ep; in a trace, all-to-all stands alone.
-    Fix: EP within the domain, or knobs.ep_overlap, or DeepEP/HybridEP.
+    Fix: knobs.ep_overlap, EP within the domain, or an A/B with a flex dispatcher (dispatcher-candidates).
     """
     layout, experts = plan.layout, plan.model.num_experts
     if not experts or plan.knobs.ep_overlap or plan.knobs.dispatcher != "alltoall":
@@ -88,16 +88,16 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
         return
     fits = [d for d in divisors(experts) if d * layout.etp <= plan.cluster.domain_ranks and layout.ep % d == 0]
     overlap = {"knobs.ep_overlap": True, "knobs.shared_expert_overlap": False, "knobs.max_connections": 32}
-    default = default_dispatcher(plan.chip).value
+    flex = dispatcher_candidates(plan.chip)[1:]
     yield Finding(
         at="layout.ep",
         problem=f"EP {link.degree} crosses the network: {link.in_domain} of {link.degree} ranks share a domain",
         fixes=[
-            *([{"knobs.dispatcher": default}] if default != "alltoall" else []),
-            *({"layout.ep": ep} for ep in reversed(fits)),
             overlap,
+            *({"layout.ep": ep} for ep in reversed(fits)),
+            *({"knobs.dispatcher": one.value} for one in flex),
         ],
-        advice=f"the documents' placement rule ({default_dispatcher(plan.chip).since}); measure alltoall against it",
+        advice="an A/B of each against this plan decides (2026-08-01)",
         otherwise=lambda: "hide it: knobs.ep_overlap, a flex dispatcher, or EP within the domain on more GPUs",
     )
 

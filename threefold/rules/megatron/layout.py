@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.spec.candidates import FLEX
 from threefold.spec.megatron import bridge_releases, release_of
 from threefold.spec.model import MlaSpec
-from threefold.spec.stacks import CORE_CONFIG, DISPATCHER_CHIPS
+from threefold.spec.stacks import CORE_CONFIG
 
 
 @rule(
@@ -249,7 +250,7 @@ def gemma4_on_target(plan: Plan) -> Iterator[Finding]:
         if caught := [name for name in names if name in refused]:
             problem = f"{', '.join(caught)} on {plan.model.name}"
             yield Finding(at=at, problem=problem, fix={at: without(names, *caught)})
-    if knobs.shared_expert_overlap and knobs.dispatcher not in DISPATCHER_CHIPS:
+    if knobs.shared_expert_overlap and knobs.dispatcher not in FLEX:
         at = "knobs.shared_expert_overlap"
         yield Finding(at=at, problem=f"shared_expert_overlap on {plan.model.name}", fix={at: None})
 
