@@ -42,6 +42,7 @@ NOT_RUN = {
     r"--ranks 0,128": "needs a plan of more than 128 ranks, which takes a minute",
     r"--loads runs/": "needs a run",
     r"--loads loads.json": "needs loads for the experts of the plan; tests/dryrun/",
+    r"^export .*--verify": "needs Megatron; tests/interop/megatron/test_validate_script.py, and make test-megatron",
     r"knobs.graphs": "needs a GPU",
     r"^train recipes/(demo|tiny-qwen3-vl).*(?<!--stop-at 2)$": "trains for minutes",
 }

@@ -15,6 +15,7 @@ from repository import ROOT
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import export_plan
 from threefold.interop.megatron.releases import known_releases
+from threefold.interop.megatron.validation.judge.verdict import Verdict
 from threefold.interop.megatron.validation.script import job_of
 from threefold.interop.slurm import Options
 from threefold.plan.plan import Plan
@@ -86,9 +87,4 @@ def verdict(plan: Plan, to: str, release: str, folder: Path) -> dict[str, Any]:
 
 def refusals(found: dict[str, Any]) -> list[str]:
     """What kept a plan from being accepted, one line a rank."""
-    return [
-        f"rank {rank['rank']} {rank['kind']} in {rank['stage']} at {rank['where']}: "
-        f"{rank['error']}: {rank['message'][:300]}"
-        for rank in found["ranks"]
-        if rank["kind"] != "accepted"
-    ]
+    return [Verdict(**rank).line()[:500] for rank in found["ranks"] if rank["kind"] != "accepted"]

@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--megatron", type=Path, metavar="DIR", help="unpacked wheels of Megatron (default: as installed there)"
     )
-    parser.add_argument("--verify-seconds", type=float, default=120.0, help="limit of the verification (default 120)")
+    parser.add_argument(
+        "--verify-seconds", type=float, default=120.0, metavar="S", help="its limit of time (default 120)"
+    )
     parser.add_argument("--time", help="time limit of the Slurm job, such as 24:00:00")
     parser.add_argument("--partition", help="where the Slurm job waits")
     parser.add_argument("--account", help="who pays for it")
