@@ -63,7 +63,7 @@ def deliver_gathers_late() -> None:
 
 
 # Parameters of each kind, by a pattern of their names, and layouts where an update of them is pending. The head is read
-# by a function of a chunk that calls no module of it; a tied embedding is the head.
+# by a function of a chunk that calls no module of it. Where `m` and `L` are one chunk, the depths wait for it before.
 _UPDATED = {
     "offload, head shared by m and L": (
         r"^head",
@@ -78,15 +78,15 @@ _UPDATED = {
     "offload, head alone, dualpipev": (r"^head",),
     "offload, m of five stages": (r"^head",),
     "offload of most, tp": (r"^head", r"^embed"),
-    "offload, default stages": (r"^head", r"^embed", r"_up\.weight"),
-    "offload, tied and mtp": (r"^embed",),
+    "offload, default stages": (r"_up\.weight",),
 }
-# And layouts where they are gathered.
+# And layouts where they are gathered. A tied embedding is the head. A gather on gloo waits for its update at once.
 _GATHERED = {
     "dp": (r"^head", r"^embed", r"^norm", r"\.mixer\.", r"\.experts\.", r"router"),
     "offload, loss alone, dp": (r"^head", r"^norm", r"^mtp"),
     "mtp and tied over pp": (r"^embed",),
-    "fsdp tp": (r".",),  # what FSDP leaves to ZeRO-1
+    "offload, default stages": (r"^embed",),
+    "offload, tied and mtp": (r"^embed",),
 }
 _OFTEN = {("offload, head shared by m and L", r"^head"), ("offload, tied and mtp", r"^embed"), ("dp", r"\.mixer\.")}
 

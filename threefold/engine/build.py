@@ -164,8 +164,8 @@ def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
 def _defer_updates(optimizer: AdamW | Muon, data: SingleRank | Zero1 | Fsdp, chunks: dict[int, Decoder]) -> None:
     """Run the updates of states on the host beside the next forward, where nothing stands against it.
 
-    Compiled modules would compile the waits of their hooks. Gradients that lie in no bucket may be memory of a CUDA
-    graph, to which the graphs of the next forward write.
+    A compiled module waits for all its parameters before it runs, so that there is little to hide. Gradients that lie
+    in no bucket may be memory of a CUDA graph, to which the graphs of the next forward write.
     """
     has_buckets = isinstance(data, Zero1) and not data.unbucketed
     stands_against = any(
