@@ -37,6 +37,9 @@ def test_graphs_hold_what_they_held_on_a_gpu(scopes: list[str], least_gib: float
     assert "attention" not in terms  # its activations lie in the graphs
 
 
+ADAPTERS = {
+    "job.lora_rank": 64, "job.lora_targets": ["mlp", "experts", "shared_experts", "attention"], "job.aux_loss": 0.0,
+}  # fmt: skip
 NEAR = {
     "one GPU": {**MEASURED, "knobs.graphs": THREE},
     "experts in graphs": {**MEASURED, "knobs.graphs": ["attn", "moe"]},
@@ -93,6 +96,16 @@ NEAR = {
     "frozen experts": {
         **GPU, "cluster.gpus": 4, "layout.ep": 1, "layout.pp": 2, "model.num_layers": 4, "model.num_experts": 8,
         "job.seq_len": 16384, "job.global_batch": 8, "job.freeze": ["*.experts.*"], "knobs.graphs": ["moe"],
+    },
+    "adapters of all modules": {**GPU, **ADAPTERS, "model.num_layers": 3, "knobs.graphs": THREE},
+    "adapters behind a norm of attention": {
+        **GPU, **ADAPTERS, "model": "gemma-4-26b-a4b", "model.num_layers": 4, "model.num_dense_layers": 0,
+        "model.num_experts": 8, "layout.ep": 8, "layout.pp": 2, "layout.vpp": 2, "job.seq_len": 8192,
+        "knobs.grad_dtype": "bf16", "knobs.expert_fusion": True, "knobs.graphs": THREE,
+    },
+    "adapters of latent attention": {
+        **GPU, **ADAPTERS, "model": "moonlight-16b-a3b", "model.num_layers": 3, "model.num_dense_layers": 0,
+        "job.mtp": 0, "knobs.graphs": ["attn"],
     },
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ def graph_pools(plan: Plan, stage: int, contents: StageContents, saved: Mapping[
         others = [_other_scopes(scopes, layer) for layer in layers]
         kept = made = grads = 0.0
         for layer, rest in zip(layers, others, strict=True):
-            kept += sum(_inside(local, rest, layer, saved[layer]).values())
+            kept += sum(_inside(local, rest, layer, saved[layer]).values()) + _unsaved_output(local, rest, layer)
             grads += _gradient_bytes(local, rest, layer)
             made = max(made, _backward_bytes(local, rest, layer))
         made += _input_gradients(local, scopes - {"moe"}, layers)
@@ -180,6 +180,14 @@ def _inside(local: LocalSizes, scopes: set[str], layer: Layer, saved: Terms) -> 
     return inside
 
 
+def _unsaved_output(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
+    """The output of the norm before a router, which its graph hands to experts, where no frozen weight has it saved."""
+    row = local.element_bytes * local.model.dim * local.tokens
+    if "moe_router" not in _scopes_of(scopes, layer) or ffn_norm_bytes(for_layer(local, layer), layer) > 1.5 * row:
+        return 0.0
+    return row
+
+
 def _copied_bytes(local: LocalSizes, scopes: set[str], layers: Sequence[Layer]) -> float:
     """Copies of inputs and output gradients that lie outside the graphs, for the layers of a chunk."""
     num_rows, follows_graph = 0, False
@@ -202,6 +210,7 @@ def _backward_bytes(local: LocalSizes, scopes: set[str], layer: Layer) -> float:
     found, local = _scopes_of(scopes, layer), for_layer(local, layer)
     mixer = mixer_backward_transients(local, layer) + _quantized_bytes(local, layer) if "attn" in found else 0.0
     mixer += _sink_bytes(local, layer) if {"attn", "moe_router"} <= found else 0.0
+    mixer += _adapter_gradients(local, found, layer) if "attn" in found else 0.0
     mlp = ffn_backward_transients(local, layer) if "mlp" in found else 0.0
     if local.recompute:  # what is recomputed is recorded with the backward
         plain = local.without_recompute
@@ -218,6 +227,17 @@ def _input_gradients(local: LocalSizes, scopes: set[str], layers: Sequence[Layer
     if any("attn" in each for each in found) or not any(found):
         return 0.0
     return local.element_bytes * local.model.dim * local.tokens * (1 + sum(map(bool, found)))
+
+
+def _adapter_gradients(local: LocalSizes, found: set[str], layer: Layer) -> float:
+    """Gradients from the adapter of the output projection, which are added to those of its frozen weight, and in a
+    graph with the router its part of the gradient of the residual stream: none fits where saved tensors were."""
+    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    if not local.has_adapters or "attention" not in local.plan.job.lora_targets or spec is None:
+        return 0.0
+    values = spec.q_dim if isinstance(spec, GqaSpec) else spec.num_heads * spec.v_dim
+    of_router = local.model.dim * local.tokens if "moe_router" in found else 0.0
+    return local.element_bytes * (values / local.tp * local.gathered_tokens + of_router)
 
 
 def _sink_bytes(local: LocalSizes, layer: Layer) -> float:
