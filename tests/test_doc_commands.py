@@ -59,7 +59,7 @@ def is_planner(command: Command) -> bool:
     """Whether a command plans or judges, from files that the repository or the page has."""
     line = " ".join(command.words)
     on_runs = re.search(r"(^| )runs/|/tmp/", line) and command.verb != "launch"
-    elsewhere = r"^card check($| cards| --json)|--rehearse|hf:hf/config"
+    elsewhere = r"^card check($| cards| --json)|--rehearse|--verify|hf:hf/config"
     return command.verb in PLANNER and not on_runs and not re.search(elsewhere, line)
 
 

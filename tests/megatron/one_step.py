@@ -82,7 +82,6 @@ def step(checkpoint: Path, tokens: list[list[int]], out: Path) -> None:
 
 def build(bridge: Any) -> Any:
     import torch
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -95,20 +94,48 @@ def build(bridge: Any) -> Any:
     provider.moe_token_dispatcher_type = "alltoall"
     provider.transformer_impl = "local"
     provider.make_vocab_size_divisible_by = 1
-    provider.transformer_layer_spec = lambda config, **kwargs: get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
+    provider.transformer_layer_spec = local_layers
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return provider.provide(pre_process=True, post_process=True)
 
 
+def local_layers(config: Any, **kwargs: Any) -> Any:
+    """Megatron's own layers. Its attention takes values of the keys' size: for MLA it is told of theirs."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class MlaAttention(DotProductAttention):
+        def __init__(self, *args: Any, k_channels: int, v_channels: int, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.hidden_size_per_partition = v_channels * config.num_attention_heads
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    if config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = MlaAttention
+    return spec
+
+
+class Queue:
+    """A stream or an event of a machine that does one thing after the other."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
 def join() -> None:
     """One rank by gloo. Random numbers are not drawn, so that the states of a GPU's generator are not asked for."""
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = Queue
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
     CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     parallel_state.get_nccl_options = lambda *args, **kwargs: None
