@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, count, islice
 
-from line_files import BROKEN, FILES
+from line_files import BROKEN, FILES, RECIPES
 
 from threefold.cli.command_line.parser import verb_parser
 from threefold.cli.command_line.reference import flags_by_verb
@@ -151,6 +151,25 @@ ONCE_FAILED: tuple[list[str], ...] = (
     ["export", "plan.toml", "--account=--"],
     ["check", "fifo"],
     ["report", "x" * 300],
+    ["tokenize", "text.txt", "--out", "/dev/full"],
+    ["tokenize", "run", "--out", "new", "--tokenizer", "x/" * 3000],
+    ["eval", "run", "--data", "text.txt", "--seq-len", "131072"],
+    ["show", f"{RECIPES[1]}.toml", "model.num_experts=1024", "--json"],
+    [
+        "plan",
+        "--chip",
+        "gb200",
+        "--gpus",
+        "auto",
+        "--model",
+        "tiny-qwen3.5",
+        "--seq-len",
+        "131072",
+        "--global-batch",
+        "256",
+        "--precision",
+        "fp32",
+    ],
     ["train", "plan.toml", "--nproc", "65536", "job.global_batch=65536", "job.micro_batch=1"],
 )
 

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,16 @@ class Ended:
             return f"exit code {self.code} without a reason"
         if self.code == 2 and "threefold" not in self.err:
             return "a wrong command line, and no message about it"
-        return self._json_problem() if "--json" in self.words and self.code < 2 else ""
+        options = takewhile(lambda word: word != "--", self.words)
+        return self._json_problem() if "--json" in options and self.code < 2 else ""
 
     def _json_problem(self) -> str:
         try:
             json.loads(self.out, parse_constant=_refuse_constant)
         except ValueError as error:
-            return "" if _is_help(self.words) else f"standard output is no JSON value: {error}"
+            # One line on standard error says of a file that it cannot be written: there is no answer then.
+            is_unwritten = self.code == 1 and not self.out and self.err.startswith("threefold ")
+            return "" if is_unwritten or _is_help(self.words) else f"standard output is no JSON value: {error}"
         return ""
 
 
@@ -152,7 +156,7 @@ def _copy(source: str, target: str) -> None:
 
 def _wait(child: int, words: Sequence[str], out: Path) -> tuple[int, Any, bool]:
     end, is_told = time.monotonic() + HANG_SECONDS, False
-    awake, used, is_hanging = time.monotonic(), "", False
+    awake, look, used, is_hanging = time.monotonic(), 0.0, "", False
     while True:
         pid, status, usage = os.wait4(child, os.WNOHANG)
         if pid:
@@ -160,8 +164,10 @@ def _wait(child: int, words: Sequence[str], out: Path) -> tuple[int, Any, bool]:
         if not is_told and SERVES in words and out.exists() and b"http" in out.read_bytes():
             os.kill(child, signal.SIGTERM)
             is_told = True
-        if (now := _cpu_if_asleep(child)) != used or not now:
-            awake, used = time.monotonic(), now
+        if time.monotonic() > look:
+            look = time.monotonic() + 0.5
+            if (now := _cpu_if_asleep(child)) != used or not now:
+                awake, used = time.monotonic(), now
         is_idle = words[0] not in LONG and time.monotonic() - awake > IDLE_SECONDS
         if (is_idle or time.monotonic() > end) and not is_hanging:
             is_hanging = True
@@ -174,12 +180,17 @@ def _wait(child: int, words: Sequence[str], out: Path) -> tuple[int, Any, bool]:
 
 
 def _cpu_if_asleep(child: int) -> str:
-    """The CPU time that a process has used, in the words of the kernel; empty while it runs or waits for its turn."""
-    try:
-        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return " ".join(fields[11:15]) if fields[0] == "S" else ""
+    """The CPU time that a command and what it started have used, in the words of the kernel; empty while one of them
+    runs or waits for its turn."""
+    used = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if fields[3] == str(child):  # its session
+                if fields[0] in "RD":
+                    return ""
+                used.append((stat.parent.name, *fields[11:15]))
+    return str(sorted(used))
 
 
 def _be_the_command(words: Sequence[str], scratch: Path, out: Path, err: Path) -> None:
@@ -233,6 +244,8 @@ def _watch_writes(scratch: Path) -> None:
         else:
             return
         where = os.path.normpath(scratch / WORK / os.fsdecode(path))  # resolving links would open files here
+        if event == "os.mkdir" and Path(where).is_dir():
+            return
         if (
             not where.startswith((f"{scratch}/", f"{scratch.parent}/", "/proc/self/", *DEVICES))
             and "__pycache__" not in where

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +14,7 @@ from threefold.cli.command_line.out import Out, shown_at_work, standard_streams
 from threefold.cli.command_line.parser import Parser, verb_parser
 from threefold.engine.launch.stop_signals import end_at_once
 from threefold.findings import Finding, shown
+from threefold.units import format_bytes
 
 VERBS = {
     "plan": "choose layout and knobs for a model on a cluster, ranked, with reasons",
@@ -65,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             if not _is_named(error.filename, words):
                 raise
-            return _say_unusable(error, words)
+            return _tell(_unusable(error), words)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return _tell(_out_of_memory(error), words)
         except KeyboardInterrupt:
             return 130
 
@@ -81,16 +88,34 @@ def _verb(words: list[str]) -> str | None:
 
 def _is_named(path: object, words: list[str]) -> bool:
     """Whether the command line names a path, or a folder above it."""
-    named = [text for word in words for text in (word, word.partition("=")[2]) if text]
-    return any(path == text or str(path).startswith(f"{text}/") for text in named)
+    named = [os.path.normpath(text) for word in words for text in (word, word.partition("=")[2]) if text]
+    given = os.path.normpath(str(path))
+    return any(given == text or given.startswith(f"{text}/") for text in named)
 
 
-def _say_unusable(error: OSError, words: list[str]) -> int:
+def _unusable(error: OSError) -> Finding:
     """A path of the command line that no file can have, or that may not be opened, is the user's to correct."""
+    advice = "give the path of a file or folder that can be opened"
+    return Finding(rule="file-readable", at=shown(error.filename), problem=str(error.strerror), advice=advice)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory gave out: that of Python, of torch on the host, or of a GPU. Loads no torch."""
+    is_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or is_host or type(error).__name__ == "OutOfMemoryError"
+
+
+def _out_of_memory(error: Exception) -> Finding:
+    asked = re.search(r"tried to allocate (?:(\d+) bytes|([\d.]+ \w+))", str(error), re.IGNORECASE)
+    size = (format_bytes(int(asked[1])) if asked[1] else asked[2]) if asked else ""
+    problem = f"memory gave out: {size} were asked for at once" if size else "memory gave out"
+    advice = "shorter sequences, smaller microbatches or a smaller model; `threefold dry-run` says where a plan's goes"
+    return Finding(rule="memory-suffices", at="memory", problem=problem, advice=advice)
+
+
+def _tell(found: Finding, words: list[str]) -> int:
     from threefold.cli.command_line.inputs import print_findings  # which loads more than `--version` needs
 
-    advice = "give the path of a file or folder that can be opened"
-    found = Finding(rule="file-readable", at=shown(error.filename), problem=str(error.strerror), advice=advice)
     return print_findings([found], "--json" in words)
 
 

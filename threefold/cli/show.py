@@ -29,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if not plan.layout.fits_ranks:  # without whole grids there is nothing to draw
         return print_findings(check(plan, notes=False), args.json)
+    found = errors(check(plan, notes=False))
     if args.json:
-        json.dump(_as_json(plan, args.rank), sys.stdout, indent=2)
+        json.dump({**_as_json(plan, args.rank), "errors": [one.to_json() for one in found]}, sys.stdout, indent=2)
         print()
     else:
         print(_as_text(plan, args.rank))
-    found = errors(check(plan, notes=False))
     if found and not args.json:
         print(f"\n{len(found)} errors: see `threefold check`")
     return 1 if found else 0

@@ -164,6 +164,12 @@ EXPLANATIONS = {
         confirm="Compare the tokenizer's vocabulary with model.vocab of the run's plan.",
         fix="Give the tokenizer that the run's data was made with.",
     ),
+    "memory-suffices": Explanation(
+        what="What a command computes fits the memory of this machine.",
+        why="A step or an evaluation that asks for more ends there; nothing of it is saved.",
+        confirm="Compare the bytes in the message with the memory that is free.",
+        fix="Shorter sequences, smaller microbatches or a smaller model; `threefold dry-run` says where a plan's goes.",
+    ),
     "profile-has-steps": Explanation(
         what="A start with --profile has at least one step to profile.",
         why="A run that has ended computes nothing, so that there would be no trace and no word about it.",

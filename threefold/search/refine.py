@@ -128,9 +128,11 @@ def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Es
             other = change(plan, fix)
         except FindingsError:
             continue
+        if faults(other):  # asked first: what does not fill its ranks has no estimate
+            continue
         found = estimate(other)
         slower = found.tokens_per_second_per_gpu < guess.tokens_per_second_per_gpu * (1 - LOSS)
-        if not slower and found.fits and not faults(other) and len(judge(other)) < len(said):
+        if not slower and found.fits and len(judge(other)) < len(said):
             yield other, found
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -846,3 +847,13 @@ def test_batches_outside_a_step_are_refused(shards: list[Path]) -> None:
             one.batch(*place)
     with pytest.raises(ValueError, match="batch 12"):
         open_loader(shards, dp_size=5)
+
+
+def test_a_shard_takes_no_device_or_pipe_for_its_file(tmp_path: Path) -> None:
+    """A finished shard is moved to its place: as root that would put a file where /dev/null is."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FindingsError, match="it is a device or a pipe"):
+        ShardWriter(pipe, 512, "bytes")
+    assert list(tmp_path.iterdir()) == [pipe]
+    assert pipe.is_fifo()

@@ -52,6 +52,8 @@ class ShardWriter(AtomicWriter):
         self._dtype = token_dtype(vocab)
         if not self.path.name or self.path.is_dir():
             raise unwritable(self.path, IsADirectoryError(errno.EISDIR, "it is a folder"))
+        if self.path.exists() and not self.path.is_file():  # a shard takes its place, which root may do to /dev/null
+            raise unwritable(self.path, OSError(errno.EINVAL, "it is a device or a pipe"))
         self._partial = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
