@@ -1,7 +1,8 @@
 """Runs layouts drawn at random one after the other, and keeps what became of each in a file, one JSON object a line.
 
 `benchmarks/layouts.py` calls `run_ledger`. It may be stopped at any time: with the same seed it continues after the
-draws that the file has. A draw is tried again where it changed, because its generator did.
+draws that the file has. A draw is tried again where it changed, because its generator did, and where it hung, because
+the machine may have been busy; its last record counts.
 """
 
 import gc
@@ -34,7 +35,8 @@ def run_ledger(
     path: Path, draws: Iterable[Drawn], limit: float = LIMIT_SECONDS, run: Runner = run_draw
 ) -> Iterator[Record]:
     """Run the draws that the ledger does not have, and yield their records as they are written."""
-    known, engine = {record["draw"] for record in read_ledger(path)}, engine_digest()
+    known = {record["draw"] for record in read_ledger(path) if record["kind"] != "HANG"}
+    engine = engine_digest()
     path.parent.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that ranks do not copy the memory that they share with this process
     is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
@@ -44,7 +46,9 @@ def run_ledger(
             if digest(drawn) in known:
                 continue
             begin = time.monotonic()
-            record = _run_bounded(drawn, limit, run)
+            # Other processes slow a draw down: they are no reason to call it a hang.
+            busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+            record = _run_bounded(drawn, busy * limit, run)
             record |= {"engine": engine, "seconds": round(time.monotonic() - begin, 2)}
             ledger.write(json.dumps(record) + "\n")
             ledger.flush()
@@ -52,14 +56,15 @@ def run_ledger(
 
 
 def read_ledger(path: Path) -> list[Record]:
-    """The records of a ledger. A line that a kill cut short is left out, so that its draw runs again."""
-    records = []
+    """The last record of each draw. A line that a kill cut short is left out, so that its draw runs again."""
+    records: dict[str, Record] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
-    return records
+        records[record["draw"]] = record
+    return [*records.values()]
 
 
 def digest(drawn: Drawn) -> str:

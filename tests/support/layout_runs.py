@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from threefold.engine.models.compile import compile_parts
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.schedule import microbatch_runners
 from threefold.engine.verify.compare import Comparison
+from threefold.engine.verify.forked_ranks import LIMIT_SECONDS as RANKS_LIMIT
 from threefold.engine.verify.forked_ranks import RankError, run_ranks
 from threefold.engine.verify.oracle import compare_with_one_rank, run_rank
 from threefold.plan.plan import Plan
@@ -31,7 +32,7 @@ STEPS = 2  # the second one shows weights, states and biases that the first one 
 TOLERANCE = 1e-10
 # As trained, in 16 bits and less: of cross entropies (seen: 6e-4, in nvfp4) and of gradient norms (seen: 0.02).
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.02, 0.1
-LIMIT_SECONDS = 120.0  # a case takes a second or two; a hang is told from a busy machine by this
+LIMIT_SECONDS = 120.0  # on an idle machine, where a draw takes a second or two
 FAULTS = ("DIFFERENT", "CRASH", "HANG")
 
 
@@ -80,7 +81,12 @@ def run_draw(drawn: Drawn, limit: float = LIMIT_SECONDS, reads_data: bool = Fals
         return Outcome(drawn, resolved, "HANG" if late else "CRASH", str(error))
     except AssertionError as error:  # of the comparison: ranks that report other losses than one rank
         return Outcome(drawn, resolved, "DIFFERENT", repr(error))
-    return Outcome(drawn, resolved, *(judge_roughly(found) if as_trained else judge_comparison(found)))
+    if not as_trained:
+        return Outcome(drawn, resolved, *judge_comparison(found))
+    # Gradients of adapters alone are small next to what eight bits round: the norm of one rank in fp8-cs was seen 0.24
+    # from that of the same rank in fp32, where a layout in fp32 had the norm of one rank to six digits.
+    compares_norm = not (plan.low_precision and plan.job.lora_rank)
+    return Outcome(drawn, resolved, *judge_roughly(found, compares_norm))
 
 
 @contextmanager
@@ -88,13 +94,17 @@ def stand_ins(plan: Plan) -> Iterator[None]:
     """What a CPU does not have: a recorder in place of CUDA graphs, packages of the flex dispatchers on torch's
     collectives, and a backend of torch.compile that needs no compiler. Ranks are forked, so that they find them too."""
     buffer = fake_deepep.HybridEPBuffer if plan.knobs.dispatcher == "hybridep" else fake_deepep.ElasticBuffer
-    compile_eagerly = partial(compile_parts, backend="aot_eager")
     with (
         override("make_recorder", StandIn),
         patch.dict(sys.modules, {PACKAGE: fake_deepep.package(buffer)}),
-        patch.object(microbatch_runners, "compile_parts", compile_eagerly),
+        patch.object(microbatch_runners, "compile_parts", partial(compile_parts, backend=_run_traced)),
     ):
         yield
+
+
+def _run_traced(traced: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., object]:
+    """A backend of torch.compile that runs what was traced as it is. Looking one up by name would import them all."""
+    return traced.forward
 
 
 def judge_comparison(found: Comparison) -> tuple[str, str]:
@@ -104,13 +114,14 @@ def judge_comparison(found: Comparison) -> tuple[str, str]:
     return "tied" if found.near_ties and not found.problems else "DIFFERENT", _differences(found)
 
 
-def judge_roughly(found: Comparison) -> tuple[str, str]:
+def judge_roughly(found: Comparison, compares_norm: bool = True) -> tuple[str, str]:
     """The same of a comparison that is as rough as the formats that the model is trained in.
 
-    Only the cross entropy is compared: a few choices of experts turn, and with them what is dropped for capacity.
+    Only the cross entropy is compared: a few choices of experts turn, and with them what is dropped for capacity. And
+    the gradient norm, unless the format itself moves it too far (`compares_norm`).
     """
     gap = max((abs(one - other) / abs(one) for one, other in found.steps), default=math.inf)
-    is_near = not found.problems and gap <= LOSS_TOLERANCE and found.norm <= NORM_TOLERANCE
+    is_near = not found.problems and gap <= LOSS_TOLERANCE and (found.norm <= NORM_TOLERANCE or not compares_norm)
     return ("near", "") if is_near else ("DIFFERENT", f"cross entropy {gap:.1e}, {_differences(found)}")
 
 

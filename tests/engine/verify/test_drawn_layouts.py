@@ -29,7 +29,7 @@ from threefold.rules.all import errors, judge, promoted
 
 SEED = os.environ.get("THREEFOLD_SEED", str(time.time_ns() % 1_000_000))
 SLOW_COUNT = 60
-SAMPLE = (4, 17, 21, 26, 42)  # on two to four ranks: EP with and without overlap, TP, CP, FSDP, a pipeline, a graph
+SAMPLE = (4, 17, 21, 42)  # on two to four ranks: EP with and without overlap, TP, FSDP, a pipeline, a graph
 COUNT = 250  # draws that the default suite judges
 LEAST = 0.02  # of the plans turn each field: 20 in 1,000
 Judged = list[tuple[Drawn, Resolved]]
@@ -171,7 +171,8 @@ def test_a_ledger_continues_where_it_was_stopped(tmp_path: Path) -> None:
     assert "a rank failed" in rest[1]["said"]
     assert rest[1]["drawn"] == json.loads(json.dumps(draws[2].fields))
     assert [record["seed"] for record in read_ledger(path)] == [drawn.seed for drawn in draws]
-    assert not list(run_ledger(path, draws, run=run))
+    again = [record["seed"] for record in run_ledger(path, draws, limit=0.1, run=run)]
+    assert again == [draws[1].seed]  # a busy machine may have been the reason
     assert "4 draws" in next(summary(read_ledger(path)))
 
 
@@ -206,6 +207,7 @@ def test_a_rough_comparison_sees_what_rounding_is_not() -> None:
     problem = ("gradient: missing or unknown ['w']",)
     for changes in ({"steps": ((4.0, 4.0), (3.9, 4.2))}, {"steps": ()}, {"norm": 0.3}, {"problems": problem}):
         assert judge_roughly(compared(**{**fine, **changes}))[0] == "DIFFERENT", changes
+    assert judge_roughly(compared(**{**fine, "norm": 0.3}), compares_norm=False)[0] == "near"
 
 
 def test_a_fault_is_told_with_all_it_takes_to_repeat_it() -> None:

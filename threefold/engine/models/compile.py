@@ -21,7 +21,7 @@ from threefold.engine.optim.pending_tensors import wait_for
 _HAVE_KERNELS = (RMSNorm, GatedRMSNorm, Router, Mlp)
 
 
-def compile_parts(model: Decoder, backend: str = "inductor") -> None:
+def compile_parts(model: Decoder, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile modules in place, where the options ask for it. A microbatch of another shape compiles once more.
 
     A dry run computes nothing, so nothing is compiled for it.
