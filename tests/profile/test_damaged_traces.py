@@ -52,6 +52,7 @@ BAD_TEXT = {
     "no comma": f'{{"traceEvents": [{K} {K}]}}'.encode(),
     "comma at the end": f'{{"traceEvents": [{K},]}}'.encode(),
     "two traces": f'{{"traceEvents": [{K}]}} {{"traceEvents": []}}'.encode(),
+    "many fields": b"{" + b",".join(b'"%d": 0' % n for n in range(1001)) + b', "traceEvents": []}',
     "field without a name": b'{1: 2, "traceEvents": []}',
     "fields without a comma": b'{"a": 1 "traceEvents": []}',
     "nan": f'{{"traceEvents": [{K.replace("10", "NaN")}]}}'.encode(),
@@ -264,6 +265,7 @@ def test_damaged_exports(tmp_path: Path, seed: int) -> None:
         "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'x'",
         "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = end + 1",
         "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 1e300",
+        "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775807",
         "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL; DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY",
         "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME TO k; CREATE VIEW CUPTI_ACTIVITY_KIND_KERNEL AS WITH RECURSIVE "
         "n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS start, i AS end FROM n",
@@ -277,3 +279,13 @@ def test_exports_that_are_none(tmp_path: Path, statement: str) -> None:
     database.executescript(statement)
     database.close()
     refused(path)
+
+
+def test_a_name_of_an_export_that_is_no_text(tmp_path: Path) -> None:
+    """It is left out: the kernel goes by its number."""
+    path = tmp_path / "trace.sqlite"
+    sound_export(path)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE StringIds SET value = zeroblob(100)")
+    database.close()
+    assert profile_traces([path]).to_json()

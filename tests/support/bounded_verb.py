@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_CPU_SECONDS = 10
+MOST_CPU_SECONDS = 60  # 10 are promised; with much other work the same instructions take several times as long
 MOST_BYTES = 2**30
 
 

@@ -172,3 +172,19 @@ def test_a_start_that_is_killed_while_it_copies_leaves_no_half_tokenizer(
     keep_tokenizer(tmp_path, str(tokenizer))
     assert {path.name for path in tokenizer.iterdir()} == {path.name for path in (tmp_path / "tokenizer").iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "why"),
+    [
+        ({"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_001}, "one character by 10001"),
+        ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "ab"}] * 14}, "one character by 16384"),
+        ({"type": "Replace", "pattern": {"Regex": "(a|b)" * 2001}, "content": "x"}, "a pattern of more than"),
+    ],
+)
+def test_a_tokenizer_whose_steps_grow_a_text_is_refused(normalizer: object, why: str, tmp_path: Path) -> None:
+    """The library has no limits, and a text that grows past the memory ends the process."""
+    whole = {"version": "1.0", "normalizer": normalizer, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(FindingsError, match=why):
+        open_tokenizer(str(tmp_path))

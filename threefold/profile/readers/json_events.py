@@ -25,6 +25,7 @@ _TAIL_BYTES = 2**16  # of a piece in which a boundary is looked for
 _TRUNCATED = "it is truncated: it ends before the trace does"
 _KEPT_HEADERS = ("deviceProperties", "distributedInfo")
 _MAX_HEADER_BYTES = 2**24
+_MAX_FIELDS = 1000  # next to the events; a trace of torch has some ten
 
 
 class Args(
@@ -107,14 +108,16 @@ class EventReader:
 
     def _object(self) -> Iterator[list[Event]]:
         """The fields of the outermost object; events are those of `traceEvents`."""
-        has_events, is_first = False, True
+        has_events, num_fields = False, 0
         while (byte := self._skip_space()) != b"}":
-            if not is_first:
+            if num_fields == _MAX_FIELDS:
+                raise self._problem(f"it is no trace: it has more than {_MAX_FIELDS} fields")
+            if num_fields:
                 if byte != b",":
                     raise self._problem("malformed JSON: fields are not separated by commas" if byte else _TRUNCATED)
                 self._drop(1)
                 self._skip_space()
-            is_first = False
+            num_fields += 1
             key = self._key()
             if key == "traceEvents":
                 if self._skip_space() != b"[":
