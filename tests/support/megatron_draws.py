@@ -54,7 +54,7 @@ def draw_plan(seed: int) -> tuple[Plan, dict[str, Any]]:
         if rng.random() < 0.3:
             changes |= {path: rng.choice(values) for path, values in rng.choice(_TOGETHER).items()}
         else:
-            path = rng.choice([path for path in FIELDS if _is_drawn(path)])
+            path = rng.choice(_DRAWN)
             changes[path] = _value(path, rng)
     return build({**_base(name, rng), **changes}), changes
 
@@ -83,6 +83,10 @@ def _base(name: str, rng: random.Random) -> dict[str, Any]:
 
 def _is_drawn(path: str) -> bool:
     return path not in _FIXED and not path.startswith(("stack.", "run.", "model.")) and path != "cluster.spec"
+
+
+# Knobs and layout are what Megatron's validation speaks of most.
+_DRAWN = [path for path in FIELDS if _is_drawn(path) for _ in range(3 if path.startswith(("knobs.", "layout.")) else 1)]
 
 
 def _value(path: str, rng: random.Random) -> Any:
