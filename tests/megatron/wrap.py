@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -25,7 +26,7 @@ def main() -> None:
     job = judge["JOB"]
     judge["import_megatron"](job, wheels)
     export = judge["BridgeExport"](job, folder, 0)
-    os.environ.update(judge["_exported_variables"](judge["Path"](folder) / "environment.sh"))
+    os.environ.update(judge["exported_variables"](Path(folder) / "environment.sh"))
     found: dict[str, str] = {}
     device = judge["Device"](**job["device"])
     printed = io.StringIO()
@@ -54,8 +55,14 @@ def wrap(export: Any) -> None:
 
 
 def optimize(export: Any) -> None:
+    """The optimizer asks each parameter whether it is on a GPU; it is told so of those on the meta device."""
+    import torch
     from megatron.bridge.training.optim import setup_optimizer
 
+    type_of = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: (
+        type_of(self, *args) if args else type_of(self).replace("torch.meta.", "torch.cuda.")
+    )
     cfg = export.cfg
     scheduler = cfg.scheduler
     setup_optimizer(cfg.optimizer, scheduler, [export.wrapped], pg_collection=cfg.model._pg_collection)

@@ -117,7 +117,7 @@ def _end_of(status: int) -> str:
 def judge_rank(job: dict[str, Any], folder: str, rank: int, finder: StandInFinder) -> Verdict:
     """Every stage of one rank in this process, which is not fit for another one afterwards."""
     export = KINDS[job["to"]](job, folder, rank)
-    os.environ.update(_exported_variables(Path(folder) / "environment.sh"))
+    os.environ.update(exported_variables(Path(folder) / "environment.sh"))
     printed, stage = io.StringIO(), ""
     device = Device(**job["device"])
     with (
@@ -139,7 +139,7 @@ def judge_rank(job: dict[str, Any], folder: str, rank: int, finder: StandInFinde
     return verdict
 
 
-def _exported_variables(file: Path) -> dict[str, str]:
+def exported_variables(file: Path) -> dict[str, str]:
     lines = file.read_text().splitlines() if file.exists() else []
     words = [shlex.split(line, comments=True) for line in lines]
     exported = [word[1].partition("=") for word in words if len(word) == 2 and word[0] == "export"]
