@@ -13,7 +13,7 @@ from repository import ROOT
 from threefold.cli.command_line.parser import verb_parser
 from threefold.cli.main import VERBS, build_parser
 
-FEW, MANY = 40, 3000
+FEW, MANY = 24, 3000
 
 
 @pytest.fixture(scope="module")
