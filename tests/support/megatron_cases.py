@@ -9,6 +9,7 @@ _WITHOUT_PP: dict[str, Any] = {
     "knobs.ep_overlap": False,
     "knobs.delay_wgrad": False,
 }
+_FSDP = {**_WITHOUT_PP, "knobs.data_parallel": "fsdp"}
 _MXFP8 = {"cluster.chip": "gb200", "knobs.precision": "mxfp8"}
 _HYBRIDEP = {"knobs.dispatcher": "hybridep", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
 _GEMMA: dict[str, Any] = {
@@ -134,6 +135,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "tiny-qwen3-vl-moe", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 1, "layout.ep": 8},
         {"model": "tiny-qwen3-vl-moe", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1, "layout.ep": 8},
     ),
+    "fsdp-overlap-without-scoped-graphs": (
+        {**_FSDP, "knobs.ep_overlap": True, "knobs.graphs": ["attn"]},
+        {**_FSDP, "knobs.graphs": ["attn"]},
+    ),
+    "fsdp-fusion-te": ({**_FSDP, "stack.te": "2.9"}, {**_FSDP, "stack.te": "2.10"}),
     "mlp-graph-needs-dense-layers": (
         {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.graphs": ["attn", "mlp"]},
         {"knobs.graphs": ["attn"]},

@@ -156,12 +156,16 @@ def vlm_sweep_microbatch(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.micro_batch", problem=problem, fix={"job.micro_batch": 2})
 
 
-@rule(rows="VL-COMPAT", target="megatron-bridge", follows=f"{MEGATRON_FSDP}: no pipeline parallel")
+@rule(
+    rows="VL-COMPAT",
+    target="megatron-bridge",
+    follows="megatron-core 0.19.2, core/pipeline_parallel/schedules.py: only the one without a pipeline knows FSDP",
+)
 def fsdp_excludes_pipeline(plan: Plan) -> Iterator[Finding]:
     """Megatron's FSDP runs without a pipeline.
 
     Why: FSDP shards and gathers layer by layer over all ranks of the dense grid; Megatron has no schedule
-        that does so per stage.
+        that does so per stage. A fact of run time: its validation accepts such a configuration.
     Confirm: knobs.data_parallel and layout.pp.
     Fix: PP 1, or zero1 with the pipeline.
     """

@@ -52,7 +52,8 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
 def flex_dispatch_in_bf16(plan: Plan) -> Iterator[Finding]:
     """The flex dispatchers carry bf16 or narrower.
 
-    Why: their buffers hold bf16 rows, or fp8 with scales; fp32 and fp16 rows have no kernel.
+    Why: their buffers hold bf16 rows, or fp8 with scales; fp32 and fp16 rows have no kernel. A fact of run time:
+        Megatron's validation accepts such a configuration.
     Confirm: knobs.precision.
     Fix: alltoall carries any dtype.
     """

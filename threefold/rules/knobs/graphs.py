@@ -16,7 +16,8 @@ from threefold.spec.stacks import CORE_CONFIG
 def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
     """A graph over the experts, or over the whole iteration, needs a fixed number of tokens an expert.
 
-    Why: dropless routing gives each expert another number of tokens every time; a graph replays one size.
+    Why: dropless routing gives each expert another number of tokens every time; a graph replays one size. For the whole
+        iteration that is a fact of run time: Megatron's validation accepts it, for runs with a paged stash.
         Where the threefold engine holds all experts on one rank, only their sum matters, and that is fixed.
     Confirm: job.capacity_factor is absent (dropless).
     Fix: the dropless scopes attn, moe_router, moe_preprocess; or a capacity factor.

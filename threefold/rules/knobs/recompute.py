@@ -40,7 +40,8 @@ def full_recompute_alone(plan: Plan) -> Iterator[Finding]:
 def recompute_method_needs_full(plan: Plan) -> Iterator[Finding]:
     """A recompute method and a number of layers belong to full recompute.
 
-    Why: selective recompute works inside every layer; upstream refuses the combination.
+    Why: selective recompute works inside every layer, and nothing else is left to choose. Megatron never sees the pair:
+        an export leaves out what has no effect.
     Confirm: knobs.recompute_method and knobs.recompute_layers.
     Fix: delete both.
     """

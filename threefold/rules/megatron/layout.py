@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule, without
+from threefold.rules.base import older, rule, without
 from threefold.spec.candidates import FLEX
 from threefold.spec.megatron import bridge_releases, release_of
 from threefold.spec.model import MlaSpec
@@ -290,3 +290,48 @@ def tp_overlap_stays_on(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.tp_overlap and plan.layout.tp > 1 and isinstance(plan.model.attention, MlaSpec):
         problem = f"Megatron switches tp_overlap off on {plan.model.name}, whose attention is latent"
         yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})
+
+
+@rule(
+    target="megatron-bridge",
+    rows="VL-COMPAT",
+    refused_in=(
+        "core/distributed/fsdp/mcore_fsdp_adapter.py",
+        "1F1B overlap with FSDP does not support per-layer CUDA graphs",
+    ),
+)
+def fsdp_overlap_without_scoped_graphs(plan: Plan) -> Iterator[Finding]:
+    """Megatron's FSDP with EP overlap goes without graphs of parts of a layer.
+
+    Why: the merged schedule calls parts of layers, whose gathered weights a graph would not find. The wrapper says so
+        when it is built, after a configuration with all three was accepted.
+    Confirm: knobs.data_parallel with knobs.ep_overlap and knobs.graphs.
+    Fix: no graphs, or no EP overlap.
+    """
+    knobs = plan.knobs
+    if knobs.data_parallel != "zero1" and knobs.ep_overlap and without(knobs.graphs, "full_iteration"):
+        fixes: list[Changes] = [{"knobs.graphs": []}, {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}]
+        problem = f"{knobs.data_parallel} with EP overlap and graphs of {', '.join(knobs.graphs)}"
+        yield Finding(at="knobs.graphs", problem=problem, fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="VL-COMPAT OP-GAF",
+    refused_in=(
+        "core/distributed/fsdp/mcore_fsdp_adapter.py",
+        "Megatron-FSDP with gradient_accumulation_fusion requires",
+    ),
+)
+def fsdp_fusion_te(plan: Plan) -> Iterator[Finding]:
+    """Megatron's FSDP with fused gradient accumulation needs Transformer Engine 2.10.
+
+    Why: older releases add into a buffer that FSDP does not have yet.
+    Confirm: print transformer_engine.__version__; knobs.grad_accum_fusion.
+    Fix: no fusion, or TE 2.10.
+    """
+    knobs = plan.knobs
+    if knobs.data_parallel != "zero1" and knobs.grad_accum_fusion and older(plan.stack.te, "2.10"):
+        problem = f"grad_accum_fusion with {knobs.data_parallel} on Transformer Engine {plan.stack.te}"
+        fix: Changes = {"knobs.grad_accum_fusion": False}
+        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.10 or newer")
