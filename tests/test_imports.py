@@ -11,7 +11,7 @@ import pytest
 import threefold
 
 PACKAGE = Path(threefold.__file__).parent
-MAX_MODULES = 14
+MAX_MODULES = 20
 # Lowest first. A part imports itself and lower levels, never a neighbour on its own level.
 LEVELS = (
     {"notebook"},
@@ -73,6 +73,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
     "dryrun": (
         {"tracking"},
         {"simulated", "collective_match", "error_findings", "optimizer_step", "representatives"},
+        {"rehearsal_limits"},
         {"rehearse_rank"},
         {"memory_fit"},
         {"rehearse_plan", "measured"},
