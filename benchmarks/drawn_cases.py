@@ -25,6 +25,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from drawn_exports import run_export
 from drawn_sft import run_sft
+from layout_ledger import read_ledger
 from layout_runs import FAULTS, Outcome
 
 SUBJECTS: dict[str, Callable[[str, Path], Outcome]] = {"sft": run_sft, "export": run_export}
@@ -45,18 +46,6 @@ def features(outcome: Outcome) -> list[str]:
     named = {"lora": job.lora_rank, "mtp": plan.mtp, "packing": job.packing, "dynamic length": job.dynamic_length}
     named |= {"ep overlap": knobs.ep_overlap, "dynamic cp": knobs.cp_dynamic, "frozen": job.freeze}
     return found + [name for name, value in named.items() if value]
-
-
-def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The cases of the ledger. A line that a kill cut off is none."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    cases = []
-    for line in lines:
-        try:
-            cases.append(json.loads(line))
-        except ValueError:
-            continue
-    return cases
 
 
 def summary(cases: list[dict[str, Any]]) -> str:

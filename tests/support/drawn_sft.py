@@ -55,7 +55,7 @@ def draw_sft(seed: int | str, folder: Path) -> Drawn:
 
 def _draw_layout(seed: int | str) -> Drawn:
     """A layout of four ranks or less, where one of a few draws is one: data needs no more to be dealt out wrongly."""
-    draws = (draw_layout(f"sft {seed}/{number}", _FAMILIES) for number in range(4))
+    draws = (draw_layout(f"sft {seed}/{number}", _FAMILIES, as_trained=False) for number in range(4))
     return min(draws, key=lambda drawn: max(4, drawn.fields["cluster.gpus"]))
 
 

@@ -15,7 +15,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.weights.peft.merge import MergedTensors
 from threefold.engine.weights.peft.read_adapter import open_adapter
-from threefold.engine.weights.peft.write_adapter import CONFIG, WEIGHTS, write_adapter
+from threefold.engine.weights.peft.write_adapter import CONFIG, WEIGHTS, refused_targets, write_adapter
 from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError
 from threefold.plan.plan import LORA_TARGETS
@@ -25,7 +25,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 SETTINGS = LoraSettings(rank=4, scale=1.5, targets=LORA_TARGETS, draws_b=True)
-FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
+FAMILIES = ("qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoe")
 # Rounding of fp32 through two layers, in another order of sums.
 FP32 = 1e-5
 
@@ -104,6 +104,18 @@ def test_what_is_written_is_read_back(family: str, tmp_path: Path) -> None:
     read, state = dict(found), model.state_dict()
     assert read.keys() == {name for name in state if is_adapter(name)}
     assert all(torch.equal(read[name], state[name]) for name in read)
+
+
+def test_what_peft_refuses_is_named(tmp_path: Path) -> None:
+    """Models with Mamba layers: PEFT itself says no to adapters of their output projections, and takes the others."""
+    spec, model = engine_model("nemotron_h")
+    write_adapter(model.state_dict(), spec, SETTINGS, tmp_path / "adapter")
+    assert refused_targets(tmp_path / "adapter", spec) == {"mixer.out_proj"}
+    with pytest.raises(ValueError, match="'out_proj' is incompatible"):
+        peft.PeftModel.from_pretrained(load_hf(base_folder(model, spec, tmp_path / "base")), tmp_path / "adapter")
+    spec, model = engine_model("qwen3_next")  # whose output projections have the same name
+    write_adapter(model.state_dict(), spec, SETTINGS, tmp_path / "other")
+    assert refused_targets(tmp_path / "other", spec) == set()
 
 
 def test_an_adapter_of_peft_is_read(tmp_path: Path) -> None:

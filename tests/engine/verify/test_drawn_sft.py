@@ -65,7 +65,7 @@ def test_draws_cover_what_fine_tuning_can_be(plans: list[Plan]) -> None:
     for name in ("packing", "dynamic_length", "lora_rank"):
         assert any(getattr(plan.job, name) for plan in plans), name
     assert any(plan.mtp for plan in plans)
-    assert any(plan.job.dynamic_length and plan.layout.cp > 1 for plan in plans)
+    assert any(plan.job.dynamic_length and plan.layout.tp * plan.layout.cp > 1 for plan in plans)
 
 
 def test_a_draw_writes_the_same_data_again(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.model_shapes import MODEL, check_is_model, tensors_on_meta
 from threefold.engine.weights.peft.merge import MergedTensors
 from threefold.engine.weights.peft.read_adapter import open_adapter
-from threefold.engine.weights.peft.write_adapter import write_adapter
+from threefold.engine.weights.peft.write_adapter import refused_targets, write_adapter
 from threefold.engine.weights.read_hf import HfWeights, open_hf
 from threefold.engine.weights.run_files import DRAFT, HF_CONFIG, TOKENIZER_FOLDER, copy_model_files
 from threefold.engine.weights.safetensors_files import SafetensorsFolder
@@ -197,6 +197,11 @@ def _export_into(run: Path, out: Path, adapter: bool) -> Iterator[str]:
     if adapter and settings is not None:
         count = write_adapter(_CheckpointTensors(opened), plan.model, settings, out)
         yield f"step {step}: {count:,} weights of adapters of {plan.model.name} for PEFT in {out}"
+        if refused := sorted(refused_targets(out, plan.model)):
+            yield (
+                f"PEFT refuses adapters of {', '.join(refused)} in {plan.model.family}: leave --adapter out to merge "
+                "them, or import them here again"
+            )
     else:
         yield from _write_weights(run, out, plan, opened)
         yield f"step {step} of {plan.model.name} in {out}"

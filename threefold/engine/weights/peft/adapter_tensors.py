@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from threefold.engine.lora.settings import LORA_A, LORA_B
+from threefold.engine.weights.families.family_names import names_of
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.hf_tensor import HfTensor
 from threefold.spec.model import ModelSpec
@@ -81,8 +82,11 @@ def peft_tensors(name: str, spec: ModelSpec) -> list[PeftTensor]:
     matrix = "lora_B.weight" if is_b else "lora_A.weight"
     layouts = hf_layouts(weight, spec)
     if ".experts." in weight:
-        # The stacked parameter is how transformers holds experts in memory, whatever it writes.
-        [part] = next(layout for layout in layouts if len(layout) == 1)
+        # The stacked parameter is how transformers holds experts in memory, whatever it writes: Granite's is stored
+        # under another name.
+        stacked = [layout[0] for layout in layouts if len(layout) == 1]
+        in_memory = names_of(spec.family).stacked_experts
+        part = next((part for part in stacked if part.key.endswith(in_memory)), stacked[0])
         module, _, parameter = part.key.rpartition(".")
         wrapper = f"{module}.base_layer" if parameter.startswith("gate_up") else module
         alternates = spec.family == "gpt_oss" and parameter.startswith("gate_up")

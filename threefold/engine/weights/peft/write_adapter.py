@@ -17,6 +17,9 @@ from threefold.engine.weights.peft.adapter_tensors import PeftTensor, peft_tenso
 from threefold.engine.weights.safetensors_files import refuse
 from threefold.spec.model import ModelSpec
 
+# peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba: models with Mamba layers, whose fused kernel
+# reads these weights past their adapters.
+_REFUSED = {"nemotron_h": {"out_proj", "conv1d"}}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -37,6 +40,12 @@ def write_adapter(state: Mapping[str, Tensor], spec: ModelSpec, settings: LoraSe
         advice = "give a folder that can be written, with enough space"
         raise refuse(f"cannot write {folder}: {error}", advice) from None
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def refused_targets(folder: Path, spec: ModelSpec) -> set[str]:
+    """The targets of a written adapter that PEFT does not load for a model of this family."""
+    targets = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["target_modules"]
+    return {target for target in targets if target.rpartition(".")[2] in _REFUSED.get(spec.family, ())}
 
 
 def _config(settings: LoraSettings, parts: list[PeftTensor]) -> dict[str, Any]:
