@@ -20,7 +20,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import torch
-from drawn_lines import LONG, drawn_line, pairs_drawn
+from drawn_lines import drawn_line, may_take_long, pairs_drawn
 from line_files import make_files
 from line_runs import Scratch, run_line, shell_line
 
@@ -28,7 +28,7 @@ from line_runs import Scratch, run_line, shell_line
 def run_number(number: int, scratch: Scratch) -> dict[str, Any]:
     words, begin = drawn_line(number), time.monotonic()
     ended = run_line(words, scratch)
-    problem = ended.problem(may_be_long=words[0] in LONG)
+    problem = ended.problem(may_be_long=may_take_long(words))
     return {
         "number": number,
         "line": shell_line(words),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drawn_lines import KINDS, LONG, ONCE_FAILED, SOUND, drawn_line, pairs_drawn
+from drawn_lines import KINDS, LONG, ONCE_FAILED, SOUND, drawn_line, may_take_long, pairs_drawn
 from line_files import make_files
 from line_runs import Scratch, run_line, shell_line
 from repository import ROOT
@@ -24,7 +24,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scratch]:
 
 
 def problem_of(words: list[str], files: Scratch) -> str:
-    problem = run_line(words, files).problem(may_be_long=words[0] in LONG)
+    problem = run_line(words, files).problem(may_be_long=may_take_long(words))
     return f"{shell_line(words)}: {problem}" if problem else ""
 
 

@@ -7,7 +7,7 @@ A line is drawn from its number alone: `python tests/support/drawn_lines.py NUMB
 import argparse
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import combinations, count, islice
 
@@ -207,6 +207,11 @@ def drawn_line(number: int) -> list[str]:
     if verb in TAKE_A_COMMAND:
         words += ["--", *draw.choice(COMMANDS)]
     return words
+
+
+def may_take_long(words: Sequence[str]) -> bool:
+    """Whether a line trains, measures or rehearses, which has bounds of its own."""
+    return words[0] in LONG or any(word.startswith("--rehearse") for word in words)
 
 
 def pairs_drawn(num_lines: int) -> float:

@@ -22,7 +22,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from drawn_lines import LONG
+from drawn_lines import may_take_long
 from line_files import WORK, make_files
 
 from threefold.cli.main import main
@@ -168,7 +168,7 @@ def _wait(child: int, words: Sequence[str], out: Path) -> tuple[int, Any, bool]:
             look = time.monotonic() + 0.5
             if (now := _cpu_if_asleep(child)) != used or not now:
                 awake, used = time.monotonic(), now
-        is_idle = words[0] not in LONG and time.monotonic() - awake > IDLE_SECONDS
+        is_idle = not may_take_long(words) and time.monotonic() - awake > IDLE_SECONDS
         if (is_idle or time.monotonic() > end) and not is_hanging:
             is_hanging = True
             os.killpg(child, signal.SIGKILL)
