@@ -8,7 +8,7 @@ import torch
 from repository import ROOT
 from tiny_runs import closed_pipe
 
-from threefold.cli.main import main
+from threefold.cli.main import is_out_of_memory, main, out_of_memory
 from threefold.engine.moe import experts
 from threefold.plan.file import read_plan
 
@@ -61,6 +61,16 @@ def test_a_run_whose_first_experts_are_recomputed(tmp_path: Path) -> None:
     """Nothing of a layer has run before it is recomputed."""
     experts._probe.cache_clear()
     assert train(tmp_path / "run", "job.steps=1", "model.num_layers=1", "knobs.recompute=moe") == 0
+
+
+def test_memory_that_gives_out_is_known_by_what_torch_and_python_raise() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert "asked for at once" in out_of_memory(caught.value).problem
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
 
 
 def large_tokenizer(folder: Path) -> str:

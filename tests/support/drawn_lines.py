@@ -153,7 +153,6 @@ ONCE_FAILED: tuple[list[str], ...] = (
     ["report", "x" * 300],
     ["tokenize", "text.txt", "--out", "/dev/full"],
     ["tokenize", "run", "--out", "new", "--tokenizer", "x/" * 3000],
-    ["eval", "run", "--data", "text.txt", "--seq-len", "131072"],
     ["show", f"{RECIPES[1]}.toml", "model.num_experts=1024", "--json"],
     [
         "plan",

@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             return _tell(_unusable(error), words)
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            return _tell(_out_of_memory(error), words)
+            return _tell(out_of_memory(error), words)
         except KeyboardInterrupt:
             return 130
 
@@ -99,13 +99,13 @@ def _unusable(error: OSError) -> Finding:
     return Finding(rule="file-readable", at=shown(error.filename), problem=str(error.strerror), advice=advice)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether memory gave out: that of Python, of torch on the host, or of a GPU. Loads no torch."""
     is_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return isinstance(error, MemoryError) or is_host or type(error).__name__ == "OutOfMemoryError"
 
 
-def _out_of_memory(error: Exception) -> Finding:
+def out_of_memory(error: Exception) -> Finding:
     asked = re.search(r"tried to allocate (?:(\d+) bytes|([\d.]+ \w+))", str(error), re.IGNORECASE)
     size = (format_bytes(int(asked[1])) if asked[1] else asked[2]) if asked else ""
     problem = f"memory gave out: {size} were asked for at once" if size else "memory gave out"
