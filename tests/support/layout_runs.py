@@ -53,7 +53,7 @@ class Outcome:
         return f"{line}\n  {json.dumps(self.drawn.config)}\n  {fields}\n  {self.said}"
 
 
-def run_draw(drawn: Drawn, limit: float = LIMIT_SECONDS, reads_data: bool = False) -> Outcome:
+def run_draw(drawn: Drawn, limit: float = RANKS_LIMIT, reads_data: bool = False) -> Outcome:
     """Train two steps in the layout and on one rank: in fp64, or as trained in 16 bits or less, which takes paths that
     fp64 does not (gradient sums in fp32, grouped GEMMs, loss scaling, quantization) and compares roughly. With
     `reads_data` they train and evaluate on the data of the job, and not on made-up samples.

@@ -19,9 +19,11 @@ from tiny_models import FAMILIES, spec_of
 from tiny_runs import tiny_plan, tiny_shard
 
 from threefold.engine.batch import Batch
+from threefold.engine.graphs.graph_slot import GraphSlot, RopeKey
 from threefold.engine.graphs.graphed_part import ChunkGraphs, cuda_graphs
 from threefold.engine.graphs.model_graphs import ModelGraphs
 from threefold.engine.graphs.stats import GraphStats
+from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.compile import compile_parts
@@ -252,6 +254,22 @@ def test_what_needs_no_gradient_gives_its_slot_back() -> None:
     for seed in range(3):
         same(grads_of_three_in_flight(graphed, seed), grads_of_three_in_flight(plain, seed))
     assert len(graphs.slots) == 1
+
+
+def test_positions_of_pictures_are_those_of_the_microbatch() -> None:
+    """Tables that a graph computes by itself turn by the axes of each microbatch, of text alone too."""
+    key: RopeKey = (8, 10_000.0, None, (2, 1, 1))
+    slot, position_BS = GraphSlot(StandIn(), StandIn()), torch.arange(6).expand(1, -1)
+    for axes_3BS in (torch.randint(6, (3, 1, 6)), None, torch.randint(6, (3, 1, 6))):
+        given = Positions(position_BS, axes_3BS=axes_3BS)
+        static = slot.static_positions(given, ())
+        assert static is not None
+        static._tables.clear()  # as inside a graph, which computes them anew
+        assert all(torch.equal(*both) for both in zip(static.rope(*key), given.rope(*key), strict=True))
+        slot._filled_from = None  # as at the next microbatch
+    of_text = GraphSlot(StandIn(), StandIn())
+    assert of_text.static_positions(Positions(position_BS), ()) is not None
+    assert of_text.static_positions(Positions(position_BS, axes_3BS=torch.zeros(3, 1, 6)), ()) is None
 
 
 def test_memory_of_the_eager_part_is_not_the_graphs() -> None:

@@ -38,6 +38,7 @@ class GraphSlot:
         self.static_copies: list[Tensor] = []  # of inputs and output gradients that no graph of this slot writes
         self._owned_addresses: set[int] = set()
         self._static_positions: Positions | None = None
+        self._has_tables = False  # whether rotary tables are static, and not computed inside the graphs
         self._filled_from: Positions | None = None
 
     def begin_microbatch(self) -> None:
@@ -71,19 +72,29 @@ class GraphSlot:
         return self.static_copies[-1].detach()
 
     def static_positions(self, given: Positions, keys: Iterable[RopeKey]) -> Positions | None:
-        """`given` at static addresses, copied once per microbatch; None where the shape is not the recorded one."""
+        """`given` at static addresses, copied once per microbatch; None where the shape is not the recorded one.
+
+        Tables that no `keys` name are computed inside the graph, from static positions and axes of pictures.
+        """
         if self._static_positions is None:
             tables = {key: tuple(self.make_static(x) for x in given.rope(*key)) for key in keys}
             whole_BS = None if given.whole_BS is None else self.make_static(given.whole_BS)
-            self._static_positions = Positions(self.make_static(given.positions_BS), None, whole_BS, tables)  # type: ignore[arg-type]
-        elif self._static_positions.positions_BS.shape != given.positions_BS.shape:
+            axes_3BS = None if given.axes_3BS is None else self.make_static(given.axes_3BS)
+            positions_BS = self.make_static(given.positions_BS)
+            self._static_positions = Positions(positions_BS, None, whole_BS, tables, axes_3BS)  # type: ignore[arg-type]
+            self._has_tables, self._filled_from = bool(tables), given
+        static = self._static_positions
+        lacks_axes = given.axes_3BS is not None and static.axes_3BS is None and not self._has_tables
+        if lacks_axes or static.positions_BS.shape != given.positions_BS.shape:
             return None
-        elif self._filled_from is not given:
-            self._static_positions.positions_BS.copy_(given.positions_BS)
-            if self._static_positions.whole_BS is not None and given.whole_BS is not None:
-                self._static_positions.whole_BS.copy_(given.whole_BS)
-            for key, table in self._static_positions._tables.items():
-                for static, x in zip(table, given.rope(*key), strict=True):
-                    static.copy_(x)
+        if self._filled_from is not given:
+            static.positions_BS.copy_(given.positions_BS)
+            if static.axes_3BS is not None:
+                static.axes_3BS.copy_(given.positions_BS if given.axes_3BS is None else given.axes_3BS)
+            if static.whole_BS is not None and given.whole_BS is not None:
+                static.whole_BS.copy_(given.whole_BS)
+            for key, table in static._tables.items():
+                for fixed, x in zip(table, given.rope(*key), strict=True):
+                    fixed.copy_(x)
         self._filled_from = given
-        return self._static_positions
+        return static
