@@ -22,6 +22,7 @@ from threefold.engine.models.compile import compile_parts
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.schedule import microbatch_runners
 from threefold.engine.verify.compare import Comparison
+from threefold.engine.verify.forked_ranks import LIMIT_SECONDS as RANKS_LIMIT
 from threefold.engine.verify.forked_ranks import RankError, run_ranks
 from threefold.engine.verify.oracle import compare_with_one_rank, run_rank
 from threefold.plan.plan import Plan
