@@ -1,8 +1,8 @@
 """Runs layouts drawn at random one after the other, and keeps what became of each in a file, one JSON object a line.
 
 `benchmarks/layouts.py` calls `run_ledger`. It may be stopped at any time: with the same seed it continues after the
-draws that the file has. A draw is tried again where it changed, because its generator did, and where it hung, because
-the machine may have been busy; its last record counts.
+draws that the file has. A draw is tried again where it changed, because its generator did, where it hung, because the
+machine may have been busy, and where it failed in another engine; its last record counts.
 """
 
 import gc
@@ -35,8 +35,8 @@ def run_ledger(
     path: Path, draws: Iterable[Drawn], limit: float = LIMIT_SECONDS, run: Runner = run_draw
 ) -> Iterator[Record]:
     """Run the draws that the ledger does not have, and yield their records as they are written."""
-    known = {record["draw"] for record in read_ledger(path) if record["kind"] != "HANG"}
     engine = engine_digest()
+    known = {record["draw"] for record in read_ledger(path) if not _is_tried_again(record, engine)}
     path.parent.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # so that ranks do not copy the memory that they share with this process
     is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
@@ -65,6 +65,10 @@ def read_ledger(path: Path) -> list[Record]:
             continue
         records[record["draw"]] = record
     return [*records.values()]
+
+
+def _is_tried_again(record: Record, engine: str) -> bool:
+    return bool(record["kind"] == "HANG" or (record["kind"] in FAULTS and record["engine"] != engine))
 
 
 def digest(drawn: Drawn) -> str:

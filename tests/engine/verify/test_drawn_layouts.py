@@ -15,7 +15,7 @@ from drawn_coverage import Coverage, fields_to_draw
 from drawn_fields import NOT_DRAWN
 from drawn_layouts import Drawn, Resolved, draw_layout, resolve
 from drawn_themes import THEMES
-from layout_ledger import read_ledger, run_ledger, summary
+from layout_ledger import engine_digest, read_ledger, run_ledger, summary
 from layout_runs import FAULTS, TOLERANCE, Outcome, judge_comparison, judge_roughly, run_draw
 from tiny_mixtures import MIXTURES
 from tiny_models import FAMILIES
@@ -173,6 +173,9 @@ def test_a_ledger_continues_where_it_was_stopped(tmp_path: Path) -> None:
     assert [record["seed"] for record in read_ledger(path)] == [drawn.seed for drawn in draws]
     again = [record["seed"] for record in run_ledger(path, draws, limit=0.1, run=run)]
     assert again == [draws[1].seed]  # a busy machine may have been the reason
+    path.write_text(path.read_text().replace(engine_digest(), "another engine"))
+    again = [record["seed"] for record in run_ledger(path, draws, limit=0.1, run=run)]
+    assert again == [draws[1].seed, draws[2].seed]  # and a fault may be mended
     assert "4 draws" in next(summary(read_ledger(path)))
 
 
