@@ -133,10 +133,13 @@ def join() -> None:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = Queue
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    # On one rank a reduction is the identity; as a function of autograd its result may not take a bias in place.
+    layers.reduce_from_tensor_model_parallel_region = lambda tensor, *args, **kwargs: tensor
     CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     parallel_state.get_nccl_options = lambda *args, **kwargs: None

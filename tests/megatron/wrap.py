@@ -2,7 +2,7 @@
 
     python wrap.py FOLDER WHEELS
 
-For rank 0, on the meta device: Megatron's DDP or FSDP around the first chunk, the optimizer that Bridge makes for it,
+For rank 0, on the meta device: Megatron's DDP around the first chunk, the optimizer that Bridge makes for it,
 and the schedule up to its first forward step. Prints a line of JSON: for each stage "passed" or the error.
 """
 
@@ -47,11 +47,9 @@ def main() -> None:
 
 
 def wrap(export: Any) -> None:
-    from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
+    from megatron.core.distributed import DistributedDataParallel
 
-    cfg = export.cfg
-    kind = FullyShardedDataParallel if cfg.ddp.use_megatron_fsdp else DistributedDataParallel
-    export.wrapped = kind(config=cfg.model, ddp_config=cfg.ddp, module=export.built)
+    export.wrapped = DistributedDataParallel(export.cfg.model, export.cfg.ddp, export.built)
 
 
 def optimize(export: Any) -> None:

@@ -204,3 +204,14 @@ def test_the_reference_lists_the_plain_fields() -> None:
         argument = argument_for(row.path, known_releases()[-1])
         line = f"| `{row.field}` | {', '.join(f'`{path}`' for path in (row.path, *row.also))} | "
         assert line + (f"`{argument.name}` |" if argument else "none |") in page
+
+
+def test_megatron_lm_is_told_what_it_asks_for() -> None:
+    """Its validate_args refuses TE's fused loss, and an offloaded optimizer that is not precision-aware."""
+    plan = change(recipe("qwen3-30b-a3b-4k-16xh100-bf16-overlap"), {"knobs.optimizer_offload": 1.0})
+    words = list(export_plan(plan, LM).arguments)
+    assert words[words.index("--cross-entropy-fusion-impl") + 1] == "native"
+    assert "--use-precision-aware-optimizer" in words
+    assert export_plan(plan, BRIDGE).settings["model.cross_entropy_fusion_impl"] == "te"
+    older = list(export_plan(plan, LM, "0.4.2").arguments)
+    assert older[older.index("--cross-entropy-fusion-impl") + 1] == "te"

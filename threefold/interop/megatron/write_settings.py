@@ -127,6 +127,8 @@ def _write_precision(writer: Writer) -> None:
 def _write_optimizer_states(writer: Writer) -> None:
     knobs = writer.plan.knobs
     is_aware = knobs.optimizer_dtype != "fp32" or knobs.grad_dtype != "fp32" or knobs.store_param_remainders
+    if writer.to == "megatron-lm" and knobs.optimizer_offload > 0:  # core 0.19.2, training/arguments.py
+        is_aware = True
     writer.put("knobs.grad_dtype", "mixed_precision.grad_reduce_in_fp32", knobs.grad_dtype == "fp32")
     writer.put("knobs.optimizer_dtype", "optimizer.use_precision_aware_optimizer", is_aware)
     if is_aware or writer.to == "megatron-bridge":  # a recipe's own dtypes would count, and need the aware optimizer
@@ -271,7 +273,14 @@ def _write_model(writer: Writer) -> None:
     plan, model = writer.plan, writer.plan.model
     writer.put("knobs.loss_fusion", "model.cross_entropy_loss_fusion", plan.knobs.loss_fusion)
     if plan.knobs.loss_fusion:
-        writer.put("knobs.loss_fusion", "model.cross_entropy_fusion_impl", "te")
+        is_refused = writer.to == "megatron-lm" and writer.release.number >= (
+            0,
+            5,
+        )  # core 0.18.2, training/arguments.py
+        writer.put("knobs.loss_fusion", "model.cross_entropy_fusion_impl", "native" if is_refused else "te")
+        if is_refused:
+            reason = "Megatron-LM refuses Transformer Engine's fused loss: its own, which an import reads as off"
+            writer.always_respell("knobs.loss_fusion", True, reason)
     if model.mtp_layers or plan.job.mtp is not None:
         writer.put("job.mtp", "model.mtp_num_layers", plan.mtp or None)
         if plan.job.mtp == model.mtp_layers:
