@@ -107,9 +107,9 @@ def local_layers(config: Any, **kwargs: Any) -> Any:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class MlaAttention(DotProductAttention):
-        def __init__(self, *args: Any, k_channels: int, v_channels: int, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.hidden_size_per_partition = v_channels * config.num_attention_heads
+            self.hidden_size_per_partition = (v_channels or config.v_head_dim) * config.num_attention_heads
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if config.multi_latent_attention:
