@@ -68,6 +68,7 @@ FILES = {
             cfg = SimpleNamespace(**{name: SimpleNamespace() for name in names})
             cfg.train.rampup_batch_size = cfg.train.decrease_batch_size_if_needed = None
             cfg.model = SimpleNamespace(num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"])
+            cfg.model.vocab_size = config["vocab_size"]
             cfg.model.provide = lambda pre_process, post_process, vp_stage: None
             return cfg
         """,

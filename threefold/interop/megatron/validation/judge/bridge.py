@@ -126,6 +126,8 @@ class BridgeExport:
         model = self.cfg.model
         model.perform_initialization = False
         model.init_model_with_meta_device = True
+        if model.vocab_size is None:  # Bridge takes it from the tokenizer, which may be out of reach
+            model.vocab_size = self.job["expected"]["model.vocab"]
         stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size
         self.layers = chunk_layers(model)
         stage = parallel_state.get_pipeline_model_parallel_rank()
