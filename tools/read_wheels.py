@@ -263,6 +263,8 @@ def release_facts(bridge: Path, core: Path, container: str) -> dict[str, Any]:
     plain = set(groups["model.gpt"])
     for group in ("model.mla", "model.vlm", "model.hybrid"):  # what they have beside the fields of every model
         groups[group] = [name for name in groups[group] if name not in plain]
+    hybrid = set(sources.fields(*_first(GROUPS["model.hybrid"])))
+    groups["model.hybrid.lacks"] = sorted(plain - hybrid) if hybrid else []
     return {
         "bridge": _version(bridge),
         "core": _version(core),
@@ -274,6 +276,10 @@ def release_facts(bridge: Path, core: Path, container: str) -> dict[str, Any]:
         "choices": choices,
         "arguments": _by_kind(sources.arguments),
     }
+
+
+def _first(group: tuple[str, tuple[str, ...]]) -> tuple[str, str]:
+    return group[0], group[1][0]
 
 
 def _literal(field: ast.AnnAssign) -> list[str]:

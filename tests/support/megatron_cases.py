@@ -80,6 +80,25 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.dispatcher": "deepep", "layout.ep": 1, "knobs.ep_overlap": False, "knobs.delay_wgrad": False},
         {"knobs.dispatcher": "deepep"},
     ),
+    "deepep-on-its-chips": (
+        {**_MXFP8, "knobs.dispatcher": "deepep", "stack.release": "26.06"},
+        {**_MXFP8, "knobs.dispatcher": "deepep"},
+    ),
+    "ep-overlap-with-mtp-needs-pipeline": (
+        {**_WITHOUT_PP, "knobs.ep_overlap": True, "stack.release": "26.02"},
+        {**_WITHOUT_PP, "knobs.ep_overlap": True, "stack.release": "26.06"},
+    ),
+    "mamba-models-without-vpp": (
+        {
+            "model": "nemotron-3-nano",
+            "job.mtp": 0,
+            "layout.pp": 2,
+            "layout.vpp": 2,
+            "layout.stages": None,
+            "stack.release": "26.06",
+        },
+        {"model": "nemotron-3-nano", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1, "layout.stages": None},
+    ),
     "expert-bias-without-etp": (
         {"model": "gpt-oss-120b", "job.mtp": 0, "layout.ep": 8, "layout.etp": 2},
         {"layout.etp": 2},

@@ -131,6 +131,16 @@ EXPORTS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         {"layout.cp": 2},
         {"ddp.average_in_collective": False, "model.calculate_per_token_loss": True},
     ),
+    "lengths that vary, without experts": (
+        "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap",
+        {"model": "qwen3-8b", "layout.ep": 1, "job.dynamic_length": True},
+        {"model.moe_token_dispatcher_type": "alltoall", "model.variable_seq_lengths": True},
+    ),
+    "a field that hybrid models had not yet": (
+        "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap",
+        {"model": "nemotron-3-nano", "stack.release": "26.04"},
+        {"model.use_transformer_engine_op_fuser": "absent"},
+    ),
     "the delta rule before Core 0.19": (
         "qwen3-next-80b-a3b-32k-32xgb200-bf16",
         {"stack.release": "26.06", "layout.cp": 2},

@@ -49,6 +49,8 @@ class Release:
         group, _, name = path.partition(".")
         if not name:
             return group in self.groups["container"]
+        if group == "model" and model_kind == "hybrid" and name in self._names.get("model.hybrid.lacks", ()):
+            return False
         if group == "model":
             return name in self._names["model.gpt"] or name in self._names.get(f"model.{model_kind}", ())
         if group == "dataset":

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
+from threefold.spec.candidates import runs_dispatcher
 from threefold.spec.stacks import CORE_CONFIG
 
 _FUSED_ACTIVATIONS = ("silu", "clamped swiglu", "relu2")
@@ -158,3 +159,38 @@ def fp8_output_needs_mxfp8(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.fp8_output and plan.knobs.precision != "mxfp8":
         problem = f"fp8_output with precision {plan.knobs.precision}"
         yield Finding(at="knobs.fp8_output", problem=problem, fix={"knobs.fp8_output": None})
+
+
+@rule(
+    target="megatron-bridge",
+    rows="DI-GATE-DE",
+    refused_in=("bridge/training/flex_dispatcher_backend.py", "Skipping DeepEP configuration."),
+)
+def deepep_on_its_chips(plan: Plan) -> Iterator[Finding]:
+    """Releases of Bridge before 0.6 refuse DeepEP on chips that they do not apply it on.
+
+    Why: they leave the flex dispatcher set and then find no backend for the GPU; later ones run alltoall in its place
+        (dispatcher-supports-chip).
+    Confirm: knobs.dispatcher, cluster.chip and stack.release.
+    Fix: hybridep, or alltoall.
+    """
+    if plan.model.is_moe and plan.knobs.dispatcher == "deepep" and not runs_dispatcher("deepep", plan.chip):
+        fixes: list[Changes] = [{"knobs.dispatcher": name} for name in ("hybridep", "alltoall")]
+        yield Finding(at="knobs.dispatcher", problem=f"deepep on {plan.chip.name}", fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="EO-V11",
+    refused_in=(CORE_CONFIG, "Pipeline model parallel size must be larger than 1"),
+)
+def ep_overlap_with_mtp_needs_pipeline(plan: Plan) -> Iterator[Finding]:
+    """Releases before 0.5 overlap experts of a model with MTP in a pipeline only.
+
+    Why: their merged schedule has a place for the MTP depth on the last of several stages.
+    Confirm: knobs.ep_overlap, job.mtp, layout.pp and stack.release.
+    Fix: no MTP, or no overlap.
+    """
+    if plan.knobs.ep_overlap and plan.mtp and plan.layout.pp == 1:
+        fixes: list[Changes] = [{"knobs.ep_overlap": False, "knobs.delay_wgrad": False}, {"job.mtp": 0}]
+        yield Finding(at="knobs.ep_overlap", problem="EP overlap with MTP and PP 1", fixes=fixes)

@@ -118,6 +118,28 @@ def hybrid_models_without_vpp(plan: Plan) -> Iterator[Finding]:
     Confirm: layout.vpp; `threefold models` for the layers.
     Fix: VPP 1.
     """
+    yield from _virtual_stages_with_mamba(plan)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="PP-VPP",
+    refused_in=(
+        "bridge/models/mamba/mamba_provider.py",
+        "Virtual pipeline model parallelism is temporarily unsupported",
+    ),
+)
+def mamba_models_without_vpp(plan: Plan) -> Iterator[Finding]:
+    """Releases of Bridge before 0.6 run models with Mamba layers without virtual stages.
+
+    Why: their Mamba model has no interface for them; later ones have a hybrid model (hybrid-models-without-vpp).
+    Confirm: layout.vpp; `threefold models` for the layers.
+    Fix: VPP 1.
+    """
+    yield from _virtual_stages_with_mamba(plan)
+
+
+def _virtual_stages_with_mamba(plan: Plan) -> Iterator[Finding]:
     if plan.model.mamba is not None and plan.layout.vpp > 1:
         fix: Changes = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
         yield Finding(at="layout.vpp", problem=f"VPP {plan.layout.vpp} on {plan.model.name}", fix=fix)
