@@ -304,13 +304,21 @@ def tp_overlap_has_buffers(plan: Plan) -> Iterator[Finding]:
 def tp_overlap_stays_on(plan: Plan) -> Iterator[Finding]:
     """The overlap of tensor parallelism is asked for where Megatron leaves it on.
 
-    Why: projections of latents have names that Transformer Engine has no buffers for. The first of them switches the
+    Why: projections of latents and of MTP have names that Transformer Engine has no buffers for. The first of them switches the
         overlap off for all layers after it, with a warning in the log, and the run has none.
     Confirm: `Disabling TP communication overlap` in the log; `threefold models` for the kind of attention.
     Fix: the overlap off.
     """
-    if plan.knobs.tp_overlap and plan.layout.tp > 1 and isinstance(plan.model.attention, MlaSpec):
+    if not plan.knobs.tp_overlap or plan.layout.tp == 1:
+        return
+    problem = ""
+    if isinstance(plan.model.attention, MlaSpec):
         problem = f"Megatron switches tp_overlap off on {plan.model.name}, whose attention is latent"
+    elif plan.mtp:
+        problem = (
+            f"Megatron switches tp_overlap off at the first MTP depth of {plan.model.name}, for all layers after it"
+        )
+    if problem:
         yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})
 
 
