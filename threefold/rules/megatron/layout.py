@@ -304,8 +304,8 @@ def tp_overlap_has_buffers(plan: Plan) -> Iterator[Finding]:
 def tp_overlap_stays_on(plan: Plan) -> Iterator[Finding]:
     """The overlap of tensor parallelism is asked for where Megatron leaves it on.
 
-    Why: projections of latents and of MTP have names that Transformer Engine has no buffers for. The first of them switches the
-        overlap off for all layers after it, with a warning in the log, and the run has none.
+    Why: projections of latents and of MTP have names that Transformer Engine has no buffers for. The first of them
+        switches the overlap off for all layers after it, with a warning in the log.
     Confirm: `Disabling TP communication overlap` in the log; `threefold models` for the kind of attention.
     Fix: the overlap off.
     """
