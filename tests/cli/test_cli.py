@@ -26,7 +26,7 @@ def test_check_warns_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("check", RECIPE, capsys=capsys)
     assert code == 0
     assert "warning[dp-at-floor]" in out
-    assert out.rstrip().endswith("0 errors, 1 warning, 1 note")
+    assert out.rstrip().endswith("0 errors, 1 warning, 2 notes")
 
 
 def test_check_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"model": "gpt-oss-120b", "knobs.graphs": ["attn"]}, "delay-wgrad-graph-bias", "add_qkv_bias", "knobs.graphs",
     ),
     "flex dispatcher, silently skipped": (
-        {"cluster.chip": "gb200"}, "dispatcher-supports-chip", "warning in the log", "hybridep",
+        {"cluster.chip": "gb200"}, "dispatcher-supports-chip", "Falling back to alltoall", "hybridep",
     ),
 }  # fmt: skip
 

@@ -1,5 +1,5 @@
 """Every shipped model for both stacks: a plan that holds from the search to its export, or one finding that says why
-there is none. `tests/dryrun/test_shipped_models.py` rehearses them."""
+there is none. `tests/dryrun/test_shipped_model_rehearsals.py` rehearses them."""
 
 from typing import Any
 

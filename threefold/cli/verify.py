@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import for_our_engine
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         plan, more = scale_down(plan)
         replaced += more
     if plan.job.routing == "forced-balance":  # experts by how tokens lie on ranks, which is not how they lie on one
-        plan = change(plan, {"job.routing": None})
+        plan = replace(plan, job=replace(plan.job, routing="learned"))
         replaced.append("forced balance by learned routing")
     blocking = [*errors(check(plan, notes=False)), *_too_large(plan)]
     if blocking:

@@ -122,12 +122,12 @@ def full(method: str, size: int) -> dict[str, Any]:
 NORM = 32 + 32 + 1
 FREED = {
     ("llama", "layernorm"): 2 * 2 * NORM,
-    # Output as the kernel and as the projection keep it, log-sum-exp, the mask of 16 tokens by documents.
-    ("llama", "core_attn"): 2 * (32 + 32 + 4 + 16),
+    ("llama", "core_attn"): 2 * (32 + 4),  # output, which the projection reads as it is, and log-sum-exp
     ("llama", "mlp"): 2 * (4 * 48),  # gate, up, silu, product
     ("qwen3_moe", "moe_act"): 2 * 3 * (3 * 24),  # silu, product, weighted product
     ("deepseek_v3", "shared_experts"): 2 * (4 * 48),  # layers 1 and that of the MTP depth
-    ("deepseek_v3", "mla_up_proj"): 3 * (3 * 48 + 4 * 2),  # q, k, padded v; rotation's tables in fp64, of q and of k
+    # q, k, and v with what k is made of, heads of 8 + 10; rotation's tables in fp64, of q and of k.
+    ("deepseek_v3", "mla_up_proj"): 3 * (2 * 48 + 72 + 4 * 2),
     ("qwen3_next", "gdn_norm_out"): 4 * 24 + 4,  # normed, weighted, silu of the gate, product; sizes
 }
 # Bytes a token that a second run must look up: position, document, and tables of rotation in fp32, 8 values at most.

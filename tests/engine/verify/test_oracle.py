@@ -102,7 +102,7 @@ def seen(**changes: object) -> RankResults:
     values = ("w", (4,), (0,), torch.tensor([1.0, 2.0, 3.0, 4.0]))
     state = ("first.w", *values[1:])
     one = RankResults([{"ce": 2.0}], [1.0], 0, [values], [values], [state], {"bias": torch.ones(2)})
-    return replace(one, **changes)  # type: ignore[arg-type]
+    return replace(one, **{"evaluation": {"made up": 0.0}, **changes})  # type: ignore[arg-type]
 
 
 def compared(*ranks: RankResults, alone: RankResults | None = None, case: str = "dp") -> Comparison:
@@ -163,7 +163,7 @@ def test_an_overflow_is_no_difference_where_one_rank_has_it_too() -> None:
     [
         ({"losses": [{"ce": 2.5}]}, "loss", 0.25),
         ({"losses": [{"ce": math.nan}]}, "loss", math.inf),
-        ({"evaluation": 0.25}, "loss", 0.25),
+        ({"evaluation": {"made up": 0.25}}, "loss", 0.25),
         ({"norms": [0.5]}, "norm", 0.5),
         ({"gradients": owned("w", [1.0, 2.0, 3.0, 3.0])}, "gradient", 0.25),
         ({"gradients": owned("w", [1.0, 2.0, math.nan, 4.0])}, "gradient", math.inf),

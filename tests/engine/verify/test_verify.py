@@ -12,7 +12,8 @@ from threefold.plan.file import read_plan
 from threefold.plan.scale import MAX_RANKS, scale_down
 from threefold.rules.all import check, errors
 
-RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+# Our engine runs the sparse attention of GLM-5.2 on whole sequences only.
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.toml") if not path.stem.startswith("glm-5.2-"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -69,6 +70,7 @@ def test_graphs_of_a_recipe_are_replaced(path: Path, unrun: None, capsys: pytest
     assert [what for what in told["replaced"] if "graphs" in what] == ["graphs by eager kernels"] * bool(
         plan.knobs.graphs
     )
+    assert told["ranks"] <= MAX_RANKS
 
 
 def test_other_faults_of_graphs_are_still_refused(unrun: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,8 @@ from threefold.safe_files import check_inside
 
 __all__ = ["MANIFEST", "CheckpointShard", "Checkpoints", "read_checkpoint", "write_checkpoint"]
 
+MAX_LISTINGS = 5
+
 
 class Checkpoints:
     """Saves in the background, keeps the newest checkpoints, and loads the newest one whose checksums are right.
@@ -126,6 +128,10 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint in place, oldest first."""
+        # A listing during which one checkpoint comes and another goes may show neither of them.
+        return next((steps for _ in range(MAX_LISTINGS) if (steps := self._list_steps())), [])
+
+    def _list_steps(self) -> list[int]:
         try:
             check_inside(self.folder, self.folder.parent)
             names = [path.name for path in self.folder.iterdir() if path.is_dir()]
@@ -200,7 +206,7 @@ class Checkpoints:
         """The checkpoint, or findings of any rank about what is wrong with it. Each rank verifies some of the files."""
         mine = capture_outcome(self.group, lambda: open_checkpoint(folder, self.group.rank, self.group.size))
         try:
-            run_on_all_ranks(self.group, mine.result)
+            run_on_all_ranks(self.group, lambda: mine.result() is None)  # what is open stays on its rank
         except FindingsError as error:
             return None, error.findings
         except RankFailedError as error:

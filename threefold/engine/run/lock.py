@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from threefold.engine.run.checkpoint_manifest import MANIFEST
 from threefold.findings import Finding, FindingsError
@@ -111,6 +111,9 @@ class ReadLease:
             is_there = True
         if not is_there:
             raise _gone(folder)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a lease stays in its process: in another one its number names another file")
 
     def __del__(self) -> None:
         if self._handle is not None:
