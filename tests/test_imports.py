@@ -15,7 +15,7 @@ MAX_MODULES = 20
 # Lowest first. A part imports itself and lower levels, never a neighbour on its own level.
 LEVELS = (
     {"notebook"},
-    {"units", "findings", "fields", "safe_files"},
+    {"units", "findings", "fields", "safe_files", "inert_pickle"},
     {"toml_file", "sqlite_file"},
     {"spec"},
     {"layout"},

@@ -24,11 +24,11 @@ import threefold
 from threefold.engine.run.checkpoint_io import step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, Metrics
-from threefold.engine.run.inert_pickle import Global, Record, read_inert
 from threefold.engine.run.lock import LOCK, RunLock
 from threefold.engine.train import train
 from threefold.engine.weights import write_hf as write_hf_module
 from threefold.findings import Finding, FindingsError
+from threefold.inert_pickle import Global, Record, read_inert
 from threefold.plan.file import dump_fields
 
 FIELDS = {**TINY, "job.data": "synthetic", "job.steps": 4, "run.save_every": 2, "run.keep": 3}

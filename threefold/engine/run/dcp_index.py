@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from threefold.engine.run.checkpoint_manifest import DTYPES, INDEX, MAX_DIMS, MAX_ELEMENTS, damaged
-from threefold.engine.run.inert_pickle import Global, Record, read_inert
+from threefold.inert_pickle import Global, Record, read_inert
 from threefold.safe_files import read_bounded
 
 MAX_INDEX_BYTES = 2**28  # 256 MiB: two million rectangles

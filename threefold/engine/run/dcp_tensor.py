@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.run.checkpoint_manifest import DTYPES
-from threefold.engine.run.inert_pickle import PERSISTENT, Global, Record, read_inert
+from threefold.inert_pickle import PERSISTENT, Global, Record, read_inert
 
 _MAX_PICKLE_BYTES = 2**16  # that of a tensor has some 150
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: the lengths of its name and extra field stand at its end

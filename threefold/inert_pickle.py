@@ -1,9 +1,10 @@
-"""Reads the part of Python's pickle format that torch writes into checkpoints, as plain data. Nothing is called.
+"""Reads the part of Python's pickle format that torch writes, as plain data. Nothing is called.
 
 A pickle is a program: an ordinary unpickler imports what it names and calls it. Here a class or function stays a
 `Global`, its name, and what would be a call or an object is a `Record` of that name with its arguments and state.
-`dcp_index.py` and `dcp_tensor.py` take from the records what they know. Time and memory are in proportion to the bytes
-that are read: numbers are short, and only texts and records are keys of dicts.
+Checkpoints (`engine/run/dcp_index.py`, `dcp_tensor.py`), memory snapshots and dumps of the flight recorder are read by
+it, and take from the records what they know. Time and memory are in proportion to the bytes that are read: numbers are
+short, and only texts, numbers and records are keys of dicts.
 """
 
 import struct
@@ -31,10 +32,10 @@ class Record:
     state: Any = None
 
 
-def read_inert(content: bytes, is_known: Callable[[str], bool]) -> Any:
+def read_inert(content: bytes, is_known: Callable[[str], bool], kind: str = "a checkpoint") -> Any:
     """The value of a pickle. Raises ValueError where it is none, is cut off, or names something that is not known."""
     try:
-        return _Machine(content, is_known).run()
+        return _Machine(content, is_known, kind).run()
     except (IndexError, KeyError, TypeError, struct.error, UnicodeError) as error:
         raise ValueError(f"no pickle that torch writes: {type(error).__name__}") from None
 
@@ -42,8 +43,8 @@ def read_inert(content: bytes, is_known: Callable[[str], bool]) -> Any:
 class _Machine:
     """A stack of values, the positions of marks in it, and a memo. One method for each opcode."""
 
-    def __init__(self, content: bytes, is_known: Callable[[str], bool]) -> None:
-        self.content, self.at, self.is_known = content, 0, is_known
+    def __init__(self, content: bytes, is_known: Callable[[str], bool], kind: str) -> None:
+        self.content, self.at, self.is_known, self.kind = content, 0, is_known, kind
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -103,7 +104,7 @@ class _Machine:
             raise TypeError
         full = f"{module}.{name}"
         if not self.is_known(full):
-            raise ValueError(f"it names {full[:100]}, which is no part of a checkpoint")
+            raise ValueError(f"it names {full[:100]}, which is no part of {self.kind}")
         self.stack.append(Global(full))
 
     def stack_global(self) -> None:
@@ -133,7 +134,7 @@ class _Machine:
         if not isinstance(target, dict) or len(pairs) % 2:
             raise TypeError
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not isinstance(key, str | Record):  # the hash of nested tuples can take for ever
+            if not isinstance(key, str | int | Record):  # the hash of nested tuples can take for ever
                 raise TypeError
             target[key] = value
 
@@ -166,6 +167,8 @@ _ACTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x4D: _puts(lambda m: m.number("<H")),  # BININT2
     0x8A: _Machine.push_long,  # LONG1
     0x47: _puts(lambda m: m.number(">d")),  # BINFLOAT
+    0x42: _puts(lambda m: m.take(m.number("<I"))),  # BINBYTES
+    0x43: _puts(lambda m: m.take(m.byte())),  # SHORT_BINBYTES
     0x8C: _puts(lambda m: m.take(m.byte()).decode("utf-8")),  # SHORT_BINUNICODE
     0x58: _puts(lambda m: m.take(m.number("<I")).decode("utf-8")),  # BINUNICODE
     0x29: _puts(lambda m: ()),  # EMPTY_TUPLE
