@@ -62,10 +62,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", default="0")
     args = parser.parse_args()
-    done = {(case["subject"], case["seed"], case["number"]) for case in read_ledger(args.ledger)}
+    done = {case["draw"] for case in read_ledger(args.ledger)}
     for number in range(args.first, args.first + args.count):
-        key = {"subject": args.subject, "seed": args.seed, "number": number}
-        if tuple(key.values()) in done:
+        draw = f"{args.subject} {args.seed}/{number}"
+        if draw in done:
             continue
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def main() -> int:
         seconds = round(time.monotonic() - begin, 2)
         fault = str(outcome) if outcome.kind in FAULTS else ""
         refused = outcome.said if outcome.kind == "refused" else ""
-        case = key | {"kind": outcome.kind, "seconds": seconds, "features": features(outcome)}
+        case = {"draw": draw, "kind": outcome.kind, "seconds": seconds, "features": features(outcome)}
         with args.ledger.open("a", encoding="utf-8") as file:
             file.write("\n" * _is_cut_off(args.ledger) + json.dumps(case | {"fault": fault, "refused": refused}) + "\n")
         if fault:
