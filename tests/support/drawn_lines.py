@@ -149,6 +149,7 @@ ONCE_FAILED: tuple[list[str], ...] = (
     ["plan", "draft.toml", "knobs.store_param_remainders=true", "knobs.precision=fp16"],
     ["train", "plan.toml", "job.steps=1", "--profile"],
     ["export", "plan.toml", "--account=--"],
+    ["export", "plan.toml", "--verify"],
     ["check", "fifo"],
     ["report", "x" * 300],
     ["tokenize", "text.txt", "--out", "/dev/full"],

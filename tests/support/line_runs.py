@@ -1,7 +1,7 @@
 """Runs a command line in a forked child with limits, and judges how it ended.
 
 The child has a copy of all files, a home of its own and no input. An audit hook refuses what Python writes outside of
-the scratch folder. Ends that fail a line: a traceback, a code other than 0, 1 and 2, a refusal without a word, JSON
+the scratch folder. Ends that fail a line: a traceback, a code that means nothing, a refusal without a word, JSON
 that is none, a warning of Python, more memory or time than a command may take.
 """
 
@@ -34,6 +34,7 @@ IDLE_SECONDS = 30.0  # asleep without a pause: a command that waits for nothing 
 SERVES = "explore"  # ends when it is told to, and is told once it has printed its address
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/shm")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CODES_OF_FLAGS = {3: "--verify", 125: "--fail-above"}  # nothing could be judged
 CHANGES = {
     "os.mkdir": 0,
     "os.rename": 1,
@@ -45,7 +46,7 @@ CHANGES = {
 }
 REASON = re.compile(
     r"^(error|warning)\[|^threefold( [a-z-]+)?: |\"ok\": false|\"severity\": \"error\"|see `threefold check`"
-    r"|NOT the same|no plan|did not|does not",
+    r"|NOT the same|no plan|did not|does not|not judged",
     re.MULTILINE,
 )
 
@@ -74,8 +75,8 @@ class Ended:
             return f"{found[0]}: {both.strip().splitlines()[-1][:200]}"
         if self.is_cut_short:
             return "" if may_be_long else f"did not end: {self.cpu_seconds:.0f} s of CPU time"
-        is_bisect_skip = self.code == 125 and "--fail-above" in " ".join(self.words)
-        if self.code not in (0, 1, 2) and not is_bisect_skip:
+        own = CODES_OF_FLAGS.get(self.code)
+        if self.code not in (0, 1, 2) and not (own and own in " ".join(self.words)):
             return f"exit code {self.code}"
         if self.code and not REASON.search(both):
             return f"exit code {self.code} without a reason"

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the files here instead of printing them")
     parser.add_argument(
-        "--verify", action="store_true", help="let Megatron's own validation judge the export, on a CPU"
+        "--verify",
+        action="store_true",
+        help="let Megatron's own validation judge the export, on a CPU; exit with 3 where it cannot",
     )
     parser.add_argument("--python", metavar="FILE", help="interpreter that has Megatron's packages (default: this one)")
     parser.add_argument(
