@@ -23,6 +23,7 @@ LEVELS = (
     {"cost", "engine"},
     {"rules", "dryrun"},
     {"search", "profile", "interop", "machine"},
+    {"diagnose"},
     {"compare"},
     {"tune"},
     {"report", "api"},

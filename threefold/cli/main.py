@@ -34,6 +34,7 @@ VERBS = {
     "compare": "set two plans, runs or traces side by side, and say which difference explains how much",
     "regress": "find the setting behind a regression or a crash between two plans, by trying plans between them",
     "profile": "read a trace or a run, name the wall that holds it back, and list what would cure it",
+    "diagnose": "read what a dead, slow or full job left behind: what happened, how sure that is, and what to do",
     "tune": "measure changes of a plan one variable at a time, and keep what is certainly faster",
     "report": "write a plan, a run or a tuning as one page for a browser: drawings, findings, contract",
     "explore": "serve a page on this machine that shows how a plan changes with its degrees and knobs",
@@ -53,7 +54,19 @@ VERBS = {
 
 MODULES = {"import": "import_plan"}  # where a verb is no name of a module
 # Verbs that may take longer than two seconds and have no progress of their own to show.
-SHOWN_AT_WORK = ("check", "estimate", "sweep", "compare", "profile", "env", "eval", "import-hf", "export-hf", "report")
+SHOWN_AT_WORK = (
+    "check",
+    "estimate",
+    "sweep",
+    "compare",
+    "profile",
+    "diagnose",
+    "env",
+    "eval",
+    "import-hf",
+    "export-hf",
+    "report",
+)
 TAKE_A_COMMAND = ("regress",)  # verbs for which the words behind `--` are the command line of another program
 
 

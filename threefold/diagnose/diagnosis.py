@@ -1,0 +1,51 @@
+"""A diagnosis: the files of a job sorted by kind, each kind read by its reader. The verb `diagnose` calls `diagnose`.
+
+`READERS` is the one place where a kind of file gets its reader; `report/diagnosis/` has the text of each kind.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from threefold.diagnose.files import Kind, kind_of
+from threefold.diagnose.hangs.hang import read_dumps
+from threefold.diagnose.part import Context, Part, Reader, unreadable
+from threefold.findings import Finding
+
+READERS: dict[Kind, Reader] = {
+    "flight recorder": read_dumps,
+}
+
+
+@dataclass
+class Diagnosis:
+    """What happened, by kind of file."""
+
+    parts: list[Part] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # of the parts, and about files that cannot be read
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {part.kind.replace(" ", "_"): part.to_json() for part in self.parts}
+        return {"parts": parts, "findings": [finding.to_json() for finding in self.findings]}
+
+
+def diagnose(paths: Sequence[str | Path], context: Context | None = None) -> Diagnosis:
+    """Read what a job left behind, and say what happened. A file that cannot be read becomes a finding."""
+    context = context or Context()
+    by_kind: dict[Kind, list[Path]] = {}
+    found = Diagnosis()
+    for path in map(Path, paths):
+        try:
+            by_kind.setdefault(kind_of(path), []).append(path)
+        except (OSError, ValueError) as error:
+            found.findings.append(unreadable(path, error))
+    for kind, files in by_kind.items():
+        if kind in READERS:
+            part = READERS[kind](files, context)
+            found.parts.append(part)
+            found.findings += part.findings
+        else:
+            reason = ValueError(f"it is a {kind}, which `diagnose` does not read")
+            found.findings += [unreadable(path, reason) for path in files]
+    return found
