@@ -14,6 +14,10 @@ Severity = Literal["error", "warning", "note"]  # refused; doubtful; what the es
 
 Changes = dict[str, Any]  # fields of a plan to set, by path; None puts one back to its default
 
+# What a fix is. `fix` keeps what the plan means; `suggestion` changes speed, memory or numbers in a way that it states;
+# `did you mean` is a guess at a name, which nothing applies.
+Kind = Literal["fix", "suggestion", "did you mean"]
+
 _SEVERITIES = get_args(Severity)
 
 
@@ -26,7 +30,8 @@ class Finding:
     `fixes` are further ways, best first, for whoever looks for one that holds (`rules/fixes.py`). They may be a
     generator, so that ways that are costly to find are looked for only where somebody asks. `resort` is a way that
     cures least, such as to give up what was asked for: it comes after all others, also after those that move other
-    fields along. `otherwise` says what would help where none holds.
+    fields along. `otherwise` says what would help where none holds. `kind` says what the fix is; where a rule leaves it
+    open, what the fix changes decides (`rules/fixes.py`).
     """
 
     at: str
@@ -35,6 +40,7 @@ class Finding:
     advice: str = ""
     severity: Severity = "error"
     rule: str = ""
+    kind: Kind | None = None
     fixes: Iterable[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     resort: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     otherwise: Callable[[], str] | None = field(default=None, compare=False, repr=False)
@@ -42,6 +48,10 @@ class Finding:
     @property
     def fix_data(self) -> dict[str, Any] | None:
         return dict(self.fix) if self.fix else None
+
+    @property
+    def fix_kind(self) -> Kind:
+        return self.kind or "fix"
 
     @property
     def fix_text(self) -> str:
@@ -57,12 +67,13 @@ class Finding:
             "fix": as_overrides(self.fix) if self.fix else self.advice,
             "advice": self.advice,
             "fix_data": self.fix_data,
+            "fix_kind": self.fix_kind if self.fix else None,
         }
 
     def __str__(self) -> str:
         lines = [f"{self.severity}[{self.rule}] {self.at}: {self.problem}"]
         if self.fix:
-            lines.append(f"  fix: {as_overrides(self.fix)}")
+            lines.append(f"  {self.fix_kind}: {as_overrides(self.fix)}")
         if self.advice:
             lines.append(f"  advice: {self.advice}")
         return "\n".join(lines)
@@ -154,12 +165,18 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (_SEVERITIES.index(f.severity), f.at, f.rule, f.problem))
 
 
+def known_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that this one is, in any case and with either dash; None where it is another."""
+    spelled = {each.lower().replace("_", "-"): each for each in known}
+    return spelled.get(name.strip().lower().replace("_", "-"))
+
+
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Known names close to a misspelt one, closest first.
 
     Two names that share digits alone are no misspellings of each other: `mi300x` and `b300` are of different makers.
     """
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.55)
+    close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.55)
     letters = {letter for letter in name.lower() if letter.isalpha()}
     return [word for word in close if not letters or not letters.isdisjoint(word.lower())]
 

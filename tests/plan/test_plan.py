@@ -28,6 +28,7 @@ from threefold.plan.parse import Parsed, change, free_findings, normalise, parse
 from threefold.plan.plan import Plan
 from threefold.plan.schema import plan_schema
 from threefold.plan.table import AUTO, FIELDS, FREE
+from threefold.plan.words import OTHERWISE, SAME
 from threefold.spec.models import MODELS
 
 # Section 5 of the design.
@@ -459,7 +460,6 @@ def test_unknown_fields_name_the_nearest(written: str, meant: str) -> None:
     ("path", "written", "fix"),
     [
         ("model", "deepseek-v33", "deepseek-v3"),
-        ("model", "Qwen3-30B-A3B", "qwen3-30b-a3b"),
         ("cluster.chip", "h10", "h100"),
         ("knobs.precision", "fp8-blockwize", "fp8-blockwise"),
         ("knobs.dispatcher", "deep-ep", "deepep"),
@@ -473,6 +473,97 @@ def test_unknown_values_name_the_nearest(path: str, written: Any, fix: Any) -> N
     (finding,) = parsed.findings
     assert finding.at == path
     assert finding.fix_data == {path: fix}
+    assert finding.fix_kind == "did you mean"
+
+
+@pytest.mark.parametrize(
+    ("path", "written", "meant"),
+    [
+        ("cluster.chip", "GB200", "gb200"),
+        ("cluster.chip", "H100", "h100"),
+        ("cluster.chip", "H100-SXM", "h100"),
+        ("cluster.chip", "NVIDIA H100 80GB HBM3", "h100"),
+        ("cluster.chip", "GB200_NVL72", "gb200"),
+        ("model", "Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
+        ("model", "DeepSeek_V3", "deepseek-v3"),
+        ("target", "Megatron_Bridge", "megatron-bridge"),
+        ("Layout.EP", 8, 8),
+        ("layout.schedule", "ZeroBubble", None),
+        ("layout.schedule", "Zero-Bubble", "zero-bubble"),
+        ("knobs.precision", "FP8_Blockwise", "fp8-blockwise"),
+        ("knobs.precision", "bfloat16", "bf16"),
+        ("knobs.recompute", ["MoE-Act"], ("moe_act",)),
+        ("cluster.chip", "H100-PCIe", None),
+        ("cluster.chip", "A100-40GB", None),
+    ],
+)
+def test_names_are_read_in_any_case(path: str, written: Any, meant: Any) -> None:
+    parsed = parse({**QWEN, path: written})
+    if meant is None:
+        assert [(finding.rule, finding.fix_kind) for finding in parsed.findings] == [("known-value", "did you mean")]
+    else:
+        assert not parsed.findings
+        assert parsed.fields[path.lower()] == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "path"),
+    [
+        ("job.learning_rate", 2e-5, "job.lr"),  # Hugging Face's Trainer, TRL, axolotl
+        ("per_device_train_batch_size", 2, "job.micro_batch"),
+        ("max_length", 512, "job.seq_len"),
+        ("job.max_seq_length", 512, "job.seq_len"),
+        ("max_steps", 7, "job.steps"),
+        ("max_grad_norm", 0.5, "job.clip_norm"),
+        ("warmup", 3, "job.warmup_steps"),
+        ("sequence_len", 512, "job.seq_len"),
+        ("sample_packing", True, "job.packing"),
+        ("lora_r", 8, "job.lora_rank"),
+        ("optimizer.lr", 2e-5, "job.lr"),  # torchtitan
+        ("training.steps", 7, "job.steps"),
+        ("lr_scheduler.warmup_steps", 3, "job.warmup_steps"),
+        ("parallelism.tensor_parallel_degree", 2, "layout.tp"),
+        ("parallelism.expert_parallel_degree", 4, "layout.ep"),
+        ("checkpoint.interval", 9, "run.save_every"),
+        ("--train-iters", 7, "job.steps"),  # Megatron's command line
+        ("--lr-warmup-iters", 3, "job.warmup_steps"),
+        ("optimizer.clip_grad", 0.5, "job.clip_norm"),
+        ("gradient_checkpointing", True, "knobs.recompute"),
+    ],
+)
+def test_names_of_other_trainers_that_mean_the_same(name: str, value: Any, path: str) -> None:
+    parsed = parse({**QWEN, "job.global_batch": 2, name: value})
+    assert not parsed.findings
+    assert parsed.fields[path] == (("full",) if path == "knobs.recompute" else value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("job.epochs", 2, "job.steps = epochs x sequences / job.global_batch"),
+        ("job.num_epochs", 3, "job.steps"),
+        ("num_train_epochs", 3, "job.steps"),
+        ("batch_size", 8, "job.micro_batch"),
+        ("training.local_batch_size", 8, "job.micro_batch"),
+        ("gradient_accumulation_steps", 8, "job.global_batch / (job.micro_batch x DP)"),
+        ("warmup_ratio", 0.03, "job.warmup_steps"),
+        ("optimizer.min_lr", 1e-5, "share of the peak"),
+        ("lr_scheduler_type", "cosine", "job.min_lr"),
+        ("parallelism.data_parallel_shard_degree", 8, "follows from cluster.gpus"),
+        ("compile.enable", True, "knobs.compile"),
+        ("deepspeed", "zero3.json", "knobs.data_parallel"),
+    ],
+)
+def test_names_that_mean_something_else_are_explained(name: str, value: Any, said: str) -> None:
+    [finding] = parse({**QWEN, name: value}).findings
+    assert (finding.rule, finding.at) == ("unknown-field", name)
+    assert finding.fix_data is None
+    assert said in finding.advice
+
+
+def test_another_trainers_name_leads_to_a_field() -> None:
+    assert set(SAME.values()) <= set(FIELDS)
+    assert not set(SAME) & set(OTHERWISE)
 
 
 def test_all_findings_at_once() -> None:

@@ -1,5 +1,6 @@
 """Fixes lead somewhere: after one a plan has no finding that it had not before, and repairs end."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from repository import ROOT
 from threefold.cli.main import main
 from threefold.cost.memory_ladder import by_worth, memory_cures, price, selective_sets, surely_fits, what_would_fit
 from threefold.findings import Finding, as_overrides
-from threefold.plan.file import parse_overrides, read_plan
+from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, judge, repair, with_fixes
@@ -240,14 +241,64 @@ def test_flex_becomes_the_backend_of_the_chip(chip: str, backend: str) -> None:
     assert finding.fix == {"knobs.dispatcher": backend}
 
 
-def test_parse_errors_are_repaired_with_the_rest() -> None:
+def test_a_guess_at_a_name_is_shown_and_never_applied() -> None:
     fields = {**CLEAN, "knobs.precision": "fp8", "layout.eep": 64, "layout.tp": 3, "knobs.foo": 1}
     parsed = parse(fields)
     assert parsed.readable is not None
-    repaired, applied = repair(parsed.readable, parsed.findings)
-    assert {"known-value", "unknown-field", "tp-divides-model"} <= {finding.rule for finding in applied}
-    assert repaired.knobs.precision == "fp8-cs"
-    assert not errors(judge(repaired))
+    for kinds in (("fix",), ("fix", "suggestion")):
+        repaired, applied = repair(parsed.readable, parsed.findings, kinds=kinds)
+        assert {"tp-divides-model"} <= {finding.rule for finding in applied}
+        assert not {"known-value", "unknown-field"} & {finding.rule for finding in applied}
+        assert not errors(judge(repaired))
+        assert (repaired.knobs.precision, repaired.layout.ep) == ("bf16", parsed.readable.layout.ep)
+    shown = with_fixes(parsed.readable, parsed.findings)
+    said = {finding.at: finding for finding in shown if finding.fix}
+    assert {one.fix_kind for one in said.values()} == {"did you mean"}
+    assert said["layout.eep"].fix == {"layout.eep": None, "layout.ep": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "kind"),
+    [
+        ({**CLEAN, "layout.ep": 48}, "ep-divides-experts", "fix"),  # it could not run, and trains the same
+        ({**CLEAN, "cluster.gpus": 1000}, "grids-divide-ranks", None),
+        (DENSE, "peak-fits-memory", "suggestion"),  # it costs time
+        ({**LONG, "cluster.gpus": 128, "layout.pp": 4, "job.global_batch": 17}, "batch-divides-dp", "suggestion"),
+        ({**MEGATRON, "model": "qwen3-30b-a3b", "knobs.precision": "mxfp8"}, "precision-runs-on-chip", "suggestion"),
+    ],
+)
+def test_a_fix_keeps_what_the_plan_means(fields: dict[str, Any], rule: str, kind: str | None) -> None:
+    """A suggestion says what it changes: bytes, time, or a field that decides what is trained."""
+    finding = found(fields, rule)
+    assert finding is not None
+    assert kind is None or finding.fix_kind == kind
+    trained = [path for path in finding.fix or {} if path.startswith(("job.", "model", "cluster", "knobs.precision"))]
+    if finding.fix_kind == "suggestion":
+        assert re.search(r"changes |frees |costs |gains ", finding.advice)
+        assert all(path in finding.advice for path in trained)
+    else:
+        assert not trained
+
+
+def test_suggestions_are_applied_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, out = tmp_path / "plan.toml", tmp_path / "fixed.toml"
+    plan.write_text(dump_plan(build(DENSE)), encoding="utf-8")
+    assert main(["check", str(plan), "--fix", str(out)]) == 1
+    assert "recompute" not in out.read_text(encoding="utf-8")
+    assert main(["check", str(plan), "--fix=suggestions", "--out", str(out)]) == 0
+    assert "applied suggestion: peak-fits-memory: knobs.recompute=layernorm,mlp (frees " in capsys.readouterr().out
+    assert 'recompute = [\n    "layernorm",' in out.read_text(encoding="utf-8")
+    assert main(["check", str(plan), "--fix=suggestions"]) == 2
+    assert main(["check", str(plan), "--out", str(out)]) == 2
+
+
+def test_fields_that_move_along_are_needed_and_say_why() -> None:
+    for fields in (LONG, {**LONG, "layout.pp": 3}, {**CLEAN, "layout.ep": 1}, {**CLEAN, "knobs.ep_overlap": False}):
+        plan = build(fields)
+        for finding in check(plan):
+            said = f"{finding.at} {finding.problem} {finding.advice}"
+            for path in finding.fix or {} if finding.severity != "note" and finding.rule not in PRICED else ():
+                assert path in said or path.rpartition(".")[2] in said or finding.at in path, finding
 
 
 def test_a_plan_at_length_that_fits_is_no_short_baseline() -> None:
@@ -261,8 +312,9 @@ def test_a_plan_at_length_that_fits_is_no_short_baseline() -> None:
 
 def test_fixes_that_make_a_plan_readable_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text('model = "tiny-qwen3-mo"\n', encoding="utf-8")
-    assert main(["check", str(plan), "--fix", str(tmp_path / "fixed.toml")]) == 0
+    plan.write_text('model = "tiny-qwen3-moe"\nlayout.ep = "auto"\n', encoding="utf-8")
+    out = ["--fix=suggestions", "--out", str(tmp_path / "fixed.toml")]
+    assert main(["check", str(plan), *out]) == 0
     assert "fixed.toml with 1 fix\n" in capsys.readouterr().out
 
 

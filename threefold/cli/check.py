@@ -9,7 +9,7 @@ from pathlib import Path
 from threefold.api.plans import check
 from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.command_line.rehearse import verdict_of
-from threefold.findings import Finding, FindingsError, as_overrides, did_you_mean, in_order
+from threefold.findings import Finding, FindingsError, Kind, Severity, as_overrides, did_you_mean, in_order
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import Parsed
@@ -33,8 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rehearse", action="store_true", help="run every stage without the cluster: does it fit?")
     parser.add_argument("--here", action="store_true", help="judge by this machine too: its GPUs, versions, packages")
     parser.add_argument(
-        "--fix", metavar="OUT", help="write the plan with the fixes of all errors to OUT, and judge that"
+        "--fix",
+        metavar="OUT",
+        help="write the plan with all fixes to OUT, and judge that; --fix=suggestions --out OUT: and suggestions",
     )
+    parser.add_argument("--out", metavar="OUT", help="where --fix=suggestions writes the plan")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
         return _explain(args.explain, args.json)
     if args.plan is None:
         print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
+        return 2
+    if (args.fix == SUGGESTIONS) != (args.out is not None):
+        print("threefold check: --fix OUT, or --fix=suggestions --out OUT", file=sys.stderr)
         return 2
     parsed, findings = plan_from(args)
     done = 0
@@ -72,28 +78,26 @@ def run(args: argparse.Namespace) -> int:
     return print_findings(in_order(found), args.json)
 
 
-_MAKES_A_PLAN = (
-    "known-model",
-    "no-free-field",
-)  # findings without which there is a plan, for other fixes to be tried on
+SUGGESTIONS = "suggestions"
+_SEVERITIES: tuple[Severity, ...] = ("error", "warning")  # what a note offers is for an A/B to decide
 
 
 def _made_readable(args: argparse.Namespace, findings: list[Finding]) -> tuple[Parsed, list[Finding], int]:
-    """The plan read again with the fixes of what keeps it from being one (a misspelt model, fields left free), and
-    their number."""
-    fixes = [(one.rule, one.fix) for one in findings if one.rule in _MAKES_A_PLAN and one.fix]
+    """The plan read again with defaults in the fields left free, where suggestions are asked for, and their number."""
+    is_asked = args.fix == SUGGESTIONS
+    fixes = [(one.rule, one.fix) for one in findings if is_asked and one.rule == "no-free-field" and one.fix]
     for rule, fix in fixes:
         args.overrides += [f"{path}={json.dumps(value)}" for path, value in fix.items()]
         if not args.json:
-            print(f"applied: {rule}: {as_overrides(fix)}")
+            print(f"applied suggestion: {rule}: {as_overrides(fix)}")
     return *plan_from(args), len(fixes)
 
 
 def _not_written(args: argparse.Namespace, findings: list[Finding]) -> int:
     """Where nothing can be judged, because no model is known, nothing can be fixed either."""
     if args.fix:
-        print(f"threefold check: {args.fix} was not written: there is no plan to fix", file=sys.stderr)
-    untried = [one if one.rule in _MAKES_A_PLAN else replace(one, fix=None) for one in findings]
+        print(f"threefold check: {args.out or args.fix} was not written: there is no plan to fix", file=sys.stderr)
+    untried = [one if one.rule in ("known-model", "no-free-field") else replace(one, fix=None) for one in findings]
     return print_findings(untried, args.json)
 
 
@@ -102,19 +106,22 @@ def _fixed(
 ) -> tuple[Plan, list[Finding]] | None:
     """The plan with its fixes, written and told, and what of parsing is left; None where it cannot be written. `done`
     fixes were needed to read it."""
-    fixed, applied = repair(plan, findings)
+    kinds: tuple[Kind, ...] = ("fix", "suggestion") if args.fix == SUGGESTIONS else ("fix",)
+    out = args.out or args.fix
+    fixed, applied = repair(plan, findings, _SEVERITIES, kinds=kinds)
     left = [one for one in findings if (one.rule, one.at) not in {(fix.rule, fix.at) for fix in applied}]
     try:
-        Path(args.fix).write_text(dump_plan(fixed), encoding="utf-8")
+        Path(out).write_text(dump_plan(fixed), encoding="utf-8")
     except OSError as error:
-        print(f"threefold check: cannot write {args.fix}: {error.strerror}", file=sys.stderr)
+        print(f"threefold check: cannot write {out}: {error.strerror}", file=sys.stderr)
         return None
     if not args.json:
         for finding in applied:
-            print(f"applied: {finding.rule}: {as_overrides(finding.fix or {})}")
+            why = f" ({finding.advice})" if finding.fix_kind == "suggestion" and finding.advice else ""
+            print(f"applied {finding.fix_kind}: {finding.rule}: {as_overrides(finding.fix or {})}{why}")
         unread = [finding.at for finding in errors(left)]
         without = f", without {', '.join(unread)}, which could not be read" if unread else ""
-        print(f"wrote {args.fix} with {format_many(done + len(applied), 'fix')}{without}")
+        print(f"wrote {out} with {format_many(done + len(applied), 'fix')}{without}")
     return fixed, left
 
 

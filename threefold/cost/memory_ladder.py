@@ -147,6 +147,9 @@ def fitting_sets(plan: Plan) -> Iterator[list[str]]:
             yield names
 
 
+NOTHING_CHANGES = "frees 0 B, costs no time"
+
+
 def price(plan: Plan, changes: Mapping[str, Any]) -> str:
     """What a cure gives and takes, in words."""
     cured = _changed(plan, changes)
@@ -160,7 +163,7 @@ def price(plan: Plan, changes: Mapping[str, Any]) -> str:
         time = f"costs {lost:.1%} of the throughput"
     else:
         time = f"gains {-lost:.1%} of throughput" if lost > -1 else "more than doubles the throughput"
-    return f"frees {format_bytes(freed)}, {time}"
+    return f"{'frees' if freed >= 0 else 'takes'} {format_bytes(abs(freed))}, {time}"
 
 
 def what_would_fit(plan: Plan) -> str:

@@ -1,9 +1,12 @@
-"""Megatron's names for our fields, accepted wherever a plan field is: in files and in overrides."""
+"""Megatron's names for our fields, accepted wherever a plan field is: in files and in overrides.
+
+Those of other trainers are in `words.py`."""
 
 from collections.abc import Callable
 from typing import Any
 
 from threefold.findings import Finding
+from threefold.plan.words import SAME, same_field
 
 Fields = dict[str, Any]
 
@@ -60,19 +63,20 @@ _GROUPS = ("model", "comm_overlap", "train", "dataset", "ddp", "optimizer", "mix
 
 
 def resolve(path: str, value: Any) -> tuple[Fields, list[Finding]] | None:
-    """Our fields for a Megatron name, or None when the name is not one of theirs."""
+    """Our fields for a name of Megatron or another trainer, or None when the name is not one of theirs."""
     group, _, name = path.lstrip("-").replace("-", "_").rpartition(".")
-    if group and group.removeprefix("cfg.") not in _GROUPS:
-        return None
-    if name in _PLAIN:
+    is_megatron = not group or group.removeprefix("cfg.") in _GROUPS
+    if is_megatron and name in _PLAIN:
         return {_PLAIN[name]: value}, []
-    convert = _CONVERTED.get(name)
-    return convert(path, value) if convert else None
+    if name in _CONVERTED and (is_megatron or name == "gradient_checkpointing"):
+        return _CONVERTED[name](path, value)
+    field = same_field(path)
+    return ({field: value}, []) if field else None
 
 
 def field_of(path: str) -> str:
-    """Our field behind a plain Megatron name; other paths as they are."""
-    renamed = resolve(path, None) if path.rpartition(".")[2] in _PLAIN else None
+    """Our field behind a plain name of another trainer; other paths as they are."""
+    renamed = resolve(path, None) if path.rpartition(".")[2] not in _CONVERTED else None
     return next(iter(renamed[0]), path) if renamed else path
 
 
@@ -84,7 +88,7 @@ def base_dtype(path: str) -> str | None:
 
 
 def known_names() -> list[str]:
-    return [*_PLAIN, *_CONVERTED, "bf16", "fp16"]
+    return [*_PLAIN, *_CONVERTED, *SAME, "bf16", "fp16"]
 
 
 def names_of(field: str) -> list[str]:
@@ -144,6 +148,10 @@ def _cpu_offload(path: str, value: Any) -> tuple[Fields, list[Finding]]:
     return {"knobs.optimizer_offload": 1.0 if value is True else 0.0 if value is False else value}, []
 
 
+def _whole_layers(path: str, value: Any) -> tuple[Fields, list[Finding]]:
+    return {"knobs.recompute": ["full"] if value is True else [] if value is False else value}, []
+
+
 def _no_field(path: str, value: Any) -> tuple[Fields, list[Finding]]:
     return {}, []
 
@@ -152,6 +160,7 @@ _CONVERTED: dict[str, Callable[[str, Any], tuple[Fields, list[Finding]]]] = {
     "moe_token_dispatcher_type": _dispatcher_type,
     "moe_flex_dispatcher_backend": _flex_backend,
     "recompute_granularity": _granularity,
+    "gradient_checkpointing": _whole_layers,
     "moe_a2a_overlap": _both_overlaps,
     "moe_router_force_load_balancing": _force_balance,
     "optimizer_cpu_offload": _cpu_offload,

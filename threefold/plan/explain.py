@@ -16,7 +16,7 @@ EXPLANATIONS = {
         what="Every key of a plan is a known field.",
         why="A misspelt knob that is silently ignored costs a run.",
         confirm="`threefold schema` lists all fields.",
-        fix="Use the name the message suggests, or delete the key.",
+        fix="Use the name that is meant, or delete the key: a guess at a name is never applied.",
     ),
     "wrong-type": Explanation(
         what="Every field has a value of its type.",

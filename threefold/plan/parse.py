@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from threefold.fields import Field
-from threefold.findings import Changes, Finding, FindingsError, did_you_mean, nearest, shown
+from threefold.findings import Changes, Finding, FindingsError, did_you_mean, known_name, nearest, shown
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
 from threefold.plan import aliases
 from threefold.plan.budget import EXAMPLE, budget_bytes, is_budget
 from threefold.plan.plan import Cluster, Job, Knobs, Plan, Run, Stack
 from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
-from threefold.spec.chips import ChipSpec
+from threefold.plan.words import difference
+from threefold.spec.chips import ChipSpec, chip_name
 from threefold.spec.clusters.chip_description import find_chip, is_file_name
 from threefold.spec.hf import model_from_config
 from threefold.spec.model import ModelSpec
@@ -104,6 +105,7 @@ def free_findings(free: tuple[str, ...]) -> list[Finding]:
             at=path,
             problem='"auto" is a question, not a value: this is a draft',
             fix={path: FIELDS[path].default} if FIELDS[path].default is not None else None,
+            kind="suggestion",
             advice="" if FIELDS[path].default is not None else "write a value",
         )
         for path in free
@@ -117,7 +119,8 @@ def normalise(raw: Mapping[str, Any], before: Mapping[str, Any] | None = None) -
     said: dict[str, str] = {}
     base_dtypes: dict[str, Any] = {}
     for path, value in _flatten(raw):
-        renamed = {path: value} if path in FIELDS else None
+        lower = path.lower()
+        renamed = {lower: value} if lower in FIELDS else None
         if renamed is None:
             if name := aliases.base_dtype(path):
                 base_dtypes[name] = (path, value)
@@ -171,6 +174,7 @@ def _contradiction(target: str, first: str, second: str, kept: Any, other: Any) 
         at=target,
         problem=f"{first} says {shown(kept)}, {second} says {shown(other)}",
         fix={path: None for path in (first, second) if path != target} | {target: kept},
+        kind="did you mean",
         advice=f"keep one of the two; {target} alone is enough",
     )
 
@@ -204,15 +208,24 @@ def _flatten(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _find_model(name: str, folder: Path | None, findings: list[Finding]) -> tuple[str, ModelSpec | None]:
     if not name.startswith("hf:"):
+        if known := known_name(name, MODELS) or known_name(name.rpartition("/")[2], MODELS):
+            return known, MODELS[known]
         if name not in MODELS:
-            near = nearest(name.lower(), MODELS)
+            near = nearest(name, MODELS)
             fix = {"model": near[0]} if near else None
             others = f"or {' or '.join(near[1:])}; " if near[1:] else ""
             advice = f"{others}`threefold models` lists the known ones"
             findings.append(
-                Finding(rule="known-model", at="model", problem=f"no model named {name!r}", fix=fix, advice=advice)
+                Finding(
+                    rule="known-model",
+                    at="model",
+                    problem=f"no model named {shown(name)}",
+                    fix=fix,
+                    kind="did you mean",
+                    advice=advice,
+                )
             )
-        return name, MODELS.get(name)
+        return name, None
     path = Path(name.removeprefix("hf:"))
     try:
         path = path.expanduser()
@@ -272,6 +285,8 @@ def _coerce(field: Field, value: Any) -> tuple[Any, Finding | None]:
         return value, _budget_problem(field, value)
     if field.path == "cluster.chip" and is_file_name(value):
         return value, None
+    if field.choices:
+        value = _as_choices(field, value)
     for word in value if isinstance(value, tuple) else (value,):
         if field.choices and word not in field.choices:
             return None, _not_a_choice(field, value, word)
@@ -280,6 +295,18 @@ def _coerce(field: Field, value: Any) -> tuple[Any, Finding | None]:
         if (low is not None and value < low) or (high is not None and value > high):
             return None, _out_of_range(field, value)
     return value, None
+
+
+def _as_choices(field: Field, value: Any) -> Any:
+    """Words as the field spells them: they are read in any case, and chips and formats by their other names."""
+    if isinstance(value, tuple):
+        return tuple(_as_choices(field, word) for word in value)
+    known = known_name(value, field.choices) or (field.path == "cluster.chip" and chip_name(value))
+    return known or (_FORMATS.get(value.lower(), value) if field.path == "knobs.precision" else value)
+
+
+# Names that PyTorch has for formats without a scale.
+_FORMATS = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 
 
 def _as_type(field: Field, value: Any) -> tuple[Any, type | None]:
@@ -349,6 +376,8 @@ def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
     near = list(dict.fromkeys([*begins, *nearest(str(word), field.choices)]))
     problem = f"{shown(word)} is not known here"
     advice = f"choices: {', '.join(field.choices)}"
+    if field.path == "cluster.chip":
+        advice += "; another board (PCIe, NVL) is described in a file of its own: cluster.chip=file:PATH"
     fixes: list[Changes] = [
         {field.path: [choice if w == word else w for w in value] if isinstance(value, tuple) else choice}
         for choice in near
@@ -358,8 +387,9 @@ def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
         at=field.path,
         problem=problem,
         fix=fixes[0] if fixes else None,
+        kind="did you mean",
         advice=advice,
-        fixes=[*fixes[1:], {field.path: None}] if fixes else (),
+        fixes=fixes[1:],
     )
 
 
@@ -371,7 +401,7 @@ def _budget_problem(field: Field, words: tuple[str, ...]) -> Finding | None:
     problem = f"{said}: a memory budget stands alone" if readable else f"{said} is no memory budget"
     fix = {field.path: [readable[0]]} if readable else None
     advice = f'write "{EXAMPLE}", or the names of modules'
-    return Finding(rule="known-value", at=field.path, problem=problem, fix=fix, advice=advice)
+    return Finding(rule="known-value", at=field.path, problem=problem, fix=fix, kind="did you mean", advice=advice)
 
 
 def _out_of_range(field: Field, value: float) -> Finding:
@@ -381,10 +411,15 @@ def _out_of_range(field: Field, value: float) -> Finding:
     assert bound is not None
     edge = int(bound) if int in field.types else bound
     problem = f"{shown(value)} is {'below' if too_low else 'above'} {edge}"
-    return Finding(rule="in-range", at=field.path, problem=problem, fix={field.path: edge}, advice=field.doc)
+    fix = {field.path: edge}
+    return Finding(rule="in-range", at=field.path, problem=problem, fix=fix, kind="suggestion", advice=field.doc)
 
 
 def _unknown(path: str, value: Any) -> Finding:
+    """A field that no plan has: what another trainer means by the name, else the nearest names that take the value."""
+    if said := difference(path):
+        problem = "no field means what this name says elsewhere"
+        return Finding(rule="unknown-field", at=path, problem=problem, advice=said)
     table, _, name = path.rpartition(".")
     siblings = [p for p in FIELDS if p.rpartition(".")[0] == table]
     close = nearest(path, FIELDS) or [
@@ -398,19 +433,16 @@ def _unknown(path: str, value: Any) -> Finding:
         advice = f"fields of {table}: {', '.join(p.rpartition('.')[2] for p in siblings)}"
     else:
         advice = did_you_mean(path.partition(".")[0], ["model", "target", *TABLES])
-    if name in ("dp", "edp"):
-        advice = f"{name} follows from cluster.gpus and the other degrees; delete it"
-    elif path.strip() and not path.startswith("-"):
-        # What was meant, where a value of this kind may stand there; else without it.
-        meant = [{path: None, p: value} for p in close[:3] if _coerce(FIELDS[p], value)[1] is None]
-        fix, *fixes = [*meant, {path: None}]
-        return Finding(rule="unknown-field", at=path, problem="no such field", fix=fix, advice=advice, fixes=fixes)
+    is_name = path.strip() and not path.startswith("-")
+    meant = [{path: None, p: value} for p in close[:3] if is_name and _coerce(FIELDS[p], value)[1] is None]
     return Finding(
         rule="unknown-field",
         at=path or '""',
         problem="no such field",
-        fix={path: None} if path else None,
-        advice=advice,
+        fix=meant[0] if meant else None,
+        kind="did you mean",
+        advice=advice or "delete it",
+        fixes=meant[1:],
     )
 
 

@@ -71,7 +71,10 @@ def lora_needs_rank(plan: Plan) -> Iterator[Finding]:
     stated = [path for path in ("job.lora_alpha", "job.lora_targets") if path in written]
     if plan.job.lora_rank is None and stated:
         yield Finding(
-            at=stated[0], problem="without job.lora_rank there are no adapters", fix=dict.fromkeys(stated, None)
+            at=stated[0],
+            problem="without job.lora_rank there are no adapters",
+            fix=dict.fromkeys(stated, None),
+            kind="fix",
         )
 
 

@@ -2,21 +2,27 @@
 
 A rule names ways to cure its finding, best first: `Finding.fix`, then `Finding.fixes`. Each is tried: the plan with the
 way applied is judged again, without fixes. Where other fields must move along (a batch with DP, graph scopes with
-recompute), the ways of the findings that turned up are added, and the fix moves all of them together. Where no way
-holds, the finding keeps its advice and says what stood in the way.
+recompute), the ways of the findings that turned up are added, and the fix moves all of them together: it drops those
+that are not needed, and says of the others why they are. Where no way holds, the finding keeps its advice and says what
+stood in the way.
+
+A way is a `fix` where it keeps what the plan means: the plan could not run, and nothing that is trained changes, or a
+line without effect goes. Any other is a `suggestion`, which says what it changes.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, tee
 from typing import Any
 
 from threefold.cost.estimate import gain
-from threefold.cost.memory_ladder import price
-from threefold.findings import Changes, Finding, FindingsError, Severity, as_overrides, in_order
+from threefold.cost.memory_ladder import NOTHING_CHANGES, price
+from threefold.findings import Changes, Finding, FindingsError, Kind, Severity, as_overrides, in_order, shown
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.plan.table import FIELDS
 from threefold.rules.base import PREDICTED, RULES, judge
+from threefold.rules.layout.batch import can_be_priced
 
 MOST_WAYS = 12  # of one finding that are tried
 MOST_WAYS_ALONG = 4  # of a finding that a way brought up
@@ -28,6 +34,9 @@ TIME_WALLS = ("host-wall", "communication-wall", "compute-wall")
 PRICED = PREDICTED | {"memory-wall", "states-fit-memory"}  # rules whose fixes are told with bytes and time
 # Fields that decide what is learned, or on what.
 _RESULT = ("model", "cluster", "job.seq_len", "knobs.precision", "knobs.optimizer_dtype", "knobs.grad_dtype")
+# Fields whose change is another training, whatever was wrong with them.
+_TRAINED = ("model", "target", "cluster", "job", *_RESULT, "knobs.fp8", "knobs.master_weights", "knobs.router_dtype")
+_NOT_TRAINED = ("job.micro_batch",)
 # Fields follow from those before them: a wrong degree is corrected before the batch is moved for it.
 _FOLLOWS = ("model", "layout", "cluster", "job", "knobs", "stack")
 
@@ -73,18 +82,47 @@ class Trials:
 
     def with_fix(self, finding: Finding) -> Finding:
         """The finding with the first of its ways that holds, or with what stands in the way of the best one."""
+        if finding.kind == "did you mean":
+            return self._meant(finding)
         fix, stuck = self._first_that_holds(finding, self._ways(finding))
         if fix is None and finding.resort:
             fix, _ = self._first_that_holds(finding, [dict(finding.resort)])
-        advice = [finding.advice]
-        if fix and finding.rule in PRICED:
-            advice.insert(0, price(self.plan, fix))
-        elif fix is None:
+        advice, kind = [finding.advice], finding.kind
+        if fix:
+            fix, along = self._needed(finding, fix)
+            kind = kind or _kind(self.plan, finding, fix)
+            advice = [*(_effects(self.plan, fix) if kind == "suggestion" else ()), finding.advice, *along]
+        else:
             others = finding.otherwise() if finding.otherwise else ""
             advice = [finding.advice.removeprefix("or "), others, stuck]
             advice = advice if any(advice) else ["mend what else is found first, and check again"]
         text = "; ".join(filter(None, advice))
-        return replace(finding, fix=fix, advice=text, fixes=(), resort=None, otherwise=None)
+        return replace(finding, fix=fix, kind=kind, advice=text, fixes=(), resort=None, otherwise=None)
+
+    def _meant(self, finding: Finding) -> Finding:
+        """The nearest name with which the plan has no further finding, else the nearest."""
+        ways = list(self._ways(finding))
+        tried = ((way, self._try(way)) for way in ways)
+        fix = next((way for way, trial in tried if trial and not trial.new), ways[0] if ways else None)
+        return replace(finding, fix=fix, fixes=())
+
+    def _needed(self, finding: Finding, fix: Changes) -> tuple[Changes, list[str]]:
+        """The fix without the fields that it can do without, and why each other one moves that the finding does not
+        name."""
+        said, reasons = f"{finding.at} {finding.problem} {finding.advice}", list[str]()
+        is_priced = finding.rule in PRICED  # each field of such a fix has its part in the price
+        for path in list(fix) if len(fix) > 1 and finding.rule in RULES and not is_priced else ():
+            if finding.at in path or path.rpartition(".")[2] in said:
+                continue
+            less = {other: value for other, value in fix.items() if other != path}
+            trial = self._try(less)
+            if trial is not None and not trial.new and self._cures(finding, trial):
+                fix = less
+            elif trial is not None and trial.new:
+                reasons.append(f"{path} moves along: else {trial.new[0].rule}, {trial.new[0].problem}")
+            elif trial is not None:
+                reasons.append(f"{path} moves along: else this stays as it is")
+        return fix, reasons if len(fix) > 1 else []
 
     def with_gains(self, finding: Finding) -> Finding | None:
         """A wall with the cures that are legal here and predicted to gain, in the documents' order; None where there is
@@ -102,7 +140,7 @@ class Trials:
         (fix, best), *others = found.values()
         said = [f"predicted {best:+.1%}", *(f"or {as_overrides(way)} {better:+.1%}" for way, better in others)]
         advice = "; ".join(filter(None, [*said, finding.advice]))
-        return replace(finding, fix=fix, advice=advice, fixes=())
+        return replace(finding, fix=fix, kind="suggestion", advice=advice, fixes=())
 
     def _first_that_holds(self, finding: Finding, ways: Iterable[Changes]) -> tuple[Changes | None, str]:
         """A fix, or what stood in the way of the best one."""
@@ -188,6 +226,35 @@ class Trials:
         return trial.count(_key(finding)) < sum(_key(one) == _key(finding) for one in self.findings)
 
 
+def _kind(plan: Plan, finding: Finding, fix: Changes) -> Kind:
+    """What the fix of a rule is, by what it changes."""
+    if finding.severity == "note" or finding.rule in PRICED or _trains(fix):
+        return "suggestion"
+    is_default = all(value in (None, FIELDS[path].default) for path, value in fix.items() if path in FIELDS)
+    changes_nothing = is_default and can_be_priced(plan) and price(plan, fix) == NOTHING_CHANGES
+    return "fix" if finding.severity == "error" or changes_nothing else "suggestion"
+
+
+def _trains(fix: Changes) -> list[str]:
+    """The fields of a fix with which something else is trained."""
+    return [path for path in fix if path.startswith(_TRAINED) and path not in _NOT_TRAINED]
+
+
+def _effects(plan: Plan, fix: Changes) -> Iterator[str]:
+    """What a suggestion changes: bytes and time, and what is trained (`changes job.global_batch from 100 to 96`)."""
+    price_text = price(plan, fix) if can_be_priced(plan) else ""
+    if price_text != NOTHING_CHANGES:
+        yield price_text
+    before = dict(plan.written)
+    moved = [
+        f"{path} from {shown(before.get(path, FIELDS[path].default))} to {shown(fix[path])}"
+        for path in _trains(fix)
+        if path in FIELDS
+    ]
+    if moved:
+        yield f"changes {', '.join(moved)}"
+
+
 def _is_offer(finding: Finding) -> bool:
     """Whether its rule has nothing to say without a fix."""
     return finding.rule in RULES and RULES[finding.rule].needs_fix
@@ -214,10 +281,11 @@ def _depth(finding: Finding) -> int:
 def repair(
     plan: Plan,
     findings: Iterable[Finding] = (),
-    severity: Severity = "error",
+    severities: Sequence[Severity] = ("error",),
     leave_out: Collection[str] = (),
+    kinds: Collection[Kind] = ("fix", "suggestion"),
 ) -> tuple[Plan, list[Finding]]:
-    """Apply fixes until no finding of this severity has one; returns the plan and what was applied.
+    """Apply fixes of these severities and kinds until none is left; returns the plan and what was applied.
 
     `findings` are those of parsing, whose fixes come first. Rules named in `leave_out` are not asked.
     """
@@ -225,10 +293,10 @@ def repair(
     left = list(findings)
     for _ in range(MOST_REPAIRS):
         found = with_fixes(plan, [*left, *judge(plan, leave_out=leave_out)], leave_out)
-        curable = [finding for finding in found if finding.severity == severity and finding.fix]
-        if not curable:
+        ready = [one for one in found if one.severity in severities and one.fix and one.fix_kind in kinds]
+        if not ready:
             break
-        first = min(curable, key=_depth)
+        first = min(ready, key=lambda one: (severities.index(one.severity), _depth(one)))
         plan = change(plan, first.fix or {})
         left = [finding for finding in left if _key(finding) != _key(first)]
         applied.append(first)

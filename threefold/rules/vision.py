@@ -269,7 +269,9 @@ def images_need_vision(plan: Plan) -> Iterator[Finding]:
     Fix: delete job.images.
     """
     if plan.job.images and not plan.is_vlm:
-        yield Finding(at="job.images", problem=f"{plan.model.name} has no vision part", fix={"job.images": None})
+        yield Finding(
+            at="job.images", problem=f"{plan.model.name} has no vision part", fix={"job.images": None}, kind="fix"
+        )
 
 
 @rule(severity="warning", rows="VL-RECOMP")

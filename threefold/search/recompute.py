@@ -69,6 +69,7 @@ def _chosen(plan: Plan, names: tuple[str, ...], peak: float) -> Finding:
         severity="warning",
         problem=f"{plan.knobs.recompute[0]} recomputes {what}: an estimated peak of {format_bytes(peak)}",
         fix={"knobs.recompute": list(names)},
+        kind="fix",
         advice="write the names to keep them whatever later estimates say",
     )
 

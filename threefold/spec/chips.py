@@ -1,5 +1,6 @@
 """Chips and clusters: memory, dense peak rates, links. Rates are per GPU and per direction."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,16 @@ def chip_of_device(name: str) -> ChipSpec | None:
     because "GB200" also contains "B200"."""
     matches = [chip for chip in CHIPS if chip in name.lower() and chip != "cpu"]
     return CHIPS[max(matches, key=len)] if matches else None
+
+
+# What makers and clouds write after a chip's name. A PCIe or NVL board has another memory or links: no alias.
+_BOARD = re.compile(r"(?:nvidia )?(\w+?)(?: (?:sxm\d?|hgx|dgx|nvl72|80gb|141gb|hbm2e|hbm3e?))*")
+
+
+def chip_name(name: str) -> str | None:
+    """The chip of a name such as `GB200`, `H100-SXM5-80GB` or `gb200-nvl72`; None where it is no shipped one."""
+    found = _BOARD.fullmatch(re.sub(r"[-_\s]+", " ", name.strip().lower()))
+    return found[1] if found and found[1] in CHIPS else None
 
 
 def gemm_format(precision: str) -> str:

@@ -123,7 +123,7 @@ def _finding(one: Finding, settable: Container[str]) -> Markup:
     head = tag("p", badge, tag("strong", f"{one.severity} "), tag("code", one.rule), " ", tag("code", one.at))
     parts = [head, tag("p", one.problem)]
     if one.fix_text:
-        said = [tag("span", "fix "), tag("code", one.fix_text)]
+        said = [tag("span", f"{one.fix_kind if one.fix else 'advice'} "), tag("code", one.fix_text)]
         if one.fix and all(path in settable for path in one.fix):
             said.append(tag("button", "Apply", type="button", data_fix=_json(dict(one.fix)), class_="small"))
         parts.append(tag("p", *said, class_="fix"))

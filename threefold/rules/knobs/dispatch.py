@@ -189,10 +189,17 @@ def fusions_stay_on(plan: Plan) -> Iterator[Finding]:
     Fix: delete the setting; the default is on.
     """
     if plan.model.is_moe and not plan.knobs.permute_fusion and plan.target != "threefold":  # engine-has-a-choice
-        yield Finding(at="knobs.permute_fusion", problem="permutation is not fused", fix={"knobs.permute_fusion": None})
+        yield Finding(
+            at="knobs.permute_fusion",
+            problem="permutation is not fused",
+            fix={"knobs.permute_fusion": None},
+            kind="suggestion",
+        )
     if not plan.knobs.grad_accum_fusion:
         problem = "gradient accumulation is not fused"
-        yield Finding(at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": None})
+        yield Finding(
+            at="knobs.grad_accum_fusion", problem=problem, fix={"knobs.grad_accum_fusion": None}, kind="suggestion"
+        )
 
 
 def fuses_experts(plan: Plan) -> bool:
