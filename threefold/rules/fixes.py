@@ -87,10 +87,11 @@ class Trials:
         fix, stuck = self._first_that_holds(finding, self._ways(finding))
         if fix is None and finding.resort:
             fix, _ = self._first_that_holds(finding, [dict(finding.resort)])
-        advice, kind = [finding.advice], finding.kind
+        advice: list[str] = [finding.advice]
+        kind: Kind | None = None
         if fix:
             fix, along = self._needed(finding, fix)
-            kind = kind or _kind(self.plan, finding, fix)
+            kind = finding.kind or _kind(self.plan, finding, fix)
             advice = [*(_effects(self.plan, fix) if kind == "suggestion" else ()), finding.advice, *along]
         else:
             others = finding.otherwise() if finding.otherwise else ""
