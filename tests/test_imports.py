@@ -26,6 +26,7 @@ LEVELS = (
     {"diagnose"},
     {"compare"},
     {"tune"},
+    {"lookup"},
     {"report", "api"},
     {"explore"},
     {"cli"},

@@ -23,8 +23,10 @@ def build(kind: str, folder: Path) -> Path:
     if not source.exists():
         hidden = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / "threefold", source / "threefold", ignore=hidden)
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source / name)
+        for name in ("docs", "recipes", "cards", "data"):
+            shutil.copytree(ROOT / name, source / name)
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -42,6 +44,7 @@ def files_of_the_package() -> set[str]:
 def test_wheel_and_sdist_hold_the_whole_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(build("wheel", tmp_path)) as wheel:
         inside = set(wheel.namelist())
+    assert {"threefold/shipped/docs/glossary.md", "threefold/shipped/data/published_runs.json"} <= inside
     assert files_of_the_package() - inside == set()
     assert {name.partition("/")[0] for name in inside} - {"threefold"} == {
         next(name.partition("/")[0] for name in inside if ".dist-info/" in name)
@@ -49,7 +52,7 @@ def test_wheel_and_sdist_hold_the_whole_package(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tmp_path)) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert files_of_the_package() - names == set()
-    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "docs/glossary.md"} <= names
 
 
 def install_planner(folder: Path) -> Path:
@@ -95,6 +98,7 @@ def test_the_planner_works_where_only_its_requirements_are(tmp_path: Path) -> No
         ["report", "plan.toml", "--out", "report.html"],
         ["completion", "bash"],
         ["rules"],
+        ["find", "ulysses"],
     ):
         done = threefold(*words)
         assert done.returncode == 0, (words, done.stderr)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from threefold.api.searches import find_plan
     from threefold.api.trainings import read_run, train
     from threefold.findings import Finding, FindingsError
+    from threefold.lookup.search import find
     from threefold.plan.file import dump_plan
     from threefold.plan.parse import change
     from threefold.plan.plan import Plan
@@ -35,6 +36,7 @@ __all__ = [
     "dump_plan",
     "estimate",
     "estimate_training",
+    "find",
     "find_plan",
     "load_plan",
     "profile_run",
@@ -55,6 +57,7 @@ _HOMES = {
     "dump_plan": "threefold.plan.file",
     "estimate": "threefold.api.plans",
     "estimate_training": "threefold.api.plans",
+    "find": "threefold.lookup.search",
     "find_plan": "threefold.api.searches",
     "load_plan": "threefold.api.plans",
     "profile_run": "threefold.api.comparisons",
@@ -77,4 +80,4 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and reports nam
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

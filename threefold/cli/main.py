@@ -44,6 +44,7 @@ VERBS = {
     "tokenize": "turn text files, folders and JSONL into a token shard",
     "import-hf": "begin a run with the weights of a Hugging Face checkpoint",
     "export-hf": "write a run's newest checkpoint as a Hugging Face folder",
+    "find": "search rules, fields, settings of Megatron, pages, recipes and published runs",
     "rules": "list the rules",
     "models": "list the known models, or show one",
     "chips": "list the known chips",

@@ -63,13 +63,17 @@ def _section(slug: str) -> Iterator[str]:
 
 
 def _entry(slug: str) -> dict[str, object]:
-    rule = RULES.get(slug)
+    said, rule = _explained(slug), RULES.get(slug)
     return {
         "rule": slug,
         "severity": severity_of(slug),
         "target": _target(slug),
         "raised_by": raised_by(slug),
-        "what": _explained(slug).what,
+        "what": said.what,
+        "why": said.why,
+        "confirm": said.confirm,
+        "fix": said.fix,
+        "follows": rule.follows if rule else "",
         "page": f"{PAGE}#{slug}",
         "rows": list(rule.rows) if rule else [],
     }

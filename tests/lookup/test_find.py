@@ -1,0 +1,65 @@
+"""The search finds what users mean: phrases with the entries of which one must be among the first three."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from threefold.cli.find import describe
+from threefold.cli.main import main
+from threefold.lookup.entries import KINDS, all_entries
+from threefold.lookup.names import setting_entries
+from threefold.lookup.runs import run_entries
+from threefold.lookup.search import find
+
+PHRASES = tomllib.loads((Path(__file__).parent / "phrases.toml").read_text())
+
+
+def is_meant(name: str, wanted: str) -> bool:
+    lower = name.lower()
+    return any(
+        lower.startswith(one[:-1].lower()) if one.endswith("*") else lower == one.lower() for one in wanted.split("|")
+    )
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_a_phrase_finds_what_is_meant(phrase: str) -> None:
+    names = [entry.name for entry in find(phrase, most=3)]
+    assert any(is_meant(name, PHRASES[phrase]) for name in names), names
+
+
+def test_there_are_two_hundred_phrases() -> None:
+    assert len(PHRASES) >= 200
+
+
+def test_a_setting_is_told_with_its_releases_its_field_and_its_rules() -> None:
+    told = describe("overlap_moe_expert_parallel_comm")
+    assert told["plan_field"] == "knobs.ep_overlap"
+    assert "ep-overlap-needs-ep" in told["rules"]
+    holders = {(item["holder"], item["default"]) for item in told["declared"]}
+    assert ("ModelParallelConfig", "False") in holders  # megatron-core 0.19.2, model_parallel_config.py
+
+
+def test_a_setting_that_no_plan_has_is_told_from_its_release_on() -> None:
+    [field, _] = describe("moe_paged_stash")["declared"]  # a field, and an argument of Megatron-LM
+    assert (field["file"], field["first"]) == ("megatron/core/transformer/transformer_config.py", "0.5.1")
+    assert describe("moe_paged_stash")["plan_field"] is None
+
+
+def test_an_unknown_setting_is_said_to_be_unknown() -> None:
+    told = describe("moe_paged_stach")
+    assert not told["known"]
+    assert told["near"][0] == "moe_paged_stash"
+
+
+def test_published_pairs_name_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["find", "--ab", "hybridep", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert [group["variable"] for group in groups if len(group["runs"]) == 3] == ["ep_overlap"]
+
+
+def test_every_entry_has_a_name_and_an_answer_of_one_line() -> None:
+    entries = [*all_entries(), *setting_entries(), *run_entries()]
+    assert [entry.name for entry in entries if not entry.name or "\n" in entry.name or "\n" in entry.answer] == []
+    assert {entry.kind for entry in entries} == set(KINDS)

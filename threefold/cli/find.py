@@ -1,0 +1,110 @@
+"""`threefold find WORDS`: one search over rules, fields, settings, commands, pages, words, recipes and runs."""
+
+import argparse
+import json
+import shutil
+import sys
+from typing import Any
+
+from threefold.lookup.entries import KINDS, Entry
+from threefold.lookup.names import SYSTEMS, Setting, matches, near, plan_field, releases, rules_about, span
+from threefold.lookup.runs import matched_pairs
+from threefold.lookup.search import find
+
+MOST = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="WORD", help="what to look for, in any system's words")
+    parser.add_argument("--kind", choices=KINDS, help="only these; with one name, `name` tells all about that setting")
+    parser.add_argument("--ab", action="store_true", help="published runs that differ in one setting, side by side")
+    parser.add_argument("--most", type=int, default=8, metavar="N", help="entries to print (default 8)")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    if (not args.words and not args.ab) or not 1 <= args.most <= MOST:
+        print(f"threefold find: give words to look for, and --most from 1 to {MOST}", file=sys.stderr)
+        return 2
+    query = " ".join(args.words)
+    if args.ab:
+        return _print(matched_pairs([word.lower() for word in args.words]), args.json, _pairs_text)
+    if args.kind == "name" and len(args.words) == 1:
+        return _print(describe(query), args.json, _setting_text)
+    entries = find(query, args.kind, args.most)
+    return _print([entry.to_json() for entry in entries], args.json, lambda _: _entries_text(entries, query))
+
+
+def _print(answer: Any, as_json: bool, text: Any) -> int:
+    if as_json:
+        json.dump(answer, sys.stdout, indent=2)
+        print()
+    else:
+        print(text(answer))
+    return 0
+
+
+def describe(name: str) -> dict[str, Any]:
+    """All that is known of a setting: where it is declared, its field in a plan, and the rules that judge it."""
+    found, field = matches(name), plan_field(name)
+    return {
+        "name": name,
+        "known": bool(found),
+        "declared": [setting.to_json() | {"span": span(setting)} for setting in found],
+        "plan_field": field,
+        "rules": rules_about(name, field) if found or field else [],
+        "near": [] if found else near(name),
+        "read": {system: list(ends) for system, ends in releases().items()},
+    }
+
+
+def _entries_text(entries: list[Entry], query: str) -> str:
+    if not entries:
+        return f"nothing about {query!r}: try other words, or `threefold find NAME --kind name` for a setting"
+    width = max(60, shutil.get_terminal_size((120, 24)).columns)
+    lines = []
+    for entry in entries:
+        lines += [_cut(f"{entry.kind:8}{entry.name}", width), _cut(f"        {entry.answer}", width)]
+        lines.append(_cut(f"        -> {entry.read_on}", width))
+    return "\n".join(lines)
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
+
+
+def _setting_text(answer: dict[str, Any]) -> str:
+    read = ", ".join(f"{SYSTEMS[system]} {first} to {last}" for system, (first, last) in answer["read"].items())
+    lines = [answer["name"] if answer["known"] else f"{answer['name']}: unknown in these releases ({read})"]
+    for item in answer["declared"]:
+        setting = Setting(**{key: value for key, value in item.items() if key != "span"})
+        default = f", default {setting.default}" if setting.default else ""
+        lines += [
+            f"  {SYSTEMS[setting.system]} {setting.holder}: {setting.type}{default}",
+            f"    {setting.file}, {item['span']}",
+        ]
+    if answer["near"]:
+        lines.append(f"  near: {', '.join(answer['near'])}")
+    if answer["plan_field"]:
+        lines.append(f"  in a plan: {answer['plan_field']}")
+    elif answer["known"]:
+        lines.append(
+            "  no field of a plan sets it: Threefold does not model it, and an export leaves it as the recipe has it"
+        )
+    if answer["rules"]:
+        lines.append(f"  judged by: {', '.join(answer['rules'])}")
+    return "\n".join(lines)
+
+
+def _pairs_text(groups: list[dict[str, Any]]) -> str:
+    if not groups:
+        return "no published A/B has all of these words: `threefold find --ab` lists every one"
+    lines = []
+    for group in groups:
+        lines.append(f"{group['variable']}  ({group['group']})")
+        for item in group["runs"]:
+            lines.append(f"  {item['speed']:>14}  {item['shape']}; {item['settings']}")
+            lines.append(
+                f"{'':16}  {item['status']}; {item['source']}" + (f"; {item['notes']}" if item["notes"] else "")
+            )
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Published runs and matched A/Bs that the estimates stand on, as `threefold find --kind run` prints them."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from threefold.lookup.entries import Entry, published_runs
+
+Row = Mapping[str, Any]
+_AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+
+
+def layout_text(row: Row) -> str:
+    degrees = " ".join(f"{axis.upper()} {row[axis]}" for axis in _AXES if (row.get(axis) or 1) > 1)
+    return f"{degrees} FSDP".strip() if row.get("fsdp") else degrees
+
+
+def speed_text(row: Row) -> str:
+    """The figure that a row gives: throughput, step time or outcome."""
+    if row.get("status") not in ("ok", None):
+        return str(row["status"])
+    if row.get("tflops_per_gpu"):
+        return f"{row['tflops_per_gpu']:.0f} TFLOP/s"
+    seconds = row.get("step_time_s")
+    return f"{seconds:g} s a step" if seconds else "-"
+
+
+def knobs_text(row: Row) -> str:
+    """What a row says of dispatcher, overlap, graphs, recompute and offload."""
+    graphs = row.get("cuda_graph_scopes") or ([row["cuda_graph_impl"]] if row.get("cuda_graph_impl") else [])
+    recompute = row.get("recompute_modules") or (
+        [row["recompute_granularity"]] if row.get("recompute_granularity") else []
+    )
+    said = [
+        str(row.get("dispatcher") or ""),
+        "overlap" if row.get("ep_overlap") else "",
+        f"graphs {'+'.join(graphs)}" if graphs and graphs != ["none"] else "",
+        f"recompute {'+'.join(recompute)}" if recompute else "",
+        "optimizer offload" if row.get("optimizer_offload") else "",
+        "forced balance" if row.get("routing") == "force_balance" else "",
+    ]
+    return ", ".join(item for item in said if item)
+
+
+@cache
+def run_entries() -> tuple[Entry, ...]:
+    return tuple(_entries())
+
+
+def _entries() -> Iterator[Entry]:
+    for row in published_runs():
+        shape = f"{row.get('model')} on {row.get('gpus')} x {row.get('system')}, {row.get('seq_len')} tokens"
+        answer = f"{shape}, {row.get('precision')}, {layout_text(row)}: {speed_text(row)}; {knobs_text(row)}"
+        caveats = f"{row.get('perf_class')}, {row.get('release')}, {row.get('source')}"
+        yield Entry("run", row["id"], answer, f"{row.get('notes') or ''} {row.get('ab_variable') or ''}", caveats)
+
+
+def matched_pairs(words: list[str]) -> list[dict[str, Any]]:
+    """Groups of runs that differ in one declared setting, those of which every word of the query is true."""
+    groups: dict[str, list[Row]] = {}
+    for row in published_runs():
+        if row.get("ab_group"):
+            groups.setdefault(row["ab_group"], []).append(row)
+    return [
+        {
+            "group": group,
+            "variable": rows[0]["ab_variable"],
+            "runs": [
+                {
+                    "id": row["id"],
+                    "shape": f"{row['model']}, {row.get('gpus')} x {row['system']}, {row.get('precision')}",
+                    "settings": ", ".join(filter(None, (layout_text(row), knobs_text(row)))),
+                    "speed": speed_text(row),
+                    "status": f"{row.get('status')}, {row.get('perf_class')}",
+                    "notes": row.get("notes") or "",
+                    "source": f"{row.get('source')}, {row.get('release')}",
+                }
+                for row in rows
+            ],
+        }
+        for group, rows in groups.items()
+        if all(word in f"{group} {rows}".lower() for word in words)
+    ]
