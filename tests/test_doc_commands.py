@@ -19,7 +19,21 @@ from repository import ROOT
 from threefold.cli.main import TAKE_A_COMMAND, VERBS, build_parser
 
 PLANNER = (
-    *("plan", "check", "show", "estimate", "sweep", "launch", "export", "compare", "card", "rules", "models", "chips"),
+    *(
+        "plan",
+        "check",
+        "show",
+        "estimate",
+        "sweep",
+        "launch",
+        "export",
+        "compare",
+        "card",
+        "rules",
+        "find",
+        "models",
+        "chips",
+    ),
     *("schema", "completion", "report"),
 )
 # Why a command is parsed and not run: a pattern of the command line, and the reason.
