@@ -49,8 +49,12 @@ SCHEMA = {
         },
         "part_seconds": {"type": "object", "additionalProperties": NUMBER},
         "devices": {"type": "array", "items": {"type": "object", "required": ["span_seconds", "walls"]}},
+        "job": {
+            "type": "object",
+            "required": ["slowest", "representatives", "capture", "ranks", "collectives", "opportunities", "claims"],
+        },
     },
-    "required": ["span_seconds", "walls", "dominant", "confidence", "fixes", "part_seconds", "devices"],
+    "required": ["span_seconds", "walls", "dominant", "confidence", "fixes", "part_seconds", "devices", "job"],
     "additionalProperties": False,
 }
 
@@ -87,6 +91,14 @@ def test_the_text_names_the_wall_and_its_cures(trace: Path, capsys: pytest.Captu
     assert "knobs.ep_overlap=true" in out
     assert "threefold.experts" in out
     assert "kernels that nothing explains: 'kernel_7f3a'" in out
+
+
+def test_the_order_of_the_output(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Verdict, capture quality, budget of a step, ranks, opportunities, status of the claims."""
+    _, out, _ = run("profile", str(trace), capsys=capsys)
+    heads = ("the wall is", "capture:", "a step of", "ranks,", "at most to gain", "how sure each claim is")
+    places = [out.index(head) for head in heads]
+    assert places == sorted(places)
 
 
 def test_an_annotated_trace_keeps_the_original(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +178,7 @@ def test_json_can_be_written_beside_the_text(trace: Path, tmp_path: Path, capsys
 def test_wrong_command_lines_and_files(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("profile", capsys=capsys)[0] == 2
     assert run("profile", str(trace), "--out", "walls.txt", capsys=capsys)[0] == 2
+    assert run("profile", str(trace), "--unprofiled", "0", capsys=capsys)[0] == 2
     assert run("profile", str(trace), "--out", str(tmp_path / "no" / "x.json"), capsys=capsys)[0] == 1
     bad = tmp_path / "bad.toml"
     bad.write_text("model = ")

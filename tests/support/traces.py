@@ -48,6 +48,13 @@ def device_annotation(name: str, start: float, length: float, stream: int = 7, d
     return _whole("gpu_user_annotation", name, start, length, device, stream, {"device": device, "stream": stream})
 
 
+def stream_wait(stream: int, correlation: int, producer: int, recorded_by: int, device: int = 0) -> Event:
+    """A wait of a stream for an event, whose own time is missing as CUPTI allows: calls of the host have the times."""
+    said = {"stream": stream, "correlation": correlation, "device": device, "wait_on_stream": producer}
+    said["wait_on_cuda_event_record_corr_id"] = recorded_by
+    return _whole("cuda_sync", "Stream Wait Event", 0.0, 0.0, device, stream, said)
+
+
 def memory_event(at: float, allocated: int, reserved: int, device: int = 0) -> Event:
     args = {"Total Allocated": allocated, "Total Reserved": reserved, "Device Type": 1, "Device Id": device}
     said = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 4242, "tid": 100, "ts": at}
@@ -91,12 +98,26 @@ CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT
   demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, gridX INTEGER NOT NULL);
 CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
   contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
-  bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL);
+  bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL, srcKind INTEGER, dstKind INTEGER);
 CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
   contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
   value INTEGER NOT NULL, bytes INTEGER NOT NULL);
 CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL,
   globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL);
+CREATE TABLE CUPTI_ACTIVITY_KIND_SYNCHRONIZATION (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER,
+  contextId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER, syncType INTEGER NOT NULL,
+  eventId INTEGER, eventSyncId INTEGER);
+CREATE TABLE CUPTI_ACTIVITY_KIND_CUDA_EVENT (deviceId INTEGER, contextId INTEGER, streamId INTEGER,
+  correlationId INTEGER, globalPid INTEGER, eventId INTEGER, eventSyncId INTEGER);
+CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, utcTime TEXT, localTime TEXT);
+CREATE TABLE TARGET_INFO_SYSTEM_ENV (globalVid INTEGER, devStateName TEXT, name TEXT, nameEnum INTEGER, value TEXT);
+CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT);
+CREATE TABLE DIAGNOSTIC_EVENT (timestamp INTEGER, timestampType INTEGER, source INTEGER, severity INTEGER,
+  text TEXT, globalPid INTEGER);
+CREATE TABLE ENUM_CUDA_MEM_KIND (id INTEGER, name TEXT, label TEXT);
+CREATE TABLE TARGET_INFO_GPU_METRICS (typeId INTEGER, sourceId INTEGER, typeName TEXT, metricId INTEGER,
+  metricName TEXT);
+CREATE TABLE GPU_METRICS (timestamp INTEGER, typeId INTEGER, metricId INTEGER, value INTEGER);
 CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER,
   text TEXT, globalTid INTEGER, textId INTEGER, domainId INTEGER);
 """
@@ -128,9 +149,17 @@ class NsightExport:
         place = {"start": start, "end": end, "deviceId": device, "streamId": stream}
         self.add("CUPTI_ACTIVITY_KIND_KERNEL", **{**place, **same, **named, **more})
 
-    def copy(self, start: int, end: int, device: int = 0, pid: int = 9) -> None:
+    def copy(self, start: int, end: int, device: int = 0, pid: int = 9, **more: Any) -> None:
         place = {"start": start, "end": end, "deviceId": device, "streamId": 9, "contextId": 1, "globalPid": pid << 24}
-        self.add("CUPTI_ACTIVITY_KIND_MEMCPY", **place, correlationId=None, bytes=1, copyKind=8)
+        said = {"correlationId": None, "bytes": 1, "copyKind": 8}
+        self.add("CUPTI_ACTIVITY_KIND_MEMCPY", **{**place, **said, **more})
+
+    def stream_wait(self, stream: int, wait: int, producer: int, record: int, event: int, pid: int = 9) -> None:
+        """A wait of a stream for an event of another one; `wait` and `record` are correlations of the calls."""
+        same = {"deviceId": 0, "contextId": 1, "globalPid": pid << 24, "eventId": 5, "eventSyncId": event}
+        self.add("CUPTI_ACTIVITY_KIND_CUDA_EVENT", **same, streamId=producer, correlationId=record)
+        table = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
+        self.add(table, **same, start=0, end=0, streamId=stream, correlationId=wait, syncType=2)
 
     def launch(
         self, start: int, end: int, correlation: int, pid: int = 9, name: str = "cudaLaunchKernel_v7000"

@@ -15,10 +15,16 @@ from threefold.profile.analyse import Profile, profile_traces
 from threefold.spec.chips import ChipSpec
 
 
-def profile_run(*paths: str | Path, plan: Plan | None = None) -> Profile:
+def profile_run(
+    *paths: str | Path,
+    plan: Plan | None = None,
+    step_range: str | None = None,
+    unprofiled_seconds: float | None = None,
+) -> Profile:
     """Read PyTorch traces, exports of Nsight Systems or folders of runs; say which wall holds them back, and what would
-    cure it. With the plan that ran, cures are changes of its fields; a run's folder has its own."""
-    return profile_traces([Path(path) for path in paths], plan)
+    cure it. With the plan that ran, cures are changes of its fields; a run's folder has its own. `step_range` names the
+    range around a step, `unprofiled_seconds` is the length of a step without a profiler."""
+    return profile_traces([Path(path) for path in paths], plan, step_range, unprofiled_seconds)
 
 
 def compare_runs(

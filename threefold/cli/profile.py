@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="PyTorch traces (.json, .json.gz), SQLite exports of Nsight Systems, or the folder of a run",
     )
     parser.add_argument("--plan", metavar="PLAN", help="the plan that ran; cures are then changes of its fields")
+    parser.add_argument("--step", metavar="NAME", help="the range around a step (default: known names, else a kernel)")
+    parser.add_argument(
+        "--unprofiled",
+        type=float,
+        metavar="SECONDS",
+        help="a step without the profiler, to say how much the profiler slows it (default: the run's own log)",
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument(
         "--out",
@@ -42,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join((".json", *TRACE_SUFFIXES, *PICTURE_SUFFIXES))
         print(f"threefold profile: --out {out} ends in none of {known}", file=sys.stderr)
         return 2
+    if args.unprofiled is not None and not 0 < args.unprofiled < math.inf:
+        print("threefold profile: --unprofiled is a number of seconds above 0", file=sys.stderr)
+        return 2
     plan = None
     if args.plan:
         parsed = read_plan(args.plan)
@@ -49,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         if plan is None or errors(parsed.findings):
             return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
     try:
-        found = profile_run(*args.traces, plan=plan)
+        found = profile_run(*args.traces, plan=plan, step_range=args.step, unprofiled_seconds=args.unprofiled)
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     written = out is None or is_written("profile", out, lambda: _write(found, out))

@@ -18,6 +18,8 @@ from threefold.profile.classify import Classified
 from threefold.profile.cures import Cure, cures
 from threefold.profile.diagnose import Diagnosis, Straggler, diagnose, stragglers
 from threefold.profile.measure import DeviceWalls, measure_devices
+from threefold.profile.ranks.job import JobTrace, job_trace
+from threefold.profile.ranks.rank_trace import RankTrace, rank_traces
 from threefold.profile.readers.kineto import read_kineto
 from threefold.profile.readers.nsight import MAGIC, read_nsight
 from threefold.profile.readers.run_folder import RunLog, find_traces, read_run
@@ -39,6 +41,7 @@ class Profile(ShownAsTable):
     slow_ranks: list[Straggler]
     plan: Plan | None
     log: RunLog
+    job: JobTrace
 
     def summary(self) -> str:
         found = self.diagnosis
@@ -59,6 +62,7 @@ class Profile(ShownAsTable):
             "fixes": [cure.to_json() for cure in self.cures],
             "part_seconds": self.log.part_seconds,
             "devices": [self._device_json(device) for device in self.devices],
+            "job": self.job.to_json(),
         }
 
     def _device_json(self, device: DeviceWalls) -> dict[str, Any]:
@@ -78,8 +82,16 @@ class Profile(ShownAsTable):
         }
 
 
-def profile_traces(paths: Sequence[Path], plan: Plan | None = None) -> Profile:
-    """Read traces, folders of traces and run folders, and diagnose them. A run's plan serves where none is given."""
+def profile_traces(
+    paths: Sequence[Path],
+    plan: Plan | None = None,
+    step_range: str | None = None,
+    unprofiled_seconds: float | None = None,
+) -> Profile:
+    """Read traces, folders of traces and run folders, and diagnose them. A run's plan serves where none is given.
+
+    `step_range` names the range around a step, and `unprofiled_seconds` is the length of a step without a profiler.
+    """
     files, log = list[Path](), RunLog()
     for path in paths:
         if path.is_dir():
@@ -90,11 +102,13 @@ def profile_traces(paths: Sequence[Path], plan: Plan | None = None) -> Profile:
             files.append(path)
     layout, chip = (plan.layout, plan.chip) if plan else (None, None)
     devices: list[DeviceWalls] = []
+    ranks: list[RankTrace] = []
     top: tuple[DeviceWalls, Trace, Classified] | None = None
     for file in files:
         trace = read_trace(file)
         found, classes = measure_devices(trace, layout, chip if chip and chip.architecture != "cpu" else None)
         devices += found
+        ranks += rank_traces(trace, classes, layout, step_range)
         longest = max(found, key=lambda device: device.span_seconds, default=None)
         if longest is not None and (top is None or longest.span_seconds > top[0].span_seconds):
             top = longest, trace, classes
@@ -102,7 +116,8 @@ def profile_traces(paths: Sequence[Path], plan: Plan | None = None) -> Profile:
         raise FindingsError([_no_work(files)])
     slow = stragglers(devices)
     found_wall = diagnose(top[0], slow, plan, log)
-    return Profile(devices, *top, found_wall, cures(found_wall.dominant, top[0], plan), slow, plan, log)
+    job = job_trace(ranks, layout, log.step_lengths, unprofiled_seconds, log.mfu)
+    return Profile(devices, *top, found_wall, cures(found_wall.dominant, top[0], plan), slow, plan, log, job)
 
 
 def read_trace(path: Path) -> Trace:
@@ -126,7 +141,8 @@ def read_trace(path: Path) -> Trace:
         raise unreadable(path, f"cannot be read: {error.strerror or error}", advice) from None
     if trace.rank is None:
         named = re.search(r"rank[-_]?(\d{1,6})", path.name)
-        trace.rank = int(named[1]) if named else None
+        if named:
+            trace.rank, trace.capture.rank_source = int(named[1]), "file name"
     return trace
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from threefold.layout.degrees import DENSE_AXES, EXPERT_AXES, Layout
 from threefold.profile.classify import Classified, distinct_rows
-from threefold.profile.kernel_names import COMMUNICATION, operator_class
+from threefold.profile.kernel_names import COMMUNICATION, collective_kind, operator_class
 from threefold.profile.nesting import Enclosing
 from threefold.profile.trace import HOST_OPERATOR, Collective, Floats, HostSpans, Ints, Trace
 
@@ -69,7 +69,7 @@ def axes_of(trace: Trace, found: Classified, layout: Layout | None) -> tuple[lis
     for number, (said, name, op, around, note) in enumerate(rows):
         texts = [trace.names[i] if i >= 0 else "" for i in (name, op, around, note)]
         meta = trace.collectives[said] if said >= 0 else Collective()
-        axis = _axis(_completed(trace, meta), layout, trace.rank, *texts)
+        axis = _axis(completed(trace, meta), layout, trace.rank, *texts)
         index[number] = axes.setdefault(axis, len(axes))
     result = np.full(len(spans), -1, np.int64)
     if len(chosen):
@@ -150,7 +150,7 @@ def _only_axis(layout: Layout, kind: str) -> str:
     return used[0] if len(distinct) == 1 else UNKNOWN_AXIS
 
 
-def _completed(trace: Trace, group: Collective) -> Collective:
+def completed(trace: Trace, group: Collective) -> Collective:
     """The collective with what the file's header knows of its process group."""
     known = trace.groups.get(group.group_name)
     if known is None:
@@ -197,14 +197,9 @@ def _find_askers(trace: Trace, chosen: Ints, thread: Ints, moment: Floats) -> No
         thread[mine], moment[mine] = asked.thread[order], asked.start[order]
 
 
-@lru_cache(maxsize=65_536)
 def _collective_kind(name: str) -> int:
-    """A number for the kind of a collective: `gloo:all_to_all` and `c10d::alltoall_base_` have the same."""
-    if operator_class(name) != COMMUNICATION:
-        return -1
-    bare = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
-    kinds = ("alltoall", "allgather", "allreduce", "reducescatter", "broadcast", "send", "recv", "barrier", "gather")
-    return next((number for number, kind in enumerate(kinds) if kind in bare), -1)
+    """The kind of a collective that a name of communication tells."""
+    return collective_kind(name) if operator_class(name) == COMMUNICATION else -1
 
 
 @lru_cache(maxsize=65_536)

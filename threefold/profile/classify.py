@@ -13,9 +13,10 @@ What none of them knows is unknown. The stream is no evidence. Kernels that a CU
 launch, which says nothing of each of them, so operators and host ranges are skipped there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from threefold.profile.kernel_names import (
     CLASSES,
@@ -48,6 +49,9 @@ class Classified:
     launch_thread: Ints  # the thread that launched it, -1 where the trace does not say
     launch_start: Floats  # when the host began to launch it; NaN where the trace does not say
     launch_end: Floats
+    is_replayed: NDArray[np.bool_]  # by a CUDA graph, whose launch says nothing of each kernel
+    axes: list[str] = field(default_factory=list)  # of the layout; `measure.py` fills these two in
+    axis_of: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # index into them, -1 for no communication
 
     def is_label(self, label: str) -> Ints:
         return np.asarray(self.label == CLASSES.index(label))
@@ -70,7 +74,9 @@ def classify(trace: Trace) -> Classified:
     begins, ends = np.full(len(spans), np.nan), np.full(len(spans), np.nan)
     begins[known], ends[known] = trace.launches.start[launch[known]], trace.launches.end[launch[known]]
     threads = np.where(is_graph, -1, thread)
-    return Classified(labels[where], evidences[where], operator, link, annotation, region, threads, begins, ends)
+    return Classified(
+        labels[where], evidences[where], operator, link, annotation, region, threads, begins, ends, is_graph
+    )
 
 
 def distinct_rows(*columns: Ints) -> tuple[list[list[int]], Ints]:
@@ -100,7 +106,9 @@ def _decide(kind: int, in_collective: bool, name: str, operator: str, annotation
     return next(((label, evidence) for evidence, label in asked if label), (UNKNOWN, "none"))
 
 
-def _linked(trace: Trace, launch: Ints, is_graph: Ints, thread: Ints, moment: Floats) -> tuple[Ints, Ints, Ints, Ints]:
+def _linked(
+    trace: Trace, launch: Ints, is_graph: NDArray[np.bool_], thread: Ints, moment: Floats
+) -> tuple[Ints, Ints, Ints, Ints]:
     """Names of the operator (with its external id), of the annotation and of the region of each device span."""
     spans = trace.device_spans
     names_annotation = np.array([annotation_class(name) is not None for name in trace.names] or [False])
@@ -162,7 +170,7 @@ def _index_of(links: Ints, wanted: Ints) -> Ints:
     return np.where((place >= 0) & (wanted >= 0) & (links[found] == wanted), found, -1)
 
 
-def _named(trace: Trace, launch: Ints, word: str) -> Ints:
+def _named(trace: Trace, launch: Ints, word: str) -> NDArray[np.bool_]:
     """Whether the launch of each device span has a word in its name."""
     if not len(trace.launches):
         return np.zeros(len(launch), bool)

@@ -61,3 +61,16 @@ def intersect(one: Union, other: Union) -> Union:
 def gaps(busy: Union) -> Union:
     """The times between the intervals of a union."""
     return Union(busy.end[:-1], busy.start[1:])
+
+
+def clip(one: Union, start: float, end: float) -> Union:
+    """The part of a union inside a window."""
+    first = int(np.searchsorted(one.end, start, side="right"))
+    last = int(np.searchsorted(one.start, end, side="left"))
+    return union(np.maximum(one.start[first:last], start), np.minimum(one.end[first:last], end))
+
+
+def outside(busy: Union, start: float, end: float) -> Union:
+    """The times of a window that a union does not cover."""
+    inside = clip(busy, start, end)
+    return union(np.concatenate([[start], inside.end]), np.concatenate([inside.start, [end]]))

@@ -11,6 +11,11 @@ from functools import lru_cache
 COMMUNICATION, COMPUTE, COPY, UNKNOWN = "communication", "compute", "copy", "unknown"
 CLASSES = (COMMUNICATION, COMPUTE, COPY, UNKNOWN)
 
+SYNC_CALLS = re.compile(r"Synchronize|cudaEventQuery")  # of the runtime, in which the host waits for the device
+COLLECTIVE_KINDS = (
+    "alltoall", "allgather", "allreduce", "reducescatter", "broadcast", "send", "recv", "barrier", "gather",
+)  # fmt: skip
+
 _FLAGS = re.IGNORECASE
 _COLLECTIVE_WORDS = (
     r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|\ba2a|all2all|send_?recv|\birecv\b|\bisend\b|broadcast_?coll"
@@ -99,6 +104,13 @@ def operator_class(name: str) -> str | None:
     if _COPY_OPERATORS.search(name):
         return COPY
     return COMPUTE if _COMPUTE_OPERATORS.search(name) else None
+
+
+@lru_cache(maxsize=65_536)
+def collective_kind(name: str) -> int:
+    """The index in `COLLECTIVE_KINDS` of what a name says, -1 for none: `gloo:all_to_all`, `c10d::alltoall_base_`."""
+    bare = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
+    return next((number for number, kind in enumerate(COLLECTIVE_KINDS) if kind in bare), -1)
 
 
 @lru_cache(maxsize=65_536)

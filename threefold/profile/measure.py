@@ -17,11 +17,10 @@ from threefold.profile.axes import axes_of
 from threefold.profile.classify import EVIDENCE, Classified, classify
 from threefold.profile.gemm_efficiency import GemmEfficiency, gemm_efficiency
 from threefold.profile.intervals import Union, gaps, subtract, union
-from threefold.profile.kernel_names import CLASSES, COMMUNICATION, COMPUTE, UNKNOWN, compute_family
+from threefold.profile.kernel_names import CLASSES, COMMUNICATION, COMPUTE, SYNC_CALLS, UNKNOWN, compute_family
 from threefold.profile.trace import Device, Ints, MemoryUse, Trace
 from threefold.spec.chips import ChipSpec, chip_of_device
 
-_SYNC = re.compile(r"Synchronize|cudaEventQuery")
 _ALLOCATOR = re.compile(r"^(cuda|hip)(Malloc|Free)(?!Host|Async)|^cuMem(Create|Unmap|Release)")
 _DIRECTIONS = {"host to device": "HtoD", "device to host": "DtoH"}  # words in names of copies
 MAX_NAMES = 5  # unknown kernels that are named
@@ -113,12 +112,12 @@ def measure_devices(
 ) -> tuple[list[DeviceWalls], Classified]:
     """The walls of every device that has events. `chip` stands in where the trace does not name a known one."""
     found = classify(trace)
-    axes, axis_of = axes_of(trace, found, layout)
+    found.axes, found.axis_of = axes_of(trace, found, layout)
     steps = _steps(trace)
     devices = []
     for number in np.unique(trace.device_spans.device).tolist():
         chosen = np.flatnonzero(trace.device_spans.device == number)
-        devices.append(_measure(trace, found, int(number), chosen, axes, axis_of, steps, chip))
+        devices.append(_measure(trace, found, int(number), chosen, steps, chip))
     return devices, found
 
 
@@ -127,8 +126,6 @@ def _measure(
     found: Classified,
     number: int,
     chosen: Ints,
-    axes: list[str],
-    axis_of: Ints,
     steps: tuple[int, float | None],
     chip: ChipSpec | None,
 ) -> DeviceWalls:
@@ -138,8 +135,8 @@ def _measure(
     compute, busy = parts[COMPUTE], _union(trace, chosen)
     exposed = subtract(parts[COMMUNICATION], compute)
     by_axis = {}
-    for place, axis in enumerate(axes):
-        own = _union(trace, chosen[axis_of[chosen] == place])
+    for place, axis in enumerate(found.axes):
+        own = _union(trace, chosen[found.axis_of[chosen] == place])
         if len(own):
             by_axis[axis] = Overlap(own.seconds, subtract(own, compute).seconds)
     kernels = chosen[label == CLASSES.index(COMPUTE)]
@@ -154,7 +151,7 @@ def _measure(
         busy_seconds=busy.seconds,
         communication=Overlap(parts[COMMUNICATION].seconds, exposed.seconds),
         by_axis=dict(sorted(by_axis.items(), key=lambda item: -item[1].exposed_seconds)),
-        links=_links(trace, number, chosen, compute),
+        links=_links(trace, chosen, compute),
         host=_host_time(trace, found, chosen, busy, device.is_cpu),
         compute_seconds=compute.seconds,
         compute_by_kind=_by_kind(trace, kernels),
@@ -182,15 +179,15 @@ def _union(trace: Trace, chosen: Ints) -> Union:
     return union(trace.device_spans.start[chosen], trace.device_spans.end[chosen])
 
 
-def _links(trace: Trace, device: int, chosen: Ints, compute: Union) -> dict[str, LinkUse]:
+def _links(trace: Trace, chosen: Ints, compute: Union) -> dict[str, LinkUse]:
     """What each direction between host and device carried, where the trace tells bytes."""
     found = {}
     for direction, word in _DIRECTIONS.items():
-        sizes = {name: size for (at, name), size in trace.copied_bytes.items() if at == device}
-        sizes = {name: size for name, size in sizes.items() if word in trace.names[name]}
-        copies = _union(trace, chosen[np.isin(trace.device_spans.name[chosen], list(sizes))])
-        if sizes and len(copies):
-            found[direction] = LinkUse(sum(sizes.values()), copies.seconds, subtract(copies, compute).seconds)
+        goes_there = np.array([word in name for name in trace.names] or [False])
+        copies = chosen[goes_there[trace.device_spans.name[chosen]] & (trace.device_spans.num_bytes[chosen] >= 0)]
+        if len(copies):
+            moved, time = int(trace.device_spans.num_bytes[copies].sum(dtype=np.float64)), _union(trace, copies)
+            found[direction] = LinkUse(moved, time.seconds, subtract(time, compute).seconds)
     return found
 
 
@@ -213,7 +210,7 @@ def _host_time(trace: Trace, found: Classified, chosen: Ints, busy: Union, is_cp
         launch_gap_seconds=idle_seconds - bound_seconds,
         num_gaps=len(idle),
         longest_gap_seconds=float(length.max(initial=0.0)),
-        sync_seconds=_call_seconds(trace, _SYNC)[1],
+        sync_seconds=_call_seconds(trace, SYNC_CALLS)[1],
         num_launches=int(np.sum(np.isfinite(found.launch_end[chosen]))),
         has_launches=has_launches,
     )

@@ -37,6 +37,7 @@ class Device:
     name: str = ""  # "NVIDIA H200"
     memory_bytes: int = 0  # capacity; 0 where the trace does not say
     is_cpu: bool = False
+    process: int | None = None  # of the host, where one file has several
 
 
 @dataclass(slots=True)
@@ -71,9 +72,44 @@ class DeviceSpans:
     correlation: Ints
     external: Ints  # external id of the operator that launched it
     collective: Ints  # index into `Trace.collectives`
+    num_bytes: Ints  # that a copy moves; -1 where the trace does not say
 
     def __len__(self) -> int:
         return len(self.start)
+
+
+@dataclass(slots=True)
+class StreamWaits:
+    """Waits of one stream for an event that another stream recorded. Moments are those of the host's calls, because
+    profilers may write 0 as the time of the wait itself."""
+
+    device: Ints
+    stream: Ints  # that waits
+    moment: Floats  # of the call that made it wait
+    producer_stream: Ints  # on which the event was recorded, -1 for unknown
+    recorded: Floats  # the moment of the call that recorded the event, NaN for unknown
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+
+def no_waits() -> StreamWaits:
+    none = np.empty(0, np.int64)
+    return StreamWaits(none, none, np.empty(0), none, np.empty(0))
+
+
+@dataclass(slots=True)
+class Capture:
+    """How a trace was recorded, as far as it says: what its numbers can prove depends on it."""
+
+    profiler: str = ""  # with its version
+    host: str = ""
+    world_size: int | None = None
+    rank_source: str = ""  # "trace" or "file name"
+    epoch_nanoseconds: int | None = None  # the time since 1970 at which the trace's times are 0
+    call_stack_rate: float | None = None  # share of the runtime's calls that have a call stack; None: not recorded
+    warnings: list[str] = field(default_factory=list)  # of the profiler itself, and tables that are missing
+    metrics: Mapping[str, float] = field(default_factory=dict)  # means of sampled GPU metrics, by name
 
 
 @dataclass(slots=True)
@@ -104,7 +140,9 @@ class Trace:
     memory: Mapping[int, MemoryUse] = field(default_factory=dict)  # by index of the device
     # Sizes and dtypes of operands, by external id of matrix multiplications: ("[[8, 4], [4, 2]]", "BFloat16").
     operands: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    copied_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)  # by indices of the device and the name
+    waits: StreamWaits = field(default_factory=no_waits)
+    capture: Capture = field(default_factory=Capture)
+    thread_processes: list[int] = field(default_factory=list)  # by index of the thread, where a file has several
     groups: Mapping[str, Collective] = field(default_factory=dict)  # process groups by torch's name
     rank: int | None = None
     num_unended: int = 0  # device events that begin and never end
@@ -113,4 +151,4 @@ class Trace:
 
 
 def no_device_spans() -> DeviceSpans:
-    return DeviceSpans(np.empty(0), np.empty(0), *(np.empty(0, np.int64) for _ in range(7)))
+    return DeviceSpans(np.empty(0), np.empty(0), *(np.empty(0, np.int64) for _ in range(8)))

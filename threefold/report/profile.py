@@ -6,6 +6,7 @@ from threefold.findings import as_overrides
 from threefold.profile.analyse import Profile
 from threefold.profile.cures import Cure
 from threefold.profile.measure import DeviceWalls
+from threefold.report.profile_job import job_text
 from threefold.report.terminal import table
 from threefold.units import format_many
 
@@ -15,7 +16,8 @@ MIN_LINK_SHARE = 0.01  # of the time, below which copies between host and device
 
 def profile_text(found: Profile) -> str:
     top = found.top
-    parts = [_headline(found), _evidence(found), _parts(found), _devices(found), _axes(top), _links(top)]
+    parts = [_headline(found), _evidence(found), job_text(found.job), _parts(found), _devices(found), _axes(top)]
+    parts.append(_links(top))
     return "\n\n".join(part for part in [*parts, _regions(top), _cures(found)] if part)
 
 

@@ -51,7 +51,7 @@ def with_host_devices(trace: Trace, threads: list[tuple[Any, Any]]) -> Trace:
     )
     none = np.full(len(start), -1, np.int64)
     kind = np.full(len(start), HOST_OPERATOR)
-    trace.device_spans = DeviceSpans(start, end, name, process_of[thread], thread, kind, none, link, none)
+    trace.device_spans = DeviceSpans(start, end, name, process_of[thread], thread, kind, none, link, none, none)
     trace.devices = [Device(f"process {key}", "cpu", is_cpu=True) for key in keys]
     trace.memory = {}
     return trace

@@ -23,7 +23,14 @@ _SCALAR = re.compile(rb"[^\s,}\]]+(?=[\s,}\]])")
 _SPACE = b" \t\r\n"
 _TAIL_BYTES = 2**16  # of a piece in which a boundary is looked for
 _TRUNCATED = "it is truncated: it ends before the trace does"
-_KEPT_HEADERS = ("deviceProperties", "distributedInfo")
+_KEPT_HEADERS = (
+    "deviceProperties",
+    "distributedInfo",
+    "baseTimeNanoseconds",
+    "host_name",
+    "with_stack",
+    "schemaVersion",
+)
 _MAX_HEADER_BYTES = 2**24
 _MAX_FIELDS = 1000  # next to the events; a trace of torch has some ten
 
@@ -45,6 +52,7 @@ class Args(
         "device_type": "Device Type",
         "device_id": "Device Id",
         "num_bytes": "bytes",
+        "recorded_by": "wait_on_cuda_event_record_corr_id",
     },
 ):
     """Arguments of an event that say something about walls. Their types are checked where they are used."""
@@ -65,6 +73,8 @@ class Args(
     device_type: Any = None
     device_id: Any = None
     num_bytes: Any = None
+    wait_on_stream: Any = None
+    recorded_by: Any = None
 
 
 class Event(msgspec.Struct, gc=False):

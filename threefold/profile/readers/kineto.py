@@ -6,10 +6,7 @@ Device events may also come as pairs of begin and end (`B`, `E`); one without an
 """
 
 import gc
-import json
-import math
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +17,19 @@ import numpy as np
 from threefold.profile.readers.columns import Columns, NameTable
 from threefold.profile.readers.host_devices import with_host_devices
 from threefold.profile.readers.json_events import Args, Event, EventReader
+from threefold.profile.readers.kineto_values import (
+    capture_of,
+    device_of,
+    from_headers,
+    number_of,
+    numbers_of,
+    ranks_of,
+    text_of,
+)
+from threefold.profile.readers.stream_waits import resolved
 from threefold.profile.readers.text_stream import text_pieces
 from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
-from threefold.profile.trace import COPY, KERNEL, Collective, Device, DeviceSpans, HostSpans, MemoryUse, Trace
+from threefold.profile.trace import COPY, KERNEL, Collective, DeviceSpans, HostSpans, MemoryUse, Trace
 
 # What the categories of PyTorch's releases (and of ROCm's and XPU's profilers) stand for, in lower case.
 _KINDS = {
@@ -41,13 +48,13 @@ _KINDS = {
     "xpu_runtime": "launch",
     "user_annotation": "annotation",
     "gpu_user_annotation": "device_annotation",
+    "cuda_sync": "wait",
     "cpu_instant_event": "instant",
 }
 _ON_DEVICE = ("kernel", "copy", "device_annotation")
 _MATMULS = re.compile(r"(^|::)_?(scaled_)?(addmm|mm|bmm|baddbmm|linear|grouped_mm|matmul)\b")
 _MICROSECOND = 1e-6
 _CUDA = 1  # the device type of CUDA in memory events
-_MAX_RANKS_TEXT = 100_000
 
 
 def read_kineto(path: Path, file: BinaryIO) -> Trace:
@@ -81,14 +88,14 @@ class _Collector:
         self.path = path
         self.names, self.threads, self.devices = NameTable(), NameTable(), NameTable()
         self.collectives: dict[Collective, int] = {}
-        self.on_device = Columns(9)
-        self.device_annotations = Columns(9)
+        self.on_device = Columns(10)
+        self.device_annotations = Columns(10)
+        self.waits = Columns(7)
         self.operators, self.launches, self.annotations = Columns(5), Columns(5), Columns(5)
         self.launch_external: list[Any] = [np.empty(0, np.int64)]
         self.operator_collectives: dict[int, int] = {}
         self.operands: dict[int, tuple[str, str]] = {}
         self.memory: dict[int, MemoryUse] = {}
-        self.copied_bytes: Counter[tuple[int, int]] = Counter()
         self.halves: list[tuple[str, str, Event]] = []  # begins and ends of device events: lane, kind, event
         self._kind_of: dict[str | None, str] = {}
         self._seen_args: dict[bytes, str] = {}
@@ -142,21 +149,24 @@ class _Collector:
         self._check_times(kind, events, start, length)
         names = self.names.indices([event.name for event in events])
         args = [event.args or _NO_ARGS for event in events]
+        if kind == "wait":
+            self._add_waits(events, args, start)
+            return
         if kind in _ON_DEVICE:
             self._add_device_spans(kind, events, args, start, length, names)
             return
         threads = self.threads.indices(_plain_all([(event.pid, event.tid) for event in events]))
-        links = _numbers([one.correlation for one in args] if kind == "launch" else [one.external for one in args])
+        links = numbers_of([one.correlation for one in args] if kind == "launch" else [one.external for one in args])
         {"operator": self.operators, "launch": self.launches, "annotation": self.annotations}[kind].add(
             start, start + length, names, threads, links
         )
         if kind == "launch":
-            self.launch_external.append(_numbers([one.external for one in args]))
+            self.launch_external.append(numbers_of([one.external for one in args]))
         elif kind == "operator":
             self._add_operands(events, names)
             for one in args:
                 if one.group_name or one.operation is not None:
-                    self.operator_collectives[_number(one.external)] = self._collective(one)
+                    self.operator_collectives[number_of(one.external)] = self._collective(one)
 
     def _add_device_spans(
         self, kind: str, events: list[Event], args: list[Args], start: Any, length: Any, names: Any
@@ -166,22 +176,31 @@ class _Collector:
         streams = [event.tid if one.stream is None else one.stream for event, one in pairs]
         collectives = [-1 if one.operation is None and not one.group_name else self._collective(one) for one in args]
         indices = self.devices.indices(_plain_all(devices))
-        if kind == "copy":
-            for place, one in enumerate(args):
-                if one.num_bytes is not None:
-                    self.copied_bytes[int(indices[place]), int(names[place])] += max(0, _number(one.num_bytes))
+        is_copy = kind == "copy"
         columns = self.device_annotations if kind == "device_annotation" else self.on_device
         columns.add(
             start,
             start + length,
             names,
             indices,
-            _numbers(streams),
-            np.full(len(events), COPY if kind == "copy" else KERNEL),
-            _numbers([one.correlation for one in args]),
-            _numbers([one.external for one in args]),
+            numbers_of(streams),
+            np.full(len(events), COPY if is_copy else KERNEL),
+            numbers_of([one.correlation for one in args]),
+            numbers_of([one.external for one in args]),
             np.array(collectives, np.int64),
+            numbers_of([one.num_bytes for one in args]) if is_copy else np.full(len(events), -1),
         )
+
+    def _add_waits(self, events: list[Event], args: list[Args], start: Any) -> None:
+        """Waits of a stream for an event, with the calls that made it wait and that recorded the event."""
+        pairs = [pair for pair in zip(events, args, start, strict=True) if pair[0].name == "Stream Wait Event"]
+        if pairs:
+            devices = _plain_all([(event.pid if one.device is None else one.device,) for event, one, _ in pairs])
+            streams = [event.tid if one.stream is None else one.stream for event, one, _ in pairs]
+            sides = [(one.correlation, one.wait_on_stream, one.recorded_by) for _, one, _ in pairs]
+            moment = np.array([at for _, _, at in pairs])
+            columns = [numbers_of(list(column)) for column in zip(*sides, strict=True)]
+            self.waits.add(moment, moment, self.devices.indices(devices), numbers_of(streams), *columns)
 
     def _collective(self, args: Args) -> int:
         """The index of what a kernel or an operator says of its collective."""
@@ -193,7 +212,9 @@ class _Collector:
         if known is not None:
             return known
         operation, name, description, ranks, size = said
-        found = Collective(_text(operation), _text(name), _text(description), _ranks(ranks), max(0, _number(size)))
+        found = Collective(
+            text_of(operation), text_of(name), text_of(description), ranks_of(ranks), max(0, number_of(size))
+        )
         index = self.collectives.setdefault(found, len(self.collectives))
         if is_plain and len(self._said) < 100_000:
             self._said[said] = index
@@ -208,7 +229,7 @@ class _Collector:
             args = events[place].args
             if args and args.input_dims:
                 dims, kinds = self._shared(args.input_dims), self._shared(args.input_types)
-                self.operands[_number(args.external)] = dims, kinds
+                self.operands[number_of(args.external)] = dims, kinds
 
     def _shared(self, raw: Any) -> str:
         """The text of a value, once for all events that have the same."""
@@ -223,11 +244,11 @@ class _Collector:
     def _add_memory(self, events: list[Event]) -> None:
         for event in events:
             args = event.args
-            if event.name == "[memory]" and args is not None and _number(args.device_type) == _CUDA:
+            if event.name == "[memory]" and args is not None and number_of(args.device_type) == _CUDA:
                 device = int(self.devices.indices([(_plain(args.device_id),)])[0])
                 use = self.memory.setdefault(device, MemoryUse())
-                use.allocated_bytes = max(use.allocated_bytes, _number(args.allocated))
-                use.reserved_bytes = max(use.reserved_bytes, _number(args.reserved))
+                use.allocated_bytes = max(use.allocated_bytes, number_of(args.allocated))
+                use.reserved_bytes = max(use.reserved_bytes, number_of(args.reserved))
 
     def _check_times(self, kind: str, events: list[Event], start: Any, length: Any) -> None:
         bad = ~(np.isfinite(start) & np.isfinite(length)) | (length < 0) | (np.abs(start) > 1e18) | (length > 1e15)
@@ -249,11 +270,11 @@ class _Collector:
         columns = (self.on_device, self.operators, self.launches, self.annotations, self.device_annotations)
         firsts = [float(column.first()) for column in columns if len(column)]
         origin = min(firsts, default=0.0)
-        names, (info, rank, groups) = self.names, _from_headers(headers)
+        names, (info, rank, groups) = self.names, from_headers(headers)
         trace = Trace(
             path=self.path,
             names=names.values(),
-            devices=[_device(key, info.get(str(key))) for (key,) in self.devices.values()],
+            devices=[device_of(key, info.get(str(key))) for (key,) in self.devices.values()],
             device_spans=DeviceSpans(*self.on_device.joined(origin, _MICROSECOND)),
             operators=HostSpans(*self.operators.joined(origin, _MICROSECOND)),
             launches=HostSpans(*self.launches.joined(origin, _MICROSECOND)),
@@ -264,12 +285,14 @@ class _Collector:
             operator_collectives=self.operator_collectives,
             memory=self.memory,
             operands=self.operands,
-            copied_bytes=self.copied_bytes,
+            capture=capture_of(headers, origin),
             groups=groups,
             rank=rank,
             num_unended=num_unended,
             first_microsecond=origin,
         )
+        if len(self.waits):
+            trace.waits = resolved(trace.launches, *self.waits.joined(origin, _MICROSECOND))
         return trace if len(trace.device_spans) else with_host_devices(trace, self.threads.values())
 
     def _pair_halves(self) -> int:
@@ -313,64 +336,3 @@ def _plain_all(keys: list[tuple[Any, ...]]) -> list[Any]:
         return list(map(plain.__getitem__, keys))
     except TypeError:  # a list or an object in the place of a number
         return [tuple(map(_plain, key)) for key in keys]
-
-
-def _numbers(values: list[Any]) -> Any:
-    """Whole numbers of arguments, -1 for what is none."""
-    try:
-        return np.array(values, np.int64)
-    except (TypeError, ValueError, OverflowError):
-        return np.array([_number(value) for value in values], np.int64)
-
-
-def _number(value: Any) -> int:
-    """A whole number from an argument; -1 where there is none. PyTorch's early releases wrote them as text."""
-    if isinstance(value, int) and -(2**62) < value < 2**62:
-        return value
-    if isinstance(value, float) and math.isfinite(value) and abs(value) < 2**62:
-        return int(value)
-    if isinstance(value, str) and len(value) < 20 and value.lstrip("-").isdecimal():
-        return int(value)
-    return -1
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)[:200]
-
-
-def _ranks(value: Any) -> tuple[int, ...]:
-    """The ranks of a process group, a list or its text; empty where the text was shortened."""
-    if isinstance(value, str) and len(value) <= _MAX_RANKS_TEXT and re.fullmatch(r"\[[\d, ]*\]", value):
-        return tuple(int(word) for word in re.findall(r"\d{1,9}", value))
-    if isinstance(value, list) and all(isinstance(rank, int) for rank in value):
-        return tuple(value)
-    return ()
-
-
-def _from_headers(headers: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[str, Collective]]:
-    """Properties of devices by id, the rank, and the process groups by name, as far as they make sense."""
-    properties, info = headers.get("deviceProperties"), headers.get("distributedInfo")
-    devices = {
-        str(one["id"]): one
-        for one in (properties if isinstance(properties, list) else [])
-        if isinstance(one, dict) and "id" in one
-    }
-    info = info if isinstance(info, dict) else {}
-    rank, listed = info.get("rank"), info.get("pg_config")
-    if isinstance(listed, str) and len(listed) < 2**20:  # some releases write the list as text
-        try:
-            listed = json.loads(listed)
-        except (ValueError, RecursionError):
-            listed = None
-    groups = {}
-    for one in listed if isinstance(listed, list) else []:
-        if isinstance(one, dict):
-            name, said = _text(one.get("pg_name")), _text(one.get("pg_desc"))
-            size = max(0, _number(one.get("pg_size")))
-            groups[name] = Collective("", name, said, _ranks(one.get("ranks")), size)
-    return devices, rank if isinstance(rank, int) and not isinstance(rank, bool) else None, groups
-
-
-def _device(key: Any, properties: Any) -> Device:
-    known = properties if isinstance(properties, dict) else {}
-    return Device(f"gpu {key}", _text(known.get("name")), max(0, _number(known.get("totalGlobalMem"))))

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from threefold.profile.readers.columns import Columns, NameTable
+from threefold.profile.readers.nsight_capture import copy_labels, copy_name, read_capture
+from threefold.profile.readers.stream_waits import resolved
 from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
 from threefold.profile.trace import COPY, KERNEL, Device, DeviceSpans, HostSpans, Trace, no_device_spans
 from threefold.sqlite_file import connect_to_read, plain_tables
@@ -28,6 +30,8 @@ _PID_SHIFT = 24  # a global thread id is a process id and, in the lowest 24 bits
 _RANGE_TYPES = (59, 60)  # NVTX push/pop and start/end ranges
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+_WAITS, _EVENTS = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "CUPTI_ACTIVITY_KIND_CUDA_EVENT"
+_STREAM_WAITS = 2  # CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_STREAM_WAIT_EVENT of CUPTI's documentation
 _RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 
 
@@ -68,18 +72,19 @@ class _Export:
             raise unreadable(self.path, f"it has no table {_KERNELS}: no GPU was traced", advice)
         rows = self._rows("StringIds", ("id", "value"))
         strings = {number: text[:MAX_NAME] for number, text in rows if isinstance(text, str)}
-        on_device = Columns(9)
+        on_device = Columns(10)
         self._add_device_spans(on_device, _KERNELS, KERNEL, strings)
         for table in _COPIES:
             self._add_device_spans(on_device, table, COPY, strings)
-        launches, ranges = Columns(5), Columns(5)
+        launches, ranges, waits = Columns(5), Columns(5), Columns(7)
         self._add_host_spans(launches, _RUNTIME, ("nameId", "correlationId"), strings)
         self._add_ranges(ranges, strings)
+        self._add_waits(waits)
         columns = (on_device, launches, ranges)
         origin = min((column.first() for column in columns if len(column)), default=0.0)
         gpus = self._gpus()
         empty = Columns(5)
-        return Trace(
+        trace = Trace(
             path=self.path,
             names=self.names.values(),
             devices=[_device(pid, number, gpus) for pid, number in self.devices.values()],
@@ -90,21 +95,51 @@ class _Export:
             device_annotations=no_device_spans(),
             collectives=[],
             first_microsecond=origin / 1e3,
+            capture=read_capture(self.tables, self._rows, origin),
+            thread_processes=[
+                thread >> _PID_SHIFT if isinstance(thread, int) else 0 for thread in self.threads.values()
+            ],
         )
+        if len(waits):
+            trace.waits = resolved(trace.launches, *waits.joined(origin, _NANOSECOND))
+        return trace
 
     def _add_device_spans(self, columns: Columns, table: str, kind: int, strings: dict[Any, Any]) -> None:
         name = next((one for one in ("demangledName", "shortName") if one in self.tables.get(table, ())), "NULL")
         wanted = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", name)
-        default = "Memset" if table.endswith("SET") else "Memcpy"
-        for rows in self._batches(table, wanted):
-            start, end, device, stream, correlation, pid, name_id = zip(*rows, strict=True)
-            names = [strings.get(one, default if kind == COPY else str(one)) for one in name_id]
+        of_copy = ("bytes", "copyKind", "srcKind", "dstKind") if kind == COPY else ()
+        labels = copy_labels(self.tables, self._rows) if kind == COPY else {}
+        for rows in self._batches(table, (*wanted, *of_copy)):
+            start, end, device, stream, correlation, pid, name_id, *copied = zip(*rows, strict=True)
+            if kind == COPY:
+                names = [copy_name(table, labels, *kinds) for kinds in zip(*copied[1:], strict=True)]
+            else:
+                names = [strings.get(one, str(one)) for one in name_id]
             pids = [one >> _PID_SHIFT if isinstance(one, int) else 0 for one in pid]
             self._check(table, start, end)
             columns.add(
                 np.array(start, float), np.array(end, float), self.names.indices(names),
                 self.devices.indices(list(zip(pids, device, strict=True))), _whole(stream), np.full(len(rows), kind),
                 _keys(pids, correlation), np.full(len(rows), -1), np.full(len(rows), -1),
+                _whole(copied[0]) if kind == COPY else np.full(len(rows), -1),
+            )  # fmt: skip
+
+    def _add_waits(self, columns: Columns) -> None:
+        """Waits of streams for events, with the streams on which these were recorded."""
+        found = list(self._rows(_EVENTS, ("globalPid", "eventSyncId", "streamId", "correlationId")))
+        recorded = {(pid, number): (stream, correlation) for pid, number, stream, correlation in found}
+        wanted = ("globalPid", "eventSyncId", "deviceId", "streamId", "correlationId", "start", "syncType")
+        for rows in self._batches(_WAITS, wanted):
+            rows = [row for row in rows if row[6] == _STREAM_WAITS and isinstance(row[5], int)]
+            if not rows:
+                continue
+            pid, number, device, stream, correlation, start, _ = zip(*rows, strict=True)
+            pids = [one >> _PID_SHIFT if isinstance(one, int) else 0 for one in pid]
+            events = [recorded.get(pair, (-1, -1)) for pair in zip(pid, number, strict=True)]
+            moment = np.array(start, float)
+            columns.add(
+                moment, moment, self.devices.indices(list(zip(pids, device, strict=True))), _whole(stream),
+                _keys(pids, correlation), _whole([one[0] for one in events]), _keys(pids, [one[1] for one in events]),
             )  # fmt: skip
 
     def _add_host_spans(self, columns: Columns, table: str, wanted: tuple[str, str], strings: dict[Any, Any]) -> None:
@@ -169,7 +204,7 @@ class _Export:
 
 def _device(pid: int, number: Any, gpus: dict[Any, tuple[str, int]]) -> Device:
     name, memory = gpus.get(number, ("", 0))
-    return Device(f"gpu {number}" + (f" of process {pid}" if pid else ""), name, memory)
+    return Device(f"gpu {number}" + (f" of process {pid}" if pid else ""), name, memory, process=pid or None)
 
 
 def _whole(values: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Traces of several ranks together: matched collectives, clocks, fingerprints, opportunities, and what stays open."""
