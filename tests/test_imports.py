@@ -28,7 +28,7 @@ LEVELS = (
     {"tune"},
     {"lookup"},
     {"report", "api"},
-    {"explore"},
+    {"explore", "mcp"},
     {"cli"},
 )
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}

@@ -45,6 +45,7 @@ VERBS = {
     "import-hf": "begin a run with the weights of a Hugging Face checkpoint",
     "export-hf": "write a run's newest checkpoint as a Hugging Face folder",
     "find": "search rules, fields, settings of Megatron, pages, recipes and published runs",
+    "mcp": "serve plans, checks, estimates and the search to assistants (Model Context Protocol)",
     "rules": "list the rules",
     "models": "list the known models, or show one",
     "chips": "list the known chips",

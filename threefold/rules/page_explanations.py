@@ -1,4 +1,4 @@
-"""Explanations of the findings that `threefold explore` raises.
+"""Explanations of the findings that `threefold explore` and `threefold mcp` raise.
 
 `threefold check --explain SLUG` prints them. They stand here, below `explore/`, because the list of all slugs does.
 """
@@ -6,6 +6,12 @@
 from threefold.findings import Explanation
 
 EXPLANATIONS = {
+    "mcp-installed": Explanation(
+        what="The `mcp` package, the official SDK of the Model Context Protocol, is installed where a server is started.",
+        why="The planner installs without it; only `threefold mcp` needs it.",
+        confirm="`python -c 'import mcp'`.",
+        fix="pip install 'threefold[mcp]'.",
+    ),
     "port-free": Explanation(
         what="The port that `threefold explore` serves its page on is free, and this user may open it.",
         why="A page is served at one address. Another program, perhaps an explorer that still runs, has this one.",

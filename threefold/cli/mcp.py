@@ -1,0 +1,39 @@
+"""`threefold mcp`: serve the verbs to assistants over standard input and output (Model Context Protocol)."""
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from threefold.findings import Finding
+from threefold.report.terminal import findings_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="whose plans, runs and logs may be read; may be given several times (default: the current folder)",
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    folders = args.folder or [Path()]
+    missing = next((folder for folder in folders if not folder.is_dir()), None)
+    if missing is not None:
+        print(f"threefold mcp: {missing} is no folder", file=sys.stderr)
+        return 2
+    if find_spec("mcp") is None:
+        advice = "pip install 'threefold[mcp]'"
+        print(
+            findings_text([Finding(rule="mcp-installed", at="mcp", problem="the package is not here", advice=advice)]),
+            file=sys.stderr,
+        )
+        return 1
+    from threefold.mcp.server import build_server
+
+    build_server(folders).run()
+    return 0

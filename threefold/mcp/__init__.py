@@ -1,0 +1,1 @@
+"""A Model Context Protocol server over the verbs, for assistants: `threefold mcp`."""

@@ -1,0 +1,100 @@
+"""The server: each tool is a verb with its answer as JSON. Only this module needs the `mcp` package.
+
+A plan is the path of a TOML file inside the server's folders, or the text of one. Nothing is written but in a scratch
+folder, which goes with the call.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcp.server import MCPServer
+
+from threefold import __version__
+from threefold.mcp.folders import OutsideError, check_overrides, check_plan, inside
+from threefold.mcp.verbs import run_verb
+
+INSTRUCTIONS = """\
+Threefold plans, checks, prices and explains Mixture-of-Experts training. Look words up with `find` first. A number from
+`estimate` or `plan` is a prediction with a band: quote both. An error of `check` cannot run; silence is no approval."""
+
+Answer = dict[str, Any]
+
+
+def build_server(folders: Sequence[Path]) -> MCPServer:
+    """A server whose tools read plans, runs and logs inside these folders."""
+    server: MCPServer = MCPServer("threefold", version=__version__, instructions=INSTRUCTIONS)
+    for tool in _tools([folder.resolve() for folder in folders]):
+        server.add_tool(tool)
+    return server
+
+
+def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
+    def on_plan(verb: str, plans: Sequence[str], overrides: Sequence[str], *flags: str) -> Answer:
+        """A verb on plans that are paths or texts."""
+        with tempfile.TemporaryDirectory() as scratch:
+            allowed = [*folders, Path(scratch).resolve()]
+            try:
+                check_overrides(overrides, allowed)
+                files = [_plan_file(plan, number, Path(scratch), allowed) for number, plan in enumerate(plans)]
+            except (OutsideError, OSError) as error:
+                return {"exit_code": 2, "message": str(error)}
+            return run_verb([verb, *map(str, files), *overrides, *flags], folders[0])
+
+    def find(words: str, kind: str = "", most: int = 8) -> Answer:
+        """Search rules, plan fields, commands, pages, recipes, published runs and settings of Megatron, in any words.
+
+        kind: rule, field, name, command, word, doc, recipe, card, run or row; empty for all."""
+        flags = ["--kind", kind] if kind else []
+        return run_verb(["find", *flags, "--most", str(most), "--", *words.split()], folders[0])
+
+    def setting(name: str) -> Answer:
+        """What a setting of Megatron or torchtitan is: class, file, type, default, releases, plan field, rules."""
+        return run_verb(["find", "--kind", "name", "--", name], folders[0])
+
+    def explain(slug: str) -> Answer:
+        """What a finding means, why, how to confirm it and how to fix it. slug: as `check` and `find` print it."""
+        return run_verb(["check", "--explain", slug], folders[0])
+
+    def plan(
+        model: str, chip: str, gpus: str, seq_len: str = "4096", target: str = "", overrides: list[str] | None = None
+    ) -> Answer:
+        """Choose layout and knobs for a model on a cluster. gpus: a number or "auto"; seq_len: such as 4096 or 128K;
+        target: threefold or megatron-bridge; overrides: field=value, such as job.global_batch=256."""
+        given = [*(overrides or []), f"model={model}"]
+        try:
+            check_overrides(given, folders)
+        except OutsideError as error:
+            return {"exit_code": 2, "message": str(error)}
+        flags = ["--model", model, "--chip", chip, "--gpus", gpus, "--seq-len", seq_len]
+        return run_verb(["plan", *(overrides or []), *flags, *(["--target", target] if target else [])], folders[0])
+
+    def check(plan: str, overrides: list[str] | None = None) -> Answer:
+        """Judge a plan by every rule, with fixes that were tried. plan: the path or the text of a TOML file."""
+        return on_plan("check", [plan], overrides or [])
+
+    def estimate(plan: str, overrides: list[str] | None = None) -> Answer:
+        """Predict memory by stage and term, step time by term, throughput with its band, and the bottleneck."""
+        return on_plan("estimate", [plan], overrides or [])
+
+    def compare_plans(first: str, second: str) -> Answer:
+        """Set two plans side by side: what differs, and how much each difference is predicted to change."""
+        return on_plan("compare", [first, second], [])
+
+    def export(plan: str, to: str = "megatron-bridge", overrides: list[str] | None = None) -> Answer:
+        """A plan as the overrides, script and environment of megatron-bridge, or as arguments of megatron-lm."""
+        return on_plan("export", [plan], overrides or [], "--to", to)
+
+    return [find, setting, explain, plan, check, estimate, compare_plans, export]
+
+
+def _plan_file(plan: str, number: int, scratch: Path, allowed: Sequence[Path]) -> Path:
+    """The plan's file: the one that is named, or a new one with the text."""
+    if "\n" in plan or "=" in plan:
+        file = scratch / f"plan-{number}.toml"
+        file.write_text(plan, encoding="utf-8")
+    else:
+        file = inside(plan, allowed)
+    check_plan(file, allowed)
+    return file
