@@ -38,6 +38,7 @@ PLANNER = (
 )
 # Why a command is parsed and not run: a pattern of the command line, and the reason.
 NOT_RUN = {
+    r"^mcp": "serves until its client leaves; tests/mcp speaks to it",
     r"--device cuda": "needs a GPU",
     r" /tmp/": "writes outside the folder of the test",
     r"^calibrate": "measures this machine for minutes; tests/machine/test_calibrate.py runs it with a fake measurer",
