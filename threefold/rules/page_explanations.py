@@ -7,7 +7,7 @@ from threefold.findings import Explanation
 
 EXPLANATIONS = {
     "mcp-installed": Explanation(
-        what="The `mcp` package, the official SDK of the Model Context Protocol, is installed where a server is started.",
+        what="The `mcp` package, the SDK of the Model Context Protocol, is installed where a server is started.",
         why="The planner installs without it; only `threefold mcp` needs it.",
         confirm="`python -c 'import mcp'`.",
         fix="pip install 'threefold[mcp]'.",
