@@ -261,3 +261,17 @@ def test_a_tokenizer_that_cannot_encode(sound: Path, tmp_path: Path, capsys: pyt
     code, said, _ = run(*words, capsys=capsys)
     assert code == 1
     assert "error[tokenizer-readable]" in said
+
+
+@pytest.mark.parametrize("table", ["AAAA", "AQAA", "not base64", ""])
+def test_a_tokenizer_whose_table_of_characters_is_empty(
+    table: str, sound: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library would panic, and print where in its own source."""
+    found = json.loads((sound / "tokenizer" / "tokenizer.json").read_text())
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": table}
+    found["normalizer"] = {"type": "Sequence", "normalizers": [normalizer]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    with pytest.raises(FindingsError, match="this is no tokenizer that works"):
+        open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "panicked" not in capfd.readouterr().err

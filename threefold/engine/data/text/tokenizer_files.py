@@ -5,6 +5,7 @@ says nothing: only the tokenizer itself is needed for text. A template that cann
 would be written otherwise in silence. `copy_tokenizer` keeps the files of a run in the run's folder.
 """
 
+import base64
 import hashlib
 import math
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ MAX_PATTERN = 10_000  # characters of a regular expression; those of published t
 MAX_GROWTH = (
     10_000  # characters that a tokenizer's steps may put in the place of one; those that are published: some 10
 )
+_BYTES_OF_UNIT = 4  # of the trie in a precompiled table of characters, whose size in bytes comes first
 COPIED = (TOKENIZER, CONFIG, TEMPLATE, SPECIAL_TOKENS, "vocab.json", "merges.txt", "tokenizer.model")
 
 
@@ -69,6 +71,10 @@ def check_bounded(raw: bytes) -> None:
         raise ValueError(f"its steps can replace one character by {min(growth, 10**12)}")
     if any(len(text) > MAX_PATTERN for step in steps for text in _texts(step, ("Regex", "String", "pattern"))):
         raise ValueError(f"it has a pattern of more than {MAX_PATTERN} characters")
+    for text in _texts(whole.get("normalizer"), ("precompiled_charsmap",)):
+        # The library would panic at the first character, and print where.
+        if int.from_bytes(base64.b64decode(text[:8])[:4], "little") < _BYTES_OF_UNIT:
+            raise ValueError("its table of precompiled characters is empty")
 
 
 def _texts(value: Any, names: tuple[str, ...]) -> Iterator[str]:
