@@ -23,6 +23,7 @@ import torch
 import transformers
 from drawn_layouts import Drawn, Resolved, draw_layout, resolve
 from hf_parity import EAGER, LOGITS
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from layout_runs import LIMIT_SECONDS, Outcome
 from random_configs import draw_config
 from safetensors.torch import load_file
@@ -81,9 +82,18 @@ def _accepted(seed: str) -> tuple[Drawn, Resolved]:
             config = draw_config(f"{seed}/{number}", (family,))
         drawn = Drawn(drawn.seed, config, drawn.fields | _fields(draw))
         resolved = resolve(drawn)
-        if resolved.plan is not None and resolved.plan.layout.gpus <= _MOST_RANKS:
+        if resolved.plan is not None and resolved.plan.layout.gpus <= _MOST_RANKS and _is_configuration(config):
             return drawn, resolved
     return drawn, resolved
+
+
+def _is_configuration(config: Mapping[str, Any]) -> bool:
+    """Whether transformers takes it: its Llama wants a width that the number of heads divides, whatever `head_dim`."""
+    try:
+        transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    except StrictDataclassClassValidationError:
+        return False
+    return True
 
 
 def _fields(draw: random.Random) -> dict[str, Any]:
