@@ -70,8 +70,12 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES, within: Path | None 
 
 def parse_json(content: bytes | str) -> Any:
     """The value of JSON text. Raises ValueError, also for one of too many or too deeply nested values."""
-    signs = [sign.encode() if isinstance(content, bytes) else sign for sign in ",[{"]
-    if sum(map(content.count, signs)) > MAX_JSON_VALUES:  # type: ignore[arg-type]
+    if isinstance(content, bytes):
+        # One wide character makes four bytes of each character in its text.
+        if len(content) > MAX_JSON_BYTES and (b"\\u" in content or not content.isascii()):
+            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes, and more than ASCII in them")
+        content = content.decode(json.detect_encoding(content), "surrogatepass")
+    if sum(map(content.count, ",[{")) > MAX_JSON_VALUES:
         raise ValueError(f"it has more than {MAX_JSON_VALUES} values")
     try:
         value = json.loads(content)
