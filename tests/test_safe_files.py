@@ -38,3 +38,13 @@ def test_lines_that_are_too_long_are_left_out(size: int, tmp_path: Path) -> None
     path.write_bytes(b"a\n" + long + b"\n\nb\r\n" + long)
     kept = [long] if size < MAX_LINE_BYTES else []
     assert list(read_lines(path)) == [b"a", *kept, b"", b"b", *kept]
+
+
+@pytest.mark.parametrize("wide", ["\U0001f600".encode(), b"\\ud83d\\ude00"])
+def test_large_json_has_narrow_characters(wide: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wide character makes four bytes of each in its text: 256 MiB took 2.3 GiB."""
+    monkeypatch.setattr(safe_files, "MAX_JSON_BYTES", 100)
+    assert parse_json(b'["' + wide + b"x" * 50 + b'"]') == ["\U0001f600" + "x" * 50]
+    assert parse_json(b'["' + b"x" * 200 + b'"]') == ["x" * 200]
+    with pytest.raises(ValueError, match="more than ASCII"):
+        parse_json(b'["' + wide + b"x" * 200 + b'"]')

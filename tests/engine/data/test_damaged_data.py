@@ -19,6 +19,7 @@ from threefold.engine.data.loader import Loader
 from threefold.engine.data.shards import token_shard
 from threefold.engine.data.shards.shard_writer import ShardWriter
 from threefold.engine.data.shards.token_shard import HEADER, TokenShard, content_fingerprint
+from threefold.engine.data.text import tokenizer_files
 from threefold.engine.data.text.tokenizer import open_tokenizer
 from threefold.findings import FindingsError
 from threefold.plan.plan import Job
@@ -275,3 +276,12 @@ def test_a_tokenizer_whose_table_of_characters_is_empty(
     with pytest.raises(FindingsError, match="this is no tokenizer that works"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
     assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_tokenizer_of_too_many_entries(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes up to 500 bytes for each: four million took 2 GiB."""
+    path = str(sound / "tokenizer")
+    assert open_tokenizer(path).vocab > 0
+    monkeypatch.setattr(tokenizer_files, "MAX_ENTRIES", 20)
+    with pytest.raises(FindingsError, match="it has more than 20 entries"):
+        open_tokenizer(path)

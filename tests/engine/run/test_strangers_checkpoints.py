@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from tiny_runs import TINY, tiny_plan
 
 import threefold
+from threefold.engine.run import dcp_index
 from threefold.engine.run.checkpoint_io import step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, Metrics
@@ -206,6 +207,17 @@ def test_pickles_that_take_for_ever_elsewhere_are_refused() -> None:
         ):
             with pytest.raises(ValueError, match=r"."):
                 read_inert(content, {"torch.Size"}.__contains__)
+
+
+def test_an_index_is_as_long_as_its_manifest_makes_likely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte of a pickle can be a list of 72 bytes: 256 MiB of them would take 18 GiB."""
+    kept = filled(tmp_path, [1])
+    path = kept.path(1) / ".metadata"
+    monkeypatch.setattr(dcp_index, "_OPERATIONS", 0)
+    assert read_checkpoint(kept.path(1))
+    path.write_bytes(b"\x80\x02(" + b"]" * 20_000 + b"t.")
+    sign(kept.path(1))
+    assert "operations, too many for a checkpoint" in finding_of(lambda: read_checkpoint(kept.path(1))).problem
 
 
 def test_a_list_that_many_tensors_share_is_read_once(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def open_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> OpenChec
         raise damaged(folder, f"{folder.name} is not read: {error}") from None
     lease = ReadLease(folder)
     manifest = verify_files(folder, rank, num_ranks)
-    stored = StoredTensors(folder, manifest.files)
+    stored = StoredTensors(folder, manifest.files, len(manifest.tensors))
     if {name: (tensor.dtype, tensor.shape) for name, tensor in stored.tensors.items()} != manifest.tensors:
         raise damaged(folder / MANIFEST, f"the manifest of {folder.name} has other tensors than its index")
     return OpenCheckpoint(folder, manifest, _read_facts(folder), stored, lease)

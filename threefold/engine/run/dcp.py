@@ -172,12 +172,13 @@ def _check_coverage(plans: Sequence[SavePlan]) -> None:
 class StoredTensors:
     """The tensors of a checkpoint on disk, whatever layout wrote them. The index is read once.
 
-    `files` are those that a manifest lists, and no others are read; None reads whatever the index names.
+    `files` are those that a manifest lists, and no others are read; None reads whatever the index names. The index is
+    held to be no longer than they and the `num_tensors` of the manifest need.
     """
 
-    def __init__(self, folder: Path, files: Collection[str] | None = None) -> None:
+    def __init__(self, folder: Path, files: Collection[str] | None = None, num_tensors: int | None = None) -> None:
         self._folder = folder
-        self.tensors = read_index(folder, files)
+        self.tensors = read_index(folder, files, num_tensors)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a full tensor; None where there is no such tensor."""

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from threefold.engine.run.checkpoint_manifest import DTYPES, INDEX, MAX_DIMS, MAX_ELEMENTS, damaged
-from threefold.inert_pickle import Global, Record, read_inert
+from threefold.inert_pickle import MAX_OPERATIONS, Global, Record, read_inert
 from threefold.safe_files import read_bounded
 
 MAX_INDEX_BYTES = 2**28  # 256 MiB: two million rectangles
+_OPERATIONS = 2**23  # of a pickle: three seconds, and 0.6 GiB
+_OPERATIONS_OF_PART = 400  # that a file's rectangles of one tensor take at most; one takes some 70
 _METADATA = "torch.distributed.checkpoint.metadata."
 _STORAGE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _SIZE = "torch.Size"
@@ -64,11 +66,20 @@ class StoredTensor:
     chunks: tuple[StoredChunk, ...]
 
 
-def read_index(folder: Path, files: Collection[str] | None = None) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by name. Rectangles in other files than `files` are refused; None takes any name."""
+def read_index(
+    folder: Path, files: Collection[str] | None = None, num_tensors: int | None = None
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, by name. Rectangles in other files than `files` are refused; None takes any name.
+
+    An index may be as long as `files` and `num_tensors`, of the manifest, make likely.
+    """
     path = folder / INDEX
     try:
-        root = read_inert(read_bounded(path, MAX_INDEX_BYTES, within=folder), _KNOWN.__contains__)
+        content = read_bounded(path, MAX_INDEX_BYTES, within=folder)
+        most = MAX_OPERATIONS
+        if files is not None and num_tensors is not None:
+            most = min(most, _OPERATIONS + _OPERATIONS_OF_PART * len(files) * num_tensors)
+        root = read_inert(content, _KNOWN.__contains__, most=most)
         state = _state(root, _METADATA + "Metadata")
         places = _places(state["storage_data"], files)
         return {

@@ -22,7 +22,8 @@ TEMPLATES = "additional_chat_templates"  # a folder of further templates, NAME.j
 DEFAULT, TOOL_USE = "default", "tool_use"
 ROLES_OF_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MAX_TEMPLATE_BYTES = 2**20  # published ones have some 20 KiB
-MAX_TOKENIZER_BYTES = 2**28  # published ones have some 30 MiB
+MAX_TOKENIZER_BYTES = 2**26  # published ones have some 30 MiB
+MAX_ENTRIES = 1_500_000  # of a tokenizer; the library takes up to 500 bytes for each. Gemma's has 1.3 million
 MAX_TEMPLATES = 32
 MAX_PATTERN = 10_000  # characters of a regular expression; those of published tokenizers have some 300
 MAX_GROWTH = (
@@ -62,6 +63,8 @@ def check_bounded(raw: bytes) -> None:
 
     The library that reads it has no limits: a text that grows past the memory would end the process.
     """
+    if raw.count(b",") > MAX_ENTRIES:
+        raise ValueError(f"it has more than {MAX_ENTRIES} entries")
     whole = parse_json(raw)
     if not isinstance(whole, dict):
         raise ValueError("it holds no JSON object")
