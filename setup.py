@@ -1,4 +1,4 @@
-"""Copies the pages, recipes, cards and published runs into the wheel, where `threefold find` reads them."""
+"""Copies pages, recipes, cards, skills and published runs into the wheel, where `find` and `skills` read them."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,13 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SEARCHED = (("docs", "*.md"), ("recipes", "*.toml"), ("cards", "*.toml"), ("data", "published_runs.json"))
+SEARCHED = (
+    ("docs", "*.md"),
+    ("recipes", "*.toml"),
+    ("cards", "*.toml"),
+    ("skills", "*.md"),
+    ("data", "published_runs.json"),
+)
 
 
 class BuildWithPages(build_py):

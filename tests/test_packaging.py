@@ -25,7 +25,7 @@ def build(kind: str, folder: Path) -> Path:
         shutil.copytree(ROOT / "threefold", source / "threefold", ignore=hidden)
         for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source / name)
-        for name in ("docs", "recipes", "cards", "data"):
+        for name in ("docs", "recipes", "cards", "data", "skills"):
             shutil.copytree(ROOT / name, source / name)
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=600)

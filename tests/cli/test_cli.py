@@ -237,3 +237,9 @@ def test_the_door_loads_little() -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert "threefold" in loaded
     assert not loaded & {"numpy", "torch", "rich", "matplotlib"}
+
+
+def test_chips_shows_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("chips", "H100", "--json", capsys=capsys)
+    assert code == 0
+    assert [chip["name"] for chip in json.loads(out)] == ["h100"]

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from repository import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("skills/*/SKILL.md")),
+]
 TREE = ("recipes", "cards", "docs", "benchmarks", "data", "README.md")  # what commands name in the repository
 # Words that stand for something of the reader's.
 PLACEHOLDERS = {

@@ -15,16 +15,18 @@ from threefold.spec.clusters.chip_description import PREFIX, find_chip, is_file_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE", help="chip files of your own, to be listed as well")
+    parser.add_argument("chips", nargs="*", metavar="CHIP", help="only these (default: all); or chip files of your own")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        own = [find_chip(name if is_file_name(name) else f"{PREFIX}{name}")[1] for name in args.files]
+        names = [name for name in args.chips if name.lower() not in CHIPS]
+        own = [find_chip(name if is_file_name(name) else f"{PREFIX}{name}")[1] for name in names]
     except FindingsError as error:
         return print_findings(error.findings, args.json)
-    chips = [*CHIPS.values(), *own]
+    named = [CHIPS[name.lower()] for name in args.chips if name.lower() in CHIPS]
+    chips = [*(named or CHIPS.values()), *own]
     if args.json:
         json.dump([_facts(chip) for chip in chips], sys.stdout, indent=2)
         print()

@@ -46,6 +46,7 @@ VERBS = {
     "export-hf": "write a run's newest checkpoint as a Hugging Face folder",
     "find": "search rules, fields, settings of Megatron, pages, recipes and published runs",
     "mcp": "serve plans, checks, estimates and the search to assistants (Model Context Protocol)",
+    "skills": "list the skills for assistants that come with Threefold, or copy them to a folder",
     "rules": "list the rules",
     "models": "list the known models, or show one",
     "chips": "list the known chips",
