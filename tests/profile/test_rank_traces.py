@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run
 from traces import GEMM, NCCL, Event, NsightExport, annotation, kernel, write_trace
 
 from threefold.layout.degrees import Layout
@@ -159,6 +160,13 @@ def test_several_gpus_of_one_export_are_matched_by_order(tmp_path: Path) -> None
     assert gather.late_rank == "a.sqlite gpu 1 of process 21"
     assert gather.transfer_seconds == pytest.approx(100e-6, rel=1e-3)
     assert "no trace says which rank it is" in job.missing[0]
+
+
+def test_diagnose_names_the_late_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_ranks(tmp_path)
+    code, out, _ = run("diagnose", *map(str, sorted(tmp_path.iterdir())), capsys=capsys)
+    assert code == 0
+    assert "rank 2 is late in allreduce of unknown, 4 matched: others wait up to 0.15 ms a step for it" in out
 
 
 def record(rank: int, folder: str) -> None:

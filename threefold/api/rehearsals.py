@@ -44,6 +44,15 @@ def rehearse(
     return rehearse_ranks(runs, ranks, found, say, jobs, left_out)
 
 
+def predicted_snapshot(found: "Rehearsal", loads: "ExpertLoads | None" = None) -> bytes:
+    """Every allocation of the fullest rank's step, as a file of PyTorch's memory viewer. The rank runs once more."""
+    from threefold.diagnose.snapshots.predicted import Change, snapshot_of
+    from threefold.dryrun.rehearse_rank import rehearse_rank
+
+    worst = rehearse_rank(found.plan, found.worst.rank, loads, found.worst.stages, with_changes=True)
+    return snapshot_of([Change(*change) for change in worst.changes], worst.num_initial_changes)
+
+
 def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
     """The plan with what the engine lacks put back to defaults, and what that was, in words; raises what is left."""
     said = []

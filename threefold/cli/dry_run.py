@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from threefold.api.rehearsals import as_the_engine_runs, loads_from, rehearse
+from threefold.api.rehearsals import as_the_engine_runs, loads_from, predicted_snapshot, rehearse
 from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.command_line.out import is_written
 from threefold.cli.command_line.rehearse import end_progress, progress
@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, metavar="N", help="ranks rehearsed at a time (default: one a core)")
     parser.add_argument("--timeline", metavar="FILE", help="write live bytes over the step (JSON)")
     parser.add_argument("--plot", metavar="FILE", help="draw them")
+    parser.add_argument(
+        "--snapshot", metavar="FILE", help="write the fullest rank's allocations for PyTorch's memory viewer (.pickle)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
             from threefold.dryrun.measured.measure import measure
 
             return _tell_measured(args, measure(plan, _one(ranks), loads, left_out, progress()))
-        return _tell(args, rehearse(parsed.plan, ranks, loads=loads, jobs=args.jobs, say=progress()))
+        found = rehearse(parsed.plan, ranks, loads=loads, jobs=args.jobs, say=progress())
+        told = _tell(args, found)
+        if args.snapshot:
+            content = predicted_snapshot(found, loads)
+            told = told if is_written("dry-run", args.snapshot, lambda: Path(args.snapshot).write_bytes(content)) else 1
+        return told
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     except ModuleNotFoundError as error:

@@ -6,14 +6,17 @@ import math
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from threefold.api.plans import MOST_TOKENS, judged_estimate, on_measured_chip, training_curve
 from threefold.api.rehearsals import shares_from, skew_problem
 from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.out import is_written
 from threefold.cost.layer_work import expert_skew
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.training_run.training_run import TrainingRun, training_run
+from threefold.diagnose.snapshots.predicted import changes_of_terms, snapshot_of
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE
@@ -46,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=_sizes, metavar="N,N,...", help="with --tokens: also on clusters of other sizes, or auto"
     )
     parser.add_argument(
+        "--snapshot", metavar="FILE", help="write the fullest stage's memory for PyTorch's memory viewer (.pickle)"
+    )
+    parser.add_argument(
         "--assume",
         action=_Assume,
         default={},
@@ -73,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         return _tell_training(args, plan, training_run(plan, guess, args.tokens, args.price, args.assume), overfull)
     ledger = traffic(plan, skew)
+    content = snapshot_of(changes_of_terms(guess.memory.worst.terms)) if args.snapshot else b""
+    if args.snapshot and not is_written("estimate", args.snapshot, lambda: Path(args.snapshot).write_bytes(content)):
+        return 1
     if args.json:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
         json.dump({**guess.to_json(), **extra}, sys.stdout, indent=2)

@@ -11,10 +11,14 @@ from typing import Any
 from threefold.diagnose.files import Kind, kind_of
 from threefold.diagnose.hangs.hang import read_dumps
 from threefold.diagnose.part import Context, Part, Reader, unreadable
+from threefold.diagnose.snapshots.snapshot_part import read_snapshots
+from threefold.diagnose.trace_part import read_traces
 from threefold.findings import Finding
 
 READERS: dict[Kind, Reader] = {
     "flight recorder": read_dumps,
+    "snapshot": read_snapshots,
+    "trace": read_traces,
 }
 
 

@@ -68,6 +68,8 @@ def _kind_of_pickle(content: bytes) -> Kind:
 
 def _kind_of_json(content: bytes) -> Kind | None:
     """The kind of a JSON file, or None: the lines of a log may begin with a bracket too."""
+    if b'"traceEvents"' in content or b'"schemaVersion"' in content:  # its header names process groups too
+        return "trace"
     if any(word in content for word in _FLIGHT_RECORDER):
         return "flight recorder"
-    return "trace" if b'"traceEvents"' in content or b'"ph"' in content else None
+    return "trace" if b'"ph"' in content else None

@@ -38,7 +38,7 @@ from threefold.dryrun.tracking.memory_terms import (
     term_of,
 )
 from threefold.dryrun.tracking.memory_tracker import Allocation, MemoryTracker, OperatorObserver
-from threefold.dryrun.tracking.timeline import live_bytes_timeline
+from threefold.dryrun.tracking.timeline import LiveChange, live_bytes_timeline, live_changes
 from threefold.engine.build import Parts, build
 from threefold.engine.device import simulate
 from threefold.engine.dist.collectives import observe_collectives
@@ -80,6 +80,8 @@ class RankRehearsal:
     seconds: float
     num_microbatches: int  # microbatches that were run, enough to reach the peak
     calls: CallSequence | None = None  # where all ranks are compared
+    changes: tuple[LiveChange, ...] = ()  # every allocation and release of the step, where they are asked for
+    num_initial_changes: int = 0  # the first of them state what is live when the step starts
 
     @property
     def stage(self) -> int:
@@ -105,6 +107,7 @@ def rehearse_rank(
     loads: ExpertLoads | None = None,
     stages: Sequence[int] = (),
     with_calls: bool = False,
+    with_changes: bool = False,
     say: Say | None = None,
 ) -> RankRehearsal:
     """Rehearse a rank in this process.
@@ -115,6 +118,7 @@ def rehearse_rank(
         loads: how tokens are distributed over experts; None if balanced.
         stages: pipeline stages that the rank represents; by default its own.
         with_calls: record the calls of the rank in their order, and run as many microbatches on every stage.
+        with_changes: also return every allocation and release.
         say: called with a line of text twice a second.
     """
     began = time.perf_counter()
@@ -154,6 +158,10 @@ def rehearse_rank(
         label_gradients(tracker, parts)
         label_quantized_weights(tracker, parts)
         summary = _summarize_peak(tracker, parts)
+        if with_changes:
+            context = _term_context(parts)
+            summary["changes"] = live_changes(tracker, lambda one: term_of(one, *context))
+            summary["num_initial_changes"] = tracker.num_initial_changes
     return RankRehearsal(
         rank=rank,
         stages=tuple(stages) or (stage,),
@@ -233,11 +241,15 @@ def _simulated_machine(
 
 def _summarize_peak(tracker: MemoryTracker, parts: Parts) -> dict[str, Any]:
     """The fields `terms` and `top` of a `RankRehearsal`."""
-    allocations, moe_layers = list(tracker.live_at_peak()), moe_layer_paths(parts.chunks.values())
+    allocations, (moe_layers, has_loss) = list(tracker.live_at_peak()), _term_context(parts)
     largest = sorted(allocations, key=lambda pair: -pair[1])[:NUM_LARGEST]
-    has_loss = any(chunk.has_loss for chunk in parts.chunks.values())
     terms = bytes_by_term(allocations, moe_layers, has_loss)
     return {"terms": terms, "top": tuple(_live_tensor(*pair, moe_layers, has_loss) for pair in largest)}
+
+
+def _term_context(parts: Parts) -> tuple[set[str], bool]:
+    """What `term_of` has to know of the model: paths of MoE layers, and whether the rank computes the loss."""
+    return moe_layer_paths(parts.chunks.values()), any(chunk.has_loss for chunk in parts.chunks.values())
 
 
 def _live_tensor(allocation: Allocation, size: int, moe_layers: set[str], has_loss: bool) -> LiveTensor:

@@ -132,7 +132,7 @@ def read_trace(path: Path) -> Trace:
             if head[:4] == b"PK\x03\x04":
                 raise unreadable(path, "it is a zip file", "unpack it, and give the trace inside")
             if head[:4] == b"\x80\x04\x95\x00" or path.suffix == ".pickle":
-                raise unreadable(path, "it is a pickle, which is never opened", "give a trace, not a memory snapshot")
+                raise unreadable(path, "it is a pickle, and no trace", "threefold diagnose FILE reads memory snapshots")
             if path.name.endswith((".nsys-rep", ".qdrep")):
                 raise unreadable(path, "it is a report of Nsight Systems", "nsys export --type sqlite REPORT")
             trace = read_nsight(path) if head == MAGIC else read_kineto(path, file)

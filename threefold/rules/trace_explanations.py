@@ -1,4 +1,5 @@
-"""Explanations of the findings that `threefold profile` raises about trace files. `rules/base.py` lists them."""
+"""Explanations of the findings that `profile` and `diagnose` raise about traces and snapshots. `rules/base.py` lists
+them."""
 
 from threefold.findings import Explanation
 
@@ -15,5 +16,23 @@ EXPLANATIONS = {
         why="Without them there is nothing to measure.",
         confirm="Count events of the category kernel or cpu_op.",
         fix="Record CPU and CUDA activities over at least one whole step, as `threefold train --profile` does.",
+    ),
+    "snapshots-of-equal-ranks": Explanation(
+        what="Two memory snapshots that are compared are of the same rank.",
+        why="Ranks of other stages and with other experts hold other tensors: the difference is not that of the runs.",
+        confirm="The rank is the number in the file's name; the file itself does not hold it.",
+        fix="Give the files of equal ranks.",
+    ),
+    "oom-by-fragments": Explanation(
+        what="An allocation that fails fails because memory is used up.",
+        why="Here the allocator had enough free memory, in pieces that are each too small.",
+        confirm="`threefold diagnose SNAPSHOT --json`: free_bytes is at least what was asked, largest_free_bytes less.",
+        fix="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; it excludes NCCL user buffers.",
+    ),
+    "memory-in-fragments": Explanation(
+        what="At the peak nearly all reserved memory is active.",
+        why="What is reserved and not active cannot be used by other libraries, and an allocation may fail beside it.",
+        confirm="The share is (reserved - active) / reserved at the moment of the highest allocated memory.",
+        fix="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or make fewer sizes: pad, or preallocate.",
     ),
 }

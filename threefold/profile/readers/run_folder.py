@@ -1,7 +1,7 @@
 """Reads what a run wrote about itself: its traces, its plan, step times, peak memory and expert loads.
 
-The folder is that of `threefold train` (docs/reference/run-folder.md); `profile/` in it holds one trace a rank. Memory
-snapshots (`memory-N.pickle`) are never opened: a pickle can run code.
+The folder is that of `threefold train` (docs/reference/run-folder.md); `profile/` in it holds one trace a rank.
+Memory snapshots beside them (`memory-N.pickle`) are read by `threefold diagnose`.
 """
 
 import math
