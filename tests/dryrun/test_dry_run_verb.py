@@ -162,7 +162,7 @@ def test_a_fixed_plan_is_rehearsed(capsys: pytest.CaptureFixture[str], tmp_path:
     wrong = [*SMALL, "layout.ep=3", "job.packing=true"]
     assert main(["check", str(TINY), *wrong, "--rehearse", "--fix", str(tmp_path / "fixed.toml")]) == 0
     out = capsys.readouterr().out
-    assert "applied: " in out
+    assert "applied fix: " in out
     assert "warning[rehearsal-is-whole] job.packing" in out
 
 
