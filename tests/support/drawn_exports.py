@@ -24,7 +24,7 @@ import transformers
 from drawn_layouts import Drawn, Resolved, draw_layout, resolve
 from hf_parity import EAGER, LOGITS
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from layout_runs import LIMIT_SECONDS, Outcome
+from layout_runs import LIMIT_SECONDS, Outcome, stand_ins
 from random_configs import draw_config
 from safetensors.torch import load_file
 from tiny_mixtures import MIXTURES
@@ -63,7 +63,8 @@ def run_export(seed: int | str, folder: Path, limit: float = LIMIT_SECONDS) -> O
         return Outcome(drawn, resolved, "refused", ", ".join(resolved.refusals))
     try:
         export = _Export(random.Random(f"export {seed}"), drawn, resolved.plan, folder)
-        differences = export.differences(limit)
+        with stand_ins(resolved.plan):
+            differences = export.differences(limit)
     except CommandError as error:
         return Outcome(drawn, resolved, "DIFFERENT", str(error))
     except Exception:  # whatever it is, the draws after this one are still to be run

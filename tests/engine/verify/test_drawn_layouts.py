@@ -205,12 +205,22 @@ def test_a_difference_is_a_fault_unless_experts_are_tied(changes: dict[str, obje
 
 
 def test_a_rough_comparison_sees_what_rounding_is_not() -> None:
-    fine: dict[str, object] = {"steps": ((4.0, 4.004), (3.9, 3.9)), "norm": 0.02, "gradient": 0.3, "loss": 0.1}
+    norms, other = ((1.0, 1.02), (1.0, 0.98)), ((1.0, 1.02), (1.0, 1.3))
+    fine: dict[str, object] = {"steps": ((4.0, 4.004), (3.9, 3.9)), "norms": norms, "gradient": 0.3, "loss": 0.1}
     assert judge_roughly(compared(**fine))[0] == "near"
     problem = ("gradient: missing or unknown ['w']",)
-    for changes in ({"steps": ((4.0, 4.0), (3.9, 4.2))}, {"steps": ()}, {"norm": 0.3}, {"problems": problem}):
+    nan = float("nan")
+    for changes in (
+        {"steps": ((4.0, 4.0), (3.9, 4.2))},
+        {"steps": ((4.0, 4.0), (3.9, nan))},
+        {"steps": ()},
+        {"norms": other},
+        {"problems": problem},
+    ):
         assert judge_roughly(compared(**{**fine, **changes}))[0] == "DIFFERENT", changes
-    assert judge_roughly(compared(**{**fine, "norm": 0.3}), compares_norm=False)[0] == "near"
+    assert judge_roughly(compared(**{**fine, "norms": other}), 1)[0] == "near"
+    assert judge_roughly(compared(**{**fine, "norms": other[1:]}), 1)[0] == "DIFFERENT"
+    assert judge_roughly(compared(**{**fine, "norms": other[1:]}), 0)[0] == "near"
 
 
 def test_a_fault_is_told_with_all_it_takes_to_repeat_it() -> None:

@@ -65,6 +65,7 @@ class Comparison:
     vanishing: tuple[str, ...]  # parameters whose gradient is zero up to rounding
     idle: tuple[str, ...]  # gradients and biases that are zero on one rank: agreement there says little
     problems: tuple[str, ...]  # why the numbers above would mean nothing
+    norms: tuple[tuple[float, float], ...] = ()  # of the gradients of each step on one rank and on the layout
 
     @property
     def largest(self) -> float:
@@ -126,6 +127,7 @@ def compare_results(
         vanishing=tuple(sorted(vanishing)),
         idle=tuple(sorted(idle)),
         problems=tuple(dict.fromkeys(problems)),
+        norms=tuple(zip(one_rank.norms, ranks[0].norms, strict=True)),
     )
 
 
