@@ -35,7 +35,7 @@ def build(kind: str, folder: Path) -> Path:
 
 def files_of_the_package() -> set[str]:
     """Modules, and the data that they read."""
-    kinds = {".py", ".json", ".css", ".js", ".typed"}
+    kinds = {".py", ".json", ".toml", ".css", ".js", ".typed"}
     found = (path for path in (ROOT / "threefold").rglob("*") if path.suffix in kinds or path.name == "py.typed")
     return {path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts}
 

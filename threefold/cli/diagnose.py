@@ -6,10 +6,15 @@ import sys
 
 from threefold.api.plans import open_plan
 from threefold.cli.command_line.inputs import add_json, print_findings
-from threefold.diagnose.diagnosis import diagnose
+from threefold.diagnose.deaths.catalogue import catalogue
+from threefold.diagnose.diagnosis import Diagnosis, diagnose
 from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
+from threefold.findings import did_you_mean
 from threefold.report.diagnosis import diagnosis_text
+
+CANNOT_JUDGE = 125  # what `git bisect run` takes for: skip this commit
+UNKNOWN = "unknown"  # a death that is not in the catalogue
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help=kinds)
     parser.add_argument("--plan", metavar="PLAN", help="the plan that ran (TOML), where the files do not say it")
     parser.add_argument("--raw", action="store_true", help="show paths, hosts, tokens and prompts as they are")
+    parser.add_argument(
+        "--fail-on",
+        type=_death,
+        metavar="DEATH",
+        help="exit with 1 where the job died of this, with 125 where it died of something else, as for git bisect run",
+    )
     add_json(parser)
 
 
@@ -33,4 +44,20 @@ def run(args: argparse.Namespace) -> int:
         print()
     else:
         print(diagnosis_text(found))
-    return 1 if any(finding.severity == "error" for finding in found.findings) else 0
+    if args.fail_on:
+        return _bisection_code(found, args.fail_on)
+    return 1 if any(finding.rule == "file-readable" for finding in found.findings) else 0
+
+
+def _death(text: str) -> str:
+    known = [death.slug for death in catalogue() if death.role != "notice"]
+    if text != UNKNOWN and text not in known:
+        raise argparse.ArgumentTypeError(f"no death is called {text}; {did_you_mean(text, known)}")
+    return text
+
+
+def _bisection_code(found: Diagnosis, death: str) -> int:
+    """1 where the job died of `death`, 0 where it did not die, 125 where nothing can be said about this commit."""
+    if found.death is None:
+        return 0 if found.has_logs else CANNOT_JUDGE
+    return 1 if found.death == death else CANNOT_JUDGE

@@ -10,12 +10,14 @@ from typing import Any
 
 from threefold.diagnose.files import Kind, kind_of
 from threefold.diagnose.hangs.hang import read_dumps
+from threefold.diagnose.logs.job_logs import JobLogs, read_logs
 from threefold.diagnose.part import Context, Part, Reader, unreadable
 from threefold.diagnose.snapshots.snapshot_part import read_snapshots
 from threefold.diagnose.trace_part import read_traces
 from threefold.findings import Finding
 
 READERS: dict[Kind, Reader] = {
+    "log": read_logs,
     "flight recorder": read_dumps,
     "snapshot": read_snapshots,
     "trace": read_traces,
@@ -28,6 +30,19 @@ class Diagnosis:
 
     parts: list[Part] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)  # of the parts, and about files that cannot be read
+
+    @property
+    def _logs(self) -> JobLogs | None:
+        return next((part for part in self.parts if isinstance(part, JobLogs)), None)
+
+    @property
+    def has_logs(self) -> bool:
+        return self._logs is not None and self._logs.facts != {}
+
+    @property
+    def death(self) -> str | None:
+        """What the logs say that the job died of; None where they say no death."""
+        return self._logs.verdict.slug or None if self._logs else None
 
     def to_json(self) -> dict[str, Any]:
         parts = {part.kind.replace(" ", "_"): part.to_json() for part in self.parts}

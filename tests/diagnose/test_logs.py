@@ -1,0 +1,218 @@
+"""What logs say about runs that go on: configuration, steady speed, health, memory, notices, and several files."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+from job_logs import SYSTEMS, arguments_table, bridge_summary, megatron_step, titan_config, write_log
+
+from threefold.cli.main import main
+from threefold.diagnose.diagnosis import diagnose
+from threefold.diagnose.files import kind_of
+from threefold.diagnose.logs.health import judge_steps
+from threefold.diagnose.logs.job_logs import JobLogs
+from threefold.diagnose.logs.scan import Scan
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def read(*paths: Path) -> JobLogs:
+    found = diagnose(paths)
+    [part] = found.parts
+    assert isinstance(part, JobLogs)
+    return part
+
+
+def steps(count: int, **over: dict[int, float]) -> list[str]:
+    """Lines of steps of 4 s; `over` has other values by step."""
+    rng = random.Random(3)
+    lines = []
+    for step in range(1, count + 1):
+        values = {name: by_step[step] for name, by_step in over.items() if step in by_step}
+        lines.append(megatron_step(rng, step, count, **values))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("lines", "system", "expected"),
+    [
+        (arguments_table(16), "Megatron-LM", {"cluster.gpus": 16, "layout.ep": 8, "job.global_batch": 256}),
+        (bridge_summary(), "Megatron Bridge", {"layout.ep": 8, "job.global_batch": 256, "job.seq_len": 4096}),
+        (titan_config(), None, {"cluster.gpus": 16, "layout.ep": 8, "cluster.chip": "h100", "job.seq_len": 4096}),
+    ],
+    ids=["arguments", "summary", "torchtitan"],
+)
+def test_printed_configuration_becomes_a_plan(
+    lines: list[str], system: str | None, expected: dict[str, object], tmp_path: Path
+) -> None:
+    for prefix in ("", "[default3]:", "  3: "):
+        found = read(write(tmp_path / "a.log", [prefix + line for line in lines]))
+        plan = found.configuration.plan
+        assert plan is not None
+        assert plan.model.name == "qwen3-30b-a3b"
+        values = {"cluster.gpus": plan.cluster.gpus, "cluster.chip": plan.cluster.chip, "layout.ep": plan.layout.ep}
+        values |= {"job.global_batch": plan.job.global_batch, "job.seq_len": plan.job.seq_len}
+        assert {name: values[name] for name in expected} == expected
+        assert found.facts["system"] == system
+
+
+def test_older_torchtitan_prints_a_dict_over_several_lines_or_one(tmp_path: Path) -> None:
+    config = {"model": {"name": "deepseek_v3", "flavor": "671B"}, "training": {"seq_len": 4096, "local_batch_size": 1},
+              "parallelism": {"data_parallel_shard_degree": 256, "expert_parallel_degree": 64}}  # fmt: skip
+    for text in (f"Running with args: {config}", f"Running with configs: {json.dumps(config, indent=2)}"):
+        lines = [f"[rank0]:{line}" for line in f"[titan] 2026-03-03 10:00:00,101 - root - INFO - {text}".splitlines()]
+        plan = read(write(tmp_path / "a.log", lines)).configuration.plan
+        assert plan is not None
+        assert (plan.model.name, plan.cluster.gpus, plan.layout.ep) == ("deepseek-v3", 256, 64)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_steady_steps(system: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    write_log(path, random.Random(5), system, None, "torchrun")
+    found = read(path)
+    assert (found.health.first, found.health.last, found.health.num_steps) == (1, 1000, 1000)
+    assert found.verdict.status == ("no death seen" if system == "torchtitan" else "finished")
+    if system in ("megatron-lm", "bridge"):
+        assert found.health.step_seconds == pytest.approx(4.04, rel=0.01)  # 4 s and up to 2 % more
+    assert found.health.tflops == pytest.approx({"torchtitan": 228.68, "threefold": 228}.get(system, 240))
+    if system == "torchtitan":
+        assert found.health.memory_percent == 82.85
+
+
+def test_first_steps_and_slow_ones_do_not_move_the_median(tmp_path: Path) -> None:
+    over = {1: 90.0, 2: 30.0, **dict.fromkeys(range(50, 200, 50), 60.0)}
+    health = read(write(tmp_path / "a.log", steps(200, seconds=over))).health
+    assert health.step_seconds == pytest.approx(4.04, rel=0.01)
+    assert [step for step, _ in health.outliers] == [50, 100, 150]
+
+
+def test_health_of_losses(tmp_path: Path) -> None:
+    over = {
+        "loss": {150: 9.0, 180: float("nan")},
+        "norm": {160: 90.0},
+        "skipped": {170: 1},
+        "balance": dict.fromkeys(range(1, 201), 6.0),
+    }
+    text = "\n".join(read(write(tmp_path / "a.log", steps(200, **over))).lines)
+    assert "loss spikes at steps 150\n" in text
+    assert "gradient norm above 10 x its median at steps 160\n" in text
+    assert "1 step with a loss or gradient norm that is not finite, from step 180" in text
+    assert "1 step skipped" in text
+    assert "load-balancing loss 6 (1 is level)" in text
+
+
+def test_the_last_start_counts(tmp_path: Path) -> None:
+    """A job that was started again from step 50, twice as slow."""
+    rng = random.Random(1)
+    again = [megatron_step(rng, step, 200, seconds=8.0) for step in range(51, 120)]
+    found = read(write(tmp_path / "a.log", [*steps(100), *again]))
+    assert (found.health.first, found.facts["starts"]) == (51, 2)
+    assert found.health.step_seconds == pytest.approx(8.08, rel=0.01)
+
+
+def test_memory_and_versions(tmp_path: Path) -> None:
+    lines = [
+        "NCCL version 2.27.5+cuda12.9",
+        "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1000.00 | max reserved: 3072.00",
+        "[Rank 8] (after 2 iterations) memory (GB) | mem-reserved-gigabytes: 1.0 | mem-max-reserved-gigabytes: 10.0",
+    ]
+    found = read(write(tmp_path / "a.log", lines))
+    assert found.facts["versions"] == {"nccl": "2.27.5"}
+    assert any("peak 9.31 GiB on rank 8, 3.00 GiB on rank 0" in line for line in found.lines)  # 10e9 and 3072 * 2**20
+
+
+def test_what_fell_back_explains_a_slow_run(tmp_path: Path) -> None:
+    warning = "WARNING:megatron.bridge:DeepEP is only applicable to Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
+    warning += "Current GPU: NVIDIA X. Falling back to alltoall."
+    rng = random.Random(1)
+    slow = [megatron_step(rng, step, 200, seconds=40.0, tflops=30.0) for step in range(1, 100)]
+    found = read(write(tmp_path / "a.log", [*arguments_table(), warning, *slow]))
+    assert found.facts["notices"] == {"dispatcher-fell-back": 1}
+    assert found.speed.is_slow
+    [head, *causes] = found.speed.lines()
+    assert head.startswith("30 of about ")
+    assert "dispatcher-fell-back" in causes[0]
+    assert f"a.log:{len(arguments_table()) + 1})" in causes[0]  # the line of the warning
+
+
+def test_packed_and_cut_logs(tmp_path: Path) -> None:
+    content = "\n".join([*steps(300), "OSError: [Errno 28] No space left on device"]).encode()
+    packed = tmp_path / "a.log.gz"
+    packed.write_bytes(gzip.compress(content))
+    assert read(packed).verdict.slug == "disk-full"
+    packed.write_bytes(gzip.compress(random.Random(1).randbytes(2**20) + content)[:-2000])
+    assert "a packed file is cut off" in read(packed).lines[0]
+
+
+def test_files_are_told_apart_by_content(tmp_path: Path) -> None:
+    kinds = {
+        "log": b"[rank0]: {} lines\n",
+        "trace": b'{"schemaVersion": 1, "traceEvents": []}',
+        "flight recorder": b'{"version": "2.10", "pg_config": {}}',
+        "snapshot": b"\x80\x04\x95}\x94\x8c\x08segments\x94]",
+    }
+    for kind, content in kinds.items():
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        assert kind_of(path) == kind
+    path.write_bytes(bytes(4000))
+    with pytest.raises(ValueError, match="neither text"):
+        kind_of(path)
+
+
+def test_long_lines_and_many_templates_stay_bounded(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    words = ["".join(rng.choices("abcdefgh", k=30)) for _ in range(3000)]
+    path = tmp_path / "a.log"
+    path.write_bytes(b"error " * 2**20 + b"\n" + "\n".join(f"{word} error {word}" for word in words).encode())
+    scan = Scan(path).read()
+    assert scan.num_lines <= 3002
+    assert all(len(one.text) <= 1500 for one in scan.sightings)
+
+
+def test_a_column_that_is_full_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threefold.diagnose.logs.steps._MOST_STEPS", 64)
+    scan = Scan(write(tmp_path / "a.log", steps(1000))).read()
+    assert len(scan.steps.columns["step"]) < 64
+    assert scan.steps.num_read == 1000
+    assert judge_steps(scan.steps).step_seconds == pytest.approx(4.04, rel=0.01)
+
+
+def test_verb_prints_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.log", [*steps(5), "RuntimeError: DeepEP error: timeout (dispatch CPU)"])
+    assert main(["diagnose", str(path)]) == 0
+    assert "died of deepep-timeout (medium confidence) after step 5" in capsys.readouterr().out
+    assert main(["diagnose", str(path), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["parts"]["log"]["verdict"]["death"] == "deepep-timeout"
+    assert main(["diagnose", str(tmp_path / "absent")]) == 1
+    assert "error[file-readable]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        (["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."], 1),
+        (["OSError: [Errno 28] No space left on device"], 125),
+        (["ValueError: nobody knows"], 125),
+        (["[after training is done] datetime: 2026-03-03 10:00:00"], 0),
+    ],
+    ids=["same", "other", "unknown", "good"],
+)
+def test_exit_codes_of_a_bisection(lines: list[str], code: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.log", [*steps(5), *lines])
+    assert main(["diagnose", str(path), "--fail-on", "cuda-out-of-memory"]) == code
+
+
+def test_bisection_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(tmp_path / "absent"), "--fail-on", "unknown"]) == 125
+    with pytest.raises(SystemExit) as error:
+        main(["diagnose", "a.log", "--fail-on", "cuda-out-of-memry"])
+    assert error.value.code == 2
+    assert "did you mean cuda-out-of-memory" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Deaths of jobs: the catalogue of how they read in a log, and which one a job died of."""

@@ -1,0 +1,112 @@
+"""What a job printed about itself: its configuration, versions and memory."""
+
+import re
+from dataclasses import dataclass, field
+
+_MOST_LINES = 20_000
+_MOST_CHARS = 2**21
+_TABLE = "--- arguments ---"
+_TABLE_END = "--- end of arguments ---"
+_SUMMARY = "Configuration Summary (Non-Default Values"
+_TITAN = re.compile(r"Running with (?:configs|args): (\{.*)")
+_BEGINS = (_TABLE.encode(), _SUMMARY.encode(), b"Running with configs: {", b"Running with args: {")
+_VERSIONS = (
+    (r"NCCL version ([\d.]+)", "nccl"),
+    (r"PyTorch (?:V|v)ersion:? ?([\d][\w.+]*)", "torch"),
+    (r"\btorch[ =:]+v?(\d+\.\d+[\w.+]*)", "torch"),
+    (r"[Tt]ransformer[ _-]?[Ee]ngine(?: version)?[ =:]+v?(\d+\.\d+[\w.+]*)", "transformer_engine"),
+    (r"CUDA (?:V|v)ersion:? ?([\d.]+)", "cuda"),
+    (r"[Dd]river [Vv]ersion:? ?([\d.]+)", "driver"),
+    (r"megatron[-_ ]core(?: version)?[ =:]+v?(\d+\.\d+[\w.+]*)", "megatron_core"),
+)
+_CAPACITY = re.compile(r"CUDA capacity: (.+?) with ([\d.]+)GiB memory")
+_MESH = re.compile(r"Building device mesh with parallelism: (.+)")
+_MEMORY = re.compile(r"\[Rank (\d+)\] \((?:after )?(\d+) iterations?\) memory \((MB|GB)\)(.*)")
+_MEMORY_FIELD = re.compile(r"\|\s*([\w -]+?):\s*([\d.]+)")
+_PEAK_TFLOPS = re.compile(r"Peak FLOPS used for computing MFU: ([\d.e+]+)")
+
+
+@dataclass
+class Printed:
+    """Text blocks of configuration, and facts of single lines."""
+
+    arguments: str = ""  # Megatron-LM's table
+    summary: str = ""  # Bridge's configuration
+    titan: str = ""  # torchtitan's, JSON or a dict as Python prints it
+    mesh: dict[str, int] = field(default_factory=dict)  # torchtitan's degrees
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    device_gib: float | None = None
+    peak_flops: float | None = None
+    memory_bytes: dict[int, dict[str, float]] = field(default_factory=dict)  # by rank: what its memory line said
+    num_starts: int = 0  # configurations printed: one for each start of the job
+    _kind: str = ""
+    _lines: list[str] = field(default_factory=list)
+    _chars: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._kind)
+
+    @staticmethod
+    def begins(raw: bytes) -> bool:
+        return any(sign in raw for sign in _BEGINS)
+
+    def start(self, text: str) -> None:
+        """Begin a block."""
+        self.num_starts += 1
+        self._lines, self._chars = [text], 0
+        if _TABLE in text:
+            self._kind = "arguments"
+        elif _SUMMARY in text:
+            self._kind = "summary"
+        elif match := _TITAN.search(text):
+            self._lines = [match[1]]
+            self._kind = "titan"
+            if _is_closed(match[1]):
+                self._finish()
+
+    def take(self, rest: str) -> bool:
+        """Take a line, without its rank, into the open block."""
+        self._lines.append(rest)
+        self._chars += len(rest)
+        is_end = {
+            "arguments": _TABLE_END in rest,
+            "summary": bool(re.match(r"\s*={60,}", rest)) and len(self._lines) > 4,
+            "titan": rest.rstrip() == "}",
+        }[self._kind]
+        if is_end or len(self._lines) > _MOST_LINES or self._chars > _MOST_CHARS:
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        text = "\n".join(self._lines)
+        setattr(self, self._kind, text)
+        self._kind, self._lines = "", []
+
+    def note(self, text: str) -> bool:
+        """Take a fact from a line; whether the line says nothing else."""
+        if match := _MEMORY.search(text):
+            unit = 2**20 if match[3] == "MB" else 10**9
+            values = {name.strip(): float(value) * unit for name, value in _MEMORY_FIELD.findall(match[4])}
+            if len(self.memory_bytes) < 4096:
+                self.memory_bytes[int(match[1])] = values
+            return True
+        if match := _CAPACITY.search(text):
+            self.device, self.device_gib = match[1], float(match[2])
+            return True
+        if match := _MESH.search(text):
+            self.mesh = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", match[1])}
+            return True
+        if match := _PEAK_TFLOPS.search(text):
+            self.peak_flops = float(match[1])
+            return True
+        if (len(self.versions) < len(_VERSIONS) and "ersion" in text) or "torch" in text:
+            for pattern, name in _VERSIONS:
+                if name not in self.versions and (found := re.search(pattern, text)):
+                    self.versions[name] = found[1].rstrip(".")
+        return False
+
+
+def _is_closed(text: str) -> bool:
+    return text.count("{") == text.count("}") and text.rstrip().endswith("}")

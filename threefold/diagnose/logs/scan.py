@@ -1,0 +1,181 @@
+"""One pass over a log: steps, errors, notices, and what the job printed about itself.
+
+Lines that differ in their digits only share one template. A template is looked at a few times; that of a dull line
+costs one lookup from then on, so that a log is read about as fast as its lines can be split.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from threefold.diagnose.deaths.catalogue import Death, deaths_in
+from threefold.diagnose.logs.lines import decode, rank_inside, rank_of_file, read_chunks, seconds_in, split_rank
+from threefold.diagnose.logs.printed import Printed
+from threefold.diagnose.logs.sightings import (
+    TRACEBACK,
+    Ended,
+    Sighting,
+    Tracebacks,
+    is_chained,
+    is_error,
+    is_final,
+    is_harmless,
+)
+from threefold.diagnose.logs.steps import Parser, Steps, parser_for
+
+_DIGITS = b"0123456789"
+_MOST_TEMPLATES = 200_000
+_MOST_LOOKS = 48  # at lines of one template in which nothing was found
+_MOST_FOUND = 2000  # lines of one template in which something was
+_MOST_SIGHTINGS = 4000
+_MOST_RANKS = 2**17
+_MOST_CHARS = 1500
+_ROOT_LINES = 12  # of torchrun's summary of the first failure
+_SURVIVED_STEPS = 3  # step lines after an error that say that the job went on
+_ALWAYS = (b"Traceback (most", b"memory (", b"Root Cause", b" arguments ", b"Configuration Summary", b"Running with")
+# What a line has to hold, in lower case, to be looked at.
+_TRIGGER = re.compile(
+    rb"error|exception|traceback|assert|fail|fatal|warn|nccl|cuda|kill|cancel|abort|segmentation|signal|timed? ?out"
+    rb"|terminat|oom|memory|nvshmem|deepep|xid|no space|undefined symbol|interrupt|preempt|core dumped|bus error|skipp"
+    rb"|fall|disabl|re-loop|exit|slurm|srun|denied|not found|unable|refused|broken pipe|nan\b|stale|ibv_|recv|mpi_|pmix"
+    rb"|double free|virtual method|multicast|driver|command|time limit|node|monitoredbarrier|completed|mesh|training is"
+    rb"|flops|gpu|version|rank|symbol|quota|argument|shape|divisible|captur|bias|permission|imported|retries"
+)
+Handler = Parser | bool  # of a template: a parser of steps, True for lines to look at, False for dull ones
+
+
+class Scan:
+    """What one log says."""
+
+    def __init__(self, path: Path, say: Callable[[int], None] = lambda done: None) -> None:
+        self.path, self.say = path, say
+        self.steps, self.printed = Steps(), Printed()
+        self.sightings: list[Sighting] = []  # since the third-last step line
+        self.notices: dict[str, tuple[Death, Sighting, int]] = {}
+        self.ranks: set[int] = set()
+        self.num_lines = 0
+        self.is_finished = False
+        self.is_cut = False  # a packed file that was not closed
+        self.root_rank: int | None = None  # the rank that the launcher says failed first
+        self._file_rank = rank_of_file(path)
+        self._recent = deque[int](maxlen=_SURVIVED_STEPS)
+        self._templates: dict[bytes, Handler] = {}
+        self._looks: dict[bytes, int] = {}
+        self._found: set[bytes] = set()  # templates in which errors or notices were found
+        self._tracebacks = Tracebacks()
+        self._clock: float | None = None
+        self._in_root = 0
+
+    def read(self) -> "Scan":
+        try:
+            for lines in read_chunks(self.path, self.say):
+                self._read_lines(lines)
+        except EOFError:
+            self.is_cut = True
+        return self
+
+    def _read_lines(self, lines: list[bytes]) -> None:
+        number, templates, tracebacks, printed = self.num_lines, self._templates, self._tracebacks, self.printed
+        for raw in lines:
+            number += 1
+            if tracebacks.is_open and self._continue_traceback(number, raw):
+                continue
+            if printed.is_open and printed.take(split_rank(decode(raw))[1]):
+                continue
+            key = raw.translate(None, _DIGITS)
+            handler = templates.get(key)
+            if handler is None:
+                if len(templates) >= _MOST_TEMPLATES:
+                    templates.clear()
+                handler = templates[key] = parser_for(raw) or self._is_worth_a_look(raw)
+            if handler is True:
+                self._look(number, raw, key)
+            elif handler is not False and handler(raw, self.steps):
+                self._after_step(number, raw)
+        self.num_lines = number
+
+    def _is_worth_a_look(self, raw: bytes) -> bool:
+        return _TRIGGER.search(raw.lower()) is not None or self.printed.begins(raw)
+
+    def _after_step(self, number: int, raw: bytes) -> None:
+        """Forget errors that the job survived."""
+        recent = self._recent
+        recent.append(number)
+        if self.sightings and len(recent) == _SURVIVED_STEPS:
+            self.sightings = [one for one in self.sightings if one.line > recent[0]]
+        self.is_finished = False
+
+    def _look(self, number: int, raw: bytes, key: bytes) -> None:
+        looks = self._looks[key] = self._looks.get(key, 0) + 1
+        if looks > (_MOST_FOUND if key in self._found else _MOST_LOOKS) and not any(sign in raw for sign in _ALWAYS):
+            self._templates[key] = False
+            return
+        text = decode(raw)
+        rank, rest = split_rank(text)
+        if rank is not None and len(self.ranks) < _MOST_RANKS:
+            self.ranks.add(rank)
+        if (seconds := seconds_in(text)) is not None:
+            self._clock = seconds
+        if self.printed.begins(raw):
+            self.printed.start(rest)
+        elif TRACEBACK in rest:
+            self._tracebacks.open(number, rank, rest)
+        elif is_chained(rest):
+            self._tracebacks.chain(rank)
+        elif not self.printed.note(rest):
+            self._note_end(number, rest)
+            if self._note_error(number, rank, rest):
+                self._found.add(key)
+
+    def _note_end(self, number: int, text: str) -> None:
+        """What a launcher says about the first failure, and what a job says at its end."""
+        if self._in_root:
+            self._in_root -= 1
+            if match := re.match(r"\s*rank\s*:\s*(\d+)", text):
+                self.root_rank = int(match[1])
+        if "Root Cause (first observed failure)" in text:
+            self._in_root = _ROOT_LINES
+        if "after training is done" in text or text.rstrip().endswith("Training completed"):
+            self.is_finished = True
+
+    def _note_error(self, number: int, rank: int | None, text: str) -> bool:
+        deaths, ends = deaths_in(text), is_final(text)
+        if not deaths and not ends and not is_error(text):
+            return False
+        if rank is None and self._in_root:
+            rank = self.root_rank
+        self._keep(self._sighting(number, rank, text, deaths, is_exception=ends))
+        return True
+
+    def _sighting(self, number: int, rank: int | None, text: str, deaths: list[Death], is_exception: bool) -> Sighting:
+        for other in (rank_inside(text), self._file_rank):
+            rank = other if rank is None else rank
+        text = text.strip()[:_MOST_CHARS]
+        return Sighting(text, rank, self.path.name, number, self._clock, deaths, is_exception)
+
+    def _keep(self, sighting: Sighting) -> None:
+        notices = [death for death in sighting.deaths if death.role == "notice"]
+        for death in notices:
+            _, first, count = self.notices.get(death.slug, (death, sighting, 0))
+            self.notices[death.slug] = (death, first, count + 1)
+        sighting.deaths = [death for death in sighting.deaths if death.role != "notice"]
+        is_unknown = not sighting.deaths and not sighting.is_exception
+        if is_unknown and (notices or is_harmless(sighting.text)):
+            return
+        if len(self.sightings) < _MOST_SIGHTINGS:
+            self.sightings.append(sighting)
+
+    def _continue_traceback(self, number: int, raw: bytes) -> bool:
+        rank, text = split_rank(decode(raw))
+        taken = self._tracebacks.take(number, rank, text)
+        if not isinstance(taken, Ended):
+            return taken
+        if rank is not None and len(self.ranks) < _MOST_RANKS:
+            self.ranks.add(rank)
+        if not taken.joins_cause():
+            sighting = self._sighting(number, rank, taken.text, taken.deaths, is_exception=True)
+            sighting.frames = taken.frames
+            self._tracebacks.remember(rank, sighting)
+            self._keep(sighting)
+        return True
