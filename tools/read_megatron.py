@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from read_wheels import PAIRS, Sources
+from read_wheels import PAIRS, Sources, find_pair
 
 from threefold.engine.weights.make_hf_config import HF_CLASSES
 from threefold.rules.all import RULES
@@ -64,7 +64,7 @@ def lines_of(wheels: list[zipfile.ZipFile], file: str, words: str) -> list[int]:
 def read(folder: Path) -> dict[str, Any]:
     releases, places = [], dict[str, dict[str, Any]]()
     for bridge, (core, container) in PAIRS.items():
-        paths = [*folder.glob(f"megatron_bridge-{bridge}-*.whl"), *folder.glob(f"megatron_core-{core}-*.whl")]
+        paths = find_pair(folder, bridge, core)
         if len(paths) != 2:
             continue
         known = architectures(Sources(paths))

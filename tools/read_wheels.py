@@ -53,6 +53,10 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model.mla": ("megatron.bridge.models.mla_provider", ("MLAModelProvider",)),
     "model.vlm": ("megatron.bridge.models.qwen_vl.qwen3_vl_provider", ("Qwen3VLMoEModelProvider",)),
     "model.hybrid": ("megatron.bridge.models.mamba.mamba_provider", ("MambaModelProvider",)),
+    "ft": ("megatron.bridge.training.config", ("FaultToleranceConfig",)),
+    "nvrx_straggler": ("megatron.bridge.training.config", ("NVRxStragglerDetectionConfig",)),
+    "inprocess_restart": ("megatron.bridge.training.config", ("InProcessRestartConfig",)),
+    "profiling": ("megatron.bridge.training.config", ("ProfilingConfig",)),
     "container": ("megatron.bridge.training.config", ("ConfigContainer",)),
 }
 FUNCTIONS = (
@@ -303,14 +307,17 @@ def _version(wheel: Path) -> str:
     return wheel.name.split("-")[1]
 
 
+def find_pair(folder: Path, bridge: str, core: str) -> list[Path]:
+    """The wheels of a pair in a folder or below it, those of Bridge first; fewer than two where one is missing."""
+    patterns = (f"megatron_bridge-{bridge}-*.whl", f"megatron_core-{core}-*.whl")
+    return [path for pattern in patterns for path in sorted(folder.rglob(pattern))[:1]]
+
+
 def read_folder(folder: Path) -> list[dict[str, Any]]:
     """Every known pair of wheels in a folder, oldest first."""
     found = []
     for bridge, (core, container) in PAIRS.items():
-        wheels = [
-            *folder.glob(f"megatron_bridge-{bridge}-*.whl"),
-            *folder.glob(f"megatron_core-{core}-*.whl"),
-        ]
+        wheels = find_pair(folder, bridge, core)
         if len(wheels) == 2:
             found.append(release_facts(wheels[0], wheels[1], container))
     return found

@@ -93,7 +93,7 @@ def fired(fields: dict[str, Any]) -> set[str]:
         ({**QWEN, "job.seq_len": 131072, "stack.release": "25.09"}, "kernels-at-length", True),
         ({**QWEN, "job.seq_len": 131072, "stack.release": "26.06"}, "kernels-at-length", False),
         # Vision: what FSDP lacks, and 3D without TP.
-        ({**VLM, "knobs.data_parallel": "fsdp", "knobs.precision": "mxfp8"}, "fsdp-features", True),
+        ({**VLM, "knobs.data_parallel": "fsdp", "knobs.precision": "mxfp8"}, "vlm-in-bf16-without-cp", True),
         ({**VLM, "knobs.data_parallel": "fsdp", "knobs.optimizer_offload": 1.0}, "fsdp-features", True),
         ({**VLM, "knobs.data_parallel": "fsdp", "knobs.graphs": ["attn"]}, "fsdp-features", False),
         ({**VLM, "layout.tp": 8, "layout.ep": 8, "layout.etp": 8}, "vlm-3d-cuts-experts-first", True),

@@ -235,6 +235,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layout.tp": 1, "layout.cp": 16, "job.seq_len": 65536},
         {"layout.tp": 1, "layout.cp": 8, "job.seq_len": 32768},
     ),
+    "hierarchical-cp-has-a-case": (
+        {"layout.tp": 2, "layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p"},
+        {"layout.tp": 2, "layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a"},
+    ),
     "axis-knobs-have-an-axis": ({"layout.tp": 1, "knobs.tp_overlap": True}, {"knobs.tp_overlap": True}),
     # dispatch
     "flex-dispatch-on-gpus": ({"cluster.chip": "cpu"}, {"cluster.chip": "gb200"}),
@@ -452,24 +456,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "qwen3-vl-235b-a22b", "layout.stages": "Ett|(t*3|)*30ttL", "layout.tp": 8},
         {"model": "qwen3-vl-235b-a22b", "layout.stages": "Ett|(t*3|)*30ttL", "layout.tp": 1},
     ),
-    "fsdp-features": (
-        {"knobs.data_parallel": "fsdp", "layout.pp": 1, "layout.vpp": 1, "knobs.optimizer_offload": 1.0},
-        {
-            "knobs.data_parallel": "fsdp",
-            "layout.pp": 1,
-            "layout.vpp": 1,
-            "knobs.precision": "bf16",
-            "knobs.delay_wgrad": False,
-        },
-    ),
     "vlm-sweep-microbatch": ({"model": "qwen3-vl-30b-a3b"}, {"model": "qwen3-vl-30b-a3b", "job.micro_batch": 2}),
-    "fsdp-excludes-pipeline": (
-        {"knobs.data_parallel": "fsdp"},
-        {"knobs.data_parallel": "fsdp", "layout.pp": 1, "layout.vpp": 1},
-    ),
-    "fsdp-excludes-full-graph": (
-        {"knobs.data_parallel": "fsdp", "knobs.graphs": ["full_iteration"]},
-        {"knobs.data_parallel": "fsdp", "knobs.graphs": ["attn"]},
+    "vlm-in-bf16-without-cp": (
+        {"model": "qwen3-vl-30b-a3b", "layout.cp": 2, "knobs.precision": "bf16"},
+        {"model": "qwen3-vl-30b-a3b", "knobs.precision": "bf16"},
     ),
     "freeze-parts-exist": ({"job.freeze": ["vision"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["vision"]}),
     "something-trains": ({"job.freeze": ["language"]}, {"model": "qwen3-vl-30b-a3b", "job.freeze": ["language"]}),

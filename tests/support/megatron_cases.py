@@ -10,6 +10,7 @@ _WITHOUT_PP: dict[str, Any] = {
     "knobs.delay_wgrad": False,
 }
 _FSDP = {**_WITHOUT_PP, "knobs.data_parallel": "fsdp"}
+_RINGS = {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p"}
 _MXFP8 = {"cluster.chip": "gb200", "knobs.precision": "mxfp8"}
 _HYBRIDEP = {"knobs.dispatcher": "hybridep", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
 _GEMMA: dict[str, Any] = {
@@ -157,6 +158,30 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fsdp-overlap-without-scoped-graphs": (
         {**_FSDP, "knobs.ep_overlap": True, "knobs.graphs": ["attn"]},
         {**_FSDP, "knobs.graphs": ["attn"]},
+    ),
+    "fsdp-pipeline-is-untried": (
+        {"knobs.data_parallel": "fsdp"},
+        {"knobs.data_parallel": "fsdp", "layout.pp": 1, "layout.vpp": 1},
+    ),
+    "fsdp-features": (
+        {**_FSDP, "knobs.optimizer_offload": 1.0},
+        {**_FSDP, "knobs.activation_offload": ["core_attn"], "knobs.fp8_params": True},
+    ),
+    "fsdp-excludes-full-graph": (
+        {**_FSDP, "knobs.graphs": ["full_iteration"], "stack.release": "0.4.2"},
+        {**_FSDP, "knobs.graphs": ["full_iteration"], "stack.release": "0.5.1"},
+    ),
+    "fsdp-needs-connections": ({**_FSDP, "knobs.max_connections": 1}, {**_FSDP, "knobs.max_connections": 8}),
+    "fsdp-needs-adam": ({**_FSDP, "job.optimizer": "muon"}, {"job.optimizer": "muon"}),
+    "fsdp-with-small-tp": ({**_FSDP, "layout.tp": 4}, {**_FSDP, "layout.tp": 4, "cluster.chip": "gb200"}),
+    "hierarchical-cp-needs-te": ({**_RINGS, "stack.te": "1.11"}, {**_RINGS, "stack.te": "1.12"}),
+    "hybrid-cp-on-target": (
+        {**_WITHOUT_PP, "layout.cp": 4, "knobs.cp_dynamic": True, "knobs.data_parallel": "fsdp"},
+        {**_WITHOUT_PP, "layout.cp": 4, "knobs.cp_dynamic": True},
+    ),
+    "warmup-ends-before-training": (
+        {"job.steps": 50, "job.warmup_steps": 50},
+        {"job.steps": 50, "job.warmup_steps": 49},
     ),
     "fsdp-fusion-te": ({**_FSDP, "stack.te": "2.9"}, {**_FSDP, "stack.te": "2.10"}),
     "mlp-graph-needs-dense-layers": (

@@ -5,7 +5,9 @@ from threefold.rules.base import PREDICTED, RULES, blockers, errors, explain, ju
 from threefold.rules.fixes import check, repair, with_fixes
 from threefold.rules.knobs import dispatch, engine_graphs, graphs, overlap, precision, recompute
 from threefold.rules.layout import batch, context, dynamic_context, fold, pipeline, shape
+from threefold.rules.megatron import context as megatron_context
 from threefold.rules.megatron import experts as megatron_experts
+from threefold.rules.megatron import fsdp as megatron_fsdp
 from threefold.rules.megatron import layout as megatron_layout
 from threefold.rules.megatron import memory as megatron_memory
 from threefold.rules.stacks import promoted
@@ -27,7 +29,9 @@ __all__ = [
     "graphs",
     "judge",
     "known_slugs",
+    "megatron_context",
     "megatron_experts",
+    "megatron_fsdp",
     "megatron_layout",
     "megatron_memory",
     "memory",

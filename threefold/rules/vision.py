@@ -5,13 +5,11 @@ from dataclasses import replace
 
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory_ladder import fits
-from threefold.findings import Changes, Finding
+from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
-from threefold.rules.knobs.graphs import narrower
 from threefold.rules.knobs.precision import FP8_KNOBS
 from threefold.rules.layout.batch import can_be_priced
-from threefold.spec.stacks import MEGATRON_FSDP
 from threefold.units import format_bytes
 
 _AS_FSDP: dict[str, object] = {
@@ -156,80 +154,25 @@ def vlm_sweep_microbatch(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.micro_batch", problem=problem, fix={"job.micro_batch": 2})
 
 
-@rule(
-    rows="VL-COMPAT",
-    target="megatron-bridge",
-    follows="megatron-core 0.19.2, core/pipeline_parallel/schedules.py: only the one without a pipeline knows FSDP",
-)
-def fsdp_excludes_pipeline(plan: Plan) -> Iterator[Finding]:
-    """Megatron's FSDP runs without a pipeline.
+@rule(severity="warning", rows="VL-UNTESTED", target="megatron-bridge", follows="Bridge's skill on MoE VLM training")
+def vlm_in_bf16_without_cp(plan: Plan) -> Iterator[Finding]:
+    """A MoE VLM runs in sixteen bits and without context parallelism, until both are measured.
 
-    Why: FSDP shards and gathers layer by layer over all ranks of the dense grid; Megatron has no schedule
-        that does so per stage. A fact of run time: its validation accepts such a configuration.
-    Confirm: knobs.data_parallel and layout.pp.
-    Fix: PP 1, or zero1 with the pipeline.
+    Why: upstream has no run of either (read 2026-08-22): images make sequences uneven over CP ranks, and an encoder's
+        narrow layers gain little in FP8.
+    Confirm: losses and useful tokens per second of both, with real images.
+    Fix: bf16 and CP 1; stack.measured=precision where a run in fewer bits was sound.
     """
-    if plan.knobs.data_parallel != "zero1" and plan.layout.pp > 1:
-        yield Finding(
-            at="knobs.data_parallel",
-            problem=f"{plan.knobs.data_parallel} with PP {plan.layout.pp}",
-            fixes=[
-                {"knobs.data_parallel": "zero1", "layout.replicate": 1},
-                {"layout.pp": 1, "layout.vpp": 1, "layout.stages": None, "layout.schedule": None},
-            ],
-        )
-
-
-# What does not go with Megatron's FSDP, or only with its first version: the knob, its value at rest, and the reason.
-_BESIDE_FSDP: dict[str, tuple[object, str]] = {
-    "optimizer_offload": (0.0, "FSDP v2 refuses an offload policy, and v1 keeps sharded states on the GPU"),
-    "activation_offload": ((), "FSDP v2 refuses an offload policy"),
-    "activation_offload_layers": (0, "FSDP v2 refuses an offload policy"),
-    "fp8_params": (False, "FSDP v2 gathers parameters in 16 or 32 bits only"),
-    "delay_wgrad": (False, "FSDP reduces the gradients of a unit when its backward ends"),
-}
-
-
-@rule(severity="warning", rows="VL-COMPAT", target="megatron-bridge", follows=f"{MEGATRON_FSDP} (v2/fully_shard)")
-def fsdp_features(plan: Plan) -> Iterator[Finding]:
-    """Beside Megatron's FSDP stand only features that it has.
-
-    Why: its second version refuses quantised parameters and offload; the first one runs some of them. HybridEP, scoped
-        graphs after bring-up, a frozen encoder and selective recompute go with both FSDP and 3D parallel.
-    Confirm: the knob of the message beside knobs.data_parallel.
-    Fix: the knob back to its default, bf16 for bring-up, or zero1 (3D parallel) with the feature.
-    """
-    knobs = plan.knobs
-    if knobs.data_parallel == "zero1":
+    if not plan.is_vlm:
         return
-    zero1: Changes = {"knobs.data_parallel": "zero1", "layout.replicate": 1}
-    for name, (rest, why) in _BESIDE_FSDP.items():
-        if getattr(knobs, name) != rest:
-            problem = f"{name} with {knobs.data_parallel}: {why}"
-            at_rest: Changes = {f"knobs.{name}": rest}
-            advice = "published runs did so on FSDP v1 (2026-08): measure"
-            yield Finding(at=f"knobs.{name}", problem=problem, fixes=[at_rest, zero1], advice=advice)
-    if plan.low_precision:
-        problem = f"{knobs.precision} with {knobs.data_parallel}: bring a model up in bf16, then measure FP8 on FSDP v1"
-        bare = {f"knobs.{name}": None for name in FP8_KNOBS if getattr(knobs, name)}
-        fixes = [{"knobs.precision": "bf16", **bare}, zero1]
-        if "precision" not in plan.stack.measured:
-            advice = "or stack.measured=precision; published runs in MXFP8 on FSDP v1 exist (2026-08)"
-            yield Finding(at="knobs.precision", problem=problem, fixes=fixes, advice=advice)
-
-
-@rule(rows="VL-COMPAT")
-def fsdp_excludes_full_graph(plan: Plan) -> Iterator[Finding]:
-    """FSDP and a full-iteration graph exclude each other.
-
-    Why: gathered parameters live in buffers that come and go; a graph replays fixed addresses.
-    Confirm: knobs.data_parallel and knobs.graphs.
-    Fix: scoped graphs.
-    """
-    if plan.knobs.data_parallel != "zero1" and "full_iteration" in plan.knobs.graphs:
-        kept = without(plan.knobs.graphs, "full_iteration")
-        problem = f"full_iteration with {plan.knobs.data_parallel}"
-        yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan, kept))
+    if plan.low_precision and "precision" not in plan.stack.measured:
+        bare = {f"knobs.{name}": None for name in FP8_KNOBS if getattr(plan.knobs, name)}
+        problem = f"{plan.knobs.precision} on {plan.model.name}: untested upstream (2026-08)"
+        advice = "stack.measured=precision where a run was sound"
+        yield Finding(at="knobs.precision", problem=problem, fix={"knobs.precision": "bf16", **bare}, advice=advice)
+    if plan.layout.cp > 1:
+        problem = f"CP {plan.layout.cp} on {plan.model.name}: untested upstream (2026-08)"
+        yield Finding(at="layout.cp", problem=problem, fixes=[{"layout.cp": 1}], advice="measure it with real images")
 
 
 @rule(severity="warning", rows="VL-FREEZE")

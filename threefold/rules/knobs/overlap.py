@@ -279,6 +279,8 @@ def tp_and_cp_need_one_connection(plan: Plan) -> Iterator[Finding]:
     knobs, layout = plan.knobs, plan.layout
     if knobs.ep_overlap or plan.chip.architecture not in ("ampere", "hopper") or layout.tp * layout.cp == 1:
         return
+    if knobs.data_parallel != "zero1":  # fsdp-needs-connections
+        return
     if knobs.max_connections is not None and knobs.max_connections > 1:
         problem = f"CUDA_DEVICE_MAX_CONNECTIONS={knobs.max_connections} with TP {layout.tp} x CP {layout.cp}"
         yield Finding(at="knobs.max_connections", problem=problem, fix={"knobs.max_connections": 1})

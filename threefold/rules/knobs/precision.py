@@ -51,6 +51,24 @@ def low_precision_after_bf16(plan: Plan) -> Iterator[Finding]:
         )
 
 
+_MANY_REDUCED = 128  # ranks of a ring, from which sums of sixteen bits lose too much (Bridge's performance guide)
+
+
+@rule(severity="note", rows="TD-BF16RED")
+def narrow_reduction_over_many(plan: Plan) -> Iterator[Finding]:
+    """Gradients are reduced in fp32 over 128 ranks and more.
+
+    Why: a ring adds them one after the other, and each sum in bf16 rounds. Below that BF16 is usually safe, and a
+        switch that reduces (SHARP) adds in fp32 (Bridge's performance guide, read 2026-08-22).
+    Confirm: losses of both; NCCL_DEBUG=INFO names ring, tree or SHARP.
+    Fix: knobs.grad_dtype fp32, where the memory is there.
+    """
+    ranks = plan.layout.dp * plan.layout.cp
+    if plan.knobs.grad_dtype == "bf16" and ranks >= _MANY_REDUCED:
+        problem = f"gradients are reduced in bf16 over {ranks} ranks"
+        yield Finding(at="knobs.grad_dtype", problem=problem, fix={"knobs.grad_dtype": "fp32"})
+
+
 @rule(severity="warning", rows="FP-EMU", target="threefold")
 def precision_is_emulated(plan: Plan) -> Iterator[Finding]:
     """What the chip or the engine has no kernels for is emulated: right numbers, no speed.

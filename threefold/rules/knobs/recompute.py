@@ -274,17 +274,22 @@ def activation_offload_without_ep_overlap(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.activation_offload", problem="activation offload with EP overlap", fix=fix)
 
 
-@rule(severity="warning", rows="RC-ORDER OF-OPT", needs_fix=True)
+EXPECTED_LENGTH = 131_072  # tokens from which upstream expects optimizer states on the host
+
+
+@rule(severity="warning", rows="RC-ORDER OF-OPT LC-OFFLOAD", needs_fix=True)
 def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     """Offload comes after recompute and parallelism.
 
     Why: it moves optimizer states or activations over the host link every step; recompute is cheaper while
-        there is any left to do. Where no selective recompute makes the plan fit, offload is in its place.
+        there is any left to do. Where no selective recompute makes the plan fit, offload is in its place; from 128K
+        on that of optimizer states is expected (Bridge's card on long context).
     Confirm: rehearse with recompute and without offload.
     Fix: recompute first.
     """
     knobs = plan.knobs
-    ways = ("optimizer_offload", "activation_offload", "activation_offload_layers")
+    ways = ["activation_offload", "activation_offload_layers"]
+    ways += ["optimizer_offload"] if plan.job.seq_len < EXPECTED_LENGTH else []
     offloads = [name for name in ways if getattr(knobs, name)]
     if not offloads or knobs.recompute or not can_be_priced(plan):
         return

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from threefold.findings import Finding
+from threefold.cost.memory_ladder import surely_fits
+from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import divisors, rule
-from threefold.rules.layout.batch import pays
+from threefold.rules.layout.batch import can_be_priced, pays
 from threefold.spec.candidates import dispatcher_candidates
 from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many
@@ -102,23 +103,70 @@ def ep_traffic_hidden_or_inside(plan: Plan) -> Iterator[Finding]:
     )
 
 
-@rule(severity="warning", rows="LC-CP-HIER TOPO")
+@rule(severity="warning", rows="LC-CP-HIER TOPO LC-LINKS LC-CPMETHOD")
 def cp_ring_leaves_domain(plan: Plan) -> Iterator[Finding]:
     """A context-parallel ring that leaves the NVLink domain trades heads inside it first.
 
     Why: in a plain ring every step waits for the one port that crosses a node boundary; the hierarchical kind
-        exchanges heads over NVLink and sends keys and values over the network only once a node.
+        exchanges heads over NVLink and sends keys and values over the network only once a node. Upstream's map by
+        size (p2p for small and medium CP, all_gather for few key/value heads, a2a+p2p for very large CP) is a start;
+        the price of this plan decides.
     Confirm: `threefold estimate` with both values of knobs.cp_comm: the `cp` term.
-    Fix: a2a+p2p, where the heads divide and it is predicted to be faster.
+    Fix: a2a where CP divides the key/value heads over TP, else a2a+p2p, where predicted to be faster.
     """
     link, attention = plan.link("cp"), plan.model.attention
     if plan.knobs.cp_comm != "p2p" or link.link != "network" or link.in_domain == 1 or attention is None:
         return
-    shards = plan.layout.tp * link.in_domain
-    traded = replace(plan, knobs=replace(plan.knobs, cp_comm="a2a+p2p"))
-    if attention.num_heads % shards == 0 and attention.num_kv_heads % shards == 0 and pays(plan, traded):
+    kind = "a2a" if _heads_divide(plan, plan.layout.tp * plan.layout.cp) else "a2a+p2p"
+    traded = replace(plan, knobs=replace(plan.knobs, cp_comm=kind))
+    if _heads_divide(plan, plan.layout.tp * link.in_domain) and pays(plan, traded):
         problem = f"CP {link.degree} as a plain ring: {link.in_domain} of {link.degree} ranks share a domain"
-        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "a2a+p2p"})
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": kind})
+
+
+def _heads_divide(plan: Plan, shards: int) -> bool:
+    """Whether each of so many ranks gets whole heads of every kind of attention."""
+    kinds = [spec for spec in (plan.model.attention, plan.model.local_attention) if spec]
+    return bool(kinds) and all(spec.num_heads % shards == spec.num_kv_heads % shards == 0 for spec in kinds)
+
+
+@rule(severity="warning", rows="LC-HIERWHEN LC-PREFERA2A LC-CPMETHOD")
+def hierarchical_cp_has_a_case(plan: Plan) -> Iterator[Finding]:
+    """Hierarchical context parallelism is for CP over more ranks than key/value heads, on links of two speeds.
+
+    Why: plain a2a needs one exchange and no ring, and takes any CP up to the key/value heads over TP. Where a larger TP
+        makes room for it, TP 2 x CP 4 by a2a equals TP 1 x CP 16 by a2a+p2p and leaves memory (Bridge's skill on
+        hierarchical context parallelism, read 2026-08-22). Inside one NVLink domain there is only one speed.
+    Confirm: the heads of `threefold models` over layout.tp; `threefold show` for the links. That Megatron uses the form
+        is shown by HIERARCHICAL_CONTEXT_PARALLEL_GROUPS in its log; CONTEXT_PARALLEL_GROUP alone means that it is off.
+    Fix: a2a, or p2p inside a domain; a larger TP with a smaller CP, where that is predicted to fit.
+    """
+    layout, link = plan.layout, plan.link("cp")
+    modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
+    if modes != {"a2a+p2p"} or layout.cp == 1:
+        return
+    a2a: Changes = {"knobs.cp_comm": "a2a", "knobs.cp_inner": None}
+    if _heads_divide(plan, layout.tp * layout.cp):
+        problem = f"a2a+p2p where CP {layout.cp} divides the key/value heads over TP {layout.tp}: a2a suffices"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix=a2a)
+    elif link.link != "network":
+        problem = f"a2a+p2p with all {layout.cp} ranks in one NVLink domain"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p", "knobs.cp_inner": None})
+    elif wider := [{"layout.tp": tp, "layout.cp": cp, **a2a} for tp, cp in _shards_of_heads(plan)]:
+        problem = f"a2a+p2p over CP {layout.cp}, where a larger TP leaves whole heads to plain a2a"
+        yield Finding(at="layout.cp", problem=problem, fixes=wider)
+
+
+def _shards_of_heads(plan: Plan) -> Iterator[tuple[int, int]]:
+    """Larger TP with a smaller CP that together divide the heads and are predicted to fit, least TP first."""
+    layout = plan.layout
+    for tp in (2, 4, 8):
+        cps = [cp for cp in divisors(layout.cp)[1:-1] if _heads_divide(plan, tp * cp)]
+        if tp <= layout.tp or tp > plan.cluster.domain_ranks or tp_fits(plan.model, tp) is not None or not cps:
+            continue
+        other = replace(plan, layout=replace(layout, tp=tp, cp=cps[-1]), knobs=replace(plan.knobs, cp_comm="a2a"))
+        if other.layout.fits_ranks and can_be_priced(other) and surely_fits(other):
+            yield tp, cps[-1]
 
 
 @rule(severity="warning", rows="OV-TP OV-DP LC-CP-LAYER")

@@ -1,10 +1,10 @@
-"""Families, context parallelism, pipelines and graphs as Megatron Core and Bridge validate them."""
+"""Families, pipelines, graphs and schedules as Megatron Core and Bridge validate them."""
 
 from collections.abc import Iterator
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import older, rule, without
+from threefold.rules.base import rule, without
 from threefold.spec.candidates import FLEX
 from threefold.spec.megatron import bridge_releases, release_of
 from threefold.spec.model import MlaSpec
@@ -35,72 +35,22 @@ def bridge_trains_family(plan: Plan) -> Iterator[Finding]:
 
 @rule(
     target="megatron-bridge",
-    rows="LC-CP",
-    refused_in=(CORE_CONFIG, "self.linear_num_key_heads=} must be a multiple of"),
+    rows="RR-SHORT",
+    refused_in=("core/optimizer_param_scheduler.py", "assert self.lr_warmup_steps < self.lr_decay_steps"),
 )
-def delta_heads_divide(plan: Plan) -> Iterator[Finding]:
-    """TP x CP divides the key and value heads of the gated delta rule.
+def warmup_ends_before_training(plan: Plan) -> Iterator[Finding]:
+    """The learning rate warms up in fewer steps than the run has.
 
-    Why: Megatron gives each of these ranks whole heads of a linear layer, over context parallelism as over tensors.
-    Confirm: the heads in the message against layout.tp x layout.cp.
-    Fix: a smaller CP or TP.
+    Why: Megatron's scheduler asserts it when the optimizer is built. Recipes warm up for hundreds of steps, so that an
+        export of a short run states the warm-up and the decay too.
+    Confirm: job.warmup_steps against job.steps.
+    Fix: a shorter warm-up.
     """
-    delta, layout = plan.model.delta, plan.layout
-    if delta is None or layout.tp * layout.cp == 1:
-        return
-    shares = layout.tp * layout.cp
-    if delta.num_k_heads % shares or delta.num_v_heads % shares:
-        heads = f"{delta.num_k_heads} key heads and {delta.num_v_heads} value heads"
-        degrees = [d for d in range(layout.cp, 0, -1) if layout.cp % d == 0]
-        whole = [d for d in degrees if delta.num_k_heads % (layout.tp * d) == 0]
-        fixes: list[Changes] = [{"layout.cp": d} for d in whole if delta.num_v_heads % (layout.tp * d) == 0]
-        yield Finding(at="layout.cp", problem=f"{heads} over TP {layout.tp} x CP {layout.cp}", fixes=fixes)
-
-
-@rule(
-    target="megatron-bridge",
-    rows="LC-CP",
-    refused_in=("core/ssm/gated_delta_net.py", "# from .gated_delta_net_context_parallel import"),
-)
-def delta_rule_without_cp(plan: Plan) -> Iterator[Finding]:
-    """Megatron Core before 0.18 runs the gated delta rule without context parallelism.
-
-    Why: its layer has no exchange between ranks there, and its constructor refuses the type of one.
-    Confirm: layout.cp and stack.release.
-    Fix: CP 1, or a newer release.
-    """
-    if plan.model.delta is not None and plan.layout.cp > 1:
-        yield Finding(at="layout.cp", problem=f"CP {plan.layout.cp} on {plan.model.name}", fix={"layout.cp": 1})
-
-
-@rule(target="megatron-bridge", rows="LC-CP", refused_in=("core/ssm/gated_delta_net.py", "name: str | None = None,"))
-def delta_rule_by_p2p(plan: Plan) -> Iterator[Finding]:
-    """Megatron Core 0.18 takes no type of context-parallel communication for models with the gated delta rule.
-
-    Why: a transformer layer hands the type to its mixer, and this one's constructor has no such argument (TypeError).
-        An export leaves p2p out, which is what attention then does; it has no way to say another one.
-    Confirm: knobs.cp_comm and stack.release.
-    Fix: p2p, or a newer release.
-    """
-    if plan.model.delta is not None and plan.layout.cp > 1 and plan.knobs.cp_comm != "p2p":
-        problem = f"cp_comm {plan.knobs.cp_comm} on {plan.model.name}"
-        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p"})
-
-
-@rule(target="megatron-bridge", rows="LC-CP", refused_in=(CORE_CONFIG, "cp_comm_type=allgather only"))
-def sparse_attention_gathers(plan: Plan) -> Iterator[Finding]:
-    """Sparse attention exchanges keys over context parallelism by all-gather.
-
-    Why: an indexer chooses among the keys of the whole sequence.
-    Confirm: knobs.cp_comm.
-    Fix: all_gather.
-    """
-    spec, layout = plan.model.attention, plan.layout
-    is_sparse = isinstance(spec, MlaSpec) and spec.indexer is not None
-    modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
-    if is_sparse and layout.cp > 1 and modes != {"all_gather"}:
-        problem = f"cp_comm {', '.join(sorted(modes))} on {plan.model.name}, whose attention is sparse"
-        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "all_gather"})
+    job = plan.job
+    if "job.warmup_steps" in plan.stated and job.warmup_steps >= job.steps:
+        problem = f"{job.warmup_steps} steps of warm-up in a run of {job.steps}"
+        fixes: list[Changes] = [{"job.warmup_steps": job.steps // 10}]
+        yield Finding(at="job.warmup_steps", problem=problem, fixes=fixes)
 
 
 @rule(
@@ -320,48 +270,3 @@ def tp_overlap_stays_on(plan: Plan) -> Iterator[Finding]:
         )
     if problem:
         yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})
-
-
-@rule(
-    target="megatron-bridge",
-    rows="VL-COMPAT",
-    refused_in=(
-        "core/distributed/fsdp/mcore_fsdp_adapter.py",
-        "1F1B overlap with FSDP does not support per-layer CUDA graphs",
-    ),
-)
-def fsdp_overlap_without_scoped_graphs(plan: Plan) -> Iterator[Finding]:
-    """Megatron's FSDP with EP overlap goes without graphs of parts of a layer.
-
-    Why: the merged schedule calls parts of layers, whose gathered weights a graph would not find. The wrapper says so
-        when it is built, after a configuration with all three was accepted.
-    Confirm: knobs.data_parallel with knobs.ep_overlap and knobs.graphs.
-    Fix: no graphs, or no EP overlap.
-    """
-    knobs = plan.knobs
-    if knobs.data_parallel != "zero1" and knobs.ep_overlap and without(knobs.graphs, "full_iteration"):
-        fixes: list[Changes] = [{"knobs.graphs": []}, {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}]
-        problem = f"{knobs.data_parallel} with EP overlap and graphs of {', '.join(knobs.graphs)}"
-        yield Finding(at="knobs.graphs", problem=problem, fixes=fixes)
-
-
-@rule(
-    target="megatron-bridge",
-    rows="VL-COMPAT OP-GAF",
-    refused_in=(
-        "core/distributed/fsdp/mcore_fsdp_adapter.py",
-        "Megatron-FSDP with gradient_accumulation_fusion requires",
-    ),
-)
-def fsdp_fusion_te(plan: Plan) -> Iterator[Finding]:
-    """Megatron's FSDP with fused gradient accumulation needs Transformer Engine 2.10.
-
-    Why: older releases add into a buffer that FSDP does not have yet.
-    Confirm: print transformer_engine.__version__; knobs.grad_accum_fusion.
-    Fix: no fusion, or TE 2.10.
-    """
-    knobs = plan.knobs
-    if knobs.data_parallel != "zero1" and knobs.grad_accum_fusion and older(plan.stack.te, "2.10"):
-        problem = f"grad_accum_fusion with {knobs.data_parallel} on Transformer Engine {plan.stack.te}"
-        fix: Changes = {"knobs.grad_accum_fusion": False}
-        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.10 or newer")
