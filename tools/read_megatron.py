@@ -18,6 +18,7 @@ from typing import Any
 from read_wheels import PAIRS, Sources, find_pair
 
 from threefold.engine.weights.make_hf_config import HF_CLASSES
+from threefold.interop.megatron.setting_facts import CONFLICTS
 from threefold.rules.all import RULES
 
 PAGE = Path(__file__).parents[1] / "threefold" / "spec" / "megatron.json"
@@ -61,6 +62,12 @@ def lines_of(wheels: list[zipfile.ZipFile], file: str, words: str) -> list[int]:
     return [number for number, line in enumerate(lines, 1) if words in line]
 
 
+def followed() -> dict[str, tuple[str, str]]:
+    """The file and the words that each rule follows, and each conflict of settings (`setting:NAME`)."""
+    rules = {slug: rule.refused_in for slug, rule in RULES.items() if rule.refused_in is not None}
+    return rules | {f"setting:{one.name}": one.place for one in CONFLICTS if one.place is not None}
+
+
 def read(folder: Path) -> dict[str, Any]:
     releases, places = [], dict[str, dict[str, Any]]()
     for bridge, (core, container) in PAIRS.items():
@@ -73,9 +80,9 @@ def read(folder: Path) -> dict[str, Any]:
             {"bridge": bridge, "core": core, "container": container, "families": families, "architectures": known}
         )
         wheels = [zipfile.ZipFile(path) for path in paths]
-        for rule in RULES.values():
-            if rule.refused_in is not None and (lines := lines_of(wheels, *rule.refused_in)):
-                place = places.setdefault(rule.slug, {"file": rule.refused_in[0], "lines": {}})
+        for name, where in followed().items():
+            if lines := lines_of(wheels, *where):
+                place = places.setdefault(name, {"file": where[0], "lines": {}})
                 place["lines"][bridge] = lines[0]
     return {"source": "wheels of megatron-bridge and megatron-core on PyPI", "releases": releases, "places": places}
 
@@ -93,7 +100,7 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
         lines = before["places"].get(slug, {}).get("lines", {})
         if place["lines"] != lines:
             yield f"{slug}: {place['file']} {place['lines']}, was {lines or 'nowhere'}"
-    for slug in {slug for slug, rule in RULES.items() if rule.refused_in} - set(after["places"]):
+    for slug in sorted(set(followed()) - set(after["places"])):
         yield f"{slug}: in no release: its words are not found"
 
 

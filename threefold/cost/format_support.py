@@ -26,6 +26,24 @@ def master_weight_bytes(plan: Plan) -> int:
     return 2 if plan.knobs.store_param_remainders and plan.knobs.precision != "fp16" else 4
 
 
+def offloads_masters(plan: Plan) -> bool:
+    """Whether Megatron moves master weights to the host with an optimizer's moments.
+
+    Its precision-aware optimizer keeps them there, 12 bytes a parameter in all. Without it only the 8 bytes of moments
+    leave the GPU, which is what Bridge's skill on CPU offloading measured (2026-08-22: 8% a quarter, 32% in all).
+    Quantized parameters gathered by another recipe than delayed scaling exclude it (megatron-core 0.19.2,
+    training/arguments.py).
+    """
+    return not (plan.low_precision and plan.knobs.fp8_params) or plan.knobs.precision == "fp8-tensor"
+
+
+def gathered_weight_bytes(plan: Plan) -> int:
+    """Bytes of a weight as data parallelism gathers it. The distributed optimizer gathers MXFP8 parameters in BF16,
+    through the gradient buffer (reuse_grad_buf_for_mxfp8_param_ag; Bridge's guide on MoE, 2026-08-22)."""
+    in_bf16 = plan.knobs.precision == "mxfp8" and plan.knobs.data_parallel == "zero1"
+    return 1 if plan.knobs.fp8_params and plan.low_precision and not in_bf16 else 2
+
+
 def can_split_masters(plan: Plan) -> bool:
     """Whether our engine keeps whole fp32 master weights beside bf16 weights, of which remainders would do."""
     has_whole_masters = master_weight_bytes(plan) == 4 and plan.knobs.precision != "fp16"

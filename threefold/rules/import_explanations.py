@@ -39,6 +39,22 @@ EXPLANATIONS = {
         fix="Correct the name; one of your own script or model class can stay.",
         severity="warning",
     ),
+    "import-settings-conflict": Explanation(
+        what="Settings of an import that no plan holds go together in Megatron.",
+        why="Rules judge fields of a plan. Of settings without a field Megatron's own checks are known, with the "
+        "release and the line that refuses them; where its guides say otherwise, the code is followed.",
+        confirm="The line in the message, in the wheel of that release.",
+        fix="Change the setting as the message says, where the run keeps it.",
+        severity="warning",
+    ),
+    "import-perf-recipe": Explanation(
+        what="A training starts from a recipe of recipes/, and a benchmark from one of perf_recipes/.",
+        why="perf_recipes/ measure upper bounds on mock data. The number of GPUs in a name is the allocation that was "
+        "measured; with any override the result is no longer that of the recipe (Bridge's skill on recipes, 2026-04).",
+        confirm="The module of the recipe, or the number of GPUs in its name.",
+        fix="Take the recipe of recipes/ for a training; keep the allocation for a benchmark.",
+        severity="warning",
+    ),
     "import-without-counterpart": Explanation(
         what="Every setting of an import has a field of a plan that stands for it.",
         why="The plan would otherwise do something else than the settings it came from.",

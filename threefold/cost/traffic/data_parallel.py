@@ -6,6 +6,7 @@ engine's ZeRO-1, bucket by bucket, see `threefold/zero1.py`.
 
 from collections.abc import Iterator
 
+from threefold.cost.format_support import gathered_weight_bytes
 from threefold.cost.rank_params import rank_params, trained_params
 from threefold.cost.traffic.transfers import Transfer
 from threefold.plan.plan import Plan
@@ -15,7 +16,7 @@ def data_parallel_transfers(plan: Plan, num_microbatches: int) -> Iterator[Trans
     """Gradients out and weights back: once per step under ZeRO-1, for every microbatch under FSDP."""
     layout, knobs = plan.layout, plan.knobs
     grad_bytes = 4 if knobs.grad_dtype == "fp32" and knobs.data_parallel != "zero1" else 2
-    weight_bytes = 1 if knobs.fp8_params and plan.low_precision else 2
+    weight_bytes = gathered_weight_bytes(plan)
     is_sharded = knobs.data_parallel != "zero1"
     copies = layout.replicate if is_sharded else 1
     trained = trained_params(plan)

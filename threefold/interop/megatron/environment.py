@@ -23,6 +23,7 @@ EXPORTED_VARIABLES = frozenset(
         "NVTE_CUTEDSL_FUSED_GROUPED_MLP",
         "NVTE_FWD_LAYERNORM_SM_MARGIN",
         "NVTE_USE_FAST_MATH",
+        "NCCL_P2P_NET_CHUNKSIZE",
         "PYTORCH_CUDA_ALLOC_CONF",
         "TORCH_NCCL_AVOID_RECORD_STREAMS",
         "TORCH_NCCL_HIGH_PRIORITY",
@@ -68,6 +69,9 @@ def environment_of(plan: Plan) -> list[Variable]:
     if plan.model.is_moe and plan.knobs.expert_fusion:
         reason = "Megatron refuses the fused experts of knobs.expert_fusion without it"
         found.append(Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1", reason))
+    if not plan.model.is_moe and plan.layout.pp > 1:
+        reason = "larger pieces between stages over the network, as Bridge's recipes of large dense models have them"
+        found.append(Variable("NCCL_P2P_NET_CHUNKSIZE", "2097152", reason))
     if plan.knobs.precision == "nvfp4":
         found.append(Variable("NVTE_USE_FAST_MATH", "1", "quantisation to four bits by the faster instructions"))
     return found

@@ -19,6 +19,7 @@ from threefold.interop.megatron.field_names import (
     TORCH_DTYPES,
 )
 from threefold.interop.megatron.releases import every_override, is_override
+from threefold.interop.megatron.setting_facts import conflicts_of, note_of
 from threefold.interop.megatron.settings_writer import Settings, data_of_paths
 from threefold.plan.aliases import MODULES
 from threefold.plan.plan import GRAPH_SCOPES
@@ -70,6 +71,7 @@ def fields_of(settings: Settings, model: ModelSpec | None, has_arguments: bool =
         read(reader)
     _without_own_sizes(reader)
     _name_the_rest(reader)
+    reader.findings += conflicts_of(reader.settings)
     return reader.fields, reader.findings
 
 
@@ -87,7 +89,7 @@ def _name_the_rest(reader: Reader) -> None:
         return
     for path in rest:
         problem = f"{shown(reader.settings[path])} has no counterpart in a plan"
-        reader.warn(path, problem, "the plan goes without it")
+        reader.warn(path, problem, "; ".join(filter(None, ("the plan goes without it", note_of(path)))))
 
 
 def _is_implied(reader: Reader, path: str) -> bool:
@@ -113,7 +115,7 @@ def _name_the_unknown(reader: Reader, unknown: list[str]) -> None:
                 rule="import-unknown-name",
                 at=path,
                 problem=f"no override of Megatron Bridge in the releases that were read{others}",
-                advice=advice or "correct it, or leave it out: the plan goes without it",
+                advice=note_of(path) or advice or "correct it, or leave it out: the plan goes without it",
                 severity="warning",
             )
         )

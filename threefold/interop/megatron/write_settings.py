@@ -6,6 +6,7 @@ fields that become several settings, then leaves out what the release does not k
 
 from collections.abc import Callable
 
+from threefold.cost.format_support import offloads_masters
 from threefold.interop.megatron.field_names import FLEX, FP32_FIELDS, LR_SCHEDULES, MOE_FIELDS, PLAIN, PRECISIONS
 from threefold.interop.megatron.inexpressible import (
     NO_COUNTERPART,
@@ -97,6 +98,12 @@ def _write_data_parallel(writer: Writer) -> None:
     if kind != "zero1":
         writer.put("knobs.data_parallel", "ddp.data_parallel_sharding_strategy", "optim_grads_params")
         writer.put("knobs.data_parallel", "checkpoint.ckpt_format", "fsdp_dtensor")  # Bridge refuses any other
+        if writer.to == "megatron-bridge":
+            writer.put("knobs.data_parallel", "ddp.average_in_collective", False)
+            writer.put("layout.replicate", "ddp.outer_dp_sharding_strategy", "no_shard")  # what a plan's copies are
+        if "full_iteration" in writer.plan.knobs.graphs and writer.release.number[:2] >= (0, 5):
+            writer.put("knobs.graphs", "ddp.megatron_fsdp_cuda_graph_mode", True)  # buffers keep their addresses
+            writer.put("knobs.graphs", "ddp.fsdp_all_gather_in_start_param_sync", False)
     writer.put("layout.replicate", "ddp.num_distributed_optimizer_instances", copies)
     if kind == "hsdp" and copies == 1:
         writer.respell("knobs.data_parallel", "HSDP with one copy of the sharded model is FSDP")
@@ -127,8 +134,8 @@ def _write_precision(writer: Writer) -> None:
 def _write_optimizer_states(writer: Writer) -> None:
     knobs = writer.plan.knobs
     is_aware = knobs.optimizer_dtype != "fp32" or knobs.grad_dtype != "fp32" or knobs.store_param_remainders
-    if writer.to == "megatron-lm" and knobs.optimizer_offload > 0:  # core 0.19.2, training/arguments.py
-        is_aware = True
+    if knobs.optimizer_offload > 0 and (writer.to == "megatron-lm" or offloads_masters(writer.plan)):
+        is_aware = True  # Megatron-LM asserts it (core 0.19.2, training/arguments.py)
     writer.put("knobs.grad_dtype", "mixed_precision.grad_reduce_in_fp32", knobs.grad_dtype == "fp32")
     writer.put("knobs.optimizer_dtype", "optimizer.use_precision_aware_optimizer", is_aware)
     if is_aware or writer.to == "megatron-bridge":  # a recipe's own dtypes would count, and need the aware optimizer
@@ -140,6 +147,7 @@ def _write_optimizer_states(writer: Writer) -> None:
     writer.put("knobs.optimizer_offload", "optimizer.optimizer_cpu_offload", knobs.optimizer_offload > 0)
     if knobs.optimizer_offload > 0:
         writer.put("knobs.optimizer_offload", "optimizer.optimizer_offload_fraction", knobs.optimizer_offload)
+        writer.put("knobs.optimizer_offload", "optimizer.overlap_cpu_optimizer_d2h_h2d", True)
 
 
 def _write_dispatcher(writer: Writer) -> None:
@@ -256,6 +264,8 @@ def _write_context_parallel(writer: Writer) -> None:
     plan, knobs = writer.plan, writer.plan.knobs
     if knobs.cp_dynamic:
         writer.put("knobs.cp_dynamic", "model.max_seqlen_per_dp_cp_rank", plan.job.seq_len // plan.layout.cp)
+        writer.put("knobs.cp_dynamic", "model.calculate_per_token_loss", True)
+        writer.put("knobs.cp_dynamic", "dataset.dataloader_type", "single")
     if plan.layout.cp > 1 or writer.is_stated("knobs.cp_comm"):
         # Megatron Core 0.18 refuses a type where a layer is no attention (delta-rule-by-p2p); p2p is what it then does.
         is_implied = plan.model.delta is not None and writer.release.number[:2] < (0, 6) and knobs.cp_comm == "p2p"
@@ -268,6 +278,8 @@ def _write_context_parallel(writer: Writer) -> None:
     else:
         sizes = (plan.cp_inner, plan.layout.cp // plan.cp_inner)
         writer.put("knobs.cp_inner", "model.hierarchical_context_parallel_sizes", sizes)
+        if writer.to == "megatron-bridge":  # other groups have one level; since 0.4 Bridge refuses the pair
+            writer.put("knobs.cp_inner", "dist.use_decentralized_pg", False)
         if knobs.cp_inner is not None and change(plan, {"knobs.cp_inner": None}).cp_inner == knobs.cp_inner:
             writer.respell("knobs.cp_inner", SAME_AS_ABSENT)
 
@@ -373,6 +385,14 @@ def _write_schedule(writer: Writer) -> None:
         writer.put("job.min_lr", "optimizer.min_lr", float(f"{job.lr * job.min_lr:.12g}"))
         if not job.lr:
             writer.lose("job.min_lr", "a fraction of a learning rate of 0")
+    if writer.is_stated("job.steps"):  # a recipe warms up for hundreds of steps, and Megatron asserts that they end
+        warmup = min(job.warmup_steps, job.steps - 1)
+        writer.put("job.warmup_steps", "scheduler.lr_warmup_iters", warmup)
+        if warmup < job.warmup_steps:
+            writer.always_lose(
+                "job.warmup_steps", job.warmup_steps, f"Megatron wants it to end before training: {warmup}"
+            )
+        writer.put("job.steps", "scheduler.lr_decay_iters", job.steps)
     if writer.is_stated("job.lr_schedule"):
         writer.put("job.lr_schedule", "scheduler.lr_decay_style", LR_SCHEDULES[job.lr_schedule])
     if job.lr_schedule != "wsd":

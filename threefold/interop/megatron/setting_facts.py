@@ -1,0 +1,295 @@
+"""What is known of settings that no plan holds: which exclude each other, and what they mean, as data.
+
+An import asks here. A plan that comes out of it goes without these settings, so that no rule of `check` sees them.
+Places in Megatron's wheels are looked up by `tools/read_megatron.py`, as those of rules are.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from threefold.findings import Finding
+from threefold.interop.megatron.settings_writer import Settings
+from threefold.spec.megatron import places
+from threefold.spec.stacks import CORE_CONFIG
+
+_CONFIG = "bridge/training/config.py"
+_ARGUMENTS = "training/arguments.py"
+_FSDP = "ddp.use_megatron_fsdp"
+_HIERARCHY = "model.hierarchical_context_parallel_sizes"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Settings that do not go together, or not as somebody expects. `at` is the one to change."""
+
+    name: str  # in `spec/megatron.json`, behind `setting:`
+    at: str
+    holds: Callable[[Settings], object]
+    problem: str
+    advice: str
+    place: tuple[str, str] | None = None  # a file under `megatron/`, and words of its message there
+
+
+def _is_nested(settings: Settings) -> bool:
+    kinds = settings.get("model.cp_comm_type")
+    return "a2a+p2p" in (kinds if isinstance(kinds, tuple | list) else (kinds,))
+
+
+def _has_several(settings: Settings, *degrees: str) -> bool:
+    values = (settings.get(f"model.{name}_model_parallel_size") for name in degrees)
+    return any(isinstance(value, int) and value > 1 for value in values)
+
+
+def _has_other_product(settings: Settings) -> bool:
+    sizes, cp = settings.get(_HIERARCHY), settings.get("model.context_parallel_size")
+    is_known = isinstance(sizes, tuple | list) and all(isinstance(size, int) for size in sizes)
+    return bool(is_known and isinstance(cp, int) and prod(sizes or ()) != cp)
+
+
+def _counts_ends(settings: Settings) -> bool:
+    ends = ("embedding", "loss")
+    counted = any(settings.get(f"model.account_for_{end}_in_pipeline_split") for end in ends)
+    return counted and settings.get("model.pipeline_model_parallel_layout") is not None
+
+
+def _saves(settings: Settings) -> bool:
+    return any(settings.get(f"checkpoint.{name}") is not None for name in ("save", "load"))
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "fsdp-registers-user-buffers",
+        "ddp.fsdp_manual_registration",
+        lambda s: s.get("ddp.fsdp_manual_registration") and not s.get("ddp.nccl_ub"),
+        "manual registration without NCCL user buffers",
+        "set ddp.nccl_ub, which turns the registration on by itself",
+        (_CONFIG, "DDP.fsdp_manual_registration requires DDP.nccl_ub!"),
+    ),
+    Conflict(
+        "fsdp-has-no-replicas-to-compare",
+        "train.check_weight_hash_across_dp_replicas_interval",
+        lambda s: s.get(_FSDP) and s.get("train.check_weight_hash_across_dp_replicas_interval"),
+        "a hash of weights over data-parallel ranks with FSDP, where no two ranks hold the same",
+        "leave the interval out",
+        (_CONFIG, "TrainingConfig.check_weight_hash_across_dp_replicas_interval is not"),
+    ),
+    Conflict(
+        "one-kind-of-fsdp",
+        "dist.use_torch_fsdp2",
+        lambda s: s.get(_FSDP) and s.get("dist.use_torch_fsdp2"),
+        "Megatron's FSDP and torch's together",
+        "keep Megatron's: torch's failed at its start when upstream last tried it (2026-08)",
+        (_CONFIG, "use_megatron_fsdp and use_torch_fsdp2 are mutually exclusive."),
+    ),
+    Conflict(
+        "fsdp-orders-ranks-by-itself",
+        "dist.use_tp_pp_dp_mapping",
+        lambda s: s.get(_FSDP) and s.get("dist.use_tp_pp_dp_mapping"),
+        "an order of ranks of its own with Megatron's FSDP",
+        "leave use_tp_pp_dp_mapping out",
+        (_CONFIG, "use_tp_pp_dp_mapping is not supported with Megatron FSDP"),
+    ),
+    Conflict(
+        "torch-fsdp-is-alone",
+        "dist.use_torch_fsdp2",
+        lambda s: s.get("dist.use_torch_fsdp2") and _has_several(s, "pipeline", "expert"),
+        "torch's FSDP with a pipeline or expert parallelism",
+        "Megatron's FSDP (ddp.use_megatron_fsdp) goes with EP",
+        (_ARGUMENTS, "--use-torch-fsdp2 is not supported with pipeline parallelism"),
+    ),
+    Conflict(
+        "fsdp-has-its-checkpoints",
+        "checkpoint.ckpt_format",
+        lambda s: s.get(_FSDP) and _saves(s) and s.get("checkpoint.ckpt_format", "torch_dist") != "fsdp_dtensor",
+        "checkpoints of Megatron's FSDP in another format than fsdp_dtensor",
+        "set fsdp_dtensor; it reads neither torch_dist nor zarr, nor they it, and reshards over all axes",
+        (_CONFIG, "Megatron-FSDP requires the fsdp_dtensor checkpointing format!"),
+    ),
+    Conflict(
+        "fsdp-graph-keeps-buffers",
+        "ddp.megatron_fsdp_cuda_graph_mode",
+        lambda s: (
+            s.get(_FSDP)
+            and s.get("model.cuda_graph_impl") == "full_iteration"
+            and not s.get("ddp.megatron_fsdp_cuda_graph_mode")
+        ),
+        "a graph of the iteration with FSDP whose buffers move",
+        "set ddp.megatron_fsdp_cuda_graph_mode (Bridge 0.5 and later), as an export does",
+    ),
+    Conflict(
+        "hierarchical-cp-has-sizes",
+        _HIERARCHY,
+        lambda s: _is_nested(s) and not s.get(_HIERARCHY),
+        "a2a+p2p without sizes of its groups",
+        "set [ranks of the a2a, ranks of the ring]; older stacks ran without an exchange: each rank saw its own chunk, "
+        "with too high a throughput and wrong gradients",
+        (_CONFIG, "hierarchical_context_parallel_sizes must be set when cp_comm_type"),
+    ),
+    Conflict(
+        "hierarchical-cp-sizes-multiply",
+        _HIERARCHY,
+        _has_other_product,
+        "sizes of hierarchical groups whose product is not CP",
+        "[ranks of the a2a, ranks of the ring], CP in all",
+        (_CONFIG, "Product of hierarchical_context_parallel_sizes"),
+    ),
+    Conflict(
+        "hierarchical-cp-has-global-groups",
+        "dist.use_decentralized_pg",
+        lambda s: s.get("dist.use_decentralized_pg") and s.get(_HIERARCHY),
+        "hierarchical context parallelism with decentralized process groups",
+        "set dist.use_decentralized_pg=false, as an export does; Bridge's skill still says that groups stay flat "
+        "without a word, which was so before 0.4",
+        ("bridge/training/initialize.py", "Decentralized process groups (use_decentralized_pg=True) do not support"),
+    ),
+    Conflict(
+        "hybrid-cp-loss-by-token",
+        "model.calculate_per_token_loss",
+        lambda s: s.get("model.hybrid_context_parallel") and s.get("model.calculate_per_token_loss") is False,
+        "hybrid context parallelism without a loss by token",
+        "set model.calculate_per_token_loss, as an export does",
+        (_ARGUMENTS, "Hybrid context parallelism must be used with --calculate-per-token-loss"),
+    ),
+    Conflict(
+        "hybrid-cp-single-loader",
+        "dataset.dataloader_type",
+        lambda s: s.get("model.hybrid_context_parallel") and s.get("dataset.dataloader_type") not in (None, "single"),
+        "hybrid context parallelism with another data loader than `single`",
+        "set dataset.dataloader_type=single, as an export does",
+        (_ARGUMENTS, "Hybrid context parallelism only supported with single dataloader type"),
+    ),
+    Conflict(
+        "layout-string-counts-ends",
+        "model.account_for_embedding_in_pipeline_split",
+        _counts_ends,
+        "embedding or loss counted as layers beside a layout string",
+        "set both account_for_*_in_pipeline_split to false, as an export does",
+        (CORE_CONFIG, "pipeline_model_parallel_layout cannot be set"),
+    ),
+    Conflict(
+        "mxfp8-gather-reuses-gradients",
+        "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag",
+        lambda s: (
+            s.get("mixed_precision.fp8_param_gather")
+            and s.get("mixed_precision.fp8_recipe") == "mxfp8"
+            and s.get("mixed_precision.reuse_grad_buf_for_mxfp8_param_ag") is False
+            and not s.get(_FSDP)
+        ),
+        "MXFP8 parameters gathered without the gradient buffer",
+        "set mixed_precision.reuse_grad_buf_for_mxfp8_param_ag; they travel in BF16 all the same, so that the gather "
+        "gets no smaller, although upstream's precision recipes turn it on",
+        (_CONFIG, "When fp8_param_gather=True and fp8_recipe='mxfp8', "),
+    ),
+    Conflict(
+        "offload-leaves-masters",
+        "optimizer.use_precision_aware_optimizer",
+        lambda s: (
+            s.get("optimizer.optimizer_cpu_offload") and s.get("optimizer.use_precision_aware_optimizer") is False
+        ),
+        "optimizer states on the host without the precision-aware optimizer: master weights stay on the GPU",
+        "set optimizer.use_precision_aware_optimizer, as an export does: 12 bytes a parameter leave in place of 8",
+        (_ARGUMENTS, "The optimizer cpu offload must be used in conjunction with"),
+    ),
+    Conflict(
+        "async-save-has-its-formats",
+        "checkpoint.async_save",
+        lambda s: (
+            s.get("checkpoint.async_save")
+            and s.get("checkpoint.ckpt_format") not in (None, "torch_dist", "fsdp_dtensor")
+        ),
+        "checkpoints written in the background in a format without it",
+        "set torch_dist; Bridge's check also takes fsdp_dtensor since 0.5, which its guides leave out",
+        (_CONFIG, "async_save is only supported with ckpt_format="),
+    ),
+    Conflict(
+        "async-save-has-a-folder",
+        "checkpoint.async_save",
+        lambda s: s.get("checkpoint.async_save") and s.get("checkpoint.save", "") is None,
+        "checkpoints written in the background to no folder",
+        "set checkpoint.save",
+        (_CONFIG, "async_save is enabled, but save is not set."),
+    ),
+    Conflict(
+        "fault-tolerance-without-nsys",
+        "ft.enable_ft_package",
+        lambda s: s.get("ft.enable_ft_package") and s.get("profiling.use_nsys_profiler"),
+        "fault tolerance and Nsight Systems together: NeMo-Run drops Nsight with a warning",
+        "trace a run without fault tolerance",
+    ),
+    Conflict(
+        "one-straggler-detector",
+        "nvrx_straggler.enabled",
+        lambda s: s.get("nvrx_straggler.enabled") and s.get("straggler.log_straggler"),
+        "two detectors of stragglers",
+        "keep nvrx_straggler (every 300 s, thresholds 0.7)",
+    ),
+    Conflict(
+        "in-process-restart-is-alone",
+        "inprocess_restart.enabled",
+        lambda s: (
+            s.get("inprocess_restart.enabled") and (s.get("train.exit_signal_handler") or s.get("ft.enable_ft_package"))
+        ),
+        "restarts inside of processes with preemption or with restarts of the job",
+        "one of them; in-process restarts want NCCL_NVLS_ENABLE=0 and srun --kill-on-bad-exit=0",
+    ),
+    Conflict(
+        "in-process-limits-rise",
+        "inprocess_restart.hard_timeout",
+        lambda s: s.get("inprocess_restart.soft_timeout", 60.0) >= s.get("inprocess_restart.hard_timeout", 90.0),
+        "a hard limit that is not above the soft one",
+        "soft below hard (60 and 90 s), and NCCL's watchdog above both",
+    ),
+)
+
+_RESILIENCY = "Bridge's guide on resiliency (read 2026-08-22)"
+# What a setting means that a plan goes without. A name that ends with a dot stands for a group.
+NOTES: dict[str, str] = {
+    "comm_overlap.bucket_size": "it counts parameters, not bytes: so says Megatron Core, and Bridge's performance "
+    "guide once otherwise; with a pipeline it follows the virtual stage",
+    "ddp.bucket_size": "it counts parameters, not bytes; comm_overlap.bucket_size counts more",
+    "comm_overlap.tp_comm_overlap_cfg": "a preset by chip, hidden size, TP, microbatch and length; without one "
+    "Transformer Engine takes its own, with a warning",
+    "comm_overlap.overlap_p2p_comm": "Bridge sets it: true with virtual stages, else false",
+    "comm_overlap.batch_p2p_comm": "Bridge sets it: true for a pipeline without virtual stages, else false",
+    "comm_overlap.align_param_gather": "Bridge sets it: true with virtual stages and data parallelism",
+    "comm_overlap.overlap_param_gather_with_optimizer_step": "Bridge leaves it off for a fault of checkpoints",
+    "ddp.outer_dp_sharding_strategy": "a plan's HSDP keeps whole copies (no_shard); `optim` shards optimizer states "
+    "over the copies too, as Bridge's HSDP recipe of DeepSeek-V3 does",
+    "ddp.megatron_fsdp_version": "2 is a bring-up on main (2026-08): BF16 and data parallelism alone, without MoE, "
+    "HSDP, checkpoints, clipping, FP8, graphs and offload",
+    "ddp.nccl_ub": "user buffers exclude expandable segments of the allocator, which an export sets",
+    "ft.": f"it takes effect under ft_launcher or Slurm; torchrun turns it off without a word: export with "
+    f"--fault-tolerance; {_RESILIENCY}",
+    "nvrx_straggler.": f"reports slow GPUs every 300 s by default, and stops at none; {_RESILIENCY}",
+    "inprocess_restart.": f"asks for torch 2.5.1 and NCCL 2.26.2, and not for NeMo-Run; {_RESILIENCY}",
+    "rerun_state_machine.": "a suspected step is run again; exit code 16 asks to be resumed to decide, 17 says that "
+    "it failed; run.bad_steps is nearest",
+    "train.exit_signal_handler": "ranks save at the end of a step; torchrun ends them 30 s after the signal, plain "
+    "srun does not",
+    "checkpoint.non_persistent_ckpt_type": "checkpoints on the disks of nodes, with copies on others",
+    "checkpoint.non_persistent_local_ckpt_dir": "checkpoints on the disks of nodes, with copies on others "
+    "(non_persistent_local_ckpt_algo=fully_parallel)",
+}
+PERF_RECIPE = "a recipe of perf_recipes: an upper bound on mock data, for the number of GPUs in its name and unchanged"
+
+
+def conflicts_of(settings: Settings) -> Iterator[Finding]:
+    """What does not go together among the settings of an import."""
+    for one in CONFLICTS:
+        try:
+            is_there = one.holds(settings)
+        except TypeError:  # a value of another kind than the setting's, which parsing speaks of
+            continue
+        if is_there:
+            problem = one.problem
+            if one.place is not None and (place := places().get(f"setting:{one.name}")):
+                problem += f" (refused: {place})"
+            advice, rule = one.advice, "import-settings-conflict"
+            yield Finding(rule=rule, at=one.at, problem=problem, advice=advice, severity="warning")
+
+
+def note_of(path: str) -> str:
+    """What is known of a setting without a field, to follow an advice; nothing for most."""
+    group = f"{path.partition('.')[0]}."
+    return NOTES.get(path) or NOTES.get(group, "")
