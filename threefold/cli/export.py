@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", help="where the Slurm job waits")
     parser.add_argument("--account", help="who pays for it")
     parser.add_argument("--container", metavar="IMAGE", help="image that it runs in (Slurm with pyxis)")
+    parser.add_argument(
+        "--fault-tolerance", action="store_true", help="start it under NVIDIA's ft_launcher (Megatron Bridge)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +59,16 @@ def run(args: argparse.Namespace) -> int:
     if parsed.plan is None:
         return print_findings(findings, args.json, beside)
     plan = parsed.plan
-    options = Options(time=args.time, partition=args.partition, account=args.account, container=args.container)
+    if args.fault_tolerance and args.to != BRIDGE:
+        print(f"threefold export: --fault-tolerance goes with --to {BRIDGE}", file=sys.stderr)
+        return 2
+    options = Options(
+        time=args.time,
+        partition=args.partition,
+        account=args.account,
+        container=args.container,
+        fault_tolerant=args.fault_tolerance,
+    )
     judged = plan if plan.target == BRIDGE else change(plan, {"target": BRIDGE})
     blocking = [*errors(check(judged, notes=False)), *faults(plan, options)]
     if blocking:

@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--notice", type=int, default=300, metavar="SECONDS", help="to save before the time limit (default 300)"
     )
+    parser.add_argument(
+        "--fault-tolerance", action="store_true", help="with --slurm: under NVIDIA's ft_launcher (Megatron Bridge)"
+    )
     parser.add_argument("--out", type=Path, help="write it here instead of printing it")
 
 
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         run=args.run,
         nsys=args.profile,
         tune=args.tune,
+        fault_tolerant=args.fault_tolerance,
     )
     is_ours = plan.target == "threefold"
     judged = check(plan, notes=False)
@@ -64,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
         print(
             "note: the plan names no job.data: the job trains on the embedded corpus of Python sources", file=sys.stderr
         )
+    if args.fault_tolerance and (is_ours or not args.slurm):
+        print("threefold launch: --fault-tolerance goes with --slurm and --target megatron-bridge", file=sys.stderr)
+        return 2
     words = [args.plan, *args.overrides, *(["--target", args.target] if args.target else [])]
     if not is_ours and args.tune is not None:
         print("threefold launch: --tune measures our own engine: give --target threefold", file=sys.stderr)

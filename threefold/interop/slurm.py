@@ -31,6 +31,7 @@ class Options:
     run: str | None = None  # the run's folder
     nsys: bool = False  # under Nsight Systems, which traces the steps that `train --profile` chooses
     tune: str | None = None  # the budget of a tuning, in place of a training
+    fault_tolerant: bool = False  # under NVIDIA's ft_launcher, for a program that is not ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,9 @@ def faults(plan: Plan, options: Options) -> Iterator[Finding]:
     if options.tune is not None and options.container is not None:
         advice = "install threefold where the batch script runs, and leave --container out"
         yield _fault("--container", "a tuning starts its ranks with srun, which an image lacks", advice)
+    if options.fault_tolerant and options.nsys:
+        problem = "fault tolerance and Nsight Systems exclude each other: upstream drops Nsight with a warning"
+        yield _fault("--fault-tolerance", problem, "trace a run without fault tolerance")
     if options.time is None:
         return
     minutes = time_limit(options.time)
@@ -158,7 +162,7 @@ def node_script(plan: Plan, file: str, options: Options, setup: str, command: st
     srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", *_container(options)]
     tracer = [shlex.quote(word) for word in _nsys(options, "SLURM_NODEID")] if options.nsys else []
     run = [
-        "torchrun",
+        *(_FT_LAUNCHER if options.fault_tolerant else ["torchrun"]),
         f"--nnodes={place.nodes}",
         f"--nproc-per-node={place.per_node}",
         f"--max-restarts={options.max_restarts}",
@@ -241,6 +245,14 @@ def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
     start = ["-m", "threefold", *(shlex.quote(word) for word in _train(words, options)[3:])]
     return "\n".join([*lines, " ".join([*exports, *head, *start])]) + "\n"
 
+
+# Seconds that a section of a run may take before its rank counts as hung, as Bridge's guide on resiliency has them;
+# what a run learns later is in ft_state.json beside its checkpoints.
+_FT_LAUNCHER = [
+    "ft_launcher",
+    "--ft-rank_section_timeouts=setup:600,step:180,checkpointing:420",
+    "--ft-rank_out_of_section_timeout=300",
+]
 
 # What both scripts that run threefold begin and end with.
 _HEAD = """\

@@ -13,7 +13,7 @@ from threefold.interop.megatron.argument_line import as_line
 from threefold.interop.megatron.export_plan import BRIDGE, Export
 from threefold.interop.megatron.field_names import DTYPE_PATHS, PRECISIONS, SCRIPT_CHIPS, TORCH_DTYPES
 from threefold.interop.megatron.validation.script import validation_script
-from threefold.interop.slurm import Options, node_script, shape
+from threefold.interop.slurm import Options, node_script, shape, time_limit
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import blockers, judge
@@ -26,6 +26,10 @@ _ARMS = {
     "with EP overlap": (True, False),
     "with EP overlap and delayed weight gradients": (True, True),
 }
+_FAULT_TOLERANCE = (
+    "cfg.ft = FaultToleranceConfig(enable_ft_package=True, calc_ft_timeouts=True)",
+    "cfg.nvrx_straggler = NVRxStragglerDetectionConfig(enabled=True)  # reports slow GPUs, and stops at none",
+)
 _SHORT_PRECISIONS = ("bf16", "fp8_cs", "fp8_mx", "fp8_sc", "nvfp4")  # values of `-c`
 
 
@@ -64,7 +68,7 @@ def overrides_yaml(export: Export) -> str:
     return "\n".join(lines) + "\n"
 
 
-def train_script(export: Export) -> str:
+def train_script(export: Export, fault_tolerant: bool = False) -> str:
     """A Python script for torchrun: recipe, precision, overrides, dispatcher, training."""
     plan, selection = export.plan, export.selection
     module, function = (selection.module, selection.function) if selection.function else selection.frame
@@ -92,8 +96,12 @@ def train_script(export: Export) -> str:
         f"cfg.mixed_precision = get_mixed_precision_config({json.dumps(export.precision)})",
         "if cfg.comm_overlap is None:  # overrides need an object to go to",
         "    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)",
+        *(_FAULT_TOLERANCE if fault_tolerant else ()),
         "cfg = process_config_with_overrides(cfg, cli_overrides=[*OVERRIDES, *sys.argv[1:]])",
     ]
+    if fault_tolerant:
+        names = "FaultToleranceConfig, NVRxStragglerDetectionConfig"
+        imports.append(f"from megatron.bridge.training.config import {names}")
     if export.backend:
         imports.append("from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend")
         body += [
@@ -229,20 +237,28 @@ def job_script(export: Export, file: str, options: Options, script: str | None =
     """A Slurm script. `file` gives the job its name; `script` is the path of `train.py`, which is written by the job
     itself where there is none."""
     setup = [environment_script(export)]
+    if export.to == BRIDGE and not options.run:
+        setup.append("# Bridge resumes from nemo_experiments/ without a word: remove it for a fresh run.")
     if export.to != BRIDGE:
         command = " ".join(["pretrain_gpt.py", as_line(export.arguments).replace("\n  ", "\n    ")])
     else:
         command = shlex.quote(script) if script else '"train-$SLURM_JOB_ID.py"'
         command = " ".join([command, *(shlex.quote(text) for text in _job_overrides(options))])
         if script is None:
-            setup.append(_here_document(export, '"train-$SLURM_JOB_ID.py"'))
+            setup.append(_here_document(export, '"train-$SLURM_JOB_ID.py"', options.fault_tolerant))
     return node_script(export.plan, file, options, "\n".join(setup), command)
 
 
 def _job_overrides(options: Options) -> list[str]:
     """Overrides that the job asks for and not the plan: where checkpoints go, and steps to trace."""
     folder = [override(f"checkpoint.{name}", f"{options.run}/checkpoints") for name in ("save", "load") if options.run]
-    return [*folder, *(["profiling.use_nsys_profiler=true"] if options.nsys else [])]
+    more = ["profiling.use_nsys_profiler=true"] if options.nsys else []
+    if options.fault_tolerant:
+        more.append("checkpoint.async_save=true")
+        minutes = time_limit(options.time) if options.time else None
+        if minutes is not None:  # torchrun and ft_launcher end ranks 30 s after a signal, too soon for a checkpoint
+            more.append(f"train.exit_duration_in_mins={int(minutes - options.notice_seconds / 60)}")
+    return [*folder, *more]
 
 
 def torchrun_script(export: Export) -> str:
@@ -257,15 +273,15 @@ def torchrun_script(export: Export) -> str:
     return f"{first}{_here_document(export, 'train.py')}\n{' '.join([*words, 'train.py'])}\n"
 
 
-def _here_document(export: Export, path: str) -> str:
-    return f"cat > {path} <<'PYTHON'\n{train_script(export)}PYTHON"
+def _here_document(export: Export, path: str, fault_tolerant: bool = False) -> str:
+    return f"cat > {path} <<'PYTHON'\n{train_script(export, fault_tolerant)}PYTHON"
 
 
 def export_files(export: Export, file: str, options: Options, folder: str) -> dict[str, str]:
     """Every file of an export by name. The job runs `train.py` of `folder`, seen from where it is submitted."""
     if export.to == BRIDGE:
         own = {
-            "train.py": train_script(export),
+            "train.py": train_script(export, options.fault_tolerant),
             "overrides.txt": "".join(f"{text}\n" for text in overrides(export)),
             "overrides.yaml": overrides_yaml(export),
             "performance.sh": performance_script(export),

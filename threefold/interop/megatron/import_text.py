@@ -22,10 +22,12 @@ from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS
 from threefold.interop.megatron.models import model_of_recipe, model_of_stem
 from threefold.interop.megatron.python_settings import PythonSettings, read_python
 from threefold.interop.megatron.read_settings import fields_of
+from threefold.interop.megatron.setting_facts import PERF_RECIPE
 from threefold.interop.megatron.settings_writer import LARGEST_BITS, Settings, plain_value
 from threefold.interop.megatron.write_settings import pipeline_layout
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
+from threefold.spec.chips import CHIPS
 from threefold.spec.models import MODELS
 
 _OVERRIDE = re.compile(r"[+~]{0,2}([a-z_][\w]*(?:\.\w+)*)=(.*)", re.DOTALL)
@@ -52,6 +54,7 @@ _RECIPE_DECIDES = (  # settings that every recipe of Bridge sets in its own way
     "model.recompute_granularity",
 )
 _LEFT_OUT = "..."
+_ALLOCATION = re.compile(r"_(\d{1,6})gpu_([a-z]+\d+)_")  # in the name of a perf recipe: STEM_pretrain_128gpu_gb300_...
 _PER_STAGE = "model.num_layers_per_virtual_pipeline_stage"
 _PER_STAGE_ARGUMENT = "--num-layers-per-virtual-pipeline-stage"
 _CHIP = "h100"  # of an import that names none
@@ -170,8 +173,8 @@ def _read_table(text: str) -> Found:
 def _read_python(python: PythonSettings) -> Found:
     """A recipe, a script that changes one, or lines of either, as Bridge's guides print them."""
     found = Found(settings=python.settings)
-    for recipe in filter(None, map(model_of_recipe, python.calls)):
-        found.fields["model"], found.fields["job.task"] = recipe
+    for name in python.calls:
+        _take_recipe(found, name)
     for name, value in python.variables.items():
         _take_variable(found, name, value)
     for path in python.unread:
@@ -343,13 +346,27 @@ def _read_words(words: Sequence[str]) -> Found:
             if not equals:
                 value = rest.pop(0) if rest and not rest[0].startswith("-") and not _is_override(rest[0]) else ""
             _take_flag(found, name, value)
-        elif recipe := model_of_recipe(word):
-            found.fields["model"], found.fields["job.task"] = recipe
+        else:
+            _take_recipe(found, word)
     found.settings |= overrides
     if not found.settings and not found.fields:
         problem = "no override and no argument of Megatron in it"
         found.findings.append(_finding("import-readable", "import", problem, "write model.x=1 or --x 1", "error"))
     return found
+
+
+def _take_recipe(found: Found, name: str) -> bool:
+    """Whether a word is a recipe function: its model and task, and the machine in the name of a perf recipe."""
+    recipe = model_of_recipe(name)
+    if recipe is None:
+        return False
+    found.fields["model"], found.fields["job.task"] = recipe
+    measured = _ALLOCATION.search(name)
+    if measured is not None or "perf_recipes" in name:
+        if measured is not None and measured[2] in CHIPS:
+            found.fields |= {"cluster.gpus": int(measured[1]), "cluster.chip": measured[2]}
+        found.findings.append(_finding("import-perf-recipe", "model", PERF_RECIPE, "a benchmark only: no training"))
+    return True
 
 
 def _is_override(word: str) -> bool:
@@ -369,9 +386,7 @@ def _take_flag(found: Found, flag: str, value: str) -> None:
         else:
             found.findings.append(_finding("import-unknown-name", flag, f"no model of ours is {value}", "give --model"))
     elif path == "recipe":
-        if recipe := model_of_recipe(value):
-            found.fields["model"], found.fields["job.task"] = recipe
-        else:
+        if not _take_recipe(found, value):
             problem = f"no model of ours has the recipe {value}"
             found.findings.append(_finding("import-unknown-name", flag, problem, "give --model"))
     elif path == "precision":

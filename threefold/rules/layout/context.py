@@ -29,12 +29,14 @@ def _cp_options(plan: Plan) -> list[int]:
     return [2**i for i in range(20) if seq % ((2 * 2**i if i else 1) * tp) == 0]
 
 
-@rule(severity="warning", rows="LC-CP-SIZE CP-WHEN LC-CP")
+@rule(severity="warning", rows="LC-CP-SIZE CP-WHEN LC-CP PF-SEQMAP LC-SHARD")
 def cp_from_shard_target(plan: Plan) -> Iterator[Finding]:
     """At long context CP (with TP) cuts the sequence to about 4K tokens a rank.
 
     Why: past a few thousand tokens attention and activations dominate the memory of a rank; CP is the axis
-        that cuts both. The documents' first guess is CP = sequence / 4096, rounded to a power of two.
+        that cuts both. The documents' first guess is CP = sequence / 4096, rounded to a power of two. Upstream's guides
+        differ: its MoE guide and its card on long context divide by 4096 (32K: CP 8), its skill on parallelism
+        (2026-04) takes CP 2 up to 32K and 4 to 8 above. What fits and what it costs is estimated either way.
     Confirm: `threefold show` prints the tokens a rank holds.
     Fix: the power of two the message names; on NVL72 TP may take a part of it.
     """

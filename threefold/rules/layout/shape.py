@@ -16,12 +16,14 @@ from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many
 
 
-@rule(rows="LC-MINGPU LC-NOREPL PF-SAMEPP CF-FIX")
+@rule(rows="LC-MINGPU LC-NOREPL PF-SAMEPP CF-FIX PF-FLOOR")
 def grids_divide_ranks(plan: Plan) -> Iterator[Finding]:
     """Both grids cut the same ranks: the GPU count is a multiple of PP x lcm(TP x CP, EP x ETP).
 
     Why: attention and experts share the pipeline ranks, and inside a stage TP x CP and EP x ETP must each
-        divide the ranks. CP adds an axis; it does not replace EP or PP.
+        divide the ranks. CP adds an axis; it does not replace EP or PP. Upstream's pages on long context and MoE write
+        the product of all degrees, its skill on parallelism (2026-04) the larger of both grids; where degrees do not
+        divide each other, only the least common multiple is right.
     Confirm: `threefold show` prints both grids; dp and edp must come out whole and at least 1.
     Fix: leave a few GPUs idle, or lower a degree until the grids divide the GPUs; the message names the next larger
         count that would do.

@@ -41,7 +41,7 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
         weights = weight * dense * 0.2
     master = master_weight_bytes(plan)
     moments = 1 if plan.job.optimizer == "muon" else 2  # for embedding and head Muon too has two
-    per_param = master + moments * STATE_BYTES[knobs.optimizer_dtype]
+    per_param = float(master + moments * STATE_BYTES[knobs.optimizer_dtype])
     per_param -= knobs.optimizer_offload * (per_param if offloads_masters(plan) else per_param - master)
     trained = 0.0 if "language" in plan.job.freeze else 1.0
     return {
