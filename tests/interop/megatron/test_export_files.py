@@ -176,7 +176,8 @@ def test_variables_without_which_megatron_refuses_a_knob(changes: dict[str, obje
 
 def test_every_variable_of_an_export_is_passed_over_by_an_import() -> None:
     more = {"knobs.activation_offload": ["moe_act"], "knobs.expert_fusion": True, "knobs.precision": "nvfp4"}
-    plans = [*recipe_plans().values(), change(GB200, more)]
+    dense = {"model": "llama3-8b", "layout.ep": 1, "layout.vpp": 1, "layout.stages": None, "job.mtp": 0}
+    plans = [*recipe_plans().values(), change(GB200, more), change(GB200, dense)]
     names = {item.name for plan in plans for item in environment_of(plan)}
     assert names - EXPORTED_VARIABLES == {"CUDA_DEVICE_MAX_CONNECTIONS"}
     assert set() == EXPORTED_VARIABLES - names
