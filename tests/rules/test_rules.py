@@ -236,8 +236,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"layout.tp": 1, "layout.cp": 8, "job.seq_len": 32768},
     ),
     "hierarchical-cp-has-a-case": (
-        {"layout.tp": 2, "layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p"},
-        {"layout.tp": 2, "layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a"},
+        {"layout.tp": 2, "layout.cp": 4, "job.seq_len": 16384, "knobs.cp_comm": "a2a+p2p", "knobs.cp_inner": 2},
+        {"layout.tp": 2, "layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p"},  # over nodes, and faster
     ),
     "axis-knobs-have-an-axis": ({"layout.tp": 1, "knobs.tp_overlap": True}, {"knobs.tp_overlap": True}),
     # dispatch

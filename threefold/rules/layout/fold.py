@@ -137,6 +137,7 @@ def hierarchical_cp_has_a_case(plan: Plan) -> Iterator[Finding]:
     Why: plain a2a needs one exchange and no ring, and takes any CP up to the key/value heads over TP. Where a larger TP
         makes room for it, TP 2 x CP 4 by a2a equals TP 1 x CP 16 by a2a+p2p and leaves memory (Bridge's skill on
         hierarchical context parallelism, read 2026-08-22). Inside one NVLink domain there is only one speed.
+        Where the nested form is predicted to be faster, nothing is said.
     Confirm: the heads of `threefold models` over layout.tp; `threefold show` for the links. That Megatron uses the form
         is shown by HIERARCHICAL_CONTEXT_PARALLEL_GROUPS in its log; CONTEXT_PARALLEL_GROUP alone means that it is off.
     Fix: a2a, or p2p inside a domain; a larger TP with a smaller CP, where that is predicted to fit.
@@ -146,12 +147,14 @@ def hierarchical_cp_has_a_case(plan: Plan) -> Iterator[Finding]:
     if modes != {"a2a+p2p"} or layout.cp == 1:
         return
     a2a: Changes = {"knobs.cp_comm": "a2a", "knobs.cp_inner": None}
-    if _heads_divide(plan, layout.tp * layout.cp):
-        problem = f"a2a+p2p where CP {layout.cp} divides the key/value heads over TP {layout.tp}: a2a suffices"
-        yield Finding(at="knobs.cp_comm", problem=problem, fix=a2a)
-    elif link.link != "network":
+    if link.link != "network":
         problem = f"a2a+p2p with all {layout.cp} ranks in one NVLink domain"
-        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p", "knobs.cp_inner": None})
+        fixes = [a2a] if _heads_divide(plan, layout.tp * layout.cp) else []
+        yield Finding(at="knobs.cp_comm", problem=problem, fixes=[*fixes, {**a2a, "knobs.cp_comm": "p2p"}])
+    elif _heads_divide(plan, layout.tp * layout.cp):
+        if not pays(replace(plan, knobs=replace(plan.knobs, cp_comm="a2a", cp_inner=None)), plan):
+            problem = f"a2a+p2p where CP {layout.cp} divides the key/value heads over TP {layout.tp}: a2a suffices"
+            yield Finding(at="knobs.cp_comm", problem=problem, fix=a2a)
     elif wider := [{"layout.tp": tp, "layout.cp": cp, **a2a} for tp, cp in _shards_of_heads(plan)]:
         problem = f"a2a+p2p over CP {layout.cp}, where a larger TP leaves whole heads to plain a2a"
         yield Finding(at="layout.cp", problem=problem, fixes=wider)
