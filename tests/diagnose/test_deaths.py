@@ -1,8 +1,10 @@
 """Deaths that are planted in logs of four systems: named, and never wrongly; what nobody knows stays unknown."""
 
+import json
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +68,43 @@ def test_altered_deaths_are_unknown(tmp_path: Path) -> None:
         found, _ = draw(seed, replace(planted, lines=(line,)), tmp_path)
         assert found.evidence is not None
         assert (found.slug, found.evidence.text) == ("unknown", line.strip())
+
+
+def _wrapped(line: str, number: int) -> str:
+    return "\n".join(line[start : start + 110] for start in range(0, len(line), 110))
+
+
+# What launchers, containers and people do to the lines of a log.
+FORMS: dict[str, Callable[[str, int], str]] = {
+    "ray": lambda line, number: f"(WorkerDict pid={1000 + number % 7}, ip=10.0.0.{number % 9}) {line}",
+    "mpirun": lambda line, number: f"[1,{number % 8}]<stderr>:{line}",
+    "windows": lambda line, number: line + "\r",
+    "logger": lambda line, number: f"2026-03-03 10:00:{number % 60:02d},123 [ERROR] stderr: {line}",
+    "indented": lambda line, number: "\t" + line,
+    "colored": lambda line, number: f"\x1b[31m{line}\x1b[0m",
+    "quoted": lambda line, number: f"> {line}",
+    "docker": lambda line, number: json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-03-03T10:00:00Z"}),
+    "numbered": lambda line, number: f"[{1700 + number}] {line}",
+    "pod": lambda line, number: f"llm-train-worker-{number % 4} pytorch {line}",
+    "wrapped": _wrapped,
+}
+
+
+def test_logs_of_other_forms_are_named(tmp_path: Path) -> None:
+    """66 logs whose lines got heads, colors, quotes or line ends that no parser was written for: 95 % are named."""
+    named = 0
+    for seed in range(66):
+        planted = DEATHS[(seed * 11) % len(DEATHS)]
+        path = tmp_path / f"{seed}.log"
+        rng = random.Random(seed)
+        write_log(path, rng, SYSTEMS[seed % 4], planted, rng.choice(("none", "torchrun")))
+        lines = path.read_text(encoding="utf-8").split("\n")
+        form = list(FORMS.values())[seed % len(FORMS)]
+        path.write_text("\n".join(form(line, number) for number, line in enumerate(lines)), encoding="utf-8")
+        found = verdict_on(path)
+        named += found.slug == planted.slug
+        assert found.slug == planted.slug or found.confidence != "high"
+    assert named >= 63
 
 
 def test_catalogue_is_whole() -> None:
@@ -180,6 +219,35 @@ def test_an_exception_without_words_is_known_by_its_frames(tmp_path: Path) -> No
         "[rank0]: AssertionError",
     )
     assert verdict_on(path).slug == "warmup-longer-than-training"
+
+
+def test_complaints_of_shell_tools_are_no_death(tmp_path: Path) -> None:
+    """As in the start script of a container; the job died later."""
+    complaint = "rm: cannot remove '/usr/local/cuda/compat/lib': Read-only file system"
+    timeout = (
+        "[rank0]:[E1010 11:50:05.315 ProcessGroupNCCL.cpp:565] [Rank 0] Watchdog caught collective operation timeout:"
+    )
+    assert verdict_on(write(tmp_path / "a.log", complaint, timeout)).slug == "nccl-timeout"
+    alone = verdict_on(write(tmp_path / "b.log", complaint))
+    assert (alone.slug, alone.confidence) == ("permission-denied", "low")
+
+
+def test_what_an_abort_says_counts_before_the_abort(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.log",
+        "terminate called after throwing an instance of 'c10::DistBackendError'",
+        "  what():  [PG 1 Rank 1] Process group watchdog thread terminated with exception: [Rank 1] Watchdog caught "
+        "collective operation timeout: WorkNCCL(SeqNum=199, OpType=ALLREDUCE)",
+    )
+    assert verdict_on(path).slug == "nccl-timeout"
+
+
+def test_a_log_that_ends_inside_of_a_traceback(tmp_path: Path) -> None:
+    head = ["Traceback (most recent call last):", '  File "a.py", line 3, in main']
+    found = verdict_on(write(tmp_path / "a.log", *head))
+    assert (found.status, found.slug) == ("died", "unknown")
+    assert found.evidence is not None
+    assert found.evidence.text == 'the log ends inside of a traceback, at File "a.py", line 3, in main'
 
 
 def test_death_named() -> None:

@@ -116,6 +116,12 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
     assert found.health.step_seconds == pytest.approx(8.08, rel=0.01)
 
 
+def test_a_configuration_without_an_end_swallows_no_error(tmp_path: Path) -> None:
+    lines = [*bridge_summary()[:-1], "OSError: [Errno 28] No space left on device: '/ckpt'"]
+    found = read(write(tmp_path / "a.log", lines))
+    assert found.verdict.slug == "disk-full"
+
+
 def test_memory_and_versions(tmp_path: Path) -> None:
     lines = [
         "NCCL version 2.27.5+cuda12.9",

@@ -26,6 +26,7 @@ class Death:
     fix: str
     source: str  # of the text, so that it can be looked up again
     fields: Mapping[str, Any] = field(default_factory=dict)  # of a plan, which the fix sets
+    is_vague: bool = False  # it says little: one that stands next to it counts before it
     in_errors: bool = False  # whether it counts in lines only that report an error
     since: str = ""
     rows: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ def deaths_in(text: str) -> list[Death]:
     """The entries that a text is, the one that says most first: causes before symptoms, then as in the catalogue."""
     is_error = _ERROR.search(text) is not None
     found = [death for death in catalogue() if death.is_in(text, is_error)]
-    return sorted(found, key=lambda death: ROLES.index(death.role))
+    return sorted(found, key=lambda death: (ROLES.index(death.role), death.is_vague))
 
 
 def death_named(slug: str) -> Death | None:

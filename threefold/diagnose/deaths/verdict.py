@@ -7,6 +7,7 @@ exception that no entry of the catalogue knows counts as a cause: a known one af
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from threefold.diagnose.deaths.catalogue import Death
@@ -17,6 +18,11 @@ from threefold.diagnose.logs.sightings import Sighting, is_fatal
 Confidence = Literal["high", "medium", "low", "none"]
 Status = Literal["died", "finished", "no death seen"]
 _CAUSE, _SYMPTOM, _LINE, _AFTERMATH = range(4)
+_VAGUE_LINES = 5  # a vague error gives way to one that says more and follows within so many lines
+# What shells and their tools say about one command of a script: the script goes on, so it is no death by itself.
+_SHELL_TOOL = re.compile(
+    r"(?:/\S+/)?(?:rm|cp|mv|ln|ls|cat|mkdir|rmdir|chmod|chown|touch|tar|find|grep|sed|kill|df|du): "
+)
 _MEMORY = ("cuda-out-of-memory", "nccl-out-of-memory", "cublas-out-of-memory")
 
 
@@ -54,10 +60,13 @@ def judge(scans: Sequence[Scan]) -> Verdict:
     has_times = all(one.seconds is not None for one in sightings)
     root_ranks = {scan.root_rank for scan in scans} - {None}
 
+    explained = {id(one) for one, other in pairwise(sightings) if _is_said_better(one, other)}
+
     def order(one: Sighting) -> tuple[float, ...]:
         time = (one.seconds or 0.0) if has_times and len(scans) > 1 else 0.0
         not_root = 0.0 if one.rank is not None and one.rank in root_ranks else 1.0
-        return (_weight(one), time, not_root if len(scans) > 1 and not has_times else 0.0, places[one.file], one.line)
+        line = one.line + (_VAGUE_LINES if id(one) in explained else 0)
+        return (_weight(one), time, not_root if len(scans) > 1 and not has_times else 0.0, places[one.file], line)
 
     ranked = sorted(sightings, key=order)
     if not ranked or _is_normal_end(scans, ranked):
@@ -79,9 +88,19 @@ def judge(scans: Sequence[Scan]) -> Verdict:
     return found
 
 
+def _is_said_better(one: Sighting, following: Sighting) -> bool:
+    """Whether an error says little, and the next one is of the same process and says more."""
+    if not (one.deaths and one.deaths[0].is_vague and following.deaths and not following.deaths[0].is_vague):
+        return False
+    is_same = following.text.startswith("what():") or (one.rank is not None and one.rank == following.rank)
+    return is_same and one.file == following.file and following.line - one.line < _VAGUE_LINES
+
+
 def _weight(one: Sighting) -> int:
     """How much an error says: 0 most."""
     if one.deaths:
+        if not one.is_exception and _SHELL_TOOL.match(one.text):
+            return _LINE
         return {"cause": _CAUSE, "symptom": _SYMPTOM}.get(one.deaths[0].role, _AFTERMATH)
     if one.is_exception:
         return _CAUSE
@@ -91,6 +110,8 @@ def _weight(one: Sighting) -> int:
 def _confidence(first: Sighting, ranked: Sequence[Sighting], is_ordered: bool) -> Confidence:
     if not first.deaths:
         return "none"
+    if _weight(first) == _LINE:
+        return "low"
     role = first.deaths[0].role
     if role == "cause":
         rivals = {one.deaths[0].slug if one.deaths else "" for one in ranked if _weight(one) == _CAUSE}

@@ -1,5 +1,6 @@
 """Lines of logs: read as a stream, and what launchers write before the text: rank, time, colors."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,14 @@ from threefold.diagnose.files import open_content
 CHUNK_BYTES = 2**22
 MAX_LINE_BYTES = 2**15  # longer lines are cut
 _COLOR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
-# torchrun's `[rank3]:`, `[default3]:` (also twice), srun -l's ` 3: `, glog's `[rank3]:[E...]`.
-_RANK = re.compile(r"^\s*(?:\[(?:rank|default|trainer|worker)\s?(\d{1,6})\][:,]?|(\d{1,6}):(?=\s|\[|$))\s?")
+# torchrun's `[rank3]:`, `[default3]:` (also twice), srun -l's ` 3: `, glog's `[rank3]:[E...]`, and
+# mpirun's `[1,3]<stderr>:`.
+_RANK = re.compile(
+    r"^\s*(?:\[(?:rank|default|trainer|worker)\s?(\d{1,6})\][:,]?|(\d{1,6}):(?=\s|\[|$)|\[\d+,(\d{1,6})\]<std(?:out|err)>:)\s?"
+)
+_JSON_KEYS = ("log", "message", "msg")  # Docker's and others'
+_JSON_LINE = re.compile(r'\{"[^{}\[\]]{0,200}"?(?:log|message|msg)"\s*:|\{"(?:log|message|msg)"\s*:')
+_MOST_PREFIX = 160  # characters of what an unknown launcher writes before each line
 # What Kubernetes and others write first.
 _CLOCK = re.compile(
     r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\s(?:std(?:out|err) [FP] )?"
@@ -36,7 +43,16 @@ def read_chunks(path: Path, say: Callable[[int], None]) -> Iterator[list[bytes]]
 
 
 def decode(raw: bytes) -> str:
-    return _COLOR.sub(b"", raw[:MAX_LINE_BYTES]).decode("utf-8", "replace").rstrip("\r")
+    """The text of a line, without colors; of a container's JSON log, the text inside."""
+    text = _COLOR.sub(b"", raw[:MAX_LINE_BYTES]).decode("utf-8", "replace").rstrip("\r")
+    if text.startswith("{") and _JSON_LINE.match(text):
+        try:
+            entry = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        said = next((entry[key] for key in _JSON_KEYS if isinstance(entry.get(key), str)), text)
+        return said.rstrip("\r\n")
+    return text
 
 
 def split_rank(text: str) -> tuple[int | None, str]:
@@ -44,9 +60,16 @@ def split_rank(text: str) -> tuple[int | None, str]:
     rank = None
     text = _CLOCK.sub("", text, count=1)
     while match := _RANK.match(text):
-        rank = int(match[1] or match[2])
+        rank = int(match[1] or match[2] or match[3])
         text = text[match.end() :]
     return rank, text
+
+
+def prefix_like(head: str) -> re.Pattern[str] | None:
+    """What matches the text that an unknown launcher wrote before a line: the same text with other numbers."""
+    if not head.strip() or len(head) > _MOST_PREFIX:
+        return None
+    return re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.findall(r"\d+|\D+", head)))
 
 
 def rank_inside(text: str) -> int | None:

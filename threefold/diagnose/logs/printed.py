@@ -9,7 +9,12 @@ _TABLE = "--- arguments ---"
 _TABLE_END = "--- end of arguments ---"
 _SUMMARY = "Configuration Summary (Non-Default Values"
 _TITAN = re.compile(r"Running with (?:configs|args): (\{.*)")
+# Lines that are in no configuration: a block that is open is over, or other ranks write into it.
+_NO_CONFIGURATION = re.compile(
+    r"Traceback \(most recent|\biteration\s+\d+/|\bstep:\s*\d+|^\s{0,8}[\w.]*(?:Error|Exception)\b|\[[EF]\d{3,4} "
+)
 _BEGINS = (_TABLE.encode(), _SUMMARY.encode(), b"Running with configs: {", b"Running with args: {")
+_SIGNS = ("-----", "Configuration Summary", "Running with")
 _VERSIONS = (
     (r"NCCL version ([\d.]+)", "nccl"),
     (r"PyTorch (?:V|v)ersion:? ?([\d][\w.+]*)", "torch"),
@@ -52,6 +57,11 @@ class Printed:
     def begins(raw: bytes) -> bool:
         return any(sign in raw for sign in _BEGINS)
 
+    @staticmethod
+    def head(text: str) -> str:
+        """What stands before the first line of a block."""
+        return text[: next(place for sign in _SIGNS if (place := text.find(sign)) >= 0)]
+
     def start(self, text: str) -> None:
         """Begin a block."""
         self.num_starts += 1
@@ -67,7 +77,9 @@ class Printed:
                 self._finish()
 
     def take(self, rest: str) -> bool:
-        """Take a line, without its rank, into the open block."""
+        """Take a line, without its rank, into the open block; False where it does not belong there."""
+        if _NO_CONFIGURATION.search(rest):
+            return False
         self._lines.append(rest)
         self._chars += len(rest)
         is_end = {

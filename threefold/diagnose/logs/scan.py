@@ -10,7 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from threefold.diagnose.deaths.catalogue import Death, deaths_in
-from threefold.diagnose.logs.lines import decode, rank_inside, rank_of_file, read_chunks, seconds_in, split_rank
+from threefold.diagnose.logs.lines import (
+    decode,
+    prefix_like,
+    rank_inside,
+    rank_of_file,
+    read_chunks,
+    seconds_in,
+    split_rank,
+)
 from threefold.diagnose.logs.printed import Printed
 from threefold.diagnose.logs.sightings import (
     TRACEBACK,
@@ -31,6 +39,7 @@ _MOST_FOUND = 2000  # lines of one template in which something was
 _MOST_SIGHTINGS = 4000
 _MOST_RANKS = 2**17
 _MOST_CHARS = 1500
+_KNOWN_HEADS = ("", "traceback :", "traceback:")  # torchrun's summary of failures has tracebacks too
 _ROOT_LINES = 12  # of torchrun's summary of the first failure
 _SURVIVED_STEPS = 3  # step lines after an error that say that the job went on
 _ALWAYS = (b"Traceback (most", b"memory (", b"Root Cause", b" arguments ", b"Configuration Summary", b"Running with")
@@ -66,6 +75,7 @@ class Scan:
         self._tracebacks = Tracebacks()
         self._clock: float | None = None
         self._in_root = 0
+        self._prefix: re.Pattern[str] | None = None  # what an unknown launcher writes before each line
 
     def read(self) -> "Scan":
         try:
@@ -73,7 +83,17 @@ class Scan:
                 self._read_lines(lines)
         except EOFError:
             self.is_cut = True
+        if not self.sightings:
+            self._keep_cut_tracebacks()
         return self
+
+    def _keep_cut_tracebacks(self) -> None:
+        """A log that ends inside of tracebacks says that its job died, and at which lines."""
+        for rank, line, frames in self._tracebacks.cut():
+            text = f"the log ends inside of a traceback, at {frames[-1]}"
+            sighting = self._sighting(line, rank, text, deaths_in("\n".join(frames[-3:])), is_exception=True)
+            sighting.frames = frames
+            self._keep(sighting)
 
     def _read_lines(self, lines: list[bytes]) -> None:
         number, templates, tracebacks, printed = self.num_lines, self._templates, self._tracebacks, self.printed
@@ -81,7 +101,7 @@ class Scan:
             number += 1
             if tracebacks.is_open and self._continue_traceback(number, raw):
                 continue
-            if printed.is_open and printed.take(split_rank(decode(raw))[1]):
+            if printed.is_open and printed.take(self._split(decode(raw))[1]):
                 continue
             key = raw.translate(None, _DIGITS)
             handler = templates.get(key)
@@ -112,14 +132,19 @@ class Scan:
             self._templates[key] = False
             return
         text = decode(raw)
-        rank, rest = split_rank(text)
+        rank, rest = self._split(text)
         if rank is not None and len(self.ranks) < _MOST_RANKS:
             self.ranks.add(rank)
         if (seconds := seconds_in(text)) is not None:
             self._clock = seconds
         if self.printed.begins(raw):
+            self._learn_prefix(self.printed.head(rest))
             self.printed.start(rest)
         elif TRACEBACK in rest:
+            head, _, _ = rest.partition(TRACEBACK)
+            if head.strip() not in _KNOWN_HEADS:
+                self._learn_prefix(head)
+                rest = TRACEBACK
             self._tracebacks.open(number, rank, rest)
         elif is_chained(rest):
             self._tracebacks.chain(rank)
@@ -127,6 +152,18 @@ class Scan:
             self._note_end(number, rest)
             if self._note_error(number, rank, rest):
                 self._found.add(key)
+
+    def _split(self, text: str) -> tuple[int | None, str]:
+        """The rank that a launcher wrote before a line, and the line without what launchers write."""
+        rank, text = split_rank(text)
+        if self._prefix and (match := self._prefix.match(text)):
+            inner, text = split_rank(text[match.end() :])
+            rank = inner if rank is None else rank
+        return rank, text
+
+    def _learn_prefix(self, head: str) -> None:
+        if self._prefix is None:
+            self._prefix = prefix_like(head)
 
     def _note_end(self, number: int, text: str) -> None:
         """What a launcher says about the first failure, and what a job says at its end."""
@@ -167,7 +204,7 @@ class Scan:
             self.sightings.append(sighting)
 
     def _continue_traceback(self, number: int, raw: bytes) -> bool:
-        rank, text = split_rank(decode(raw))
+        rank, text = self._split(decode(raw))
         taken = self._tracebacks.take(number, rank, text)
         if not isinstance(taken, Ended):
             return taken

@@ -1,6 +1,7 @@
 """Errors and notices in a log, and tracebacks, which are put together per rank because launchers mix their lines."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from threefold.diagnose.deaths.catalogue import Death, deaths_in
@@ -142,13 +143,15 @@ class Tracebacks:
             del self._blocks[rank]
         return False
 
+    def cut(self) -> Iterator[tuple[int | None, int, list[str]]]:
+        """Tracebacks without an end, where the log is over: rank, line and last frames."""
+        for rank, block in self._blocks.items():
+            if block.frames:
+                yield rank, block.line, block.frames[-_MOST_SHOWN_FRAMES:]
+
     def _drop_old(self, number: int) -> None:
         for rank in [rank for rank, block in self._blocks.items() if number - block.line > _OPEN_LINES]:
             del self._blocks[rank]
-
-
-def _ends(text: str, block: _Block) -> bool:
-    return is_final(text) or (bool(block.frames) and re.fullmatch(r"[A-Za-z_][\w.]*", text.strip()) is not None)
 
 
 def _deaths(text: str, block: _Block) -> list[Death]:
