@@ -2,12 +2,15 @@
 
     python benchmarks/drawn_cases.py sft --ledger sft.jsonl [--count 300] [--seed 0]
     python benchmarks/drawn_cases.py export --ledger export.jsonl --count 200
+    python benchmarks/drawn_cases.py hostile --ledger hostile.jsonl --count 500
+    python benchmarks/drawn_cases.py shipped --ledger shipped.jsonl --count 1404
 
 `sft` trains drawn fine-tuning jobs in drawn layouts and compares each with one rank (`tests/support/drawn_sft.py`).
-`export` trains drawn models, exports them and reads them in transformers (`tests/support/drawn_exports.py`). The
-ledger has a line for each case that was run; a case in it is not run again. Prints each fault with all that it takes to
-repeat it, and a summary of the whole ledger. A case is repeated alone by its number: `--first 17 --count 1`, with
-another ledger.
+`export` trains drawn models, exports them and reads them in transformers (`tests/support/drawn_exports.py`). `hostile`
+draws damaged and crafted files and runs the verbs that open them (`tests/support/hostile_runs.py`). `shipped` asks for
+plans of every shipped model in random order (`tests/support/shipped_models.py`). The ledger has a line for each case
+that was run; a case in it is not run again. Prints each fault with all that it takes to repeat it, and a summary of the
+whole ledger. A case is repeated alone by its number: `--first 17 --count 1`, with another ledger.
 """
 
 import argparse
@@ -18,21 +21,80 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch loads: ranks share the cores
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-from drawn_exports import run_export
-from drawn_sft import run_sft
 from layout_ledger import read_ledger
 from layout_runs import FAULTS, Outcome
 
-SUBJECTS: dict[str, Callable[[str, Path], Outcome]] = {"sft": run_sft, "export": run_export}
+
+@dataclass(frozen=True)
+class Case:
+    """What became of a case that was run."""
+
+    kind: str
+    features: list[str]  # what the summary counts
+    fault: str = ""  # with all that it takes to repeat it
+    refused: str = ""  # by which rules
+
+
+# Each subject imports what it needs: transformers alone takes seconds.
+def run_sft(seed: str, number: int, folder: Path) -> Case:
+    from drawn_sft import run_sft
+
+    return of_outcome(run_sft(f"{seed}/{number}", folder))
+
+
+def run_export(seed: str, number: int, folder: Path) -> Case:
+    from drawn_exports import run_export
+
+    return of_outcome(run_export(f"{seed}/{number}", folder))
+
+
+def of_outcome(outcome: Outcome) -> Case:
+    fault = str(outcome) if outcome.kind in FAULTS else ""
+    return Case(outcome.kind, features(outcome), fault, outcome.said if outcome.kind == "refused" else "")
+
+
+def run_hostile(seed: str, number: int, folder: Path) -> Case:
+    from hostile_runs import faults, kind_of
+
+    found = faults(number, seed, folder, Path(sound_files().name))
+    return Case("WRONG" if found else "held", [kind_of(number)], "\n".join(found))
+
+
+@cache
+def sound_files() -> tempfile.TemporaryDirectory[str]:
+    """What hostile files are made of: one folder for all cases, which goes when the script ends."""
+    from hostile_runs import make_sound
+
+    folder = tempfile.TemporaryDirectory()
+    make_sound(Path(folder.name))
+    return folder
+
+
+def run_shipped(seed: str, number: int, folder: Path) -> Case:
+    from shipped_models import answer_to, requests
+
+    fields = requests(seed)[number]
+    kind, problem = answer_to(fields)
+    return Case(kind, [f"{fields['target']} {kind}"], f"{problem}: {fields}" if problem else "")
+
+
+SUBJECTS: dict[str, Callable[[str, int, Path], Case]] = {
+    "sft": run_sft,
+    "export": run_export,
+    "hostile": run_hostile,
+    "shipped": run_shipped,
+}
 
 
 def features(outcome: Outcome) -> list[str]:
-    """What the summary counts of a case that was run."""
+    """What the summary counts of a plan that was run."""
     plan = outcome.resolved.plan
     if plan is None:
         return []
@@ -70,18 +132,15 @@ def main() -> int:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-            outcome = SUBJECTS[args.subject](f"{args.seed}/{number}", Path(folder))
-        seconds = round(time.monotonic() - begin, 2)
-        fault = str(outcome) if outcome.kind in FAULTS else ""
-        refused = outcome.said if outcome.kind == "refused" else ""
-        case = {"draw": draw, "kind": outcome.kind, "seconds": seconds, "features": features(outcome)}
+            case = SUBJECTS[args.subject](args.seed, number, Path(folder))
+        record = {"draw": draw, "seconds": round(time.monotonic() - begin, 2), **asdict(case)}
         with args.ledger.open("a", encoding="utf-8") as file:
-            file.write("\n" * _is_cut_off(args.ledger) + json.dumps(case | {"fault": fault, "refused": refused}) + "\n")
-        if fault:
-            print(fault, flush=True)
+            file.write("\n" * _is_cut_off(args.ledger) + json.dumps(record) + "\n")
+        if case.fault:
+            print(case.fault, flush=True)
     cases = read_ledger(args.ledger)
     print(summary(cases))
-    return 1 if any(case["kind"] in FAULTS for case in cases) else 0
+    return 1 if any(case["fault"] for case in cases) else 0
 
 
 def _is_cut_off(path: Path) -> bool:

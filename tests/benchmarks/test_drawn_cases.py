@@ -2,21 +2,22 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from drawn_layouts import draw_layout, resolve
-from layout_runs import Outcome
 from repository import ROOT
 from scripts import load_script
+from shipped_models import requests
+
+script = load_script(ROOT / "benchmarks/drawn_cases.py", "benchmark_drawn_cases")
 
 
 def test_a_stopped_run_goes_on_after_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, ran = load_script(ROOT / "benchmarks/drawn_cases.py", "benchmark_drawn_cases"), []
+    ran = []
 
-    def run_case(seed: str, folder: Path) -> Outcome:
-        ran.append(seed)
-        drawn = draw_layout(0)
-        return Outcome(drawn, resolve(drawn), "equal")
+    def run_case(seed: str, number: int, folder: Path) -> Any:
+        ran.append(f"{seed}/{number}")
+        return script.Case("equal", [])
 
     def run(count: int, subject: str = "sft") -> int:
         words = ["drawn_cases.py", subject, "--ledger", str(ledger), "--seed", "7", "--count", str(count)]
@@ -32,3 +33,29 @@ def test_a_stopped_run_goes_on_after_its_ledger(tmp_path: Path, monkeypatch: pyt
     assert ran == ["7/0", "7/1", "7/2", "7/3"]
     assert run(1, "export") == 0
     assert ran[4:] == ["7/0"]
+
+
+def test_each_subject_runs_its_cases(tmp_path: Path) -> None:
+    """A job, files of two kinds, and a request that costs no search; drawn exports have a test of their own."""
+    assert script.run_sft("0", 0, tmp_path / "sft").fault == ""
+    for number in range(2):
+        folder = tmp_path / f"hostile {number}"
+        folder.mkdir()
+        assert script.run_hostile("0", number, folder).kind == "held"
+    untrained = next(n for n, fields in enumerate(requests("0")) if fields["model"] == "granite-3.1-1b-a400m")
+    assert script.run_shipped("0", untrained, tmp_path).kind in ("plan", "finding")
+
+
+def test_a_fault_is_told_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "SUBJECTS", {"sft": lambda *args: script.Case("CRASH", [], "how to repeat it")})
+    monkeypatch.setattr(
+        sys, "argv", ["drawn_cases.py", "sft", "--ledger", str(tmp_path / "ledger.jsonl"), "--count", "1"]
+    )
+    assert [script.main(), script.main()] == [1, 1]
+
+
+def test_requests_are_all_of_them_in_another_order() -> None:
+    first, second = ([tuple(fields.values()) for fields in requests(seed)] for seed in "01")
+    assert first != second
+    assert len(set(first)) == len(first)
+    assert set(first) == set(second)
