@@ -27,7 +27,10 @@ PLANNER: dict[str, list[str]] = {
     "import": ["import", "{work}/overrides.txt", "--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "8"],
     "compare": ["compare", SMALL, SMALL],
     "profile": ["profile", "{work}/trace.json.gz"],
+    "diagnose": ["diagnose", "{work}/job.log"],
     "card": ["card", "list"],
+    "find": ["find", "ulysses"],
+    "skills": ["skills"],
     "rules": ["rules"],
     "models": ["models"],
     "chips": ["chips"],
@@ -54,6 +57,7 @@ ELSEWHERE = {
     "regress": "starts a command of the user's",
     "tokenize": "tests/cli/test_finetune_cli.py",
     "explore": "serves a page until it is stopped",
+    "mcp": "tests/mcp",
 }
 RUN_ALL = """
 import contextlib, io, json, sys
@@ -96,6 +100,7 @@ def without_torch(commands: list[list[str]], work: Path) -> list[tuple[int, str,
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "overrides.txt").write_text("model.tensor_model_parallel_size=2\n")
+    (folder / "job.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
     events = [annotation("ProfilerStep#1", 0, 1000), kernel(GEMM, 100, 500), annotation("ProfilerStep#2", 1000, 1000)]
     write_trace(folder / "trace.json.gz", [*events, kernel(GEMM, 1100, 500)])
     return folder

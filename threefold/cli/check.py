@@ -9,7 +9,9 @@ from pathlib import Path
 from threefold.api.plans import check
 from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
 from threefold.cli.command_line.rehearse import verdict_of
+from threefold.diagnose.deaths.catalogue import death_named
 from threefold.findings import Finding, FindingsError, Kind, Severity, as_overrides, did_you_mean, in_order
+from threefold.lookup.unjudged import Unjudged, unjudged
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import Parsed
@@ -29,9 +31,12 @@ from threefold.units import format_many
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, optional=True)
-    parser.add_argument("--explain", metavar="SLUG", help="what a rule holds, why, how to confirm, how to fix")
+    parser.add_argument(
+        "--explain", metavar="SLUG", help="what a rule holds or a death of `diagnose` is, how to confirm, how to fix"
+    )
     parser.add_argument("--rehearse", action="store_true", help="run every stage without the cluster: does it fit?")
     parser.add_argument("--here", action="store_true", help="judge by this machine too: its GPUs, versions, packages")
+    parser.add_argument("--unjudged", action="store_true", help="list what nothing judged: settings, machines, data")
     parser.add_argument(
         "--fix",
         metavar="OUT",
@@ -75,7 +80,17 @@ def run(args: argparse.Namespace) -> int:
         from threefold.machine.plan_check import machine_findings
 
         found += machine_findings(plan, this_machine())
-    return print_findings(in_order(found), args.json)
+    return _tell(args, in_order(found), unjudged(plan, not errors(found), args.here, args.rehearse))
+
+
+def _tell(args: argparse.Namespace, found: list[Finding], left: Unjudged) -> int:
+    """The findings, and what was not judged."""
+    if args.json:
+        more = {"not_judged": left.line} | ({"unjudged": left.to_json()} if args.unjudged else {})
+        return print_findings(found, as_json=True, more=more)
+    code = print_findings(found, as_json=False)
+    print(left.text if args.unjudged else left.line)
+    return code
 
 
 SUGGESTIONS = "suggestions"
@@ -126,7 +141,13 @@ def _fixed(
 
 
 def _explain(slug: str, as_json: bool) -> int:
-    said = explain(slug)
+    said, death = explain(slug), death_named(slug)
+    if said is None and death is not None:
+        facts = {"cause": death.cause, "confirm": death.confirm, "fix": death.fix, "source": death.source}
+        head = f"{slug} ({death.role}; read in logs by `threefold diagnose`)"
+        text = "\n".join([head, "", *(f"{name:8} {value}" for name, value in facts.items())])
+        print(json.dumps({"death": slug, "role": death.role, **facts}, indent=2) if as_json else text)
+        return 0
     if said is None:
         near = did_you_mean(slug, known_slugs()) or "`threefold rules` lists them"
         print(f"threefold check: no rule {slug!r}; {near}", file=sys.stderr)

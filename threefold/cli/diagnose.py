@@ -12,6 +12,7 @@ from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
 from threefold.findings import did_you_mean
 from threefold.report.diagnosis import diagnosis_text
+from threefold.report.summaries import diagnosis_summary
 
 CANNOT_JUDGE = 125  # what `git bisect run` takes for: skip this commit
 UNKNOWN = "unknown"  # a death that is not in the catalogue
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             return print_findings(findings, args.json)
     found = diagnose(args.files, Context(plan=plan, redact=Redactor(args.raw)))
     if args.json:
-        json.dump(found.to_json(), sys.stdout, indent=2, allow_nan=False)
+        json.dump({"summary": diagnosis_summary(found), **found.to_json()}, sys.stdout, indent=2, allow_nan=False)
         print()
     else:
         print(diagnosis_text(found))

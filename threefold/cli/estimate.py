@@ -22,6 +22,7 @@ from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text
+from threefold.report.summaries import estimate_summary, training_summary
 from threefold.report.training_run.training_text import point_json, training_text, usual_sizes
 from threefold.rules.all import errors
 from threefold.spec.clusters.operations import FIELDS as OPERATIONS
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.json:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
-        json.dump({**guess.to_json(), **extra}, sys.stdout, indent=2)
+        said = {"summary": estimate_summary(plan, guess, overfull), **guess.to_json(), **extra}
+        json.dump(said, sys.stdout, indent=2)
         print()
     else:
         print(estimate_text(plan, guess, ledger, overfull))
@@ -106,7 +108,8 @@ def _tell_training(args: argparse.Namespace, plan: Plan, found: TrainingRun, ove
         sizes = args.sizes or usual_sizes(plan)
         curve = training_curve(plan, args.tokens, sizes, args.price, args.assume, NO_CHIP_FILE)
     if args.json:
-        said = {**found.to_json(), "findings": [one.to_json() for one in overfull]}
+        said = {"summary": training_summary(plan, found), **found.to_json()}
+        said |= {"findings": [one.to_json() for one in overfull]}
         said |= {"curve": [point_json(*pair) for pair in curve]} if curve else {}
         json.dump(said, sys.stdout, indent=2)
         print()

@@ -10,7 +10,7 @@ from typing import Any
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.findings import in_order, shown
 from threefold.interop.megatron.bridge_files import export_files
-from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, Export, export_plan
+from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, Export, export_plan
 from threefold.interop.megatron.validation.judge.verdict import EXIT_CODES, summary_text
 from threefold.interop.megatron.validation.run import run_validation
 from threefold.interop.slurm import Options, faults
@@ -19,6 +19,12 @@ from threefold.rules.all import check, errors
 from threefold.spec.megatron import is_release_name
 
 NOT_VERIFIED = "not verified: run its validate.py where Megatron is installed, or export with --verify\n"
+# A part of an export, with the file that has it by target, and its keys in the JSON.
+ONLY = {
+    "overrides": ({BRIDGE: "overrides.txt", LM: "arguments.sh"}, ("overrides", "arguments")),
+    "environment": (dict.fromkeys((BRIDGE, LM), "environment.sh"), ("environment",)),
+    "table": (dict.fromkeys((BRIDGE, LM), "table.txt"), ("inexpressible",)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=FORMATS, default=BRIDGE, help="what will run it (default megatron-bridge)")
     parser.add_argument(
         "--release", help="NeMo container or Bridge version whose names to use (default: stack.release, or the newest)"
+    )
+    parser.add_argument(
+        "--only",
+        choices=ONLY,
+        help="print only this part: the settings, the environment, or what Megatron cannot express",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the files here instead of printing them")
     parser.add_argument(
@@ -79,14 +90,18 @@ def run(args: argparse.Namespace) -> int:
         return 1
     answer = _verify(args, export, files) if args.verify else None
     if args.json:
-        json.dump({**export.to_json(), "files": files, "verification": answer}, sys.stdout, indent=2)
+        said = {**export.to_json(), "files": files, "verification": answer}
+        said = {key: said[key] for key in ("to", "bridge", "core", *ONLY[args.only][1])} if args.only else said
+        json.dump(said, sys.stdout, indent=2)
         print()
+    elif args.only:
+        print(files[ONLY[args.only][0][args.to]], end="")
     elif args.out is None:
         print("\n".join(f"==> {name} <==\n{text}" for name, text in files.items()))
     else:
         print(f"wrote {', '.join(files)} to {args.out}")
         print(files["table.txt"], end="")
-    if not args.json:
+    if not args.json and not args.only:
         print(summary_text(answer) if answer else NOT_VERIFIED, end="")
     return EXIT_CODES[answer["verdict"]] if answer else 0
 

@@ -12,6 +12,7 @@ from threefold.lookup.runs import matched_pairs
 from threefold.lookup.search import find
 
 MOST = 100
+_PIPED = 400  # letters of a line where no terminal is read from
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, help="only these; with one name, `name` tells all about that setting")
     parser.add_argument("--ab", action="store_true", help="published runs that differ in one setting, side by side")
     parser.add_argument("--most", type=int, default=8, metavar="N", help="entries to print (default 8)")
+    parser.add_argument("--full", action="store_true", help="print the text of each entry, as its page has it")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -32,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "name" and len(args.words) == 1:
         return _print(describe(query), args.json, _setting_text)
     entries = find(query, args.kind, args.most)
-    return _print([entry.to_json() for entry in entries], args.json, lambda _: _entries_text(entries, query))
+    told = [entry.to_json() | ({"text": entry.text.strip()} if args.full else {}) for entry in entries]
+    return _print(told, args.json, lambda _: _entries_text(entries, query, args.full))
 
 
 def _print(answer: Any, as_json: bool, text: Any) -> int:
@@ -58,14 +61,15 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def _entries_text(entries: list[Entry], query: str) -> str:
+def _entries_text(entries: list[Entry], query: str, full: bool) -> str:
     if not entries:
         return f"nothing about {query!r}: try other words, or `threefold find NAME --kind name` for a setting"
-    width = max(60, shutil.get_terminal_size((120, 24)).columns)
+    width = max(60, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _PIPED
     lines = []
     for entry in entries:
         lines += [_cut(f"{entry.kind:8}{entry.name}", width), _cut(f"        {entry.answer}", width)]
         lines.append(_cut(f"        -> {entry.read_on}", width))
+        lines += ["", entry.text.strip(), ""] if full and entry.text.strip() else []
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from textwrap import wrap
 from threefold.findings import Explanation
 from threefold.report.terminal import table
 from threefold.rules.all import RULES, explain, known_slugs, raised_by, severity_of
+from threefold.spec.megatron import bridge_releases, places
 
 PAGE = "docs/reference/findings.md"
 WIDTH = 118  # of its lines
@@ -73,10 +74,24 @@ def _entry(slug: str) -> dict[str, object]:
         "why": said.why,
         "confirm": said.confirm,
         "fix": said.fix,
-        "follows": rule.follows if rule else "",
+        "source": _source(slug),
+        "release": _releases(slug),
         "page": f"{PAGE}#{slug}",
         "rows": list(rule.rows) if rule else [],
     }
+
+
+def _source(slug: str) -> str:
+    """Where upstream code or a published figure says so; else our module that judges or raises it."""
+    rule = RULES.get(slug)
+    return (rule.follows or f"{rule.home.replace('.', '/')}.py") if rule else raised_by(slug)
+
+
+def _releases(slug: str) -> list[str]:
+    """The releases of Megatron Bridge that refuse it, of those that were read."""
+    rule = RULES.get(slug)
+    place = places().get(slug) if rule and rule.refused_in else None
+    return [release.bridge for release in bridge_releases() if place and place.holds_for(release)]
 
 
 def _target(slug: str) -> str:

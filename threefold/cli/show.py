@@ -6,16 +6,20 @@ import sys
 from typing import Any
 
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.findings import shown
 from threefold.layout.degrees import AXES
 from threefold.layout.stages import format_stages
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.report.layout import axes_text, grids_text, groups_text, pipeline_text, summary_text
+from threefold.report.terminal import cut_lines
 from threefold.rules.all import check, errors
+from threefold.units import format_many, format_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
+    parser.add_argument("--brief", action="store_true", help="the model, both grids, the pipeline and nothing else")
     parser.add_argument("--rank", type=int, default=0, help="whose groups to print (default 0)")
 
 
@@ -31,13 +35,26 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(check(plan, notes=False), args.json)
     found = errors(check(plan, notes=False))
     if args.json:
-        json.dump({**_as_json(plan, args.rank), "errors": [one.to_json() for one in found]}, sys.stdout, indent=2)
+        said = {"summary": cut_lines(_brief_text(plan).splitlines())} | (
+            {} if args.brief else _as_json(plan, args.rank)
+        )
+        json.dump({**said, "errors": [one.to_json() for one in found]}, sys.stdout, indent=2)
         print()
     else:
-        print(_as_text(plan, args.rank))
+        print(_brief_text(plan) if args.brief else _as_text(plan, args.rank))
     if found and not args.json:
         print(f"\n{len(found)} errors: see `threefold check`")
     return 1 if found else 0
+
+
+def _brief_text(plan: Plan) -> str:
+    """What somebody asks first, in fifteen lines at most."""
+    knobs = [f"{path.partition('.')[2]} {shown(value)}" for path, value in plan.written if path.startswith("knobs.")]
+    size = f"{plan.job.global_batch} x {format_tokens(plan.job.seq_len)} tokens a step"
+    head = f"plan {plan.hash}: {plan.model_name} on {plan.layout.gpus} x {plan.chip.name} for {plan.target}, {size}"
+    chunks = format_stages(plan.chunks)
+    pipeline = f"{plan.layout.pipeline_schedule}, {format_many(plan.num_microbatches, 'microbatch')}: {chunks}"
+    return "\n".join([head, grids_text(plan), pipeline, *([", ".join(knobs)] if knobs else [])])
 
 
 def _as_text(plan: Plan, rank: int) -> str:

@@ -13,7 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-KINDS = ("rule", "field", "name", "command", "word", "doc", "recipe", "card", "run", "row")
+from threefold.diagnose.deaths.catalogue import catalogue
+
+KINDS = ("rule", "field", "name", "command", "word", "doc", "recipe", "card", "run", "row", "death")
 _PACKAGE = Path(__file__).parents[1]
 _HEADING = re.compile(r"^#{1,3} (.+)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
@@ -42,7 +44,7 @@ def shipped(name: str) -> Path:
 @cache
 def all_entries() -> tuple[Entry, ...]:
     """Every entry but those of settings and published runs, which are large and have readers of their own."""
-    return (*_pages(), *_recipes(), *_cards())
+    return (*_pages(), *_recipes(), *_cards(), *_deaths())
 
 
 def _pages() -> Iterator[Entry]:
@@ -142,6 +144,16 @@ def _cards() -> Iterator[Entry]:
             claim = claim.replace(f"{{{name}}}", value)
         answer = f"{claim} ({card.get('machine', 'any machine')}, {card.get('date')})"
         yield Entry("card", path.stem, answer, card.get("command", ""), f"threefold card show cards/{path.name}")
+
+
+def _deaths() -> Iterator[Entry]:
+    """What `diagnose` knows jobs to die of. The patterns of logs are searched as the words that they look for."""
+    for death in catalogue():
+        patterns = re.sub(r"\\[a-zA-Z]|[^\w\s.:-]", " ", " ".join(pattern.pattern for pattern in death.match))
+        text = f"{patterns} {death.confirm} {death.fix} {death.source}"
+        yield Entry(
+            "death", death.slug, f"{death.cause}; fix: {death.fix}", text, f"threefold check --explain {death.slug}"
+        )
 
 
 @cache

@@ -67,8 +67,7 @@ def matches(name: str) -> tuple[Setting, ...]:
 
 
 def near(name: str) -> list[str]:
-    bare = name.rpartition(".")[2].lstrip("-").replace("-", "_")
-    return difflib.get_close_matches(bare, settings(), n=3, cutoff=0.75)
+    return difflib.get_close_matches(_bare(name), settings(), n=3, cutoff=0.75)
 
 
 def plan_field(name: str) -> str | None:
@@ -76,25 +75,39 @@ def plan_field(name: str) -> str | None:
     renamed = resolve(name, None) if not name.startswith("model.num_layers") else None
     if renamed and renamed[0]:
         return next(iter(renamed[0]))
-    bare = name.rpartition(".")[2].lstrip("-").replace("-", "_")
-    fields = (entry for entry in all_entries() if entry.kind == "field" and "; Megatron: " in entry.answer)
-    for entry in fields:
-        names = entry.answer.partition("; Megatron: ")[2].rstrip(")").split(", ")
-        if bare in {item.rpartition(".")[2].strip() for item in names}:
-            return entry.name
-    return None
+    return _exported_fields().get(_bare(name))
+
+
+def _bare(name: str) -> str:
+    return name.rpartition(".")[2].lstrip("-").replace("-", "_")
+
+
+@cache
+def _exported_fields() -> dict[str, str]:
+    """Fields of a plan by the names that Megatron has for them."""
+    fields: dict[str, str] = {}
+    for entry in all_entries():
+        if entry.kind == "field" and "; Megatron: " in entry.answer:
+            for name in entry.answer.partition("; Megatron: ")[2].rstrip(")").split(", "):
+                fields.setdefault(name.rpartition(".")[2].strip(), entry.name)
+    return fields
+
+
+@cache
+def _rule_texts() -> dict[str, str]:
+    return {
+        entry.name: f"{entry.name} {entry.answer} {entry.text}".lower()
+        for entry in all_entries()
+        if entry.kind == "rule"
+    }
 
 
 def rules_about(name: str, field: str | None) -> list[str]:
     """Rules whose slug or explanation names the setting, or its field of a plan, also in words."""
     bare = (field or "").rpartition(".")[2]
     in_words = [bare.replace("_", " "), bare.replace("_", "-")] if "_" in bare else []
-    wanted = [text for text in (name.rpartition(".")[2].lstrip("-").replace("-", "_"), field, *in_words) if text]
-    return [
-        entry.name
-        for entry in all_entries()
-        if entry.kind == "rule" and any(text in f"{entry.name} {entry.answer} {entry.text}".lower() for text in wanted)
-    ]
+    wanted = [text for text in (_bare(name).lower(), field, *in_words) if text]
+    return [slug for slug, text in _rule_texts().items() if any(one in text for one in wanted)]
 
 
 def span(setting: Setting) -> str:

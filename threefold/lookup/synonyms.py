@@ -13,6 +13,7 @@ GROUPS = (
     ("hsdp", "hybrid sharding", "replicate"),
     ("ep_overlap", "a2a overlap", "moe overlap", "expert parallel overlap", "ep overlap", "overlap moe"),
     ("fits memory", "oom", "out of memory", "cuda oom", "does not fit", "memory error"),
+    ("cuda-out-of-memory", "oom", "cuda oom"),
     ("recompute", "activation checkpointing", "gradient checkpointing", "checkpoint activations", "rematerialization"),
     ("expert parallel", "ep", "expert_model_parallel_size", "moe parallel"),
     ("tensor parallel", "tp", "sequence parallel", "megatron sp"),
@@ -101,9 +102,10 @@ def related(query: str) -> dict[str, float]:
     for phrase, group in _PHRASES.items():
         if f" {phrase} " in text:
             for other in group:
-                weight = (
-                    (CERTAIN if text.strip() != phrase else 1.0) if other == group[0] and " " in phrase else SYNONYM
-                )
+                is_whole = text.strip() == phrase
+                weight = SYNONYM
+                if other == group[0] and (is_whole or " " in phrase):
+                    weight = 1.0 if is_whole else CERTAIN
                 if f" {other} " not in text:
                     weights[other] = max(weight, weights.get(other, 0.0))
     return weights

@@ -17,7 +17,12 @@ _WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
 
 def estimate_text(plan: Plan, found: Estimate, ledger: Sequence[Transfer], overfull: Sequence[Finding] = ()) -> str:
     """All of it; `overfull` is what the rules say about the peak."""
-    parts = [_head(plan, found), memory_text(plan, found), time_text(plan, found), _verdict(plan, found)]
+    parts = [
+        head_text(plan, found),
+        memory_text(plan, found),
+        time_text(plan, found),
+        "\n".join(verdict_lines(plan, found)),
+    ]
     if ledger:
         parts.append(traffic_text(ledger))
     if overfull:
@@ -27,7 +32,7 @@ def estimate_text(plan: Plan, found: Estimate, ledger: Sequence[Transfer], overf
     return "\n\n".join(parts)
 
 
-def _head(plan: Plan, found: Estimate) -> str:
+def head_text(plan: Plan, found: Estimate) -> str:
     job = plan.job
     return (
         f"estimated for {plan.target}, {'calibrated' if found.calibrated else 'uncalibrated'}: {plan.model_name}, "
@@ -102,7 +107,8 @@ def wall_text(plan: Plan, found: Estimate) -> str:
     return f"memory ({why}: it keeps faster settings out); {found.time_wall} takes {spent / step:.0%} of the time"
 
 
-def _verdict(plan: Plan, found: Estimate) -> str:
+def verdict_lines(plan: Plan, found: Estimate) -> list[str]:
+    """Throughput, wall, band and what the numbers rest on."""
     low, high = found.seconds_band
     rows = [
         ["throughput", f"{format_number(found.tokens_per_second_per_gpu)} tokens/s/GPU, {_tflops(found)}"],
@@ -117,7 +123,7 @@ def _verdict(plan: Plan, found: Estimate) -> str:
     ]
     if not found.calibrated:
         rows.append(["", "uncalibrated: nothing near this plan was among the runs, so the band is wide"])
-    return "\n".join(f"{name:10} {text}" for name, text in rows)
+    return [f"{name:10} {text}" for name, text in rows]
 
 
 def _tflops(found: Estimate) -> str:

@@ -18,7 +18,7 @@ def search_text(found: SearchResult, why: str = "") -> str:
         return f"{found.finding}\n\n{_count(found)}"
     best = found.candidates[0]
     parts = [
-        _head(best.plan, why),
+        head(best.plan, why),
         _section("Fit", [_bullets(best.reasons.fit)]),
         _section("Scale", [grids_text(best.plan), axes_text(best.plan), _bullets(best.reasons.scale)]),
         _section("Profile", [time_text(best.plan, best.estimate), _bullets(best.reasons.profile)]),
@@ -45,7 +45,7 @@ def _findings(best: Candidate) -> str:
     return "`threefold check` says of the best plan:\n" + findings_text(findings)
 
 
-def _head(plan: Plan, why: str) -> str:
+def head(plan: Plan, why: str) -> str:
     job = plan.job
     planned = f"Planned {why}; --target names another stack.\n" if why else ""
     return planned + (
@@ -58,7 +58,7 @@ def _head(plan: Plan, why: str) -> str:
 def _retune(best: Candidate, found: SearchResult) -> list[str]:
     wall = f"The wall is {wall_text(best.plan, best.estimate)}."
     if found.retune:
-        tries = "\n".join(f"- {as_overrides(one.changes)}: {_effect(one)}" for one in found.retune)
+        tries = "\n".join(f"- {as_overrides(one.changes)}: {effect_text(one)}" for one in found.retune)
         wall += f" To try from here, one at a time, with what is predicted:\n{tries}"
     else:
         wall += " No knob that was left to you promises a gain: profile before changing anything."
@@ -70,7 +70,7 @@ def _retune(best: Candidate, found: SearchResult) -> list[str]:
     ]
 
 
-def _effect(one: Trial) -> str:
+def effect_text(one: Trial) -> str:
     return one.reason if one.effect is None else f"{one.effect:+.1%} throughput"
 
 
@@ -83,12 +83,14 @@ def _next_better(one: NextBetter | None) -> str:
         f"but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage {one.stage}: "
         f"{format_bytes(lack)} too much."
     )
-    cures = "; ".join(f"{as_overrides(cure.changes)} ({_effect(cure)} against this plan there)" for cure in one.cures)
+    cures = "; ".join(
+        f"{as_overrides(cure.changes)} ({effect_text(cure)} against this plan there)" for cure in one.cures
+    )
     return f"{text} It fits and is faster with {cures}."
 
 
 def _sensitivity(steps: Sequence[Trial]) -> str:
-    rows = [[as_overrides(one.changes), _effect(one)] for one in steps]
+    rows = [[as_overrides(one.changes), effect_text(one)] for one in steps]
     return table(["change", "predicted"], rows)
 
 
@@ -100,7 +102,7 @@ def _comparisons(found: SearchResult, plan: Plan) -> str:
     for one in found.comparisons:
         candidate, band = one.candidate, "" if one.trial.band is None else f" +- {one.trial.band:.0%}"
         seen = candidate.evidence + (f"; but {candidate.counterexample}" if candidate.counterexample else "")
-        rows.append([as_overrides(one.trial.changes), f"{_effect(one.trial)}{band}", seen])
+        rows.append([as_overrides(one.trial.changes), f"{effect_text(one.trial)}{band}", seen])
     title = f"The next A/Bs, one variable at a time; {plan.chip.name} names candidates, and steps that you time choose:"
     return f"{title}\n{table(['change', 'predicted', 'seen (2026-08)'], rows)}"
 

@@ -3,8 +3,11 @@
 import re
 from collections.abc import Sequence
 
-from threefold.findings import Finding
+from threefold.findings import Finding, as_overrides
 from threefold.units import format_many
+
+MOST_LINES = 15  # of a `summary`
+_MOST_WIDTH = 400  # of its lines: a problem may quote what a user wrote
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -33,3 +36,24 @@ def findings_text(findings: Sequence[Finding]) -> str:
     counts = f"{format_many(bad, 'error')}, {format_many(len(findings) - bad - notes, 'warning')}"
     counts += f", {format_many(notes, 'note')}" if notes else ""
     return "\n".join([*(str(finding) for finding in findings), counts if findings else "no findings"])
+
+
+def findings_summary(findings: Sequence[Finding]) -> list[str]:
+    """How many of each severity, then each finding that is no note, with its fix."""
+    counts = [
+        format_many(sum(one.severity == severity for one in findings), severity)
+        for severity in ("error", "warning", "note")
+    ]
+    lines = [f"{one.severity} {one.rule}: {one.problem}{cure_text(one)}" for one in findings if one.severity != "note"]
+    return cut_lines([", ".join(counts), *lines])
+
+
+def cure_text(finding: Finding) -> str:
+    return f" ({finding.fix_kind}: {as_overrides(finding.fix)})" if finding.fix else ""
+
+
+def cut_lines(lines: Sequence[str], most: int = MOST_LINES) -> list[str]:
+    lines = [line for line in lines if line.strip(" -")]  # without empty lines and those of tables
+    left = len(lines) - (most - 1)
+    shown = lines if len(lines) <= most else [*lines[: most - 1], f"and {left} more lines, which the text output has"]
+    return [" ".join(line.split())[:_MOST_WIDTH] for line in shown]

@@ -4,12 +4,13 @@ import argparse
 import json
 import re
 import sys
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from threefold.api.plans import open_plan
 from threefold.findings import Finding
 from threefold.plan.parse import Parsed
-from threefold.report.terminal import findings_text
+from threefold.report.terminal import findings_summary, findings_text
 from threefold.spec.stacks import TARGETS
 
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
@@ -75,11 +76,15 @@ def say_too_small(args: argparse.Namespace, verb: str, least: dict[str, int]) ->
     return False
 
 
-def print_findings(findings: list[Finding], as_json: bool, out: TextIO | None = None) -> int:
-    """Text goes to `out` where standard output is for something else."""
+def print_findings(
+    findings: list[Finding], as_json: bool, out: TextIO | None = None, more: Mapping[str, Any] | None = None
+) -> int:
+    """Text goes to `out` where standard output is for something else. `more` is what the JSON says besides."""
     bad = any(finding.severity == "error" for finding in findings)
     if as_json:
-        json.dump({"ok": not bad, "findings": [finding.to_json() for finding in findings]}, sys.stdout, indent=2)
+        said: dict[str, Any] = {"ok": not bad, "summary": findings_summary(findings)}
+        said |= {"findings": [finding.to_json() for finding in findings], **(more or {})}
+        json.dump(said, sys.stdout, indent=2)
         print()
     else:
         print(findings_text(findings), file=out)
