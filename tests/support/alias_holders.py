@@ -18,11 +18,19 @@ def holders_of_aliases(tensors: Iterable[Tensor]) -> set[str]:
     """The classes (and generators) that hold a tensor with the memory of one of these that is pending, and that is not
     pending itself: such as `Bucket`."""
     with without_waiting():
-        pending = {x.untyped_storage()._cdata for x in tensors if is_pending(x)}
+        pending = {_memory(x).untyped_storage()._cdata for x in tensors if is_pending(x)}
         gc.collect()
         every = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-        aliases = [x for x in every if not is_pending(x) and _has_memory(x) and x.untyped_storage()._cdata in pending]
+        put_away = {id(_memory(x)) for x in every if is_pending(x)}
+        others = [x for x in every if not is_pending(x) and id(x) not in put_away and _has_memory(x)]
+        aliases = [x for x in others if x.untyped_storage()._cdata in pending]
+        del others
     return _holders(aliases, {id(every)})
+
+
+def _memory(pending: Tensor) -> Tensor:
+    memory: Tensor | None = pending._memory  # type: ignore[attr-defined]
+    return pending if memory is None else memory
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -22,12 +22,12 @@ class Late:
 
     def __init__(self) -> None:
         self.parameter, self.num_waits = nn.Parameter(torch.zeros(3, 3)), 0
-        self._raw = self.parameter.detach()
+        self.raw = self.parameter.detach()
         mark_pending([self.parameter], self._wait)
 
     def _wait(self) -> None:
         self.num_waits += 1
-        self._raw.fill_(1.0)
+        self.raw.fill_(1.0)
         mark_ready([self.parameter])
 
 
@@ -79,6 +79,66 @@ def test_a_read_waits_once_and_sees_the_new_values(kind: str) -> None:
         assert not is_pending(made)
     assert late.num_waits == 1
     assert vars(late.parameter) == {}
+
+
+def put_as_data(p: nn.Parameter) -> Tensor:
+    made = torch.zeros(3, 3)
+    made.data = p
+    return made
+
+
+def scripted(p: nn.Parameter) -> Tensor:
+    linear = nn.Linear(3, 3, bias=False)
+    linear.weight = p
+    result: Tensor = torch.jit.script(linear)(torch.eye(3))
+    return result
+
+
+# Functions of torch that do not ask the class of a tensor.
+AROUND: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "a tensor of its values": torch.tensor,
+    "a new tensor of its values": lambda p: torch.zeros(1).new_tensor(p),
+    "another class": lambda p: p.as_subclass(Tensor),
+    "data of another tensor": put_as_data,
+    "memory of another tensor": lambda p: torch.zeros(0).set_(p),
+    "a nested tensor": lambda p: torch.nested.nested_tensor([p]).unbind()[0],
+    "a transform": lambda p: torch.func.grad(lambda x: (x * x).sum())(p),
+    "a map": lambda p: torch.vmap(lambda row: row * 1.0)(p),
+    "a scripted module": scripted,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", AROUND)
+def test_a_read_that_does_not_wait_finds_no_values(kind: str) -> None:
+    """Neither the old ones nor the new ones, so that it cannot go on unseen; whoever waits finds them afterwards."""
+    late = Late()
+    assert AROUND[kind](late.parameter).isnan().all()
+    assert late.num_waits == 0
+    address = late.raw.data_ptr()
+    assert late.parameter.data_ptr() == address
+    assert torch.equal(late.parameter, torch.ones(3, 3))
+    assert late.parameter.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_and_versions_are_those_of_the_parameter(dtype: torch.dtype) -> None:
+    """A backward over a parameter that was updated since its forward is refused, pending or not."""
+    parameter = nn.Parameter(torch.ones(4, 2, dtype=dtype))
+    raw = parameter.detach().view(-1)
+    y = (parameter * parameter).sum()
+
+    def wait() -> None:
+        raw.mul_(2)
+        mark_ready([parameter])
+
+    mark_pending([parameter], wait)
+    parameter.grad = torch.zeros(4, 2, dtype=dtype)
+    assert float(parameter.detach().sum()) == 16
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    (3 * parameter).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((4, 2), 3.0, dtype=dtype))
 
 
 def test_the_address_of_memory_is_a_read() -> None:

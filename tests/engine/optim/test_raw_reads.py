@@ -37,6 +37,9 @@ RAW = {
     "use_aliases": "puts an alias in the place of a parameter",
     "vmap": "works on the tensor below, which waits for nothing",
     "to_dlpack": "gives out the memory",
+    "as_subclass": "makes another tensor of the same memory",
+    "set_": "puts memory into another tensor",
+    "nested_tensor": "copies without asking the class",
     **dict.fromkeys(
         ("allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "alltoall_base"),
         "is a method of a process group; torch's functions of this kind, which `dist/collectives.py` calls, wait",
@@ -55,6 +58,8 @@ ALLOWED = {
     ("optim/pending_tensors.py", "__class__"): "the one place that marks tensors",
     ("optim/adamw.py", "exp_avg"): STATES,
     ("optim/adamw.py", "exp_avg_sq"): STATES,
+    ("train_state.py", "set_"): "is a name here, of validation data",
+    ("autograd/offload.py", "set_"): "of a storage, and who asks a tensor for its storage waits",
     ("graphs/graphed_function.py", "use_aliases"): ALIASES,
     ("graphs/full_iteration.py", "use_aliases"): ALIASES,
 }

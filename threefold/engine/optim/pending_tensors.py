@@ -6,17 +6,22 @@ comes from. It waits, the tensor becomes a plain one again, and the operation ru
 updates (`pending_updates.py`) or gathers of weights (`data_parallel/zero1.py`) may be under way, none can forget to
 wait, and a tensor that is ready costs nothing.
 
-What torch does not see is memory that was taken from the tensor before it was marked: views, detached aliases, and
-addresses in CUDA graphs. `tests/engine/optim/test_raw_reads.py` lists who keeps such memory, and why that is right.
+Some of torch's functions read a tensor without asking its class: `torch.tensor`, `torch.func.grad`, scripted modules.
+On a CPU they find NaN, because the tensor has no memory of its own until its values are there. So a reader that does
+not wait shows in every test, and never trains on old weights.
+
+What nothing sees is memory that was taken from the tensor before it was marked: views, detached aliases, and addresses
+in CUDA graphs. `tests/engine/optim/test_raw_reads.py` lists who keeps such memory, and why that is right.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ATTRIBUTES = "grad requires_grad grad_fn is_leaf shape dtype device layout is_cuda is_cpu is_meta ndim"
 # What may be asked of a pending tensor: its gradient and what describes it. Anything else waits, also what is unknown.
@@ -34,6 +39,7 @@ class _Pending:
 
     __slots__ = ()
     _wait_for_values: Callable[[], None]
+    _memory: Tensor | None  # what the tensor is given back when its values are there; None: it was left in place
 
     @classmethod
     def __torch_function__(
@@ -66,6 +72,8 @@ def mark_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     """Call `wait` before anything reads one of these tensors. It must call `mark_ready` when their values are there."""
     for tensor in tensors:
         plain = _plain_class(tensor)
+        if not isinstance(tensor, _Pending):
+            tensor._memory = _take_memory(tensor)  # type: ignore[attr-defined]
         tensor._wait_for_values = wait  # type: ignore[attr-defined]
         tensor.__class__ = _pending_class(plain)
 
@@ -74,8 +82,26 @@ def mark_ready(tensors: Iterable[Tensor]) -> None:
     """The values of these tensors are there: they are plain tensors again."""
     for tensor in tensors:
         if isinstance(tensor, _Pending):
+            memory = tensor._memory
             tensor.__class__ = _plain_class(tensor)  # type: ignore[assignment]
-            del tensor._wait_for_values
+            del tensor._wait_for_values, tensor._memory
+            if memory is not None:
+                tensor.data = memory
+
+
+def _take_memory(tensor: Tensor) -> Tensor | None:
+    """The memory of a tensor, which holds NaN instead. On a GPU it stays: a graph may be recorded meanwhile, and all
+    that computes there is tested on a CPU too."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.is_floating_point():
+        return None
+    memory = tensor.data
+    tensor.data = _not_a_number(tensor.dtype).expand(tensor.shape)
+    return memory
+
+
+@cache
+def _not_a_number(dtype: torch.dtype) -> Tensor:
+    return torch.full((), math.nan, dtype=dtype)
 
 
 def wait_for(values: Iterable[object]) -> None:
