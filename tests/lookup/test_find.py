@@ -5,11 +5,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
+from threefold.api.plans import load_plan
 from threefold.cli.find import describe
 from threefold.cli.main import main
+from threefold.interop.megatron.environment import EXPORTED_VARIABLES
+from threefold.interop.megatron.export_plan import export_plan
 from threefold.lookup.entries import KINDS, all_entries
-from threefold.lookup.names import setting_entries
+from threefold.lookup.names import plan_field, setting_entries, variables
 from threefold.lookup.runs import run_entries
 from threefold.lookup.search import find
 
@@ -45,6 +49,24 @@ def test_a_setting_that_no_plan_has_is_told_from_its_release_on() -> None:
     [field, _] = describe("moe_paged_stash")["declared"]  # a field, and an argument of Megatron-LM
     assert (field["file"], field["first"]) == ("megatron/core/transformer/transformer_config.py", "0.5.1")
     assert describe("moe_paged_stash")["plan_field"] is None
+
+
+def test_every_setting_of_an_export_is_told_with_the_field_behind_it() -> None:
+    recipes = [load_plan(path) for path in sorted((ROOT / "recipes").glob("*.toml"))]
+    exports = [export_plan(plan) for plan in recipes if plan.target == "megatron-bridge"]
+    assert {path for export in exports for path in export.settings if plan_field(path) is None} == set()
+
+
+def test_every_variable_of_an_export_is_told_with_its_reason() -> None:
+    assert {*EXPORTED_VARIABLES, "CUDA_DEVICE_MAX_CONNECTIONS"} <= set(variables())
+    assert "72" in describe("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN")["variable"]
+
+
+def test_a_setting_is_told_with_what_must_be_set_with_it() -> None:
+    [sizes, product, *_] = describe("hierarchical_context_parallel_sizes")["notes"]
+    assert "a2a+p2p" in sizes  # Megatron Bridge 0.6.2, training/config.py asserts sizes, and their product
+    assert "product is not CP" in product
+    assert "cuda_graph_modules since" in describe("cuda_graph_scope")["notes"][0]
 
 
 def test_an_unknown_setting_is_said_to_be_unknown() -> None:

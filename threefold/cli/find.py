@@ -7,7 +7,19 @@ import sys
 from typing import Any
 
 from threefold.lookup.entries import KINDS, Entry
-from threefold.lookup.names import SYSTEMS, Setting, matches, near, plan_field, releases, rules_about, span
+from threefold.lookup.names import (
+    SYSTEMS,
+    Setting,
+    bare,
+    matches,
+    near,
+    notes,
+    plan_field,
+    releases,
+    rules_about,
+    span,
+    variables,
+)
 from threefold.lookup.runs import matched_pairs
 from threefold.lookup.search import find
 
@@ -52,11 +64,13 @@ def describe(name: str) -> dict[str, Any]:
     found, field = matches(name), plan_field(name)
     return {
         "name": name,
-        "known": bool(found),
+        "known": bool(found) or name in variables(),
+        "variable": variables().get(name, ""),
         "declared": [setting.to_json() | {"span": span(setting)} for setting in found],
         "plan_field": field,
-        "rules": rules_about(name, field) if found or field else [],
-        "near": [] if found else near(name),
+        "rules": rules_about(name, field) if found or field else {},
+        "notes": list(notes().get(bare(name), ())),
+        "near": [] if found or name in variables() else near(name),
         "read": {system: list(ends) for system, ends in releases().items()},
     }
 
@@ -80,6 +94,8 @@ def _cut(line: str, width: int) -> str:
 def _setting_text(answer: dict[str, Any]) -> str:
     read = ", ".join(f"{SYSTEMS[system]} {first} to {last}" for system, (first, last) in answer["read"].items())
     lines = [answer["name"] if answer["known"] else f"{answer['name']}: unknown in these releases ({read})"]
+    if answer["variable"]:
+        return f"{lines[0]}\n  environment variable, which an export sets to {answer['variable']}"
     for item in answer["declared"]:
         setting = Setting(**{key: value for key, value in item.items() if key != "span"})
         default = f", default {setting.default}" if setting.default else ""
@@ -95,8 +111,9 @@ def _setting_text(answer: dict[str, Any]) -> str:
         lines.append(
             "  no field of a plan sets it: Threefold does not model it, and an export leaves it as the recipe has it"
         )
+    lines += [f"  {note}" for note in answer["notes"]]
     if answer["rules"]:
-        lines.append(f"  judged by: {', '.join(answer['rules'])}")
+        lines += ["  judged by", *(f"    {slug}: {holds}" for slug, holds in answer["rules"].items())]
     return "\n".join(lines)
 
 
@@ -107,8 +124,11 @@ def _pairs_text(groups: list[dict[str, Any]]) -> str:
     for group in groups:
         lines.append(f"{group['variable']}  ({group['group']})")
         for item in group["runs"]:
-            lines.append(f"  {item['speed']:>14}  {item['shape']}; {item['settings']}")
-            lines.append(
-                f"{'':16}  {item['status']}; {item['source']}" + (f"; {item['notes']}" if item["notes"] else "")
-            )
+            ratio = f"{item['of_first']:.3f} x" if item["of_first"] else ""
+            lines.append(f"  {item['speed']:>16} {ratio:>8}  {item['shape']}; {item['settings']}")
+            many = "" if len(item["differs"]) <= 1 else ": no single one explains the speed"
+            said = [f"differs in {', '.join(item['differs'])}{many}"] if item["differs"] else []
+            lines += [
+                f"{'':27}  {part}" for part in (*said, f"{item['status']}; {item['source']}", item["notes"]) if part
+            ]
     return "\n".join(lines)

@@ -53,6 +53,8 @@ def _pages() -> Iterator[Entry]:
         page = f"docs/{path.relative_to(root).as_posix()}"
         reader = _READERS.get(page, _sections)
         yield from reader(page, path.read_text(encoding="utf-8"))
+    for path in sorted(shipped("skills").glob("*/SKILL.md")):
+        yield from _sections(f"skills/{path.parent.name}/SKILL.md", path.read_text(encoding="utf-8"))
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
@@ -80,7 +82,7 @@ def _findings(page: str, text: str) -> Iterator[Entry]:
 
 
 def _fields(page: str, text: str) -> Iterator[Entry]:
-    for cells in _table_rows(text):
+    for cells in table_rows(text):
         if len(cells) == 6 and cells[0].startswith("`"):
             path, kind, default, allowed, meaning, megatron = (cell.strip("`*") for cell in cells)
             facts = ", ".join([kind, f"default {default}", *([allowed] if allowed != "-" else [])])
@@ -93,7 +95,7 @@ def _commands(page: str, text: str) -> Iterator[Entry]:
     for verb, body in _split(text):
         if " " in verb:
             continue
-        name, flags = f"threefold {verb}", [cells for cells in _table_rows(body) if len(cells) == 2]
+        name, flags = f"threefold {verb}", [cells for cells in table_rows(body) if len(cells) == 2]
         yield Entry("command", name, _first_sentence(body), body, f"{name} --help")
         for flag, meaning in flags:
             if flag.startswith("`--"):
@@ -101,13 +103,13 @@ def _commands(page: str, text: str) -> Iterator[Entry]:
 
 
 def _glossary(page: str, text: str) -> Iterator[Entry]:
-    for cells in _table_rows(text):
+    for cells in table_rows(text):
         if len(cells) == 3 and cells[0] != "word":
             yield Entry("word", cells[0], _plain(cells[1]), cells[2], page)
 
 
 def _coverage(page: str, text: str) -> Iterator[Entry]:
-    for cells in _table_rows(text):
+    for cells in table_rows(text):
         if len(cells) >= 3 and re.fullmatch(r"[A-Z0-9a-z]+(-\w+)+", cells[0]):
             yield Entry("row", cells[0], _plain(cells[1]), _plain(" ".join(cells[2:])), page)
 
@@ -163,7 +165,7 @@ def published_runs() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else ()
 
 
-def _table_rows(text: str) -> Iterator[list[str]]:
+def table_rows(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         if line.startswith(("| ", "|`")):
             yield [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]

@@ -56,7 +56,8 @@ def _entries() -> Iterator[Entry]:
 
 
 def matched_pairs(words: list[str]) -> list[dict[str, Any]]:
-    """Groups of runs that differ in one declared setting, those of which every word of the query is true."""
+    """Groups of runs that vary one declared setting, those of which every word of the query is true. Each run says in
+    what it differs from the earlier run that is nearest to it, and its speed over that of the first."""
     groups: dict[str, list[Row]] = {}
     for row in published_runs():
         if row.get("ab_group"):
@@ -68,16 +69,48 @@ def matched_pairs(words: list[str]) -> list[dict[str, Any]]:
             "runs": [
                 {
                     "id": row["id"],
-                    "shape": f"{row['model']}, {row.get('gpus')} x {row['system']}, {row.get('precision')}",
+                    "shape": f"{row['model']}, {row.get('gpus') or '?'} x {row['system']}, {row.get('precision')}"
+                    + (f", {row['seq_len']} tokens" if row.get("seq_len") else ""),
                     "settings": ", ".join(filter(None, (layout_text(row), knobs_text(row)))),
                     "speed": speed_text(row),
+                    "of_first": _ratio(row, rows[0]),
+                    "differs": min((_differences(row, other) for other in rows[:index]), key=len, default=[]),
                     "status": f"{row.get('status')}, {row.get('perf_class')}",
                     "notes": row.get("notes") or "",
                     "source": f"{row.get('source')}, {row.get('release')}",
                 }
-                for row in rows
+                for index, row in enumerate(rows)
             ],
         }
         for group, rows in groups.items()
         if all(word in f"{group} {rows}".lower() for word in words)
     ]
+
+
+# What makes two runs different, by the name that is shown: one difference is an A/B.
+_CONTRACT = {
+    **{
+        name: (name,) for name in ("gpus", "system", "precision", "seq_len", "gbs", "mbs", *_AXES, "fsdp", "dispatcher")
+    },
+    **{name: (name,) for name in ("routing", "ep_overlap", "delay_wgrad", "optimizer_offload", "activation_offload")},
+    "mtp": ("mtp",),
+    "other settings": ("extra_knobs",),
+    "recompute": ("recompute_granularity", "recompute_modules"),
+    "graphs": ("cuda_graph_impl", "cuda_graph_scopes"),
+}
+
+
+def _differences(row: Row, other: Row) -> list[str]:
+    """What two runs say differently. What one of them does not say counts as off."""
+    return [
+        name
+        for name, fields in _CONTRACT.items()
+        if [row.get(field) or None for field in fields] != [other.get(field) or None for field in fields]
+    ]
+
+
+def _ratio(row: Row, first: Row) -> float | None:
+    for field, sign in (("tflops_per_gpu", 1), ("step_time_s", -1)):
+        if row.get(field) and first.get(field):
+            return round(float(row[field] / first[field]) ** sign, 3)
+    return None

@@ -82,6 +82,7 @@ GROUPS = (
     ("ep-divides-experts", "cannot share", "experts evenly"),
     ("precision-runs-on-chip", "on hopper", "on blackwell", "on ampere"),
     ("grad", "gradient"),
+    ("divides", "not divisible", "divisible"),
     ("accum", "accumulation"),
     ("sequence-has-context", "longer context"),
     ("job.freeze", "freeze vision", "freeze encoder", "frozen vision"),
