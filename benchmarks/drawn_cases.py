@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -93,6 +94,13 @@ SUBJECTS: dict[str, Callable[[str, int, Path], Case]] = {
 }
 
 
+def run_case(subject: str, seed: str, number: int, folder: Path) -> Case:
+    try:
+        return SUBJECTS[subject](seed, number, folder)
+    except Exception:  # whatever it is, the cases after this one are still to be run
+        return Case("CRASH", [], f"{subject} {seed}/{number}: {traceback.format_exc()}")
+
+
 def features(outcome: Outcome) -> list[str]:
     """What the summary counts of a plan that was run."""
     plan = outcome.resolved.plan
@@ -132,7 +140,7 @@ def main() -> int:
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-            case = SUBJECTS[args.subject](args.seed, number, Path(folder))
+            case = run_case(args.subject, args.seed, number, Path(folder))
         record = {"draw": draw, "seconds": round(time.monotonic() - begin, 2), **asdict(case)}
         with args.ledger.open("a", encoding="utf-8") as file:
             file.write("\n" * _is_cut_off(args.ledger) + json.dumps(record) + "\n")

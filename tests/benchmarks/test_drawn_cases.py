@@ -46,12 +46,24 @@ def test_each_subject_runs_its_cases(tmp_path: Path) -> None:
     assert script.run_shipped("0", untrained, tmp_path).kind in ("plan", "finding")
 
 
-def test_a_fault_is_told_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "SUBJECTS", {"sft": lambda *args: script.Case("CRASH", [], "how to repeat it")})
+def test_a_fault_is_told_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that raises: the cases after it are run."""
+
+    def run_case(seed: str, number: int, folder: Path) -> Any:
+        assert number == 1, "number 0 raises"
+        return script.Case("DIFFERENT", [], "how to repeat it")
+
+    monkeypatch.setattr(script, "SUBJECTS", {"sft": run_case})
     monkeypatch.setattr(
-        sys, "argv", ["drawn_cases.py", "sft", "--ledger", str(tmp_path / "ledger.jsonl"), "--count", "1"]
+        sys, "argv", ["drawn_cases.py", "sft", "--ledger", str(tmp_path / "ledger.jsonl"), "--count", "2"]
     )
-    assert [script.main(), script.main()] == [1, 1]
+    assert script.main() == 1
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("number 0 raises", "how to repeat it", "'CRASH': 1, 'DIFFERENT': 1"))
+    assert script.main() == 1
+    assert "number 0 raises" not in capsys.readouterr().out
 
 
 def test_requests_are_all_of_them_in_another_order() -> None:

@@ -7,6 +7,8 @@ import pytest
 from hf_configs import CONFIGS
 
 from threefold.findings import FindingsError
+from threefold.plan.parse import parse
+from threefold.rules.all import check
 from threefold.spec.hf import model_from_config, model_from_dict
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec, RopeScaling
 from threefold.spec.stacks import engine_lacks
@@ -137,6 +139,7 @@ def test_latent_attention_that_the_engine_has_not_is_said() -> None:
         ("glm_moe_dsa", {"topk_method": "greedy"}, "topk_method"),
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention"], "num_nextn_predict_layers": 1}, "MTP depths"),
         ("nemotron_h", {"mamba_num_heads": 63}, "63 Mamba heads"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "short_factor"),
         ("llama", {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 4.0}}, "rope_type"),
@@ -179,3 +182,13 @@ def test_a_fifo_is_no_configuration(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(FindingsError, match="cannot read"):
         model_from_config(tmp_path)
+
+
+def test_a_depth_that_a_plan_adds_to_a_hybrid_without_experts_has_none() -> None:
+    """The default of transformers is a depth of attention and experts; `check` of `job.mtp` ended in a traceback."""
+    model = read("nemotron_h", layers_block_type=["mamba", "attention"], num_nextn_predict_layers=0)
+    assert [layer.ffn for layer in model.mtp_depth] == ["none", "dense"]
+    fields = {"model": "m", "cluster.chip": "h100", "cluster.gpus": 2, "job.seq_len": 16, "job.mtp": 1}
+    plan = parse(fields, model=model).plan
+    assert plan is not None
+    assert "stack-runs-family" not in {finding.rule for finding in check(plan)}

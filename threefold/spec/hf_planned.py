@@ -86,6 +86,11 @@ def read_nemotron_h(c: Fields) -> dict[str, Any]:
         raise ValueError("a head tied to the embedding (tie_word_embeddings) is not supported")
     pattern = _nemotron_pattern(c["layers_block_type"], c["hybrid_override_pattern"], "ME*-")
     moe = group_limited_moe(c, shared_dim=c["moe_shared_expert_intermediate_size"], latent_dim=c["moe_latent_size"])
+    depth = _nemotron_pattern(c["mtp_layers_block_type"], c["mtp_hybrid_override_pattern"], "*E")
+    if "E" not in pattern and "E" in depth:
+        if c["num_nextn_predict_layers"]:
+            raise ValueError("MTP depths with experts in a model without any are not supported")
+        depth = depth.replace("E", "-")  # the default, of a depth that only a plan may add
     return {
         "family": "nemotron_h",
         "num_layers": len(pattern),
@@ -105,7 +110,7 @@ def read_nemotron_h(c: Fields) -> dict[str, Any]:
         "activation": activation_name(c, "mlp_hidden_act"),
         "norm_eps": float(c["layer_norm_epsilon"]),
         "mtp_layers": c["num_nextn_predict_layers"],
-        "mtp_pattern": _nemotron_pattern(c["mtp_layers_block_type"], c["mtp_hybrid_override_pattern"], "*E"),
+        "mtp_pattern": depth,
         "mtp_shared": True,
     }
 

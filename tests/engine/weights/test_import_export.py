@@ -100,8 +100,13 @@ def test_the_mtp_depths_that_were_trained_are_exported_and_read_back(
     assert len(depths) == trained
 
 
-def test_mtp_depths_that_a_family_cannot_name_are_left_out_aloud(tmp_path: Path) -> None:
-    said = export_trained("mixtral", 0, 1, tmp_path)
+@pytest.mark.parametrize(
+    ("family", "of_model", "trained"), [("mixtral", 0, 1), ("qwen3_next", 0, 2), ("qwen3_5_moe_text", 1, 2)]
+)
+def test_mtp_depths_that_a_family_cannot_hold_are_left_out_aloud(
+    family: str, of_model: int, trained: int, tmp_path: Path
+) -> None:
+    said = export_trained(family, of_model, trained, tmp_path)
     assert any("without its MTP depths" in line for line in said)
     lines = list(import_hf(tmp_path / "out", tmp_path / "again", "auto"))
     assert not any("not used" in line for line in lines)

@@ -21,6 +21,7 @@ from threefold.engine.run.checkpoint_io import OpenCheckpoint, step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, read_run_plan
 from threefold.engine.weights.claimed_folder import claimed_folder
+from threefold.engine.weights.families.family_names import names_of
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.hf_tensor import stored_keys
 from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
@@ -218,14 +219,16 @@ def _write_weights(run: Path, out: Path, plan: Plan, opened: OpenCheckpoint) -> 
         state = MergedTensors(state, settings)
         yield f"LoRA adapters of rank {settings.rank} are merged into the weights"
     if config is None:
-        yield f"without its MTP depths: a configuration of {plan.model.family} cannot name them"
+        yield f"without its MTP depths: a checkpoint of {plan.model.family} cannot hold them"
     write_hf(state, plan.model, out, config or own_config)
 
 
 def _with_mtp_depths(config: dict[str, Any], plan: Plan) -> dict[str, Any] | None:
     """The configuration with the MTP depths that the plan trains, which may be others than those of the model; None
-    where configurations of the family cannot say so."""
+    where checkpoints of the family cannot hold them."""
     spec = plan.model
+    if plan.mtp > 1 and names_of(spec.family).one_mtp_depth:
+        return None
     if plan.mtp in (0, spec.mtp_layers):  # without depths it stays as it is, as transformers leaves it
         return config
     depths = {"num_nextn_predict_layers": plan.mtp}
