@@ -3,6 +3,8 @@
 import gzip
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -214,6 +216,32 @@ def test_verb_prints_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_exit_codes_of_a_bisection(lines: list[str], code: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a.log", [*steps(5), *lines])
     assert main(["diagnose", str(path), "--fail-on", "cuda-out-of-memory"]) == code
+
+
+def test_a_log_without_a_step_is_no_good_commit(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.log", ["the machine has no GPU to spare"])
+    assert main(["diagnose", str(path), "--fail-on", "cuda-out-of-memory"]) == 125
+
+
+def test_git_bisect_finds_the_commit(tmp_path: Path) -> None:
+    """Of eight commits the fifth brings an OOM. The second, sixth and seventh do not start for another reason."""
+    died = [*steps(5), "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]
+    other = ["ImportError: cannot import name 'x' from 'y'"]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    for number, lines in enumerate([steps(5), other, steps(6), steps(7), died, other, other, died], start=1):
+        write(tmp_path / "a.log", [*lines, f"commit {number}"])
+        git("add", "a.log")
+        git("commit", "-q", "-m", f"commit number {number}")
+    git("bisect", "start", "HEAD", "HEAD~7")
+    words = (sys.executable, "-m", "threefold", "diagnose", "a.log", "--fail-on", "cuda-out-of-memory")
+    said = git("bisect", "run", *words)
+    assert "is the first bad commit" in said
+    assert "commit number 5" in said.partition("is the first bad commit")[2]
 
 
 def test_bisection_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from threefold.api.plans import for_our_engine
-from threefold.compare.run_record import RunRecord
-from threefold.compare.run_record import read_run as read_record
+from threefold.diagnose.runs.run_health import judge_run
 from threefold.engine.run.cpu_affinity import core_sets
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.cores import AUTO
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import on_ranks
+from threefold.profile.readers.run_record import RunRecord
+from threefold.profile.readers.run_record import read_run as read_record
 from threefold.rules.all import check, errors, judge, promoted
 
 
@@ -63,6 +64,15 @@ def train(
 def read_run(folder: str | Path) -> RunRecord:
     """The folder of a run: its plan, what it ran on, and its metrics, also while it goes on. No torch."""
     return read_record(Path(folder))
+
+
+def health_of_run(folder: str | Path) -> list[Finding]:
+    """What is not as it should be in a run: routers, losses, data; nothing where it logged no step. The engine itself
+    names slow ranks."""
+    try:
+        return judge_run(read_run(folder))
+    except FindingsError:
+        return []
 
 
 def plan_on_ranks(given: Plan, ranks: int) -> Plan:

@@ -6,6 +6,7 @@ import sys
 
 from threefold.api.plans import open_plan
 from threefold.cli.command_line.inputs import add_json, print_findings
+from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.diagnose.deaths.catalogue import catalogue
 from threefold.diagnose.diagnosis import Diagnosis, diagnose
 from threefold.diagnose.part import Context
@@ -19,7 +20,10 @@ UNKNOWN = "unknown"  # a death that is not in the catalogue
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = "logs (plain or gzip), flight recorder dumps, or the folder of a run; several files are those of one job"
+    kinds = (
+        "logs (plain or gzip), flight recorder dumps, memory snapshots, traces, or the folder of a run; several files "
+        "are those of one job"
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help=kinds)
     parser.add_argument("--plan", metavar="PLAN", help="the plan that ran (TOML), where the files do not say it")
     parser.add_argument("--raw", action="store_true", help="show paths, hosts, tokens and prompts as they are")
@@ -27,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-on",
         type=_death,
         metavar="DEATH",
-        help="exit with 1 where the job died of this, with 125 where it died of something else, as for git bisect run",
+        help="for git bisect run: exit with 1 where the job died of this, with 125 where it died of something else or "
+        "nothing can be said, with 0 where it took steps and did not die",
     )
     add_json(parser)
 
@@ -39,7 +44,11 @@ def run(args: argparse.Namespace) -> int:
         plan = parsed.plan
         if plan is None:
             return print_findings(findings, args.json)
-    found = diagnose(args.files, Context(plan=plan, redact=Redactor(args.raw)))
+    say = progress() or (lambda text: None)
+    try:
+        found = diagnose(args.files, Context(plan=plan, redact=Redactor(args.raw), say=say))
+    finally:
+        end_progress()
     if args.json:
         json.dump({"summary": diagnosis_summary(found), **found.to_json()}, sys.stdout, indent=2, allow_nan=False)
         print()
@@ -60,5 +69,5 @@ def _death(text: str) -> str:
 def _bisection_code(found: Diagnosis, death: str) -> int:
     """1 where the job died of `death`, 0 where it did not die, 125 where nothing can be said about this commit."""
     if found.death is None:
-        return 0 if found.has_logs else CANNOT_JUDGE
+        return 0 if found.has_steps else CANNOT_JUDGE
     return 1 if found.death == death else CANNOT_JUDGE

@@ -63,7 +63,6 @@ SHOWN_AT_WORK = (
     "sweep",
     "compare",
     "profile",
-    "diagnose",
     "env",
     "eval",
     "import-hf",

@@ -11,11 +11,12 @@ from threefold.api.comparisons import profile_run
 from threefold.api.plans import load_plan, on_measured_chip, open_plan
 from threefold.cli.command_line.inputs import add_chip_file, add_json, print_findings
 from threefold.cli.command_line.out import is_written
-from threefold.compare.run_record import is_run_folder, read_run
+from threefold.diagnose.runs.run_health import judge_run, slow_ranks_of
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import Profile
 from threefold.profile.readers.run_folder import PROFILE, find_traces
+from threefold.profile.readers.run_record import is_run_folder, read_run
 from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page
 from threefold.report.html.tuning_picture import Tuning
@@ -86,9 +87,8 @@ def _run_subject(folder: Path, chip_file: str | None) -> Subject:
     run = read_run(folder)
     view = view_plan(on_measured_chip(run.plan, chip_file))
     profile, notes = _profile(folder, run.plan)
-    return Subject(
-        "run", str(folder), view, run.findings, run=run, effects=_effects(folder), profile=profile, notes=notes
-    )
+    findings = [*run.findings, *judge_run(run, slow_ranks_of(folder))]
+    return Subject("run", str(folder), view, findings, run=run, effects=_effects(folder), profile=profile, notes=notes)
 
 
 def _profile(folder: Path, plan: Plan) -> tuple[Profile | None, list[str]]:

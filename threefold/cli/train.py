@@ -8,7 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from threefold.api.trainings import plan_on_ranks, start_ranks, train_rank, training_errors
+from threefold.api.trainings import health_of_run, plan_on_ranks, start_ranks, train_rank, training_errors
 from threefold.cli.command_line.inputs import (
     add_plan_arguments,
     missing_package,
@@ -149,6 +149,8 @@ def _train(args: argparse.Namespace, plan: Plan, folder: Path) -> int:
     profiler = args.profile_with if args.profile else None
     step, is_leader = train_rank(plan, folder, args.threads, args.stop_at, profiler, args.origin, args.with_optimizer)
     if is_leader:
+        for finding in health_of_run(folder):
+            write_and_flush(sys.stderr, f"{finding}\n")
         facts = {"ok": True, "run": str(folder), "step": step, "steps": plan.job.steps}
         said = json.dumps(facts) if args.json else f"{_outcome(step, plan.job.steps)}: {folder}"
         write_and_flush(sys.stdout, f"{said}\n")

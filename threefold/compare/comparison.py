@@ -13,7 +13,6 @@ import numpy as np
 from threefold.compare.contract import Difference, contract_differences
 from threefold.compare.explained import Explained, explain_bytes, explain_seconds
 from threefold.compare.losses import Losses, compare_losses
-from threefold.compare.run_record import RunRecord
 from threefold.compare.sides import Side
 from threefold.compare.speed import Speed, compare_speed
 from threefold.compare.traced import Traced, compare_traces
@@ -22,6 +21,7 @@ from threefold.compare.work import Unit, Work, unit_of, work_findings, work_of
 from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
+from threefold.profile.readers.run_record import RunRecord
 from threefold.units import format_number
 
 Window = tuple[int, int] | None

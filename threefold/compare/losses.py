@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from threefold.compare.run_record import Column, RunRecord
 from threefold.compare.statistics import Interval, mean_interval
+from threefold.profile.readers.run_record import Column, RunRecord
 
 LAST = 0.2  # the part of the common range of tokens whose losses are compared
 LEAST_POINTS = 8  # in that part; it is made longer where there are fewer

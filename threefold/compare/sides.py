@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from threefold.compare.run_record import RunRecord, is_run_folder, read_run
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import Estimate, estimate
 from threefold.cost.layer_work import expert_skew
@@ -18,6 +17,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
 from threefold.plan.plan import Plan
+from threefold.profile.readers.run_record import RunRecord, is_run_folder, read_run
 from threefold.rules.all import blockers, errors, judge
 from threefold.safe_files import UnsafeFileError, read_json
 from threefold.search.recompute import resolve_recompute

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from threefold.compare.run_record import Column
 from threefold.compare.sides import Side
 from threefold.compare.statistics import Interval, median_interval, ratio_interval
 from threefold.compare.work import Unit, Work
+from threefold.profile.readers.run_record import Column
 
 Verdict = Literal["slower", "faster", "no certain difference", "too few steps"]
 

@@ -14,12 +14,12 @@ from typing import Literal
 import numpy as np
 
 from threefold.compare.contract import model_fact_differences
-from threefold.compare.run_record import Column
 from threefold.compare.sides import Side
 from threefold.cost.vision.planned_pictures import expected_patches
 from threefold.findings import Finding, Severity, shown
 from threefold.plan.plan import Plan
 from threefold.plan.same_run import listed
+from threefold.profile.readers.run_record import Column
 from threefold.spec.flops import flops_per_token, picture_training_flops
 
 Unit = Literal["step", "useful token", "model FLOP"]

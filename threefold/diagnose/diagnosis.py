@@ -12,11 +12,13 @@ from threefold.diagnose.files import Kind, kind_of
 from threefold.diagnose.hangs.hang import read_dumps
 from threefold.diagnose.logs.job_logs import JobLogs, read_logs
 from threefold.diagnose.part import Context, Part, Reader, unreadable
+from threefold.diagnose.runs.run_part import logs_of, read_runs
 from threefold.diagnose.snapshots.snapshot_part import read_snapshots
 from threefold.diagnose.trace_part import read_traces
 from threefold.findings import Finding
 
 READERS: dict[Kind, Reader] = {
+    "run folder": read_runs,
     "log": read_logs,
     "flight recorder": read_dumps,
     "snapshot": read_snapshots,
@@ -36,8 +38,9 @@ class Diagnosis:
         return next((part for part in self.parts if isinstance(part, JobLogs)), None)
 
     @property
-    def has_logs(self) -> bool:
-        return self._logs is not None and self._logs.facts != {}
+    def has_steps(self) -> bool:
+        """Whether the logs show that the job took a step."""
+        return self._logs is not None and self._logs.health.last is not None
 
     @property
     def death(self) -> str | None:
@@ -56,15 +59,15 @@ def diagnose(paths: Sequence[str | Path], context: Context | None = None) -> Dia
     found = Diagnosis()
     for path in map(Path, paths):
         try:
-            by_kind.setdefault(kind_of(path), []).append(path)
+            kind = kind_of(path)
         except (OSError, ValueError) as error:
             found.findings.append(unreadable(path, error))
+            continue
+        by_kind.setdefault(kind, []).append(path)
+        if kind == "run folder" and (logs := logs_of(path)):
+            by_kind.setdefault("log", []).extend(logs)
     for kind, files in by_kind.items():
-        if kind in READERS:
-            part = READERS[kind](files, context)
-            found.parts.append(part)
-            found.findings += part.findings
-        else:
-            reason = ValueError(f"it is a {kind}, which `diagnose` does not read")
-            found.findings += [unreadable(path, reason) for path in files]
+        part = READERS[kind](files, context)
+        found.parts.append(part)
+        found.findings += part.findings
     return found

@@ -202,11 +202,12 @@ def _loop(
             state.watchdog.enter_phase(f"step {state.step + 1}", plan.run.hang_seconds)
         count = parts.loader.num_batches(state.step)
         batches = [to_device(parts.loader.batch(state.step, m), parts.device) for m in range(count)]
+        data_seconds = time.perf_counter() - began
         lr = learning_rate(plan.job, state.step)
         with state.effects.step(state.step + 1) if state.effects else nullcontext():
             with state.profiler.step(state.step + 1) if state.profiler else nullcontext():
                 result = train_step(parts, batches, lr, plan.job, part_times.microbatches)
-            work = throughput.count_work(batches, part_times.seconds())
+            work = throughput.count_work(batches, part_times.seconds(), data_seconds)
         _count_skipped(state, result, progress)
         seconds = time.perf_counter() - began
         if state.effects:

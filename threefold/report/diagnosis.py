@@ -3,6 +3,7 @@
 from threefold.diagnose.diagnosis import Diagnosis
 
 _HEADS = {
+    "run folder": "run",
     "log": "logs",
     "flight recorder": "flight recorder dumps",
     "snapshot": "memory snapshots",

@@ -1,5 +1,5 @@
-"""Explanations of the findings that `profile` and `diagnose` raise about traces and snapshots. `rules/base.py` lists
-them."""
+"""Explanations of the findings that `profile`, `diagnose`, `report` and the end of `train` raise about traces,
+snapshots and the health of runs. `rules/base.py` lists them."""
 
 from threefold.findings import Explanation
 
@@ -34,5 +34,51 @@ EXPLANATIONS = {
         why="What is reserved and not active cannot be used by other libraries, and an allocation may fail beside it.",
         confirm="The share is (reserved - active) / reserved at the moment of the highest allocated memory.",
         fix="Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or make fewer sizes: pad, or preallocate.",
+    ),
+    "router-collapsed": Explanation(
+        what="Tokens spread over the experts of every layer.",
+        why="A router that sends nearly all tokens to the same few experts trains only these: the model is a dense "
+        "one with idle weights, and the busiest expert rank holds up all others.",
+        confirm="`router/load_max` in metrics.jsonl is the busiest expert of the worst layer over the mean: 1 is "
+        "level, experts over top_k is a full collapse. loads.json has every expert of the last step.",
+        fix="Raise job.aux_loss, or job.bias_rate for models with a balancing bias; warm up longer or lower job.lr. A "
+        "router that has collapsed rarely recovers: go back to a checkpoint before it.",
+    ),
+    "experts-idle": Explanation(
+        what="Every expert gets tokens.",
+        why="An expert without tokens has no gradient: its weights stay as they were initialized.",
+        confirm="`router/idle_experts` in metrics.jsonl counts them in each step; loads.json says which.",
+        fix="Raise job.aux_loss, or job.bias_rate for models with a balancing bias.",
+    ),
+    "steps-skipped": Explanation(
+        what="Loss and gradients of every step are finite.",
+        why="A step that is not finite is skipped: its data is lost, and more of them will follow.",
+        confirm="`skipped_steps` in metrics.jsonl.",
+        fix="Look at the data of those steps, then lower job.lr.",
+    ),
+    "loss-spikes": Explanation(
+        what="The loss does not jump.",
+        why="A jump that does not heal costs the steps since the last checkpoint; many say that the rate is too high.",
+        confirm="A step counts whose loss lies 0.3 nats and six median deviations above the 32 steps before.",
+        fix="Look at the data of those steps; then a lower job.lr, a longer job.warmup_steps, a lower job.clip_norm.",
+    ),
+    "gradient-spikes": Explanation(
+        what="The gradient norm stays within ten times its median.",
+        why="A jump of the gradient comes before one of the loss, or is one bad batch.",
+        confirm="`grad_norm` in metrics.jsonl, against the median of the 32 steps before.",
+        fix="Look at the data of those steps; clipping (job.clip_norm) bounds what one batch can do.",
+    ),
+    "data-stalls": Explanation(
+        what="Batches are ready before the step that needs them.",
+        why="While a rank waits for its batch, all ranks wait for it.",
+        confirm="`data_seconds` over `seconds` in metrics.jsonl; the first two steps do not count.",
+        fix="Tokenize ahead (`threefold tokenize`), put the data on a faster disk, give ranks more cores.",
+    ),
+    "rank-is-slow": Explanation(
+        what="Ranks with the same work take equally long for it.",
+        why="All ranks wait for the slowest one in every step.",
+        confirm="`own_times` in effects.json: the median time of a rank without its waits. A rank counts that is 10 % "
+        "and three standard errors above the median of its pipeline stage.",
+        fix="Compare clocks, temperature and other processes of that host with another one's; leave the host out.",
     ),
 }

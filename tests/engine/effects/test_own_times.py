@@ -1,6 +1,8 @@
 """Slow ranks by their own step times: a rank that is held up is named, and those that wait for it are not."""
 
 import json
+import random
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,28 @@ def test_ranks_more_than_a_tenth_above_the_median_are_slow(measured: list[RankTi
     found = slow_ranks(measured)
     assert [one.time.rank for one in found] == slow
     assert all(f"rank {one.time.rank} on host{one.time.rank} is slow" in str(one) for one in found)
+
+
+def test_a_difference_within_the_noise_is_no_slow_rank() -> None:
+    """A fifth above the median, with a standard error of a tenth: two errors. With one of a twentieth it is four."""
+    for error, slow in ((0.1, []), (0.05, [1])):
+        noisy = [RankTime(0, "a", 0, 1.0), RankTime(1, "b", 0, 1.2, error), RankTime(2, "c", 0, 1.0)]
+        assert [one.time.rank for one in slow_ranks(noisy)] == slow
+
+
+def test_the_error_of_a_median() -> None:
+    """Of normal draws with sigma 0.1: the medians of many samples scatter as the error of one says."""
+    draw = random.Random(3)
+    medians, errors = [], []
+    for _ in range(300):
+        own = OwnTimes(torch.device("cpu"))
+        for _ in range(41):
+            with own.step():
+                pass
+            own.end_step(draw.gauss(10.0, 0.1))
+        medians.append(own.median() or 0.0)
+        errors.append(own.error())
+    assert statistics.median(errors) == pytest.approx(statistics.stdev(medians), rel=0.15)
 
 
 def test_own_time_is_the_step_without_its_waits() -> None:

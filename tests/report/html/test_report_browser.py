@@ -10,7 +10,7 @@ from browser import Browser, needs_chromium
 from plans import make
 from run_folders import noisy_seconds, run_plan, write_run
 
-from threefold.compare.run_record import read_run
+from threefold.profile.readers.run_record import read_run
 from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page
 

@@ -18,9 +18,9 @@ from run_folders import noisy_seconds, run_plan, write_run
 from traces import GEMM, NCCL, kernel, write_trace
 from tuned_plans import tuned
 
-from threefold.compare.run_record import read_run
 from threefold.cost.estimate import estimate
 from threefold.plan.file import dump_plan
+from threefold.profile.readers.run_record import read_run
 from threefold.report.html.layout_picture import num_drawn_ranks
 from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page

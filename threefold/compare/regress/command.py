@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from threefold.compare.run_record import read_run
 from threefold.findings import Finding, FindingsError
+from threefold.profile.readers.run_record import read_run
 
 Kind = Literal["ok", "out of memory", "time limit", "failed"]
 

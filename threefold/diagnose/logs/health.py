@@ -1,12 +1,13 @@
 """Steps of a run judged as numbers: the steady ones, outliers, spikes of loss and gradient, drift."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.diagnose.logs.steps import Steps
+from threefold.diagnose.logs.steps import NUMBERS, Steps
 from threefold.units import format_many
 
 Column = NDArray[np.float64]
@@ -46,9 +47,15 @@ class Health:
 
 
 def judge_steps(steps: Steps) -> Health:
+    """The steps of the last start of a log."""
     start = steps.attempt_starts[-1] if steps.attempt_starts else 0
-    columns = {name: np.asarray(column[start:], dtype=float) for name, column in steps.columns.items()}
-    number = columns["step"]
+    return judge_columns({name: np.asarray(column[start:], dtype=float) for name, column in steps.columns.items()})
+
+
+def judge_columns(given: Mapping[str, Column]) -> Health:
+    """Steps as columns of equal length; one that is absent is unknown."""
+    number = given["step"]
+    columns = {name: given.get(name, np.full(len(number), np.nan)) for name in NUMBERS}
     if not len(number):
         return Health()
     health = Health(int(number[0]), int(number[-1]), len(number))
@@ -97,13 +104,13 @@ def _spikes(number: Column, values: Column, limit: Any) -> list[int]:
     known = np.isfinite(values)
     number, values = number[known], values[known]
     blocks = len(values) // _BLOCK
-    if blocks < 2:
+    if not blocks:
         return []
     grid = values[: blocks * _BLOCK].reshape(blocks, _BLOCK)
     middle = np.median(grid, axis=1)
     spread = np.median(np.abs(grid - middle[:, None]), axis=1)
-    bounds = np.repeat(limit(middle, spread)[: blocks - 1], _BLOCK)
-    found = np.flatnonzero(values[_BLOCK : blocks * _BLOCK] > bounds) + _BLOCK
+    bounds = np.repeat(limit(middle, spread), _BLOCK)[: len(values) - _BLOCK]
+    found = np.flatnonzero(values[_BLOCK:] > bounds) + _BLOCK
     return [int(number[place]) for place in found]
 
 
@@ -121,14 +128,21 @@ def health_warnings(health: Health, steps: Steps) -> list[str]:
         said.append(f"gradient norm above {_NORM_SPIKE:g} x its median at steps {_shown(health.norm_spikes)}")
     if health.balance is not None and health.balance > _COLLAPSED:
         said.append(f"load-balancing loss {health.balance:.3g} (1 is level): few experts get most tokens")
+    said += uneven_times(health)
+    if health.memory_percent is not None and health.memory_percent > 95:
+        said.append(f"{health.memory_percent:.1f} % of the device's memory reserved at the peak")
+    return said
+
+
+def uneven_times(health: Health) -> list[str]:
+    """Slow steps, and steps that became slower."""
+    said = []
     if health.num_outliers:
         slowest = ", ".join(f"{step} ({seconds:.3g} s)" for step, seconds in health.outliers)
         said.append(f"{format_many(health.num_outliers, 'step')} took more than {_OUTLIER:g} x the median: {slowest}")
     if health.drift is not None:
         word = "slower" if health.drift > 0 else "faster"
         said.append(f"the last quarter of the steps is {abs(health.drift):.0%} {word} than the first")
-    if health.memory_percent is not None and health.memory_percent > 95:
-        said.append(f"{health.memory_percent:.1f} % of the device's memory reserved at the peak")
     return said
 
 

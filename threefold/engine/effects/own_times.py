@@ -8,6 +8,7 @@ events. `recorder.py` measures the steps that are logged; ranks compare their me
 Collectives of FSDP and of the packages DeepEP and HybridEP are not seen: their waits count as a rank's own time.
 """
 
+import math
 import statistics
 import time
 from collections import deque
@@ -21,6 +22,7 @@ import torch
 from threefold.engine.context import override
 
 SLOW_FACTOR = 1.1  # a rank is slow whose own time is more than this times the median of its peers
+SURE_ERRORS = 3.0  # and further above it than this many standard errors of the two medians
 _MOST_STEPS = 1000  # the newest steps, whose own times are kept
 
 
@@ -83,6 +85,15 @@ class OwnTimes:
         """The median own time of a step; None where none was measured."""
         return statistics.median(self._seconds) if self._seconds else None
 
+    def error(self) -> float:
+        """The standard error of that median: of normal times 1.253 sigma / sqrt(n), with sigma 1.483 times the median
+        distance from the median."""
+        middle = self.median()
+        if middle is None:
+            return 0.0
+        distance = statistics.median(abs(each - middle) for each in self._seconds)
+        return 1.253 * 1.483 * distance / math.sqrt(len(self._seconds))
+
     @property
     def num_steps(self) -> int:
         return len(self._seconds)
@@ -96,6 +107,7 @@ class RankTime:
     host: str
     stage: int  # its coordinate along the pipeline: other stages have other work
     own_seconds: float
+    error_seconds: float = 0.0  # standard error of that median
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +116,22 @@ class SlowRank:
 
     time: RankTime
     median_seconds: float  # of its peers
+    error_seconds: float = 0.0  # standard error of the difference
 
     def __str__(self) -> str:
         more = 100 * (self.time.own_seconds / self.median_seconds - 1)
         return (
             f"rank {self.time.rank} on {self.time.host} is slow: {self.time.own_seconds:.4g} s of its own a step, "
-            f"{more:.0f} % above the median of {self.median_seconds:.4g} s"
+            f"{more:.0f} % (+- {100 * self.error_seconds / self.median_seconds:.0f} %) above the median of "
+            f"{self.median_seconds:.4g} s"
         )
 
 
 def slow_ranks(times: Sequence[RankTime]) -> list[SlowRank]:
     """Ranks whose own time is more than 10 % above the median of the ranks of their pipeline stage, slowest first.
 
-    The median of an even number of ranks is the lower of the middle two: of two ranks one can be slow. Where no stage
-    has two ranks, all ranks are compared.
+    A difference within the noise of the steps does not count. The median of an even number of ranks is the lower of the
+    middle two: of two ranks one can be slow. Where no stage has two ranks, all ranks are compared.
     """
     stages = {time.stage for time in times}
     peers = [[time for time in times if time.stage == stage] for stage in sorted(stages)]
@@ -125,6 +139,11 @@ def slow_ranks(times: Sequence[RankTime]) -> list[SlowRank]:
         peers = [list(times)]
     found = []
     for row in peers:
-        median = statistics.median_low(time.own_seconds for time in row)
-        found += [SlowRank(time, median) for time in row if median > 0 and time.own_seconds > SLOW_FACTOR * median]
+        middle = sorted(row, key=lambda time: time.own_seconds)[(len(row) - 1) // 2]
+        median = middle.own_seconds
+        for rank_time in row:
+            error = math.hypot(rank_time.error_seconds, middle.error_seconds)
+            limit = max(SLOW_FACTOR * median, median + SURE_ERRORS * error)
+            if median > 0 and limit < rank_time.own_seconds:
+                found.append(SlowRank(rank_time, median, error))
     return sorted(found, key=lambda slow: slow.time.own_seconds / slow.median_seconds, reverse=True)

@@ -53,6 +53,7 @@ class RankEvidence:
     own_seconds: float | None  # the median of the steps that were measured; None where there were none
     num_measured: int = 0
     graphs: GraphStats | None = None  # of the whole run; None where the rank records none
+    own_error: float = 0.0  # standard error of own_seconds
 
 
 @dataclass(eq=False)
@@ -107,6 +108,7 @@ class RunEffects:
             own_seconds,
             self.own_times.num_steps,
             self.parts.runner.graph_stats,
+            self.own_times.error(),
         )
 
     def report(self, group: Group) -> "RunReport | None":
@@ -128,7 +130,9 @@ class RunReport:
         self.eager_ranks = _eager_ranks(ranks)
         evidence = StepEvidence(plan, counts, *uses, self.eager_ranks)
         self.effects: list[Effect] = judge_effects(evidence) if self.observed_step is not None else []
-        times = [RankTime(r.rank, r.host, r.stage, r.own_seconds) for r in ranks if r.own_seconds is not None]
+        times = [
+            RankTime(r.rank, r.host, r.stage, r.own_seconds, r.own_error) for r in ranks if r.own_seconds is not None
+        ]
         self.times = times
         self.slow = slow_ranks(times) if len(times) > 1 else []
 
@@ -194,7 +198,8 @@ class RunReport:
                 "steps": max(one.num_measured for one in self.ranks),
                 "ranks": [asdict(time) for time in self.times[:MOST_RANKS]],
                 "slow": [
-                    {**asdict(slow.time), "median_seconds": slow.median_seconds} for slow in self.slow[:MOST_RANKS]
+                    {**asdict(slow.time), "median_seconds": slow.median_seconds, "error_seconds": slow.error_seconds}
+                    for slow in self.slow[:MOST_RANKS]
                 ],
             },
         }

@@ -35,6 +35,7 @@ class StepWork(NamedTuple):
     num_bad_pictures: float = 0.0  # that could not be decoded
     max_vision_tokens: float = 0.0  # of the rank with most; the mean is what balancing could reach
     part_seconds: tuple[float, ...] = (0.0, 0.0, 0.0)  # of encoder, projector and decoder, mean over DP ranks
+    data_seconds: float = 0.0  # that the rank which waited longest waited for its batches
 
 
 class Throughput:
@@ -48,10 +49,16 @@ class Throughput:
             lambda length: flops_per_token(plan.model, length, plan.mtp, plan.layout.tp)
         )
 
-    def count_work(self, batches: Sequence[Batch], part_seconds: Sequence[float] = (0.0, 0.0, 0.0)) -> StepWork:
+    def count_work(
+        self,
+        batches: Sequence[Batch],
+        part_seconds: Sequence[float] = (0.0, 0.0, 0.0),
+        data_seconds: float = 0.0,
+    ) -> StepWork:
         """The work of the step that had these microbatches on this rank. Waits for the device.
 
-        `part_seconds` are the seconds of encoder, projector and decoder on this rank.
+        `part_seconds` are the seconds of encoder, projector and decoder on this rank, and `data_seconds` those in which
+        it waited for its batches.
         """
         # Ranks that share a microbatch by dynamic context parallelism count equal parts of it.
         parts = [1 / (batch.cp_degree or 1) for batch in batches]
@@ -68,15 +75,18 @@ class Throughput:
         counted = [num_tokens, num_useful, flops, num_images, num_vision_tokens, vision_flops, num_bad, *part_seconds]
         counted.append(1)  # to count the ranks
         sums = torch.tensor(counted, dtype=torch.float64, device=device)
-        largest = torch.tensor([_peak_memory_bytes(device), num_vision_tokens], dtype=torch.float64, device=device)
+        most_of = [_peak_memory_bytes(device), num_vision_tokens, data_seconds]
+        largest = torch.tensor(most_of, dtype=torch.float64, device=device)
         axes = ("dp",) if all(batch.cp_degree is None for batch in batches) else ("dp", "cp")
         pending = [all_reduce(sums, self.mesh.group(*axes)), all_reduce(largest, self.mesh.world, "max")]
         for collective in pending:
             collective.wait()
         tokens, useful, flops, images, vision_tokens, vision_flops, bad, *seconds, num_ranks = sums.tolist()
-        memory_bytes, most = largest.tolist()
+        memory_bytes, most, waited = largest.tolist()
         means = tuple(each / num_ranks for each in seconds)
-        return StepWork(tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most, means)
+        return StepWork(
+            tokens, useful, flops, memory_bytes, images, vision_tokens, vision_flops, bad, most, means, waited
+        )
 
     def _flops(self, batch: Batch) -> float:
         """FLOPs of a microbatch; a document has the attention of its whole sample, as static CP computes it."""
@@ -94,6 +104,7 @@ class Throughput:
             "tflops": work.flops / seconds / 1e12,
             "tflops_per_gpu": per_gpu / 1e12,
             "memory_bytes": int(work.memory_bytes),
+            "data_seconds": work.data_seconds,
         }
         if self.plan.is_vlm:
             named |= {

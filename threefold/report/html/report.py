@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from threefold.compare.contract import flat
-from threefold.compare.run_record import RunRecord
 from threefold.cost.estimate import Estimate
 from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding, shown
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import Profile
+from threefold.profile.readers.run_record import RunRecord
 from threefold.report.estimate import wall_text
 from threefold.report.html.layout_picture import layout_figure
 from threefold.report.html.markup import NOTHING, Markup, details, html_table, join, tag

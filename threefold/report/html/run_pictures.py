@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.compare.run_record import RunRecord
+from threefold.profile.readers.run_record import RunRecord
 from threefold.report.html.markup import Markup, join, tag
 from threefold.report.html.svg import (
     WIDTH,

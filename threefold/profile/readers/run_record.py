@@ -1,8 +1,8 @@
 """Reads the folder of a run that has ended or still goes on: plan, contract and metrics, without torch.
 
-`sides.py` calls `read_run`; the engine writes the files (`engine/run/folder.py`, docs/reference/run-folder.md). The
-folder may come from a stranger: only regular files inside it are read, and of bounded size. A line of metrics that a
-kill cut off is left out; so are damaged lines, and a warning says how many.
+`compare`, `diagnose` and `report` call `read_run`; the engine writes the files (`engine/run/folder.py`,
+docs/reference/run-folder.md). The folder may come from a stranger: only regular files inside it are read, and of
+bounded size. A line of metrics that a kill cut off is left out; so are damaged lines, and a warning says how many.
 """
 
 import json
@@ -42,10 +42,12 @@ COLUMNS = (
     "tflops_per_gpu",
     "mfu",
     "memory_bytes",
+    "data_seconds",
     "skipped_steps",
     "overflow_steps",
     "router/dropped",
     "router/entropy",
+    "router/idle_experts",
     "router/load_max",
     "images",
     "vision_tflops",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from run_folders import noisy_seconds, run_plan, write_run
 
-from threefold.compare import run_record
-from threefold.compare.run_record import read_run
 from threefold.findings import FindingsError
+from threefold.profile.readers import run_record
+from threefold.profile.readers.run_record import read_run
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Folders of runs of the threefold engine: whether they are sound."""
