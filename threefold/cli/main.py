@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import threefold
+from threefold.cli.command_line.bounds import bounds_of
 from threefold.cli.command_line.out import Out, shown_at_work, standard_streams
 from threefold.cli.command_line.parser import Parser, verb_parser
 from threefold.engine.launch.stop_signals import end_at_once
@@ -164,6 +165,7 @@ def build_parser(*wanted: str | None) -> Parser:
         sub = verbs.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".")
         if name in wanted:
             _module(name).add_arguments(sub)
+            sub.epilog = " ".join(filter(None, (sub.epilog, bounds_of(name))))
     return parser
 
 

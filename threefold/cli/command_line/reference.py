@@ -5,14 +5,16 @@
 
 import argparse
 from collections.abc import Iterator
+from textwrap import fill
 
+from threefold.cli.command_line.bounds import bounds_of
 from threefold.cli.command_line.parser import verb_parser
 from threefold.cli.main import VERBS, build_parser
 
 PAGE = "docs/reference/commands.md"
 _HEAD = f"""# Reference: commands
 
-Every verb with its arguments and flags, and which verbs share a flag. The page is made from the parsers:
+Every verb with its bounds, arguments and flags, and which verbs share a flag. The page is made from the parsers:
 `python -m threefold.cli.command_line.reference > {PAGE}`.
 
 Wherever a plan is taken, `path=value` overrides a field of it ([plan-file.md](plan-file.md)). `--json` prints one JSON
@@ -58,7 +60,8 @@ def _shared_flags() -> Iterator[str]:
 def _verbs() -> Iterator[str]:
     parser = build_parser(*VERBS)
     for verb, doc in VERBS.items():
-        yield from (f"## {verb}", "", f"{doc[0].upper()}{doc[1:]}.", "", "| argument | what it is |", "|---|---|")
+        text = fill(f"{doc[0].upper()}{doc[1:]}. {bounds_of(verb)}", 120, break_on_hyphens=False)
+        yield from (f"## {verb}", "", text, "", "| argument | what it is |", "|---|---|")
         for action in verb_parser(parser, verb)._actions:
             if action.help != argparse.SUPPRESS and action.dest != "help":
                 yield f"| `{_name(action)}` | {_help(action)} |"
