@@ -10,7 +10,7 @@ from threefold.cli import estimate, find, import_plan, report
 from threefold.cli.command_line.bounds import BOUNDS, bounds_of
 from threefold.cli.command_line.parser import verb_parser
 from threefold.cli.main import VERBS, build_parser, main
-from threefold.compare import run_record, sides
+from threefold.compare import sides
 from threefold.compare.regress import command
 from threefold.diagnose.hangs import flight_recorder
 from threefold.diagnose.logs import lines
@@ -24,7 +24,7 @@ from threefold.engine.weights import write_hf
 from threefold.explore import background, server
 from threefold.machine import packages
 from threefold.mcp import verbs as mcp
-from threefold.profile.readers import nsight, run_folder, unreadable
+from threefold.profile.readers import nsight, run_folder, run_record, unreadable
 from threefold.report.html import run_pictures
 from threefold.rules import fixes
 from threefold.tune import cards, check_cards, engine_measurer, ledger
