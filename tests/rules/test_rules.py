@@ -60,6 +60,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"job.val_data": "no/such.jsonl", "target": "threefold"},
         {"job.val_data": "no/such.jsonl", "run.eval_every": 10, "target": "threefold"},
     ),
+    "best-needs-evaluations": (
+        {"run.early_stop": 3, "target": "threefold"},
+        {"run.early_stop": 3, "run.eval_every": 10, "target": "threefold"},
+    ),
     "sequence-has-context": ({"job.seq_len": 4}, {"job.seq_len": 64}),
     # shape
     "grids-divide-ranks": ({"cluster.gpus": 1000}, {"cluster.gpus": 512}),

@@ -7,25 +7,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import missing_package, print_findings, sequence_length
+from threefold.cli.command_line.inputs import add_newest, missing_package, print_findings, sequence_length
+from threefold.cli.command_line.models import MODEL_FOLDER, open_model
 from threefold.findings import FindingsError
+from threefold.machine.finetune.checkpoint_facts import data_facts
 from threefold.units import format_many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", type=Path, metavar="RUN", help=MODEL_FOLDER)
     parser.add_argument(
         "--data", action="append", default=[], metavar="FILE", help="as job.data; may come several times"
     )
     parser.add_argument(
         "--choices", action="append", default=[], type=Path, metavar="FILE", help="questions with choices (JSONL)"
     )
-    parser.add_argument("--task", choices=("pretrain", "sft"), help="which tokens count (default: as the run trains)")
+    parser.add_argument(
+        "--task",
+        choices=("pretrain", "sft"),
+        help="which tokens count (default: as it trains)",
+    )
     parser.add_argument(
         "--seq-len", metavar="S", type=sequence_length, help="tokens of a sequence, such as 32K (default: the run's)"
     )
     parser.add_argument("--sequences", type=int, help="sequences of each --data at most (default: all)")
+    parser.add_argument("--field", metavar="NAME", help="the field of a record that holds its text")
     parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer file (default: the run's own)")
+    add_newest(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
@@ -47,15 +55,15 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from threefold.engine.evaluate.data_loss import data_loss
     from threefold.engine.evaluate.multiple_choice import answer_questions, read_questions
-    from threefold.engine.run.folder import read_run_plan
     from threefold.engine.sample import run_tokenizer
-    from threefold.engine.train_state import load_run
 
-    plan = read_run_plan(args.run)
+    plan, load, is_trained = open_model(args.run, args.newest)
     questions = {str(path): read_questions(path) for path in args.choices}
     tokenizer = run_tokenizer(args.run, plan, args.tokenizer)
-    model = load_run(args.run, lambda text: print(text, file=sys.stderr))
-    job = replace(plan.job, task=args.task or plan.job.task, seq_len=args.seq_len or plan.job.seq_len)
+    model = load()
+    task = args.task or (plan.job.task if is_trained else _task_of(args.data))
+    job = replace(plan.job, task=task, seq_len=args.seq_len or plan.job.seq_len)
+    job = replace(job, text_field=args.field or job.text_field)
     found: list[dict[str, Any]] = []
     for data in args.data:
         one = data_loss(model, tokenizer, job, data, args.sequences)
@@ -73,6 +81,11 @@ def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _task_of(data: list[str]) -> str:
+    """What finetuning on the data would learn: the answers, where records have any."""
+    return "sft" if data and data_facts(data).has_answers else "pretrain"
 
 
 def _print(args: argparse.Namespace, found: list[dict[str, Any]]) -> int:

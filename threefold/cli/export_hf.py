@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import add_json, missing_package, print_findings
+from threefold.cli.command_line.inputs import add_json, add_newest, missing_package, print_findings
 from threefold.findings import FindingsError
 
 
@@ -14,6 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", action="store_true", help="only the LoRA adapters, for PEFT (default: merged into the weights)"
     )
+    parser.add_argument(
+        "--base",
+        metavar="NAME",
+        help="with --adapter: their base checkpoint (default: the one imported)",
+    )
+    add_newest(parser)
     add_json(parser)
 
 
@@ -24,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         return missing_package("export-hf", error)
     try:
         lines = []
-        for line in export_hf(args.run, args.out, args.adapter):
+        for line in export_hf(args.run, args.out, args.adapter, args.base, args.newest):
             lines.append(line)
             if not args.json:
                 print(line, flush=True)

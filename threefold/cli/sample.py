@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import add_json, missing_package, print_findings
+from threefold.cli.command_line.inputs import add_json, add_newest, missing_package, print_findings
+from threefold.cli.command_line.models import MODEL_FOLDER, open_model
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded
 
@@ -16,7 +17,7 @@ SEEDS = 2**62  # that torch takes, with room for a number a prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", type=Path, metavar="RUN", help=MODEL_FOLDER)
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may come several times")
     parser.add_argument(
         "--chat", action="append", default=[], help="a question to answer, or messages as JSON; may come several times"
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature (default 0)")
     parser.add_argument("--ignore-end", action="store_true", help="go on behind tokens that end a text")
     parser.add_argument("--tokenizer", help="bytes, or a Hugging Face tokenizer file (default: the run's own)")
+    add_newest(parser)
     add_json(parser)
 
 
@@ -52,17 +54,15 @@ def run(args: argparse.Namespace) -> int:
         print("threefold sample: --top-k and --top-p have no effect without a --temperature above 0", file=sys.stderr)
     try:
         from threefold.engine.generate.choose_tokens import Sampling
-        from threefold.engine.run.folder import read_run_plan
         from threefold.engine.sample import run_ends, run_tokenizer, sample_texts
-        from threefold.engine.train_state import load_run
     except ModuleNotFoundError as error:
         return missing_package("sample", error)
     try:
         prompts = _prompts(args)
-        plan = read_run_plan(args.run)
+        plan, load, _ = open_model(args.run, args.newest)
         tokenizer = run_tokenizer(args.run, plan, args.tokenizer)
         ends = set() if args.ignore_end else run_ends(args.run, plan, tokenizer)
-        model = load_run(args.run, lambda text: print(text, file=sys.stderr))
+        model = load()
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
         pictures = (args.image, plan.job.max_pixels)
         pieces = sample_texts(model, tokenizer, prompts, args.max_tokens, sampling, ends, *pictures)

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from threefold.cli.command_line.inputs import print_findings
+from threefold.cli.command_line.inputs import print_findings, share_of_one
 from threefold.engine.data.text.read_documents import SUFFIXES
 from threefold.engine.data.text.tokenize_files import MAX_BAD_RECORDS, Progress, Tokenized, tokenize_files
 from threefold.engine.data.text.tokenizer import open_tokenizer
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--end", metavar="TOKEN", help="the token that closes a document; absent: the tokenizer's own")
     parser.add_argument("--field", default="text", help="the field of a record that holds its text")
     parser.add_argument(
-        "--max-bad-records", type=_share, default=MAX_BAD_RECORDS, metavar="SHARE", help=_BAD_RECORDS_HELP
+        "--max-bad-records", type=share_of_one, default=MAX_BAD_RECORDS, metavar="SHARE", help=_BAD_RECORDS_HELP
     )
     parser.add_argument("--suffix", action="append", help=f"taken from folders, can be repeated; {' '.join(SUFFIXES)}")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -50,13 +50,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_text(made))
     return 0
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return share
 
 
 def _text(made: Tokenized) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from threefold.api.trainings import health_of_run, plan_on_ranks, start_ranks, train_rank, training_errors
 from threefold.cli.command_line.inputs import (
     add_plan_arguments,
+    add_rope_scaling,
     missing_package,
     plan_from,
     print_findings,
@@ -20,7 +21,9 @@ from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
 from threefold.engine.launch.stop_signals import SIGNAL_CODE, stop_message
 from threefold.engine.run.cpu_threads import sleep_while_waiting
 from threefold.engine.run.progress_display import write_and_flush
-from threefold.findings import FindingsError
+from threefold.engine.weights.run_files import write_longer_config
+from threefold.findings import Finding, FindingsError
+from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, rank_environment
 from threefold.units import format_many
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-optimizer", action="store_true", help="with --from: take the optimizer's state over as well"
     )
+    add_rope_scaling(parser)
     parser.add_argument("--nproc", type=int, help="ranks to start on this machine (default: cluster.gpus)")
     parser.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="starts after failures of ranks (default 3)"
@@ -121,6 +125,8 @@ def _run(args: argparse.Namespace, place: RankEnvironment | None) -> int:
     given = parsed.plan
     if given is None:
         return print_findings(findings, args.json)
+    if args.rope_scaling is not None:
+        given = _stretched(args, given)
     ranks = place.size if place else args.nproc or given.cluster.gpus
     plan = plan_on_ranks(given, ranks)
     blocking = training_errors(plan)
@@ -134,6 +140,18 @@ def _run(args: argparse.Namespace, place: RankEnvironment | None) -> int:
         return _train(args, plan, folder) if place or ranks == 1 else _start_ranks(args, plan, folder)
     except ModuleNotFoundError as error:
         return missing_package("train", error)
+
+
+def _stretched(args: argparse.Namespace, plan: Plan) -> Plan:
+    """The plan with a copy of its model's configuration whose positions reach its sequences, in the run's folder."""
+    if args.run is None or not plan.model_name.startswith("hf:"):
+        problem = "--rope-scaling changes the config.json of a model that is named hf:PATH, in the folder of --run"
+        raise FindingsError([Finding(rule="context-fits-checkpoint", at="model", problem=problem, advice="name both")])
+    path = Path(plan.model_name.removeprefix("hf:"))
+    config = path / "config.json" if path.is_dir() else path
+    longer = write_longer_config(config, args.run, plan.job.seq_len, args.rope_scaling)
+    args.overrides = [*args.overrides, f"model={json.dumps(f'hf:{longer.resolve()}')}"]
+    return change(plan, {"model": f"hf:{longer.resolve()}"})
 
 
 def _say_changes(given: Plan, plan: Plan) -> None:

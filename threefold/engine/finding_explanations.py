@@ -348,6 +348,13 @@ EXPLANATIONS = {
         confirm="The message has what the device said.",
         fix="Take the scope out of knobs.graphs.",
     ),
+    "context-fits-checkpoint": Explanation(
+        what="A run that begins with trained weights has sequences that their positions reach, or says how they do.",
+        why="Rotary positions beyond those of pretraining are new to the weights, and transformers and vLLM read "
+        "max_position_embeddings and the rotary scaling from the exported config.json: both must say what was trained.",
+        confirm="max_position_embeddings of config.json against job.seq_len.",
+        fix="Shorten job.seq_len, or give --rope-scaling: yarn or linear stretch the positions, none leaves them.",
+    ),
     "weights-are-used": Explanation(
         what="A run starts from the weights that lie beside its `hf:` configuration, or says that it does not.",
         why="A plan names a configuration only; training from random weights would look like fine-tuning.",

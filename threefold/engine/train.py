@@ -49,6 +49,7 @@ from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import rank_environment
+from threefold.units import format_many
 
 
 def train(
@@ -143,7 +144,7 @@ def _run(
     with _quiet_gc(plan.run.gc_every), stop_between_steps(state.ask_to_stop):
         _loop(state, metrics, board, progress, part_times)
         if state.stopping:
-            tell(f"stopping behind step {state.step}, saving")
+            tell(_why_it_stops(state))
         with state.during("saving the last checkpoint"):
             state.save(wait=True)
             # Gathered from all ranks, before the first one may find something to raise.
@@ -166,6 +167,16 @@ def _run(
         _say_skipped(SkippedPictures.joined(skipped), tell)
     for line in part_times.summary():
         tell(line)
+
+
+def _why_it_stops(state: TrainState) -> str:
+    if not state.has_stopped_improving or state.asked_to_stop:
+        return f"stopping behind step {state.step}, saving"
+    evaluations = format_many(state.best.num_since, "evaluation")
+    return (
+        f"ending early behind step {state.step}: the last {evaluations} were no better than {state.best.loss:.4f} of "
+        f"step {state.best.step} (run.early_stop)"
+    )
 
 
 def _say_skipped(skipped: SkippedPictures, tell: Callable[[str], None]) -> None:
@@ -252,7 +263,9 @@ def _agree_to_stop(state: TrainState, metrics: Metrics | None) -> bool:
     """Whether any rank was asked to stop or cannot write its metrics any more: all ranks stop after the same step."""
     mute = metrics is not None and metrics.problem is not None
     is_there = state.stop_at is not None and state.step >= state.stop_at
-    asked = torch.tensor(int(state.asked_to_stop or mute or is_there), device=state.parts.device)
+    asked = torch.tensor(
+        int(state.asked_to_stop or mute or is_there or state.has_stopped_improving), device=state.parts.device
+    )
     all_reduce(asked, state.parts.mesh.world, "max").wait()
     state.stopping = bool(asked)
     return state.stopping
@@ -269,7 +282,9 @@ def _at_intervals(state: TrainState, metrics: Metrics | None, board: ExperimentT
         board.write(step, values)
         each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         progress.say(f"step {step}: evaluation loss {values['eval_loss']:.4f}{f' ({each})' if len(losses) > 1 else ''}")
-    if run.save_every and step % run.save_every == 0 and step < state.plan.job.steps:
+        state.best = state.best.after(step, values["eval_loss"])
+    is_best = run.keep_best and state.best.step == step
+    if is_best or (run.save_every and step % run.save_every == 0 and step < state.plan.job.steps):
         state.save()
     if run.gc_every and step % run.gc_every == 0:
         gc.collect()

@@ -6,7 +6,7 @@ and a few facts: the step, the number of skipped steps, the position in the data
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,14 +27,20 @@ from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.profiler import StepProfiler
-from threefold.engine.run.checkpoints import Checkpoints
+from threefold.engine.run.checkpoints import BestEvaluation, Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, check_same_data, read_run_plan, record_plan, write_contract
 from threefold.engine.run.rng_state import random_state, restore_random_state
-from threefold.engine.start.imported import unused_weights_finding
+from threefold.engine.start.imported import check_context, unused_weights_finding
 from threefold.engine.start.origin import FilledFrom, Origin, fill_from_run, inherit_files
-from threefold.engine.weights.imported_weights import INITIAL, list_initial_weights, start_from_initial_weights
+from threefold.engine.weights.imported_weights import (
+    INITIAL,
+    list_initial_weights,
+    load_initial_weights,
+    start_from_initial_weights,
+)
 from threefold.engine.weights.model_shapes import MODEL, check_is_model
+from threefold.engine.weights.read_hf import read_hf
 from threefold.engine.weights.run_files import keep_tokenizer
 from threefold.findings import Finding, FindingsError, shown
 from threefold.plan.plan import Plan
@@ -59,6 +65,7 @@ class TrainState:
     asked_to_stop: bool = False  # set by the signal handler of this rank and by nothing else, so that no signal is lost
     stop_at: int | None = None  # the step behind which the run stops as if it were asked to
     stopping: bool = False  # agreed by all ranks between two steps
+    best: BestEvaluation = field(default_factory=BestEvaluation)
     last: dict[str, Any] = field(default_factory=dict)  # metrics of the last step
     seconds: list[float] = field(default_factory=list)  # duration of each step since the start or resume
     load_LE: Tensor | None = None  # tokens of each expert in the last step
@@ -118,6 +125,8 @@ class TrainState:
         facts = {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
         if self.parts.loss_scaler:
             facts |= {"loss_scaler": self.parts.loss_scaler.state(), "overflow_steps": self.overflow_steps}
+        if self.best.step:
+            facts["best"] = asdict(self.best)
         return facts
 
     def restore(self, found: Tensors, facts: dict[str, Any]) -> None:
@@ -141,6 +150,7 @@ class TrainState:
         restore_random_state({name: value for name, value in found.items() if isinstance(value, Tensor)})
         self.parts.loader.load_state(loader)
         self.step, self.bad_steps = facts["step"], facts["bad_steps"]
+        self.best = BestEvaluation.of(facts) or self.best
         if self.parts.loss_scaler and "loss_scaler" in facts:  # runs of earlier versions have none
             self.parts.loss_scaler.load_state(facts["loss_scaler"])
             self.overflow_steps = int(facts["overflow_steps"])
@@ -162,7 +172,13 @@ class TrainState:
         return self.watchdog.phase(phase) if self.watchdog else nullcontext()
 
     def save(self, wait: bool = False) -> None:
-        self.checkpoints.save(self.step, self.tensors(), self.facts(), wait)
+        kept = self.best.step if self.plan.run.keep_best else None
+        self.checkpoints.save(self.step, self.tensors(), self.facts(), wait, kept)
+
+    @property
+    def has_stopped_improving(self) -> bool:
+        """Whether so many evaluations in a row were no better than the best that the run ends (`run.early_stop`)."""
+        return 0 < self.plan.run.early_stop <= self.best.num_since
 
 
 def start_or_resume(state: TrainState, tell: Callable[[str], None], origin: Origin | None = None) -> None:
@@ -185,6 +201,7 @@ def start_or_resume(state: TrainState, tell: Callable[[str], None], origin: Orig
         of_steps = f", past job.steps = {plan.job.steps}" if is_past else f" of {plan.job.steps}"
         tell(f"resuming behind step {state.step}{of_steps}")
         return
+    run_on_first_rank(group, lambda: check_context(folder, plan, origin is not None))
     lineage = _start_from_run(state, origin, tell).lineage if origin else []
     if not lineage:
         _start_from_imported(state, tell)
@@ -229,8 +246,11 @@ def _start_from_imported(state: TrainState, tell: Callable[[str], None]) -> None
         tell(str(finding))
 
 
-def load_run(folder: Path, say: Callable[[str], None]) -> Decoder:
-    """The model of a run at its newest sound checkpoint, whole, for sampling. `say` is told of damaged ones."""
+def load_run(folder: Path, say: Callable[[str], None], newest: bool = False) -> Decoder:
+    """The model of a run at its newest sound checkpoint, whole, for sampling. `say` is told of damaged ones.
+
+    Where the run keeps its best checkpoint, it is that one, unless `newest` is asked for.
+    """
     plan = read_run_plan(folder)
     checkpoints = Checkpoints(folder / CHECKPOINTS, plan.run.keep)
     found = checkpoints.open_latest(say)
@@ -241,12 +261,30 @@ def load_run(folder: Path, say: Callable[[str], None]) -> Decoder:
         raise FindingsError([problem])
     if found.folder != checkpoints.path(checkpoints.steps()[-1]):
         say(f"answering from step {found.facts.get('step')}, not from the newest checkpoint")
+    if plan.run.keep_best and not newest:
+        found = checkpoints.open_best(found, say)
     check_is_model(found, plan)
-    model = build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), _inference_options(plan))
+    model = build_for_inference(plan)
     tensors = found.allocate_tensors(MODEL)
     found.fill(tensors)
     model.load_state_dict({name.removeprefix(MODEL): value for name, value in tensors.items()})
     return model
+
+
+def load_untrained(folder: Path, plan: Plan, say: Callable[[str], None]) -> Decoder:
+    """The model of a Hugging Face checkpoint, or of a folder with imported weights that were never trained."""
+    model = build_for_inference(plan)
+    if load_initial_weights(folder, model):
+        say(f"the imported weights in {folder / INITIAL}, before any training")
+        return model
+    for finding in read_hf(folder, model):
+        say(str(finding))
+    say(f"the checkpoint in {folder} as it is")
+    return model
+
+
+def build_for_inference(plan: Plan) -> Decoder:
+    return build_model(plan.model, plan.mtp, dtype_of(plan), device_of(plan), _inference_options(plan))
 
 
 def _inference_options(plan: Plan) -> Options:

@@ -94,6 +94,7 @@ class Job:
     tokenizer: str | None = item("tokenizer.json, or its folder, that encodes text; absent: a token is a byte")
     val_data: str | tuple[str, ...] | None = item("validation sets, as in job.data, or NAME=entry; absent: a split")
     val_fraction: float = item("share of the data that the split holds out", 0.02, at_least=0.0001, at_most=0.5)
+    text_field: str = item("field of a record that holds its text, where it has one text only", "text")
     max_bad_records: float = item("share of a file's records that may be bad: skipped", 0.01, at_least=0, at_most=1)
     packing: bool = item("pack documents into sequences, with their boundaries kept by attention", False)
     dynamic_length: bool = item("sequence lengths differ between microbatches, unpadded", False)
@@ -239,6 +240,12 @@ class Run:
     keep: int = item("checkpoints kept", 2, at_least=1, at_most=MAX_INT)
     eval_every: int = item("steps between evaluations; 0: never", 0, at_least=0, at_most=MAX_INT)
     eval_batches: int = item("microbatches of one evaluation", 8, at_least=1, at_most=MAX_INT)
+    early_stop: int = item(
+        "evaluations in a row without a lower loss that end the run; 0: none does", 0, at_least=0, at_most=MAX_INT
+    )
+    keep_best: bool = item(
+        "keep the checkpoint of the lowest evaluation loss too; eval, sample and export-hf then take it", False
+    )
     log_every: int = item("steps between lines of metrics", 1, at_least=1, at_most=MAX_INT)
     tensorboard: bool = item("write TensorBoard events where the package is installed", True)
     wandb: str | None = item("Weights & Biases project to log to; absent: none")

@@ -217,6 +217,20 @@ def validation_data_is_used(plan: Plan) -> Iterator[Finding]:
         )
 
 
+@rule(target="threefold")
+def best_needs_evaluations(plan: Plan) -> Iterator[Finding]:
+    """A run that stops early, or keeps its best checkpoint, evaluates.
+
+    Why: both go by the evaluation loss. Without evaluations the run goes to its last step and keeps the newest.
+    Confirm: run.early_stop or run.keep_best with run.eval_every = 0.
+    Fix: set run.eval_every, best with validation data (job.val_data).
+    """
+    asked = [f"run.{name}" for name in ("early_stop", "keep_best") if getattr(plan.run, name)]
+    if asked and not plan.run.eval_every:
+        problem = f"{' and '.join(asked)} without evaluations, by whose loss to go"
+        yield Finding(at="run.eval_every", problem=problem, fix={"run.eval_every": max(1, plan.job.steps // 10)})
+
+
 @rule(severity="warning")
 def sequence_has_context(plan: Plan) -> Iterator[Finding]:
     """A sequence is long enough to learn from.

@@ -111,9 +111,10 @@ def test_what_a_user_should_know_is_noted(folder: Path) -> None:
     facts = checkpoint_facts(folder)
     assert facts.has_template
     assert not any("ChatML" in note or "positions" in note for note in planned(facts).notes)
-    notes = planned(replace(facts, has_template=False), job__seq_len=256, job__steps=1).notes
+    notes = planned(replace(facts, has_template=False), job__steps=1).notes
     assert any("ChatML" in note for note in notes)
-    assert any("beyond the 128 positions" in note for note in notes)
+    with pytest.raises(FindingsError, match="128 positions"):
+        planned(facts, job__seq_len=256)
     assert any(note.startswith("1 step of") for note in notes)
 
 

@@ -11,6 +11,7 @@ from threefold.api.plans import open_plan
 from threefold.findings import Finding
 from threefold.plan.parse import Parsed
 from threefold.report.terminal import findings_summary, findings_text
+from threefold.spec.longer_context import KINDS
 from threefold.spec.stacks import TARGETS
 
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
@@ -45,6 +46,20 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
+def add_newest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--newest", action="store_true", help="the newest checkpoint, also of a run that keeps its best (run.keep_best)"
+    )
+
+
+def add_rope_scaling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rope-scaling",
+        choices=KINDS,
+        help="how rotary positions reach sequences that are longer than the checkpoint was made for",
+    )
+
+
 def duration(text: str) -> float:
     """Seconds of a time or limit in an argument: 90, 90s, 8m or 1h. Not a number and none at all would never be over,
     less than nothing at once."""
@@ -56,6 +71,13 @@ def duration(text: str) -> float:
     if not 0 < value <= MOST_SECONDS:
         raise argparse.ArgumentTypeError(f"{text} is no time between 0 and {MOST_SECONDS:g} seconds, such as 90s or 8m")
     return value
+
+
+def share_of_one(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share
 
 
 def sequence_length(text: str) -> int:

@@ -36,6 +36,7 @@ from threefold.engine.data.prefetch import BatchIndex, Prefetcher
 from threefold.engine.data.sources import whole_range
 from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.findings import Finding, FindingsError
+from threefold.plan.data_entries import parse_entries
 from threefold.plan.plan import Job
 from threefold.spec.model import VisionSpec
 
@@ -179,6 +180,12 @@ class Loader:
     def samples(self, step: int, microbatch: int) -> Sequence[int]:
         """The numbers of a microbatch's samples in the global sequence."""
         return self._maker.samples(step, microbatch)
+
+    def epoch_sequences(self) -> float:
+        """Sequences of a pass over the data; entries such as `chats.jsonl:2x` count so many times."""
+        entries = parse_entries(self._maker.job.data)
+        pairs = zip(self.mixture.sources, entries, strict=True)
+        return sum(source.num_samples * (entry.epochs or 1.0) for source, entry in pairs)
 
     def skipped_pictures(self) -> SkippedPictures:
         """The records that cannot be used, and the pictures that this rank could not decode so far."""

@@ -123,7 +123,8 @@ def _open_stores(name: str, job: Job, settings: DataSettings) -> list[DocumentSt
         return list(shards)
     if _is_folder(path) or path.suffix in (*RECORD_SUFFIXES, *TEXT_SUFFIXES):
         assert settings.tokenizer is not None
-        shard, warnings = cached_shard(name, settings.tokenizer, settings.cache, job.max_bad_records)
+        limits = (job.max_bad_records, job.text_field)
+        shard, warnings = cached_shard(name, settings.tokenizer, settings.cache, *limits)
         settings.warnings += warnings
         settings.texts[shard.path] = name
         return [shard]

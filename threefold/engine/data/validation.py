@@ -53,8 +53,8 @@ def open_validation(job: Job, training: Loader, open_loader: Callable[[Job], Loa
     return opened
 
 
-def check_data(plan: Plan) -> None:
-    """Open all data of a plan once and close it. Raises what is wrong with it, as a run would.
+def check_data(plan: Plan) -> float:
+    """Open all data of a plan once and close it; returns the sequences of an epoch. Raises what a run would.
 
     `threefold finetune` calls it before it imports weights, which may take long. Text is encoded here, and the run
     finds its tokens in the cache.
@@ -77,5 +77,6 @@ def check_data(plan: Plan) -> None:
         if plan.run.eval_every:
             for loader in open_validation(plan.job, training, open_loader).values():
                 loader.close()
+        return training.epoch_sequences()
     finally:
         training.close()

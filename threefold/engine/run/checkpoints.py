@@ -9,9 +9,11 @@ With many ranks each writes the elements it owns into a file of its own and read
 them. All ranks must see one file system. A failure on one rank is raised on all of them, as the same finding.
 """
 
+import math
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -46,6 +48,28 @@ __all__ = ["MANIFEST", "CheckpointShard", "Checkpoints", "read_checkpoint", "wri
 MAX_LISTINGS = 5
 
 
+@dataclass(frozen=True, slots=True)
+class BestEvaluation:
+    """The lowest evaluation loss of a run so far, and how many evaluations since then were no better."""
+
+    step: int = 0
+    loss: float = math.inf
+    num_since: int = 0
+
+    def after(self, step: int, loss: float) -> "BestEvaluation":
+        return BestEvaluation(step, loss) if loss < self.loss else replace(self, num_since=self.num_since + 1)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "BestEvaluation | None":
+        """What a checkpoint knows; None where the run has not evaluated, or where the facts are none."""
+        found = facts.get("best")
+        found = found if isinstance(found, dict) else {}
+        step, loss, num_since = (found.get(name) for name in ("step", "loss", "num_since"))
+        if type(step) is not int or type(loss) is not float or type(num_since) is not int or not math.isfinite(loss):
+            return None
+        return cls(step, loss, num_since) if step > 0 else None
+
+
 class Checkpoints:
     """Saves in the background, keeps the newest checkpoints, and loads the newest one whose checksums are right.
 
@@ -60,18 +84,20 @@ class Checkpoints:
         self._complete_step: int | None = None  # the step last written or read here
         self._is_sound: dict[int, bool] = {}  # of each step that was written or verified here
 
-    def save(self, step: int, tensors: State, facts: dict[str, Any], wait: bool = False) -> None:
+    def save(
+        self, step: int, tensors: State, facts: dict[str, Any], wait: bool = False, kept: int | None = None
+    ) -> None:
         """Copy the tensors now and write them in the background. The next call reports a save that failed.
 
         Over all ranks every element is given once: shards by their owners, full tensors by one rank. The first rank's
-        `facts` are written. A step that is on disk already is not written again, because that would take it away for a
-        moment.
+        `facts` are written. The checkpoint of step `kept` is not removed. A step that is on disk already is not written
+        again, because that would take it away for a moment.
         """
         self.finish()
         if step == self._complete_step:
             return
         snapshot = capture_outcome(self.group, lambda: {name: _snapshot(value) for name, value in tensors.items()})
-        self._writer = threading.Thread(target=self._write, args=(step, snapshot, facts), daemon=False)
+        self._writer = threading.Thread(target=self._write, args=(step, snapshot, facts, kept), daemon=False)
         self._writer.start()
         if wait:
             self.finish()
@@ -95,16 +121,16 @@ class Checkpoints:
                 "free space or choose another folder; earlier checkpoints are untouched",
             ) from failure
 
-    def _write(self, step: int, snapshot: Outcome, facts: dict[str, Any]) -> None:
+    def _write(self, step: int, snapshot: Outcome, facts: dict[str, Any], kept: int | None) -> None:
         try:
             write_checkpoint(self.path(step), snapshot, facts, self.group)
             self._complete_step = step
             self._is_sound[step] = True
-            self._remove_old(step)
+            self._remove_old(step, kept)
         except Exception as error:  # reported by finish(), in the thread that can act on it
             self._failure = error
 
-    def _remove_old(self, newest: int) -> None:
+    def _remove_old(self, newest: int, kept: int | None) -> None:
         """Remove all that are older than the newest `keep` sound ones. Damaged ones take no place of sound ones, and
         those that somebody reads stay until the next save.
 
@@ -115,7 +141,7 @@ class Checkpoints:
             return
         sound = 0
         for step in reversed([step for step in self.steps() if step <= newest]):
-            if sound >= self.keep:
+            if sound >= self.keep and step != kept:
                 remove_checkpoint(self.path(step))
             elif self._verify(step):
                 sound += 1
@@ -191,6 +217,20 @@ class Checkpoints:
         if problems:
             raise FindingsError(problems)
         return None
+
+    def open_best(self, newest: OpenCheckpoint, say: Callable[[str], None]) -> OpenCheckpoint:
+        """The checkpoint of the lowest evaluation loss, as `newest` knows it; `newest` where there is none."""
+        best = BestEvaluation.of(newest.facts)
+        if best is None or self.path(best.step) == newest.folder:
+            return newest
+        found, damage = self._open(self.path(best.step))
+        if found is None:
+            say(f"{damage[0].problem}; taking {newest.folder.name}")
+            return newest
+        say(
+            f"step {best.step}, the best by its evaluation loss of {best.loss:.4f}; --newest takes {newest.folder.name}"
+        )
+        return found
 
     def open_newest(self) -> OpenCheckpoint | None:
         """Open the newest checkpoint, or raise what is wrong with it; None where there is no checkpoint."""

@@ -5,6 +5,8 @@ from pathlib import Path
 from threefold.engine.weights.imported_weights import INITIAL, list_initial_weights
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
+from threefold.safe_files import read_json_object
+from threefold.spec.longer_context import check_positions, num_positions
 
 _HF = "hf:"
 
@@ -19,6 +21,18 @@ def check_data_is_named(folder: Path, plan: Plan) -> None:
     problem = f"the run starts from the weights in {folder / INITIAL}, and no data is named to train them on"
     advice = "give job.data=FILE.jsonl, or job.data=embedded for the bytes of Python sources"
     raise FindingsError([Finding(rule="imported-weights-have-data", at="job.data", problem=problem, advice=advice)])
+
+
+def check_context(folder: Path, plan: Plan, from_run: bool) -> None:
+    """Raise where a run begins with weights whose positions do not reach its sequences."""
+    path = named_config(plan)
+    if path is None or not (from_run or list_initial_weights(folder)):
+        return
+    try:
+        config = read_json_object(path, within=path.parent)
+    except (OSError, ValueError):  # the plan was read from it: it is gone since then
+        return
+    check_positions(num_positions(config), plan.job.seq_len)
 
 
 def named_config(plan: Plan) -> Path | None:

@@ -18,6 +18,7 @@ from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import State
 from threefold.engine.run.folder import CHECKPOINTS, CONTRACT, read_run_plan
 from threefold.engine.start.imported import named_config
+from threefold.engine.weights.base_checkpoint import read_base, record_base
 from threefold.engine.weights.run_files import HF_CONFIG, TOKENIZER_FOLDER, copy_model_files
 from threefold.engine.weights.safetensors_files import abbreviate
 from threefold.findings import Finding, FindingsError
@@ -108,6 +109,12 @@ def inherit_files(origin: Origin, folder: Path, plan: Plan) -> None:
     That is the other run's, or, where the model has changed, the one that the plan names. A file that is missing is no
     fault: `export-hf` makes a configuration where there is none.
     """
+    before = read_run_plan(origin.run)
+    if before.job.lora_rank is not None and (
+        base := read_base(origin.run)
+    ):  # the weights next to adapters are as they were
+        with suppress(OSError):
+            record_base(folder, base)
     with suppress(OSError, FindingsError):
         if not (folder / TOKENIZER_FOLDER).exists():
             copy_model_files(origin.run / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)

@@ -20,6 +20,13 @@ from threefold.engine.lora.settings import lora_settings
 from threefold.engine.run.checkpoint_io import OpenCheckpoint, step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, read_run_plan
+from threefold.engine.weights.base_checkpoint import (
+    BASE,
+    BaseCheckpoint,
+    describe_checkpoint,
+    read_base,
+    record_base,
+)
 from threefold.engine.weights.claimed_folder import claimed_folder
 from threefold.engine.weights.families.family_names import names_of
 from threefold.engine.weights.hf_names import hf_layouts
@@ -76,6 +83,7 @@ def import_into(folder: Path, out: Path, dtype: str, adapter: Path | None, was_t
         initial.mkdir(parents=True)
         count, num_rounded = _write_initial_weights(weights, initial, _DTYPES[dtype])
         (out / HF_CONFIG).write_bytes(config)
+        record_base(out, describe_checkpoint(folder))
         copied = copy_model_files(folder, out / TOKENIZER_FOLDER)
         fields_of_draft = _draft_fields(out, config, weights, dtype, copied)
         if peft is not None:
@@ -86,7 +94,7 @@ def import_into(folder: Path, out: Path, dtype: str, adapter: Path | None, was_t
         shutil.rmtree(initial if was_there else out, ignore_errors=True)
         if was_there:
             shutil.rmtree(out / TOKENIZER_FOLDER, ignore_errors=True)
-        for path in (out / HF_CONFIG, draft) if was_there else ():
+        for path in (out / HF_CONFIG, out / BASE, draft) if was_there else ():
             path.unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):
             raise _refuse(out, f"cannot be written: {error}", "free space, or choose another --out folder") from None
@@ -177,27 +185,41 @@ class _CheckpointTensors(Mapping[str, Tensor]):
         return len(self.dtypes_and_shapes)
 
 
-def export_hf(run: Path, out: Path, adapter: bool = False) -> Iterator[str]:
+def export_hf(
+    run: Path, out: Path, adapter: bool = False, base: str | None = None, newest: bool = False
+) -> Iterator[str]:
     """Write the newest checkpoint of a run as a folder that transformers loads, with its tokenizer and templates.
 
-    LoRA adapters are merged into the weights; with `adapter` they alone are written, as a folder that PEFT loads.
+    Where the run keeps its best checkpoint, it is that one, unless `newest` is asked for.
+
+    LoRA adapters are merged into the weights; with `adapter` they alone are written, as a folder that PEFT loads,
+    for the checkpoint that the run came from, or for `base` where that is given.
     """
     with claimed_folder(out):
-        yield from _export_into(run, out, adapter)
+        yield from _export_into(run, out, adapter, base, newest)
 
 
-def _export_into(run: Path, out: Path, adapter: bool) -> Iterator[str]:
+def _export_into(run: Path, out: Path, adapter: bool, base: str | None, newest: bool) -> Iterator[str]:
     plan = read_run_plan(run)
-    opened = Checkpoints(run / CHECKPOINTS, plan.run.keep).open_newest()
+    checkpoints = Checkpoints(run / CHECKPOINTS, plan.run.keep)
+    opened = checkpoints.open_newest()
     if opened is None:
         raise _refuse(run, "the run has no checkpoint", "train it first")
+    if plan.run.keep_best and not newest:
+        lines: list[str] = []
+        opened = checkpoints.open_best(opened, lines.append)
+        yield from lines
     check_is_model(opened, plan)
     settings, step = lora_settings(plan.job), step_of_folder(opened.folder.name)
     if adapter and settings is None:
         raise _refuse(run, "the run has no LoRA adapters", "leave --adapter out: then its weights are written")
     if adapter and settings is not None:
-        count = write_adapter(_CheckpointTensors(opened), plan.model, settings, out)
-        yield f"step {step}: {count:,} weights of adapters of {plan.model.name} for PEFT in {out}"
+        checkpoint = BaseCheckpoint(base, "") if base else read_base(run)
+        count = write_adapter(_CheckpointTensors(opened), plan.model, settings, out, checkpoint)
+        of = checkpoint.name if checkpoint else plan.model.name
+        yield f"step {step}: {count:,} weights of adapters of {of} for PEFT in {out}"
+        if checkpoint is None:
+            yield "adapter_config.json names no base: the frozen weights are of no checkpoint; --base NAME names one"
         if refused := sorted(refused_targets(out, plan.model)):
             yield (
                 f"PEFT refuses adapters of {', '.join(refused)} in {plan.model.family}: leave --adapter out to merge "

@@ -19,6 +19,7 @@ from threefold.engine.weights.hf_names import duplicated_keys, hf_layouts
 from threefold.engine.weights.hf_tensor import HfTensor, Layout, stored_keys
 from threefold.engine.weights.model_shapes import tensors_on_meta
 from threefold.engine.weights.safetensors_files import SafetensorsFolder, abbreviate, finding, refuse
+from threefold.engine.weights.stored_formats import check_stored_format
 from threefold.findings import Finding, FindingsError
 from threefold.spec.model import ModelSpec
 
@@ -55,6 +56,7 @@ class HfWeights:
 def open_hf(folder: Path, spec: ModelSpec, mtp: int | None = None) -> HfWeights:
     """Find every tensor of the model and check its shape. Raises all problems at once; no tensor is read yet."""
     checkpoint = SafetensorsFolder(folder)
+    check_stored_format(checkpoint.config)
     try:
         tensors = tensors_on_meta(spec, mtp, len(checkpoint.file_of))
     except ValueError as error:

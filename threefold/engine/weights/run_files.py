@@ -4,12 +4,15 @@
 run does not depend on where the checkpoint lay; `export_hf` copies them out again.
 """
 
+import json
 import shutil
 from pathlib import Path
 
 from threefold.engine.data.text.tokenizer_files import COPIED, TEMPLATES, copy_tokenizer
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import MAX_JSON_BYTES, check_inside, read_bounded, read_json_object, write_aside
+from threefold.spec.hf import model_from_dict
+from threefold.spec.longer_context import with_positions
 
 HF_CONFIG = "hf_config.json"  # the imported config.json
 DRAFT = "plan.draft.toml"  # the plan that an import writes
@@ -61,6 +64,22 @@ def keep_tokenizer(folder: Path, tokenizer: str | None) -> None:
             aside.rename(kept)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_longer_config(config: Path, run: Path, seq_len: int, rope_scaling: str) -> Path:
+    """Write a configuration into a run's folder, with positions that reach its sequences; returns its path."""
+    try:
+        longer = with_positions(read_json_object(config, within=config.parent), seq_len, rope_scaling)
+        model_from_dict(longer, name=str(config), source=str(config))  # raises what no model can have
+        run.mkdir(parents=True, exist_ok=True)
+        write_aside(run / HF_CONFIG, (json.dumps(longer, indent=2) + "\n").encode())
+    except (OSError, ValueError) as error:
+        advice = "give a model by its config.json, and a folder that can be written"
+        found = Finding(
+            rule="context-fits-checkpoint", at=str(config), problem=f"is not stretched: {error}", advice=advice
+        )
+        raise FindingsError([found]) from None
+    return run / HF_CONFIG
 
 
 def end_tokens(folder: Path) -> set[int]:

@@ -44,13 +44,17 @@ class SafetensorsFolder:
         self.file_of = self._keys_of_index() if _is_there(folder / INDEX) else self._keys_of_files()
 
     @cached_property
+    def config(self) -> dict[str, Any]:
+        """What config.json says; empty where there is none that can be read."""
+        try:
+            return read_json_object(self.folder / "config.json", within=self.folder)
+        except (OSError, ValueError):
+            return {}
+
+    @cached_property
     def fp8_block(self) -> tuple[int, int]:
         """Rows and columns of a block of fp8 weights: `weight_block_size` of config.json, by default 128 x 128."""
-        try:
-            config = read_json_object(self.folder / "config.json", within=self.folder)
-        except (OSError, ValueError):
-            return 128, 128
-        quantization = config.get("quantization_config")
+        quantization = self.config.get("quantization_config")
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
         if block is None:
             return 128, 128

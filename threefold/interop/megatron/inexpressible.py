@@ -30,6 +30,7 @@ NO_COUNTERPART: dict[str, str] = {
     "job.tokenizer": "Megatron's tokenizer is part of the recipe: set tokenizer.tokenizer_model",
     "job.val_data": "Megatron's datasets have a split of their own: set dataset.split or its validation paths",
     "job.val_fraction": "Megatron's datasets have a split of their own: set dataset.split",
+    "job.text_field": "Megatron reads tokens; the field of text is named where they are prepared",
     "job.max_bad_records": "Megatron reads data that was prepared before, without unreadable records",
     "job.lora_rank": _ADAPTERS + "peft.dim",
     "job.lora_alpha": _ADAPTERS + "peft.alpha",

@@ -14,11 +14,13 @@ from threefold.engine.data.shards.megatron_dataset import MegatronDataset
 from threefold.engine.data.shards.token_shard import SUFFIX, TokenShard
 from threefold.engine.data.text.records import COMPLETIONS
 from threefold.engine.data.text.tokenizer_files import read_tokenizer_settings
+from threefold.engine.weights.stored_formats import check_stored_format
 from threefold.fields import MAX_INT
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import DataEntry, megatron_prefix, parse_entries, parse_validation
 from threefold.safe_files import open_regular, parse_json, read_json_object
 from threefold.spec.hf import model_from_config
+from threefold.spec.longer_context import num_positions
 from threefold.spec.model import ModelSpec
 
 MAX_HEADER_BYTES = 2**27
@@ -56,6 +58,7 @@ def checkpoint_facts(folder: Path) -> CheckpointFacts:
     """Read the configuration and the headers of the weights. Raises a finding where there is no checkpoint."""
     spec = model_from_config(folder)
     config = read_json_object(folder / "config.json", within=folder)
+    check_stored_format(config)
     dtypes = dict(_stored_dtypes(folder))
     if not dtypes:
         problem, advice = "no safetensors beside config.json", "give the folder that holds both"
@@ -63,11 +66,9 @@ def checkpoint_facts(folder: Path) -> CheckpointFacts:
     embedding = next((dtype for key, dtype in dtypes.items() if key.endswith("embed_tokens.weight")), "BF16")
     depths = [f"model.layers.{spec.num_layers + depth}." for depth in range(spec.mtp_layers)]
     has_mtp = any(key.startswith(("mtp.", *depths)) for key in dtypes)
-    longest = config.get("max_position_embeddings")
     has_tokenizer = (folder / "tokenizer.json").is_file()
     has_template = has_tokenizer and bool(read_tokenizer_settings(folder).templates)
-    max_len = longest if isinstance(longest, int) else None
-    return CheckpointFacts(folder, spec, max_len, embedding, has_mtp, has_tokenizer, has_template)
+    return CheckpointFacts(folder, spec, num_positions(config), embedding, has_mtp, has_tokenizer, has_template)
 
 
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:

@@ -5,20 +5,23 @@ settings that passes every rule, the predicted peak among them, is taken. What t
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from threefold.cost.estimate import estimate
-from threefold.findings import Finding, FindingsError
+from threefold.engine.weights.run_files import HF_CONFIG, TOKENIZER_FOLDER
+from threefold.findings import Finding, FindingsError, shown
 from threefold.machine.finetune.checkpoint_facts import CheckpointFacts, DataFacts
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import host_memory_bytes
+from threefold.plan.words import EPOCH_WORDS, looked_up
 from threefold.rules.all import check, errors, judge, promoted
 from threefold.rules.stacks import text_has_a_tokenizer
 from threefold.spec.chips import CHIPS, chip_of_device
+from threefold.spec.longer_context import check_positions
 from threefold.spec.params import count_params
 from threefold.units import format_many
 
@@ -45,6 +48,9 @@ class Request:
     lora_rank: int | None = None
     val_data: tuple[str, ...] = ()
     overrides: Mapping[str, Any] | None = None
+    epochs: float | None = None  # passes over the data; None: as many as suit its kind
+    warmup_share: float | None = None  # of the steps
+    rope_scaling: str | None = None  # how positions reach longer sequences; None: the checkpoint's do
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +62,93 @@ class FinetunePlan:
     notes: tuple[str, ...]
 
 
+def words_of_finetune(overrides: Sequence[str]) -> tuple[list[str], float | None]:
+    """The overrides without those that count epochs, and the epochs; the batch under the names of other trainers.
+
+    A plan counts steps, and leaves open which batch is meant: here the data is known, and a batch is that of a step.
+    """
+    words, epochs = [], None
+    for override in overrides:
+        name, _, value = override.partition("=")
+        _, name = looked_up(name.strip())
+        if name in EPOCH_WORDS:
+            try:
+                epochs = float(value)
+            except ValueError:
+                epochs = math.nan
+            if not 0 < epochs < math.inf:
+                problem, advice = f"{shown(value)} is no number above 0", "write epochs=3, or --epochs 3"
+                raise FindingsError([Finding(rule="wrong-type", at=name, problem=problem, advice=advice)])
+        else:
+            words.append(f"job.global_batch={value}" if name == "batch_size" else override)
+    return words, epochs
+
+
+CountSequences = Callable[[Plan], float]
+
+
 def plan_finetune(
+    checkpoint: CheckpointFacts,
+    data: DataFacts,
+    request: Request,
+    chip: str,
+    gpus: int,
+    memory_bytes: int,
+    count_sequences: CountSequences | None = None,
+) -> FinetunePlan:
+    """The plan for `gpus` devices of this machine. Raises the findings of the last try where nothing fits.
+
+    `count_sequences` opens the data of a plan and counts the sequences of an epoch: where epochs are asked for, the
+    steps are exactly as many.
+    """
+    chosen = _plan_by_size(checkpoint, data, request, chip, gpus, memory_bytes)
+    overrides = dict(request.overrides or {})
+    if request.epochs is None or "job.steps" in overrides or count_sequences is None:
+        return chosen
+    sequences, job = count_sequences(chosen.plan), chosen.plan.job
+    num_steps = _steps(request.epochs, sequences, chosen.plan)
+    fixed = {"job.global_batch": job.global_batch, "job.seq_len": job.seq_len, "job.steps": num_steps}
+    request = replace(request, overrides={**overrides, **fixed})
+    exact = _plan_by_size(checkpoint, data, request, chip, gpus, memory_bytes)
+    steps = format_many(num_steps, "step")
+    counted = (
+        f"{steps} of {exact.plan.tokens_per_step:,} tokens: {request.epochs:g} epochs of {sequences:,.0f} sequences"
+    )
+    return replace(exact, notes=(*exact.notes[:-1], counted))
+
+
+def _steps(epochs: float, sequences: float, plan: Plan) -> int:
+    return max(1, math.ceil(epochs * sequences / plan.job.global_batch))
+
+
+def resume_finetune(draft: Fields, data: DataFacts, request: Request, count_sequences: CountSequences) -> FinetunePlan:
+    """The plan of a run that the same command began, by the draft in its folder: what was chosen then stays."""
+    fields = dict(draft)
+    config, tokenizer = request.run / HF_CONFIG, request.run / TOKENIZER_FOLDER  # where the folder is by now
+    fields |= {"model": f"hf:{config.resolve()}", "job.data": _data_field(data)}
+    fields |= {"job.tokenizer": str(tokenizer.resolve())} if tokenizer.is_dir() else {}
+    fields |= {"job.val_data": list(request.val_data)} if request.val_data else {}
+    fields |= {} if request.lora_rank is None else {"job.lora_rank": request.lora_rank}
+    overrides = dict(request.overrides or {})
+    plan = _parsed(fields | overrides)
+    if request.epochs is not None and "job.steps" not in overrides:
+        fields["job.steps"] = _steps(request.epochs, count_sequences(plan), plan)
+    if request.warmup_share is not None:
+        fields["job.warmup_steps"] = _warmup_steps(int((fields | overrides)["job.steps"]), request.warmup_share)
+    fields |= overrides
+    return FinetunePlan(_parsed(fields), fields, (f"the run in {request.run} resumes",))
+
+
+def _parsed(fields: Fields) -> Plan:
+    parsed = parse(fields)
+    if parsed.plan is None:
+        raise FindingsError(parsed.findings)
+    return parsed.plan
+
+
+def _plan_by_size(
     checkpoint: CheckpointFacts, data: DataFacts, request: Request, chip: str, gpus: int, memory_bytes: int
 ) -> FinetunePlan:
-    """The plan for `gpus` devices of this machine. Raises the findings of the last try where nothing fits."""
     common = {**_of_checkpoint(checkpoint, request, chip), "cluster.chip": chip, "cluster.gpus": gpus}
     overrides = dict(request.overrides or {})
     refused: Plan | None = None
@@ -67,22 +156,30 @@ def plan_finetune(
     for memory in memory_settings(checkpoint, chip, gpus):
         fields = {**common, **memory}
         fields = {**fields, **_of_data(checkpoint, data, request, {**fields, **overrides}), **overrides}
-        parsed = parse(fields)
-        if parsed.plan is None:
-            raise FindingsError(parsed.findings)
-        plan = parsed.plan
+        plan = _parsed(fields)
+        if request.rope_scaling is None:
+            check_positions(checkpoint.max_len, plan.job.seq_len)
         _check_text_has_tokenizer(plan)
         measured = plan.on_chip(replace(CHIPS[chip], memory_bytes=memory_bytes)) if chip == "cpu" else plan
         if errors(promoted(judge(measured))):
             refused = measured
             continue
-        tight = FinetunePlan(plan, fields, tuple(_notes(checkpoint, data, plan)))
+        tight = FinetunePlan(plan, fields, tuple(_notes(checkpoint, data, plan, request.rope_scaling)))
         if estimate(measured).fits:
             return tight
     if tight is None:
         assert refused is not None
         raise FindingsError(errors(promoted(check(refused, notes=False))))
     return replace(tight, notes=(*tight.notes, "memory is tight: the predicted peak is near what the device has"))
+
+
+def checkpoint_plan(checkpoint: CheckpointFacts, chip: str) -> Plan:
+    """The plan that a checkpoint is measured by as it is: precision, tokenizer and length as if it were finetuned."""
+    request = Request(checkpoint.folder)
+    limit = MAX_LENGTH.get(chip, MAX_LENGTH_GPU)
+    length = min(limit, checkpoint.max_len or limit)
+    fields = {**_of_checkpoint(checkpoint, request, chip), "cluster.chip": chip, "job.seq_len": length}
+    return _parsed(fields)
 
 
 def _check_text_has_tokenizer(plan: Plan) -> None:
@@ -123,7 +220,8 @@ def _of_data(checkpoint: CheckpointFacts, data: DataFacts, request: Request, cho
     limit = MAX_LENGTH.get(chosen["cluster.chip"], MAX_LENGTH_GPU)
     length = int(chosen.get("job.seq_len", min(limit, checkpoint.max_len or limit)))
     num_tokens = _num_tokens(checkpoint, data)
-    sequences = max(1.0, EPOCHS[data.has_answers] * num_tokens / length)
+    epochs = EPOCHS[data.has_answers] if request.epochs is None else request.epochs
+    sequences = max(1.0, epochs * num_tokens / length)
     least = int(chosen["cluster.gpus"])  # of a batch: each data-parallel rank has a sequence
     wanted = max(1, min(MAX_BATCH, int(sequences / LEAST_STEPS)))
     batch = int(chosen.get("job.global_batch", least * max(1, 2 ** int(math.log2(max(1.0, wanted / least))))))
@@ -131,15 +229,23 @@ def _of_data(checkpoint: CheckpointFacts, data: DataFacts, request: Request, cho
     evaluates = request.val_data or (data.num_records or 0) >= RECORDS_TO_SPLIT
     return {
         "job.task": "sft" if data.has_answers else "pretrain",
-        "job.data": data.entries[0] if len(data.entries) == 1 else list(data.entries),
+        "job.data": _data_field(data),
         "job.seq_len": length,
         "job.global_batch": batch,
         "job.steps": steps,
-        "job.warmup_steps": min(100, max(1, steps // 30)),
+        "job.warmup_steps": _warmup_steps(steps, request.warmup_share),
         "run.save_every": min(500, max(10, steps // 5)),
         **(_evaluation(steps, batch) if evaluates else {}),
         **({"job.val_data": list(request.val_data)} if request.val_data else {}),
     }
+
+
+def _data_field(data: DataFacts) -> str | list[str]:
+    return data.entries[0] if len(data.entries) == 1 else list(data.entries)
+
+
+def _warmup_steps(steps: int, share: float | None) -> int:
+    return min(100, max(1, steps // 30)) if share is None else round(share * steps)
 
 
 def _evaluation(steps: int, batch: int) -> Fields:
@@ -172,7 +278,11 @@ def memory_settings(checkpoint: CheckpointFacts, chip: str, gpus: int) -> Iterat
             yield {**layout, **full, **offload, "job.seq_len": length}
 
 
-def _notes(checkpoint: CheckpointFacts, data: DataFacts, plan: Plan) -> Iterator[str]:
+def _notes(checkpoint: CheckpointFacts, data: DataFacts, plan: Plan, rope_scaling: str | None) -> Iterator[str]:
+    if rope_scaling is not None and checkpoint.max_len is not None and plan.job.seq_len > checkpoint.max_len:
+        scaling = "" if rope_scaling == "none" else f", rotary positions by {rope_scaling}"
+        reach = f"{checkpoint.max_len} to {plan.job.seq_len}{scaling}"
+        yield f"max_position_embeddings of the run and of its export goes from {reach}"
     if checkpoint.dtype in ("F32", "F64", "F16") and plan.knobs.precision != "fp32":
         yield f"the checkpoint is in {checkpoint.dtype}; its weights are rounded to {plan.knobs.precision} here"
     if not checkpoint.has_tokenizer:
@@ -183,8 +293,6 @@ def _notes(checkpoint: CheckpointFacts, data: DataFacts, plan: Plan) -> Iterator
         yield "nothing is held out for evaluation: give --val FILE"
     if checkpoint.has_tokenizer and not checkpoint.has_template and plan.job.task == "sft":
         yield "the tokenizer has no chat template: conversations are written in ChatML"
-    if checkpoint.max_len is not None and plan.job.seq_len > checkpoint.max_len:
-        yield f"job.seq_len is beyond the {checkpoint.max_len} positions that the checkpoint was made for"
     epochs = plan.job.steps * plan.tokens_per_step / max(1.0, _num_tokens(checkpoint, data))
     about = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
     steps = format_many(plan.job.steps, "step")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from threefold.engine.data.text.records import NAME_FIELD, PREFERENCES
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import open_regular, read_json_object
 
@@ -99,9 +100,10 @@ def _batches(file: Any, path: Path, columns: tuple[str, ...]) -> Iterator[Any]:
 
 def _known_columns(path: Path, names: list[str], columns: tuple[str, ...]) -> list[str]:
     known = [name for name in names if name in columns]
-    if not known:
-        raise _refused(path, f"none of its columns is known: {', '.join(names)[:200]}", "name the text with --field")
-    return known
+    judged = [name for name in PREFERENCES if name in names and name not in known]  # `parse_record` refuses them
+    if not known and not {"chosen", "rejected"} <= set(judged):
+        raise _refused(path, f"none of its columns is known: {', '.join(names)[:200]}", NAME_FIELD)
+    return known + judged
 
 
 def _without_nulls(value: Any) -> Any:

@@ -5,15 +5,23 @@ record that is no document is counted in the summary and skipped; the caller dec
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from threefold.engine.data.text.arrow_tables import ARROW_SUFFIXES, dataset_files, read_arrow
 from threefold.engine.data.text.chat.conversation import ChatError
-from threefold.engine.data.text.records import FORMS, Document, RecordError, parse_record
+from threefold.engine.data.text.records import (
+    FORMS,
+    NAME_FIELD,
+    Document,
+    PreferenceError,
+    RecordError,
+    parse_record,
+)
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import open_regular
 from threefold.units import GIB, MIB, format_bytes, format_many
@@ -24,6 +32,7 @@ RECORD_SUFFIXES = (".jsonl", ".json", *ARROW_SUFFIXES)  # files whose records ca
 MAX_DOCUMENT_BYTES = 64 * MIB  # a document is in memory while it is tokenized
 MAX_JSON_BYTES = GIB  # so is a JSON file, of which all records are read at once
 HOPELESS = 1000, 0.5  # so many bad records, and so large a share of those so far, end the reading of a file early
+NO_PREFERENCES = f"what is read: {FORMS}; write the answers to learn in one of these forms"
 NUM_NAMED = 5  # bad records of a file that are named
 
 
@@ -44,7 +53,7 @@ class FileRecords:
         advice = (
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
             if is_chat
-            else f"a JSON object a record with {FORMS} (--field names its field)"
+            else f"a JSON object a record with {FORMS}; {NAME_FIELD}"
         )
         if self.first_bad is None:
             rule = "chat-readable" if is_chat else "text-readable"
@@ -57,10 +66,17 @@ class FileRecords:
         first = self.first_bad
         if first is None or self.num_bad <= max_bad * self.num_records:
             return None
-        if self.num_bad > 1:
-            counted = f"{self.num_bad} of {format_many(self.num_records, 'record')} cannot be used, the first for this"
-            return Finding(rule=first.rule, at=first.at, problem=f"{first.problem}; {counted}", advice=first.advice)
-        return first
+        counted = f"{self.num_bad} of {format_many(self.num_records, 'record')} cannot be used"
+        if self.num_bad == self.num_records:
+            limit = ""  # nothing would be left
+        else:
+            share = math.ceil(100 * self.num_bad / self.num_records) / 100
+            limit = (
+                f"; or skip them: job.max_bad_records={share:g}, the share of a file's records that may be bad "
+                f"(now {max_bad:g}; finetune, tokenize: --max-bad-records)"
+            )
+        problem = f"{first.problem}; {counted}{', the first for this' if self.num_bad > 1 else ''}"
+        return replace(first, problem=problem, advice=f"{first.advice}{limit}")
 
 
 @dataclass(slots=True)
@@ -140,6 +156,8 @@ def _read_file(path: Path, text_field: str, summary: ReadSummary, within: Path |
                     if isinstance(record, RecordError):
                         raise record
                     document = parse_record(at, record, text_field)
+                except PreferenceError as error:
+                    raise _refused(at, str(error), NO_PREFERENCES) from None
                 except (RecordError, ChatError) as error:
                     summary.add_bad(at, error)
                     continue

@@ -10,6 +10,7 @@ The form of a record is told by its fields:
 """
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,9 @@ SHAREGPT_ROLES = {
 }
 FUNCTION_CALL = "function_call"  # a turn of ShareGPT in which the assistant calls a tool
 COMPLETIONS = ("completion", "response")
+PREFERENCES = ("chosen", "rejected", "label")  # fields of answers that people judged
 FORMS = "messages, conversations, prompt and completion, instruction and output, or a text"
+NAME_FIELD = "another field of text is named by job.text_field=NAME (finetune, eval, tokenize: --field NAME)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,28 @@ class RecordError(ValueError):
     """A record has none of the known forms; the message says why."""
 
 
+class PreferenceError(RecordError):
+    """A record has answers that people preferred or rejected, which no objective here learns from."""
+
+
+def check_no_preferences(fields: Container[str], label: Any = None) -> None:
+    """Raise for pairs of answers, and for single answers with a verdict, as TRL's DPO and KTO have them.
+
+    Read as other records, what was rejected would be learned.
+    """
+    if "chosen" in fields and "rejected" in fields:
+        raise PreferenceError("a preference pair (chosen, rejected), which no objective here learns from")
+    if isinstance(label, bool) and "prompt" in fields and "completion" in fields:
+        raise PreferenceError("an answer with a verdict (label), which no objective here learns from")
+
+
 def parse_record(at: str, record: Any, text_field: str = "text") -> Document:
     """The document of a record. Raises RecordError, or ChatError where a conversation is malformed."""
     if not isinstance(record, dict):
         raise RecordError(f"a record is an object, not {type(record).__name__}")
     if text_field != "text" and text_field in record:
         return _text_document(at, record, text_field)
+    check_no_preferences(record, record.get("label"))
     if "messages" in record:
         return Document(at, chat=_conversation(record, check_messages(record["messages"])))
     if "conversations" in record:

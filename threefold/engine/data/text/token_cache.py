@@ -26,10 +26,15 @@ _FIELDS = ("at", "problem", "advice", "rule")
 
 
 def cached_shard(
-    source: str, tokenizer: Tokenizer, cache: str | Path | None = None, max_bad_records: float = MAX_BAD_RECORDS
+    source: str,
+    tokenizer: Tokenizer,
+    cache: str | Path | None = None,
+    max_bad_records: float = MAX_BAD_RECORDS,
+    text_field: str = "text",
 ) -> tuple[TokenShard, list[Finding]]:
     """The tokenized source as a shard in the cache folder, made at first use, and warnings about it."""
-    settings = (tokenizer.label, tokenizer.end, tokenizer.settings.template_digest, max_bad_records, VERSION)
+    template = tokenizer.settings.template_digest
+    settings = (tokenizer.label, tokenizer.end, template, max_bad_records, text_field, VERSION)
     digest = hashlib.sha256(repr(settings).encode())
     _add_files(digest, Path(source))
     out = cache_folder(cache) / f"text-{digest.hexdigest()[:24]}{SUFFIX}"
@@ -41,7 +46,7 @@ def cached_shard(
         try:
             return TokenShard(out, verify=True), _read_warnings(out)
         except FindingsError:
-            made = tokenize_files([source], out, tokenizer, max_bad_records=max_bad_records)
+            made = tokenize_files([source], out, tokenizer, text_field=text_field, max_bad_records=max_bad_records)
         said = [{name: getattr(found, name) for name in _FIELDS} for found in made.warnings()]
         with contextlib.suppress(OSError):  # the shard is what counts
             write_aside(out.with_suffix(".json"), json.dumps(said).encode())

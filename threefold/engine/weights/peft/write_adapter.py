@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from threefold.engine.lora.settings import LoraSettings, is_adapter
+from threefold.engine.weights.base_checkpoint import BaseCheckpoint
 from threefold.engine.weights.peft.adapter_tensors import PeftTensor, peft_tensors
 from threefold.engine.weights.safetensors_files import refuse
 from threefold.spec.model import ModelSpec
@@ -23,8 +24,15 @@ _REFUSED = {"nemotron_h": {"out_proj", "conv1d"}}
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def write_adapter(state: Mapping[str, Tensor], spec: ModelSpec, settings: LoraSettings, folder: Path) -> int:
-    """Write the adapters among the tensors of a model. Returns their number of weights."""
+def write_adapter(
+    state: Mapping[str, Tensor],
+    spec: ModelSpec,
+    settings: LoraSettings,
+    folder: Path,
+    base: BaseCheckpoint | None = None,
+) -> int:
+    """Write the adapters among the tensors of a model, for the checkpoint that they belong to. Returns their number of
+    weights."""
     names = [name for name in state if is_adapter(name)]
     tensors, parts = {}, []
     for name in names:
@@ -35,7 +43,7 @@ def write_adapter(state: Mapping[str, Tensor], spec: ModelSpec, settings: LoraSe
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(_config(settings, parts), indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(_config(settings, parts, base), indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         advice = "give a folder that can be written, with enough space"
         raise refuse(f"cannot write {folder}: {error}", advice) from None
@@ -48,13 +56,14 @@ def refused_targets(folder: Path, spec: ModelSpec) -> set[str]:
     return {target for target in targets if target.rpartition(".")[2] in _REFUSED.get(spec.family, ())}
 
 
-def _config(settings: LoraSettings, parts: list[PeftTensor]) -> dict[str, Any]:
+def _config(settings: LoraSettings, parts: list[PeftTensor], base: BaseCheckpoint | None) -> dict[str, Any]:
     alpha = settings.scale * settings.rank
     parameters = sorted({part.target for part in parts if part.is_parameter})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base.name if base else None,
+        "revision": base.revision if base else None,
         "inference_mode": True,
         "r": settings.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
