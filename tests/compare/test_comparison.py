@@ -295,6 +295,30 @@ def test_traces_are_compared_by_where_the_seconds_went(tmp_path: Path) -> None:
     assert details["communication axis ep"] == pytest.approx(1.125)
 
 
+def remarks(tmp_path: Path, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    for name, content in (("a", a), ("b", b)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    found = compared(open_side(str(tmp_path / "a.json")), open_side(str(tmp_path / "b.json")))
+    return [finding.at for finding in found.findings if finding.severity == "note"]
+
+
+def test_compare_says_what_overlap_costs_its_kernels(tmp_path: Path) -> None:
+    """The unions shrink while the kernels beneath them take longer."""
+    plain, overlapped = profile(10.0, 6.0, 3.0, 1.0), profile(9.0, 6.6, 1.4, 1.0)
+    assert remarks(tmp_path, plain, overlapped) == ["span_seconds"]
+    assert remarks(tmp_path, overlapped, plain) == []
+    assert remarks(tmp_path, plain, profile(9.0, 6.0, 2.0, 1.0)) == []
+
+
+def test_profiles_with_other_kernels_are_no_matched_pair(tmp_path: Path) -> None:
+    sides = [profile(10.0, 6.0, 3.0, 1.0), profile(20.0, 12.0, 6.0, 2.0, steps=4)]
+    for side, events in zip(sides, (1000, 2000), strict=True):  # of two and of four steps
+        side["devices"][0]["num_events"] = events
+    assert remarks(tmp_path, *sides) == []
+    sides[1]["devices"][0]["num_events"] = 2200
+    assert remarks(tmp_path, *sides) == ["num_events"]
+
+
 @pytest.mark.parametrize("walls", [None, [], {"compute": 7}, {"compute": {"total_seconds": "x", "by_kind": [1]}}])
 def test_profiles_of_strangers_are_read_with_care(walls: Any, tmp_path: Path) -> None:
     content = {"span_seconds": 10**400, "walls": walls, "devices": 3}

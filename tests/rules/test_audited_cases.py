@@ -25,6 +25,7 @@ QWEN = {
 }
 VLM = {"model": "qwen3-vl-235b-a22b", "target": "megatron-bridge", "cluster.chip": "gb200", "cluster.gpus": 64}
 VLM |= {"layout.ep": 64, "job.global_batch": 256, "job.micro_batch": 2, "knobs.dispatcher": "hybridep", "job.images": 2}
+SMALL = {"cluster.gpus": 16, "layout.ep": 4, "layout.pp": 2, "layout.tp": 1, "knobs.ep_overlap": True}
 OVERLAP = {"knobs.ep_overlap": True, "knobs.delay_wgrad": True, "knobs.max_connections": 32}
 
 
@@ -74,6 +75,45 @@ def fired(fields: dict[str, Any]) -> set[str]:
             "graph-excludes-offload",
             True,
         ),
+        # A graph of the whole iteration takes both in Megatron Core 0.18 and later, and ends before the update.
+        (
+            {**QWEN, "knobs.graphs": ["full_iteration"], "knobs.activation_offload_layers": 2},
+            "graph-excludes-offload",
+            False,
+        ),
+        (
+            {
+                **QWEN,
+                "knobs.graphs": ["full_iteration"],
+                "knobs.activation_offload": ["core_attn"],
+                "stack.release": "26.04",
+            },
+            "graph-excludes-offload",
+            True,
+        ),
+        (
+            {**QWEN, "knobs.graphs": ["full_iteration"], "knobs.optimizer_offload": 0.5},
+            "graph-excludes-offload",
+            False,
+        ),
+        (
+            {
+                **QWEN,
+                "target": "threefold",
+                "knobs.graphs": ["full_iteration"],
+                "knobs.optimizer_offload": 0.5,
+            },
+            "graph-excludes-offload",
+            True,
+        ),
+        # attn has an A/B of its own; where shapes are fixed, or it was measured, nothing is said.
+        ({**QWEN, "knobs.graphs": ["attn"]}, "graph-of-attention-by-ab", True),
+        ({**QWEN, "knobs.graphs": ["moe_router"]}, "graph-of-attention-by-ab", False),
+        ({**QWEN, "knobs.graphs": ["attn"], "stack.measured": ["graphs"]}, "graph-of-attention-by-ab", False),
+        # Overlap of an exchange of few ranks.
+        ({**QWEN, **SMALL}, "ep-overlap-small-exchange", True),
+        ({**QWEN, **SMALL, "knobs.dispatcher": "deepep"}, "ep-overlap-small-exchange", False),
+        ({**QWEN, **SMALL, "cluster.gpus": 32}, "ep-overlap-small-exchange", False),
         # ETP where a part of it could be EP.
         ({**QWEN, "model": "mixtral-8x7b", "layout.ep": 4, "layout.etp": 4}, "etp-only-when-ep-insufficient", True),
         ({**QWEN, "model": "mixtral-8x7b", "layout.ep": 8, "layout.etp": 2}, "etp-only-when-ep-insufficient", False),

@@ -311,6 +311,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"stack.te": "2.11.0", "knobs.graphs": ["moe_router"]},
         {"stack.te": "2.12.0", "knobs.graphs": ["attn"]},
     ),
+    "delay-wgrad-scoped-graph-te": (
+        {"model": "qwen3-235b-a22b", "job.mtp": 0, "stack.te": "2.9.0", "knobs.graphs": ["moe_router"]},
+        {"model": "qwen3-235b-a22b", "job.mtp": 0, "stack.te": "2.10.0", "knobs.graphs": ["moe_router"]},
+    ),
+    "dispatch-sms-have-use": (
+        {"knobs.dispatcher": "alltoall", "knobs.dispatch_sms": 20},
+        {"knobs.dispatcher": "deepep", "knobs.dispatch_sms": 20},
+    ),
     "delay-wgrad-graph-fusion": (
         {"knobs.graphs": ["attn"], "knobs.grad_accum_fusion": False},
         {"knobs.graphs": ["attn"]},
@@ -391,8 +399,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.graphs": [], "job.dynamic_length": True},
     ),
     "graph-attention-with-packing": (
-        {"knobs.graphs": ["attn", "moe_router"], "job.packing": True},
-        {"knobs.graphs": ["moe_router"], "job.packing": True},
+        {"knobs.graphs": ["attn", "moe_router"], "job.packing": True, "target": "threefold"},
+        {"knobs.graphs": ["moe_router"], "job.packing": True, "target": "threefold"},
     ),
     "graph-leaves-exchange-free": (
         {"knobs.graphs": ["moe"], "job.capacity_factor": 1.0},

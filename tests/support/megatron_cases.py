@@ -11,6 +11,7 @@ _WITHOUT_PP: dict[str, Any] = {
 }
 _FSDP = {**_WITHOUT_PP, "knobs.data_parallel": "fsdp"}
 _RINGS = {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p"}
+_DROPS = {**_WITHOUT_PP, "knobs.graphs": ["moe"], "job.capacity_factor": 1.0}
 _MXFP8 = {"cluster.chip": "gb200", "knobs.precision": "mxfp8"}
 _HYBRIDEP = {"knobs.dispatcher": "hybridep", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
 _GEMMA: dict[str, Any] = {
@@ -184,6 +185,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"job.steps": 50, "job.warmup_steps": 49},
     ),
     "fsdp-fusion-te": ({**_FSDP, "stack.te": "2.9"}, {**_FSDP, "stack.te": "2.10"}),
+    "hybridep-inside-rack": (
+        {**_MXFP8, "knobs.dispatcher": "hybridep", "layout.ep": 128},
+        {**_MXFP8, "knobs.dispatcher": "alltoall", "layout.ep": 128},
+    ),
+    "hybridep-takes-whole-chunks": (
+        {"knobs.dispatcher": "hybridep", "job.seq_len": 4104, "layout.cp": 2},
+        {"knobs.dispatcher": "hybridep", "job.seq_len": 4352, "layout.cp": 2},
+    ),
+    "graph-of-experts-without-offload": (
+        {**_DROPS, "knobs.activation_offload": ["core_attn"]},
+        {**_DROPS, "knobs.graphs": ["attn"], "knobs.activation_offload": ["core_attn"]},
+    ),
+    "packed-attention-in-no-scoped-graph": (
+        {"knobs.graphs": ["attn", "moe_router"], "job.packing": True},
+        {"knobs.graphs": ["moe_router"], "job.packing": True},
+    ),
     "mlp-graph-needs-dense-layers": (
         {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.graphs": ["attn", "mlp"]},
         {"knobs.graphs": ["attn"]},

@@ -15,7 +15,7 @@ from threefold.compare.explained import Explained, explain_bytes, explain_second
 from threefold.compare.losses import Losses, compare_losses
 from threefold.compare.sides import Side
 from threefold.compare.speed import Speed, compare_speed
-from threefold.compare.traced import Traced, compare_traces
+from threefold.compare.traced import Traced, compare_traces, trace_remarks
 from threefold.compare.walls import TermRow, estimated_terms, wall_of
 from threefold.compare.work import Unit, Work, unit_of, work_findings, work_of
 from threefold.findings import Finding, FindingsError
@@ -116,6 +116,8 @@ def compare_sides(
     if unequal and not anyway:
         raise FindingsError(unequal)
     findings += [*unequal, *_run_findings(a, window), *_run_findings(b, window)]
+    if a.profile is not None and b.profile is not None:
+        findings += trace_remarks(a.profile, b.profile)
     work_a, work_b = work_of(a, window), work_of(b, window)
     speed = unit = None
     if work_a is not None and work_b is not None:

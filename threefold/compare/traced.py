@@ -17,6 +17,7 @@ from threefold.findings import Finding, FindingsError
 
 MOST_DETAILS = 40
 LEAST_SHARE = 0.001  # of the span, below which a detail is left out
+UNEQUAL_COUNTS = 0.01  # of the device events in a step, from which two traces did not run the same kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,43 @@ def compare_traces(a: Profile, b: Profile) -> Traced:
     kept = sorted((row for row in rows if max(row.a, row.b) > least), key=lambda row: -abs(row.b - row.a))
     span = TermRow("span", "", seconds[0].span, seconds[1].span)
     return Traced("step" if all(steps) else "span", steps, span, parts, kept[:MOST_DETAILS])
+
+
+def trace_remarks(a: Profile, b: Profile) -> Iterator[Finding]:
+    """What to know before two traces are taken for an A/B of overlap."""
+    traced = compare_traces(a, b)
+    counts = [_events(profile) for profile in (a, b)]
+    if all(traced.num_steps) and all(counts):
+        per_step = [count / (steps or 1) for count, steps in zip(counts, traced.num_steps, strict=True)]
+        if abs(per_step[1] / per_step[0] - 1) > UNEQUAL_COUNTS:
+            yield Finding(
+                rule="work-is-comparable",
+                severity="note",
+                at="num_events",
+                problem=f"{per_step[0]:.0f} and {per_step[1]:.0f} device events a step: the same kernels did not run",
+                advice="an A/B of overlap has equal counts on the same rank and step; other changes may have others",
+            )
+    sums = [sum(seconds for name, seconds in pairs if name.startswith("compute kind ")) for pairs in _details(a, b)]
+    if sums[0] and sums[1] > sums[0] and traced.span.b < traced.span.a:
+        yield Finding(
+            rule="work-is-comparable",
+            severity="note",
+            at="span_seconds",
+            problem=f"compute kernels take {sums[1] / sums[0] - 1:.1%} longer in sum, and the {traced.per} is shorter: "
+            "they share the GPU with what runs next to them",
+            advice="judge by unprofiled steps and by exposed seconds, not by sums of kernels",
+        )
+
+
+def _events(profile: Profile) -> float:
+    return next((_number(device.get("num_events")) or 0.0 for device in _longest(profile)), 0.0)
+
+
+def _details(a: Profile, b: Profile) -> list[list[tuple[str, float]]]:
+    """Of both sides, per step where both know their steps."""
+    steps = _steps(a), _steps(b)
+    counts = [count or 1 for count in steps] if all(steps) else [1, 1]
+    return [list(_Seconds(profile, 1 / count).details()) for profile, count in zip((a, b), counts, strict=True)]
 
 
 # The parts of a span, and the wall that each belongs to.
@@ -109,13 +147,19 @@ _DETAILS = (
 
 
 def _steps(profile: Profile) -> int | None:
-    """The steps inside the device with the longest span, which the top level of a profile is about."""
+    """The steps inside the device with the longest span."""
+    for device in _longest(profile):
+        count = _number(device.get("num_steps"))
+        return int(count) if count and count >= 1 else None
+    return None
+
+
+def _longest(profile: Profile) -> Iterator[Mapping[str, Any]]:
+    """The device with the longest span, which the top level of a profile is about."""
     devices = profile.get("devices")
     for device in devices if isinstance(devices, list) else ():
         if isinstance(device, Mapping) and device.get("span_seconds") == profile.get("span_seconds"):
-            count = _number(device.get("num_steps"))
-            return int(count) if count and count >= 1 else None
-    return None
+            yield device
 
 
 def _number(value: Any) -> float | None:

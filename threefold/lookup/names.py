@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from threefold.interop.megatron.field_names import FLEX, MOVED
-from threefold.interop.megatron.setting_facts import CONFLICTS, NOTES
+from threefold.interop.megatron.setting_facts import CONFLICTS
+from threefold.interop.megatron.setting_notes import NOTES
 from threefold.lookup.entries import Entry, all_entries, shipped, table_rows
 from threefold.plan.aliases import resolve
 from threefold.spec.megatron import places

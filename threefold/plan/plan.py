@@ -328,6 +328,11 @@ class Plan(ShownAsTable):
         return min(job.capacity_factor, moe.num_experts / moe.top_k)
 
     @property
+    def has_rank_capacity(self) -> bool:
+        """Whether buffers of a fixed size hold the rows of all experts of a rank."""
+        return self.model.is_moe and self.job.capacity_scope == "rank" and self.job.capacity_factor is not None
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of one data-parallel rank in a step; 0 where the batch does not divide."""
         sequences = self.layout.dp * self.job.micro_batch

@@ -8,6 +8,7 @@ from threefold.rules.layout import batch, context, dynamic_context, fold, pipeli
 from threefold.rules.megatron import context as megatron_context
 from threefold.rules.megatron import experts as megatron_experts
 from threefold.rules.megatron import fsdp as megatron_fsdp
+from threefold.rules.megatron import graphs as megatron_graphs
 from threefold.rules.megatron import layout as megatron_layout
 from threefold.rules.megatron import memory as megatron_memory
 from threefold.rules.stacks import promoted
@@ -32,6 +33,7 @@ __all__ = [
     "megatron_context",
     "megatron_experts",
     "megatron_fsdp",
+    "megatron_graphs",
     "megatron_layout",
     "megatron_memory",
     "memory",

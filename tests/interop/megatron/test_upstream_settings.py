@@ -16,7 +16,8 @@ from threefold.interop.megatron.bridge_files import export_files, job_script, tr
 from threefold.interop.megatron.environment import environment_of
 from threefold.interop.megatron.export_plan import LM, Export, export_plan
 from threefold.interop.megatron.import_text import import_text
-from threefold.interop.megatron.setting_facts import CONFLICTS, NOTES
+from threefold.interop.megatron.setting_facts import CONFLICTS
+from threefold.interop.megatron.setting_notes import NOTES
 from threefold.interop.slurm import Options, faults
 from threefold.plan.parse import change
 from threefold.rules.all import explain, judge
@@ -87,6 +88,49 @@ def test_first_and_last_layers_of_current_scaling_are_in_bf16() -> None:
         names = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
         assert [found[f"mixed_precision.{name}"] for name in names] == [True, 1, 1]
     assert "mixed_precision.first_last_layers_bf16" not in settings({"knobs.precision": "fp8-blockwise"})
+
+
+WHOLE = {"knobs.graphs": ["full_iteration"], "knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+STASH = {**WHOLE, "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
+STASH |= {"knobs.dispatcher": "hybridep", "knobs.expert_fusion": True}
+
+
+def test_a_dropless_graph_of_the_iteration_has_a_paged_stash() -> None:
+    """As the recipes of Bridge 0.6.2 for GB200 with a paged stash have it (perf_recipes/qwen/gb200/qwen3_moe.py)."""
+    found = settings(STASH)
+    assert found["model.moe_paged_stash"] is True
+    assert found["model.moe_expert_rank_capacity_factor"] == 1.5
+    variables = {one.name: one.value for one in environment_of(change(QWEN, STASH))}
+    assert variables["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "0"
+    assert variables["PYTORCH_CUDA_ALLOC_CONF"].endswith(",graph_capture_record_stream_reuse:True")
+    assert "model.moe_paged_stash" not in settings({**WHOLE, "job.capacity_factor": 1.0})
+    assert "model.moe_paged_stash" not in settings(STASH, "0.4.2")
+    plain = {one.name: one.value for one in environment_of(QWEN)}
+    assert plain["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "1"
+
+
+def test_a_graph_of_the_iteration_bounds_the_copies_of_offload() -> None:
+    name = "model.fine_grained_offloading_max_inflight_offloads"
+    whole = {**WHOLE, "job.capacity_factor": 1.0, "knobs.activation_offload": ["core_attn"]}
+    assert settings(whole)[name] == 1
+    assert name not in settings({**whole, "knobs.graphs": ["attn"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute", "graphs"),
+    [
+        ("model.recompute_granularity=selective model.recompute_modules=[]", (), ()),
+        ("model.recompute_granularity=selective", ("core_attn",), ()),
+        ("model.cuda_graph_impl=local model.cuda_graph_modules=[moe_router]", (), ("moe_router", "moe_preprocess")),
+        ("model.cuda_graph_impl=transformer_engine model.cuda_graph_modules=[moe_router]", (), ("moe_router",)),
+    ],
+)
+def test_what_megatron_reads_into_lists(text: str, recompute: tuple[str, ...], graphs: tuple[str, ...]) -> None:
+    """An empty list recomputes nothing, a missing one core_attn; impl `local` captures router and preprocessing
+    together (transformer_config.py of Megatron Core 0.19.2)."""
+    plan = import_text(text, {"model": "qwen3-235b-a22b", "cluster.chip": "h100", "cluster.gpus": 64}).plan
+    assert plan is not None
+    assert (plan.knobs.recompute, plan.knobs.graphs) == (recompute, graphs)
 
 
 def test_hybrid_cp_says_what_megatron_asserts() -> None:
@@ -251,6 +295,78 @@ EXCLUDED = [
         "train.exit_signal_handler=false",
     ),
     ("in-process-limits-rise", "inprocess_restart.soft_timeout=90.0", "inprocess_restart.hard_timeout=120.0"),
+    (
+        "saved-activations-or-sequence-parallel",
+        "model.distribute_saved_activations=true model.sequence_parallel=true",
+        "model.sequence_parallel=false",
+    ),
+    (
+        "paged-stash-has-a-capacity",
+        "model.moe_paged_stash=true",
+        "model.moe_expert_rank_capacity_factor=1.5 model.moe_flex_dispatcher_backend=hybridep",
+    ),
+    (
+        "paged-stash-keeps-layers",
+        "model.moe_paged_stash=true model.moe_expert_rank_capacity_factor=1.5 model.cpu_offloading=true "
+        "model.cpu_offloading_num_layers=2",
+        "model.cpu_offloading=false",
+    ),
+    (
+        "paged-stash-holds-experts",
+        "model.moe_paged_stash=true model.moe_expert_rank_capacity_factor=1.5 "
+        "model.fine_grained_activation_offloading=true model.offload_modules=[core_attn,moe_act]",
+        "model.offload_modules=[core_attn]",
+    ),
+    (
+        "graphed-recompute-is-not-random",
+        "model.cuda_graph_impl=transformer_engine model.cuda_graph_modules=[attn] "
+        "model.recompute_granularity=selective model.recompute_modules=[core_attn] model.attention_dropout=0.1",
+        "model.attention_dropout=0.0",
+    ),
+    (
+        "whole-graph-bounds-offload",
+        "model.cuda_graph_impl=full_iteration model.fine_grained_activation_offloading=true "
+        "model.offload_modules=[core_attn]",
+        "model.fine_grained_offloading_max_inflight_offloads=1",
+    ),
+    (
+        "local-graph-offloads-experts",
+        "model.cuda_graph_impl=local model.cuda_graph_modules=[attn] model.fine_grained_activation_offloading=true "
+        "model.offload_modules=[core_attn,moe_act]",
+        "model.offload_modules=[moe_act]",
+    ),
+    (
+        "packed-graph-has-one-width",
+        "dataset.enable_offline_packing=true model.cuda_graph_impl=full_iteration",
+        "dataset.pad_to_max_length=true",
+    ),
+    (
+        "nccl-ep-overlap-keeps-inputs",
+        "model.moe_token_dispatcher_type=flex model.moe_flex_dispatcher_backend=ncclep "
+        "model.moe_expert_rank_capacity_factor=2.0 comm_overlap.overlap_moe_expert_parallel_comm=true "
+        "model.fine_grained_activation_offloading=true model.offload_modules=[expert_fc1]",
+        "model.offload_modules=[core_attn]",
+    ),
+    (
+        "nccl-ep-has-a-capacity",
+        "model.moe_token_dispatcher_type=flex model.moe_flex_dispatcher_backend=ncclep",
+        "model.moe_expert_rank_capacity_factor=2.0",
+    ),
+    (
+        "nccl-ep-copies-where-shapes-move",
+        "model.moe_ncclep_zero_copy=true",
+        "model.moe_ncclep_static_shape=true",
+    ),
+    (
+        "dispatch-with-wgrad-is-alone",
+        "model.overlap_dispatch_backward_with_experts_wgrad=true comm_overlap.delay_wgrad_compute=true",
+        "comm_overlap.delay_wgrad_compute=false",
+    ),
+    (
+        "early-release-needs-ep-overlap",
+        "model.ep_overlap_early_attn_memory_release=true",
+        "comm_overlap.overlap_moe_expert_parallel_comm=true",
+    ),
 ]
 
 
@@ -288,6 +404,15 @@ def test_values_of_another_kind_are_no_conflict() -> None:
         ("rerun_state_machine.rerun_mode=validate_results", "exit code 16"),
         ("inprocess_restart.enabled=true", "NCCL 2.26.2"),
         ("checkpoint.non_persistent_ckpt_type=local", "disks of nodes"),
+        ("ddp.nccl_ub=true", "exclude expandable segments"),
+        ("model.moe_hybridep_num_sms_preprocessing=32", "108 by default"),
+        ("model.moe_dispatch_fwd_dtype=mxfp8", "in no release"),
+        ("model.enable_mhc_connections=true", "goes without mlp, MTP"),
+        ("model.moe_hybridep_pad_uneven_dispatch_inputs=true", "equal widths"),
+        ("optimizer.optimizer_cuda_graph=true", "ends before it"),
+        ("model.moe_paged_stash_buffer_size_factor_cpu=1.0", "on the host"),
+        ("model.moe_pad_experts_for_cuda_graph_inference=true", "training does not read it"),
+        ("peft.sequence_parallel_input_regather=true", "not with graphs"),
     ],
 )
 def test_settings_without_a_field_are_explained(setting: str, words: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from threefold.interop.megatron.field_names import FLEX
 from threefold.plan.plan import Plan
+from threefold.rules.knobs.dispatch import COMBINE_CHUNKS, tokens_of_rank
 
 # What an export sets. An import passes over them: they follow from the plan.
 EXPORTED_VARIABLES = frozenset(
@@ -17,6 +18,7 @@ EXPORTED_VARIABLES = frozenset(
         "NCCL_NET_GDR_LEVEL",
         "NCCL_NVLS_ENABLE",
         "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN",
+        "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API",
         "NVLINK_DOMAIN_SIZE",
         "NVTE_BWD_LAYERNORM_SM_MARGIN",
         "NVTE_CPU_OFFLOAD_V1",
@@ -46,14 +48,18 @@ def environment_of(plan: Plan) -> list[Variable]:
     """The variables in the order in which a script exports them."""
     backend = plan.knobs.dispatcher if plan.model.is_moe and plan.knobs.dispatcher in FLEX else None
     margin = "20" if backend else "16"
+    is_paged = plan.has_rank_capacity and "full_iteration" in plan.knobs.graphs
+    streams = "0" if is_paged else "1"
+    reason = "a graph reuses what streams recorded" if is_paged else "buffers of collectives are free at once"
+    segments = "expandable_segments:True" + (",graph_capture_record_stream_reuse:True" if is_paged else "")
     found = [
         _connections(plan, backend),
         Variable("NVTE_FWD_LAYERNORM_SM_MARGIN", margin, "norms leave multiprocessors to communication beside them"),
         Variable("NVTE_BWD_LAYERNORM_SM_MARGIN", margin, "the same in backward"),
-        Variable("TORCH_NCCL_AVOID_RECORD_STREAMS", "1", "buffers of collectives go back to the allocator at once"),
+        Variable("TORCH_NCCL_AVOID_RECORD_STREAMS", streams, reason),
         Variable("TORCH_NCCL_HIGH_PRIORITY", "1", "collectives are not queued behind GEMMs"),
         Variable("NCCL_NVLS_ENABLE", "0", "NVLink SHARP takes memory that no plan counts"),
-        Variable("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "less memory is lost to fragments"),
+        Variable("PYTORCH_CUDA_ALLOC_CONF", segments, "less memory is lost to fragments"),
     ]
     if plan.knobs.graphs:
         reason = "NCCL cannot register graph buffers in expandable segments"
@@ -97,10 +103,12 @@ def _hybridep(plan: Plan) -> list[Variable]:
     ep, domain = plan.layout.ep, plan.cluster.domain or plan.chip.domain
     is_rack = plan.chip.is_rack_scale
     inside = min(ep, domain if is_rack else _NODE_DOMAIN)
+    chunk = next((size for size in COMBINE_CHUNKS if tokens_of_rank(plan) % size == 0), COMBINE_CHUNKS[-1])
     return [
         Variable("NVLINK_DOMAIN_SIZE", str(domain), "GPUs that NVLink joins, for HybridEP's choice of path"),
         Variable("USE_MNNVL", "1" if is_rack else "0", "whether NVLink reaches past the node"),
         Variable(
             "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", str(inside), "expert-parallel ranks that reach each other by it"
         ),
+        Variable("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", str(chunk), "tokens that a combine sends at a time"),
     ]

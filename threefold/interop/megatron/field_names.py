@@ -284,6 +284,8 @@ IMPLIED: dict[str, Any] = {
     "model.hidden_dropout": 0.0,
     "model.attention_dropout": 0.0,
     "model.max_position_embeddings": None,
+    "model.moe_paged_stash": None,
+    "model.fine_grained_offloading_max_inflight_offloads": None,
     "rng.te_rng_tracker": None,
     "rerun_state_machine.check_for_nan_in_loss": None,
     "ddp.check_for_nan_in_grad": None,

@@ -22,7 +22,7 @@ from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS
 from threefold.interop.megatron.models import model_of_recipe, model_of_stem
 from threefold.interop.megatron.python_settings import PythonSettings, read_python
 from threefold.interop.megatron.read_settings import fields_of
-from threefold.interop.megatron.setting_facts import PERF_RECIPE
+from threefold.interop.megatron.setting_notes import PERF_RECIPE
 from threefold.interop.megatron.settings_writer import LARGEST_BITS, Settings, plain_value
 from threefold.interop.megatron.write_settings import pipeline_layout
 from threefold.plan.parse import change, parse

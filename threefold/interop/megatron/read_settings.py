@@ -19,7 +19,8 @@ from threefold.interop.megatron.field_names import (
     TORCH_DTYPES,
 )
 from threefold.interop.megatron.releases import every_override, is_override
-from threefold.interop.megatron.setting_facts import conflicts_of, note_of
+from threefold.interop.megatron.setting_facts import conflicts_of
+from threefold.interop.megatron.setting_notes import note_of
 from threefold.interop.megatron.settings_writer import Settings, data_of_paths
 from threefold.plan.aliases import MODULES
 from threefold.plan.plan import GRAPH_SCOPES
@@ -260,7 +261,8 @@ def _read_recompute(reader: Reader) -> None:
         if layers not in (None, 1):
             reader.fields["knobs.recompute_layers"] = layers
     elif granularity == "selective" or (modules and not reader.has("model.recompute_granularity")):
-        names = _names(modules) or ["core_attn"]  # what Megatron recomputes where no modules are named
+        # Where no modules are named Megatron recomputes core_attn; an empty list is the control of an A/B.
+        names = ["core_attn"] if modules is None else _names(modules)
         reader.fields["knobs.recompute"] = [MODULES.get(name, name) for name in names]
 
 
@@ -279,6 +281,9 @@ def _read_graphs(reader: Reader) -> None:
         reader.fields["knobs.graphs"] = ["full_iteration"]
         return
     known = [name for name in names if name in GRAPH_SCOPES]
+    routing = ["moe_router", "moe_preprocess"]
+    if kind == "local" and set(routing) & set(known):  # one of them is both there
+        known = list(dict.fromkeys([*known, *routing]))
     if known:
         reader.fields["knobs.graphs"] = known
     if not known or len(known) < len(names):

@@ -1,4 +1,4 @@
-"""What is known of settings that no plan holds: which exclude each other, and what they mean, as data.
+"""Which settings that no plan holds exclude each other, as data.
 
 An import asks here. A plan that comes out of it goes without these settings, so that no rule of `check` sees them.
 Places in Megatron's wheels are looked up by `tools/read_megatron.py`, as those of rules are.
@@ -51,6 +51,45 @@ def _counts_ends(settings: Settings) -> bool:
     ends = ("embedding", "loss")
     counted = any(settings.get(f"model.account_for_{end}_in_pipeline_split") for end in ends)
     return counted and settings.get("model.pipeline_model_parallel_layout") is not None
+
+
+def _names(settings: Settings, path: str) -> set[str]:
+    value = settings.get(path) or ()
+    return {str(name) for name in (value.split(",") if isinstance(value, str) else value)}
+
+
+def _graphs(settings: Settings) -> str:
+    return str(settings.get("model.cuda_graph_impl") or "none")
+
+
+def _offloads(settings: Settings) -> set[str]:
+    """Modules whose activations are offloaded by name."""
+    has = settings.get("model.fine_grained_activation_offloading")
+    return _names(settings, "model.offload_modules") if has else set()
+
+
+def _repeats_dropout(settings: Settings) -> bool:
+    """Whether a graph holds a recompute of something random."""
+    scopes, names = _names(settings, "model.cuda_graph_modules"), _names(settings, "model.recompute_modules")
+
+    def is_repeated(scope: str, name: str) -> bool:
+        return name in names and (_graphs(settings) == "full_iteration" or not scopes or scope in scopes)
+
+    hidden = is_repeated("mlp", "mlp") or is_repeated("moe", "moe")
+    return _graphs(settings) != "none" and bool(
+        (settings.get("model.attention_dropout") and is_repeated("attn", "core_attn"))
+        or (settings.get("model.hidden_dropout") and hidden)
+        or (settings.get("model.moe_input_jitter_eps") is not None and is_repeated("moe", "moe"))
+    )
+
+
+def _is_nccl_ep(settings: Settings) -> bool:
+    return settings.get("model.moe_flex_dispatcher_backend") == "ncclep"
+
+
+def _overlaps_wgrad_alone(settings: Settings) -> bool:
+    names = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+    return not any(settings.get(f"comm_overlap.{name}") for name in names)
 
 
 def _saves(settings: Settings) -> bool:
@@ -240,38 +279,124 @@ CONFLICTS: tuple[Conflict, ...] = (
         "a hard limit that is not above the soft one",
         "soft below hard (60 and 90 s), and NCCL's watchdog above both",
     ),
+    Conflict(
+        "saved-activations-or-sequence-parallel",
+        "model.distribute_saved_activations",
+        lambda s: s.get("model.distribute_saved_activations") and s.get("model.sequence_parallel"),
+        "saved activations distributed over TP ranks that already cut the sequence",
+        "leave distribute_saved_activations out: sequence parallelism saves what it would",
+        (CORE_CONFIG, 'f"distribute_saved_activations: {self.distribute_saved_activations} must be "'),
+    ),
+    Conflict(
+        "paged-stash-has-a-capacity",
+        "model.moe_paged_stash",
+        lambda s: s.get("model.moe_paged_stash") and s.get("model.moe_expert_rank_capacity_factor") is None,
+        "a paged stash without a capacity per rank",
+        "set model.moe_expert_rank_capacity_factor; recipes have 1.2 to 1.5",
+        (CORE_CONFIG, "moe_paged_stash requires moe_expert_rank_capacity_factor to be set"),
+    ),
+    Conflict(
+        "paged-stash-keeps-layers",
+        "model.cpu_offloading",
+        lambda s: s.get("model.moe_paged_stash") and s.get("model.cpu_offloading"),
+        "a paged stash with offload of whole layers",
+        "one of them",
+        (CORE_CONFIG, "moe_paged_stash cannot be enabled with cpu_offloading."),
+    ),
+    Conflict(
+        "paged-stash-holds-experts",
+        "model.offload_modules",
+        lambda s: s.get("model.moe_paged_stash") and _offloads(s) & {"expert_fc1", "moe_act", "fused_group_mlp"},
+        "offload of what the paged stash holds",
+        "leave expert_fc1, moe_act and fused_group_mlp out of offload_modules",
+        (CORE_CONFIG, "When moe_paged_stash is enabled, offload_modules must not include"),
+    ),
+    Conflict(
+        "graphed-recompute-is-not-random",
+        "model.cuda_graph_modules",
+        _repeats_dropout,
+        "a graph that holds the recompute of something random",
+        "no dropout or jitter (an export has none), or recompute outside of the graph",
+        (CORE_CONFIG, "attention dropout is not supported with graphed attention "),
+    ),
+    Conflict(
+        "whole-graph-bounds-offload",
+        "model.fine_grained_offloading_max_inflight_offloads",
+        lambda s: (
+            _offloads(s)
+            and _graphs(s) == "full_iteration"
+            and s.get("model.fine_grained_offloading_max_inflight_offloads") is None
+        ),
+        "offload by module in a graph of the whole iteration without a bound",
+        "set the most copies of a name that may be under way, as an export does: recipes have 1 or 2",
+        (CORE_CONFIG, '"fine_grained_offloading_max_inflight_offloads must be a non-negative "'),
+    ),
+    Conflict(
+        "local-graph-offloads-experts",
+        "model.offload_modules",
+        lambda s: _graphs(s) == "local" and _offloads(s) - {"expert_fc1", "moe_act", "fused_group_mlp"},
+        "offload beside graphs of impl `local` of other modules than those of experts",
+        "expert_fc1, moe_act and fused_group_mlp alone, or graphs of transformer_engine",
+        (CORE_CONFIG, "\"fine-grained activation offloading with cuda_graph_impl='local' \""),
+    ),
+    Conflict(
+        "packed-graph-has-one-width",
+        "dataset.pad_to_max_length",
+        lambda s: (
+            s.get("dataset.enable_offline_packing")
+            and _graphs(s) in ("transformer_engine", "full_iteration")
+            and not s.get("dataset.pad_to_max_length")
+        ),
+        "offline packing under graphs without one width",
+        "set dataset.pad_to_max_length; where attention is captured offline_packing_specs.pad_cu_seqlens too",
+        (_CONFIG, "Offline packing with CUDA graphs requires dataset pad_to_max_length=True."),
+    ),
+    Conflict(
+        "nccl-ep-overlap-keeps-inputs",
+        "model.offload_modules",
+        lambda s: (
+            _is_nccl_ep(s) and s.get("comm_overlap.overlap_moe_expert_parallel_comm") and "expert_fc1" in _offloads(s)
+        ),
+        "EP overlap by NCCL EP with offload of expert_fc1, whose input the overlap frees",
+        "leave expert_fc1 out, or take another dispatcher",
+        (CORE_CONFIG, "overlap_moe_expert_parallel_comm with ncclep does not support offloading"),
+    ),
+    Conflict(
+        "nccl-ep-has-a-capacity",
+        "model.moe_expert_rank_capacity_factor",
+        lambda s: _is_nccl_ep(s) and s.get("model.moe_expert_rank_capacity_factor") is None,
+        "NCCL EP without a capacity per rank, which sizes its buffer",
+        "set it generously: a rank that receives more ends the run",
+        ("core/transformer/moe/token_dispatcher.py", "The 'ncclep' backend requires moe_expert_rank_capacity_factor"),
+    ),
+    Conflict(
+        "nccl-ep-copies-where-shapes-move",
+        "model.moe_ncclep_zero_copy",
+        lambda s: s.get("model.moe_ncclep_zero_copy") and not s.get("model.moe_ncclep_static_shape"),
+        "NCCL EP without copies, and without fixed shapes",
+        "set model.moe_ncclep_static_shape, which wants fused experts (use_transformer_engine_op_fuser)",
+        ("core/transformer/moe/token_dispatcher.py", "moe_ncclep_zero_copy requires moe_ncclep_static_shape"),
+    ),
+    Conflict(
+        "dispatch-with-wgrad-is-alone",
+        "model.overlap_dispatch_backward_with_experts_wgrad",
+        lambda s: s.get("model.overlap_dispatch_backward_with_experts_wgrad") and not _overlaps_wgrad_alone(s),
+        "dispatch of the backward next to weight gradients, with EP overlap or delayed weight gradients",
+        "a third way to hide an exchange, without two microbatches at a time; it needs Transformer Engine 2.3",
+        (CORE_CONFIG, "'overlap_dispatch_backward_with_experts_wgrad.'"),
+    ),
+    Conflict(
+        "early-release-needs-ep-overlap",
+        "model.ep_overlap_early_attn_memory_release",
+        lambda s: (
+            s.get("model.ep_overlap_early_attn_memory_release")
+            and not s.get("comm_overlap.overlap_moe_expert_parallel_comm")
+        ),
+        "an early release of attention's memory, which belongs to EP overlap",
+        "set comm_overlap.overlap_moe_expert_parallel_comm, or leave it out",
+        (CORE_CONFIG, "'ep_overlap_early_attn_memory_release'"),
+    ),
 )
-
-_RESILIENCY = "Bridge's guide on resiliency (read 2026-08-22)"
-# What a setting means that a plan goes without. A name that ends with a dot stands for a group.
-NOTES: dict[str, str] = {
-    "comm_overlap.bucket_size": "it counts parameters, not bytes: so says Megatron Core, and Bridge's performance "
-    "guide once otherwise; with a pipeline it follows the virtual stage",
-    "ddp.bucket_size": "it counts parameters, not bytes; comm_overlap.bucket_size counts more",
-    "comm_overlap.tp_comm_overlap_cfg": "a preset by chip, hidden size, TP, microbatch and length; without one "
-    "Transformer Engine takes its own, with a warning",
-    "comm_overlap.overlap_p2p_comm": "Bridge sets it: true with virtual stages, else false",
-    "comm_overlap.batch_p2p_comm": "Bridge sets it: true for a pipeline without virtual stages, else false",
-    "comm_overlap.align_param_gather": "Bridge sets it: true with virtual stages and data parallelism",
-    "comm_overlap.overlap_param_gather_with_optimizer_step": "Bridge leaves it off for a fault of checkpoints",
-    "ddp.outer_dp_sharding_strategy": "a plan's HSDP keeps whole copies (no_shard); `optim` shards optimizer states "
-    "over the copies too, as Bridge's HSDP recipe of DeepSeek-V3 does",
-    "ddp.megatron_fsdp_version": "2 is a bring-up on main (2026-08): BF16 and data parallelism alone, without MoE, "
-    "HSDP, checkpoints, clipping, FP8, graphs and offload",
-    "ddp.nccl_ub": "user buffers exclude expandable segments of the allocator, which an export sets",
-    "ft.": f"it takes effect under ft_launcher or Slurm; torchrun turns it off without a word: export with "
-    f"--fault-tolerance; {_RESILIENCY}",
-    "nvrx_straggler.": f"reports slow GPUs every 300 s by default, and stops at none; {_RESILIENCY}",
-    "inprocess_restart.": f"asks for torch 2.5.1 and NCCL 2.26.2, and not for NeMo-Run; {_RESILIENCY}",
-    "rerun_state_machine.": "a suspected step is run again; exit code 16 asks to be resumed to decide, 17 says that "
-    "it failed; run.bad_steps is nearest",
-    "train.exit_signal_handler": "ranks save at the end of a step; torchrun ends them 30 s after the signal, plain "
-    "srun does not",
-    "checkpoint.non_persistent_ckpt_type": "checkpoints on the disks of nodes, with copies on others",
-    "checkpoint.non_persistent_local_ckpt_dir": "checkpoints on the disks of nodes, with copies on others "
-    "(non_persistent_local_ckpt_algo=fully_parallel)",
-}
-PERF_RECIPE = "a recipe of perf_recipes: an upper bound on mock data, for the number of GPUs in its name and unchanged"
 
 
 def conflicts_of(settings: Settings) -> Iterator[Finding]:
@@ -287,9 +412,3 @@ def conflicts_of(settings: Settings) -> Iterator[Finding]:
                 problem += f" (refused: {place})"
             advice, rule = one.advice, "import-settings-conflict"
             yield Finding(rule=rule, at=one.at, problem=problem, advice=advice, severity="warning")
-
-
-def note_of(path: str) -> str:
-    """What is known of a setting without a field, to follow an advice; nothing for most."""
-    group = f"{path.partition('.')[0]}."
-    return NOTES.get(path) or NOTES.get(group, "")

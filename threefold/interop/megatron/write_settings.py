@@ -170,7 +170,7 @@ def _write_routing(writer: Writer) -> None:
     job, knobs = writer.plan.job, writer.plan.knobs
     writer.put("job.routing", "model.moe_router_force_load_balancing", job.routing == "forced-balance")
     writer.put("knobs.router_dtype", "model.moe_router_dtype", "fp32" if knobs.router_dtype == "fp32" else None)
-    is_rank = job.capacity_scope == "rank" and job.capacity_factor is not None
+    is_rank = writer.plan.has_rank_capacity
     expert_factor = None if is_rank else job.capacity_factor
     writer.put("job.capacity_factor", "model.moe_expert_capacity_factor", expert_factor)
     writer.put("job.capacity_factor", "model.moe_pad_expert_input_to_capacity", expert_factor is not None)
@@ -246,6 +246,11 @@ def _write_graphs(writer: Writer) -> None:
     if is_full:
         writer.put("knobs.graphs", "rerun_state_machine.check_for_nan_in_loss", False)
         writer.put("knobs.graphs", "ddp.check_for_nan_in_grad", False)
+    if is_full and not is_old:
+        if writer.plan.has_rank_capacity:  # nothing is dropped: an iteration that overflows runs once more, eagerly
+            writer.put("knobs.graphs", "model.moe_paged_stash", True)
+        if writer.plan.knobs.activation_offload:  # how many copies of a name may be under way; recipes have 1 or 2
+            writer.put("knobs.activation_offload", "model.fine_grained_offloading_max_inflight_offloads", 1)
 
 
 def _write_activation_offload(writer: Writer) -> None:

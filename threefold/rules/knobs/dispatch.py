@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule
+from threefold.rules.base import divisors, rule
 from threefold.spec.candidates import FLEX, dispatcher_candidates, runs_dispatcher
 from threefold.spec.megatron import release_of
 from threefold.spec.stacks import BRIDGE_FLEX
@@ -99,6 +99,65 @@ def dispatcher_candidates_left(plan: Plan) -> Iterator[Finding]:
         )
 
 
+@rule(
+    rows="DI-NVLDOM",
+    target="megatron-bridge",
+    follows="Megatron Bridge 067f987 (2026-08-22), scripts/performance: EP of HybridEP stays in an NVLink domain of 72",
+)
+def hybridep_inside_rack(plan: Plan) -> Iterator[Finding]:
+    """On NVL72 the ranks of HybridEP share one NVLink domain.
+
+    Why: NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN is EP there, up to 72, which Bridge's scripts refuse to exceed; a card
+        of its skills says 16 for GB200, and the code takes EP. On nodes of eight it is the smaller of EP and 8, and
+        more ranks are reached by RDMA.
+    Confirm: layout.ep x layout.etp against the domain in `threefold chips`.
+    Fix: EP inside the rack, or alltoall.
+    """
+    ranks, domain = plan.layout.ep * plan.layout.etp, plan.cluster.domain or plan.chip.domain
+    if plan.model.is_moe and plan.knobs.dispatcher == "hybridep" and plan.chip.is_rack_scale and ranks > domain:
+        inside = [ep for ep in divisors(plan.layout.ep) if ep * plan.layout.etp <= domain]
+        fixes: list[Changes] = [*({"layout.ep": ep} for ep in reversed(inside[-2:])), {"knobs.dispatcher": "alltoall"}]
+        problem = f"hybridep over {ranks} ranks, and NVLink joins {domain} of {plan.chip.name}"
+        yield Finding(at="knobs.dispatcher", problem=problem, fixes=fixes)
+
+
+COMBINE_CHUNKS = (128, 64)  # NUM_OF_TOKENS_PER_CHUNK_COMBINE_API in Bridge's recipes, the usual one first
+
+
+@rule(
+    severity="warning",
+    rows="DI-CHUNK",
+    target="megatron-bridge",
+    follows="Megatron Bridge 067f987 (2026-08-22): recipes and its guide on packing",
+)
+def hybridep_takes_whole_chunks(plan: Plan) -> Iterator[Finding]:
+    """With HybridEP a rank has a whole number of chunks of tokens.
+
+    Why: its combine sends 128 or 64 tokens at a time (NUM_OF_TOKENS_PER_CHUNK_COMBINE_API, which an export sets), and
+        all ranks send equally many. Uneven ranks are padded in eager runs only.
+    Confirm: microbatch x sequence over CP x TP.
+    Fix: a sequence or a layout that divides, or alltoall.
+    """
+    tokens = tokens_of_rank(plan)
+    if plan.model.is_moe and plan.knobs.dispatcher == "hybridep" and tokens % COMBINE_CHUNKS[-1]:
+        problem = f"hybridep with {tokens:g} tokens on a rank, which chunks of {COMBINE_CHUNKS[-1]} do not divide"
+        yield Finding(at="knobs.dispatcher", problem=problem, fix={"knobs.dispatcher": "alltoall"})
+
+
+@rule(severity="warning", rows="DI-SMS")
+def dispatch_sms_have_use(plan: Plan) -> Iterator[Finding]:
+    """Multiprocessors are set aside for a flex dispatcher.
+
+    Why: DeepEP and HybridEP move rows by kernels of their own (20 and 16 multiprocessors unless told otherwise;
+        upstream sweeps 16 to 32). All-to-all is NCCL's, which takes what NCCL takes.
+    Confirm: knobs.dispatch_sms and knobs.dispatcher.
+    Fix: delete it.
+    """
+    if plan.knobs.dispatch_sms is not None and plan.knobs.dispatcher not in FLEX:
+        problem = f"dispatch_sms has no effect with {plan.knobs.dispatcher}"
+        yield Finding(at="knobs.dispatch_sms", problem=problem, fix={"knobs.dispatch_sms": None})
+
+
 @rule(rows="OV-SHEXP", target="megatron-bridge", follows=f"{BRIDGE_FLEX}: flex backends switch the overlap off")
 def shared_overlap_needs_alltoall(plan: Plan) -> Iterator[Finding]:
     """Shared-expert overlap belongs to the alltoall dispatcher.
@@ -140,13 +199,17 @@ def router_in_fp32(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.router_dtype", problem=problem, fix={"knobs.router_dtype": "fp32"})
 
 
+def tokens_of_rank(plan: Plan) -> float:
+    """Tokens of a microbatch on one rank of TP and CP."""
+    return plan.job.micro_batch * plan.job.seq_len / (plan.layout.cp * plan.layout.tp)
+
+
 def tokens_per_expert(plan: Plan) -> float:
     """Rows of one expert's GEMM in a microbatch when routing is balanced."""
     moe, layout = plan.model.moe, plan.layout
     if not moe:
         return 0.0
-    rank_tokens = plan.job.micro_batch * plan.job.seq_len / (layout.cp * layout.tp)
-    return rank_tokens * layout.ep * layout.etp * moe.top_k / moe.num_experts
+    return tokens_of_rank(plan) * layout.ep * layout.etp * moe.top_k / moe.num_experts
 
 
 @rule(severity="warning", rows="PW-COMPSIG HO-MBS")
@@ -184,7 +247,8 @@ def _more_rows(plan: Plan, need: int) -> Iterator[Changes]:
 def fusions_stay_on(plan: Plan) -> Iterator[Finding]:
     """Permutation and gradient-accumulation fusion stay on outside experiments.
 
-    Why: both remove memory-bound passes over activations or gradients at no cost.
+    Why: both remove memory-bound passes over activations or gradients at no cost. Where Transformer Engine's
+        permutation fails at bring-up, a smoke run goes without, and is tried with it again (Bridge's card, 2026-07-25).
     Confirm: knobs.permute_fusion and knobs.grad_accum_fusion.
     Fix: delete the setting; the default is on.
     """

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule, without
+from threefold.rules.base import older, rule, without
 from threefold.rules.knobs.engine_graphs import wider_graphs
 from threefold.rules.layout.batch import pays
 from threefold.spec.candidates import DENSE_GRAPHS, GRAPH_CANDIDATES, first_graphs
+from threefold.spec.megatron import release_of
 from threefold.spec.stacks import CORE_CONFIG
 
 
@@ -17,10 +18,13 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
     """A graph over the experts, or over the whole iteration, needs a fixed number of tokens an expert.
 
     Why: dropless routing gives each expert another number of tokens every time; a graph replays one size. For the whole
-        iteration that is a fact of run time: Megatron's validation accepts it, for runs with a paged stash.
-        Where the threefold engine holds all experts on one rank, only their sum matters, and that is fixed.
+        iteration that is a fact of run time: Megatron's validation accepts it. Bridge 0.5 and later run it dropless
+        by a paged stash: buffers of a capacity per rank, and an iteration that overflows is run once more without a
+        graph, so that nothing is dropped. Upstream's skills still keep whole iterations for drop-and-pad; its recipes
+        for GB200 and GB300 and the code do not. Where the threefold engine holds all experts on one rank, only their
+        sum matters, and that is fixed.
     Confirm: job.capacity_factor is absent (dropless).
-    Fix: the dropless scopes attn, moe_router, moe_preprocess; or a capacity factor.
+    Fix: the dropless scopes moe_router and moe_preprocess; a capacity factor; for Megatron a capacity per rank.
     """
     wide = [scope for scope in plan.knobs.graphs if scope in ("moe", "full_iteration")]
     if plan.target == "threefold" and plan.layout.ep * plan.layout.etp == 1:
@@ -30,8 +34,15 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
             at="knobs.graphs",
             problem=f"{', '.join(wide)} with dropless experts",
             fixes=narrower(plan, without(plan.knobs.graphs, *wide)),
-            advice="or set job.capacity_factor",
+            advice=f"or set job.capacity_factor{_PAGED if plan.target == 'megatron-bridge' else ''}",
         )
+
+
+# Factors of Bridge's recipes are 1.2 to 1.5 (0.6.2, perf_recipes/qwen).
+_PAGED = (
+    "; dropless by a paged stash: job.capacity_factor=1.5 job.capacity_scope=rank knobs.dispatcher=hybridep "
+    "knobs.expert_fusion=true"
+)
 
 
 def narrower(plan: Plan, kept: list[str] | None = None) -> Iterator[dict[str, list[str]]]:
@@ -161,7 +172,7 @@ def graph_needs_static_lengths(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix=fix, advice="or pad: job.dynamic_length = false")
 
 
-@rule(severity="warning", rows="CG-EAGER CG-STATIC")
+@rule(severity="warning", rows="CG-EAGER CG-STATIC", target="threefold")
 def graph_attention_with_packing(plan: Plan) -> Iterator[Finding]:
     """With packed documents attention stays outside the graph.
 
@@ -240,22 +251,26 @@ def graph_scope_exists(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": without(scopes, *absent)})
 
 
-@rule(rows="OF-RULE OF-ACT", refused_in=(CORE_CONFIG, "CUDA graphs not supported with CPU offloading."))
+@rule(rows="OF-RULE OF-ACT CG-CPUOFF", refused_in=(CORE_CONFIG, "CUDA graphs not supported with CPU offloading."))
 def graph_excludes_offload(plan: Plan) -> Iterator[Finding]:
     """Graphs and offload of what they touch exclude each other.
 
     Why: a graph replays fixed addresses; offload of whole layers moves saved tensors away between forward and
-        backward, and a full-iteration graph also contains the optimizer whose states would move. Megatron's offload
-        by module orders its copies with the graph's stream; our engine's does not.
+        backward. Megatron's offload by module orders its copies with the graph's stream; our engine's does not.
+        Megatron Core 0.18 and later (2026) take both offloads of activations with a graph of the whole iteration,
+        which its skills still refuse; offload of the optimizer never had a limit there, because that graph ends before
+        the update. Our engine updates on the host beside the next forward, which would be inside of the graph.
     Confirm: knobs.graphs with knobs.activation_offload, activation_offload_layers or optimizer_offload.
     Fix: no graphs while offload is needed.
     """
-    knobs = plan.knobs
-    by_module = knobs.activation_offload if plan.target == "threefold" or "full_iteration" in knobs.graphs else ()
-    activations = by_module or knobs.activation_offload_layers
-    optimizer = "full_iteration" in knobs.graphs and knobs.optimizer_offload
-    if knobs.graphs and (activations or optimizer):
-        what = "activation offload" if activations else "optimizer offload"
+    knobs, is_ours = plan.knobs, plan.target == "threefold"
+    is_whole = "full_iteration" in knobs.graphs
+    takes_whole = not is_ours and not older(release_of(plan.stack.release).bridge, "0.5")
+    by_module = knobs.activation_offload if is_ours or (is_whole and not takes_whole) else ()
+    by_layer = knobs.activation_offload_layers and not (is_whole and takes_whole)
+    optimizer = is_ours and is_whole and knobs.optimizer_offload
+    if knobs.graphs and (by_module or by_layer or optimizer):
+        what = "activation offload" if by_module or by_layer else "optimizer offload"
         problem = f"graphs ({', '.join(knobs.graphs)}) with {what}"
         yield Finding(at="knobs.graphs", problem=problem, fix={"knobs.graphs": []})
 

@@ -17,6 +17,7 @@ from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.candidates import dispatcher_candidates
 from threefold.spec.model import GqaSpec
 from threefold.spec.stacks import BRIDGE_COMM_OVERLAP, CORE_CONFIG, MEGATRON_ARGUMENTS
+from threefold.units import format_many
 
 _OFF: dict[str, object] = {"knobs.ep_overlap": False, "knobs.delay_wgrad": False}
 
@@ -140,7 +141,8 @@ def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
 def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
     """EP overlap and full recompute exclude each other.
 
-    Why: redoing a whole layer redoes its exchanges, inside the backward that was to hide them.
+    Why: redoing a whole layer redoes its exchanges, inside the backward that was to hide them. The branch dev of
+        Megatron Core (d48bd6b, 2026-08) takes both at dropout 0 without delayed scaling; no release does.
     Confirm: knobs.recompute (Megatron: recompute_granularity).
     Fix: selective modules, not `moe`.
     """
@@ -196,7 +198,8 @@ def ep_overlap_recompute_layers(plan: Plan) -> Iterator[Finding]:
 def ep_overlap_mtp(plan: Plan) -> Iterator[Finding]:
     """EP overlap works with at most one MTP depth.
 
-    Why: the merged schedule has a place for one.
+    Why: the merged schedule has a place for one. The branch dev (d48bd6b, 2026-08), which also takes full recompute,
+        wants `uniform` of one layer with it.
     Confirm: job.mtp (Megatron: mtp_num_layers).
     Fix: one depth, or none.
     """
@@ -236,6 +239,25 @@ def ep_overlap_needs_microbatches(plan: Plan) -> Iterator[Finding]:
         where = f" on PP {pp}" if pp > 1 else ""
         problem = f"EP overlap with {'one microbatch' if count == 1 else f'{count} microbatches'}{where} hides nothing"
         yield Finding(at="job.global_batch", problem=problem, fixes=[*smaller, fix])
+
+
+_FEW_RANKS, _FEW_NODES = 4, 2
+
+
+@rule(severity="note", rows="EO-AVOID", follows="Bridge's skill on EP overlap (2026-07-25)")
+def ep_overlap_small_exchange(plan: Plan) -> Iterator[Finding]:
+    """EP overlap is for exchanges that cost something: not for EP up to 4 on one or two nodes with alltoall.
+
+    Why: the exchange of few ranks is short, and the merged schedule has a price of its own: finer launches and two
+        microbatches in memory. For the same reason it is no part of a bring-up.
+    Confirm: the exposed exchange in a profile of the run without overlap.
+    Fix: none; the A/B of `threefold overlap-ab` decides.
+    """
+    knobs, layout = plan.knobs, plan.layout
+    nodes = -(-layout.gpus // plan.cluster.node)
+    if knobs.ep_overlap and knobs.dispatcher == "alltoall" and 1 < layout.ep <= _FEW_RANKS and nodes <= _FEW_NODES:
+        problem = f"EP overlap at EP {layout.ep} on {format_many(nodes, 'node')}: there is little to hide"
+        yield Finding(at="knobs.ep_overlap", problem=problem, advice="an A/B without it first")
 
 
 @rule(severity="warning", rows="EO-MAXCONN", follows=f"{MEGATRON_ARGUMENTS}: 1 before Blackwell with TP or CP")
@@ -316,7 +338,7 @@ def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with overlapped gradient reduction need Transformer Engine 2.7.
 
     Why: the reduction of a bucket must wait for weight gradients that come late; older releases start it
-        too early.
+        too early. The command line of Megatron-LM asks for 2.8, Bridge for 2.7 (read 2026-08): Bridge is followed.
     Confirm: print transformer_engine.__version__; knobs.grad_reduce_overlap.
     Fix: TE 2.7, or no overlap of the reduction.
     """
@@ -324,7 +346,8 @@ def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
     if knobs.delay_wgrad and knobs.grad_reduce_overlap and older(plan.stack.te, "2.7"):
         problem = f"delay_wgrad with grad_reduce_overlap on Transformer Engine {plan.stack.te} (following Bridge)"
         fix = {"knobs.grad_reduce_overlap": False}
-        yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.7 or newer")
+        advice = "or run Transformer Engine 2.7 or newer (2.8 for the command line of Megatron-LM)"
+        yield Finding(at="stack.te", problem=problem, fix=fix, advice=advice)
 
 
 @rule(
@@ -381,6 +404,26 @@ def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
         no_delay = {"knobs.delay_wgrad": False}
         advice = "or run Transformer Engine 2.12 or newer"
         yield Finding(at="stack.te", problem=problem, fixes=[fix, no_delay], advice=advice)
+
+
+@rule(
+    rows="WG-V8",
+    target="megatron-bridge",
+    refused_in=(CORE_CONFIG, "TE version >= 2.10.0 is required for delay_wgrad_compute with"),
+)
+def delay_wgrad_scoped_graph_te(plan: Plan) -> Iterator[Finding]:
+    """Delayed weight gradients beside any scoped graph need Transformer Engine 2.10.
+
+    Why: older releases cannot split a captured backward, whatever its scope. Where the graph also captures weight
+        gradients, Bridge asks for 2.12 (delay-wgrad-graph-te).
+    Confirm: print transformer_engine.__version__; knobs.graphs.
+    Fix: TE 2.10, no graphs, or no delay.
+    """
+    scopes = without(plan.knobs.graphs, "full_iteration")
+    if plan.knobs.delay_wgrad and scopes and older(plan.stack.te, "2.10"):
+        problem = f"delay_wgrad with graphs of {', '.join(scopes)} on Transformer Engine {plan.stack.te}"
+        fixes: list[Changes] = [{"knobs.graphs": []}, {"knobs.delay_wgrad": False}]
+        yield Finding(at="stack.te", problem=problem, fixes=fixes, advice="or run Transformer Engine 2.10 or newer")
 
 
 @rule(

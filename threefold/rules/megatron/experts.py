@@ -14,17 +14,18 @@ _FUSION: Changes = {"knobs.expert_fusion": None}
 
 @rule(
     target="megatron-bridge",
-    rows="EX-DROP",
+    rows="EX-DROP DI-RANKCAP CG-PAGEDREQ",
     refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor requires"),
 )
 def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
     """Megatron has a capacity per rank with HybridEP only.
 
-    Why: the buffer of a fixed size is HybridEP's.
+    Why: the buffer of a fixed size is HybridEP's (from Megatron Core 0.19 on also NCCL EP's, which no plan names).
+        Bridge 0.5 and later drop nothing at it: an iteration that overflows is run once more without a graph.
     Confirm: job.capacity_scope and knobs.dispatcher.
     Fix: hybridep, or a capacity per expert.
     """
-    if _has_rank_capacity(plan) and plan.knobs.dispatcher != "hybridep":
+    if plan.has_rank_capacity and plan.knobs.dispatcher != "hybridep":
         fixes: list[Changes] = [{"knobs.dispatcher": "hybridep"}, {"job.capacity_scope": None}]
         problem = f"a capacity per rank with {plan.knobs.dispatcher}"
         yield Finding(at="job.capacity_scope", problem=problem, fixes=fixes)
@@ -32,7 +33,7 @@ def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
 
 @rule(
     target="megatron-bridge",
-    rows="EX-DROP",
+    rows="EX-DROP DI-RANKCAP",
     refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor with the 'hybridep' backend requires"),
 )
 def rank_capacity_needs_expert_fusion(plan: Plan) -> Iterator[Finding]:
@@ -42,24 +43,21 @@ def rank_capacity_needs_expert_fusion(plan: Plan) -> Iterator[Finding]:
     Confirm: job.capacity_scope and knobs.expert_fusion.
     Fix: expert_fusion, or a capacity per expert.
     """
-    if _has_rank_capacity(plan) and plan.knobs.dispatcher == "hybridep" and not plan.knobs.expert_fusion:
+    if plan.has_rank_capacity and plan.knobs.dispatcher == "hybridep" and not plan.knobs.expert_fusion:
         fixes: list[Changes] = [{"knobs.expert_fusion": True}, {"job.capacity_scope": None}]
         yield Finding(at="job.capacity_scope", problem="a capacity per rank without expert_fusion", fixes=fixes)
 
 
-def _has_rank_capacity(plan: Plan) -> bool:
-    return plan.model.is_moe and plan.job.capacity_scope == "rank" and plan.job.capacity_factor is not None
-
-
 @rule(
     target="megatron-bridge",
-    rows="EX-DROP DI-GATE-DE",
+    rows="EX-DROP DI-DROP DI-GATE-DE",
     refused_in=(CORE_CONFIG, "Flex token dispatcher with deepep backend does not support"),
 )
 def capacity_without_deepep(plan: Plan) -> Iterator[Finding]:
     """Megatron pads experts to their capacity without DeepEP only.
 
-    Why: DeepEP receives as many rows as there are.
+    Why: DeepEP receives as many rows as there are. Upstream's guide on parallelism (read 2026-08) names alltoall alone
+        for dropped tokens; the code has them with HybridEP too, and is followed.
     Confirm: job.capacity_factor and knobs.dispatcher.
     Fix: alltoall or hybridep.
     """
