@@ -19,7 +19,6 @@ from threefold.cli.command_line.inputs import (
     sequence_length,
     share_of_one,
 )
-from threefold.compare.run_record import CONTRACT
 from threefold.engine.launch.stop_signals import STOP_SIGNALS, install_handlers
 from threefold.engine.weights.base_checkpoint import check_same_checkpoint
 from threefold.engine.weights.run_files import DRAFT, HF_CONFIG, TOKENIZER_FOLDER, write_longer_config
@@ -36,6 +35,7 @@ from threefold.machine.finetune.plan_finetune import (
 from threefold.plan.file import dump_fields, parse_overrides
 from threefold.plan.parse import normalise
 from threefold.plan.plan import Plan
+from threefold.profile.readers.run_record import CONTRACT
 from threefold.toml_file import load_toml
 
 
