@@ -14,8 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from threefold.api.comparisons import compare_runs, profile_run
-    from threefold.api.plans import check, estimate, estimate_training, load_plan, training_curve
+    from threefold.api.comparisons import compare_runs, diagnose_job, profile_run
+    from threefold.api.exports import export
+    from threefold.api.plans import check, estimate, estimate_training, load_plan, sweep, training_curve
     from threefold.api.rehearsals import rehearse
     from threefold.api.searches import find_plan
     from threefold.api.trainings import read_run, train
@@ -33,15 +34,18 @@ __all__ = [
     "change",
     "check",
     "compare_runs",
+    "diagnose_job",
     "dump_plan",
     "estimate",
     "estimate_training",
+    "export",
     "find",
     "find_plan",
     "load_plan",
     "profile_run",
     "read_run",
     "rehearse",
+    "sweep",
     "train",
     "training_curve",
 ]
@@ -54,15 +58,18 @@ _HOMES = {
     "change": "threefold.plan.parse",
     "check": "threefold.api.plans",
     "compare_runs": "threefold.api.comparisons",
+    "diagnose_job": "threefold.api.comparisons",
     "dump_plan": "threefold.plan.file",
     "estimate": "threefold.api.plans",
     "estimate_training": "threefold.api.plans",
+    "export": "threefold.api.exports",
     "find": "threefold.lookup.search",
     "find_plan": "threefold.api.searches",
     "load_plan": "threefold.api.plans",
     "profile_run": "threefold.api.comparisons",
     "read_run": "threefold.api.trainings",
     "rehearse": "threefold.api.rehearsals",
+    "sweep": "threefold.api.plans",
     "train": "threefold.api.trainings",
     "training_curve": "threefold.api.plans",
 }

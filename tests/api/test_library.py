@@ -26,6 +26,9 @@ CALLED = {
     "dry_run": {"rehearse"},
     "train": {"train_rank", "start_ranks"},
     "compare": {"compare_runs"},
+    "diagnose": {"diagnose_job"},
+    "export": {"export"},
+    "sweep": {"sweep"},
     "profile": {"profile_run"},
     "command_line/inputs": {"open_plan"},
 }
@@ -119,6 +122,23 @@ def test_values_show_themselves_shortly() -> None:
         assert shown.startswith("<table")
         assert shown.count("<tr>") == 1 + len(value.table()[1])
     assert str(plan.layout.ep) in dict(zip(*zip(*plan.table()[1], strict=True), strict=True))["layout.ep"]
+
+
+def test_sweeps_exports_and_diagnoses_are_those_of_the_commands(tmp_path: Path) -> None:
+    plan = threefold.load_plan(RECIPE)
+    found = threefold.sweep(plan, {"job.seq_len": [4096, "8K"]})
+    assert [point.plan.job.seq_len for point in found.points] == [4096, 8192]
+    with pytest.raises(threefold.FindingsError, match=r"1\.5"):
+        threefold.sweep(plan, {"layout.ep": [1.5]})
+    exported = threefold.export(plan, to="megatron-lm")
+    assert exported.settings["model.expert_model_parallel_size"] == 16
+    with pytest.raises(threefold.FindingsError, match="experts"):
+        threefold.export(threefold.change(plan, {"layout.ep": 48}))
+    log = tmp_path / "job.log"
+    log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    diagnosis = threefold.diagnose_job(log)
+    assert diagnosis.death == "cuda-out-of-memory"
+    assert all(repr(value).startswith("<") and "\n" not in repr(value) for value in (found, exported, diagnosis))
 
 
 def test_tables_escape_what_files_hold() -> None:

@@ -8,6 +8,9 @@ from threefold.api.plans import on_measured_chip
 from threefold.compare.comparison import Comparison, compare_sides
 from threefold.compare.sides import open_side
 from threefold.cost.chip_file import read_chip_file
+from threefold.diagnose.diagnosis import Diagnosis, diagnose
+from threefold.diagnose.part import Context
+from threefold.diagnose.redact import Redactor
 from threefold.findings import FindingsError
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
@@ -25,6 +28,16 @@ def profile_run(
     cure it. With the plan that ran, cures are changes of its fields; a run's folder has its own. `step_range` names the
     range around a step, `unprofiled_seconds` is the length of a step without a profiler."""
     return profile_traces([Path(path) for path in paths], plan, step_range, unprofiled_seconds)
+
+
+def diagnose_job(
+    *paths: str | Path, plan: Plan | None = None, raw: bool = False, say: Callable[[str], None] | None = None
+) -> Diagnosis:
+    """Read what a dead, slow or full job left behind (logs, flight recorder dumps, memory snapshots, traces, the folder
+    of a run), and say what happened, how sure that is, and what to do. `plan` is the plan that ran, where the files do
+    not say it; `raw` shows paths, hosts and tokens as they are. `say` gets lines of
+    progress. A file that cannot be read becomes a finding."""
+    return diagnose(paths, Context(plan=plan, redact=Redactor(raw), say=say or (lambda text: None)))
 
 
 def compare_runs(

@@ -13,15 +13,16 @@ from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import Estimate
 from threefold.cost.estimate import estimate as estimate_step
 from threefold.cost.training_run.training_run import TrainingRun, training_run
-from threefold.findings import Finding, Findings, FindingsError, in_order
+from threefold.findings import Finding, Findings, FindingsError, in_order, shown
 from threefold.machine.own_chip_file import NO_CHIP_FILE, priced_here
 from threefold.plan.file import read_plan
-from threefold.plan.parse import Parsed, change, free_findings, parse
+from threefold.plan.parse import Parsed, change, free_findings, normalise, parse
 from threefold.plan.plan import Plan
 from threefold.rules.all import PREDICTED, blockers, errors, judge, with_fixes
 from threefold.rules.all import check as check_rules
 from threefold.search.recompute import resolve_recompute
-from threefold.search.sweep import Point, sweep
+from threefold.search.sweep import Point, Sweep
+from threefold.search.sweep import sweep as sweep_fields
 from threefold.spec.clusters.operations import problem_with
 
 OUR_ENGINE = "threefold"
@@ -139,11 +140,31 @@ def training_curve(
     nearest one that does.
     """
     _check_figures(tokens, price, assumed or {})
-    points = sweep(on_measured_chip(plan, chip_file), [{"cluster.gpus": size} for size in sizes]).points
+    points = sweep_fields(on_measured_chip(plan, chip_file), [{"cluster.gpus": size} for size in sizes]).points
     return [
         (point, training_run(point.plan, point.estimate, tokens, price, assumed) if point.estimate else None)
         for point in points
     ]
+
+
+def sweep(plan: Plan, over: Mapping[str, Sequence[Any]], chip_file: str | None = None) -> Sweep:
+    """Estimate a plan with one field at several values, such as {"job.seq_len": [4096, "32K"]}; a longer sequence takes
+    more CP along. Raises where a value makes no plan, or where a memory budget of recompute is left open."""
+    if len(over) != 1 or not all(over.values()):
+        raise ValueError("one field is varied at a time, at one value at least")
+    [(path, values)] = over.items()
+    settings, findings = [], []
+    for value in values:
+        fields, wrong = normalise({path: value})
+        settings.append(fields)
+        if not (fields or wrong):
+            problem = f"{shown(value)} sets no field of a plan, so there is nothing to vary"
+            advice = "vary a field that `threefold schema` lists"
+            wrong = [Finding(rule="known-value", at=path, problem=problem, advice=advice)]
+        findings += [finding for finding in wrong if finding not in findings]
+    if findings:
+        raise FindingsError(in_order(findings))
+    return sweep_fields(on_measured_chip(plan, chip_file), settings)
 
 
 def _check_figures(tokens: float, price: float | None, assumed: Mapping[str, float]) -> None:

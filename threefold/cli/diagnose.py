@@ -4,13 +4,12 @@ import argparse
 import json
 import sys
 
+from threefold.api.comparisons import diagnose_job
 from threefold.api.plans import open_plan
 from threefold.cli.command_line.inputs import add_json, print_findings
 from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.diagnose.deaths.catalogue import catalogue
-from threefold.diagnose.diagnosis import Diagnosis, diagnose
-from threefold.diagnose.part import Context
-from threefold.diagnose.redact import Redactor
+from threefold.diagnose.diagnosis import Diagnosis
 from threefold.findings import did_you_mean
 from threefold.report.diagnosis import diagnosis_text
 from threefold.report.summaries import diagnosis_summary
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             return print_findings(findings, args.json)
     say = progress() or (lambda text: None)
     try:
-        found = diagnose(args.files, Context(plan=plan, redact=Redactor(args.raw), say=say))
+        found = diagnose_job(*args.files, plan=plan, raw=args.raw, say=say)
     finally:
         end_progress()
     if args.json:

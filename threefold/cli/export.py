@@ -7,15 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from threefold.api.exports import export
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.findings import in_order, shown
+from threefold.findings import FindingsError, shown
 from threefold.interop.megatron.bridge_files import export_files
-from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, Export, export_plan
+from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, Export
 from threefold.interop.megatron.validation.judge.verdict import EXIT_CODES, summary_text
 from threefold.interop.megatron.validation.run import run_validation
-from threefold.interop.slurm import Options, faults
-from threefold.plan.parse import change
-from threefold.rules.all import check, errors
+from threefold.interop.slurm import Options
 from threefold.spec.megatron import is_release_name
 
 NOT_VERIFIED = "not verified: run its validate.py where Megatron is installed, or export with --verify\n"
@@ -80,17 +79,16 @@ def run(args: argparse.Namespace) -> int:
         container=args.container,
         fault_tolerant=args.fault_tolerance,
     )
-    judged = plan if plan.target == BRIDGE else change(plan, {"target": BRIDGE})
-    blocking = [*errors(check(judged, notes=False)), *faults(plan, options)]
-    if blocking:
-        return print_findings(in_order(blocking), args.json, beside)
-    export = export_plan(plan, args.to, args.release)
-    files = export_files(export, args.plan, options, str(args.out or "."))
+    try:
+        exported = export(plan, args.to, args.release, options)
+    except FindingsError as error:
+        return print_findings(error.findings, args.json, beside)
+    files = export_files(exported, args.plan, options, str(args.out or "."))
     if args.out is not None and not _write(files, args.out):
         return 1
-    answer = _verify(args, export, files) if args.verify else None
+    answer = _verify(args, exported, files) if args.verify else None
     if args.json:
-        said = {**export.to_json(), "files": files, "verification": answer}
+        said = {**exported.to_json(), "files": files, "verification": answer}
         said = {key: said[key] for key in ("to", "bridge", "core", *ONLY[args.only][1])} if args.only else said
         json.dump(said, sys.stdout, indent=2)
         print()

@@ -5,15 +5,14 @@ import json
 import sys
 from typing import Any
 
+from threefold.api.plans import sweep
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
 from threefold.cli.command_line.out import is_written
 from threefold.findings import Finding, FindingsError, in_order
-from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides
-from threefold.plan.parse import normalise
 from threefold.report.sweep import sweep_text
 from threefold.rules.all import errors
-from threefold.search.sweep import Sweep, sweep
+from threefold.search.sweep import Sweep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +36,13 @@ def run(args: argparse.Namespace) -> int:
     if not (path.strip() and equals and values):
         print(f"threefold sweep: --over {args.over[0]!r} is not path=v1,v2,...", file=sys.stderr)
         return 2
-    settings, wrong = _settings(path.strip(), values)
+    raw, wrong = _values(path.strip(), values)
     parsed, findings = plan_from(args, keep_budget=True)
     findings = in_order([*findings, *wrong])
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
     try:
-        found = sweep(priced_here(parsed.plan), settings)
+        found = sweep(parsed.plan, {path.strip(): raw})
     except FindingsError as error:
         return print_findings(in_order(error.findings), args.json)
     if args.json:
@@ -70,26 +69,15 @@ def _split(text: str) -> list[str]:
     return [value.strip() for value in values if value.strip()]
 
 
-def _settings(path: str, values: list[str]) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """The fields that each value sets; Megatron's names resolve to ours."""
-    settings, findings = [], []
-    for value in values:
-        raw, wrong = parse_overrides([f"{path}={value}"])
-        fields, more = normalise(raw)
-        settings.append(fields)
-        if not (fields or wrong or more):
-            more = [_sets_nothing(path, value)]
-        findings += [finding for finding in [*wrong, *more] if finding not in findings]
-    return settings, findings
-
-
-def _sets_nothing(path: str, value: str) -> Finding:
-    return Finding(
-        rule="known-value",
-        at=path,
-        problem=f"{value} sets no field of a plan, so there is nothing to vary",
-        advice="vary a field that `threefold schema` lists",
-    )
+def _values(path: str, texts: list[str]) -> tuple[list[Any], list[Finding]]:
+    """The values of an override's texts."""
+    values: list[Any] = []
+    findings: list[Finding] = []
+    for text in texts:
+        raw, wrong = parse_overrides([f"{path}={text}"])
+        values += raw.values()
+        findings += [finding for finding in wrong if finding not in findings]
+    return values, findings
 
 
 def _plot(found: Sweep, path: str) -> int:

@@ -16,6 +16,7 @@ from threefold.diagnose.runs.run_part import logs_of, read_runs
 from threefold.diagnose.snapshots.snapshot_part import read_snapshots
 from threefold.diagnose.trace_part import read_traces
 from threefold.findings import Finding
+from threefold.notebook import ShownAsTable
 
 READERS: dict[Kind, Reader] = {
     "run folder": read_runs,
@@ -26,8 +27,8 @@ READERS: dict[Kind, Reader] = {
 }
 
 
-@dataclass
-class Diagnosis:
+@dataclass(repr=False)
+class Diagnosis(ShownAsTable):
     """What happened, by kind of file."""
 
     parts: list[Part] = field(default_factory=list)
@@ -46,6 +47,14 @@ class Diagnosis:
     def death(self) -> str | None:
         """What the logs say that the job died of; None where they say no death."""
         return self._logs.verdict.slug or None if self._logs else None
+
+    def summary(self) -> str:
+        died = f"died of {self.death}" if self.death else "no death in logs"
+        return f"{died}; {', '.join(part.kind for part in self.parts) or 'nothing'} read"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """What each kind of file says, line by line."""
+        return ["files", ""], [[part.kind, line] for part in self.parts for line in part.lines]
 
     def to_json(self) -> dict[str, Any]:
         parts = {part.kind.replace(" ", "_"): part.to_json() for part in self.parts}

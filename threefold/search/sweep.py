@@ -9,6 +9,7 @@ from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import Estimate, estimate
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError
+from threefold.notebook import ShownAsTable
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import blockers, check, errors, judge
@@ -82,11 +83,21 @@ class Outgrown:
         return {"value": self.value, "moved_along": self.moved_along, **self.finding.to_json()}
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+@dataclass(frozen=True, slots=True, repr=False)
+class Sweep(ShownAsTable):
     path: str
     points: tuple[Point, ...]
     outgrown: tuple[Outgrown, ...]
+
+    def summary(self) -> str:
+        return f"{self.path} at {len(self.points)} values, {sum(point.is_right for point in self.points)} fit"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        rows = [
+            [str(point.value), f"{point.estimate.model_tflops_per_gpu:.0f}" if point.estimate else "-", point.verdict]
+            for point in self.points
+        ]
+        return [self.path, "TFLOP/s a GPU", "verdict"], rows
 
     @property
     def right(self) -> Point | None:

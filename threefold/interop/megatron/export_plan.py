@@ -13,14 +13,15 @@ from threefold.interop.megatron.releases import Release, find_release
 from threefold.interop.megatron.settings_writer import Settings, Writer, spell
 from threefold.interop.megatron.write_settings import settings_of
 from threefold.interop.slurm import shape
+from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 
 BRIDGE, LM = "megatron-bridge", "megatron-lm"
 FORMATS = (BRIDGE, LM)
 
 
-@dataclass(frozen=True)
-class Export:
+@dataclass(frozen=True, repr=False)
+class Export(ShownAsTable):
     """A plan as Megatron takes it."""
 
     plan: Plan
@@ -52,6 +53,14 @@ class Export:
     @property
     def respelled(self) -> tuple[Inexpressible, ...]:
         return tuple(item for item in self.inexpressible if item.is_said)
+
+    def summary(self) -> str:
+        return f"{len(self.settings)} settings for {self.stack}, {len(self.lost)} fields not expressed"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The settings, then what Megatron will not do."""
+        rows = [[path, str(value)] for path, value in self.settings.items()]
+        return ["setting", "value"], [*rows, *([item.field, f"not expressed: {item.reason}"] for item in self.lost)]
 
     def to_json(self) -> dict[str, Any]:
         settings = {path: list(value) if isinstance(value, tuple) else value for path, value in self.settings.items()}
