@@ -24,9 +24,10 @@ test-slow: $(STAMP)
 test-megatron: $(STAMP) $(MEGATRON)/installed
 	MEGATRON_HOME=$(CURDIR)/$(MEGATRON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/megatron
 
-# make try-megatron BRIDGE=0.7.0 CORE=0.20.0: which plans a new release judges otherwise than the newest that we support.
+# make try-megatron BRIDGE=0.7.0 CORE=0.20.0: which rules a new release moves, and which plans it judges otherwise.
 try-megatron: $(STAMP) $(MEGATRON)/installed
 	$(BIN)/python tests/megatron/get_wheels.py $(MEGATRON)/wheels $(BRIDGE) $(CORE)
+	$(BIN)/python tools/upstream.py $(MEGATRON)/wheels
 	MEGATRON_HOME=$(CURDIR)/$(MEGATRON) OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/megatron/try_release.py $(BRIDGE)
 
 lint: $(STAMP)

@@ -3,8 +3,8 @@
     python tools/read_megatron.py WHEELS
 
 `WHEELS` is a folder as for `read_wheels.py`, and may hold releases that `PAIRS` there does not
-list yet. Nothing of the wheels is imported. It writes `threefold/spec/megatron.json` and prints what moved: families
-that came or went, and rules whose place is at another line, new in a release, or gone from it.
+list yet. Nothing of the wheels is imported. It writes `threefold/spec/megatron.json`; `upstream.py` says what a release
+moves before it is supported.
 """
 
 import ast
@@ -87,23 +87,6 @@ def read(folder: Path) -> dict[str, Any]:
     return {"source": "wheels of megatron-bridge and megatron-core on PyPI", "releases": releases, "places": places}
 
 
-def moved(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """What is another than it was, in words."""
-    old = {release["bridge"]: release["families"] for release in before["releases"]}
-    for release in after["releases"]:
-        known = set(old.get(release["bridge"], ()))
-        if gone := known - set(release["families"]):
-            yield f"{release['bridge']}: no longer {', '.join(sorted(gone))}"
-        if come := set(release["families"]) - known:
-            yield f"{release['bridge']}: trains {', '.join(sorted(come))}"
-    for slug, place in after["places"].items():
-        lines = before["places"].get(slug, {}).get("lines", {})
-        if place["lines"] != lines:
-            yield f"{slug}: {place['file']} {place['lines']}, was {lines or 'nowhere'}"
-    for slug in sorted(set(followed()) - set(after["places"])):
-        yield f"{slug}: in no release: its words are not found"
-
-
 def as_json(facts: dict[str, Any]) -> str:
     """One release or place a line."""
     rows = [f' "source": {json.dumps(facts["source"])},', ' "releases": [']
@@ -113,7 +96,4 @@ def as_json(facts: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    after = read(Path(sys.argv[1]))
-    for line in moved(json.loads(PAGE.read_text(encoding="utf-8")), after):
-        print(line)
-    PAGE.write_text(as_json(after), encoding="utf-8")
+    PAGE.write_text(as_json(read(Path(sys.argv[1]))), encoding="utf-8")

@@ -1,12 +1,11 @@
 """Families and places are read from wheels without importing them, and the facts that rules use are those."""
 
-import json
 import os
 import zipfile
 from pathlib import Path
 
 import pytest
-from read_megatron import PAGE, architectures, as_json, followed, lines_of, moved, read
+from read_megatron import PAGE, architectures, as_json, followed, lines_of, read
 from read_wheels import PAIRS, Sources
 
 from threefold.interop.megatron.releases import known_releases
@@ -14,7 +13,6 @@ from threefold.rules.all import RULES
 from threefold.spec.hf import READERS
 from threefold.spec.megatron import bridge_releases, places, release_of
 
-FACTS = json.loads(PAGE.read_text(encoding="utf-8"))
 MODELS = {
     "megatron/bridge/models/__init__.py": "",
     "megatron/bridge/models/a/a_bridge.py": """
@@ -48,17 +46,6 @@ def test_a_place_is_the_line_with_the_words(tmp_path: Path) -> None:
     assert lines_of([archive], "core/config.py", "no pipeline with offload") == [2]
     assert lines_of([archive], "core/config.py", "another message") == []
     assert lines_of([archive], "core/gone.py", "x") == []
-
-
-def test_what_moved_is_said() -> None:
-    after = json.loads(json.dumps(FACTS))
-    slug = next(iter(after["places"]))
-    after["places"][slug]["lines"]["0.6.2"] = 1
-    after["releases"][-1]["families"].remove("olmoe")
-    said = list(moved(FACTS, after))
-    assert any(line.startswith(f"{slug}: ") and "'0.6.2': 1" in line for line in said)
-    assert "0.6.2: no longer olmoe" in said
-    assert list(moved(FACTS, FACTS)) == []
 
 
 def test_every_rule_that_follows_megatron_has_its_place() -> None:

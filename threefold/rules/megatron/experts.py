@@ -15,7 +15,7 @@ _FUSION: Changes = {"knobs.expert_fusion": None}
 @rule(
     target="megatron-bridge",
     rows="EX-DROP DI-RANKCAP CG-PAGEDREQ",
-    refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor requires"),
+    refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor requires moe_flex_dispatcher_backend to be"),
 )
 def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
     """Megatron has a capacity per rank with HybridEP only.
@@ -34,7 +34,7 @@ def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
 @rule(
     target="megatron-bridge",
     rows="EX-DROP DI-RANKCAP",
-    refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor with the 'hybridep' backend requires"),
+    refused_in=(CORE_CONFIG, "use_transformer_engine_op_fuser to "),
 )
 def rank_capacity_needs_expert_fusion(plan: Plan) -> Iterator[Finding]:
     """Megatron has a capacity per rank with fused experts only.
