@@ -3,8 +3,9 @@
     python one_step.py VALIDATE.py WHEELS CHECKPOINT TOKENS OUT
 
 The model is the one that Bridge makes of the checkpoint, with Megatron's local layers in place of Transformer
-Engine's, in fp32, without fused kernels. The gradients go to OUT under their Hugging Face names, by Bridge's own
-conversion of weights: it cuts and joins, which is the same for a weight and for its gradient.
+Engine's, in fp32, without fused kernels. The loss is that of the next token; the gradients have MTP's in them. They go
+to OUT under their Hugging Face names, by Bridge's own conversion of weights: it cuts and joins, which is the same for
+a weight and for its gradient.
 """
 
 import contextlib
@@ -76,12 +77,15 @@ def step(checkpoint: Path, tokens: list[list[int]], out: Path) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         parameter.data = parameter.grad
-    gradients = {name: tensor.clone().contiguous() for name, tensor in bridge.export_hf_weights([model], cpu=True)}
+    exported = bridge.export_hf_weights([model], cpu=True)
+    gradients = {name: tensor.clone().contiguous() for name, tensor in exported if "correction_bias" not in name}
     save_file({**gradients, "loss": loss.detach().reshape(1)}, out)
 
 
 def build(bridge: Any) -> Any:
     import torch
+    from megatron.bridge.models import gpt_provider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -96,6 +100,11 @@ def build(bridge: Any) -> Any:
     provider.transformer_impl = "local"
     provider.make_vocab_size_divisible_by = 1
     provider.transformer_layer_spec = local_layers
+    gpt_provider.mtp_block_spec = lambda config, vp_stage=None: (
+        get_gpt_mtp_block_spec(config, local_layers(config), use_transformer_engine=False)
+        if config.mtp_num_layers
+        else None
+    )
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return provider.provide(pre_process=True, post_process=True)
