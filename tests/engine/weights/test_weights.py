@@ -115,6 +115,13 @@ def test_configuration_of_a_spec_reads_back(family: str, odd: bool) -> None:
     assert model_from_dict(hf_config_of(spec), name=spec.name, source=spec.source) == spec
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
+def test_configuration_says_how_the_router_scores(family: str) -> None:
+    """As config.json of deepseek-ai/DeepSeek-V3 and zai-org/GLM-5 do, for readers that do not take it for granted."""
+    config = hf_config_of(spec_of(family))
+    assert (config["scoring_func"], config["topk_method"]) == ("sigmoid", "noaux_tc")
+
+
 def test_fp8_blocks_load_dequantised_and_say_so(tmp_path: Path) -> None:
     """Blocks of 16 x 8 over matrices that they do not divide; expected value by value."""
     model = build_model(spec_of("deepseek_v3"), mtp=1, seed=3)

@@ -141,7 +141,8 @@ def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
     if spec.family not in _GROUP_LIMITED:
         shared = {"shared_expert_intermediate_size": moe.shared_width} if spec.family in _WITH_DELTA else {}
         return {**config, "num_experts": moe.num_experts, **shared}
-    return group_limited_keys(spec)
+    # Of DeepSeek-V3's own config.json: transformers 5 takes them for granted, Megatron Bridge 0.3 does not.
+    return {**group_limited_keys(spec), "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 def _delta(spec: DeltaSpec) -> dict[str, Any]:
