@@ -16,6 +16,7 @@ FILES = {
         def get_pipeline_model_parallel_rank():
             return 0
         """,
+    "core/tensor_parallel/random.py": "class CudaRNGStatesTracker:\n    pass\n",
     "core/num_microbatches_calculator.py": """
         def init_num_microbatches_calculator(rank, rampup, batch, micro_batch, data_parallel, decrease):
             assert batch % (micro_batch * data_parallel) == 0, "global batch size is not divisible"
@@ -57,6 +58,7 @@ FILES = {
             def __init__(self, config):
                 self.config = config
         """,
+    "bridge/recipes/__init__.py": "",
     "bridge/recipes/qwen/qwen3_moe.py": """
         from types import SimpleNamespace
 

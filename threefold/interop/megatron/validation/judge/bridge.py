@@ -42,9 +42,10 @@ class BridgeExport:
     @staticmethod
     def load() -> None:
         """Import what every export needs, so that processes forked from this one need not."""
-        importlib.import_module("megatron.bridge.training.pretrain")
-        importlib.import_module("megatron.bridge.training.finetune")
-        importlib.import_module("megatron.bridge.training.initialize")
+        for name in ("pretrain", "finetune", "initialize", "utils.omegaconf_utils"):
+            importlib.import_module(f"megatron.bridge.training.{name}")
+        with contextlib.suppress(ImportError):  # of a package that recipes of another model need
+            importlib.import_module("megatron.bridge.recipes")
 
     def recipe(self) -> None:
         self._stop_before_training()

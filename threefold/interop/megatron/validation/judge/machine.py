@@ -20,7 +20,8 @@ class Device:
 
 
 def _on_cpu() -> Any:
-    """Small tensors that constructors put on "cuda" go to the CPU."""
+    """Small tensors that constructors put on "cuda", or move there, go to the CPU."""
+    import torch
     from torch.overrides import TorchFunctionMode
 
     class OnCpu(TorchFunctionMode):
@@ -29,6 +30,11 @@ def _on_cpu() -> Any:
             kwargs.pop("pin_memory", None)
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = "cpu"
+            if func is torch.Tensor.to:
+                args = tuple(
+                    "cpu" if isinstance(word, str | torch.device) and str(word).startswith("cuda") else word
+                    for word in args
+                )
             return func(*args, **kwargs)
 
     return OnCpu()
@@ -75,9 +81,13 @@ def simulated_machine(
 
 
 def join_counting_group(gpus: int, rank: int) -> None:
-    """Torch's own fake process group. Megatron's groups without this rank are not made: they would be too many."""
+    """Torch's own fake process group. Megatron's groups without this rank are not made: they would be too many.
+
+    Constructors get no states of random numbers, because no weight is drawn and a GPU would have them.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def create_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +96,7 @@ def join_counting_group(gpus: int, rank: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=gpus, store=FakeStore())
     parallel_state.create_group = create_group
     parallel_state.get_nccl_options = lambda *args, **kwargs: None
+    random.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
 
 
 def globals_of_groups() -> dict[str, Any]:

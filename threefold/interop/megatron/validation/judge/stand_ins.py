@@ -27,6 +27,8 @@ _NEED_CUDA = {
     "causal_conv1d",
     "mamba_ssm",
 }
+# These take seconds to import and have no part in a validation: data, diffusion, plots and logs.
+_NO_PART = {"diffusers", "datasets", "pandas", "peft", "scipy", "matplotlib", "tensorboard", "wandb", "webdataset"}
 # These are replaced where they are not installed: no part of a validation rests on them.
 _OPTIONAL = {"nvidia_resiliency_ext", "modelopt", "megatron.energon", "IPython"}
 # Newest versions that release 0.6.2 of Megatron Bridge was published with; only those that Megatron compares.
@@ -59,6 +61,7 @@ def stand_in_class(name: str) -> Any:
     return AnyClass(f"{STAND_IN}{name}", (), body)
 
 
+_WITH_LAYERS = ("transformer_engine.pytorch", "mamba_ssm.ops.triton.layernorm_gated")
 _LAYERS = {"Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "GroupedLinear", "DotProductAttention", "LayerNormMLP"}
 _CONTEXTS = {"fp8_model_init", "fp8_autocast", "autocast", "quantized_model_init"}
 
@@ -117,7 +120,7 @@ class StandInModule(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         made: Any
-        if self.__name__.startswith("transformer_engine.pytorch") and name in _LAYERS:
+        if self.__name__.startswith(_WITH_LAYERS) and name in _LAYERS:
             made = _layer(name)
         elif name == "FusedAdam":
             made = FusedAdam
@@ -144,7 +147,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, te_version: str) -> None:
         self.versions = {**_VERSIONS, "transformer_engine": te_version}
-        self.packages = _NEED_CUDA | {name for name in _OPTIONAL if not _is_installed(name)}
+        self.packages = _NEED_CUDA | _NO_PART | {name for name in _OPTIONAL if not _is_installed(name)}
         self.used: set[str] = set()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:

@@ -76,11 +76,17 @@ def _is_megatrons(error: BaseException, message: str, raised: traceback.FrameSum
 
 
 def _meets_stand_in(error: Exception, message: str, raised: traceback.FrameSummary) -> bool:
-    """Whether an attribute or type error may be a gap of a stand-in: on its object, in its code, or next to it."""
-    owner = getattr(error, "obj", None)
-    names = (getattr(owner, "__name__", ""), type(owner).__name__, message)
-    if any(STAND_IN in str(name) for name in names) or hasattr(type(owner), "is_stand_in"):
-        return True
+    """Whether an attribute or type error may be a gap of a stand-in: on its object, in its code, or next to it.
+
+    Megatron raises errors of constructors once more, with a longer message and without their object.
+    """
+    earlier: BaseException | None = error
+    while earlier is not None:
+        owner = getattr(earlier, "obj", None)
+        names = (getattr(owner, "__name__", ""), type(owner).__name__, message)
+        if any(STAND_IN in str(name) for name in names) or hasattr(type(owner), "is_stand_in"):
+            return True
+        earlier = earlier.__context__
     return "core/extensions/" in raised.filename.replace("\\", "/")
 
 
@@ -112,7 +118,9 @@ def summary(job: dict[str, Any], ranks: list[dict[str, Any]], versions: dict[str
     ]
     remark = ""
     wanted = {"core": job["core"], "bridge": job["bridge"]}
-    if any(versions.get(part) not in (None, wanted[part]) for part in wanted):
+    # Megatron adds the commit of the folder that it runs in, after a plus sign.
+    versions = {part: version.partition("+")[0] for part, version in versions.items()}
+    if any(versions.get(part, wanted[part]) != wanted[part] for part in wanted):
         has = ", ".join(f"{part} {version}" for part, version in versions.items())
         remark = f"the export is for bridge {job['bridge']} with core {job['core']}; judged by {has}"
     return {
