@@ -46,9 +46,9 @@ def test_a_setting_is_told_with_its_releases_its_field_and_its_rules() -> None:
 
 
 def test_a_setting_that_no_plan_has_is_told_from_its_release_on() -> None:
-    [field, _] = describe("moe_paged_stash")["declared"]  # a field, and an argument of Megatron-LM
+    [field, _] = describe("moe_paged_stash_page_size")["declared"]  # a field, and an argument of Megatron-LM
     assert (field["file"], field["first"]) == ("megatron/core/transformer/transformer_config.py", "0.5.1")
-    assert describe("moe_paged_stash")["plan_field"] is None
+    assert describe("moe_paged_stash_page_size")["plan_field"] is None
 
 
 def test_every_setting_of_an_export_is_told_with_the_field_behind_it() -> None:

@@ -13,13 +13,14 @@ from functools import cache
 from pathlib import Path
 
 from threefold.interop.megatron.field_names import FLEX, MOVED
-from threefold.interop.megatron.setting_facts import CONFLICTS
+from threefold.interop.megatron.setting_facts import CONFLICTS, Conflict
 from threefold.interop.megatron.setting_notes import NOTES
 from threefold.lookup.entries import Entry, all_entries, shipped, table_rows
 from threefold.plan.aliases import resolve
 from threefold.spec.megatron import places
 
 _FIELD = re.compile(r"`(?:layout|job|knobs|run|cluster|model)\.")
+_HERE = "docs/reference/megatron-settings.md"
 _NEVER_BOTH = ("model.cuda_graph_modules", "model.moe_flex_dispatcher_num_sms")  # Megatron Core asserts it
 SYSTEMS = {"megatron": "Megatron", "torchtitan": "torchtitan"}
 
@@ -140,6 +141,14 @@ def rules_about(name: str, field: str | None) -> dict[str, str]:
     return {slug: what for slug, (what, text) in _rule_texts().items() if any(one in text for one in wanted)}
 
 
+def _settings_read(conflict: Conflict) -> Iterator[str]:
+    """The settings that decide whether the conflict is there, as its function names them."""
+    code, values = conflict.holds.__code__, conflict.holds.__globals__
+    for text in (*code.co_consts, *(values.get(name) for name in code.co_names)):
+        if isinstance(text, str) and re.fullmatch(r"[a-z_0-9]+\.[a-z_0-9]+", text):
+            yield text
+
+
 @cache
 def notes() -> dict[str, tuple[str, ...]]:
     """What is known of settings that no plan holds: what each does, and what must be set with it or left out."""
@@ -150,9 +159,7 @@ def notes() -> dict[str, tuple[str, ...]]:
         place = places().get(f"setting:{conflict.name}")
         refused = f" ({place})" if place else ""
         text = f"{conflict.problem}: {conflict.advice}{refused}"
-        for name in dict.fromkeys(
-            [bare(conflict.at), *re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", text.partition(" (")[0])]
-        ):
+        for name in dict.fromkeys(map(bare, (conflict.at, *_settings_read(conflict)))):
             found.setdefault(name, []).append(text)
     for cells in _rows_of("megatron-settings.md"):
         for name in re.findall(r"`([\w.]+)`", cells[1] if len(cells) == 3 else cells[0]):
@@ -187,6 +194,8 @@ def _entries() -> Iterator[Entry]:
         known = " ".join(notes().get(bare(name), ()))
         answer = f"{system}: {first.type}{default}; {span(first)}"
         yield Entry("name", name, answer, known, f"threefold find {name} --kind name")
+    for name in notes().keys() - settings().keys():
+        yield Entry("name", name, f"in no release that was read; {notes()[name][0]}", " ".join(notes()[name]), _HERE)
     for name, reason in variables().items():
         yield Entry(
             "name", name, f"environment variable of an export, {reason}", "", "docs/reference/megatron-settings.md"
