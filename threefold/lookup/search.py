@@ -16,6 +16,7 @@ from threefold.lookup.synonyms import related
 
 Searched = tuple[Entry, str, str, str]
 _NAME, _ANSWER, _TEXT = 5.0, 2.5, 1.0
+_LOG = 3.0  # the text of a death has the words of logs
 _LONG = 1500.0  # letters beyond which a text says less by having a word
 # Guides and rules answer; logs and lists of coverage back them up.
 _PRIOR = {"rule": 1.2, "field": 1.25, "command": 1.1, "word": 1.1, "recipe": 0.8, "row": 0.7, "run": 0.5, "name": 0.7}
@@ -78,8 +79,10 @@ def _ranked(query: str, weights: dict[str, float], texts: Sequence[Searched]) ->
     for word, weight in weights.items():
         spaced = _spaced(word)
         hits = [
-            _NAME * (spaced in name) + _ANSWER * (spaced in answer) + _text_hit(text.count(spaced), len(text))
-            for _, name, answer, text in texts
+            _NAME * (spaced in name)
+            + _ANSWER * (spaced in answer)
+            + _text_hit(text.count(spaced), len(text)) * (_LOG if entry.kind == "death" else 1.0)
+            for entry, name, answer, text in texts
         ]
         spread = math.log(1 + len(texts) / (1 + sum(hit > 0 for hit in hits)))
         for index, hit in enumerate(hits):
@@ -104,7 +107,8 @@ def _final(score: float, share: float, query: str, stems: tuple[str, ...], texts
     """Entries that have more of the query's own words, its very phrase, or its name, come first."""
     entry, name, answer, _ = texts
     is_name = query in (name, _spaced(entry.name.rpartition(".")[2]), name.replace(" threefold", "", 1))
-    prior = 0.6 if entry.read_on.startswith("docs/log/") else _PRIOR.get(entry.kind, 1.0)
+    is_behind = entry.read_on.startswith("docs/log/") or entry.name.startswith("--")  # arguments repeat fields
+    prior = 0.6 if is_behind else _PRIOR.get(entry.kind, 1.0)
     phrase = 3.0 if is_name else 1.25 if query in name or query in answer else 1.0
     return prior * score * (0.4 + 0.6 * share) * (1.0 + 0.6 * _share_of_name(name, stems)) * phrase
 
