@@ -14,6 +14,7 @@ _RINGS = {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p"}
 _DROPS = {**_WITHOUT_PP, "knobs.graphs": ["moe"], "job.capacity_factor": 1.0}
 _MXFP8 = {"cluster.chip": "gb200", "knobs.precision": "mxfp8"}
 _HYBRIDEP = {"knobs.dispatcher": "hybridep", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
+_STASH = {**_WITHOUT_PP, **_HYBRIDEP, "knobs.expert_fusion": True, "knobs.graphs": ["full_iteration"]}
 _GEMMA: dict[str, Any] = {
     **_WITHOUT_PP,
     "model": "gemma-4-26b-a4b",
@@ -196,6 +197,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "graph-of-experts-without-offload": (
         {**_DROPS, "knobs.activation_offload": ["core_attn"]},
         {**_DROPS, "knobs.graphs": ["attn"], "knobs.activation_offload": ["core_attn"]},
+    ),
+    "paged-stash-holds-experts": (
+        {**_STASH, "knobs.activation_offload": ["fused_group_mlp", "core_attn"]},
+        {**_STASH, "knobs.activation_offload": ["core_attn"]},
+    ),
+    "paged-stash-keeps-layers": (
+        {**_STASH, "knobs.activation_offload_layers": 2, "knobs.recompute": []},
+        {**_STASH, "knobs.recompute": []},
     ),
     "packed-attention-in-no-scoped-graph": (
         {"knobs.graphs": ["attn", "moe_router"], "job.packing": True},

@@ -35,7 +35,7 @@ def precisions(space: Space) -> list[str]:
 
 
 def shardings(space: Space, layout: Layout) -> list[str]:
-    """ZeRO-1, or FSDP where there is no pipeline (fsdp-excludes-pipeline)."""
+    """ZeRO-1, or FSDP where there is no pipeline (fsdp-pipeline-is-untried)."""
     fixed = space.base.knobs.data_parallel
     if not space.free("knobs.data_parallel"):
         return [fixed] if layout.pp == 1 or fixed == "zero1" else []

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threefold.interop.megatron.field_names import FLEX
 from threefold.plan.plan import Plan
 from threefold.rules.knobs.dispatch import COMBINE_CHUNKS, tokens_of_rank
+from threefold.rules.megatron.graphs import has_paged_stash
 
 # What an export sets. An import passes over them: they follow from the plan.
 EXPORTED_VARIABLES = frozenset(
@@ -48,7 +49,7 @@ def environment_of(plan: Plan) -> list[Variable]:
     """The variables in the order in which a script exports them."""
     backend = plan.knobs.dispatcher if plan.model.is_moe and plan.knobs.dispatcher in FLEX else None
     margin = "20" if backend else "16"
-    is_paged = plan.has_rank_capacity and "full_iteration" in plan.knobs.graphs
+    is_paged = has_paged_stash(plan)
     streams = "0" if is_paged else "1"
     reason = "a graph reuses what streams recorded" if is_paged else "buffers of collectives are free at once"
     segments = "expandable_segments:True" + (",graph_capture_record_stream_reuse:True" if is_paged else "")

@@ -22,6 +22,7 @@ from threefold.layout.stages import format_stages
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
+from threefold.rules.megatron.graphs import has_paged_stash
 from threefold.spec.models import MODELS
 
 _MODULES_SINCE = {"gdn_norm_out": (0, 6), "fused_group_mlp": (0, 6)}  # Megatron Core 0.19
@@ -247,7 +248,7 @@ def _write_graphs(writer: Writer) -> None:
         writer.put("knobs.graphs", "rerun_state_machine.check_for_nan_in_loss", False)
         writer.put("knobs.graphs", "ddp.check_for_nan_in_grad", False)
     if is_full and not is_old:
-        if writer.plan.has_rank_capacity:  # nothing is dropped: an iteration that overflows runs once more, eagerly
+        if has_paged_stash(writer.plan):  # nothing is dropped: an iteration that overflows runs once more, eagerly
             writer.put("knobs.graphs", "model.moe_paged_stash", True)
         if writer.plan.knobs.activation_offload:  # how many copies of a name may be under way; recipes have 1 or 2
             writer.put("knobs.activation_offload", "model.fine_grained_offloading_max_inflight_offloads", 1)

@@ -8,6 +8,7 @@ from threefold.rules.base import rule, without
 from threefold.spec.candidates import GRAPH_CANDIDATES
 from threefold.spec.stacks import CORE_CONFIG
 
+_OFFLOAD = "knobs.activation_offload"
 _LAYER = "core/transformer/transformer_layer.py"
 
 
@@ -47,6 +48,48 @@ def packed_attention_in_no_scoped_graph(plan: Plan) -> Iterator[Finding]:
     if "attn" in plan.knobs.graphs and plan.job.packing:
         fix = {"knobs.graphs": without(plan.knobs.graphs, "attn")}
         yield Finding(at="knobs.graphs", problem="attn with packed documents", fix=fix)
+
+
+def has_paged_stash(plan: Plan) -> bool:
+    """Whether an export asks for a paged stash: one graph of the iteration over buffers of a capacity per rank."""
+    return plan.has_rank_capacity and "full_iteration" in plan.knobs.graphs
+
+
+@rule(
+    target="megatron-bridge",
+    rows="CG-PAGEDX",
+    refused_in=(CORE_CONFIG, "When moe_paged_stash is enabled, offload_modules must not include"),
+)
+def paged_stash_holds_experts(plan: Plan) -> Iterator[Finding]:
+    """What the paged stash of a graph of the iteration holds is not offloaded by name.
+
+    Why: the stash has the activations of experts, and a share of it can be on the host
+        (moe_paged_stash_buffer_size_factor_cpu).
+    Confirm: knobs.activation_offload with knobs.graphs and job.capacity_scope.
+    Fix: delete the names of experts.
+    """
+    names = plan.knobs.activation_offload
+    inside = [name for name in names if name in ("expert_fc1", "moe_act", "fused_group_mlp")]
+    if has_paged_stash(plan) and inside:
+        problem = f"offload of {', '.join(inside)}, which the paged stash holds"
+        yield Finding(at=_OFFLOAD, problem=problem, fix={_OFFLOAD: without(names, *inside)})
+
+
+@rule(
+    target="megatron-bridge",
+    rows="CG-PAGEDREQ",
+    refused_in=(CORE_CONFIG, "moe_paged_stash cannot be enabled with cpu_offloading."),
+)
+def paged_stash_keeps_layers(plan: Plan) -> Iterator[Finding]:
+    """Whole layers are not offloaded next to a paged stash.
+
+    Why: both replace what autograd saves of the experts.
+    Confirm: knobs.activation_offload_layers with knobs.graphs and job.capacity_scope.
+    Fix: no offload of layers.
+    """
+    if has_paged_stash(plan) and plan.knobs.activation_offload_layers:
+        at = "knobs.activation_offload_layers"
+        yield Finding(at=at, problem="offload of whole layers with a paged stash", fix={at: 0})
 
 
 @rule(severity="note", target="megatron-bridge", rows="CG-NARROW CG-REPLAY CG-PROFIT")
