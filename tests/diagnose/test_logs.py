@@ -250,3 +250,38 @@ def test_bisection_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["diagnose", "a.log", "--fail-on", "cuda-out-of-memry"])
     assert error.value.code == 2
     assert "did you mean cuda-out-of-memory" in capsys.readouterr().err
+
+
+def test_ranks_are_counted_in_lines_that_say_nothing(tmp_path: Path) -> None:
+    lines = [f"[rank{rank}]: apples and {'x' * rank}" for rank in range(40)]
+    assert read(write(tmp_path / "a.log", lines)).facts["ranks"] == list(range(40))
+
+
+def test_an_error_has_the_time_of_a_line_before_it(tmp_path: Path) -> None:
+    """The OOM says no time; a line before it, which says nothing else, does. The other rank's error was earlier."""
+    late = ["2026-03-03 11:20:00 apples", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]
+    early = ["2026-03-03 11:10:00 pears", "OSError: [Errno 28] No space left on device"]
+    found = read(write(tmp_path / "rank-0.log", late), write(tmp_path / "rank-1.log", early))
+    assert (found.verdict.slug, found.verdict.confidence) == ("disk-full", "high")
+
+
+def test_lines_that_are_never_alike_stay_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log made so that no two lines share a form: memory and looks are bounded, and the last traceback is read."""
+    monkeypatch.setattr("threefold.diagnose.logs.scan._LOOKS_IN_ALL", 500)
+    monkeypatch.setattr("threefold.diagnose.logs.scan._MOST_TEMPLATE_BYTES", 10_000)
+    rng = random.Random(4)
+    lines = [f"{''.join(rng.choices('abcdefgh', k=30))} failed" for _ in range(5000)]
+    lines += [f"iteration {step:8d}/    9000 | lm loss: 2.5E+00 | grad norm: 1.000 |" for step in range(5)]
+    lines += ["Traceback (most recent call last):", '  File "a.py", line 3, in main']
+    lines += ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."]
+    scan = Scan(write(tmp_path / "a.log", lines)).read()
+    assert sum(map(len, scan._templates)) < 20_000
+    assert scan._num_looks < 600
+    assert [one.deaths[0].slug for one in scan.sightings] == ["cuda-out-of-memory"]
+
+
+def test_a_packed_file_of_any_length_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threefold.diagnose.logs.lines.MOST_BYTES", 2**23)
+    path = tmp_path / "a.log.gz"
+    path.write_bytes(gzip.compress(b"apples\n" * 2**22))
+    assert 2**20 < Scan(path).read().num_lines < 2**21

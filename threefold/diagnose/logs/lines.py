@@ -8,6 +8,7 @@ from pathlib import Path
 from threefold.diagnose.files import open_content
 
 CHUNK_BYTES = 2**22
+MOST_BYTES = 50 * 2**30  # of a log's content; a packed file may hold any number
 MAX_LINE_BYTES = 2**15  # longer lines are cut
 _COLOR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 # torchrun's `[rank3]:`, `[default3]:` (also twice), srun -l's ` 3: `, glog's `[rank3]:[E...]`, and
@@ -32,7 +33,7 @@ def read_chunks(path: Path, say: Callable[[int], None]) -> Iterator[list[bytes]]
     """Lists of lines without their ends. `say` is told the number of bytes read so far."""
     rest, done = b"", 0
     with open_content(path) as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while done < MOST_BYTES and (chunk := file.read(CHUNK_BYTES)):
             done += len(chunk)
             say(done)
             lines = (rest + chunk).split(b"\n")

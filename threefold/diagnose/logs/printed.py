@@ -24,6 +24,12 @@ _VERSIONS = (
     (r"[Dd]river [Vv]ersion:? ?([\d.]+)", "driver"),
     (r"megatron[-_ ]core(?: version)?[ =:]+v?(\d+\.\d+[\w.+]*)", "megatron_core"),
 )
+# In lower case; one of them is in each line that `note` or `begins` takes something from.
+WORDS = (
+    "version", ") memory (", "cuda capacity", "device mesh", "peak flops", "- arguments -", "configuration summary",
+    "running with configs", "running with args",
+)  # fmt: skip
+VERSION = r"torch[ =:]+v?\d|transformer[ _-]?engine[ =:]+v?\d|megatron[-_ ]core[ =:]+v?\d"  # lines without that word
 _CAPACITY = re.compile(r"CUDA capacity: (.+?) with ([\d.]+)GiB memory")
 _MESH = re.compile(r"Building device mesh with parallelism: (.+)")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \((?:after )?(\d+) iterations?\) memory \((MB|GB)\)(.*)")

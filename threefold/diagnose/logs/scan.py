@@ -7,10 +7,13 @@ costs one lookup from then on, so that a log is read about as fast as its lines 
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
-from threefold.diagnose.deaths.catalogue import Death, deaths_in
+from threefold.diagnose.deaths.catalogue import Death, deaths_in, expressions_by_word
+from threefold.diagnose.deaths.expression_words import any_of
 from threefold.diagnose.logs.lines import (
+    MAX_LINE_BYTES,
     decode,
     prefix_like,
     rank_inside,
@@ -19,7 +22,7 @@ from threefold.diagnose.logs.lines import (
     seconds_in,
     split_rank,
 )
-from threefold.diagnose.logs.printed import Printed
+from threefold.diagnose.logs.printed import VERSION, WORDS, Printed
 from threefold.diagnose.logs.sightings import (
     TRACEBACK,
     Ended,
@@ -34,8 +37,13 @@ from threefold.diagnose.logs.steps import Parser, Steps, parser_for
 
 _DIGITS = b"0123456789"
 _MOST_TEMPLATES = 200_000
+_MOST_TEMPLATE_BYTES = 2**26
 _MOST_LOOKS = 48  # at lines of one template in which nothing was found
 _MOST_FOUND = 2000  # lines of one template in which something was
+# After so many looks, or bytes looked at, only tracebacks and what jobs print about themselves count.
+_LOOKS_IN_ALL, _LOOKED_BYTES = 200_000, 2**25
+_RANK_LINES, _RANK_STRIDE = 100_000, 16  # lines whose rank is noted: the first ones, and then one of so many
+_BACK = 16  # lines before an error in which its time is looked for
 _MOST_SIGHTINGS = 4000
 _MOST_RANKS = 2**17
 _MOST_CHARS = 1500
@@ -43,15 +51,21 @@ _KNOWN_HEADS = ("", "traceback :", "traceback:")  # torchrun's summary of failur
 _ROOT_LINES = 12  # of torchrun's summary of the first failure
 _SURVIVED_STEPS = 3  # step lines after an error that say that the job went on
 _ALWAYS = (b"Traceback (most", b"memory (", b"Root Cause", b" arguments ", b"Configuration Summary", b"Running with")
-# What a line has to hold, in lower case, to be looked at.
-_TRIGGER = re.compile(
-    rb"error|exception|traceback|assert|fail|fatal|warn|nccl|cuda|kill|cancel|abort|segmentation|signal|timed? ?out"
-    rb"|terminat|oom|memory|nvshmem|deepep|xid|no space|undefined symbol|interrupt|preempt|core dumped|bus error|skipp"
-    rb"|fall|disabl|re-loop|exit|slurm|srun|denied|not found|unable|refused|broken pipe|nan\b|stale|ibv_|recv|mpi_|pmix"
-    rb"|double free|virtual method|multicast|driver|command|time limit|node|monitoredbarrier|completed|mesh|training is"
-    rb"|flops|gpu|version|rank|symbol|quota|argument|shape|divisible|captur|bias|permission|imported|retries"
-)
+# Words of lines that report an error, whatever the catalogue says, and of what a job says at its end.
+_ERROR_WORDS = (
+    "error", "exception", "traceback", "assert", "fail", "fatal", "critical", "panic", "abort", "crash", "interrupt",
+    "terminate called", "what():", "timeout", "refused", "training is done", "training completed", "first observed",
+)  # fmt: skip
+_RANK_HEAD = re.compile(rb"\s*[\[\d\x1b(>{]")  # a line that may begin with a rank, or something else of a launcher
+_MOST_HEAD = 512
 Handler = Parser | bool  # of a template: a parser of steps, True for lines to look at, False for dull ones
+
+
+@cache
+def _trigger() -> re.Pattern[bytes]:
+    """What a line has to hold, in lower case, to be looked at."""
+    words = any_of([*_ERROR_WORDS, *WORDS, *expressions_by_word()])
+    return re.compile(rf"{words}|\[[ef]\d{{3,4}} |{VERSION}".encode())
 
 
 class Scan:
@@ -70,6 +84,10 @@ class Scan:
         self._file_rank = rank_of_file(path)
         self._recent = deque[int](maxlen=_SURVIVED_STEPS)
         self._templates: dict[bytes, Handler] = {}
+        self._template_bytes = 0
+        self._num_looks = self._looked_bytes = 0
+        self._chunk: list[bytes] = []
+        self._chunk_start = 0
         self._looks: dict[bytes, int] = {}
         self._found: set[bytes] = set()  # templates in which errors or notices were found
         self._tracebacks = Tracebacks()
@@ -97,8 +115,11 @@ class Scan:
 
     def _read_lines(self, lines: list[bytes]) -> None:
         number, templates, tracebacks, printed = self.num_lines, self._templates, self._tracebacks, self.printed
+        self._chunk, self._chunk_start = lines, number
         for raw in lines:
             number += 1
+            if number < _RANK_LINES or not number % _RANK_STRIDE:
+                self._note_rank(raw)
             if tracebacks.is_open and self._continue_traceback(number, raw):
                 continue
             if printed.is_open and printed.take(self._split(decode(raw))[1]):
@@ -106,17 +127,32 @@ class Scan:
             key = raw.translate(None, _DIGITS)
             handler = templates.get(key)
             if handler is None:
-                if len(templates) >= _MOST_TEMPLATES:
-                    templates.clear()
+                self._bound_templates(len(key))
                 handler = templates[key] = parser_for(raw) or self._is_worth_a_look(raw)
-            if handler is True:
+            if handler is True or self._in_root:
                 self._look(number, raw, key)
             elif handler is not False and handler(raw, self.steps):
                 self._after_step(number, raw)
         self.num_lines = number
 
+    def _bound_templates(self, num_bytes: int) -> None:
+        """Forget all templates where they are too many: logs may be made so that no two lines are alike."""
+        self._template_bytes += num_bytes
+        if len(self._templates) >= _MOST_TEMPLATES or self._template_bytes > _MOST_TEMPLATE_BYTES:
+            self._template_bytes = num_bytes
+            for one in (self._templates, self._looks, self._found):
+                one.clear()
+
+    def _note_rank(self, raw: bytes) -> None:
+        if _RANK_HEAD.match(raw) and len(self.ranks) < _MOST_RANKS:
+            rank, _ = self._split(decode(raw[:_MOST_HEAD]))
+            if rank is not None:
+                self.ranks.add(rank)
+
     def _is_worth_a_look(self, raw: bytes) -> bool:
-        return _TRIGGER.search(raw.lower()) is not None or self.printed.begins(raw)
+        if self._num_looks > _LOOKS_IN_ALL or self._looked_bytes > _LOOKED_BYTES:
+            return any(sign in raw for sign in _ALWAYS)
+        return _trigger().search(raw.lower()) is not None
 
     def _after_step(self, number: int, raw: bytes) -> None:
         """Forget errors that the job survived."""
@@ -131,10 +167,10 @@ class Scan:
         if looks > (_MOST_FOUND if key in self._found else _MOST_LOOKS) and not any(sign in raw for sign in _ALWAYS):
             self._templates[key] = False
             return
+        self._num_looks += 1
+        self._looked_bytes += min(len(raw), MAX_LINE_BYTES)
         text = decode(raw)
         rank, rest = self._split(text)
-        if rank is not None and len(self.ranks) < _MOST_RANKS:
-            self.ranks.add(rank)
         if (seconds := seconds_in(text)) is not None:
             self._clock = seconds
         if self.printed.begins(raw):
@@ -189,7 +225,15 @@ class Scan:
         for other in (rank_inside(text), self._file_rank):
             rank = other if rank is None else rank
         text = text.strip()[:_MOST_CHARS]
-        return Sighting(text, rank, self.path.name, number, self._clock, deaths, is_exception)
+        return Sighting(text, rank, self.path.name, number, None, deaths, is_exception)
+
+    def _time_of(self, number: int) -> float | None:
+        """The time that a line says, else one shortly before it, else the last one that was looked at."""
+        place = number - 1 - self._chunk_start
+        for raw in reversed(self._chunk[max(0, place - _BACK) : place + 1]):
+            if (seconds := seconds_in(decode(raw))) is not None:
+                return seconds
+        return self._clock
 
     def _keep(self, sighting: Sighting) -> None:
         notices = [death for death in sighting.deaths if death.role == "notice"]
@@ -201,6 +245,7 @@ class Scan:
         if is_unknown and (notices or is_harmless(sighting.text)):
             return
         if len(self.sightings) < _MOST_SIGHTINGS:
+            sighting.seconds = self._time_of(sighting.line)
             self.sightings.append(sighting)
 
     def _continue_traceback(self, number: int, raw: bytes) -> bool:
@@ -208,8 +253,6 @@ class Scan:
         taken = self._tracebacks.take(number, rank, text)
         if not isinstance(taken, Ended):
             return taken
-        if rank is not None and len(self.ranks) < _MOST_RANKS:
-            self.ranks.add(rank)
         if not taken.joins_cause():
             sighting = self._sighting(number, rank, taken.text, taken.deaths, is_exception=True)
             sighting.frames = taken.frames
