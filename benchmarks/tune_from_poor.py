@@ -66,7 +66,17 @@ def plan_of(fields: dict[str, Any]) -> Plan:
 def run_tuning(poor: Plan, folder: Path, budget: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "poor.toml").write_text(dump_plan(poor), encoding="utf-8")
-    words = [sys.executable, "-m", "threefold", "tune", str(folder / "poor.toml"), "--budget", budget, "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "threefold",
+        "tune",
+        str(folder / "poor.toml"),
+        "--budget",
+        budget,
+        "--precision",
+        "--json",
+    ]
     done = subprocess.run([*words, "--out", str(folder / "tuning")], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

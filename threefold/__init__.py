@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from threefold.api.comparisons import compare_runs, diagnose_job, profile_run
+    from threefold.api.comparisons import compare_runs, contract_of, diagnose_job, profile_run, validate
     from threefold.api.exports import export
     from threefold.api.plans import check, estimate, estimate_training, load_plan, sweep, training_curve
     from threefold.api.rehearsals import rehearse
@@ -34,6 +34,7 @@ __all__ = [
     "change",
     "check",
     "compare_runs",
+    "contract_of",
     "diagnose_job",
     "dump_plan",
     "estimate",
@@ -48,6 +49,7 @@ __all__ = [
     "sweep",
     "train",
     "training_curve",
+    "validate",
 ]
 
 # Where each name is defined. None is the name of a folder of this package, which it would hide.
@@ -58,6 +60,7 @@ _HOMES = {
     "change": "threefold.plan.parse",
     "check": "threefold.api.plans",
     "compare_runs": "threefold.api.comparisons",
+    "contract_of": "threefold.api.comparisons",
     "diagnose_job": "threefold.api.comparisons",
     "dump_plan": "threefold.plan.file",
     "estimate": "threefold.api.plans",
@@ -72,6 +75,7 @@ _HOMES = {
     "sweep": "threefold.api.plans",
     "train": "threefold.api.trainings",
     "training_curve": "threefold.api.plans",
+    "validate": "threefold.api.comparisons",
 }
 
 

@@ -26,6 +26,8 @@ PLANNER: dict[str, list[str]] = {
     "export": ["export", LARGE],
     "import": ["import", "{work}/overrides.txt", "--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "8"],
     "compare": ["compare", SMALL, SMALL],
+    "contract": ["contract", LARGE],
+    "validate": ["validate", "{work}/job.log"],
     "profile": ["profile", "{work}/trace.json.gz"],
     "diagnose": ["diagnose", "{work}/job.log"],
     "card": ["card", "list"],

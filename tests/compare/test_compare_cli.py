@@ -29,7 +29,7 @@ def test_two_plans_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("compare", NO_OVERLAP, OVERLAP, capsys=capsys)
     assert code == 0
     assert "B is predicted to be faster" in out
-    assert re.search(r"^knobs +knobs\.ep_overlap +false +true$", out, re.M)
+    assert re.search(r"^knobs +execution +knobs\.ep_overlap +false +true$", out, re.M)
     assert re.search(r"^knobs\.ep_overlap false -> true +-", out, re.M)
     assert "= change" in out
 

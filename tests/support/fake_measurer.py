@@ -2,12 +2,12 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from threefold.plan.plan import Plan
-from threefold.tune.measurement import Measurement, Window
+from threefold.tune.measurement import Measurement, Trial, Window
 
 Factor = Callable[[Plan], float]
 START_SECONDS = 2.0  # that a trial takes beside its steps
@@ -34,6 +34,8 @@ class FakeMeasurer:
     on_measured: Callable[[int], None] = lambda count: None  # before a trial begins, with the number of those before
     time: float = 0.0
     plans: list[str] = field(default_factory=list)
+    session: str = ""
+    has_traces: bool = True
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
@@ -52,6 +54,9 @@ class FakeMeasurer:
         losses = tuple(self.loss(plan) * (2.0 + 3.0 / (1 + step)) for step in range(count))
         known: dict[str, Any] = {"useful_tokens": float(plan.tokens_per_step), "peak_bytes": 2**30, "flops": 1e12}
         return Measurement(steps=tuple(steps), losses=losses, **{**known, **self.facts(plan)})
+
+    def prepare(self, trials: Sequence[Trial]) -> None:
+        pass
 
     def now(self) -> float:
         return self.time

@@ -1,20 +1,25 @@
 """Traces and runs looked at, and two of anything compared. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from threefold.api.plans import on_measured_chip
+from threefold.api.plans import on_measured_chip, open_plan
 from threefold.compare.comparison import Comparison, compare_sides
+from threefold.compare.contract import Contract
+from threefold.compare.read_contract import contract_of_logs, contract_of_run, job_logs, read_contract
 from threefold.compare.sides import open_side
+from threefold.compare.validation import Validation, settings_in_kernels, validate_logs, validate_run
 from threefold.cost.chip_file import read_chip_file
 from threefold.diagnose.diagnosis import Diagnosis, diagnose
+from threefold.diagnose.files import kind_of
 from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
-from threefold.findings import FindingsError
+from threefold.findings import Finding, FindingsError
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import Profile, profile_traces
+from threefold.profile.analyse import Profile, profile_traces, read_trace
+from threefold.profile.readers.run_record import is_run_folder, read_run
 from threefold.spec.chips import ChipSpec
 
 
@@ -46,15 +51,61 @@ def compare_runs(
     window: tuple[int, int] | None = None,
     anyway: bool = False,
     chip_file: str | None = None,
+    declared: Sequence[str] | None = None,
 ) -> Comparison:
     """Set two plan files, folders of runs or traces side by side, and say which difference explains how much.
 
     `window` are the steps whose times count, by default the steady ones. `anyway` compares also where the work is not
-    comparable. Raises where there is nothing to compare.
+    comparable; with `declared` fields, any other difference is refused. Raises where there is nothing to compare.
     """
     dress = _dress(chip_file)
     sides = [open_side(str(name), read_trace=_read_trace, dress=dress) for name in (a, b)]
-    return compare_sides(sides[0], sides[1], window, anyway, dress)
+    return compare_sides(sides[0], sides[1], window, anyway, dress, declared)
+
+
+def contract_of(*sources: str | Path, plan: str | Path | None = None) -> Contract:
+    """The contract of a plan file, the folder of a run, the logs of one job, or a contract's file: what must not move
+    while its speed is measured. `plan` is the one that ran, where logs do not say it."""
+    return read_contract([str(source) for source in sources], _log_plan(plan))
+
+
+def validate(
+    *sources: str | Path,
+    window: tuple[int, int] | None = None,
+    against: str | Path | None = None,
+    declared: Sequence[str] = (),
+    plan: str | Path | None = None,
+) -> Validation:
+    """Judge whether a run, or a job by its logs and traces, can be accepted. `window` are its declared steps. With
+    `against`, the run must keep that contract in all but the `declared` fields."""
+    frozen = contract_of(against) if against is not None else None
+    paths = [Path(source) for source in sources]
+    if len(paths) == 1 and is_run_folder(paths[0]):
+        return validate_run(read_run(paths[0]), contract_of_run(paths[0]), window, frozen, declared)
+    traces = [path for path in paths if _is_trace(path)]
+    names = [str(path) for path in paths if path not in traces]
+    if not names:
+        problem, advice = "traces alone state no contract", "give the logs of the job too, or the folder of a run"
+        raise FindingsError([Finding(rule="contract-readable", at=str(paths[0]), problem=problem, advice=advice)])
+    logs = job_logs(names, _log_plan(plan))
+    kernels = settings_in_kernels([name for path in traces for name in read_trace(path).names]) if traces else None
+    return validate_logs(logs, contract_of_logs(logs, names), window, frozen, declared, kernels)
+
+
+def _log_plan(plan: str | Path | None) -> Plan | None:
+    if plan is None:
+        return None
+    parsed, findings = open_plan(str(plan), [])
+    if parsed.plan is None:
+        raise FindingsError(findings)
+    return parsed.plan
+
+
+def _is_trace(path: Path) -> bool:
+    try:
+        return kind_of(path) == "trace"
+    except (OSError, ValueError):
+        return False
 
 
 def _dress(chip_file: str | None) -> Callable[[Plan], Plan]:

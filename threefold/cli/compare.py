@@ -6,7 +6,7 @@ import math
 import sys
 
 from threefold.api.comparisons import compare_runs
-from threefold.cli.command_line.inputs import add_chip_file, print_findings
+from threefold.cli.command_line.inputs import add_chip_file, print_findings, step_window
 from threefold.cli.command_line.out import is_written
 from threefold.compare.comparison import Comparison
 from threefold.findings import FindingsError, in_order
@@ -27,16 +27,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 where B is certainly slower than A by more than this, with 125 where nothing can be judged",
     )
     parser.add_argument(
-        "--window", type=_window, metavar="FIRST:LAST", help="steps whose times count (default: the steady ones)"
+        "--window", type=step_window, metavar="FIRST:LAST", help="steps whose times count (default: the steady ones)"
     )
     parser.add_argument("--anyway", action="store_true", help="compare also where the work is not comparable")
+    parser.add_argument(
+        "--declare",
+        action="append",
+        metavar="FIELD",
+        help="a field, or a table such as layout, that may differ; any other difference is then refused",
+    )
     add_chip_file(parser)
     parser.add_argument("--plot", metavar="FILE", help="draw what explains the change into an image (PNG, SVG)")
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        found = compare_runs(args.a, args.b, args.window, args.anyway, args.chip_file)
+        found = compare_runs(args.a, args.b, args.window, args.anyway, args.chip_file, args.declare)
     except FindingsError as error:
         code = print_findings(in_order(error.findings), args.json)
         return CANNOT_JUDGE if args.fail_above is not None else code
@@ -72,17 +78,6 @@ def _percent(text: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text} is not a percentage of 0 or more")
     return value
-
-
-def _window(text: str) -> tuple[int, int]:
-    first, colon, last = text.partition(":")
-    try:
-        window = int(first), int(last)
-    except ValueError:
-        window = 0, 0
-    if not colon or not 1 <= window[0] <= window[1]:
-        raise argparse.ArgumentTypeError(f"{text} is not FIRST:LAST, two steps counted from 1")
-    return window
 
 
 def _plot(found: Comparison, path: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from threefold.api.plans import for_our_engine
 from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
+from threefold.compare.contract import label_of
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
@@ -76,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         facts = [_facts(row, rows[0]) for row in rows]
         number = difference if isfinite(difference) else None
-        print(json.dumps({"rows": facts, "loss_difference": number, "same": same, "warnings": told}))
+        answer = {"label": label_of(plan), "rows": facts, "loss_difference": number, "same": same, "warnings": told}
+        print(json.dumps(answer))
     else:
         _print(rows, difference, same)
+        print(f"{label_of(plan)}; the variants differ in knobs.ep_overlap and knobs.delay_wgrad alone")
         for doubt in told:
             print(f"warning: {doubt}")
     return 0 if same else 1

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 from threefold.api.plans import for_our_engine
 from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
 from threefold.cli.command_line.sigterm import end_on_sigterm
+from threefold.compare.contract import PRECISION_FIELDS
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
+from threefold.interop.megatron.export_plan import BRIDGE
+from threefold.interop.slurm import Options
 from threefold.machine.inventory import this_machine
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides
@@ -21,10 +25,14 @@ from threefold.report.tune import ledger_text, tuned_text
 from threefold.rules.all import check, errors, promoted
 from threefold.tune.contract import ALL_RANKS, check_same_contract, contract_of, is_changeable
 from threefold.tune.ledger import open_ledger
+from threefold.tune.log_measurer import LogMeasurer
 from threefold.tune.loop import Settings, Tuned, tune
+from threefold.tune.measurement import AwaitingLogs, Measurer
 from threefold.tune.recalibrate import measured_plans, recalibrate
 from threefold.tune.result import tuned_json, write_card, write_winner
 from threefold.units import format_many
+
+AWAITING = 3  # exit code: jobs were written, and their logs are not there yet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,11 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", action="append", default=[], metavar="FIELD", help="a field to leave alone, such as knobs.precision"
     )
     parser.add_argument(
+        "--formats", action="store_true", help="try other formats of numbers too: a winner is then a new experiment"
+    )
+    parser.add_argument(
         "--rank", type=_seed, metavar="N", help="run this rank alone, with rehearsed peers, for a layout of many ranks"
     )
     parser.add_argument(
         "--launcher", default="", metavar="COMMAND", help="what starts one process a rank on a cluster, such as srun"
     )
+    for flag, what in (("time", "time limit"), ("partition", "partition"), ("account", "account")):
+        parser.add_argument(f"--{flag}", help=f"{what} of the Slurm jobs of a plan for Megatron Bridge")
     parser.add_argument("--show", type=Path, metavar="DIR", help="print the trials and verdicts of a tuning, and end")
 
 
@@ -57,6 +70,14 @@ def run(args: argparse.Namespace) -> int:
             return 2
         with end_on_sigterm():
             return _run(args)
+    except AwaitingLogs as waiting:
+        if args.json:
+            json.dump({"verdict": "awaiting logs", "jobs": waiting.count, "run": waiting.script}, sys.stdout, indent=2)
+            print()
+        else:
+            print(f"{format_many(waiting.count, 'job')} written. Run: bash {shlex.quote(waiting.script)}")
+            print("Then give the same command again: it reads the logs and goes on.")
+        return AWAITING
     except ModuleNotFoundError as error:
         return missing_package("tune", error)
     except FindingsError as error:
@@ -67,24 +88,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from threefold.tune.engine_measurer import EngineMeasurer
-
     parsed, findings = plan_from(args)
     if parsed.plan is None:
         return print_findings(findings, args.json)
-    given = for_our_engine(parsed.plan)
+    is_foreign = parsed.plan.target == BRIDGE
+    given = parsed.plan if is_foreign else for_our_engine(parsed.plan)
     plan = priced_here(given if args.seed is None else change(given, {"job.seed": args.seed}))
     if blocking := errors(promoted(check(plan, notes=False))):
         return print_findings(in_order(blocking), args.json)
-    ranks = _ranks(plan, args.rank, args.launcher)
+    if is_foreign and (args.rank is not None or args.launcher):
+        print("threefold tune: --rank and --launcher are for the threefold engine", file=sys.stderr)
+        return 2
+    ranks = ALL_RANKS if is_foreign else _ranks(plan, args.rank, args.launcher)
     extra, problems = _tries(args.tries)
     if problems:
         return print_findings(in_order(problems), args.json)
-    here = this_machine(try_kernels=False)
+    here = None if is_foreign else this_machine(try_kernels=False)
     problems = [finding for path in args.keep for finding in _unknown(path)]
     if problems:
         return print_findings(in_order(problems), args.json)
-    settings = Settings(args.budget, args.trials, extra, frozenset(args.keep))
+    budget = math.inf if is_foreign else args.budget  # of a job nobody here takes the time
+    kept = frozenset(args.keep) | (frozenset() if args.formats else frozenset(PRECISION_FIELDS))
+    settings = Settings(budget, args.trials, extra, kept)
     folder = args.out or Path("runs") / f"tune-{Path(args.plan).stem}-{plan.hash}"
     _say(f"trials are kept in {folder}")
     with open_ledger(folder) as ledger:
@@ -94,19 +119,28 @@ def _run(args: argparse.Namespace) -> int:
             ledger.set_fact("contract", contract)
         else:
             check_same_contract(before, json.loads(json.dumps(contract)), str(folder))
-        measurer = EngineMeasurer(folder / "processes", args.rank, shlex.split(args.launcher))
+        measurer = _measurer(args, folder, is_foreign)
         try:
             found = tune(plan, contract, ledger, measurer, settings, _say)
         finally:
             measurer.close()
         write_winner(found, folder)
-        write_card(found, folder, _command(args))
+        if not is_foreign:  # nobody here can measure it again
+            write_card(found, folder, _command(args))
         _tell(found, folder, args.json)
-        if args.rank is None and ledger.fact("calibrated") != len(found.trials):
+        if args.rank is None and not is_foreign and ledger.fact("calibrated") != len(found.trials):
             if said := recalibrate(plan.cluster.chip, measured_plans(ledger)):
                 _say(said)
             ledger.set_fact("calibrated", len(found.trials))
     return 0
+
+
+def _measurer(args: argparse.Namespace, folder: Path, is_foreign: bool) -> Measurer:
+    if is_foreign:
+        return LogMeasurer(folder, args.plan, Options(time=args.time, partition=args.partition, account=args.account))
+    from threefold.tune.engine_measurer import EngineMeasurer
+
+    return EngineMeasurer(folder / "processes", args.rank, shlex.split(args.launcher))
 
 
 def _tell(found: Tuned, folder: Path, as_json: bool) -> None:
@@ -135,6 +169,7 @@ def _command(args: argparse.Namespace) -> list[str]:
     words = ["threefold", "tune", args.plan, *args.overrides, "--budget", f"{args.budget:g}s"]
     words += ["--target", args.target] if args.target else []
     words += ["--seed", str(args.seed)] if args.seed is not None else []
+    words += ["--formats"] if args.formats else []
     words += ["--rank", str(args.rank)] if args.rank is not None else []
     return words + (["--launcher", args.launcher] if args.launcher else [])
 

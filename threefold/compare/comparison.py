@@ -4,15 +4,16 @@
 `--json` prints.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from threefold.compare.contract import Difference, contract_differences
+from threefold.compare.contract import BENCHMARK, TRAINING, Contract, Difference, differences, refusal
 from threefold.compare.explained import Explained, explain_bytes, explain_seconds
 from threefold.compare.losses import Losses, compare_losses
+from threefold.compare.read_contract import contract_of_facts, contract_of_plan
 from threefold.compare.sides import Side
 from threefold.compare.speed import Speed, compare_speed
 from threefold.compare.traced import Traced, compare_traces, trace_remarks
@@ -63,6 +64,7 @@ class Comparison(ShownAsTable):
     traced: Traced | None
     seconds: Explained | None
     peak_bytes: Explained | None
+    label: str  # whether the faster side could be accepted for training
 
     def summary(self) -> str:
         sides = f"{self.a.name} against {self.b.name}"
@@ -80,6 +82,7 @@ class Comparison(ShownAsTable):
         }
         return {
             **sides,
+            "label": self.label,
             "contract": [each.to_json() for each in self.differences],
             "per": self.unit,
             "speed": self.speed and self.speed.to_json(),
@@ -105,13 +108,18 @@ def compare_sides(
     window: Window = None,
     anyway: bool = False,
     dress: Callable[[Plan], Plan] = lambda plan: plan,
+    declared: Sequence[str] | None = None,
 ) -> Comparison:
     """Compare two sides. Raises findings where their work is not comparable, unless `anyway`.
 
     `window` are the first and last step whose times count; without it the runs' own steady windows do. `dress` gives a
-    plan the facts of a chip file.
+    plan the facts of a chip file. With `declared` fields, any other difference of the contracts is refused.
     """
     findings = [*a.findings, *b.findings, *_pairing_findings(a, b)]
+    contracts = [_contract_of(side) for side in (a, b)]
+    found = differences(*contracts)
+    if declared is not None and (refused := refusal(found, declared)):
+        raise FindingsError([refused])
     unequal = work_findings(a, b, "warning" if anyway else "error")
     if unequal and not anyway:
         raise FindingsError(unequal)
@@ -127,7 +135,7 @@ def compare_sides(
     return Comparison(
         a=a,
         b=b,
-        differences=contract_differences(a, b),
+        differences=found,
         findings=findings,
         unit=unit,
         speed=speed,
@@ -137,6 +145,18 @@ def compare_sides(
         traced=compare_traces(a.profile, b.profile) if a.profile is not None and b.profile is not None else None,
         seconds=explain_seconds(a, b, speed, dress) if speed else None,
         peak_bytes=explain_bytes(a, b, dress),
+        label=BENCHMARK if any(each.why_benchmark for each in contracts) else TRAINING,
+    )
+
+
+def _contract_of(side: Side) -> Contract:
+    """The contract of a side; a trace states none."""
+    if side.plan is None:
+        return Contract(side.name, "trace", {})
+    return (
+        contract_of_facts(side.plan, side.run.contract, side.name)
+        if side.run is not None
+        else contract_of_plan(side.plan, side.name)
     )
 
 

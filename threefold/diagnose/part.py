@@ -16,6 +16,7 @@ class Context:
     """What readers know besides their files."""
 
     plan: Plan | None = None  # the plan that ran, where the user names it
+    judges_plans: bool = True  # whether rules and the estimate judge the plan behind a printed configuration
     redact: Redactor = field(default_factory=Redactor)
     say: Callable[[str], None] = lambda text: None  # shows progress
 

@@ -156,7 +156,8 @@ def _run(
     if metrics and metrics.problem:
         raise FindingsError([metrics.problem])
     if state.world.is_leader:
-        append_timing(folder, state.seconds, first_step)
+        profiled = (state.profiler.first, state.profiler.last) if state.profiler else None
+        append_timing(folder, state.seconds, first_step, profiled)
         write_expert_loads(folder, state.load_LE)
     if report is not None and report.observed_step is not None:
         report.say(tell)

@@ -16,6 +16,21 @@ EXPLANATIONS = {
         confirm="Read the contract that `threefold compare --anyway` prints, field by field.",
         fix="Make the two alike in the field that the message names, or compare with --anyway and say so.",
     ),
+    "one-declared-difference": Explanation(
+        what="Two sides of an A/B differ in the declared field and in nothing else of their contracts.",
+        why=(
+            "The gain of a comparison belongs to its one variable only where nothing else moved. A convergence field "
+            "(data, batch, routing, losses, optimizer, arithmetic and state precision) makes a new experiment."
+        ),
+        confirm="`threefold contract B --against A` names each difference with its class.",
+        fix="Make the two alike in the other fields, or declare each of them and give the gain to none alone.",
+    ),
+    "contract-readable": Explanation(
+        what="A contract is read from a plan, the folder of a run, logs of a job, or a file that was written before.",
+        why="A contract file whose facts do not have its hash was changed, and holds nobody to anything.",
+        confirm="`threefold contract FILE` prints the contract and its hash.",
+        fix="Give the source of the contract, and write the file anew with --out.",
+    ),
     "enough-steps": Explanation(
         what="There are enough timed steps to tell a difference from noise.",
         why="The first steps of a run warm up, and the time of a single step is noise.",

@@ -25,9 +25,10 @@ def is_changeable(path: str) -> bool:
 
 
 def contract_of(
-    plan: Plan, here: Machine, screen: Window, confirm: Window, seed: int, ranks: str = ALL_RANKS
+    plan: Plan, here: Machine | None, screen: Window, confirm: Window, seed: int, ranks: str = ALL_RANKS
 ) -> dict[str, Any]:
-    """Everything that trials share, as JSON reads it back. `ranks` says which ones run."""
+    """Everything that trials share, as JSON reads it back. `here` is None where jobs run elsewhere: their logs say on
+    what. `ranks` says which ones run."""
     fixed = {path: list(v) if isinstance(v, tuple) else v for path, v in plan.written if not is_changeable(path)}
     return {
         "plan": plan.hash,
@@ -37,8 +38,8 @@ def contract_of(
         "data": list(plan.job.data) if isinstance(plan.job.data, tuple) else plan.job.data,
         "benchmark_only": plan.is_benchmark_only,
         "tokens_per_step": plan.tokens_per_step,
-        "hardware": {"chip": here.chip, "gpus": [gpu.name for gpu in here.gpus], "system": here.system},
-        "software": {"threefold": threefold.__version__, "python": here.python, **here.versions},
+        "hardware": _hardware(here) if here else {"chip": plan.cluster.chip, "gpus": plan.cluster.gpus},
+        "software": {"threefold": threefold.__version__, **({"python": here.python, **here.versions} if here else {})},
         "timing": {
             "screening_steps": [screen.first_step, screen.warmup + screen.steps],
             "confirmed_steps": [confirm.first_step, confirm.warmup + confirm.steps],
@@ -46,6 +47,10 @@ def contract_of(
         "seed": seed,
         "ranks": ranks,
     }
+
+
+def _hardware(here: Machine) -> dict[str, Any]:
+    return {"chip": here.chip, "gpus": [gpu.name for gpu in here.gpus], "system": here.system}
 
 
 def check_same_contract(before: Mapping[str, Any], now: Mapping[str, Any], folder: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from threefold.findings import FindingsError
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import profile_traces
-from threefold.tune.measurement import Measurement, Window
+from threefold.tune.measurement import Measurement, Trial, Window
 
 if TYPE_CHECKING:
     from threefold.engine.tune.plan_session import PlanSession
@@ -27,6 +27,9 @@ class EngineMeasurer:
     With a `rank`, that rank of the plan runs here alone, with rehearsed peers: its compute is measured, communication
     and the pipeline bubble are predicted, and there are no losses.
     """
+
+    session = ""
+    has_traces = True
 
     def __init__(self, folder: Path, rank: int | None = None, launcher: Sequence[str] = ()) -> None:
         from threefold.engine.tune.plan_session import PlanSession
@@ -68,6 +71,9 @@ class EngineMeasurer:
             wall=wall,
             wall_evidence=evidence,
         )
+
+    def prepare(self, trials: Sequence[Trial]) -> None:
+        pass
 
     def _start_session(self, plan: Plan) -> "PlanSession":
         if self._rank is not None:

@@ -1,8 +1,10 @@
-"""Labels of changes: training-equivalent, or benchmark-only.
+"""Labels of changes: training-equivalent, a new experiment, or benchmark-only.
 
-A training-equivalent change leaves what is learned alone, but for rounding: layout, knobs, the microbatch. A change
-that makes a step faster because work is left out (forced balance, synthetic or image-free data, dropped tokens, shorter
-sequences, fewer tokens, frozen parts) is benchmark-only: it is never proposed, never measured and never wins.
+A training-equivalent change leaves what is learned alone, but for the order of sums: layout, knobs, the microbatch. A
+change of the formats in which numbers are rounded is a new experiment: it is tried where the user asks for it, and its
+convergence remains to be shown. A change that makes a step faster because work is left out (forced balance, synthetic
+or image-free data, dropped tokens, shorter sequences, fewer tokens, frozen parts) is benchmark-only: it is never
+proposed, never measured and never wins.
 """
 
 import math
@@ -10,26 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from threefold.compare.contract import PRECISION_FIELDS
 from threefold.compare.field_groups import differing_fields
 from threefold.compare.work import plan_differences
 from threefold.plan.plan import Plan
 from threefold.tune.contract import is_changeable
 
-Kind = Literal["training-equivalent", "benchmark-only"]
+Kind = Literal["training-equivalent", "new experiment", "benchmark-only"]
 
-# Knobs that change in which format numbers are rounded; all others only change the order of sums.
-ROUNDING = (
-    "knobs.precision",
-    "knobs.optimizer_dtype",
-    "knobs.grad_dtype",
-    "knobs.master_weights",
-    "knobs.muon_dtype",
-    "knobs.router_dtype",
-    "knobs.fp8_params",
-    "knobs.fp8_attention",
-    "knobs.fp8_output",
-    "knobs.fp8_dispatch",
-)
 # Relative difference of mean losses that rounding may make in the first steps, in which two curves of the same training
 # still run together. Formats of eight bits were measured within a percent (docs/log/fp8.md).
 EARLY_STEPS = 10
@@ -41,20 +31,25 @@ LATE_TOLERANCE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The label of a changed plan, and why it is benchmark-only."""
+    """The label of a changed plan, and why it is not training-equivalent."""
 
     kind: Kind
     reasons: tuple[str, ...] = ()
 
     @property
-    def is_equivalent(self) -> bool:
-        return self.kind == "training-equivalent"
+    def can_be_tried(self) -> bool:
+        return self.kind != "benchmark-only"
 
 
 def label_change(baseline: Plan, other: Plan) -> Label:
     """Compare a plan with the baseline of the tuning."""
     reasons = tuple(dict.fromkeys(_reasons(baseline, other)))
-    return Label("benchmark-only" if reasons else "training-equivalent", reasons)
+    if reasons:
+        return Label("benchmark-only", reasons)
+    formats = [each.path for each in differing_fields(baseline, other) if each.path in PRECISION_FIELDS]
+    if formats:
+        return Label("new experiment", (f"{', '.join(formats)}: another rounding, whose convergence is to be shown",))
+    return Label("training-equivalent")
 
 
 def _reasons(baseline: Plan, other: Plan) -> Iterator[str]:
@@ -102,7 +97,7 @@ def compare_loss_curves(
 ) -> LossComparison:
     """Compare the steps that both have. Curves that are not finite, or have no step in common, do not agree."""
     count = min(len(baseline), len(other))
-    tolerance = ROUNDING_TOLERANCE if any(path in ROUNDING for path in changed_fields) else LOSS_TOLERANCE
+    tolerance = ROUNDING_TOLERANCE if any(path in PRECISION_FIELDS for path in changed_fields) else LOSS_TOLERANCE
     means = [_mean(losses[:count]) for losses in (baseline, other)]
     early = [_mean(losses[: min(count, EARLY_STEPS)]) for losses in (baseline, other)]
     return LossComparison(

@@ -9,23 +9,25 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import median
 from typing import Any
 
 from threefold.compare.statistics import Interval, t_interval
 from threefold.cost.estimate import estimate
-from threefold.findings import Finding, FindingsError
+from threefold.findings import Finding, FindingsError, as_overrides
 from threefold.plan.plan import Plan
 from threefold.rules.layout.batch import can_be_priced
 from threefold.tune.labels import LossComparison, compare_loss_curves
 from threefold.tune.ledger import BASELINE, Ledger, TrialRow
-from threefold.tune.measurement import Measurement, Measurer, Window
+from threefold.tune.measurement import Measurement, Measurer, Trial, Window
 from threefold.tune.propose import Candidate, propose
-from threefold.tune.race import FINAL, Answer, Verdict, leader_of, log_gains, run_race
+from threefold.tune.race import FINAL, MOST_ROUNDS, Answer, Verdict, judge_race, leader_of, log_gains, run_race
 
 SCREEN = Window(warmup=3, steps=8, seconds=4.0)
 CONFIRM = Window(warmup=5, steps=50)
 RACE_SIZE = 4  # candidates that are measured side by side
+ROUNDS_AHEAD = 3  # of a race, for which jobs are written at once where trials run elsewhere
 LEAST_CONFIRMED, MOST_CONFIRMED = 4, 8  # rounds of a confirmation
 # Confidence of an early stop and of the interval that is reported. They are high, because the winner is the best of
 # many: a plan that is already best must come out as such in nearly every tuning.
@@ -107,7 +109,7 @@ def tune(
 
 
 class _Tuning:
-    """One process's part of a tuning."""
+    """What one process does of a tuning."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class _Tuning:
     ) -> None:
         self.plan, self.contract, self.ledger, self.measurer = plan, contract, ledger, measurer
         self.settings, self.say = settings, say
-        self.session = uuid.uuid4().hex
+        self.session = measurer.session or uuid.uuid4().hex
         self.ended = "no further change is proposed"
         self.best = plan
         self.best_seconds = math.nan  # of a step of it, from its race
@@ -173,7 +175,8 @@ class _Tuning:
     def _next_wall(self) -> str:
         """The wall of the plan that was adopted, from a traced trial of it."""
         stage = f"profile of {self.best.hash}"
-        self._trial(stage, 0, BASELINE, self.best, replace(self.settings.screen, is_traced=True))
+        if self.measurer.has_traces:
+            self._trial(stage, 0, BASELINE, self.best, replace(self.settings.screen, is_traced=True))
         wall, source, _ = self._wall(self.best, self._known(stage, 0, BASELINE) or Measurement())
         self.say(f"wall: {wall} ({source})")
         return wall
@@ -224,7 +227,8 @@ class _Tuning:
         later version of the estimate would choose others."""
         extra = [dict(changes) for changes in self.settings.extra]
         found, refused = propose(self.plan, self.best, wall, extra, self.together)
-        found = [one for one in found if not one.variable & self.settings.keep]
+        asked = {as_overrides(changes) for changes in extra}
+        found = [one for one in found if one.name in asked or not one.variable & self.settings.keep]
         kept = self.ledger.fact(stage)
         if kept is not None:
             by_name = {one.name: one for one in found}
@@ -260,6 +264,7 @@ class _Tuning:
                 return True
             if self._is_over:
                 return False
+            self._prepare_race(stage, candidates, proof)
             if role != BASELINE and not self._has_reference(stage):
                 self._trial(stage, -1, BASELINE, self.best, self.settings.screen)
             self._trial(stage, number, role, plans[role], self.settings.screen)
@@ -268,11 +273,32 @@ class _Tuning:
         self.say(f"{stage}: {', '.join(one.name for one in candidates)}")
         return run_race(candidates, lambda: self.ledger.trials(stage), trial, proof)
 
+    def _prepare_race(self, stage: str, candidates: Sequence[Candidate], proof: Measurement) -> None:
+        """Tell the measurer of the next rounds, as far as they are known."""
+        verdicts = judge_race(self.ledger.trials(stage), candidates, proof)
+        plans = [(one.name, one.plan) for one in candidates if verdicts[one.name].answer == "open"]
+        done = next(number for number in count() if self._known(stage, number, BASELINE) is None)
+        order = [] if self._has_reference(stage) else [(-1, BASELINE, self.best)]
+        for number in range(done, min(done + ROUNDS_AHEAD, MOST_ROUNDS)):
+            of_round = [(number, name, plan) for name, plan in plans if self._known(stage, number, name) is None]
+            order += [*(of_round if number % 2 == 0 else of_round[::-1]), (number, BASELINE, self.best)]
+        self._prepare(stage, [(*each, self.settings.screen) for each in order])
+
+    def _prepare(self, stage: str, order: Sequence[tuple[int, str, Plan, Window]]) -> None:
+        trials = [Trial(plan, replace(window, name=_trial_name(stage, n, role))) for n, role, plan, window in order]
+        if trials:
+            self.measurer.prepare(trials)
+
     def _confirm(self) -> Confirmed:
         """Baseline and winner in turns: a long run of each first, then short ones until the speedup is certain."""
         winner = self.best
         plans, rounds = {BASELINE: self.plan, WINNER: winner}, 0
         stage = f"{CONFIRMATION} of {winner.hash}"
+        if not self.ledger.trials(stage):
+            confirm, screen = self.settings.confirm, self.settings.screen
+            pairs = [(n, role, plan) for n in range(LEAST_CONFIRMED) for role, plan in plans.items()]
+            rounds_ahead = [(*pair, screen if pair[0] else confirm) for pair in pairs]
+            self._prepare(stage, [*rounds_ahead, (MOST_CONFIRMED, BASELINE, self.plan, screen)])
         for number in range(MOST_CONFIRMED):
             window = self.settings.confirm if number == 0 else self.settings.screen
             for role in (BASELINE, WINNER):
@@ -326,7 +352,7 @@ class _Tuning:
         if number >= 0 and self._known(stage, number, role) is not None:
             return
         began = self.measurer.now()
-        found = self.measurer.measure(plan, window)
+        found = self.measurer.measure(plan, replace(window, name=_trial_name(stage, number, role)))
         when = (began, self.measurer.now() - began)
         fields = {path: list(value) if isinstance(value, tuple) else value for path, value in plan.written}
         self.ledger.add_trial((stage, number, role), self.session, (plan.hash, fields), when, found)
@@ -347,6 +373,10 @@ class _Tuning:
             self.ended = f"the time of {self.settings.budget_seconds:.0f} s was used"
             return True
         return False
+
+
+def _trial_name(stage: str, number: int, role: str) -> str:
+    return f"{stage}-{number if number >= 0 else 'first'}-{role}"
 
 
 def _of_different_variables(found: Sequence[Candidate], most: int) -> list[Candidate]:

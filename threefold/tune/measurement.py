@@ -1,11 +1,12 @@
 """What one trial of a plan gave, and the interface of whoever measures it.
 
-`engine_measurer.py` runs our engine on this machine. Tests give a measurer of their own with planted step times.
+`engine_measurer.py` runs our engine on this machine, `log_measurer.py` reads the logs of jobs that ran elsewhere. Tests
+give a measurer of their own with planted step times.
 """
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -25,6 +26,7 @@ class Window:
     seconds: float = 1e9
     is_fresh: bool = False  # measured in new processes, as a run of its own
     is_traced: bool = False  # a trace is taken behind the timed steps
+    name: str = ""  # of the trial, by which its job and its log are found
 
     @property
     def first_step(self) -> int:
@@ -114,8 +116,31 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A trial that will be measured."""
+
+    plan: Plan
+    window: Window
+
+
+class AwaitingLogs(Exception):  # noqa: N818 - it is no error: jobs were written, and their logs are not there yet
+    """Trials that run elsewhere have no log yet."""
+
+    def __init__(self, count: int, script: str) -> None:
+        super().__init__(f"{count} jobs wait to be run: {script}")
+        self.count, self.script = count, script
+
+
 class Measurer(Protocol):
     """Runs trials. A crash, an OOM or a hang comes back as a measurement with an error."""
+
+    session: str  # trials of one session follow each other without a gap; empty: this process is one
+    has_traces: bool  # a trial can be traced, and shows its wall
+
+    def prepare(self, trials: Sequence[Trial]) -> None:
+        """Told before the trials of a race or a confirmation, in their order."""
+        ...
 
     def measure(self, plan: Plan, window: Window) -> Measurement: ...
 

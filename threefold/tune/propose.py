@@ -136,7 +136,7 @@ def _judged(
     if other.hash == best.hash:
         return None
     label = label_change(baseline, other)
-    if not label.is_equivalent:
+    if not label.can_be_tried:
         return Refused(stated, why, label.kind, "; ".join(label.reasons))
     after = judge(other)
     known = {finding.rule for finding in errors(promoted(before))}

@@ -10,11 +10,13 @@ from typing import Any
 
 import tomli_w
 
+from threefold.compare.contract import BENCHMARK, label_of, why_benchmark
 from threefold.findings import as_overrides
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.safe_files import write_aside
 from threefold.tune.contract import ALL_RANKS
+from threefold.tune.labels import label_change
 from threefold.tune.loop import Tuned
 from threefold.tune.measurement import Measurement
 
@@ -58,7 +60,7 @@ def tuned_json(found: Tuned, folder: Path) -> dict[str, Any]:
     return {
         "level": level_of(found.contract),
         "verdict": "improved" if winner else NO_CHANGE,
-        "label": "benchmark-only" if found.baseline.is_benchmark_only else "training-equivalent",
+        "label": label_of(found.baseline),
         "baseline": plan_numbers(found.baseline, base),
         "winner": _winner_json(found, folder),
         "speedup": confirmed.speedup if winner and confirmed else 1.0,
@@ -88,7 +90,7 @@ def _winner_json(found: Tuned, folder: Path) -> dict[str, Any] | None:
     return {
         **plan_numbers(found.winner, found.confirmed.winner),
         "set": changes,
-        "label": "benchmark-only" if found.winner.is_benchmark_only else "training-equivalent",
+        "label": label_change(found.baseline, found.winner).kind if not why_benchmark(found.winner) else BENCHMARK,
         "steps": [{**one.candidate.to_json(), **one.verdict.to_json()} for one in found.adopted],
         "file": str(folder / WINNER_FILE),
     }

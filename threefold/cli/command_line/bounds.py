@@ -47,6 +47,11 @@ BOUNDS: dict[str, tuple[tuple[str, ...], str]] = {
         (_PLAN, _TRACES, _METRICS, "results of profile of 16 MiB"),
         "Time grows with the files; of a run's metrics at most 3,000,000 lines are read.",
     ),
+    "contract": ((_PLAN, "logs line by line, 32 KiB each", "contracts of 4 MiB"), "Time grows with the logs."),
+    "validate": (
+        (_METRICS, _TRACES, "logs line by line, 32 KiB each", "contracts of 4 MiB"),
+        "Time grows with the files.",
+    ),
     "regress": ((_PLAN,), "Each trial may take --limit, 10 minutes without it; the last 4 MiB of its output are kept."),
     "profile": (
         (_TRACES, _METRICS),

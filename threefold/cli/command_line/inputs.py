@@ -80,6 +80,18 @@ def share_of_one(text: str) -> float:
     return share
 
 
+def step_window(text: str) -> tuple[int, int]:
+    """First and last step of a window, counted from 1."""
+    first, colon, last = text.partition(":")
+    try:
+        window = int(first), int(last)
+    except ValueError:
+        window = 0, 0
+    if not colon or not 1 <= window[0] <= window[1]:
+        raise argparse.ArgumentTypeError(f"{text} is not FIRST:LAST, two steps counted from 1")
+    return window
+
+
 def sequence_length(text: str) -> int:
     """Tokens of a sequence: 4096, 32K or 1M, in binary thousands as in plan files."""
     match = re.fullmatch(r"([0-9]{1,12})([KM]?)", text.strip().upper())

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import dataclass, field
+from typing import Any
 
 from threefold.diagnose.logs.printed import Printed
 from threefold.findings import Finding
@@ -24,12 +25,14 @@ class Configuration:
     source: str = ""  # what the plan comes from; empty: nothing was printed
     plan: Plan | None = None
     findings: list[Finding] = field(default_factory=list)
+    rest: dict[str, Any] = field(default_factory=dict)  # settings that no field of the plan stands for
+    is_complete: bool = False  # whether a setting that was not printed has its default
 
 
-def read_configuration(printed: Printed, plan: Plan | None, num_ranks: int) -> Configuration:
-    """The plan that the user gives, else that behind the printed configuration, judged by the rules."""
+def read_configuration(printed: Printed, plan: Plan | None, num_ranks: int, judges: bool = True) -> Configuration:
+    """The plan that the user gives, else that behind the printed configuration, judged by the rules if asked for."""
     found = Configuration("--plan", plan) if plan else _imported(printed, num_ranks)
-    if found.plan:
+    if found.plan and judges:
         found.findings += check(found.plan, notes=False)
     return found
 
@@ -50,7 +53,7 @@ def _imported(printed: Printed, num_ranks: int) -> Configuration:
 
 def _as_configuration(source: str, imported: Imported) -> Configuration:
     said = [one for one in imported.findings if one.severity == "error" or one.rule == "import-needs-cluster"]
-    return Configuration(source, imported.plan, said)
+    return Configuration(source, imported.plan, said, imported.rest, is_complete=imported.kind == "arguments")
 
 
 def overrides(summary: str) -> str:

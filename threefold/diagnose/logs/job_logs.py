@@ -12,6 +12,7 @@ from threefold.diagnose.logs.health import Health, health_warnings, judge_steps
 from threefold.diagnose.logs.printed import Printed
 from threefold.diagnose.logs.scan import Scan
 from threefold.diagnose.logs.speed import Speed, measured_speed
+from threefold.diagnose.logs.steps import Steps
 from threefold.diagnose.part import Context, unreadable
 from threefold.diagnose.redact import Redactor
 from threefold.engine.launch.hang_diagnosis import format_ranks
@@ -30,6 +31,10 @@ class JobLogs:
     health: Health = field(default_factory=Health)
     speed: Speed = field(default_factory=Speed)
     configuration: Configuration = field(default_factory=Configuration)
+    printed: Printed = field(default_factory=Printed)  # of the log that holds the configuration
+    checkpoints: set[str] = field(default_factory=set)  # what any log says of them: "saved", "loaded"
+    steps: Steps = field(default_factory=Steps)  # of the log with most steps
+    notices: dict[str, str] = field(default_factory=dict)  # features that fell back, each with its line
     facts: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -62,9 +67,14 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     ranks = set[int]().union(*(scan.ranks for scan in scans))
     found.verdict = judge(scans)
     found.health = judge_steps(steady.steps)
-    found.configuration = read_configuration(printed, context.plan, max(ranks) + 1 if ranks else 0)
+    num_ranks = max(ranks) + 1 if ranks else 0
+    found.configuration = read_configuration(printed, context.plan, num_ranks, context.judges_plans)
     notices = {slug: one for scan in scans for slug, one in scan.notices.items()}
-    found.speed = measured_speed(found.configuration.plan, found.health, steady.steps.system, notices)
+    found.printed, found.steps = printed, steady.steps
+    found.checkpoints = set[str]().union(*(scan.printed.checkpoints for scan in scans))
+    found.notices = {slug: first.text[:160] for slug, (_, first, _) in notices.items()}
+    priced = found.configuration.plan if context.judges_plans else None
+    found.speed = measured_speed(priced, found.health, steady.steps.system, notices)
     redact = context.redact
     found.facts = _facts(found, scans, steady, printed, ranks) | {
         "notices": {slug: count for slug, (_, _, count) in notices.items()},

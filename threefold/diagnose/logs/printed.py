@@ -27,13 +27,16 @@ _VERSIONS = (
 # In lower case; one of them is in each line that `note` or `begins` takes something from.
 WORDS = (
     "version", ") memory (", "cuda capacity", "device mesh", "peak flops", "- arguments -", "configuration summary",
-    "running with configs", "running with args",
+    "running with configs", "running with args", "checkpoint", "export ", "declare -x",
 )  # fmt: skip
 VERSION = r"torch[ =:]+v?\d|transformer[ _-]?engine[ =:]+v?\d|megatron[-_ ]core[ =:]+v?\d"  # lines without that word
 _CAPACITY = re.compile(r"CUDA capacity: (.+?) with ([\d.]+)GiB memory")
 _MESH = re.compile(r"Building device mesh with parallelism: (.+)")
 _MEMORY = re.compile(r"\[Rank (\d+)\] \((?:after )?(\d+) iterations?\) memory \((MB|GB)\)(.*)")
 _MEMORY_FIELD = re.compile(r"\|\s*([\w -]+?):\s*([\d.]+)")
+_EXPORT = re.compile(r"(?:^|\s)(?:export|declare -x) ([A-Z][A-Z0-9_]{2,60})=[\"']?([^\"'\s]{1,120})")
+_CHECKPOINT = re.compile(r"[Ss]uccessfully (saved|loaded) checkpoint|[Ss]aving (?:a )?(?:the )?(?:full )?(checkpoint)")
+_MOST_VARIABLES = 200
 _PEAK_TFLOPS = re.compile(r"Peak FLOPS used for computing MFU: ([\d.e+]+)")
 
 
@@ -50,6 +53,8 @@ class Printed:
     device_gib: float | None = None
     peak_flops: float | None = None
     memory_bytes: dict[int, dict[str, float]] = field(default_factory=dict)  # by rank: what its memory line said
+    environment: dict[str, str] = field(default_factory=dict)  # variables that a launcher's shell showed
+    checkpoints: set[str] = field(default_factory=set)  # "saved", "loaded"
     num_starts: int = 0  # configurations printed: one for each start of the job
     _kind: str = ""
     _lines: list[str] = field(default_factory=list)
@@ -119,6 +124,12 @@ class Printed:
         if match := _PEAK_TFLOPS.search(text):
             self.peak_flops = float(match[1])
             return True
+        if "xport " in text or "declare -x" in text:
+            for name, value in _EXPORT.findall(text):
+                if len(self.environment) < _MOST_VARIABLES:
+                    self.environment[name] = value
+        if "heckpoint" in text and (match := _CHECKPOINT.search(text)):
+            self.checkpoints.add("loaded" if match[1] == "loaded" else "saved")
         if (len(self.versions) < len(_VERSIONS) and "ersion" in text) or "torch" in text:
             for pattern, name in _VERSIONS:
                 if name not in self.versions and (found := re.search(pattern, text)):

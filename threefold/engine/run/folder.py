@@ -44,6 +44,12 @@ from threefold.safe_files import (
 
 PLAN, CONTRACT, METRICS, CHECKPOINTS = "plan.toml", "contract.json", "metrics.jsonl", "checkpoints"
 LOADS, EFFECTS = "loads.json", "effects.json"
+_VARIABLES = (
+    *("NCCL_", "NVTE_", "CUDA_", "TORCH_", "PYTORCH_", "NVSHMEM_", "GLOO_", "OMP_", "MKL_", "TRITON_", "CUBLAS_"),
+    *("CUDNN_", "DEEPEP_", "EP_", "UB_", "FLA_"),
+)
+_OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TRITON_CACHE_DIR")
+_MOST_VARIABLES = 100
 
 
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
@@ -189,6 +195,7 @@ def write_contract(
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x {os.cpu_count()}",
         "threads": torch.get_num_threads(),
+        "environment": _environment(),
         "data": data[0],
         DATA: data[1],
         "benchmark_only": benchmark_only,
@@ -196,6 +203,12 @@ def write_contract(
         **({"lineage": lineage} if lineage else {}),
     }
     _replace(folder / CONTRACT, json.dumps(contract, indent=2).encode())
+
+
+def _environment() -> dict[str, str]:
+    """Variables that change how the libraries of a run compute and communicate; those of a single rank are left out."""
+    known = sorted(name for name in os.environ if name.startswith(_VARIABLES) and name not in _OF_A_RANK)
+    return {name: os.environ[name][:200] for name in known[:_MOST_VARIABLES]}
 
 
 def _replace(path: Path, text: bytes | Iterable[bytes]) -> None:
@@ -219,9 +232,15 @@ def write_effects(folder: Path, report: dict[str, Any]) -> None:
     _replace(folder / EFFECTS, json.dumps(report, indent=2, allow_nan=False).encode())
 
 
-def append_timing(folder: Path, seconds: list[float], steps_before: int, skipped: int = 6) -> None:
-    """Add a steady window to the contract: the first and last step of this process after its warm-up, numbered from 1,
-    and their mean time."""
+def append_timing(
+    folder: Path,
+    seconds: list[float],
+    steps_before: int,
+    profiled: tuple[int, int] | None = None,
+    skipped: int = 6,
+) -> None:
+    """Add the steps of this start of the run to the contract: the first one, the profiled ones, and the steady window
+    with its mean time. Steps are numbered from 1."""
     path = folder / CONTRACT
     skip = min(skipped, len(seconds) // 2)
     steady = seconds[skip:]
@@ -234,7 +253,12 @@ def append_timing(folder: Path, seconds: list[float], steps_before: int, skipped
     window = [steps_before + skip + 1, steps_before + len(seconds)]
     mean = sum(steady) / len(steady)
     before = contract.get("timing")
-    timing = {"steady_steps": window, "mean_step_seconds": mean}
+    timing: dict[str, Any] = {
+        "first_step": steps_before + 1,
+        "steady_steps": window,
+        "mean_step_seconds": mean,
+        **({"profiled_steps": list(profiled)} if profiled else {}),
+    }
     contract["timing"] = [*(before if isinstance(before, list) else []), timing]
     _replace(path, json.dumps(contract, indent=2).encode())
 

@@ -77,6 +77,7 @@ class Imported:
     plan: Plan | None
     findings: list[Finding]
     kind: str
+    rest: Settings = field(default_factory=dict)  # settings that no field of the plan stands for
 
 
 def import_text(text: str, given: Mapping[str, Any] | None = None, is_yaml: bool = False) -> Imported:
@@ -90,7 +91,7 @@ def import_text(text: str, given: Mapping[str, Any] | None = None, is_yaml: bool
     model = MODELS.get(str(fields.get("model")))
     if found.kind == "arguments" and (model is None or model.is_moe):
         found.settings = MOE_DEFAULTS | found.settings
-    more, findings = fields_of(found.settings, model, has_arguments=found.kind == "arguments")
+    more, findings, rest = fields_of(found.settings, model, has_arguments=found.kind == "arguments")
     findings = [*found.findings, *findings]
     fields = {**more, **fields}
     if "model" not in fields:
@@ -113,7 +114,7 @@ def import_text(text: str, given: Mapping[str, Any] | None = None, is_yaml: bool
         plan = change(plan, {"cluster.gpus": plan.layout.min_gpus})
         problem = f"no number of GPUs named: {plan.cluster.gpus}, the fewest for this layout"
         findings.append(_finding("import-needs-cluster", "cluster.gpus", problem, "give --gpus"))
-    return Imported(_in_own_words(plan), in_order(findings), found.kind)
+    return Imported(_in_own_words(plan), in_order(findings), found.kind, rest)
 
 
 def _finding(rule: str, at: str, problem: str, advice: str, severity: Severity = "warning") -> Finding:

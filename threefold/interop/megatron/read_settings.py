@@ -59,8 +59,11 @@ class Reader:
         )
 
 
-def fields_of(settings: Settings, model: ModelSpec | None, has_arguments: bool = False) -> tuple[Fields, list[Finding]]:
-    """Fields of a plan, without model and cluster; `model` is the one without cuts, to tell a cut from its own size."""
+def fields_of(
+    settings: Settings, model: ModelSpec | None, has_arguments: bool = False
+) -> tuple[Fields, list[Finding], Settings]:
+    """Fields of a plan, without model and cluster, findings, and the settings that no field stands for. `model` is the
+    one without cuts, to tell a cut from its own size."""
     reader = Reader(_in_one_spelling(settings), model, has_arguments=has_arguments)
     for row in PLAIN:
         if reader.has(row.path) and (row.path, reader.settings[row.path]) != _WITHOUT_LIMIT:
@@ -71,14 +74,14 @@ def fields_of(settings: Settings, model: ModelSpec | None, has_arguments: bool =
     for read in _THEMES:
         read(reader)
     _without_own_sizes(reader)
-    _name_the_rest(reader)
-    reader.findings += conflicts_of(reader.settings)
-    return reader.fields, reader.findings
-
-
-def _name_the_rest(reader: Reader) -> None:
-    """Warn of settings that no field stands for: one by one where they are few, a complete file's in one finding."""
     rest = [path for path in sorted(set(reader.settings) - reader.used) if not _is_implied(reader, path)]
+    _name_the_rest(reader, rest)
+    reader.findings += conflicts_of(reader.settings)
+    return reader.fields, reader.findings, {path: reader.settings[path] for path in rest}
+
+
+def _name_the_rest(reader: Reader, rest: list[str]) -> None:
+    """Warn of settings that no field stands for: one by one where they are few, a complete file's in one finding."""
     if not reader.has_arguments:
         unknown = [path for path in rest if not is_override(path)]
         rest = [path for path in rest if path not in unknown]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from threefold.compare.comparison import Comparison, Metric
+from threefold.compare.contract import Difference
 from threefold.compare.explained import Explained, Part
 from threefold.compare.losses import Losses
 from threefold.compare.sides import Side
@@ -13,10 +14,12 @@ from threefold.compare.statistics import Interval
 from threefold.compare.traced import Traced
 from threefold.compare.walls import TermRow, wall_of
 from threefold.findings import shown
+from threefold.plan.same_run import listed
 from threefold.report.terminal import table
 from threefold.units import format_bytes, format_many, format_number
 
 MOST_ROWS = 14
+MOST_FACTS = 40  # rows of differing facts
 LEAST_SHARE = 0.001  # of the whole, below which a term is not printed
 
 
@@ -93,9 +96,20 @@ def _interval(interval: Interval | None) -> str:
 def _contract(found: Comparison) -> str:
     if not found.differences:
         alike = found.a.plan is not None and found.b.plan is not None
-        return "contract: no difference" if alike else ""
-    rows = [[each.part, each.field, value_text(each.a), value_text(each.b)] for each in found.differences]
-    return table(["contract", "field", "A", "B"], rows)
+        return f"contract: no difference; {found.label}" if alike else ""
+    return f"{differences_text(found.differences)}\n{found.label}"
+
+
+def differences_text(found: Sequence[Difference], names: tuple[str, str] = ("A", "B")) -> str:
+    """Differences of two contracts as a table, and what they mean together."""
+    rows = [[each.part, each.kind, each.field, value_text(each.a), value_text(each.b)] for each in found[:MOST_FACTS]]
+    lines = [table(["contract", "class", "field", *names], rows)]
+    if len(found) > MOST_FACTS:
+        lines.append(f"and {len(found) - MOST_FACTS} more (--json has all)")
+    new = [each.field for each in found if each.kind == "convergence"]
+    if new:
+        lines.append(f"a new experiment: {format_many(len(new), 'convergence field')} differs: {listed(new)}")
+    return "\n".join(lines)
 
 
 def _numbers(found: Comparison) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from threefold.compare.contract import flat
+from threefold.compare.contract import flat, label_of
 from threefold.cost.estimate import Estimate
 from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding, shown
@@ -242,7 +242,8 @@ def _contract(subject: Subject, view: PlanView | None) -> Markup:
     parts: list[Markup] = []
     if view is not None:
         plan = view.plan
-        parts.append(tag("p", f"Plan {plan.hash}: what differs from the defaults.", class_="note"))
+        note = f"Plan {plan.hash}, {label_of(plan)}: what differs from the defaults."
+        parts.append(tag("p", note, class_="note"))
         parts.append(copied_text(dump_plan(plan), "the plan"))
         parts.append(details("The plan, complete", copied_text(dump_plan(plan, complete=True), "the complete plan")))
     facts: Mapping[str, Any] = {}

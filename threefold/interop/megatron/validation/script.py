@@ -5,6 +5,7 @@ It imports nothing of threefold, so that it runs on a login node, in the interpr
 
 import ast
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ def validation_script(export: Export) -> str:
     head = json.dumps(job_of(export), indent=1, ensure_ascii=True)
     parts = [
         '"""Judges the export in this folder by Megatron\'s own validation, on a CPU: python validate.py --help"""',
-        *_imports(),
-        *(_body(name) for name in _MODULES),
+        *_judge_parts(),
         f"JOB = json.loads(r'''\n{head}\n''')\n",
         'if __name__ == "__main__":\n    sys.exit(validate_main(JOB, str(Path(__file__).resolve().parent)))\n',
     ]
     return "\n\n".join(parts)
+
+
+@cache
+def _judge_parts() -> tuple[str, ...]:
+    """What is the same in every export."""
+    return (*_imports(), *(_body(name) for name in _MODULES))
 
 
 def job_of(export: Export) -> dict[str, Any]:
