@@ -27,7 +27,6 @@ PLANNER: dict[str, list[str]] = {
     "import": ["import", "{work}/overrides.txt", "--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "8"],
     "compare": ["compare", SMALL, SMALL],
     "contract": ["contract", LARGE],
-    "validate": ["validate", "{work}/job.log"],
     "profile": ["profile", "{work}/trace.json.gz"],
     "diagnose": ["diagnose", "{work}/job.log"],
     "card": ["card", "list"],
@@ -60,6 +59,7 @@ ELSEWHERE = {
     "tokenize": "tests/cli/test_finetune_cli.py",
     "explore": "serves a page until it is stopped",
     "mcp": "tests/mcp",
+    "validate": "tests/compare/test_contract.py",
 }
 RUN_ALL = """
 import contextlib, io, json, sys
