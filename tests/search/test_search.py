@@ -12,6 +12,7 @@ from repository import ROOT
 from threefold.cli.main import main
 from threefold.cost.estimate import estimate
 from threefold.cost.memory_ladder import selective_sets
+from threefold.cost.time.step import TERMS
 from threefold.findings import FindingsError
 from threefold.layout.stages import balance
 from threefold.plan.file import read_plan
@@ -21,7 +22,8 @@ from threefold.rules.all import check, errors
 from threefold.search.explore import is_last_resort, with_balanced_stages
 from threefold.search.neighbours import attempt
 from threefold.search.price import Priced, Pricer
-from threefold.search.rank import complexity, pareto, ranked
+from threefold.search.published_layouts import nearest_published, published_layouts
+from threefold.search.rank import LITTLE_ROOM, are_told_apart, grouped, why_after
 from threefold.search.search import SearchResult, search
 from threefold.search.space import default_batch, layouts, read_draft
 
@@ -120,7 +122,8 @@ def test_the_best_is_ranked_with_its_neighbourhood(small: SearchResult) -> None:
     paths = {path for step in small.sensitivity for path in step.changes}
     assert {"layout.tp", "layout.cp", "layout.pp", "layout.ep", "layout.etp", "job.micro_batch"} <= paths
     assert all((step.effect is None) == bool(step.reason) for step in small.sensitivity)
-    assert any(one.pareto for one in small.candidates)
+    assert small.group is not None
+    assert small.group.size >= 1
 
 
 def test_sensitivity_gives_the_change_or_the_reason() -> None:
@@ -262,23 +265,82 @@ def test_stages_are_weighed_by_seconds() -> None:
         assert errors(check(other.plan)) == []
 
 
-def priced(plan: Plan, speed: float, full: float) -> Priced:
-    return Priced(plan, full * plan.chip.memory_bytes, speed, speed)
+def priced(plan: Plan, full: float = 0.5, **terms: float) -> Priced:
+    """A candidate whose step takes 10 s for its experts and what `terms` say."""
+    times = dict.fromkeys(TERMS, 0.0) | {"experts": 10.0} | terms
+    speed = plan.tokens_per_step / sum(times.values())
+    return Priced(plan, full * plan.chip.memory_bytes, speed, speed, times)
 
 
-def test_rank_prefers_simple_plans_only_within_the_tie() -> None:
-    simple, busy = make(knobs_ep_overlap=None, knobs_delay_wgrad=None, knobs_max_connections=None), make()
-    assert complexity(simple) < complexity(busy)
-    near = ranked([priced(busy, 100.0, 0.5), priced(simple, 99.5, 0.5)])
-    far = ranked([priced(busy, 100.0, 0.5), priced(simple, 98.0, 0.5)])
-    assert near[0].plan is simple
-    assert far[0].plan is busy
+def test_what_rests_on_a_rate_that_nobody_measured_does_not_decide() -> None:
+    """The threefold engine ran on one GPU: three seconds of exchanges of experts do not decide, thirty of GEMMs do."""
+    plan = make(target="threefold")
+    fast, exchanging, computing = priced(plan), priced(plan, ep=3.0), priced(plan, gemm=3.0)
+    assert not are_told_apart(exchanging, fast)
+    assert are_told_apart(priced(plan, gemm=30.0), fast)
+    assert not are_told_apart(fast, exchanging)
+    bridge = make()
+    assert are_told_apart(priced(bridge, gemm=3.0), priced(bridge))  # its band is a third of that of the engine
+    assert not are_told_apart(priced(bridge, gemm=0.4), priced(bridge))
+    assert computing.step_seconds == pytest.approx(13.0)
 
 
-def test_pareto_front_has_what_nothing_beats() -> None:
-    simple, busy = make(knobs_ep_overlap=None, knobs_delay_wgrad=None, knobs_max_connections=None), make()
-    found = [priced(busy, 100.0, 0.8), priced(simple, 90.0, 0.8), priced(busy, 95.0, 0.9), priced(busy, 80.0, 0.5)]
-    assert pareto(found) == {0, 1, 3}  # the third is slower and fuller than the first, and no simpler
+def test_the_recommended_order_decides_inside_a_group() -> None:
+    full = make(knobs_recompute=("full",))
+    hosted = make(knobs_optimizer_offload=1.0)
+    plain, tight = priced(make(), gemm=0.3), priced(make(), full=1 - LITTLE_ROOM / 2, gemm=0.2)
+    order, size = grouped([priced(hosted), priced(full), tight, plain])
+    assert size == 4
+    assert order == [plain, tight, *order[2:]]
+    assert [one.plan for one in order[2:]] == [full, hosted]  # offload last at 4K
+    assert why_after(order[2], plain) == "full recompute"
+    assert why_after(order[3], plain) == "100% of the optimizer on the host"
+    slow = priced(make(), gemm=9.0)
+    order, size = grouped([slow, priced(full)])
+    assert (order[0].plan, size) == (full, 1)  # a selective set that is certainly slower does not win
+    assert "more than the band" in why_after(slow, order[0])
+
+
+def test_a_published_layout_guides_requests_near_to_it() -> None:
+    long = {"model": "deepseek-v3", "cluster.chip": "h100", "target": "megatron-bridge", "knobs.precision": "bf16"}
+    for gpus, seq_len, cp in ((256, 131_072, 32), (512, 262_144, 64), (256, 65_536, 16)):
+        plan = read_draft({**long, "cluster.gpus": gpus, "job.seq_len": seq_len, "layout.cp": cp}).base
+        plan = replace(plan, layout=replace(plan.layout, pp=8, ep=32))
+        assert min(one.distance(plan) for one in nearest_published(plan)) == 0
+    far = read_draft({**long, "cluster.chip": "gb200", "cluster.gpus": 128, "job.seq_len": 131_072}).base
+    assert nearest_published(far) == ()  # on GB200 it was published at 4K only
+    small = read_draft({**long, "model": "kimi-k2", "cluster.gpus": 256, "job.seq_len": 131_072}).base
+    assert {one.model for one in nearest_published(small)} == {"deepseek-v3"}  # of its family, and of its size
+
+
+def test_the_table_of_published_layouts_is_that_of_runs_and_recipes() -> None:
+    import published_layouts as tool
+
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run tools/published_layouts.py"
+    assert len(published_layouts()) == len(tool.layouts())
+
+
+# The documents' families for requests as people make them: degrees TP, CP, PP, EP, and targets.
+ASKED = {
+    "qwen3-30b": (("qwen3-30b-a3b", "h100", 16, 4096), {(1, 1, 2, 8), (1, 1, 1, 16)}, "megatron-bridge threefold"),
+    "deepseek": (("deepseek-v3", "h100", 256, 131_072), {(1, 32, 8, 32)}, "megatron-bridge"),
+    "qwen3-235b": (("qwen3-235b-a22b", "gb200", 128, 131_072), {(4, 4, 4, 32)}, "megatron-bridge threefold"),
+    "qwen3-next": (("qwen3-next-80b-a3b", "gb200", 32, 32_768), {(1, 4, 1, 32)}, "megatron-bridge"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_documents_families_come_out(name: str) -> None:
+    (model, chip, gpus, seq_len), expected, targets = ASKED[name]
+    for target in targets.split():
+        draft = {"model": model, "cluster.chip": chip, "cluster.gpus": gpus, "job.seq_len": seq_len, "target": target}
+        found = search({**draft, "knobs.precision": "auto"}, top=2)
+        first = found.candidates[0]
+        assert degrees(first.plan) in expected
+        assert first.plan.knobs.precision == "bf16"
+        assert not first.plan.full_recompute
+        assert bool(first.plan.knobs.optimizer_offload) == (model == "deepseek-v3")  # as in its recipe
+        assert first.estimate.headroom_bytes > 0
 
 
 def run(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -8,7 +8,6 @@ from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
 from threefold.report.terminal import findings_text, table
 from threefold.search.neighbours import NextBetter, Trial
-from threefold.search.rank import TIE
 from threefold.search.search import Candidate, SearchResult
 from threefold.units import GIB, format_bytes, format_tokens
 
@@ -24,7 +23,7 @@ def search_text(found: SearchResult, why: str = "") -> str:
         _section("Profile", [time_text(best.plan, best.estimate), _bullets(best.reasons.profile)]),
         _section("Retune", _retune(best, found)),
         _section("Findings", [_findings(best)]),
-        _section("Candidates", [_candidates(found.candidates), _legend(), _count(found)]),
+        _section("Candidates", [_candidates(found.candidates), _legend(found), _count(found)]),
     ]
     return "\n\n".join(parts)
 
@@ -143,7 +142,6 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
         "TFLOP/s",
         "tok/s",
         "GiB",
-        "",
         "precision",
         "dispatcher",
     ]
@@ -156,18 +154,15 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
             f"{guess.tokens_per_second_per_gpu:.0f}",
             f"{guess.memory.device_bytes / GIB:.1f}-{guess.device_bytes_band[1] / GIB:.1f}",
         ]
-        mark, knobs = "P" if one.pareto else "", one.plan.knobs
+        knobs = one.plan.knobs
         words = [knobs.precision, knobs.dispatcher, _knobs(one.plan)]
-        rows.append([str(place), *degrees, str(one.plan.job.micro_batch), *numbers, mark, *words])
+        rows.append([str(place), *degrees, str(one.plan.job.micro_batch), *numbers, *words])
     return table([*header, "knobs"], rows)
 
 
-def _legend() -> str:
-    return (
-        "TFLOP/s and tok/s are a GPU's, GiB the fullest rank's, predicted and at the top of its band. Ranked by "
-        f"throughput; what is within {TIE:.0%} goes by simplicity. A dispatcher that must be built, and experts under "
-        "FSDP, have to win by more than they are less sure. P: on the Pareto front of throughput, simplicity, memory."
-    )
+def _legend(found: SearchResult) -> str:
+    legend = "TFLOP/s and tok/s are a GPU's, GiB the fullest rank's, predicted and at the top of its band."
+    return f"{legend} {found.group}" if found.group else legend
 
 
 def _count(found: SearchResult) -> str:

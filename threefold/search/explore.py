@@ -1,7 +1,11 @@
-"""Best first: choices in the order of what they promise, until no promise can change the answer."""
+"""Candidates of a space: a race for the fastest plan, then the layouts that the recommended order prefers.
+
+The race follows choices in the order of what they promise, until no promise can beat the fastest plan that fits. What
+the estimate cannot tell from that one is looked at in the recommended order (`rank.py`), until enough layouts fit.
+"""
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -13,15 +17,15 @@ from threefold.search.knobs import context_types, dispatchers, foot, graph_scope
 from threefold.search.ladder import Choice, Ladder
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
+from threefold.search.published_layouts import PublishedLayout, nearest_published
+from threefold.search.rank import PAIR_ERROR, are_told_apart, fastest_of, is_member, pair_band, resort, structure
 from threefold.search.space import Space, layouts, micro_batches
 
-MIN_STAGE_GAIN = 0.005  # a predicted gain from which a written pipeline layout is worth its line
-
-WINDOW = 0.03  # below the last one that is asked for, how far promises are still followed: finishing may add as much
 RING_FAVOUR = 0.01  # another kind of context parallelism than the plain ring has to be this much faster
 GRAPH_GAIN = 0.002  # of a microbatch's seconds that graphs have to save
-MOST_CLIMBS, MOST_EFFORT = 2000, 550.0  # climbs, and estimates of memory in them: a few seconds
-REPORT_EVERY = 50
+RACE_EFFORT, WALK_EFFORT = 100.0, 100.0  # estimates of memory: a second or less each
+MOST_CLIMBS = 1000
+CHUNK_TIE = 0.01  # of throughput: what more chunks a rank have to gain
 BALANCED = 0.03  # that stages balanced by seconds may gain
 
 Progress = Callable[[str], None]
@@ -37,7 +41,6 @@ class Found:
     ladder: Ladder | None = None
     searched: int = 0
     feasible: int = 0
-    floor: float = 0.0  # tokens/s at the slow end of the band below which promises change nothing
     climbs: int = 0
 
 
@@ -47,25 +50,97 @@ def layout_key(layout: Layout, knobs: Knobs) -> Key:
 
 
 def explore(pricer: Pricer, top: int, progress: Progress | None = None) -> Found:
-    """Find the fastest fitting plan of each layout that can be among the first `top`."""
+    """Find the fastest plan that fits, and the first `top` layouts that the estimate cannot tell from it."""
     found = Found()
-    heap = [(-choice.sure_promise, False, number, choice) for number, choice in enumerate(_choices(pricer, found))]
+    choices = list(_choices(pricer, found))
+    if progress:
+        progress(f"0 of {len(choices):,} choices")
+    _race(pricer, found, choices)
+    if progress:
+        progress(f"{found.climbs:,} of {len(choices):,} choices, {found.feasible:,} feasible")
+    _walk(pricer, found, choices, top)
+    if progress:
+        progress(f"{found.climbs:,} of {len(choices):,} choices, {found.feasible:,} feasible")
+    return found
+
+
+def _race(pricer: Pricer, found: Found, choices: list[Choice]) -> None:
+    """Follow the most promising choices until none promises more than the fastest plan that fits."""
+    heap = [(-choice.sure_promise, False, number, choice) for number, choice in enumerate(choices)]
     heapq.heapify(heap)
-    total = len(heap)
-    while heap and -heap[0][0] >= found.floor and found.climbs < MOST_CLIMBS and pricer.effort < MOST_EFFORT:
+    floor = 0.0
+    while heap and -heap[0][0] > floor and found.climbs < MOST_CLIMBS and pricer.effort < RACE_EFFORT:
         _, priced, number, choice = heapq.heappop(heap)
         if not priced:  # the step itself promises less than its layers do; what is left comes up again in its turn
             if found.ladder and found.ladder.can_fit(choice):
                 choice = _with_step(pricer, choice)
                 heapq.heappush(heap, (-choice.sure_promise, True, number, choice))
-        elif found.ladder and _follow(pricer, found.ladder, choice, found):
-            if progress and found.climbs % REPORT_EVERY == 0:
-                progress(f"{total - len(heap):,} of {total:,} choices, {found.feasible:,} feasible")
-            found.climbs += 1
-            found.floor = _floor(found, top)
-    if progress:
-        progress(f"{total:,} of {total:,} choices, {found.feasible:,} feasible")
-    return found
+        else:
+            _follow(pricer, choice, found, floor * choice.promise / choice.sure_promise)
+            floor = max((one.sure for one in found.best.values()), default=0.0)
+
+
+def _walk(pricer: Pricer, found: Found, choices: list[Choice], top: int) -> None:
+    """Follow the choices of layouts in the recommended order until `top` layouts are among the first group; those that
+    need full recompute or offload only where none does without."""
+    by_layout: dict[Key, list[Choice]] = {}
+    for choice in choices:
+        by_layout.setdefault(layout_key(choice.layout, choice.knobs), []).append(choice)
+    plans = {key: pricer.plan(some[0].layout, 1, some[0].knobs) for key, some in by_layout.items()}
+    anchors = nearest_published(next(iter(plans.values()))) if plans else ()
+    order = sorted(plans, key=lambda key: [each.value for each in structure(plans[key], anchors)])
+    if anchors:  # what was published is priced whatever it needs, so that an answer can be compared with it
+        _settle(pricer, found, order[0], _ways(by_layout[order[0]], anchors), 0.0)
+    for mild in (True, False):
+        most, walked = pricer.effort + WALK_EFFORT, set[Key]()
+        for key in order:
+            first = fastest_of(found.best.values())
+            inside = [
+                one for at, one in found.best.items() if at in walked and first and is_member(one, first, anchors)
+            ]
+            if sum(not (mild and resort(one.plan)) for one in inside) >= top or pricer.effort > most:
+                break
+            walked.add(key)
+            bar = first.tokens_per_second / (1 + pair_band(first.plan)) if first else 0.0
+            if not anchors or key != order[0]:
+                _settle(pricer, found, key, _ways(by_layout[key], anchors), bar, mild)
+        first = fastest_of(found.best.values())
+        if first and any(not resort(one.plan) and is_member(one, first, anchors) for one in found.best.values()):
+            break
+
+
+def _settle(pricer: Pricer, found: Found, key: Key, ways: list[Choice], bar: float, mild: bool = False) -> None:
+    """Find the best plan of one layout; one that the race found stays only where it is clearly faster."""
+    known = found.best.pop(key, None)
+    for choice in ways:
+        if found.ladder and found.ladder.can_fit(choice) and (not mild or found.ladder.mild_fits(choice)):
+            _follow(pricer, choice, found, bar, False if mild else None)
+    if not bar and key not in found.best:
+        for choice in ways:
+            _follow(pricer, choice, found, bar, True)
+    now = found.best.get(key)
+    if known and (now is None or known.tokens_per_second > now.tokens_per_second * (1 + CHUNK_TIE)):
+        found.best[key] = known
+
+
+def _ways(choices: list[Choice], anchors: Sequence[PublishedLayout]) -> list[Choice]:
+    """The choices of a layout, the most promising microbatch and mode first. Of each the smallest number of chunks that
+    promises nearly as much as the best, and before it the one that was published."""
+    first: dict[object, list[Choice]] = {}
+    for choice in sorted(choices, key=lambda choice: -choice.promise):
+        first.setdefault((choice.micro_batch, choice.knobs), []).append(choice)
+    published = {(anchor.pp, anchor.vpp) for anchor in anchors}
+    ways: dict[int, Choice] = {}
+
+    def chunks(choice: Choice) -> int:
+        return choice.layout.vpp
+
+    for same in first.values():
+        known = [one for one in same if (one.layout.pp, one.layout.vpp) in published]
+        near = [one for one in same if one.promise >= same[0].promise * (1 - CHUNK_TIE)]
+        for one in (*sorted(known, key=chunks)[:1], min(near, key=chunks)):
+            ways.setdefault(id(one), one)
+    return list(ways.values())
 
 
 def _with_step(pricer: Pricer, choice: Choice) -> Choice:
@@ -75,32 +150,27 @@ def _with_step(pricer: Pricer, choice: Choice) -> Choice:
     return replace(choice, promise=promise, sure_promise=promise * choice.sure_promise / choice.promise)
 
 
-def _floor(found: Found, top: int) -> float:
-    """Promises below this do not come among the first `top`."""
-    if len(found.best) < top:
-        return 0.0
-    return (1 - WINDOW) * heapq.nlargest(top, (one.sure for one in found.best.values()))[-1]
-
-
-def _follow(pricer: Pricer, ladder: Ladder, choice: Choice, found: Found) -> bool:
-    """Climb the ladder of a choice where that can improve its layout; whether it was climbed."""
+def _follow(pricer: Pricer, choice: Choice, found: Found, bar: float, resorts: bool | None = None) -> None:
+    """Climb the ladder of a choice where that can improve its layout past the bar, in tokens/s; `resorts` as there."""
+    ladder = found.ladder
     key = layout_key(choice.layout, choice.knobs)
     known = found.best.get(key)
-    bar = found.floor * choice.promise / choice.sure_promise
+    if ladder is None:
+        return
     if known and not (is_last_resort(known.plan) and ladder.mild_fits(choice)):  # nothing milder is to be found
         bar = max(bar, known.tokens_per_second)
     if choice.promise <= bar:
-        return False
-    plan, short = ladder.climb(choice, bar)
+        return
+    found.climbs += 1
+    plan, short = ladder.climb(choice, bar, resorts)
     if short is not None:
         found.short.append(short)
     if plan is None:
-        return True
+        return
     found.feasible += 1
     one = with_balanced_stages(pricer, pricer.priced(plan))
     if (known is None or _better(one, known)) and not faults(one.plan):
         found.best[key] = one
-    return True
 
 
 def is_last_resort(plan: Plan) -> bool:
@@ -109,8 +179,12 @@ def is_last_resort(plan: Plan) -> bool:
 
 
 def _better(one: Priced, known: Priced) -> bool:
-    mild, was_mild = not is_last_resort(one.plan), not is_last_resort(known.plan)
-    return mild > was_mild or (mild == was_mild and one.tokens_per_second > known.tokens_per_second)
+    """Whether a plan is the better one of its layout: the milder, where the estimate cannot tell last resorts apart."""
+    if is_last_resort(one.plan) != is_last_resort(known.plan) or not is_last_resort(one.plan):
+        return (is_last_resort(known.plan), one.tokens_per_second) > (is_last_resort(one.plan), known.tokens_per_second)
+    if are_told_apart(one, known) or are_told_apart(known, one):
+        return one.tokens_per_second > known.tokens_per_second
+    return (-resort(one.plan), one.tokens_per_second) > (-resort(known.plan), known.tokens_per_second)
 
 
 def _choices(pricer: Pricer, found: Found) -> Iterator[Choice]:
@@ -191,10 +265,10 @@ def _with_written_stages(pricer: Pricer, plan: Plan) -> Plan | None:
 
 
 def with_balanced_stages(pricer: Pricer, one: Priced) -> Priced:
-    """The same plan with stages balanced by seconds, where that is clearly faster and fits."""
+    """The same plan with stages balanced by seconds, where the estimate is sure that they are faster, and they fit."""
     other = _with_written_stages(pricer, one.plan)
     if other is None:
         return one
-    if pricer.speed(other) <= one.tokens_per_second * (1 + MIN_STAGE_GAIN) or pricer.need(other) > pricer.limit:
+    if pricer.speed(other) <= one.tokens_per_second * (1 + PAIR_ERROR) or pricer.need(other) > pricer.limit:
         return one
     return pricer.priced(other)

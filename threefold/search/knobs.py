@@ -6,7 +6,9 @@ from threefold.cost.format_support import can_fuse_experts, low_precisions
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import Knobs
+from threefold.rules.knobs.dispatch import delta_kernels_have_use
 from threefold.rules.knobs.engine_graphs import engine_scopes, wider_graphs
+from threefold.search.published_layouts import published_layouts
 from threefold.search.space import Space
 from threefold.spec.candidates import dispatcher_candidates, precision_candidates
 
@@ -35,11 +37,16 @@ def precisions(space: Space) -> list[str]:
 
 
 def shardings(space: Space, layout: Layout) -> list[str]:
-    """ZeRO-1, or FSDP where there is no pipeline (fsdp-pipeline-is-untried)."""
-    fixed = space.base.knobs.data_parallel
+    """ZeRO-1; or FSDP, without a pipeline (fsdp-pipeline-is-untried), for models that see, for dense ones, and for
+    models that were trained so; for others only where the preferred degrees give no plan."""
+    plan = space.base
+    fixed = plan.knobs.data_parallel
     if not space.free("knobs.data_parallel"):
         return [fixed] if layout.pp == 1 or fixed == "zero1" else []
-    return ["zero1", "fsdp"] if layout.pp == 1 and layout.dp * layout.cp > 1 else ["zero1"]
+    known = plan.is_vlm or not plan.model.is_moe
+    known = known or any(one.data_parallel == "fsdp" for one in published_layouts() if one.model == plan.model_name)
+    cuts = layout.pp == 1 and layout.dp * layout.cp > 1
+    return ["zero1", "fsdp"] if cuts and (known or space.relaxed) else ["zero1"]
 
 
 def context_types(space: Space, layout: Layout) -> list[str | tuple[str, ...]]:
@@ -102,6 +109,10 @@ def foot(space: Space, layout: Layout, precision: str) -> Knobs:
     knobs = replace(knobs, cp_comm=context_types(space, layout)[0])
     if space.free("knobs.expert_fusion") and can_fuse_experts(replace(space.base, layout=layout, knobs=knobs)):
         knobs = replace(knobs, expert_fusion=True)
+    if space.free("knobs.delta_kernels") and space.base.target == "threefold":
+        knobs = replace(knobs, delta_kernels="fla")
+        if any(delta_kernels_have_use(replace(space.base, layout=layout, knobs=knobs))):
+            knobs = replace(knobs, delta_kernels=None)
     return knobs
 
 

@@ -56,14 +56,15 @@ class Ladder:
 
         return by_worth(recomputable_modules(self.pricer.space.base), kept, seconds)
 
-    def climb(self, choice: Choice, bar: float) -> tuple[Plan | None, Plan | None]:
+    def climb(self, choice: Choice, bar: float, resorts: bool | None = None) -> tuple[Plan | None, Plan | None]:
         """The plan on the first rung that fits, if it promises more than the bar; and a faster one that does not fit.
 
-        Full recompute and offload are tried only where no selective set fits the degrees.
+        Full recompute and offload are tried only where no selective set fits the degrees; or always or never, where
+        `resorts` says so.
         """
         selective, full, hosted = self._rungs(choice.knobs)
         found, short = self._first_fit(choice, selective, bar)
-        if found is not None or self.mild_fits(choice):
+        if found is not None or (not resorts and (resorts is not None or self.mild_fits(choice))):
             return found, short
         options = []
         for ladder in (full, hosted):

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from threefold.cost.cp_exchange import cheaper_exchange, has_open_exchange
 from threefold.cost.estimate import memory_band, time_band
@@ -11,7 +12,7 @@ from threefold.cost.rates import Rates, rates_of
 from threefold.cost.time.layer import layer_time
 from threefold.cost.time.optimizer import optimizer_seconds
 from threefold.cost.time.outside_layers import loss_seconds
-from threefold.cost.time.step import step_time
+from threefold.cost.time.step import StepTime, step_time
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 from threefold.search.knobs import dispatchers
@@ -30,6 +31,11 @@ class Priced:
     device_bytes: float
     tokens_per_second: float
     sure: float  # tokens/s at the slow end of the error band
+    terms: Mapping[str, float] = field(default_factory=dict)  # of a step, in seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.plan.tokens_per_step / self.tokens_per_second
 
     @property
     def headroom(self) -> float:
@@ -40,9 +46,11 @@ class Priced:
 class Pricer:
     """Prices choices of one space; what does not depend on the whole choice is computed once."""
 
-    def __init__(self, space: Space, at_top: bool = True) -> None:
-        """`at_top`: whether memory is taken at the top of its band, or at the middle."""
+    def __init__(self, space: Space, at_top: bool = True, room: float = 0.0) -> None:
+        """`at_top`: whether memory is taken at the top of its band, or at the middle. `room`: the part of the chip's
+        memory that is to be left."""
         self.space, self.at_top = space, at_top
+        self.limit = (1 - room) * space.base.chip.memory_bytes  # bytes that a plan may need
         self.rates: Rates = rates_of(space.base)
         self.effort = 0.0  # estimates of memory so far; those that only bound it stop early
         self.num_time = 0
@@ -117,11 +125,6 @@ class Pricer:
     def _band(self, plan: Plan) -> float:
         return memory_band(plan) if self.at_top else 0.0
 
-    @property
-    def limit(self) -> float:
-        """Bytes that a plan may need."""
-        return self.space.base.chip.memory_bytes
-
     def fits(self, layout: Layout, micro_batch: int, knobs: Knobs) -> bool:
         if self.least_need(layout, micro_batch, knobs) > self.limit * (1 + LEANER):
             return False
@@ -160,12 +163,17 @@ class Pricer:
 
     def speed(self, plan: Plan) -> float:
         """Tokens/s of a plan, whether it fits or not."""
+        return plan.tokens_per_step / self.time(plan).step_seconds
+
+    def time(self, plan: Plan) -> StepTime:
         self.num_time += 1
-        return plan.tokens_per_step / step_time(plan, self.rates).step_seconds
+        return step_time(plan, self.rates)
 
     def priced(self, plan: Plan) -> Priced:
-        speed = self.speed(plan)
-        return Priced(plan, self.need(plan), speed, speed / self.slow_end(plan.layout, plan.knobs))
+        spent = self.time(plan)
+        speed = plan.tokens_per_step / spent.step_seconds
+        sure = speed / self.slow_end(plan.layout, plan.knobs)
+        return Priced(plan, self.need(plan), speed, sure, spent.terms)
 
     def slow_end(self, layout: Layout, knobs: Knobs) -> float:
         """How many times longer a step may take than predicted.

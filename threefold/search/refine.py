@@ -21,6 +21,7 @@ GAIN = 0.002  # predicted, from which a further knob is worth setting
 LOSS = 0.001  # of throughput at most that heeding a warning may cost
 MOST_HEEDED = 6
 MOST_WAYS = 4  # of one finding that are tried
+DEGREES = tuple(f"layout.{name}" for name in ("tp", "cp", "pp", "ep", "etp"))  # ranked, not changed afterwards
 CHOSEN = (
     *(f"layout.{name}" for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "stages")),
     *(f"job.{name}" for name in ("global_batch", "micro_batch")),
@@ -35,6 +36,7 @@ CHOSEN = (
             "delay_wgrad",
             "tp_overlap",
             "expert_fusion",
+            "delta_kernels",
             "graphs",
             "optimizer_offload",
             "data_parallel",
@@ -122,7 +124,7 @@ def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Es
     said = judge(plan)
     ways = (way for finding in said for way in islice(chain([finding.fix or {}], finding.fixes), MOST_WAYS))
     for fix in ways:
-        if not fix or any(path not in CHOSEN or not space.free(path) for path in fix):
+        if not fix or any(path not in CHOSEN or path in DEGREES or not space.free(path) for path in fix):
             continue
         try:
             other = change(plan, fix)
@@ -132,7 +134,8 @@ def _cured(space: Space, plan: Plan, guess: Estimate) -> Iterator[tuple[Plan, Es
             continue
         found = estimate(other)
         slower = found.tokens_per_second_per_gpu < guess.tokens_per_second_per_gpu * (1 - LOSS)
-        if not slower and found.fits and len(judge(other)) < len(said):
+        fuller = found.memory.device_bytes > guess.memory.device_bytes
+        if not slower and not fuller and found.fits and len(judge(other)) < len(said):
             yield other, found
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 from threefold.cost.estimate import Estimate
@@ -20,13 +20,13 @@ from threefold.search.knobs import precisions
 from threefold.search.legal import untrained
 from threefold.search.neighbours import Comparison, NextBetter, Trial, comparisons, next_better, retune, sensitivity
 from threefold.search.price import Priced, Pricer
-from threefold.search.rank import complexity, pareto, ranked
+from threefold.search.rank import LITTLE_ROOM, Group, complexity, group_of, grouped, why_after
 from threefold.search.refine import heeded, rebuilt, refined
 from threefold.search.space import MOST_RELAXED, Space, read_draft
 from threefold.spec.chips import ChipSpec
 from threefold.units import format_bytes
 
-FINALISTS = 3  # times the candidates asked for, that are finished and ranked
+FINALISTS = 2  # times the candidates asked for, that are finished and ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Candidate:
     plan: Plan
     estimate: Estimate
     reasons: Reasons
-    pareto: bool  # no other candidate is faster, roomier and simpler at once
     complexity: int
+    after: str = ""  # why it stands after the first
 
     @property
     def why(self) -> tuple[str, ...]:
@@ -54,8 +54,8 @@ class Candidate:
             "hash": self.plan.hash,
             "estimate": self.estimate.to_json(),
             "why": list(self.why),
-            "pareto": self.pareto,
             "complexity": self.complexity,
+            "after": self.after,
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -74,6 +74,7 @@ class SearchResult(ShownAsTable):
     sensitivity: tuple[Trial, ...] = ()
     retune: tuple[Trial, ...] = ()
     comparisons: tuple[Comparison, ...] = ()  # the next A/Bs: candidates that the best plan does not have
+    group: Group | None = None  # what the estimate cannot tell from the fastest
 
     @property
     def best(self) -> Plan:
@@ -109,6 +110,8 @@ class SearchResult(ShownAsTable):
             said["finding"] = self.finding.to_json()
         if self.next_better:
             said["next_better"] = _next_json(self.next_better)
+        if self.group:
+            said["group"] = self.group.to_json()
         if self.candidates:
             said["sensitivity"] = [_trial_json(one) for one in self.sensitivity]
             said["retune"] = [_trial_json(one) for one in self.retune]
@@ -140,16 +143,14 @@ def search(
     if not found.best:
         said = finding(space)
         return SearchResult((), found.searched, pricer.num_time, 0, time.perf_counter() - start, finding=said)
-    order = sorted(found.best.values(), key=lambda one: -one.sure)
-    finished = [refined(space, pricer, one) for one in order[: FINALISTS * top]]
-    everyone = [*finished, *order[FINALISTS * top :]]
-    front = {id(everyone[place]) for place in pareto(everyone)}
-    order = ranked(finished)
-    chosen = list(islice((one for one in order if not _refusals(one.plan)), top))
-    if not chosen:
+    order = [refined(space, pricer, one) for one in _finalists(list(found.best.values()), top)]
+    allowed = [one for one in order if not _refusals(one.plan)]
+    if not allowed:
         said = finding(space, _refusals(order[0].plan))
         return SearchResult((), found.searched, pricer.num_time, 0, time.perf_counter() - start, finding=said)
-    candidates = _candidates(space, chosen, front)
+    order, size = grouped(allowed)
+    group, chosen = group_of(order, size), _shown(order, size, top)
+    candidates = _candidates(space, chosen)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
     steps, trials = sensitivity(best.plan, best.estimate), retune(space, best.plan, best.estimate)
@@ -163,7 +164,21 @@ def search(
         sensitivity=steps,
         retune=trials,
         comparisons=comparisons(best.plan, best.estimate),
+        group=group,
     )
+
+
+def _finalists(found: list[Priced], top: int) -> list[Priced]:
+    """The first of the order, and the fastest."""
+    order, _ = grouped(found)
+    fastest = max(found, key=lambda one: one.sure)
+    return list({id(one): one for one in [*order[: FINALISTS * top], fastest]}.values())
+
+
+def _shown(order: list[Priced], size: int, top: int) -> list[Priced]:
+    """The first of the order; the fastest of the first group stands last where it would be left out."""
+    shown, fastest = order[:top], min(order[:size], key=lambda one: one.step_seconds)
+    return shown if top == 1 or fastest in shown else [*shown[:-1], fastest]
 
 
 def _refusals(plan: Plan) -> list[Finding]:
@@ -177,8 +192,8 @@ def _can_be_climbed(space: Space) -> bool:
 
 
 def _explore_first(space: Space, top: int, progress: Progress | None) -> tuple[Pricer, Found]:
-    """Explore with memory at the top of its band, then past the preferred degrees, then on more GPUs where that is
-    free; below sixteen bits where none of these gives a plan.
+    """Explore with room left at the top of memory's band, then without room, then past the preferred degrees, then on
+    more GPUs where that is free; below sixteen bits where none of these gives a plan.
 
     For Megatron Bridge, whose published runs fit although predicted to be fuller, the middle of the band comes next.
     """
@@ -187,23 +202,24 @@ def _explore_first(space: Space, top: int, progress: Progress | None) -> tuple[P
         node = space.base.cluster.node
         counts = [node * 2**i for i in range(16) if node * 2**i <= MAX_RANKS]
         spaces = [read_draft({**space.given, "cluster.gpus": gpus}, space.base.cluster.measured) for gpus in counts]
-    bands = (True, False) if space.base.target != "threefold" else (True,)
-    for low, space, relaxed, at_top in product((False, True), spaces, range(MOST_RELAXED + 1), bands):
+    bands = [(True, LITTLE_ROOM), (True, 0.0), *([(False, 0.0)] if space.base.target != "threefold" else [])]
+    for low, space, relaxed, (at_top, room) in product((False, True), spaces, range(MOST_RELAXED + 1), bands):
         tried = replace(space, low_precision=low, relaxed=relaxed)
         if precisions(tried):
-            pricer = Pricer(tried, at_top)
+            pricer = Pricer(tried, at_top, room)
             found = explore(pricer, top, progress)
             if found.best:
                 break
     return pricer, found
 
 
-def _candidates(space: Space, chosen: list[Priced], front: set[int]) -> tuple[Candidate, ...]:
+def _candidates(space: Space, chosen: list[Priced]) -> tuple[Candidate, ...]:
     made: list[Candidate] = []
     for one in chosen:
         plan, priced = heeded(space, rebuilt(space, one.plan))
         said = reasons(plan, priced, made[0].estimate if made else None)
-        made.append(Candidate(plan, priced, said, id(one) in front, complexity(plan)))
+        after = why_after(one, chosen[0]) if made else ""
+        made.append(Candidate(plan, priced, said, complexity(plan), after))
     return tuple(made)
 
 

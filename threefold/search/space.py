@@ -145,7 +145,9 @@ def _context_degrees(space: Space, tp: int) -> list[int]:
     if space.relaxed:
         return whole
     most = 2 * target if space.base.is_long else target  # cp-only-when-long
-    return [cp for cp in whole if 2 * cp * tp >= target and cp <= most]
+    # The threefold engine hands the states of the delta rule from rank to rank in a slow loop (cost/delta_rule.py).
+    alone = space.base.model.delta is not None and space.base.target == "threefold"
+    return [cp for cp in whole if (2 * cp * tp >= target or (alone and cp == 1)) and cp <= most]
 
 
 def _items(plan: Plan) -> int:
