@@ -6,6 +6,7 @@ refuse it, or damaged at random, so that it may still be sound.
 
 import gzip
 import json
+import pickle
 import random
 import shutil
 import sqlite3
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 from damaged_files import ANY_FILE, DEEP, change_json, changed
 from pictures import encoded, noise, picture_bomb, write_jsonl, write_tar
+from snapshots import SnapshotFile, frames
 from tiny_models import CONFIGS
 from traces import GEMM, NsightExport, kernel, operator, write_trace
 
@@ -52,10 +54,10 @@ class Case:
 Maker = Callable[[Path, random.Random, Path], Case]  # of a new folder, a draw, and the folder of sound files
 
 
-def _damage(path: Path, draw: random.Random, folder: Path) -> str:
+def _damage(path: Path, draw: random.Random, folder: Path, but: str = "") -> str:
     outside = folder / "outside"
     outside.mkdir()
-    damage = draw.choice(ANY_FILE)
+    damage = draw.choice([damage for damage in ANY_FILE if damage.__name__ != but])
     damage(path, draw, outside)
     return f"{damage.__name__} {path.name}"
 
@@ -581,8 +583,107 @@ def small_files(folder: Path, draw: random.Random, sound: Path) -> Case:
     return Case(what, commands, is_plan=True)
 
 
+def job_files(folder: Path, draw: random.Random, sound: Path) -> Case:
+    """What a dead job left behind: logs, memory snapshots and dumps of the flight recorder."""
+    kind = draw.choice(("log", "log", "log", "snapshot", "pickle", "dump", "run"))
+    if kind == "log":
+        what, content = draw.choice(sorted(_hostile_logs(draw).items()))
+        path = folder / "job.log"
+        path.write_bytes(gzip.compress(content, 1) if draw.random() < 0.3 else content)
+        if draw.random() < 0.3:
+            # A log is read as far as it goes: one of 64 GiB takes its time.
+            what = f"{what}, {_damage(path, draw, folder, but='grow')}"
+    elif kind == "snapshot":
+        path = _snapshot(folder / "snapshot.pickle", draw)
+        what = _damage(path, draw, folder) if draw.random() < 0.5 else "strange values"
+    elif kind == "pickle":
+        what, content = draw.choice(sorted(HOSTILE_PICKLES.items()))
+        path = folder / draw.choice(("snapshot.pickle", "nccl_trace_rank_0"))
+        path.write_bytes(content)
+    elif kind == "dump":
+        path = folder / "nccl_trace_rank_0"
+        entry = {"collective_seq_id": 1, "pg_id": 0, "state": "scheduled", "profiling_name": "nccl:all_reduce"}
+        entry |= {name: draw.choice(WRONG) for name in draw.sample(("input_sizes", "p2p_seq_id", *entry), 2)}
+        dump = {
+            "version": "2.9",
+            "pg_config": draw.choice(({}, WRONG[5], [1])),
+            "entries": [entry] * draw.choice((1, 5000)),
+        }
+        path.write_bytes(draw.choice((pickle.dumps(dump), json.dumps(dump, default=str).encode())))
+        what = f"{entry!r:.80}"
+    else:
+        path = folder / "run"
+        shutil.copytree(sound / "run", path)
+        what = _damage(draw.choice(sorted(file for file in path.rglob("*") if file.is_file())), draw, folder)
+    commands = [["diagnose", str(path)], ["diagnose", str(path), "--plan", str(sound / "plan.toml"), "--json"]]
+    return Case(f"{kind}: {what}", [draw.choice(commands)], is_bad=False)
+
+
+def _hostile_logs(draw: random.Random) -> dict[str, bytes]:
+    step = b"step %s/%s  loss %s  grad norm %s  lr %s  %s tokens/s\n"
+    numbers = [b"9" * 400, b"1e999", b"-1", b"nan", b"0x7f", b"1_000", b"9" * 25]
+    error = b"[rank%d]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate %s GiB.\n"
+    rank = b"[rank7]: Traceback (most recent call last):\n" + b'[rank7]:   File "x.py", line 1, in f\n' * 3
+    return {
+        "one line": b"x" * 2**26,
+        "one line of open brackets": b"[" * 2**24,
+        "numbers of steps": b"".join(step % tuple(draw.choice(numbers) for _ in range(6)) for _ in range(5000)),
+        "ranks without an end": b"".join(error % (10**n, b"9" * n) for n in range(1, 60)) * 50,
+        "tracebacks": (rank + b"[rank7]: RuntimeError: \x1b[31m" + b"a" * 3000 + b"\n") * 3000,
+        "templates": b"".join(b"%x ERROR %x\n" % (draw.getrandbits(80), draw.getrandbits(80)) for _ in range(200_000)),
+        "bytes": draw.randbytes(10**6).replace(b"\0", b"\n"),
+        "carriage returns": b"step 1\r" * 10**6,
+        "a table of arguments": b"  seq_length .... " + b"9" * 10**6 + b"\n  num_layers .... [[[[\n" * 1000,
+        "JSON in lines": b'{"model": {"flavor": ' + b"[" * 9000 + b"\n" + (b'{"a":' * 300 + b"\n") * 2000,
+        "NCCL watchdog": b"Watchdog caught collective operation timeout: WorkNCCL(SeqNum=%s, OpType=ALLREDUCE)\n"
+        % (b"9" * 99),
+    }
+
+
+def _trap(path: str) -> bytes:
+    return b"\x80\x04cposix\nsystem\nX" + struct.pack("<I", len(path) + 6) + b"touch " + path.encode() + b"\x85R."
+
+
+# Each begins as a pickle of a snapshot or a dump does, so that it is taken for one.
+_MARKS = b"".join(b"X" + struct.pack("<I", len(word)) + word + b"0" for word in (b"device_traces", b"segments"))
+_DUMP_MARK = b"X\x09\x00\x00\x00pg_config0"
+HOSTILE_PICKLES: dict[str, bytes] = {
+    f"{name} as {what}": b"\x80\x04" + marks + content
+    for what, marks in (("a snapshot", _MARKS), ("a dump", _DUMP_MARK))
+    for name, content in {
+        "a trap": _trap("executed")[2:],
+        "nested lists": b"]" * 200_000 + b"a" * 199_999 + b".",
+        "doubled": b"]" + b"".join(b"2\x86" for _ in range(60)) + b".",
+        "a long number": b"\x8b" + struct.pack("<i", 2**24) + b"\x7f" * 2**24 + b".",
+        "less than no bytes": b"\x8b" + struct.pack("<i", -5) + b".",
+        "a memo far away": b"Nr\xff\xff\xff\x7f.",
+        "a frame of 2^60": b"\x95" + struct.pack("<Q", 2**60) + b"N.",
+        "no end": b"]" * 1000,
+        "a list in itself": b"]q\x00h\x00a.",
+        "a dict in itself": b"}q\x00X\x07\x00\x00\x00entriesh\x00s.",
+    }.items()
+}
+
+
+def _snapshot(path: Path, draw: random.Random) -> Path:
+    """A memory snapshot in which some values are others."""
+    file = SnapshotFile()
+    file.segment(2**20, 2**24)
+    file.alloc(2**20, 2**20, frames("model.py:3 forward"))
+    file.oom(2**30, 2**20)
+    content = file.content()
+    for _ in range(draw.randint(1, 4)):
+        event = draw.choice([*content["device_traces"][0], content["segments"][0], *content["segments"][0]["blocks"]])
+        event[draw.choice(sorted(event))] = draw.choice(WRONG)
+    if draw.random() < 0.2:
+        content[draw.choice(sorted(content))] = draw.choice(WRONG)
+    path.write_bytes(pickle.dumps(content))
+    return path
+
+
 MAKERS: dict[str, Maker] = {
     "config": hf_config,
+    "job": job_files,
     "run": run_folder,
     "ledger": ledger,
     "tokenizer": tokenizer,
