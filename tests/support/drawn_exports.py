@@ -121,8 +121,10 @@ class _Export:
         hf = folder / "hf"
         hf.mkdir(parents=True)
         (hf / "config.json").write_text(json.dumps(drawn.config), encoding="utf-8")
-        # transformers saves no MTP depth to train on from.
-        if draw.random() < 0.5 and not (plan.mtp and plan.model.mtp_layers) and self._save_checkpoint(hf, drawn.config):
+        # transformers saves no MTP depth to train on from, and a checkpoint has positions for its own length.
+        positions = drawn.config.get("text_config", drawn.config).get("max_position_embeddings", 0)
+        is_whole = not (plan.mtp and plan.model.mtp_layers) and plan.job.seq_len <= positions
+        if draw.random() < 0.5 and is_whole and self._save_checkpoint(hf, drawn.config):
             dtype = "fp32" if plan.knobs.precision == "fp32" else "bf16"
             _command("import-hf", str(hf), "--out", str(self.run), "--dtype", dtype)
         written = {path: value for path, value in plan.written if path != "model"}

@@ -83,7 +83,8 @@ class Ended:
         if self.code == 2 and "threefold" not in self.err:
             return "a wrong command line, and no message about it"
         options = takewhile(lambda word: word != "--", self.words)
-        return self._json_problem() if "--json" in options and self.code < 2 else ""
+        serves = "mcp" in self.words and self.code == 0  # its standard output is for clients, and there were none
+        return self._json_problem() if "--json" in options and self.code < 2 and not serves else ""
 
     def _json_problem(self) -> str:
         try:

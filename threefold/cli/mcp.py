@@ -5,8 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from threefold.cli.command_line.inputs import print_findings
 from threefold.findings import Finding
-from threefold.report.terminal import findings_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="whose plans, runs and logs may be read; may be given several times (default: the current folder)",
     )
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--json", action="store_true", help="machine-readable findings")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,11 +28,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if find_spec("mcp") is None:
         advice = "pip install 'threefold[mcp]'"
-        print(
-            findings_text([Finding(rule="mcp-installed", at="mcp", problem="the package is not here", advice=advice)]),
-            file=sys.stderr,
-        )
-        return 1
+        found = Finding(rule="mcp-installed", at="mcp", problem="the package is not here", advice=advice)
+        return print_findings([found], args.json, sys.stderr)
     from threefold.mcp.server import build_server
 
     build_server(folders).run()

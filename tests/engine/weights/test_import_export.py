@@ -100,6 +100,13 @@ def test_the_mtp_depths_that_were_trained_are_exported_and_read_back(
     assert len(depths) == trained
 
 
+def test_a_depth_of_a_hybrid_without_experts_is_exported_and_read_back(tmp_path: Path) -> None:
+    layers = ["mamba", "attention", "mlp"]
+    export_trained("nemotron_h", 0, 1, tmp_path, layers_block_type=layers, num_hidden_layers=len(layers))
+    list(import_hf(tmp_path / "out", tmp_path / "again", "auto"))
+    assert any(name.startswith("mtp.0.") for name in imported(tmp_path / "again"))
+
+
 @pytest.mark.parametrize(
     ("family", "of_model", "trained"), [("mixtral", 0, 1), ("qwen3_next", 0, 2), ("qwen3_5_moe_text", 1, 2)]
 )
@@ -123,9 +130,10 @@ def test_the_mtp_depths_of_a_model_that_sees_are_those_of_its_text(
     assert (None if written is None else model_from_dict(written, "again", "test").mtp_layers) == depths
 
 
-def export_trained(family: str, of_model: int, trained: int, folder: Path) -> list[str]:
+def export_trained(family: str, of_model: int, trained: int, folder: Path, **changes: Any) -> list[str]:
     """Train a model of so many MTP depths with others, and export it; returns what is said."""
-    (folder / "config.json").write_text(json.dumps({**config_of(family), "num_nextn_predict_layers": of_model}))
+    config = {**config_of(family), "num_nextn_predict_layers": of_model, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
     fields: dict[str, Any] = {"model": f"hf:{folder}", "job.mtp": trained, "job.data": "synthetic", "job.steps": 1}
     plan = parse({**RUN, **fields}).plan
     assert plan is not None

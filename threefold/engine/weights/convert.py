@@ -253,7 +253,8 @@ def _with_mtp_depths(config: dict[str, Any], plan: Plan) -> dict[str, Any] | Non
         return None
     if plan.mtp in (0, spec.mtp_layers):  # without depths it stays as it is, as transformers leaves it
         return config
-    depths = {"num_nextn_predict_layers": plan.mtp}
+    kinds = {key: value for key, value in hf_config_of(spec).items() if key == "mtp_layers_block_type"}
+    depths = {"num_nextn_predict_layers": plan.mtp, **kinds}
     text = config.get("text_config") if spec.vision is not None else None
     changed = {**config, **depths} if text is None else {**config, "text_config": {**text, **depths}}
     read = model_from_dict(changed, name=spec.name, source=spec.source)
