@@ -194,35 +194,26 @@ def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:
 
 
 def count_labels(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """The label share of each microbatch, and the number of labels of the step on all data-parallel ranks."""
-    if batches[0].cp_degree is not None:
-        return _count_labels_of_rows(parts, batches)
-    for model in parts.chunks.values():
-        model.depth_label_ratios = None
-    count_M = torch.stack([(batch.labels_BS != IGNORE).sum() for batch in batches])
-    total = count_M.sum()
-    all_reduce(total, parts.mesh.group("dp")).wait()
-    total = total.clamp(min=1)
-    return count_M.double() / total, total
+    """The label share of each microbatch, and the number of labels of the step on all data-parallel ranks.
 
-
-def _count_labels_of_rows(parts: Parts, batches: list[Batch]) -> tuple[Tensor, Tensor]:
-    """`count_labels` with dynamic context parallelism, where each rank has microbatches of its own.
-
-    Microbatches are packed anew for every layout, so that the losses of MTP depths are divided by the labels of the
-    whole step too.
+    The losses of MTP depths are divided by the labels of the whole step too, so that a step learns the same however its
+    documents are packed and dealt out.
     """
     num_mtp = next(iter(parts.chunks.values())).num_mtp
     counts = [
         [(labels_ahead(batch.labels_BS, batch.documents_BS, depth) != IGNORE).sum() for depth in range(num_mtp + 1)]
         for batch in batches
     ]
-    count_MK = torch.stack([torch.stack(each) for each in counts]).double()
-    total_K = _sum_over_rows(parts, batches, count_MK)
+    count_MK = torch.stack([torch.stack(each) for each in counts])
+    if batches[0].cp_degree is None:
+        total_K = count_MK.sum(dim=0)
+        all_reduce(total_K, parts.mesh.group("dp")).wait()
+    else:  # with dynamic context parallelism each rank has microbatches of its own
+        total_K = _sum_over_rows(parts, batches, count_MK.double()).round()
+    total_K = total_K.double().clamp(min=1)
     for model in parts.chunks.values():
-        model.depth_label_ratios = total_K[1:] / total_K[0].clamp(min=1)
-    total = total_K[0].round().clamp(min=1)
-    return count_MK[:, 0] / total, total
+        model.depth_label_ratios = total_K[1:] / total_K[0] if num_mtp else None
+    return count_MK[:, 0] / total_K[0], total_K[0]
 
 
 def _sum_over_rows(parts: Parts, batches: list[Batch], values_MK: Tensor) -> Tensor:
