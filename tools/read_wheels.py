@@ -42,6 +42,10 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mixed_precision": ("megatron.bridge.training.mixed_precision", ("MixedPrecisionConfig",)),
     "dataset.pretrain": ("megatron.bridge.training.config", ("GPTDatasetConfig",)),
     "dataset.sft": ("megatron.bridge.training.config", ("FinetuningDatasetConfig", "GPTSFTDatasetConfig")),
+    "dataset.packing": (
+        "megatron.bridge.training.config",
+        ("PackedSequenceSpecs", "megatron.bridge.data.packing.config.PackedSequenceSpecs"),
+    ),
     "dataset.vlm": (
         "megatron.bridge.data.builders.direct_hf_sft",
         (

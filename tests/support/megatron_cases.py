@@ -24,7 +24,14 @@ _GEMMA: dict[str, Any] = {
     "knobs.recompute": [],
     "knobs.graphs": [],
 }
+_PACKED = {"job.packing": True, "job.task": "sft", "job.micro_batch": 1, "job.mtp": 0}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packed-microbatch-is-one": ({**_PACKED, "job.micro_batch": 2}, _PACKED),
+    "packing-needs-its-family": (
+        {**_WITHOUT_PP, **_PACKED, "model": "qwen3-next-80b-a3b", "knobs.recompute": []},
+        {**_WITHOUT_PP, **_PACKED, "model": "qwen3-30b-a3b", "knobs.recompute": []},
+    ),
+    "packing-with-mtp": ({**_PACKED, "job.mtp": 1}, _PACKED),
     "bridge-trains-family": ({"model": "mixtral-8x7b", "job.mtp": 0}, {}),
     "layer-offload-without-pipeline": (
         {"knobs.activation_offload_layers": 2, "knobs.recompute": []},

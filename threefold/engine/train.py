@@ -96,6 +96,8 @@ def train(
         for loader in (parts.loader, *parts.validation.values()):
             for finding in loader.warnings if loader else ():
                 tell(str(finding))
+        if parts.loader is not None and (summary := parts.loader.packing_summary()):
+            tell(summary)
         if parts.loader is not None:
             _say_skipped(parts.loader.skipped_pictures(), tell)
         boards = (plan.run.tensorboard, plan.run.wandb) if world.is_leader else (False, None)

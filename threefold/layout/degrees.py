@@ -50,6 +50,11 @@ class Layout:
         return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
 
     @property
+    def packed_multiple(self) -> int:
+        """What Megatron pads each packed document to a multiple of: 2 CP parts of a ring, CP x TP of a sequence."""
+        return math.lcm(2 * self.cp if self.cp > 1 else 1, self.cp * self.tp if self.tp > 1 else 1)
+
+    @property
     def fits_ranks(self) -> bool:
         return self.gpus % self.min_gpus == 0
 

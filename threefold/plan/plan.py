@@ -365,6 +365,11 @@ class Plan(ShownAsTable):
         return self.knobs.vision_recompute
 
     @property
+    def packs_offline(self) -> bool:
+        """Whether conversations are packed before training, as text is; those about images are packed in the batch."""
+        return self.job.packing and self.job.task == "sft" and not self.is_vlm
+
+    @property
     def is_image_free(self) -> bool:
         """A vision-language model that sees no images: `job.images` is 0, or absent while all data is the engine's own
         text."""

@@ -11,6 +11,7 @@ from threefold.rules.megatron import fsdp as megatron_fsdp
 from threefold.rules.megatron import graphs as megatron_graphs
 from threefold.rules.megatron import layout as megatron_layout
 from threefold.rules.megatron import memory as megatron_memory
+from threefold.rules.megatron import packing as megatron_packing
 from threefold.rules.stacks import promoted
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "megatron_graphs",
     "megatron_layout",
     "megatron_memory",
+    "megatron_packing",
     "memory",
     "overlap",
     "pipeline",

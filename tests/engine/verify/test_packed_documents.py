@@ -17,13 +17,14 @@ from plans import build
 from tiny_models import config_of
 
 from threefold.engine.build import options_of
+from threefold.engine.data.loader import Loader
 from threefold.engine.data.packing import WholeDocuments
 from threefold.engine.data.shards.shard_writer import ShardWriter
 from threefold.engine.data.shards.token_shard import TokenShard
 from threefold.engine.verify.compare import Comparison, compare_results
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import on_one_rank, run_rank
-from threefold.plan.plan import Plan
+from threefold.plan.plan import Job, Plan
 
 LENGTH = 32
 TOLERANCE = 1e-10  # fp64: sums in another order differ by 1e-15, and AdamW divides by the gradient's size
@@ -116,3 +117,18 @@ def test_more_packed_documents_are_unpacked_ones(name: str, seed: int, tmp_path:
     found = compare(name, f"{seed}", tmp_path)
     assert not found.problems
     assert found.largest <= TOLERANCE or found.near_ties, found
+
+
+def test_packing_says_how_full_it_is(tmp_path: Path) -> None:
+    """The tokens of all documents over the slots of the sequences that hold them."""
+    shard = write_documents(tmp_path / "documents.tok", "full", 40)
+    job = Job(data=str(shard.path), task="sft", packing=True, seq_len=LENGTH)
+    with Loader(job, 40, prefetch=0) as loader:
+        sequences = loader.mixture.sources[0].num_samples
+        slots, tokens = sequences * LENGTH, shard.num_tokens
+        full = f"{tokens} tokens in {sequences} sequences, {tokens / slots:.1%} of their {slots} slots"
+        assert loader.packing_summary() == f"packing: {full}"
+        lengths = [loader.batch(step).lengths or (0,) for step in range(sequences)]
+        assert sum(length for (length,) in lengths) == tokens
+    with Loader(replace(job, packing=False), 40, prefetch=0) as loader:
+        assert loader.packing_summary() is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from megatron_exports import published_plans, recipe, recipe_plans
+from plans import build
 from repository import ROOT
 
 from threefold.interop.megatron.bridge_files import train_script
@@ -37,7 +38,9 @@ def unknown_overrides(export: Export) -> list[str]:
     facts, plan = wheels(export.release.bridge), export.plan
     groups = dict(facts["groups"])
     groups["model"] = groups["model.gpt"] + groups.get(f"model.{model_kind(plan.model)}", [])
-    groups["dataset"] = groups["dataset.vlm" if plan.is_vlm else f"dataset.{plan.job.task}"]
+    groups["dataset"] = list(groups["dataset.vlm" if plan.is_vlm else f"dataset.{plan.job.task}"])
+    specs = "offline_packing_specs" if "offline_packing_specs" in groups["dataset"] else "packed_sequence_specs"
+    groups["dataset"] += [f"{specs}.{name}" for name in groups["dataset.packing"]]
     unknown = []
     for path in export.settings:
         group, _, name = path.partition(".")
@@ -216,3 +219,23 @@ def test_megatron_lm_is_told_what_it_asks_for() -> None:
     assert export_plan(plan, BRIDGE).settings["model.cross_entropy_fusion_impl"] == "te"
     older = list(export_plan(plan, LM, "0.4.2").arguments)
     assert older[older.index("--cross-entropy-fusion-impl") + 1] == "te"
+
+
+# Bridge 0.6.2 computes the same multiple for its collation (bridge/training/config.py:1213 to 1218), and its GLM-5.2
+# recipe at CP 32 pads to 64.
+@pytest.mark.parametrize(("cp", "tp", "multiple"), [(1, 1, 1), (32, 1, 64), (1, 4, 4), (4, 2, 8), (2, 8, 16)])
+def test_packed_conversations_are_exported(cp: int, tp: int, multiple: int) -> None:
+    fields = {"model": "qwen3-30b-a3b", "target": "megatron-bridge", "cluster.chip": "h100", "cluster.gpus": 128}
+    fields |= {"layout.cp": cp, "layout.tp": tp, "job.seq_len": 8192, "job.global_batch": 128, "job.task": "sft"}
+    export = export_plan(build({**fields, "job.packing": True}))
+    specs = "dataset.offline_packing_specs"
+    assert export.settings["dataset.enable_offline_packing"] is True
+    assert export.settings[f"{specs}.packed_sequence_size"] == 8192
+    assert export.settings[f"{specs}.pad_seq_to_mult"] == multiple
+    assert export.settings.get("model.calculate_per_token_loss", False) is (cp > 1)
+    unpacked = export_plan(build(fields)).settings
+    assert unpacked["dataset.enable_offline_packing"] is False
+    assert unpacked[specs] is None
+    older = export_plan(build({**fields, "job.packing": True}), BRIDGE, "0.5.1")
+    assert older.settings["dataset.packed_sequence_specs.pad_seq_to_mult"] == multiple
+    assert unknown_overrides(older) == []

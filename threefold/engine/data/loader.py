@@ -187,6 +187,18 @@ class Loader:
         pairs = zip(self.mixture.sources, entries, strict=True)
         return sum(source.num_samples * (entry.epochs or 1.0) for source, entry in pairs)
 
+    def packing_summary(self) -> str | None:
+        """How full packed sequences are; None where conversations are not packed."""
+        whole = [getattr(source, "source", source) for source in self.mixture.sources]
+        parts = [part for source in whole for part in getattr(source, "parts", (source,))]
+        counts = [(getattr(part, "packed_tokens", None), part.num_samples) for part in parts]
+        packed = [(count, sequences) for count, sequences in counts if count is not None]
+        if not packed:
+            return None
+        tokens, sequences = (sum(each) for each in zip(*packed, strict=True))
+        slots = sequences * self._maker.job.seq_len
+        return f"packing: {tokens:,} tokens in {sequences:,} sequences, {tokens / slots:.1%} of their {slots:,} slots"
+
     def skipped_pictures(self) -> SkippedPictures:
         """The records that cannot be used, and the pictures that this rank could not decode so far."""
         return SkippedPictures.of(self.mixture.sources, self._maker.images)

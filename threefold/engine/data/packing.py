@@ -114,6 +114,7 @@ class WholeDocuments:
             pack_documents(lengths, seq_len) if packs_several else (np.arange(len(used)), np.arange(len(used) + 1))
         )
         self._documents, self._starts = used[order], starts
+        self.num_tokens = int(lengths.sum())
 
     def __len__(self) -> int:
         return len(self._starts) - 1

@@ -61,6 +61,12 @@ class ShardSource:
         else:
             self.num_samples = num_stream_samples(shard.num_tokens, seq_len)
 
+    @property
+    def packed_tokens(self) -> int | None:
+        """The tokens of conversations in all sequences, where these are packed."""
+        whole = self._whole_documents
+        return whole.num_tokens if whole is not None and whole.packs_several else None
+
     def sample(self, index: int) -> Sample:
         if self._whole_documents is not None:
             return self._whole_documents.sample(index)

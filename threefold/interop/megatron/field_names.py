@@ -169,7 +169,11 @@ MOVED: tuple[Moved, ...] = (
     Moved("validation.eval_iters", "train.eval_iters", (0, 3)),
 )
 # Other spellings that are read, with the setting they mean.
+PACKED_SIZE = "offline_packing_specs.packed_sequence_size"
 READ_ALSO: dict[str, str] = {
+    f"dataset.packed_sequence_specs.{PACKED_SIZE.rpartition('.')[2]}": f"dataset.{PACKED_SIZE}",
+    "dataset.packed_sequence_specs.pad_seq_to_mult": "dataset.offline_packing_specs.pad_seq_to_mult",
+    "dataset.packed_sequence_specs.pad_cu_seqlens": "dataset.offline_packing_specs.pad_cu_seqlens",
     "model.cuda_graph_scope": "model.cuda_graph_modules",
     "model.moe_deepep_num_sms": "model.moe_flex_dispatcher_num_sms",
     "model.moe_hybridep_num_sms": "model.moe_flex_dispatcher_num_sms",
@@ -299,6 +303,8 @@ IMPLIED: dict[str, Any] = {
     "dataset.pack_sequences_in_batch": False,
     "dataset.enable_offline_packing": False,
     "dataset.offline_packing_specs": False,
+    "dataset.offline_packing_specs.pad_cu_seqlens": None,
+    "dataset.offline_packing_specs.pad_seq_to_mult": None,
     "dataset.packed_sequence_specs": False,
     "checkpoint.ckpt_format": None,
     "optimizer.use_distributed_optimizer": True,

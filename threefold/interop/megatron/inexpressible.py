@@ -23,10 +23,10 @@ NO_EFFECT = "it has no effect in this plan"
 NO_EXPERTS = "the model has no experts"
 
 _ADAPTERS = "this export trains every weight; Bridge has recipes of their own for adapters (STEM_peft_config), with "
+PACKING = "Megatron packs conversations: of other data the dataset's own options say what belongs together"
 # Fields without any counterpart. Others depend on their value: `write_settings.py` says why where it happens.
 NO_COUNTERPART: dict[str, str] = {
     "cluster.domain": "Megatron takes the NVLink domain of the machine that it runs on",
-    "job.packing": "Megatron packs in its dataset: prepare packed data, or set the dataset's packing options",
     "job.tokenizer": "Megatron's tokenizer is part of the recipe: set tokenizer.tokenizer_model",
     "job.val_data": "Megatron's datasets have a split of their own: set dataset.split or its validation paths",
     "job.val_fraction": "Megatron's datasets have a split of their own: set dataset.split",
@@ -38,6 +38,8 @@ NO_COUNTERPART: dict[str, str] = {
     "job.max_pixels": "Megatron's dataset takes the size of pictures from the model's image processor",
     "knobs.recompute_save": "Megatron's full recompute runs attention once more; no setting saves its output",
     "knobs.vision_recompute": "Megatron recomputes the encoder as its model class decides",
+    "run.early_stop": "Bridge has no early stopping by an evaluation loss; train.exit_interval ends a run at a step",
+    "run.keep_best": "Bridge keeps checkpoints by their step, not by an evaluation loss",
     "run.image_workers": "a matter of the dataset: set dataset.num_workers",
     "job.images": "a fact about the data: Megatron sees whatever images its dataset has",
     "knobs.compile": "Megatron fuses its elementwise parts by itself; no switch compiles norms and routers",

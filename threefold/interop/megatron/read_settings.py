@@ -12,6 +12,7 @@ from threefold.findings import Finding, did_you_mean, shown
 from threefold.interop.megatron.field_names import (
     IMPLIED,
     LR_SCHEDULES,
+    PACKED_SIZE,
     PLAIN,
     PRECISIONS,
     READ_ALSO,
@@ -335,6 +336,9 @@ def _read_data(reader: Reader) -> None:
         reader.fields["job.data"] = "synthetic"
     elif blend is not None:
         reader.warn("dataset.blend", "Megatron's datasets are none of ours", "set job.data")
+    is_packed, size = (reader.take(f"dataset.{name}") for name in ("enable_offline_packing", PACKED_SIZE))
+    if is_packed is True or (is_packed is None and _is_number(size) and size > 0):
+        reader.fields |= {"job.packing": True, "job.task": "sft"}
     if reader.take("train.sft"):
         reader.fields["job.task"] = "sft"
 

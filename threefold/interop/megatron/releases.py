@@ -11,6 +11,7 @@ from pathlib import Path
 
 from threefold.spec.megatron import choose_release, version
 
+PACKING_SPECS = ("offline_packing_specs", "packed_sequence_specs")  # by their names now and until 0.5
 _FACTS = Path(__file__).parent / "wheel_fields.json"
 
 
@@ -54,7 +55,9 @@ class Release:
         if group == "model":
             return name in self._names["model.gpt"] or name in self._names.get(f"model.{model_kind}", ())
         if group == "dataset":
-            return name in self._names[f"dataset.{dataset}"]
+            outer, _, inner = name.partition(".")
+            is_inside = not inner or (outer in PACKING_SPECS and inner in self._names.get("dataset.packing", ()))
+            return is_inside and outer in self._names[f"dataset.{dataset}"]
         return group in self.groups["container"] and name in self._names.get(group, ())
 
     @cached_property

@@ -119,6 +119,8 @@ def plain_value(text: str) -> Any:
 def spell(path: str, release: Release, backend: str | None = None, dataset: str = "") -> str:
     """The name of a setting in a release. `backend` is the flex dispatcher's, `dataset` a kind of dataset."""
     for moved in MOVED:
+        if path.startswith(f"{moved.path}.") and release.number[:2] <= moved.until:
+            return moved.older + path.removeprefix(moved.path)
         if moved.path == path and release.number[:2] <= moved.until and moved.dataset in ("", dataset):
             return moved.older.format(backend=backend or "deepep")
     return path

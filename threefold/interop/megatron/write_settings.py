@@ -12,6 +12,7 @@ from threefold.interop.megatron.inexpressible import (
     NO_COUNTERPART,
     NO_EFFECT,
     NO_EXPERTS,
+    PACKING,
     SAID_BY_NAMES,
     SAME_AS_ABSENT,
     UNKNOWN_FIELD,
@@ -348,6 +349,14 @@ def _write_dataset_of_recipe(writer: Writer) -> None:
     plan = writer.plan
     if plan.is_vlm:  # recipes pack in the batch, which makes lengths vary
         writer.put("job.packing", "dataset.enable_in_batch_packing", False)
+    elif plan.packs_offline:
+        specs = "dataset.offline_packing_specs"
+        if writer.release.has_field("dataset.enable_offline_packing", dataset="sft"):  # else the size says it
+            writer.put("job.packing", "dataset.enable_offline_packing", True)
+        writer.put("job.packing", f"{specs}.packed_sequence_size", plan.job.seq_len)
+        writer.put("job.packing", f"{specs}.pad_seq_to_mult", plan.layout.packed_multiple)
+        captured = {"attn", "full_iteration"} & set(plan.knobs.graphs)  # attention in a graph reads the bounds too
+        writer.put("job.packing", f"{specs}.pad_cu_seqlens", bool(captured))
     elif plan.job.task == "sft":  # recipes pack offline, in one sequence a microbatch
         writer.put("job.packing", "dataset.enable_offline_packing", False)
         writer.put("job.packing", "dataset.offline_packing_specs", None)
@@ -360,6 +369,8 @@ def _write_data(writer: Writer) -> None:
     plan = writer.plan
     if writer.to == "megatron-bridge":
         _write_dataset_of_recipe(writer)
+    if plan.job.packing and (writer.to != "megatron-bridge" or not plan.packs_offline):
+        writer.lose("job.packing", PACKING)
     if plan.job.data == "synthetic" and plan.job.task == "pretrain":
         if writer.to == "megatron-lm":
             writer.put("job.data", "dataset.mock_data", True)
