@@ -56,7 +56,7 @@ FILES = {
                 return cls(json.loads((Path(path) / "config.json").read_text()))
 
             def __init__(self, config):
-                self.config = config
+                self.config, self.hf_pretrained = config, SimpleNamespace()
         """,
     "bridge/recipes/__init__.py": "",
     "bridge/recipes/qwen/qwen3_moe.py": """

@@ -148,6 +148,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"knobs.tp_overlap": True, "knobs.precision": "bf16"},
         {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.tp_overlap": True, "knobs.precision": "bf16"},
     ),
+    "sparse-attention-without-cp": (
+        {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "stack.release": "26.06"},
+        {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "knobs.cp_comm": "all_gather"},
+    ),
     "sparse-attention-gathers": (
         {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "knobs.cp_comm": "p2p"},
         {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "knobs.cp_comm": "all_gather"},

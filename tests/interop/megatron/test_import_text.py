@@ -224,6 +224,15 @@ def test_an_argument_line_is_read_with_what_megatron_does_without_an_argument() 
     assert rules(imported) == ["import-without-counterpart"]  # Megatron-LM's own default, allgather
 
 
+def test_megatron_lms_short_form_recomputes_attention() -> None:
+    """Selective recompute (training/arguments.py), which by itself is of core_attn (transformer_config.py)."""
+    line = "pretrain_gpt.py --recompute-activations --moe-token-dispatcher-type alltoall --num-layers 48 --bf16"
+    imported = import_text(line, {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 8})
+    assert imported.plan is not None
+    assert imported.plan.knobs.recompute == ("core_attn",)
+    assert rules(imported) == []
+
+
 def test_what_a_recipe_decides_and_what_is_missing_is_said() -> None:
     imported = import_text("model.expert_model_parallel_size=8", {"model": "qwen3-30b-a3b"})
     assert imported.plan is not None

@@ -5,11 +5,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from megatron_exports import recipe
 from read_megatron import PAGE, architectures, as_json, followed, lines_of, read
 from read_wheels import PAIRS, Sources
 
 from threefold.interop.megatron.releases import known_releases
-from threefold.rules.all import RULES
+from threefold.plan.parse import change
+from threefold.rules.all import RULES, check, errors
 from threefold.spec.hf import READERS
 from threefold.spec.megatron import bridge_releases, places, release_of
 
@@ -86,6 +88,14 @@ def test_families_that_bridge_trains_by_release(family: str, since: str | None) 
     have = [release.bridge for release in bridge_releases() if family in release.families]
     assert have == ([] if since is None else [r.bridge for r in bridge_releases() if r.bridge >= since])
     assert all(release.families <= set(READERS) for release in bridge_releases())
+
+
+@pytest.mark.parametrize(("release", "refused"), [("0.4.2", ["bridge-trains-family"]), ("0.5.1", [])])
+def test_a_model_of_text_needs_a_bridge_of_its_own(release: str, refused: list[str]) -> None:
+    """Bridge 0.4.2 registers Qwen3_5MoeForConditionalGeneration, and Qwen3_5MoeForCausalLM from 0.5.1 on."""
+    plan = change(recipe("tiny-qwen3.5-moe-256-4xcpu-fp32"), {"target": "megatron-bridge", "stack.release": release})
+    found = [finding.rule for finding in errors(check(plan, notes=False))]
+    assert [rule for rule in found if rule == "bridge-trains-family"] == refused
 
 
 @pytest.mark.skipif("MEGATRON_WHEELS" not in os.environ, reason="MEGATRON_WHEELS names no folder with wheels")

@@ -79,6 +79,8 @@ def _text_config(spec: ModelSpec) -> dict[str, Any]:
         config["sliding_window"] = spec.local_attention.window
     if spec.family in ("gpt_oss", *_WITH_DELTA):
         config["layer_types"] = [LAYER_TYPES[layer.mixer] for layer in spec.layers]
+    if spec.family in _WITH_DELTA:  # the published name for it, which Megatron Bridge reads
+        config["full_attention_interval"] = len(spec.pattern)
     if spec.mtp_layers or spec.family in _GROUP_LIMITED:
         config["num_nextn_predict_layers"] = spec.mtp_layers
     return config
@@ -142,7 +144,9 @@ def _moe(spec: ModelSpec, moe: MoeSpec) -> dict[str, Any]:
         shared = {"shared_expert_intermediate_size": moe.shared_width} if spec.family in _WITH_DELTA else {}
         return {**config, "num_experts": moe.num_experts, **shared}
     # Of DeepSeek-V3's own config.json: transformers 5 takes them for granted, Megatron Bridge 0.3 does not.
-    return {**group_limited_keys(spec), "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    config = {**group_limited_keys(spec), "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    # transformers gives this family a second number of experts, which Megatron Bridge 0.5 reads.
+    return {**config, "num_experts": moe.num_experts} if spec.family == "glm_moe_dsa" else config
 
 
 def _delta(spec: DeltaSpec) -> dict[str, Any]:

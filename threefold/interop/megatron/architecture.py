@@ -92,6 +92,8 @@ def _mla(attention: MlaSpec) -> Settings:
     }
     if attention.q_rank is not None:
         settings["model.q_lora_rank"] = attention.q_rank
+    if attention.rope_scaling is None:  # "apply_rope_fusion for MLA only works with YARN RoPE"
+        settings["model.apply_rope_fusion"] = False
     if (scaling := attention.rope_scaling) is not None:
         settings["model.rotary_scaling_factor"] = scaling.factor
         for name in ("mscale", "mscale_all_dim"):

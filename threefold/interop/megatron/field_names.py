@@ -343,6 +343,7 @@ SHAPE = frozenset(
         "gated_linear_unit",
         "rotary_base",
         "rotary_percent",
+        "apply_rope_fusion",
         "position_embedding_type",
         "untie_embeddings_and_output_weights",
         "share_embeddings_and_output_weights",

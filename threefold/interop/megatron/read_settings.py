@@ -258,6 +258,8 @@ def _is_number(value: Any) -> bool:
 def _read_recompute(reader: Reader) -> None:
     granularity, modules = reader.take("model.recompute_granularity"), reader.take("model.recompute_modules")
     method, layers = reader.take("model.recompute_method"), reader.take("model.recompute_num_layers")
+    if reader.take("model.recompute_activations"):  # Megatron-LM's short form (training/arguments.py)
+        granularity = "selective"
     if granularity == "full":
         reader.fields["knobs.recompute"] = ["full"]
         if method not in (None, "uniform"):

@@ -63,6 +63,23 @@ def delta_rule_by_p2p(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p"})
 
 
+@rule(target="megatron-bridge", rows="LC-CP", refused_in=(CORE_CONFIG, "is not supported by DSAttention!"))
+def sparse_attention_without_cp(plan: Plan) -> Iterator[Finding]:
+    """Megatron Core before 0.19 runs sparse attention without context parallelism.
+
+    Why: its indexer chooses among the keys of one rank there.
+    Confirm: layout.cp and stack.release.
+    Fix: CP 1, or a newer release.
+    """
+    if _is_sparse(plan) and plan.layout.cp > 1:
+        yield Finding(at="layout.cp", problem=f"CP {plan.layout.cp} on {plan.model.name}", fix={"layout.cp": 1})
+
+
+def _is_sparse(plan: Plan) -> bool:
+    spec = plan.model.attention
+    return isinstance(spec, MlaSpec) and spec.indexer is not None
+
+
 @rule(target="megatron-bridge", rows="LC-CP", refused_in=(CORE_CONFIG, "cp_comm_type=allgather only"))
 def sparse_attention_gathers(plan: Plan) -> Iterator[Finding]:
     """Sparse attention exchanges keys over context parallelism by all-gather.
@@ -71,10 +88,8 @@ def sparse_attention_gathers(plan: Plan) -> Iterator[Finding]:
     Confirm: knobs.cp_comm.
     Fix: all_gather.
     """
-    spec, layout = plan.model.attention, plan.layout
-    is_sparse = isinstance(spec, MlaSpec) and spec.indexer is not None
     modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
-    if is_sparse and layout.cp > 1 and modes != {"all_gather"}:
+    if _is_sparse(plan) and plan.layout.cp > 1 and modes != {"all_gather"}:
         problem = f"cp_comm {', '.join(sorted(modes))} on {plan.model.name}, whose attention is sparse"
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "all_gather"})
 

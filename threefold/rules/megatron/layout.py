@@ -6,8 +6,8 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
 from threefold.spec.candidates import FLEX
-from threefold.spec.megatron import bridge_releases, release_of
-from threefold.spec.model import MlaSpec
+from threefold.spec.megatron import BridgeRelease, bridge_releases, release_of
+from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.stacks import CORE_CONFIG
 
 
@@ -24,13 +24,23 @@ def bridge_trains_family(plan: Plan) -> Iterator[Finding]:
     Fix: another target, or a release that has it.
     """
     release, family = release_of(plan.stack.release), plan.model.family
-    if family not in release.families:
-        problem = f"Megatron Bridge {release.bridge} has no bridge for {family} models"
-        known = sorted(r.bridge for r in bridge_releases() if family in r.families)
+    if not _has_bridge(release, plan.model):
+        of_text = " without an encoder" if family in release.families else ""
+        problem = f"Megatron Bridge {release.bridge} has no bridge for {family} models{of_text}"
+        known = sorted(r.bridge for r in bridge_releases() if _has_bridge(r, plan.model))
         advice = (
             f"releases {', '.join(known)} have one" if known else "no release that was read has one: another target"
         )
         yield Finding(at="target", problem=problem, advice=advice)
+
+
+# Classes of models without an encoder that a release registers apart from those with one.
+_OF_TEXT = {"gemma4": "Gemma4ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+
+
+def _has_bridge(release: BridgeRelease, model: ModelSpec) -> bool:
+    of_text = _OF_TEXT.get(model.family) if model.vision is None else None
+    return model.family in release.families and (of_text is None or of_text in release.architectures)
 
 
 @rule(

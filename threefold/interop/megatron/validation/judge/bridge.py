@@ -84,7 +84,9 @@ class BridgeExport:
         def from_job(cls: Any, path: Any, **kwargs: Any) -> Any:
             if not Path(str(path)).is_dir():
                 path = str(home / str(path).replace("/", "--")) if str(path) in configs else own
-            return from_hub(cls, path, **kwargs)
+            bridge = from_hub(cls, path, **kwargs)
+            _keep_keys(getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained), Path(path) / "config.json")
+            return bridge
 
         AutoBridge.from_hf_pretrained = classmethod(from_job)  # type: ignore[arg-type]
 
@@ -143,6 +145,13 @@ class BridgeExport:
 
     def values(self) -> dict[str, Any]:
         return bridge_values(self.cfg, self.layers)
+
+
+def _keep_keys(config: Any, file: Path) -> None:
+    """Keys that this transformers took from config.json under other names, for releases that knew an older one."""
+    for key, value in json.loads(file.read_text()).items():
+        if not hasattr(config, key):
+            setattr(config, key, value)
 
 
 def chunk_layers(model: Any) -> list[list[int]]:
