@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_logs import DEATHS, PREFIXES, SYSTEMS, UNKNOWN, Planted, write_log
+from repository import ROOT
 
 from threefold.diagnose.deaths.catalogue import catalogue, death_named, deaths_in
 from threefold.diagnose.deaths.memory_shortage import read_shortage
@@ -253,3 +254,9 @@ def test_a_log_that_ends_inside_of_a_traceback(tmp_path: Path) -> None:
 def test_death_named() -> None:
     assert death_named("nccl-timeout") is not None
     assert death_named("no-such-death") is None
+
+
+def test_the_reference_names_every_death() -> None:
+    page = (ROOT / "docs" / "reference" / "diagnose.md").read_text(encoding="utf-8")
+    table = set(re.findall(r"`([a-z0-9-]+)`", page.partition("## Deaths")[2].partition("`--fail-on")[0]))
+    assert {entry.slug for entry in catalogue()} <= table

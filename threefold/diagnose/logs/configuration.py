@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from threefold.diagnose.logs.printed import Printed
@@ -15,6 +15,7 @@ from threefold.spec.chips import chip_of_device
 
 _GROUP = re.compile(r"^\s*\[(\w+)\](?: Non-default values.*)?:\s*$")
 _FIELD = re.compile(r"^\s+(\w+): (.*?)(?:\s+\(Mcore default: .*\))?\s*$")
+_GUESSED = "import-needs-cluster"
 _GROUPS = ("model", "train", "ddp", "optimizer", "scheduler", "dataset", "rng", "comm_overlap", "mixed_precision")
 
 
@@ -52,7 +53,8 @@ def _imported(printed: Printed, num_ranks: int) -> Configuration:
 
 
 def _as_configuration(source: str, imported: Imported) -> Configuration:
-    said = [one for one in imported.findings if one.severity == "error" or one.rule == "import-needs-cluster"]
+    said = [one for one in imported.findings if one.severity == "error" or one.rule == _GUESSED]
+    said = [replace(one, advice="give the plan that ran: --plan PLAN") if one.rule == _GUESSED else one for one in said]
     return Configuration(source, imported.plan, said, imported.rest, is_complete=imported.kind == "arguments")
 
 

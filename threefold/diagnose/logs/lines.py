@@ -23,7 +23,10 @@ _MOST_PREFIX = 160  # characters of what an unknown launcher writes before each 
 _CLOCK = re.compile(
     r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\s(?:std(?:out|err) [FP] )?"
 )
-_INSIDE = re.compile(r"\[Rank (\d{1,6})\]|\bRank (\d{1,6})[:\]]|\brank\s*:\s*(\d{1,6})\b")
+_INSIDE = re.compile(
+    r"\[Rank (\d{1,6})\]|\bRank (\d{1,6})[:\]]|\brank\s*:\s*(\d{1,6})\b|^rank (\d{1,6}) of \d+ "
+    r"|: rank (\d{1,6}) did not "
+)
 _DATE = re.compile(r"(?:20\d\d-)(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
 _GLOG = re.compile(r"\b[IWEF](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?")
 _GLOG_SHORT = re.compile(r"\[[IWEF](\d{3,4}) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?")
