@@ -1,5 +1,7 @@
 """Units: base units inside (bytes, seconds, FLOP/s), readable ones only when printing."""
 
+from math import ceil, floor, isfinite, log10
+
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 GB, TB = 10**9, 10**12
 TFLOPS = 1e12
@@ -33,6 +35,22 @@ def format_tokens(count: int) -> str:
 def format_number(value: float) -> str:
     """45380.2 -> '45,380', 3.14159 -> '3.142': four digits at least, and no exponent for large numbers."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def format_rounded(value: float, error: float) -> str:
+    """(1_249_081, 0.5) -> '1,200,000', (17.67, 0.08) -> '17.7': the digits that a relative error leaves."""
+    if not value or not isfinite(value):
+        return format_number(value)
+    digits = min(4, 1 + max(1, ceil(-log10(error)))) if error > 0 else 4
+    places = digits - 1 - floor(log10(abs(value)))
+    return f"{round(value, places):,.{max(0, places)}f}"
+
+
+def format_range(value: float, low: float, high: float, unit: str = "") -> str:
+    """(190, 130, 290, ' days') -> 'about 190 days, 130 to 290'."""
+    error = max(high / value - 1, 1 - low / value) if value else 0.0
+    middle, *ends = (format_rounded(each, error) for each in (value, low, high))
+    return f"about {middle}{unit}, {ends[0]} to {ends[1]}"
 
 
 def format_many(count: int, noun: str) -> str:

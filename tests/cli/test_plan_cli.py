@@ -48,7 +48,7 @@ def pasted(plan: Plan, line: str) -> Plan:
 
 def offered(found: SearchResult) -> list[tuple[str, dict[str, Any]]]:
     """What the answer offers to paste, from its text, and what each line stands for."""
-    text = search_text(found)
+    text = search_text(found, details=True)
     retune = re.findall(r"^- (\S+=.*): [+-][\d.]+% throughput$", text, re.M)
     steps = text.partition("One step in each degree:\n")[2].partition("\n\n")[0].splitlines()[2:]
     comparisons = text.partition("steps that you time choose:\n")[2].partition("\n\n")[0].splitlines()[2:]
@@ -103,6 +103,39 @@ def test_a_written_plan_states_what_a_reader_asks_first(tmp_path: Path, capsys: 
     assert plan is not None
     said = json.loads(run("plan", *words, "--json", capsys=capsys)[1])
     assert plan.hash == said["candidates"][0]["hash"]  # stated defaults change nothing
+
+
+LONG = ["--model", "deepseek-v3", "--chip", "h100", "--gpus", "256", "--seq-len", "128K", "--target", "megatron-bridge"]
+
+
+@pytest.mark.parametrize("columns", ["80", "100"])
+def test_an_answer_is_short_and_as_wide_as_the_terminal(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = run("plan", *LONG, capsys=capsys)
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= int(columns)
+    shares = [float(share) for share in re.findall(r"(?<!\+- )\b([\d.]+)%", out)]
+    assert min(shares) >= 1
+    answer = out.partition("warning[")[0]
+    assert not re.search(r"\b(TP|CP|EP|ETP|VPP|PP) 1\b", answer)  # no axis that is not used
+    assert "cannot be told apart" in " ".join(out.split())
+
+
+def test_another_candidate_is_picked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.toml"
+    words = ["plan", "--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "16", "--seq-len", "4096", "--json"]
+    said = json.loads(run(*words, "--pick", "2", "--out", str(out), capsys=capsys)[1])
+    plan = read_plan(str(out)).plan
+    assert plan is not None
+    assert [one["hash"] for one in said["candidates"]].index(plan.hash) == 1
+    assert said["candidates"][1]["after"]  # why it is not the first
+    code, _, err = run(*words, "--pick", "999", "layout.pp=1", "layout.ep=16", "layout.tp=1", capsys=capsys)
+    assert code == 2
+    assert "--pick 999 of" in err
 
 
 SMALL_H100 = 'chip = "h100"\nmeasured = "2026-11-20"\n[facts]\nmemory_bytes = 40_000_000_000\n[rates]\ngemm = 0.1\n'
@@ -170,7 +203,9 @@ def test_sequences_of_a_few_tokens_are_remarked(capsys: pytest.CaptureFixture[st
     words = ["--model", "tiny-qwen3-moe", "--chip", "cpu", "--gpus", "1", "--seq-len", "3", "--global-batch", "1"]
     code, out, _ = run("plan", *words, capsys=capsys)
     assert code == 0
-    assert "warning[sequence-has-context] job.seq_len: sequences of 3 tokens are too short to train on" in out
+    assert "warning[sequence-has-context] job.seq_len: sequences of 3 tokens are too short to train on" in " ".join(
+        out.split()
+    )
     recipe = str(ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml")
     assert "sequence-has-context" not in run("check", recipe, capsys=capsys)[1]
 

@@ -371,7 +371,7 @@ def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_text_goes_fit_scale_profile_retune(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(*ASK, "--top", "2", capsys=capsys)
+    code, out, _ = run(*ASK, "--top", "2", "--details", capsys=capsys)
     assert code == 0
     titles = ["\nFit\n", "\nScale\n", "\nProfile\n", "\nRetune\n", "\nCandidates\n"]
     places = [out.index(title) for title in titles]

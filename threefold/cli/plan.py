@@ -19,7 +19,6 @@ from threefold.plan.parse import Fields, normalise
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.report.search import search_text
-from threefold.report.summaries import search_summary
 from threefold.rules.all import errors
 from threefold.search.search import SearchResult
 
@@ -68,13 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="run the first K candidates without the cluster, rank again",
     )
-    parser.add_argument("--out", metavar="FILE", help="write the best plan (TOML)")
+    parser.add_argument("--pick", metavar="N", type=int, default=1, help="the candidate that --out writes (default 1)")
+    parser.add_argument("--details", action="store_true", help="all of the answer, not its 60 lines")
+    parser.add_argument("--out", metavar="FILE", help="write the first candidate, or that of --pick (TOML)")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.top < 1 or args.rehearse < 0:
-        print("threefold plan: --top and --rehearse count candidates", file=sys.stderr)
+    if args.top < 1 or args.rehearse < 0 or args.pick < 1:
+        print("threefold plan: --top, --pick and --rehearse count candidates", file=sys.stderr)
         return 2
+    args.top = max(args.top, args.pick)
     if args.plan and "=" in args.plan and not Path(args.plan).exists():
         args.plan, args.overrides = None, [args.plan, *args.overrides]
     is_given = args.chip_file not in (None, NO_CHIP_FILE)
@@ -135,30 +137,35 @@ def _progress(text: str) -> None:
 
 def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearsed], why: str) -> int:
     code = 0 if found.candidates else 1
-    if args.out and found.candidates:
-        code = _write(args.out, found.candidates[0].plan)
+    if found.candidates and args.pick > len(found.candidates):
+        print(f"threefold plan: --pick {args.pick} of {len(found.candidates)} candidates", file=sys.stderr)
+        return 2
+    picked = found.candidates[args.pick - 1].plan if found.candidates else None
+    if args.out and picked:
+        code = _write(args.out, picked)
     if args.json:
-        said: dict[str, Any] = {"summary": search_summary(found, why), **found.to_json()}
+        said: dict[str, Any] = found.to_json()
         said |= {"target_because": why} if why else {}
         said |= {"rehearsed": [one.to_json() for one in seen]} if seen else {}
         json.dump(said, sys.stdout, indent=2)
         print()
     else:
-        print(search_text(found, why))
+        print(search_text(found, why, args.details))
         if seen:
             print(f"\n{rehearsed_text(seen, found.candidates)}")
-        if found.candidates and code == 0:
-            print(f"\n{_next_command(args.out, found.candidates[0].plan)}")
+        if picked and code == 0:
+            print(f"\n{_next_command(args.out, args.pick, picked)}")
     return code
 
 
-def _next_command(out: str | None, plan: Plan) -> str:
-    """What to do with the best plan."""
-    wrote = f"wrote the best plan to {out}; next: " if out else "next: the same with --out plan.toml, then "
+def _next_command(out: str | None, pick: int, plan: Plan) -> str:
+    """What to do with the plan that is picked."""
+    flags = "--out plan.toml" if pick == 1 else f"--pick {pick} --out plan.toml"
+    wrote = f"wrote candidate {pick} to {out}; next:" if out else f"next: the same with {flags}, then"
     file = out or "plan.toml"
     if plan.target == "threefold":
-        return f"{wrote}`threefold dry-run {file}` rehearses it, `threefold train {file}` or `launch {file}` run it"
-    return f"{wrote}`threefold export {file} --out export` writes what {plan.target} runs"
+        return f"{wrote}\n`threefold dry-run {file}` rehearses it\n`threefold train {file}` or `launch {file}` run it"
+    return f"{wrote}\n`threefold export {file} --out export` writes what {plan.target} runs"
 
 
 def _write(path: str, plan: Plan) -> int:

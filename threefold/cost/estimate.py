@@ -195,7 +195,10 @@ def _time_wall(spent: StepTime) -> str:
 
 
 def _assumed(plan: Plan) -> Iterator[str]:
-    """What was assumed of kernels, in words."""
+    """What was assumed of links and kernels, in words."""
+    measured_gpus = plan.chip.measured_gpus if plan.chip.measured_error is not None else 1
+    if plan.target == "threefold" and plan.layout.gpus > measured_gpus and plan.chip.architecture != "cpu":
+        yield "exchanges run at the links' bandwidth with the efficiency of published Megatron Bridge runs: unmeasured"
     spec = plan.model.attention
     if not isinstance(spec, GqaSpec) or not spec.sinks:
         return

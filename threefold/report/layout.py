@@ -19,12 +19,13 @@ AXIS_NAMES = {
 }
 
 
-def grids_text(plan: Plan) -> str:
-    """Both grids over the same ranks."""
+def grids_text(plan: Plan, used: bool = False) -> str:
+    """Both grids over the same ranks; only axes in use where `used` asks for them."""
     layout = plan.layout
 
     def grid(axes: tuple[str, ...]) -> str:
-        return " x ".join(f"{axis.upper()} {layout.degree(axis)}" for axis in axes)
+        shown = [axis for axis in axes if layout.degree(axis) > 1 or not used]
+        return " x ".join(f"{axis.upper()} {layout.degree(axis)}" for axis in shown) or "one rank"
 
     dense, expert = grid(DENSE_AXES), grid(EXPERT_AXES)
     width, ranks = max(len(dense), len(expert)), format_many(layout.gpus, "rank")

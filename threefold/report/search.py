@@ -1,20 +1,101 @@
-"""The answer of a search as text: Fit, Scale, Profile, Retune, then the candidates side by side."""
+"""The answer of a search as text: a short one in the order Fit, Scale, Profile, Retune, Candidates, and all of it."""
 
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
 
 from threefold.findings import as_overrides
 from threefold.plan.plan import Plan
 from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
 from threefold.report.terminal import findings_text, table
-from threefold.search.neighbours import NextBetter, Trial
+from threefold.search.neighbours import Comparison, NextBetter, Trial
 from threefold.search.search import Candidate, SearchResult
-from threefold.units import GIB, format_bytes, format_tokens
+from threefold.units import GIB, format_bytes, format_rounded, format_tokens
+
+MOST_LINES = 60  # of the short answer
+NARROW, WIDE = 72, 120  # columns
+MOST_TRIES = 3  # of what to try next and of findings, in the short answer
 
 
-def search_text(found: SearchResult, why: str = "") -> str:
+def terminal_width() -> int:
+    """Columns of the terminal, or of COLUMNS; 100 where there is neither."""
+    return min(WIDE, max(NARROW, shutil.get_terminal_size((100, 24)).columns))
+
+
+def search_text(found: SearchResult, why: str = "", details: bool = False, width: int | None = None) -> str:
+    """The answer in at most 60 lines; with `details` all of it."""
     if not found.candidates:
         return f"{found.finding}\n\n{_count(found)}"
+    return _all_of_it(found, why) if details else _short(found, why, width or terminal_width())
+
+
+def _short(found: SearchResult, why: str, width: int) -> str:
+    best = found.candidates[0]
+    tries = [f"{as_overrides(one.changes)}: {effect_text(one)}" for one in found.retune[:MOST_TRIES]]
+    compare = [_comparison(one) for one in found.comparisons[:MOST_TRIES] if one.trial.effect is not None]
+    grids = [f"  {line}" for line in grids_text(best.plan, used=True).splitlines()]
+    sections = {
+        "Fit": _items(best.reasons.fit, width),
+        "Scale": [*grids, *_items(best.reasons.scale, width)],
+        "Profile": _items(best.reasons.profile, width),
+        "Retune": _items([f"The wall is {wall_text(best.plan, best.estimate)}.", *tries, *compare], width),
+        "Candidates": [*_items([str(found.group)] if found.group else [], width), *_rows(found, width)],
+    }
+    said = [f"{one.severity}[{one.rule}] {one.at}: {one.problem}" for one in best.findings if one.severity != "note"]
+    text = [*_wrapped(head(best.plan, why), width)]
+    for title, lines in sections.items():
+        text += ["", title, *lines]
+    text += ["", *(part for one in said[:MOST_TRIES] for part in _wrapped(one, width))]
+    text += _wrapped(f"{_count(found)}; all of it: --details", width)
+    over = len(text) - MOST_LINES + 4  # an empty line and what to do next come after it
+    if over > 0:  # the last candidates are in --details
+        end = len(text) - 1 - text[::-1].index("")
+        text[end - over - 1 : end] = ["  ..."]
+    return "\n".join(text)
+
+
+def _items(lines: Iterable[str], width: int) -> list[str]:
+    return [part for line in lines for part in _wrapped(line, width, "  - ")]
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _comparison(one: Comparison) -> str:
+    band = "" if one.trial.band is None else f" +- {one.trial.band:.0%}"
+    change = as_overrides(one.trial.changes)
+    return (
+        f"next A/B: {change}: {one.trial.effect or 0.0:+.0%} throughput{band}, a candidate since {one.candidate.since}"
+    )
+
+
+def _rows(found: SearchResult, width: int) -> list[str]:
+    """Each candidate with its degrees, what is predicted, its knobs, and why it stands where it does."""
+    lines: list[str] = []
+    for place, one in enumerate(found.candidates, 1):
+        band = one.estimate.seconds_band[1] / one.estimate.time.step_seconds - 1
+        tflops = format_rounded(one.estimate.model_tflops_per_gpu, band)
+        top = one.estimate.device_bytes_band[1] / GIB
+        parts = [
+            f"{_degrees(one.plan)}, microbatch {one.plan.job.micro_batch}",
+            f"about {tflops} TFLOP/s a GPU, up to {top:.0f} GiB",
+            *filter(None, [_knobs(one.plan)]),
+        ]
+        line = "; ".join(parts) + (f". After: {one.after}" if one.after else "")
+        lines += _wrapped(line, width, f"  {place}. ")
+    return lines
+
+
+def _all_of_it(found: SearchResult, why: str) -> str:
     best = found.candidates[0]
     parts = [
         head(best.plan, why),

@@ -8,9 +8,10 @@ from threefold.cost.estimate import estimate as estimate_of
 from threefold.plan.plan import Plan
 from threefold.rules.layout.context import target_cp
 from threefold.rules.vision import fsdp_or_3d, stage_of_work
-from threefold.units import format_bytes, format_many, format_tokens
+from threefold.units import GIB, format_bytes, format_many, format_range, format_tokens
 
 TERMS_NAMED = 3
+LEAST_SHARE = 0.01  # of a step: what is shorter is not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,19 @@ def reasons(plan: Plan, priced: Estimate, first: Estimate | None = None) -> Reas
 
 
 def _share(estimate: Estimate, term: str) -> str:
-    return f"{estimate.time.terms[term] / estimate.time.step_seconds:.1%} of the step ({term})"
+    """What a term takes, after a colon; nothing below 1 %."""
+    share = estimate.time.terms[term] / estimate.time.step_seconds
+    return f": {share:.0%} of the step ({term})" if share >= LEAST_SHARE else ""
 
 
 def _memory(plan: Plan, estimate: Estimate) -> str:
     worst, have = estimate.memory.worst, plan.chip.memory_bytes
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in worst.by_size[:TERMS_NAMED])
+    parts = ", ".join(f"{name} {size / GIB:.0f}" for name, size in worst.by_size[:TERMS_NAMED])
     top = estimate.device_bytes_band[1]
-    sure = "at the top of its band" if top <= have else "though not at the top of its band"
+    sure = "" if top <= have else ", which is too much at the top of the band"
     return (
-        f"Fits {sure}: {format_bytes(worst.device_bytes)}, up to {format_bytes(top)}, of {format_bytes(have)} on stage "
-        f"{worst.stage} at {worst.moment}; largest terms: {parts}."
+        f"About {worst.device_bytes / GIB:.0f} GiB (up to {top / GIB:.0f}) of {have / GIB:.0f} on stage {worst.stage} "
+        f"at {worst.moment}{sure}; largest: {parts}."
     )
 
 
@@ -59,14 +62,14 @@ def _ladder(plan: Plan, estimate: Estimate) -> str:
     said = []
     if plan.full_recompute:
         but = ", with the outputs of attention saved" if knobs.recompute_save else ""
-        said.append(f"Full recompute{but}, because no selective set fits this layout (selective-before-full): {again}.")
+        said.append(f"Full recompute{but}, because no selective set fits this layout (selective-before-full){again}.")
     elif knobs.recompute:
         names = ", ".join(knobs.recompute)
-        said.append(f"Recomputes {names}, the cheapest set that fits (selective-before-full): {again}.")
+        said.append(f"Recomputes {names}, the cheapest set that fits (selective-before-full){again}.")
     if knobs.optimizer_offload:
         said.append(
             f"{knobs.optimizer_offload:.0%} of the optimizer states are on the host, because no selective recompute "
-            f"fits this layout alone (offload-comes-last): {_share(estimate, 'offload')}."
+            f"fits this layout alone (offload-comes-last){_share(estimate, 'offload')}."
         )
     return " ".join(said)
 
@@ -75,24 +78,25 @@ def _axes(plan: Plan, estimate: Estimate) -> list[str]:
     layout, said = plan.layout, []
     if layout.tp > 1:
         place = "inside the NVLink domain" if plan.link("tp").link == "domain" else "across the network"
-        said.append(f"TP {layout.tp} {place} (tp-inside-domain): {_share(estimate, 'tp')}.")
+        said.append(f"TP {layout.tp} {place} (tp-inside-domain){_share(estimate, 'tp')}.")
     if layout.cp > 1:
         wanted = target_cp(plan.job.seq_len)
         said.append(
             f"CP {layout.cp}, where {format_tokens(plan.job.seq_len)} / 4K is {wanted} (cp-from-shard-target), "
-            f"by {plan.knobs.cp_comm}: {_share(estimate, 'cp')}."
+            f"by {plan.knobs.cp_comm}{_share(estimate, 'cp')}."
         )
     if plan.model.is_moe and layout.ep > 1:
         said.append(_experts(plan, estimate))
     if layout.pp > 1:
         chunks = f" x VPP {layout.vpp}" if layout.vpp > 1 else ""
         said.append(
-            f"PP {layout.pp}{chunks} with {format_many(plan.num_microbatches, 'microbatch')} (pipeline-bubble-small): "
+            f"PP {layout.pp}{chunks} with {format_many(plan.num_microbatches, 'microbatch')} (pipeline-bubble-small)"
             f"{_share(estimate, 'bubble')}."
         )
-    left = "FSDP shards weights too over" if plan.knobs.data_parallel != "zero1" else "the rest is data parallel,"
-    ranks = format_many(layout.dp * layout.cp, "rank")
-    said.append(f"DP {layout.dp}, EDP {layout.edp}: {left} {ranks}: {_share(estimate, 'dp')}.")
+    sharded = "states" if plan.knobs.data_parallel == "zero1" else "weights and states"
+    if layout.dp * layout.cp > 1:
+        ranks = format_many(layout.dp * layout.cp, "rank")
+        said.append(f"DP {layout.dp}, EDP {layout.edp}; {sharded} are sharded over {ranks}{_share(estimate, 'dp')}.")
     return said
 
 
@@ -129,18 +133,17 @@ def _experts(plan: Plan, estimate: Estimate) -> str:
     here = plan.model.num_experts // layout.ep
     return (
         f"EP {layout.ep} leaves {here} expert{'s' if here > 1 else ''} a rank, {split}; exchanges by "
-        f"{knobs.dispatcher} {place}{hidden} (ep-traffic-hidden-or-inside): {_share(estimate, 'ep')}."
+        f"{knobs.dispatcher} {place}{hidden} (ep-traffic-hidden-or-inside){_share(estimate, 'ep')}."
     )
 
 
 def _time(estimate: Estimate) -> str:
     terms, step = estimate.time.terms, estimate.time.step_seconds
-    largest = sorted(terms, key=lambda name: -terms[name])[:TERMS_NAMED]
-    parts = ", ".join(f"{name} {terms[name] / step:.0%}" for name in largest)
-    slow = estimate.seconds_band[1] / step - 1
-    sure = "" if estimate.calibrated else ", uncalibrated here"
+    shown = [name for name in sorted(terms, key=lambda name: -terms[name]) if terms[name] >= LEAST_SHARE * step]
+    parts = ", ".join(f"{name} {terms[name] / step:.0%}" for name in shown)
+    sure = "" if estimate.calibrated else "; uncalibrated here"
     assumed = "".join(f" Assumed: {text}." for text in estimate.assumed)
-    return f"A step takes {step:.2f} s (up to {slow:.0%} longer{sure}); largest terms: {parts}.{assumed}"
+    return f"A step takes {format_range(step, *estimate.seconds_band, ' s')}{sure}: {parts}.{assumed}"
 
 
 def _graphs(plan: Plan, graphed: Estimate) -> Iterator[str]:

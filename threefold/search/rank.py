@@ -135,7 +135,7 @@ def structure(plan: Plan, anchors: Sequence[PublishedLayout]) -> list[Criterion]
     tensor = LARGE_TP["rack" if plan.cluster.domain_ranks > NODE else "node"]
     distance = min((anchor.distance(plan) for anchor in anchors), default=0.0)
     return [
-        Criterion(distance, f"farther from what was published ({distance:g} doublings of degrees)"),
+        Criterion(distance, f"a distance of {distance:g} from what was published"),
         Criterion(layout.etp, f"ETP {layout.etp}"),
         Criterion(float(plan.model.is_moe and layout.ep == 1 and layout.tp > 1), "TP before EP"),
         Criterion(float(plan.knobs.data_parallel != "zero1" and not plan.is_vlm), "FSDP"),
@@ -173,17 +173,27 @@ class Group:
     anchor: PublishedLayout | None  # the published layout nearest to the chosen one, if one is near
     anchor_distance: float
     unmeasured: tuple[str, ...]  # terms in which members differ and whose rates nobody measured
+    why_not: str = ""  # why the chosen one is no nearer to it
 
     def __str__(self) -> str:
         if self.size == 1:
-            text = "The estimate tells every other candidate that was looked at from the first one."
+            text = "No other candidate is as fast, by more than the estimates are unsure."
         else:
-            text = f"These {self.size} cannot be told apart by their estimates, so that the recommended order decides."
+            text = f"{self.size} candidates cannot be told apart by their estimates: the recommended order decides."
             if self.fastest > PAIR_ERROR:
-                text += f" The fastest is predicted to be {self.fastest:.0%} faster."
+                text += f" The fastest is predicted to be {self.fastest:.0%} faster than the first."
         if self.unmeasured:
-            text += f" They differ in {', '.join(self.unmeasured)}, whose rates no run of this stack measured."
-        return text
+            text += f" Nobody measured the rates of {', '.join(self.unmeasured)}, in which they differ."
+        return f"{text} {self.published}"
+
+    @property
+    def published(self) -> str:
+        """How far the chosen one is from what somebody ran, and why."""
+        if self.anchor is None:
+            return "No layout of a like model was published for a request near to this one."
+        if not self.anchor_distance:
+            return f"The degrees are those that were published: {self.anchor} ({self.anchor.name})."
+        return f"The nearest published layout is {self.anchor} ({self.anchor.name}); {self.why_not}."
 
     def to_json(self) -> dict[str, Any]:
         published = None
@@ -194,6 +204,7 @@ class Group:
             "fastest_ahead": self.fastest,
             "unmeasured": list(self.unmeasured),
             "published": published,
+            "text": str(self),
         }
 
 
@@ -209,8 +220,8 @@ def grouped(found: Sequence[Priced]) -> tuple[list[Priced], int]:
     return [*members, *sorted(rest, key=lambda one: one.step_seconds)], len(members)
 
 
-def group_of(order: Sequence[Priced], size: int) -> Group:
-    """What to say of the first `size` candidates of an order."""
+def group_of(order: Sequence[Priced], size: int, found: Iterable[Priced]) -> Group:
+    """What to say of the first `size` candidates of an order; `found` are all that were looked at."""
     chosen, members = order[0], order[:size]
     anchors = nearest_published(chosen.plan)
     anchor = min(anchors, key=lambda each: each.distance(chosen.plan), default=None)
@@ -218,24 +229,33 @@ def group_of(order: Sequence[Priced], size: int) -> Group:
     for one in members[1:]:
         for name, more in advantages(one, chosen).items():
             differ[name] = max(differ.get(name, 0.0), abs(more))
-    unmeasured = tuple(name for name in unmeasured_terms(chosen.plan) if differ.get(name, 0.0) > NAMED_SHARE)
     return Group(
         size=size,
         fastest=max(chosen.step_seconds / one.step_seconds - 1 for one in members),
         anchor=anchor,
         anchor_distance=anchor.distance(chosen.plan) if anchor else inf,
-        unmeasured=unmeasured,
+        unmeasured=tuple(name for name in unmeasured_terms(chosen.plan) if differ.get(name, 0.0) > NAMED_SHARE),
+        why_not=_why_no_nearer(chosen, anchor, found) if anchor else "",
     )
+
+
+def _why_no_nearer(chosen: Priced, anchor: PublishedLayout, found: Iterable[Priced]) -> str:
+    nearest = min(found, key=lambda one: anchor.distance(one.plan))
+    if anchor.distance(nearest.plan) >= anchor.distance(chosen.plan):
+        return "none of the layouts nearer to it goes with this request and fits"
+    layout = nearest.plan.layout
+    degrees = " ".join(f"{axis.upper()} {layout.degree(axis)}" for axis in ("tp", "cp", "pp", "ep"))
+    return f"{degrees} is put after, because of {why_after(nearest, chosen)}"
 
 
 def why_after(one: Priced, chosen: Priced) -> str:
     """Why a candidate stands after the chosen one: the first place of the order in which it is worse; and of a faster
     one, the terms without a measured rate on which its advantage rests."""
     if are_told_apart(one, chosen):
-        return f"{one.step_seconds / chosen.step_seconds - 1:.0%} slower, which is more than the band"
+        return f"a step {one.step_seconds / chosen.step_seconds - 1:.0%} longer, which is more than the band"
     anchors = nearest_published(chosen.plan)
     pairs = zip(criteria(one, anchors), criteria(chosen, anchors), strict=True)
-    said = next((mine.words for mine, its in pairs if mine.value > its.value), "slower")
+    said = next((mine.words for mine, its in pairs if mine.value > its.value), "a longer step")
     unmeasured = unmeasured_terms(chosen.plan)
     ahead = {name: more for name, more in advantages(chosen, one).items() if name in unmeasured and more > NAMED_SHARE}
     if one.step_seconds < chosen.step_seconds and ahead:

@@ -149,7 +149,7 @@ def search(
         said = finding(space, _refusals(order[0].plan))
         return SearchResult((), found.searched, pricer.num_time, 0, time.perf_counter() - start, finding=said)
     order, size = grouped(allowed)
-    group, chosen = group_of(order, size), _shown(order, size, top)
+    group, chosen = group_of(order, size, [*order, *found.best.values()]), _shown(order, size, top)
     candidates = _candidates(space, chosen)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
