@@ -97,6 +97,32 @@ def test_megatron_refuses_no_plan_that_we_accept(release: str, first: int, tmp_p
     assert wrong == {}
 
 
+_WHOLE = {"knobs.graphs": ["full_iteration"], "knobs.ep_overlap": False, "knobs.delay_wgrad": False}
+_STASH = {**_WHOLE, "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
+_STASH |= {"knobs.dispatcher": "hybridep", "knobs.expert_fusion": True}
+_DROPS = {**_WHOLE, "job.capacity_factor": 1.0, "knobs.recompute": []}
+GRAPHS: dict[str, dict[str, Any]] = {
+    "paged stash": _STASH,
+    "paged stash, offload of attention": {**_STASH, "knobs.activation_offload": ["core_attn"]},
+    "paged stash, offload of experts": {**_STASH, "knobs.activation_offload": ["fused_group_mlp"]},
+    "paged stash, offload of layers": {**_STASH, "knobs.activation_offload_layers": 2, "knobs.recompute": []},
+    "offload by module": {**_DROPS, "knobs.activation_offload": ["core_attn"]},
+    "offload of layers": {**_DROPS, "knobs.activation_offload_layers": 2},
+    "offload of the optimizer": {**_DROPS, "knobs.optimizer_offload": 0.5},
+    "experts in a graph, offload": {**_DROPS, "knobs.graphs": ["moe"], "knobs.activation_offload": ["core_attn"]},
+}
+
+
+@pytest.mark.parametrize("release", RELEASES[-2:])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_are_judged_alike(name: str, release: str, tmp_path: Path) -> None:
+    """What changed in Megatron Core 0.18: our rules refuse what it refuses, and nothing else."""
+    plan = change(RECIPES["qwen3-30b-a3b-4k-16xh100-bf16-no-overlap"], GRAPHS[name])
+    judged, blocking, _ = findings(plan, release)
+    found = verdict(judged, BRIDGE, release, tmp_path)
+    assert bool(blocking) == bool(refusals(found)), (blocking, found)
+
+
 def test_the_draw_reaches_every_model_and_knob() -> None:
     seen: dict[str, int] = dict.fromkeys([*DRAWN_MODELS, *(path for path in FIELDS if path.startswith("knobs."))], 0)
     for seed in drawn(NEWEST):

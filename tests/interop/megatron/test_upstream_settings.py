@@ -100,6 +100,7 @@ def test_a_dropless_graph_of_the_iteration_has_a_paged_stash() -> None:
     found = settings(STASH)
     assert found["model.moe_paged_stash"] is True
     assert found["model.moe_expert_rank_capacity_factor"] == 1.5
+    assert found["model.offload_modules"] == ()  # Megatron Core 0.19.2 ends in a TypeError without it
     variables = {one.name: one.value for one in environment_of(change(QWEN, STASH))}
     assert variables["TORCH_NCCL_AVOID_RECORD_STREAMS"] == "0"
     assert variables["PYTORCH_CUDA_ALLOC_CONF"].endswith(",graph_capture_record_stream_reuse:True")

@@ -251,6 +251,8 @@ def _write_graphs(writer: Writer) -> None:
     if is_full and not is_old:
         if has_paged_stash(writer.plan):  # nothing is dropped: an iteration that overflows runs once more, eagerly
             writer.put("knobs.graphs", "model.moe_paged_stash", True)
+            if not writer.plan.knobs.activation_offload:  # which Megatron reads there without a look whether it is set
+                writer.put("knobs.graphs", "model.offload_modules", ())
         if writer.plan.knobs.activation_offload:  # how many copies of a name may be under way; recipes have 1 or 2
             writer.put("knobs.activation_offload", "model.fine_grained_offloading_max_inflight_offloads", 1)
 
