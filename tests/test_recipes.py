@@ -10,7 +10,7 @@ from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import estimate
 from threefold.plan.file import read_plan
 from threefold.plan.plan import Plan
-from threefold.rules.all import check, errors
+from threefold.rules.all import check, errors, promoted
 from threefold.units import GIB, format_tokens
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -88,6 +88,7 @@ def test_variant_changes_knobs_only_and_is_needed(path: Path) -> None:
     assert other is not None
     assert (plan.job, plan.layout, plan.cluster) == (other.job, other.layout, other.cluster)
     assert not estimate(other).fits
+    assert errors(promoted(check(plan))) == []  # what `train` refuses, too
 
 
 @pytest.mark.slow
