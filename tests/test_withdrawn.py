@@ -1,7 +1,8 @@
 """No page, rule, finding or recipe states as current what upstream withdrew in August 2026.
 
 Each row has what was withdrawn, when and where, words that would state it, and a sentence that they must find: a row
-whose words find nothing would pass forever. A sentence that says itself that its statement is past may stand.
+whose words find nothing would pass forever. A sentence that says itself that its statement is past may stand. Where
+upstream contradicts itself, the rule says so.
 """
 
 import re
@@ -10,6 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 from repository import ROOT
+
+from threefold.interop.megatron.setting_facts import CONFLICTS
+from threefold.interop.megatron.setting_notes import NOTES
+from threefold.rules.all import explain
 
 PAST = re.compile(
     r"withdr[ae]wn?|withdrew|no longer|until (?:it|20)|\b(?:was|were|did)\b|(?:took|take) the place|replace"
@@ -136,6 +141,45 @@ def test_nothing_withdrawn_is_stated(row: Withdrawn) -> None:
 
 
 SENTENCES = {page: list(sentences(page.read_text(encoding="utf-8"))) for page in PAGES}
+
+
+# Where places of upstream contradict each other or the code (August 2026): the rule, and words of what it says of it.
+AT_ODDS = {
+    "graph-full-iteration-alone": "still say impl `local`",
+    "graph-needs-static-experts": "still keep whole iterations for drop-and-pad",
+    "graph-of-attention-by-ab": "its tables of recipes still do",
+    "grids-divide-ranks": "only the least common multiple is right",
+    "cp-from-shard-target": "upstream's guides differ",
+    "tp-divides-model": "the code also takes a multiple",
+    "delay-wgrad-fusion-te": "opposite conditions",
+    "delay-wgrad-grad-reduce-te": "asks for 2.8, bridge for 2.7",
+    "delay-wgrad-scoped-graph-te": "bridge asks for 2.12",
+    "fsdp-needs-connections": "at odds with itself",
+    "fsdp-excludes-full-graph": "has a recipe that does so",
+    "router-in-fp32": "has bf16",
+    "selective-before-full": "had core_attn first",
+    "graph-excludes-offload": "which its skills still refuse",
+    "layer-offload-leaves-a-layer": "one layer less than the code does",
+    "hybridep-inside-rack": "says 16 for gb200, and the code takes ep",
+    "packed-attention-in-no-scoped-graph": "the code that runs decides",
+    "capacity-without-deepep": "names alltoall alone",
+}
+NOTES_AT_ODDS = {
+    "comm_overlap.bucket_size": "once otherwise",
+    "async-save-has-its-formats": "which its guides leave out",
+}
+
+
+@pytest.mark.parametrize("slug", AT_ODDS)
+def test_explanations_say_where_upstream_is_at_odds(slug: str) -> None:
+    said = explain(slug)
+    assert said is not None
+    assert AT_ODDS[slug] in said.why.lower()
+
+
+def test_settings_say_where_upstream_is_at_odds() -> None:
+    known = NOTES | {one.name: one.advice for one in CONFLICTS}
+    assert [name for name, words in NOTES_AT_ODDS.items() if words not in known[name]] == []
 
 
 def test_pages_are_read() -> None:

@@ -191,6 +191,7 @@ def router_in_fp32(plan: Plan) -> Iterator[Finding]:
 
     Why: its scores decide which experts a token visits; rounding flips near ties and destabilises training,
         and the matrix is too small to gain from less precision. Our engine has no choice (engine-has-a-choice).
+        Upstream's skill on its workflow wants FP32 always (2026-08-01), while its HSDP recipe of DeepSeek-V3 has bf16.
     Confirm: knobs.router_dtype.
     Fix: fp32.
     """

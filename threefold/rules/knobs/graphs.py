@@ -74,7 +74,9 @@ def graph_of_experts_by_alltoall(plan: Plan) -> Iterator[Finding]:
 def graph_full_iteration_alone(plan: Plan) -> Iterator[Finding]:
     """The full-iteration graph takes no other scope beside it.
 
-    Why: it already captures everything.
+    Why: it already captures everything. Upstream's skill and guide on graphs (2026-08) still say impl `local` with this
+        scope; Megatron Core since 0.18 and its skill on recompute say impl `full_iteration` without scopes, as an
+        export does for Bridge 0.5 and later.
     Confirm: knobs.graphs.
     Fix: one or the other.
     """

@@ -97,7 +97,8 @@ def tp_divides_model(plan: Plan) -> Iterator[Finding]:
     """Tensor parallel cuts heads and widths into equal parts; key/value heads may instead be copied.
 
     Why: each rank holds the same number of heads and columns. With more ranks than key/value heads, ranks
-        share copies of one, which needs a whole number of ranks a head.
+        share copies of one, which needs a whole number of ranks a head. Upstream's recommender of
+        recipes (2026-08) wants a divisor of the key/value heads; the code also takes a multiple, and is followed.
     Confirm: divide the model's head counts (`threefold models`) by layout.tp.
     Fix: use a degree that divides them.
     """

@@ -55,7 +55,8 @@ def layer_offload_without_recompute(plan: Plan) -> Iterator[Finding]:
 def layer_offload_leaves_a_layer(plan: Plan) -> Iterator[Finding]:
     """Megatron keeps at least one layer on the GPU.
 
-    Why: the layers that stay hide the copies of the others.
+    Why: the layers that stay hide the copies of the others. Upstream's skill on offload (2026-08) allows one layer less
+        than the code does, which is followed.
     Confirm: knobs.activation_offload_layers against the model's layers.
     Fix: one layer fewer than there are.
     """
