@@ -1,4 +1,4 @@
-"""Runs of ours on CPU ranks that are killed, stopped, filled or get out of step: what died, and of what."""
+"""Runs of ours on CPU ranks that are killed, stopped or filled: what died, and of what."""
 
 import os
 import resource
@@ -64,13 +64,3 @@ def test_a_disk_that_is_full(tmp_path: Path, started: list[Run]) -> None:
     run = start(tmp_path, started)
     resource.prlimit(run.ranks()[0], resource.RLIMIT_FSIZE, (1024, 1024))
     assert verdict_on(run).slug == "disk-full"
-
-
-def test_memory_that_is_full(tmp_path: Path, started: list[Run]) -> None:
-    """A rank may have no more memory than it has."""
-    run = start(tmp_path, started)
-    rank = run.ranks()[1]
-    pages = int(Path(f"/proc/{rank}/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize()
-    resource.prlimit(rank, resource.RLIMIT_AS, (limit, limit))
-    assert verdict_on(run).slug in ("host-out-of-memory", "rank-killed", "native-abort")

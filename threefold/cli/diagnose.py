@@ -3,16 +3,20 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from threefold.api.comparisons import diagnose_job
 from threefold.api.plans import open_plan
 from threefold.cli.command_line.inputs import add_json, print_findings
+from threefold.cli.command_line.out import is_written
 from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.diagnose.deaths.catalogue import catalogue
 from threefold.diagnose.diagnosis import Diagnosis
 from threefold.findings import did_you_mean
 from threefold.report.diagnosis import diagnosis_text
+from threefold.report.html.diagnosis_page import diagnosis_page
 from threefold.report.summaries import diagnosis_summary
+from threefold.safe_files import write_aside
 
 CANNOT_JUDGE = 125  # what `git bisect run` takes for: skip this commit
 UNKNOWN = "unknown"  # a death that is not in the catalogue
@@ -33,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for git bisect run: exit with 1 where the job died of this, with 125 where it died of something else or "
         "nothing can be said, with 0 where it took steps and did not die",
     )
+    parser.add_argument("--out", metavar="FILE", help="also write the diagnosis as a page for a browser (.html)")
     add_json(parser)
 
 
@@ -48,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
         found = diagnose_job(*args.files, plan=plan, raw=args.raw, say=say)
     finally:
         end_progress()
+    if args.out:
+        content = diagnosis_page(found).encode()
+        if not is_written("diagnose", args.out, lambda: write_aside(Path(args.out), content)):
+            return 1
     if args.json:
         json.dump({"summary": diagnosis_summary(found), **found.to_json()}, sys.stdout, indent=2, allow_nan=False)
         print()

@@ -2,7 +2,7 @@
 
 from threefold.diagnose.diagnosis import Diagnosis
 
-_HEADS = {
+HEADS = {
     "run folder": "run",
     "log": "logs",
     "flight recorder": "flight recorder dumps",
@@ -12,9 +12,7 @@ _HEADS = {
 
 
 def diagnosis_text(found: Diagnosis) -> str:
-    parts = [
-        "\n".join([_HEADS.get(part.kind, part.kind), *(f"  {line}" for line in part.lines)]) for part in found.parts
-    ]
+    parts = ["\n".join([HEADS[part.kind], *(f"  {line}" for line in part.lines)]) for part in found.parts]
     if found.findings:
         parts.append("\n".join(map(str, found.findings)))
     return "\n\n".join(parts)

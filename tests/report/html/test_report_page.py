@@ -25,6 +25,7 @@ from threefold.report.html.layout_picture import num_drawn_ranks
 from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page
 from threefold.report.html.run_pictures import thinned
+from threefold.report.html.time_picture import time_figure
 from threefold.tune.ledger import open_ledger
 from threefold.units import format_bytes
 
@@ -270,3 +271,15 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytes
 def test_the_plan_of_a_run_takes_no_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run", run_plan(), [0.5] * 5)
     assert command("report", str(folder), "layout.ep=2", capsys=capsys)[0] == 2
+
+
+def test_terms_of_a_step_begin_at_zero() -> None:
+    """Rows that began where the term before ended looked like a schedule."""
+    plan = make()
+    found = estimate(plan)
+    boxes = [attributes for name, attributes in read(time_figure(plan, found)).tags if name == "rect"]
+    rows = [box for box in boxes if float(box["height"] or 0) == 13]
+    assert len(rows) > 5
+    assert len({box["x"] for box in rows}) == 1
+    widths = [float(box["width"] or 0) for box in rows]
+    assert widths == sorted(widths, reverse=True)

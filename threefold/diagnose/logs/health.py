@@ -48,8 +48,13 @@ class Health:
 
 def judge_steps(steps: Steps) -> Health:
     """The steps of the last start of a log."""
+    return judge_columns(last_start(steps))
+
+
+def last_start(steps: Steps) -> dict[str, Column]:
+    """The columns of a log since its job was last started."""
     start = steps.attempt_starts[-1] if steps.attempt_starts else 0
-    return judge_columns({name: np.asarray(column[start:], dtype=float) for name, column in steps.columns.items()})
+    return {name: np.asarray(column[start:], dtype=float) for name, column in steps.columns.items()}
 
 
 def judge_columns(given: Mapping[str, Column]) -> Health:

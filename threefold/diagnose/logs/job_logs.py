@@ -8,7 +8,7 @@ from typing import Any
 from threefold.diagnose.deaths.verdict import Verdict, judge
 from threefold.diagnose.files import Kind
 from threefold.diagnose.logs.configuration import Configuration, read_configuration
-from threefold.diagnose.logs.health import Health, health_warnings, judge_steps
+from threefold.diagnose.logs.health import Column, Health, health_warnings, judge_columns, last_start
 from threefold.diagnose.logs.printed import Printed
 from threefold.diagnose.logs.scan import Scan
 from threefold.diagnose.logs.speed import Speed, measured_speed
@@ -35,6 +35,7 @@ class JobLogs:
     checkpoints: set[str] = field(default_factory=set)  # what any log says of them: "saved", "loaded"
     steps: Steps = field(default_factory=Steps)  # of the log with most steps
     notices: dict[str, str] = field(default_factory=dict)  # features that fell back, each with its line
+    columns: dict[str, Column] = field(default_factory=dict)  # of the steps of the last start
     facts: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -66,7 +67,8 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     printed = next((scan.printed for scan in scans if _has_configuration(scan.printed)), steady.printed)
     ranks = set[int]().union(*(scan.ranks for scan in scans))
     found.verdict = judge(scans)
-    found.health = judge_steps(steady.steps)
+    found.columns = last_start(steady.steps)
+    found.health = judge_columns(found.columns)
     num_ranks = max(ranks) + 1 if ranks else 0
     found.configuration = read_configuration(printed, context.plan, num_ranks, context.judges_plans)
     notices = {slug: one for scan in scans for slug, one in scan.notices.items()}

@@ -67,7 +67,7 @@ def run_figures(run: RunRecord) -> list[Markup]:
         "seconds": ("Step time", "seconds"),
     }
     found = [
-        curve_figure(run, name, *words, validation_curves(run) if name == "loss" else {})
+        curve_figure(run.columns, name, *words, validation_curves(run) if name == "loss" else {})
         for name, words in said.items()
     ]
     return [each for each in found if each is not None]
@@ -88,17 +88,25 @@ def router_figures(run: RunRecord) -> list[Markup]:
         "router/entropy": ("Entropy of the routers", "nats"),
         "router/dropped": ("Tokens dropped", "share of the rows"),
     }
-    found = [curve_figure(run, name, *words) for name, words in said.items()]
+    found = [curve_figure(run.columns, name, *words) for name, words in said.items()]
     found += [loads_figure(run.loads)] if run.loads else []
     return [each for each in found if each is not None]
 
 
 def curve_figure(
-    run: RunRecord, name: str, title: str, unit: str, validation: Mapping[str, Curve] | None = None
+    columns: Mapping[str, Column],
+    name: str,
+    title: str,
+    unit: str,
+    validation: Mapping[str, Curve] | None = None,
+    over: str = "step",
 ) -> Markup | None:
-    """A column of the run over its steps, with the same on validation sets; None where nothing was logged."""
-    values = run.columns.get(name)
-    curve = thinned(run.columns["step"], values) if values is not None else None
+    """A column of a run over its steps, with the same on validation sets; None where nothing was logged.
+
+    `over` says what the column `step` counts, where it is no step.
+    """
+    values, num_steps = columns.get(name), len(columns["step"])
+    curve = thinned(columns["step"], values) if values is not None else None
     if curve is None or not curve.steps:
         return None
     beside = validation or {}
@@ -120,21 +128,20 @@ def curve_figure(
 
     ticks = nice_ticks(low, high, 5)
     steps = [each for each in nice_ticks(first, last, 8) if each == int(each)]
-    parts = [y_axis(y_of, ticks, _LEFT, WIDTH - 12, unit), x_axis(x_of, steps, bottom, bottom, "step")]
+    parts = [y_axis(y_of, ticks, _LEFT, WIDTH - 12, unit), x_axis(x_of, steps, bottom, bottom, over)]
     parts.append(_envelope(curve, x_of, y_of))
     parts.append(polyline([(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.mean, strict=True)], "curve"))
-    parts += _spots(curve, x_of, y_of, top, bottom)
+    parts += _spots(curve, x_of, y_of, top, bottom, over)
     parts += _validation_marks(beside, x_of, y_of)
-    thinly = (
-        f" Each point is the mean of {run.num_steps / len(curve.steps):.0f} logged steps, " if _is_thin(run) else ""
-    )
+    is_thin = num_steps > MOST_POINTS
+    thinly = f" Each point is the mean of {num_steps / len(curve.steps):.0f} logged {over}s, " if is_thin else ""
     note = f"Measured.{thinly}{'the band their least and greatest.' if thinly else ''}"
     rows = [
         [f"{s:.0f}", format_number(m), format_number(a), format_number(b)]
         for s, m, a, b in zip(*_every(curve, 24), strict=True)
     ]
     label = f"{title}: {format_number(curve.mean[0])} at the start, {format_number(curve.mean[-1])} at the end"
-    numbers = numbers_table(["step", "mean", "least", "greatest"], rows)
+    numbers = numbers_table([over, "mean", "least", "greatest"], rows)
     if beside:
         parts.append(legend([("ink", "training"), *_validation_keys(beside)], _LEFT, bottom + 54))
         numbers = join([numbers, _validation_table(beside)])
@@ -169,10 +176,6 @@ def _validation_table(curves: Mapping[str, Curve]) -> Markup:
     return numbers_table(["step", "validation set", "loss"], rows)
 
 
-def _is_thin(run: RunRecord) -> bool:
-    return run.num_steps > MOST_POINTS
-
-
 def _envelope(curve: Curve, x_of: Scale, y_of: Scale) -> Markup:
     above = [(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.most, strict=True)]
     below = [(x_of(s), y_of(v)) for s, v in zip(curve.steps, curve.least, strict=True)]
@@ -180,13 +183,13 @@ def _envelope(curve: Curve, x_of: Scale, y_of: Scale) -> Markup:
     return tag("path", d=path, class_="envelope")
 
 
-def _spots(curve: Curve, x_of: Scale, y_of: Scale, top: float, bottom: float) -> list[Markup]:
+def _spots(curve: Curve, x_of: Scale, y_of: Scale, top: float, bottom: float, over: str) -> list[Markup]:
     """Invisible columns that say the numbers of their point, and show it while they do."""
     found = []
     every = _every(curve, 80)
     width = (WIDTH - _LEFT - 12) / max(1, len(every[0]))
     for step, mean, least, most in zip(*every, strict=True):
-        says = f"step {step:.0f}: {format_number(mean)}"
+        says = f"{over} {step:.0f}: {format_number(mean)}"
         says += "" if least == most else f" ({format_number(least)} to {format_number(most)})"
         spot = tag("circle", cx=float(x_of(step)), cy=float(y_of(mean)), r=3.5, class_="spot")
         column = rect(x_of(step) - width / 2, top, width, bottom - top, "catch")

@@ -26,7 +26,7 @@ _AFTER = ("bubble", "dp", "optimizer", "offload", "other")  # what comes once a 
 
 
 def time_figure(plan: Plan, found: Estimate) -> Markup:
-    """The step as one bar to scale: what every microbatch takes, then what the step takes once. Rows below name it."""
+    """The step as one bar in parts, and a row a term below, longest first. All begin at zero: it is no schedule."""
     step, terms = found.time.step_seconds, found.time.terms
     spent = [(name, seconds) for name, seconds in terms.items() if seconds > 0]
     spent.sort(key=lambda term: (term[0] in _AFTER, list(WALLS).index(wall_of(term[0]) or "host")))
@@ -40,9 +40,8 @@ def time_figure(plan: Plan, found: Estimate) -> Markup:
 
     parts = [x_axis(x_of, nice_ticks(0, most), 4, bottom, "seconds of a step")]
     parts.append(text(_LEFT - 10, 28, "step", "strong", "end"))
-    starts, done = {}, 0.0
+    done = 0.0
     for name, seconds in spent:
-        starts[name] = done
         width = x_of(done + seconds) - x_of(done)
         shape = rect(x_of(done), 10, max(0.4, width - 0.6), 28, time_class(name))
         parts.append(mark(shape, _says(name, seconds, step)))
@@ -51,13 +50,14 @@ def time_figure(plan: Plan, found: Estimate) -> Markup:
         done += seconds
     parts += [line(x_of(low), 46, x_of(high), 46, "whisker")]
     parts += [line(x_of(each), 42, x_of(each), 50, "whisker") for each in (low, high)]
-    parts.append(text(x_of(high) + 6, 50, f"{format_number(step)} s", "strong"))
+    parts.append(text(x_of(step) + 6, 28, f"{format_number(step)} s", "strong"))
+    parts.append(text(x_of(high) + 6, 50, "band", "tick"))
     for number, (name, seconds) in enumerate(rows):
         y = 58 + 20 * number
         parts.append(text(_LEFT - 10, y + 13, name, "label", "end"))
-        width = max(1.2, x_of(starts[name] + seconds) - x_of(starts[name]))
-        parts.append(mark(rect(x_of(starts[name]), y + 3, width, 13, time_class(name)), _says(name, seconds, step)))
-        parts.append(text(x_of(starts[name] + seconds) + 6, y + 13, f"{seconds / step:.1%}", "tick"))
+        width = max(1.2, x_of(seconds) - x_of(0))
+        parts.append(mark(rect(x_of(0), y + 3, width, 13, time_class(name)), _says(name, seconds, step)))
+        parts.append(text(x_of(seconds) + 6, y + 13, f"{seconds / step:.1%}", "tick"))
     keys = [(WALL_CLASSES[wall], wall) for wall in WALLS if any(wall_of(name) == wall for name, _ in spent)]
     table = [
         [name, format_number(seconds), f"{seconds / step:.1%}", wall_of(name)]
@@ -66,7 +66,8 @@ def time_figure(plan: Plan, found: Estimate) -> Markup:
     pipeline = f" Terms of layers are those of stage {found.time.stage}, the slowest." if plan.layout.pp > 1 else ""
     return figure(
         "Where a step's time goes",
-        f"Estimated; the thin line is the band, {format_number(low)} to {format_number(high)} s.{pipeline}",
+        f"Estimated, summed over the step; the thin line is the band, {format_number(low)} to {format_number(high)} s. "
+        f"What is hidden under other work is in no term.{pipeline}",
         drawing(bottom + 60, f"a step of {step:.4g} s by term", *parts, legend(keys, _LEFT, bottom + 54)),
         numbers=numbers_table(["term", "seconds", "share", "wall"], table),
     )
