@@ -9,7 +9,9 @@ from threefold.findings import Finding
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
+from threefold.search.neighbours import comparisons
 from threefold.search.search import search
+from threefold.spec.candidates import GRAPH_CANDIDATES
 
 THREE = ("attn", "moe_router", "moe_preprocess")
 MEASURED = {"stack.measured": ["graphs"]}  # without it a plan starts eager
@@ -32,12 +34,18 @@ def about_graphs(plan: Plan) -> list[Finding]:
 
 
 def test_a_plan_starts_eager_and_names_the_next_comparison() -> None:
-    """Capture is no gain by itself: routing is compared first, then attention with it."""
+    """Capture is no gain by itself: routing is compared with an eager run, and attention with routing alone."""
     found = search(SHORT, top=1)
     assert found.candidates[0].plan.knobs.graphs == ()
-    graphs = [one.trial for one in found.comparisons if "knobs.graphs" in one.trial.changes]
-    assert {tuple(one.changes["knobs.graphs"]) for one in graphs} == {THREE[1:], THREE}
-    assert all(one.effect is not None and one.effect > 0 and one.band for one in graphs)
+    (graphs,) = [one for one in found.comparisons if "knobs.graphs" in one.trial.changes]
+    assert tuple(graphs.trial.changes["knobs.graphs"]) == THREE[1:]
+    assert graphs.trial.effect
+    assert graphs.trial.effect > 0
+    assert graphs.trial.band
+    assert graphs.candidate == GRAPH_CANDIDATES[1]
+    routed = change(found.candidates[0].plan, {"knobs.graphs": list(THREE[1:])})
+    (wider,) = [one for one in comparisons(routed, estimate(routed)) if "knobs.graphs" in one.trial.changes]
+    assert (tuple(wider.trial.changes["knobs.graphs"]), wider.candidate) == (THREE, GRAPH_CANDIDATES[2])
 
 
 def test_a_plan_that_waits_for_its_host_gets_scopes() -> None:

@@ -128,8 +128,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], Candidate]]:
     for one in precision_candidates(chip):
         if one.value != knobs.precision and one.value in ("bf16", *low_precisions(plan)):
             yield {"knobs.precision": one.value}, one
-    for scopes, one in zip(wider_graphs(plan), GRAPH_CANDIDATES[1:], strict=False):
-        yield {"knobs.graphs": list(scopes)}, one
+    for scopes in wider_graphs(plan)[:1]:  # the next step alone: attention is compared with routing, not with nothing
+        yield {"knobs.graphs": list(scopes)}, GRAPH_CANDIDATES[-1 if "attn" in scopes else 1]
 
 
 def _with_band(plan: Plan, trial: Trial) -> Trial:
