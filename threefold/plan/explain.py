@@ -62,7 +62,10 @@ EXPLANATIONS = {
     ),
     "overlap-switch-couples": Explanation(
         what="An A/B changes one variable.",
-        why="The convenience switch moe_a2a_overlap turns on EP overlap and delayed weight gradients together.",
+        why=(
+            "The convenience switch moe_a2a_overlap turns on EP overlap and delayed weight gradients together. "
+            "Since 2026-07-25 upstream's examples set delay_wgrad_compute to false: the first A/B is of overlap alone."
+        ),
         confirm="Compare the two knobs in `threefold show`.",
         fix="Set knobs.ep_overlap and knobs.delay_wgrad apart.",
         severity="warning",

@@ -116,6 +116,7 @@ def host_wall(plan: Plan) -> Iterator[Finding]:
     """The host takes less than a quarter of the step.
 
     Why: where launches take longer than the kernels they launch, the GPU waits; gaps between kernels are the sign.
+        Upstream counted this to the compute wall until 2026-08-01, and has other evidence and cures for it since.
     Confirm: `threefold estimate` prints the host's time; in a trace, gaps between kernels on all ranks.
     Fix: graphs, garbage collection by hand, CPU affinity, a larger microbatch.
     """

@@ -30,8 +30,9 @@ def dispatcher_supports_chip(plan: Plan) -> Iterator[Finding]:
     """A flex dispatcher is one that upstream applies on this chip.
 
     Why: Megatron Bridge applies DeepEP on Ampere, Hopper, B200 and B300, and HybridEP on these and GB200/GB300. On
-        other chips it writes a line to the log and runs alltoall. Published runs did use DeepEP on GB200, with their
-        own settings: the gate is dated, and a measurement overrides it.
+        other chips it writes a line to the log and runs alltoall (Bridge 0.6; until then a recipe's flex settings
+        stayed, and validation refused them, as it does where a backend is set directly). Published runs
+        did use DeepEP on GB200, with their own settings: the gate is dated, and a measurement overrides it.
     Confirm: `Falling back to alltoall` in the log; compare the chip with `threefold chips`.
     Fix: alltoall or another candidate of the chip, or stack.measured=dispatcher where yours was measured to run.
     """
