@@ -31,7 +31,8 @@ class Finding:
     generator, so that ways that are costly to find are looked for only where somebody asks. `resort` is a way that
     cures least, such as to give up what was asked for: it comes after all others, also after those that move other
     fields along. `otherwise` says what would help where none holds. `kind` says what the fix is; where a rule leaves it
-    open, what the fix changes decides (`rules/fixes.py`).
+    open, what the fix changes decides (`rules/fixes.py`). `alternatives` are further advice that holds, in order, each
+    with what it changes.
     """
 
     at: str
@@ -41,6 +42,7 @@ class Finding:
     severity: Severity = "error"
     rule: str = ""
     kind: Kind | None = None
+    alternatives: tuple[tuple[Changes, str], ...] = ()
     fixes: Iterable[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     resort: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     otherwise: Callable[[], str] | None = field(default=None, compare=False, repr=False)
@@ -68,6 +70,7 @@ class Finding:
             "advice": self.advice,
             "fix_data": self.fix_data,
             "fix_kind": self.fix_kind if self.fix else None,
+            "alternatives": [{"set": dict(changes), "effect": effect} for changes, effect in self.alternatives],
         }
 
     def __str__(self) -> str:
@@ -76,6 +79,7 @@ class Finding:
             lines.append(f"  {self.fix_kind}: {as_overrides(self.fix)}")
         if self.advice:
             lines.append(f"  advice: {self.advice}")
+        lines += [f"  or: {as_overrides(changes)}: {effect}" for changes, effect in self.alternatives]
         return "\n".join(lines)
 
 

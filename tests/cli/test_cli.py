@@ -35,7 +35,17 @@ def test_check_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 1
     assert set(said) == {"ok", "summary", "findings", "not_judged"}
     assert said["ok"] is False
-    assert set(said["findings"][0]) == {"rule", "severity", "at", "problem", "fix", "advice", "fix_data", "fix_kind"}
+    assert set(said["findings"][0]) == {
+        "rule",
+        "severity",
+        "at",
+        "problem",
+        "fix",
+        "advice",
+        "fix_data",
+        "fix_kind",
+        "alternatives",
+    }
     cure = next(f for f in said["findings"] if f["rule"] == "ep-divides-experts")
     assert cure["fix_data"] == {"layout.ep": 32}
     assert cure["fix"] == "layout.ep=32"

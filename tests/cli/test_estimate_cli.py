@@ -73,11 +73,12 @@ def test_time_says_whose_it_is_and_the_wall_does_not_contradict_it(capsys: pytes
     assert "terms of layers are those of stage" in out
     assert "the slowest" in out
     words = ("knobs.recompute=full", "knobs.ep_overlap=false", "knobs.delay_wgrad=false")
-    _, out, _ = run("estimate", QWEN, *words, capsys=capsys)
-    assert "terms of layers" not in out  # no pipeline
-    wall = next(line for line in out.splitlines() if line.startswith("wall "))
-    assert "memory (whole layers are recomputed" in wall
-    assert wall.endswith(" of the time")
+    for length, is_full in ((16384, True), (1024, False)):  # full recompute alone makes no wall of memory
+        _, out, _ = run("estimate", QWEN, *words, f"job.seq_len={length}", capsys=capsys)
+        assert "terms of layers" not in out  # no pipeline
+        wall = next(line for line in out.splitlines() if line.startswith("wall "))
+        assert ("memory (whole layers are recomputed" in wall) == is_full
+        assert wall.endswith(" of the time")
 
 
 def test_stages_alike_share_a_column(capsys: pytest.CaptureFixture[str]) -> None:

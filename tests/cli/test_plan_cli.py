@@ -49,7 +49,7 @@ def pasted(plan: Plan, line: str) -> Plan:
 def offered(found: SearchResult) -> list[tuple[str, dict[str, Any]]]:
     """What the answer offers to paste, from its text, and what each line stands for."""
     text = search_text(found, details=True)
-    retune = re.findall(r"^- (\S+=.*): [+-][\d.]+% throughput$", text, re.M)
+    retune = re.findall(r"^  \d\. (\S+=.*) \((?:predicted|frees|not priced)", text, re.M)
     steps = text.partition("One step in each degree:\n")[2].partition("\n\n")[0].splitlines()[2:]
     comparisons = text.partition("steps that you time choose:\n")[2].partition("\n\n")[0].splitlines()[2:]
     lines = [*retune, *(re.split(r"\s{2,}", line)[0] for line in (*steps, *comparisons))]

@@ -9,6 +9,7 @@ import pytest
 from plans import make
 from repository import ROOT
 from run_folders import noisy_seconds, run_plan, write_run
+from traces import GEMM, NCCL, kernel, write_trace
 
 from threefold.compare.comparison import Comparison, compare_sides
 from threefold.compare.sides import Side, open_side
@@ -18,6 +19,8 @@ from threefold.findings import FindingsError
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.profile.analyse import profile_traces
+from threefold.report.compare.comparison_text import seconds_text
 
 
 def plan_side(tmp_path: Path, name: str, plan: Plan) -> Side:
@@ -68,6 +71,21 @@ def test_noise_is_no_slowdown(tmp_path: Path) -> None:
     assert found.speed is not None
     assert found.speed.verdict == "no certain difference"
     assert not found.speed.is_slower_by(0)
+
+
+def test_a_comparison_agrees_with_itself(tmp_path: Path) -> None:
+    """A few steps that take five times as long: time and throughput of the median step say the same change."""
+    slow = [seconds * (5 if number % 9 == 8 else 1) for number, seconds in enumerate(noisy_seconds(0.11, 60, 8))]
+    a = run_side(tmp_path / "a", run_plan(), noisy_seconds(0.1, 60, 7))
+    found = compared(a, run_side(tmp_path / "b", run_plan(), slow))
+    assert found.speed is not None
+    ratio = found.speed.b.median / found.speed.a.median
+    assert found.speed.ratio == pytest.approx(ratio)
+    [tokens] = [each for each in found.metrics if each.name == "useful tokens"]
+    assert tokens.a is not None
+    assert tokens.b is not None
+    assert tokens.b / tokens.a == pytest.approx(1 / ratio)
+    assert ratio == pytest.approx(1.1, rel=0.03)
 
 
 def test_warm_up_does_not_count(tmp_path: Path) -> None:
@@ -329,6 +347,24 @@ def test_profiles_of_strangers_are_read_with_care(walls: Any, tmp_path: Path) ->
     assert compared(sides[0], sides[0]).traced is not None
     with pytest.raises(FindingsError):
         compare_sides(sides[0], sides[1])
+
+
+def test_a_folder_of_traces_is_a_trace(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_trace(tmp_path / name / "rank-0.json", [kernel(GEMM, 0, 100), kernel(NCCL, 100, 50, stream=20)])
+    sides = [open_side(str(tmp_path / name), read_trace=lambda path: profile_traces([path]).to_json()) for name in "ab"]
+    assert [side.kind for side in sides] == ["trace", "trace"]
+    found = compared(*sides)
+    assert found.traced is not None
+    assert found.traced.span.a == pytest.approx(150e-6)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FindingsError, match="neither a run nor traces"):
+        open_side(str(tmp_path / "empty"))
+
+
+def test_differences_of_rounding_are_nothing() -> None:
+    assert [seconds_text(value) for value in (-2.39e-17, 0.0, 2e-9)] == ["0 s", "0 s", "2e-09 s"]
 
 
 def test_a_trace_needs_a_trace(tmp_path: Path) -> None:

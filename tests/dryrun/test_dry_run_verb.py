@@ -62,6 +62,7 @@ def test_text_of_the_verb_and_a_plan_that_does_not_fit(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "error[rehearsal-fits-memory] rank 0, stage 0:" in said
     assert "short:" in said
+    assert "  suggestion: " in said  # with a change that `check` offers too
     assert "largest tensors of rank 0" in said
 
 

@@ -12,13 +12,16 @@ from random_plans import random_fields
 from repository import ROOT
 
 from threefold.cli.main import main
-from threefold.cost.memory_ladder import by_worth, memory_cures, price, selective_sets, surely_fits, what_would_fit
+from threefold.cost.fit import surely_fits
 from threefold.findings import Finding, as_overrides
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
+from threefold.remedies.for_memory import ways_that_fit, what_would_fit
+from threefold.remedies.recompute_sets import by_worth, selective_sets
+from threefold.remedies.trial import try_change
 from threefold.rules.all import check, errors, judge, repair, with_fixes
-from threefold.rules.fixes import PRICED
+from threefold.rules.fixes import ADVISED
 
 MEGATRON = {"target": "megatron-bridge", "cluster.chip": "h100", "job.seq_len": 4096}
 LONG = {
@@ -134,15 +137,15 @@ def test_the_ladder_goes_from_mild_to_harsh() -> None:
     """On a plan with room every rung fits, so that all of them are seen."""
     roomy = {"model": "qwen3-30b-a3b", "cluster.chip": "b300", "cluster.gpus": 64, "layout.ep": 8, "job.seq_len": 8192}
     plan = build({**MEGATRON, **roomy, "job.global_batch": 128})
-    cures = list(memory_cures(plan))
+    cures = list(ways_that_fit(plan))
     assert list(cures[0]) == ["knobs.recompute"]
     offloads = [number for number, cure in enumerate(cures) if "knobs.optimizer_offload" in cure]
     fulls = [number for number, cure in enumerate(cures) if cure.get("knobs.recompute") == ["full"]]
     degrees = [number for number, cure in enumerate(cures) if set(cure) <= {"layout.cp", "layout.ep"}]
     assert degrees[0] < fulls[0] < offloads[0]
     assert all(surely_fits(change(plan, cure)) for cure in cures[:10])
-    assert price(plan, cures[0]).startswith("frees ")
-    assert set(PRICED) >= {"peak-fits-memory", "peak-near-memory", "memory-wall"}
+    assert try_change(plan, cures[0], lambda other: ()).price.startswith("frees ")
+    assert set(ADVISED) >= {"peak-fits-memory", "peak-near-memory", "memory-wall"}
 
 
 def test_modules_are_ordered_by_bytes_for_a_second() -> None:
@@ -297,7 +300,7 @@ def test_fields_that_move_along_are_needed_and_say_why() -> None:
         plan = build(fields)
         for finding in check(plan):
             said = f"{finding.at} {finding.problem} {finding.advice}"
-            for path in finding.fix or {} if finding.severity != "note" and finding.rule not in PRICED else ():
+            for path in finding.fix or {} if finding.severity != "note" and finding.rule not in ADVISED else ():
                 assert path in said or path.rpartition(".")[2] in said or finding.at in path, finding
 
 

@@ -15,8 +15,8 @@ from threefold.cost.estimate import estimate, gain
 from threefold.cost.memory.threefold.model import ThreefoldMemory
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
+from threefold.remedies.graph_scopes import engine_scopes
 from threefold.rules.all import check, errors, promoted
-from threefold.rules.knobs.engine_graphs import engine_scopes
 from threefold.search import impossible
 from threefold.search.refine import CHOSEN, DEGREES
 from threefold.search.search import Candidate, SearchResult, search

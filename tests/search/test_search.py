@@ -11,13 +11,13 @@ from repository import ROOT
 
 from threefold.cli.main import main
 from threefold.cost.estimate import estimate
-from threefold.cost.memory_ladder import selective_sets
 from threefold.cost.time.step import TERMS
 from threefold.findings import FindingsError
 from threefold.layout.stages import balance
 from threefold.plan.file import read_plan
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
+from threefold.remedies.recompute_sets import selective_sets
 from threefold.rules.all import check, errors
 from threefold.search.explore import is_last_resort, with_balanced_stages
 from threefold.search.neighbours import attempt

@@ -29,8 +29,8 @@ def profile_run(
     step_range: str | None = None,
     unprofiled_seconds: float | None = None,
 ) -> Profile:
-    """Read PyTorch traces, exports of Nsight Systems or folders of runs; say which wall holds them back, and what would
-    cure it. With the plan that ran, cures are changes of its fields; a run's folder has its own. `step_range` names the
+    """Read PyTorch traces, exports of Nsight Systems or folders of runs; say which wall holds them back, and what could
+    help. With the plan that ran, advice is changes of its fields; a run's folder has its own. `step_range` names the
     range around a step, `unprofiled_seconds` is the length of a step without a profiler."""
     return profile_traces([Path(path) for path in paths], plan, step_range, unprofiled_seconds)
 

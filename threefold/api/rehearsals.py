@@ -1,14 +1,17 @@
 """Rehearsals: the plan as our engine runs it, the loads of its experts, and the dry run itself. Torch loads with it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import OUR_ENGINE, for_our_engine
+from threefold.cost.fit import surely_fits
 from threefold.findings import FindingsError, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.rules.all import blockers, check, promoted
+from threefold.remedies.evidence import NOTHING_SEEN, Evidence
+from threefold.rules.all import advice, blockers, check, promoted
 from threefold.rules.stacks import ENGINE_LIMITS
 from threefold.safe_files import read_json
 
@@ -41,7 +44,17 @@ def rehearse(
     found, problem = (loads, "") if isinstance(loads, ExpertLoads) else loads_from(loads, skew, runs)
     if problem:
         raise ValueError(problem)
-    return rehearse_ranks(runs, ranks, found, say, jobs, left_out)
+    return with_advice(rehearse_ranks(runs, ranks, found, say, jobs, left_out))
+
+
+def with_advice(found: "Rehearsal") -> "Rehearsal":
+    """The rehearsal with what could help: by what was rehearsed where that and the estimate do not agree whether the
+    plan fits."""
+    if found.scaled:
+        return found
+    fits = found.device_bytes <= found.plan.chip.memory_bytes
+    evidence = NOTHING_SEEN if fits == surely_fits(found.plan) else Evidence(device_bytes=found.device_bytes)
+    return replace(found, advice=advice(found.plan, evidence))
 
 
 def predicted_snapshot(found: "Rehearsal", loads: "ExpertLoads | None" = None) -> bytes:

@@ -24,7 +24,7 @@ from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text
 from threefold.report.summaries import estimate_summary, training_summary
 from threefold.report.training_run.training_text import point_json, training_text, usual_sizes
-from threefold.rules.all import errors
+from threefold.rules.all import advice, errors
 from threefold.spec.clusters.operations import FIELDS as OPERATIONS
 from threefold.spec.clusters.operations import problem_with
 
@@ -85,11 +85,12 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.json:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
+        extra |= {"advice": [piece.to_json() for piece in advice(plan)]}
         said = {"summary": estimate_summary(plan, guess, overfull), **guess.to_json(), **extra}
         json.dump(said, sys.stdout, indent=2)
         print()
     else:
-        print(estimate_text(plan, guess, ledger, overfull))
+        print(estimate_text(plan, guess, ledger, overfull, advice(plan)))
     return 1 if errors(overfull) else 0
 
 

@@ -36,7 +36,7 @@ VERBS = {
     "validate": "judge whether a run or a foreign job can be accepted: steps, losses, memory, resumption, proof",
     "compare": "set two plans, runs or traces side by side, and say which difference explains how much",
     "regress": "find the setting behind a regression or a crash between two plans, by trying plans between them",
-    "profile": "read a trace or a run, name the wall that holds it back, and list what would cure it",
+    "profile": "read a trace or a run, name the wall that holds it back, and list what could help",
     "diagnose": "read what a dead, slow or full job left behind: what happened, how sure that is, and what to do",
     "tune": "measure changes of a plan one variable at a time, and keep what is certainly faster",
     "report": "write a plan, a run or a tuning as one page for a browser: drawings, findings, contract",

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE|RUN",
         help="PyTorch traces (.json, .json.gz), SQLite exports of Nsight Systems, or the folder of a run",
     )
-    parser.add_argument("--plan", metavar="PLAN", help="the plan that ran; cures are then changes of its fields")
+    parser.add_argument("--plan", metavar="PLAN", help="the plan that ran; advice is then changes of its fields")
     parser.add_argument("--step", metavar="NAME", help="the range around a step (default: known names, else a kernel)")
     parser.add_argument(
         "--unprofiled",

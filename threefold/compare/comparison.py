@@ -23,6 +23,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.profile.readers.run_record import RunRecord
+from threefold.remedies.advise import MOST_ADVICE
 from threefold.units import format_number
 
 Window = tuple[int, int] | None
@@ -77,7 +78,13 @@ class Comparison(ShownAsTable):
 
     def to_json(self) -> dict[str, Any]:
         sides = {
-            key: {"name": side.name, "kind": side.kind, "wall": wall_of(side), "plan": side.plan and side.plan.hash}
+            key: {
+                "name": side.name,
+                "kind": side.kind,
+                "wall": wall_of(side),
+                "plan": side.plan and side.plan.hash,
+                "advice": _advice(side),
+            }
             for key, side in (("a", self.a), ("b", self.b))
         }
         return {
@@ -96,6 +103,12 @@ class Comparison(ShownAsTable):
             },
             "findings": [each.to_json() for each in self.findings],
         }
+
+
+def _advice(side: Side) -> list[dict[str, Any]]:
+    fixes = side.profile.get("fixes") if side.profile else None
+    seen = [each for each in fixes if isinstance(each, dict)] if isinstance(fixes, list) else []
+    return seen[:MOST_ADVICE] if side.profile else [piece.to_json() for piece in side.advice]
 
 
 def _shown_metric(value: float | None) -> str:
@@ -243,12 +256,11 @@ def _metrics(a: Side, b: Side, work_a: Work | None, work_b: Work | None, window:
 
 
 def _throughput(work: Work | None) -> tuple[float | None, float | None, float | None]:
-    """Useful tokens per second in all and per GPU, and model TFLOP/s per GPU: sums over the window."""
+    """Useful tokens per second in all and per GPU, and model TFLOP/s per GPU: of the median step, as the step time."""
     if work is None:
         return None, None, None
-    seconds, tokens = float(work.seconds.sum()), float(work.useful_tokens.sum())
-    per_gpu = float(work.flops.sum()) / seconds / work.gpus / 1e12
-    return tokens / seconds, tokens / seconds / work.gpus, per_gpu
+    tokens, flops = (float(np.median(each / work.seconds)) for each in (work.useful_tokens, work.flops))
+    return tokens, tokens / work.gpus, flops / work.gpus / 1e12
 
 
 def _mfu(side: Side, window: Window) -> float | None:

@@ -18,7 +18,8 @@ from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
 from threefold.plan.plan import Plan
 from threefold.profile.readers.run_record import RunRecord, is_run_folder, read_run
-from threefold.rules.all import blockers, errors, judge
+from threefold.remedies.advise import Advice
+from threefold.rules.all import advice, blockers, errors, judge
 from threefold.safe_files import UnsafeFileError, read_json
 from threefold.search.recompute import resolve_recompute
 
@@ -43,6 +44,12 @@ class Side:
     skew: float = 1.0  # load of the busiest expert rank over the mean, from the run's loads
     profile: Profile | None = None
     findings: tuple[Finding, ...] = ()  # warnings about what was read
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What could help its plan by estimate. Traces say it by what was seen (`fixes` of the profile)."""
+        is_estimated = self.plan is not None and self.guess is not None and self.profile is None
+        return advice(self.plan) if self.plan is not None and is_estimated else ()
 
     @property
     def is_measured(self) -> bool:
@@ -84,8 +91,7 @@ def _open_plan(name: str, dress: Callable[[Plan], Plan] | None) -> Side:
 
 def _open_run(name: str, folder: Path, read_trace: ReadTrace | None, dress: Callable[[Plan], Plan] | None) -> Side:
     if not is_run_folder(folder):
-        advice = "give a plan file, a trace, or the folder of a run, in which plan.toml and metrics.jsonl are"
-        raise _unreadable(folder, "the folder holds no run", advice)
+        return _open_traces(name, folder, read_trace)
     run = read_run(folder)
     plan = resolve_exchange(run.plan)
     plan = dress(plan) if dress else plan
@@ -93,6 +99,18 @@ def _open_run(name: str, folder: Path, read_trace: ReadTrace | None, dress: Call
     profile, findings = _profile_of_run(folder, read_trace)
     guess = None if blockers(judge(plan)) else estimate(plan, skew=skew)
     return Side(name, "run", plan, run, guess, skew, profile, (*run.findings, *findings))
+
+
+def _open_traces(name: str, folder: Path, read_trace: ReadTrace | None) -> Side:
+    """A folder of traces, as `threefold profile` reads it."""
+    try:
+        if read_trace is not None:
+            return Side(name, "trace", profile=read_trace(folder))
+    except FindingsError as error:
+        if any(finding.rule != "trace-readable" for finding in error.findings):
+            raise
+    advice = "give a plan file, traces, or the folder of a run, in which plan.toml and metrics.jsonl are"
+    raise _unreadable(folder, "the folder holds neither a run nor traces", advice)
 
 
 def _skew(run: RunRecord, plan: Plan) -> float:

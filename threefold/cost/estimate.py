@@ -1,15 +1,16 @@
 """The estimate of a plan: memory by stage and term, time by term, throughput, the limit that binds, and its error.
 
-The limit that binds is called the wall: memory where it is nearly full or whole layers are recomputed, else the kind of
-work that takes most of the time. `threefold estimate` and `plan` and the search call `estimate(plan)`; it takes about a
-millisecond and never changes its input. `Estimate.to_json()` is what `--json` prints.
+The limit that binds is called the wall: memory where it is nearly full, or would be if whole layers were not
+recomputed; else the kind of work whose share of the time is largest, over the share from which that kind is a wall.
+`threefold estimate` and `plan` and the search call `estimate(plan)`; it takes about a millisecond and never changes its
+input. `Estimate.to_json()` is what `--json` prints.
 
 Whether a plan fits is judged at the top of the memory's band for our own engine, whose tensors are counted one by one
 and held to rehearsals. For Megatron Bridge it is the middle: published runs were predicted up to 15 % too high.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from threefold.cost.memory.by_stack import memory
@@ -29,6 +30,7 @@ WALLS = {
     "host": ("host", "other", "offload"),
 }
 MEMORY_BOUND = 0.92  # fraction of the chip's memory beyond which memory is the wall
+WALL_SHARES = {"communication": 0.35, "compute": 0.6, "host": 0.25}  # of the step, from which a kind of work is a wall
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,7 +45,7 @@ class Estimate(ShownAsTable):
     mfu_peak: str  # the chip and the format whose dense peak MFU is measured against
     peak_tflops: float  # that peak
     wall: str  # "memory", or `time_wall`
-    time_wall: str  # the name in `WALLS` with the most seconds
+    time_wall: str  # the first name of `wall_scores`
     fits: bool  # whether the fullest stage fits the chip's memory, as `fit_band` judges it
     headroom_bytes: float  # memory that is left at the middle of the band, negative where the plan does not fit
     seconds_band: tuple[float, float]  # range of the step time
@@ -128,7 +130,7 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
     headroom = plan.chip.memory_bytes - need.device_bytes
     known = _is_calibrated(plan, basis, used)
     seconds_band, bytes_band = _time_band(plan, basis, known), memory_band(plan, used)
-    worst, time_wall = need.worst, _time_wall(spent)
+    worst, time_wall = need.worst, next(iter(wall_scores(spent)))
     return Estimate(
         memory=need,
         time=spent,
@@ -137,7 +139,7 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
         mfu=tflops / top,
         mfu_peak=_peak_name(plan),
         peak_tflops=top,
-        wall="memory" if _memory_binds(plan, need) else time_wall,
+        wall="memory" if memory_binds(plan, need) else time_wall,
         time_wall=time_wall,
         fits=worst.device_bytes_at(fit_band(plan, used)) <= plan.chip.memory_bytes,
         headroom_bytes=headroom,
@@ -184,14 +186,20 @@ def fit_band(plan: Plan, used: Rates | None = None) -> float:
     return memory_band(plan, used) if plan.target == "threefold" else 0.0
 
 
-def _memory_binds(plan: Plan, need: Memory) -> bool:
-    """Whether little memory is left or layers are recomputed whole."""
-    return need.device_bytes > MEMORY_BOUND * plan.chip.memory_bytes or plan.full_recompute
+def memory_binds(plan: Plan, need: Memory) -> bool:
+    """Whether little memory is left, or would be left if layers were not recomputed whole."""
+    most = MEMORY_BOUND * plan.chip.memory_bytes
+    if need.device_bytes > most or not plan.full_recompute:
+        return need.device_bytes > most
+    bare = replace(plan.knobs, recompute=(), recompute_method=None, recompute_layers=None, recompute_save=())
+    return memory(replace(plan, knobs=bare)).device_bytes > most
 
 
-def _time_wall(spent: StepTime) -> str:
-    seconds = {wall: sum(spent.terms[term] for term in terms) for wall, terms in WALLS.items()}
-    return max(seconds, key=seconds.__getitem__)
+def wall_scores(spent: StepTime) -> dict[str, float]:
+    """The share of each kind of work over the share from which it is a wall, the largest first."""
+    shares = {wall: sum(spent.terms[term] for term in terms) / spent.step_seconds for wall, terms in WALLS.items()}
+    scores = {wall: share / WALL_SHARES[wall] for wall, share in shares.items()}
+    return dict(sorted(scores.items(), key=lambda score: -score[1]))
 
 
 def _assumed(plan: Plan) -> Iterator[str]:

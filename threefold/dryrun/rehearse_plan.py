@@ -29,6 +29,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.plan.scale import is_small, scale_ranks
+from threefold.remedies.advise import Advice, carried
 from threefold.units import format_bytes, format_many
 
 STAGES = "stages"
@@ -45,6 +46,7 @@ class Rehearsal(ShownAsTable):
     skew: float = 1.0  # load of the busiest expert-parallel rank over the mean
     left_out: tuple[str, ...] = ()  # what the plan asks for and the engine cannot run yet, in words
     mismatches: tuple[Finding, ...] | None = None  # of collectives; None where not all ranks were rehearsed
+    advice: tuple[Advice, ...] = ()  # what could help the plan, by what was rehearsed
     scaled: tuple[str, ...] = ()  # what was replaced to scale the plan down, in words; its memory is not the plan's
 
     @property
@@ -64,7 +66,7 @@ class Rehearsal(ShownAsTable):
     @property
     def findings(self) -> list[Finding]:
         in_memory = [] if self.scaled else [f for rank in self.ranks for f in memory_findings(self.plan, rank)]
-        return [*(self.mismatches or ()), *in_memory]
+        return [*(self.mismatches or ()), *(carried(finding, self.advice) for finding in in_memory)]
 
     @property
     def num_calls(self) -> int:
@@ -111,6 +113,7 @@ class Rehearsal(ShownAsTable):
             "scaled": list(self.scaled),
             **({} if self.mismatches is None else {"compared_calls": self.num_calls}),
             "findings": [finding.to_json() for finding in self.findings],
+            "advice": [piece.to_json() for piece in self.advice],
         }
 
 
@@ -152,7 +155,7 @@ def rehearse(
     sequences = {rank.rank: rank.calls for rank in in_order if rank.calls}
     mismatches = tuple(match_findings(plan.layout, sequences)) if ranks == ALL else None
     seconds = time.perf_counter() - began
-    return Rehearsal(plan, in_order, seconds, skew, tuple(left_out), mismatches, tuple(scaled))
+    return Rehearsal(plan, in_order, seconds, skew, tuple(left_out), mismatches, scaled=tuple(scaled))
 
 
 Task = tuple[Plan, int, ExpertLoads | None, tuple[int, ...], bool]  # arguments of `rehearse_rank`

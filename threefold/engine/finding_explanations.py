@@ -267,7 +267,7 @@ EXPLANATIONS = {
         what="The rehearsed peak of every stage fits the chip.",
         why="A rehearsal allocates what the run would, so that a peak over the memory ends the run in its first step.",
         confirm="`threefold dry-run` prints the peak by term and its largest tensors.",
-        fix="What the message says of the largest term.",
+        fix="The first piece of advice: the mildest remedy that frees enough.",
     ),
     "collectives-match": Explanation(
         what="All ranks of a process group call the same collectives in the same order, and messages find a receiver.",

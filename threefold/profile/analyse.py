@@ -1,4 +1,4 @@
-"""From trace files to a diagnosis: reads, measures every device, names the wall and lists cures.
+"""From trace files to a diagnosis: reads, measures every device, names the wall and says what could help.
 
 `threefold profile` calls `profile_traces`; `compare` and `report` use the `Profile` that it returns. The top level of a
 profile is the device with the longest span.
@@ -7,16 +7,16 @@ profile is the device with the longest span.
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.findings import Finding, FindingsError, as_overrides
+from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.profile.classify import Classified
-from threefold.profile.cures import Cure, cures
 from threefold.profile.diagnose import Diagnosis, Straggler, diagnose, stragglers
+from threefold.profile.evidence import evidence_of
 from threefold.profile.measure import DeviceWalls, measure_devices
 from threefold.profile.ranks.job import JobTrace, job_trace
 from threefold.profile.ranks.rank_trace import RankTrace, rank_traces
@@ -25,7 +25,11 @@ from threefold.profile.readers.nsight import MAGIC, read_nsight
 from threefold.profile.readers.run_folder import RunLog, find_traces, read_run
 from threefold.profile.readers.unreadable import unreadable
 from threefold.profile.trace import Trace
+from threefold.remedies.advise import Advice, advise_without_plan
+from threefold.rules.all import advice
 from threefold.safe_files import open_regular
+
+MOST_ADVICE = 8  # pieces that stand under a profile
 
 
 @dataclass(slots=True, repr=False)
@@ -37,7 +41,7 @@ class Profile(ShownAsTable):
     top_trace: Trace  # the file that it is in
     top_classes: Classified
     diagnosis: Diagnosis
-    cures: list[Cure]
+    advice: list[Advice]
     slow_ranks: list[Straggler]
     plan: Plan | None
     log: RunLog
@@ -48,9 +52,9 @@ class Profile(ShownAsTable):
         return f"the wall is {found.dominant} (confidence {found.confidence:.0%}), {self.top.span_seconds:.4g} s"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The evidence for each wall, and then what would cure it."""
+        """The evidence for each wall, and then what could help."""
         rows = [[wall, text] for wall, texts in self.diagnosis.evidence.items() for text in texts]
-        return ["wall", "evidence"], [*rows, *(["cure", f"{as_overrides(c.changes)}: {c.why}"] for c in self.cures)]
+        return ["wall", "evidence"], [*rows, *(["advice", str(piece)] for piece in self.advice)]
 
     def to_json(self) -> dict[str, Any]:
         walls = _walls_json(self.top, self.diagnosis, self.slow_ranks, self.log)
@@ -59,7 +63,7 @@ class Profile(ShownAsTable):
             "walls": walls,
             "dominant": self.diagnosis.dominant,
             "confidence": self.diagnosis.confidence,
-            "fixes": [cure.to_json() for cure in self.cures],
+            "fixes": [piece.to_json() for piece in self.advice],
             "part_seconds": self.log.part_seconds,
             "devices": [self._device_json(device) for device in self.devices],
             "job": self.job.to_json(),
@@ -117,7 +121,11 @@ def profile_traces(
     slow = stragglers(devices)
     found_wall = diagnose(top[0], slow, plan, log)
     job = job_trace(ranks, layout, log.step_lengths, unprofiled_seconds, log.mfu)
-    return Profile(devices, *top, found_wall, cures(found_wall.dominant, top[0], plan), slow, plan, log, job)
+    evidence = evidence_of(*top, found_wall, slow, plan, log)
+    pieces = advice(plan, evidence, MOST_ADVICE) if plan else ()
+    if not any(piece.changes for piece in pieces):
+        pieces = (*pieces, *advise_without_plan(replace(evidence, seen=() if plan else evidence.seen)))
+    return Profile(devices, *top, found_wall, list(pieces), slow, plan, log, job)
 
 
 def read_trace(path: Path) -> Trace:

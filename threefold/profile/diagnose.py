@@ -1,19 +1,18 @@
 """Names the wall that holds a device back, how sure that is, and the evidence in sentences.
 
 Memory is the wall where the card is nearly full, as in `threefold estimate`. Else each kind of time is divided by the
-share of the span from which it is a wall (`rules/walls.py` uses the same shares), and the largest is the wall: a third
-of the span in exposed communication weighs more than half of it in compute. `analyse.py` calls `diagnose`.
+share of the span from which it is a wall (as in an estimate), and the largest is the wall: a third of the span in
+exposed communication weighs more than half of it in compute. `analyse.py` calls `diagnose`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from threefold.cost.estimate import MEMORY_BOUND
+from threefold.cost.estimate import MEMORY_BOUND, WALL_SHARES
 from threefold.plan.plan import Plan
 from threefold.profile.measure import DeviceWalls
 from threefold.profile.readers.run_folder import RunLog
-from threefold.rules.walls import COMMUNICATION_SHARE, COMPUTE_SHARE, HOST_SHARE
 from threefold.units import format_bytes, format_many
 
 UNKNOWN_SHARE = 0.5  # of the span in unknown kernels, from which nothing else can be told
@@ -58,9 +57,9 @@ def diagnose(walls: DeviceWalls, others: Sequence[Straggler], plan: Plan | None,
     """The wall of one device. `others` are slow ranks of the whole trace."""
     room = memory_room(walls, plan, log)
     scores = {
-        "communication": walls.share(walls.communication.exposed_seconds) / COMMUNICATION_SHARE,
-        "host": walls.share(walls.host.idle_seconds) / HOST_SHARE,
-        "compute": walls.share(walls.compute_seconds) / COMPUTE_SHARE,
+        "communication": walls.share(walls.communication.exposed_seconds) / WALL_SHARES["communication"],
+        "host": walls.share(walls.host.idle_seconds) / WALL_SHARES["host"],
+        "compute": walls.share(walls.compute_seconds) / WALL_SHARES["compute"],
         "unknown": walls.share(walls.unknown_seconds) / UNKNOWN_SHARE,
     }
     first, second = sorted(scores, key=lambda name: -scores[name])[:2]

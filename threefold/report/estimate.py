@@ -8,15 +8,23 @@ from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
-from threefold.report.terminal import table
+from threefold.remedies.advise import Advice
+from threefold.report.terminal import advice_text, table
 from threefold.units import GIB, format_bytes, format_number, format_tokens
 
 STAGES_ABREAST = 8  # columns that fit a terminal
 _WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
 
 
-def estimate_text(plan: Plan, found: Estimate, ledger: Sequence[Transfer], overfull: Sequence[Finding] = ()) -> str:
-    """All of it; `overfull` is what the rules say about the peak."""
+def estimate_text(
+    plan: Plan,
+    found: Estimate,
+    ledger: Sequence[Transfer],
+    overfull: Sequence[Finding] = (),
+    pieces: Sequence[Advice] = (),
+) -> str:
+    """All of it; `overfull` is what the rules say about the peak, with the advice, which stands alone where the plan
+    surely fits."""
     parts = [
         head_text(plan, found),
         memory_text(plan, found),
@@ -29,7 +37,9 @@ def estimate_text(plan: Plan, found: Estimate, ledger: Sequence[Transfer], overf
         parts.append("\n".join(map(str, overfull)))
     elif not found.fits:
         parts.append(misfit_text(plan, found))
-    return "\n\n".join(parts)
+    else:
+        parts.append(advice_text(pieces))
+    return "\n\n".join(filter(None, parts))
 
 
 def head_text(plan: Plan, found: Estimate) -> str:

@@ -1,13 +1,9 @@
-"""The text of `threefold profile`: the wall with its evidence, where the time went by device and axis, and cures."""
+"""The text of `threefold profile`: the wall with its evidence, where the time went, and what could help."""
 
-from collections.abc import Iterator
-
-from threefold.findings import as_overrides
 from threefold.profile.analyse import Profile
-from threefold.profile.cures import Cure
 from threefold.profile.measure import DeviceWalls
 from threefold.report.profile_job import job_text
-from threefold.report.terminal import table
+from threefold.report.terminal import advice_text, table
 from threefold.units import format_many
 
 MAX_DEVICES = 16
@@ -18,7 +14,7 @@ def profile_text(found: Profile) -> str:
     top = found.top
     parts = [_headline(found), _evidence(found), job_text(found.job), _parts(found), _devices(found), _axes(top)]
     parts.append(_links(top))
-    return "\n\n".join(part for part in [*parts, _regions(top), _cures(found)] if part)
+    return "\n\n".join(part for part in [*parts, _regions(top), _advice(found)] if part)
 
 
 def _headline(found: Profile) -> str:
@@ -116,17 +112,6 @@ def _regions(top: DeviceWalls) -> str:
     return f"device time of {top.name} by annotated range\n" + table(["range", "seconds", "share"], rows)
 
 
-def _cures(found: Profile) -> str:
-    lines = [line for number, cure in enumerate(found.cures, start=1) for line in _cure_lines(number, cure)]
-    source = "cures, in the documents' order"
-    source += "; gains are estimated" if found.plan else "; with --plan they are fields to set, with estimated gains"
-    return "\n".join([source, *lines])
-
-
-def _cure_lines(number: int, cure: Cure) -> Iterator[str]:
-    gain = "" if cure.predicted_gain is None else f" (estimated {cure.predicted_gain:+.1%} throughput)"
-    yield f"  {number}. {cure.why}{gain}"
-    if cure.changes:
-        yield f"     {as_overrides(cure.changes)}"
-    for finding in cure.findings:
-        yield f"     would bring {finding.severity}[{finding.rule}] {finding.at}: {finding.problem}"
+def _advice(found: Profile) -> str:
+    source = "gains are estimated" if found.plan else "with --plan they are fields to set, with estimated gains"
+    return f"{advice_text(found.advice)}\n({source})" if found.advice else ""

@@ -11,7 +11,7 @@ from threefold.dryrun.rehearse_plan import Rehearsal
 from threefold.dryrun.rehearse_rank import RankRehearsal
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.plan.terms import MEMORY_TERMS
-from threefold.report.terminal import table
+from threefold.report.terminal import advice_text, table
 from threefold.units import GIB, MIB, format_bytes, format_many, format_number, format_tokens
 
 MAX_ENTRIES = 16
@@ -28,6 +28,8 @@ def rehearsal_text(found: Rehearsal) -> str:
     if left_out:
         parts.append("\n".join(["left out of the rehearsal:", *_indented(left_out)]))
     parts += [str(finding) for finding in found.findings]
+    if not any(finding.fix for finding in found.findings):
+        parts.append(advice_text(found.advice))
     return "\n\n".join(part for part in parts if part)
 
 

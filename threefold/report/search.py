@@ -8,7 +8,7 @@ from threefold.findings import as_overrides
 from threefold.plan.plan import Plan
 from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
-from threefold.report.terminal import findings_text, table
+from threefold.report.terminal import advice_text, findings_text, table
 from threefold.search.neighbours import Comparison, NextBetter, Trial
 from threefold.search.search import Candidate, SearchResult
 from threefold.units import GIB, format_bytes, format_rounded, format_tokens
@@ -32,8 +32,9 @@ def search_text(found: SearchResult, why: str = "", details: bool = False, width
 
 def _short(found: SearchResult, why: str, width: int) -> str:
     best = found.candidates[0]
-    tries = [f"{as_overrides(one.changes)}: {effect_text(one)}" for one in found.retune[:MOST_TRIES]]
-    compare = [_comparison(one) for one in found.comparisons[:MOST_TRIES] if one.trial.effect is not None]
+    tries, tried = [str(piece) for piece in found.retune], [piece.changes for piece in found.retune]
+    left = [one for one in found.comparisons if one.trial.effect is not None and dict(one.trial.changes) not in tried]
+    compare = [_comparison(one) for one in left[:MOST_TRIES]]
     grids = [f"  {line}" for line in grids_text(best.plan, used=True).splitlines()]
     sections = {
         "Fit": _items(best.reasons.fit, width),
@@ -137,11 +138,7 @@ def head(plan: Plan, why: str) -> str:
 
 def _retune(best: Candidate, found: SearchResult) -> list[str]:
     wall = f"The wall is {wall_text(best.plan, best.estimate)}."
-    if found.retune:
-        tries = "\n".join(f"- {as_overrides(one.changes)}: {effect_text(one)}" for one in found.retune)
-        wall += f" To try from here, one at a time, with what is predicted:\n{tries}"
-    else:
-        wall += " No knob that was left to you promises a gain: profile before changing anything."
+    wall += f"\n\n{advice_text(found.retune)}" if found.retune else " Profile before changing anything."
     return [
         wall,
         _comparisons(found, best.plan),
@@ -150,7 +147,7 @@ def _retune(best: Candidate, found: SearchResult) -> list[str]:
     ]
 
 
-def effect_text(one: Trial) -> str:
+def _effect(one: Trial) -> str:
     return one.reason if one.effect is None else f"{one.effect:+.1%} throughput"
 
 
@@ -163,14 +160,12 @@ def _next_better(one: NextBetter | None) -> str:
         f"but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage {one.stage}: "
         f"{format_bytes(lack)} too much."
     )
-    cures = "; ".join(
-        f"{as_overrides(cure.changes)} ({effect_text(cure)} against this plan there)" for cure in one.cures
-    )
+    cures = "; ".join(f"{as_overrides(cure.changes)} ({_effect(cure)} against this plan there)" for cure in one.cures)
     return f"{text} It fits and is faster with {cures}."
 
 
 def _sensitivity(steps: Sequence[Trial]) -> str:
-    rows = [[as_overrides(one.changes), effect_text(one)] for one in steps]
+    rows = [[as_overrides(one.changes), _effect(one)] for one in steps]
     return table(["change", "predicted"], rows)
 
 
@@ -182,7 +177,7 @@ def _comparisons(found: SearchResult, plan: Plan) -> str:
     for one in found.comparisons:
         candidate, band = one.candidate, "" if one.trial.band is None else f" +- {one.trial.band:.0%}"
         seen = candidate.evidence + (f"; but {candidate.counterexample}" if candidate.counterexample else "")
-        rows.append([as_overrides(one.trial.changes), f"{effect_text(one.trial)}{band}", seen])
+        rows.append([as_overrides(one.trial.changes), f"{_effect(one.trial)}{band}", seen])
     title = f"The next A/Bs, one variable at a time; {plan.chip.name} names candidates, and steps that you time choose:"
     return f"{title}\n{table(['change', 'predicted', 'seen (2026-08)'], rows)}"
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from threefold.cost.estimate import Estimate
 from threefold.cost.training_run.training_run import TrainingRun
 from threefold.diagnose.diagnosis import Diagnosis
-from threefold.findings import Finding, as_overrides
+from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.report.estimate import head_text, verdict_lines
 from threefold.report.layout import grids_text
-from threefold.report.search import effect_text, head
+from threefold.report.search import head
 from threefold.report.terminal import MOST_LINES, cure_text, cut_lines, findings_summary
 from threefold.report.training_run.training_text import training_text
 from threefold.search.search import SearchResult
@@ -35,7 +35,7 @@ def search_summary(found: SearchResult, why: str = "") -> list[str]:
     best = found.candidates[0]
     low, high = best.estimate.seconds_band
     step = f"step {best.estimate.time.step_seconds:.4g} s ({low:.4g} to {high:.4g}), {best.estimate.summary()}"
-    tries = [f"to try: {as_overrides(one.changes)}: {effect_text(one)}" for one in found.retune[:3]]
+    tries = [f"to try: {piece}" for piece in found.retune]
     ends = [*tries, f"{format_many(len(found.candidates), 'candidate')} of {found.feasible} that work"]
     lines = [*head(best.plan, why).splitlines(), *grids_text(best.plan).splitlines(), step, *best.why]
     return [*cut_lines(lines, MOST_LINES - len(ends)), *ends]

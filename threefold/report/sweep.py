@@ -3,7 +3,7 @@
 from typing import Any
 
 from threefold.plan.plan import Plan
-from threefold.report.terminal import table
+from threefold.report.terminal import advice_text, table
 from threefold.search.sweep import Point, Sweep
 from threefold.units import GIB, format_number, format_tokens
 
@@ -15,6 +15,8 @@ def sweep_text(found: Sweep) -> str:
         parts.append("\n".join(chosen))
     if found.outgrown:
         parts.append(_outgrown_text(found))
+    if found.right and (pieces := advice_text(found.right.advice)):
+        parts.append(f"at {value_text(found.path, found.right.value)}, {pieces}")
     gone = _gone(found)
     if gone:
         parts.append("\n".join(gone))
@@ -77,7 +79,8 @@ def _outgrown_text(found: Sweep) -> str:
     for one, value in zip(found.outgrown, values, strict=True):
         finding, cure = one.finding, " (moved along here)" if one.moved_along else ""
         lines.append(f"  {value:>{width}}  {finding.severity}[{finding.rule}] {finding.at}: {finding.problem}")
-        lines.append(f"  {'':{width}}    fix: {finding.fix_text or 'none'}{cure}")
+        kind = finding.fix_kind if finding.fix else "advice"
+        lines.append(f"  {'':{width}}    {kind}: {finding.fix_text or 'none'}{cure}")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from threefold.findings import Finding, as_overrides
+from threefold.remedies.advise import Advice
 from threefold.units import format_many
 
 MOST_LINES = 15  # of a `summary`
@@ -57,3 +58,9 @@ def cut_lines(lines: Sequence[str], most: int = MOST_LINES) -> list[str]:
     left = len(lines) - (most - 1)
     shown = lines if len(lines) <= most else [*lines[: most - 1], f"and {left} more lines, which the text output has"]
     return [" ".join(line.split())[:_MOST_WIDTH] for line in shown]
+
+
+def advice_text(pieces: Sequence[Advice]) -> str:
+    """What could help, the first first; nothing where there is no advice."""
+    lines = [f"  {number}. {piece}" for number, piece in enumerate(pieces, 1)]
+    return "\n".join(["what could help, one at a time, in the recommended order", *lines]) if lines else ""

@@ -2,7 +2,7 @@
 
 from threefold.rules import adapters, memory, stacks, vision, walls
 from threefold.rules.base import PREDICTED, RULES, blockers, errors, explain, judge, known_slugs, raised_by, severity_of
-from threefold.rules.fixes import check, repair, with_fixes
+from threefold.rules.fixes import advice, check, repair, with_fixes
 from threefold.rules.knobs import dispatch, engine_graphs, graphs, overlap, precision, recompute
 from threefold.rules.layout import batch, context, dynamic_context, fold, pipeline, shape
 from threefold.rules.megatron import context as megatron_context
@@ -18,6 +18,7 @@ __all__ = [
     "PREDICTED",
     "RULES",
     "adapters",
+    "advice",
     "batch",
     "blockers",
     "check",

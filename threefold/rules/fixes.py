@@ -6,21 +6,26 @@ recompute), the ways of the findings that turned up are added, and the fix moves
 that are not needed, and says of the others why they are. Where no way holds, the finding keeps its advice and says what
 stood in the way.
 
+Findings about memory and the wall that binds have no ways of their own: they carry the advice of the catalogue
+(`remedies/advise.py`), which every verb gets from `advice`.
+
 A way is a `fix` where it keeps what the plan means: the plan could not run, and nothing that is trained changes, or a
 line without effect goes. Any other is a `suggestion`, which says what it changes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, islice, tee
 from typing import Any
 
-from threefold.cost.estimate import gain
-from threefold.cost.memory_ladder import NOTHING_CHANGES, price
-from threefold.findings import Changes, Finding, FindingsError, Kind, Severity, as_overrides, in_order, shown
+from threefold.findings import Changes, Finding, Kind, Severity, as_overrides, in_order, shown
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
+from threefold.remedies.advise import MOST_ADVICE, Advice, advise, carried
+from threefold.remedies.evidence import NOTHING_SEEN, Evidence
+from threefold.remedies.trial import NOTHING_CHANGES, Trial, try_change
 from threefold.rules.base import PREDICTED, RULES, judge
 from threefold.rules.layout.batch import can_be_priced
 
@@ -28,10 +33,9 @@ MOST_WAYS = 12  # of one finding that are tried
 MOST_WAYS_ALONG = 4  # of a finding that a way brought up
 MOST_ALONG = 5  # findings whose ways are added to one way
 MOST_TRIALS = 150  # plans judged for the fixes of one check
-WORTH = 0.002  # predicted gain from which a cure of a wall is named
 MOST_REPAIRS = 60
-TIME_WALLS = ("host-wall", "communication-wall", "compute-wall")
-PRICED = PREDICTED | {"memory-wall", "states-fit-memory"}  # rules whose fixes are told with bytes and time
+PRICED = PREDICTED | {"states-fit-memory"}  # rules that judge predicted memory
+ADVISED = PRICED | {"memory-wall", "host-wall", "communication-wall", "compute-wall"}  # rules that carry the advice
 # Fields that decide what is learned, or on what.
 _RESULT = ("model", "cluster", "job.seq_len", "knobs.precision", "knobs.optimizer_dtype", "knobs.grad_dtype")
 # Fields whose change is another training, whatever was wrong with them.
@@ -50,20 +54,35 @@ def check(plan: Plan, target: str | None = None, notes: bool = True) -> list[Fin
 def with_fixes(plan: Plan, findings: list[Finding], leave_out: Collection[str] = ()) -> list[Finding]:
     """The findings with fixes that were tried. What parsing found may be among them."""
     trials = Trials(plan, findings, leave_out=leave_out)
-    offered = [trials.with_gains(one) if one.rule in TIME_WALLS else trials.with_fix(one) for one in findings]
-    return in_order(one for one in offered if one is not None and (one.fix or not _is_offer(one)))
+    offered = [_advised(plan, one) if one.rule in ADVISED else trials.with_fix(one) for one in findings]
+    return in_order(
+        one for one in offered if one.fix or not (_is_offer(one) or (one.rule in ADVISED and not one.advice))
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A plan with some fields changed, what rules find about it, and which of that is new."""
+def advice(plan: Plan, evidence: Evidence = NOTHING_SEEN, most: int = MOST_ADVICE) -> tuple[Advice, ...]:
+    """What could help the plan, the first first: the same for every verb. `evidence` is what was seen of it."""
+    return _first_advice(plan) if (evidence, most) == (NOTHING_SEEN, MOST_ADVICE) else _pieces(plan, evidence, most)
 
-    plan: Plan
-    findings: list[Finding]
-    new: list[Finding]
 
-    def count(self, key: tuple[str, str]) -> int:
-        return sum(_key(finding) == key for finding in self.findings)
+@lru_cache(maxsize=128)
+def _first_advice(plan: Plan) -> tuple[Advice, ...]:
+    return _pieces(plan, NOTHING_SEEN, MOST_ADVICE)
+
+
+def _pieces(plan: Plan, evidence: Evidence, most: int) -> tuple[Advice, ...]:
+    if not can_be_priced(plan) or not plan.num_microbatches:
+        return ()
+    return tuple(islice(advise(plan, Trials(plan, judge(plan)), evidence), most))
+
+
+def _advised(plan: Plan, finding: Finding) -> Finding:
+    """A finding about memory or the wall that binds, with the advice."""
+    pieces = [piece for piece in advice(plan) if piece.changes]
+    if not pieces:
+        others = finding.otherwise() if finding.otherwise else ""
+        return replace(finding, advice="; ".join(filter(None, (finding.advice, others))), otherwise=None)
+    return carried(finding, pieces, _training_changes(plan, pieces[0].changes))
 
 
 class Trials:
@@ -79,6 +98,7 @@ class Trials:
         self._left = MOST_TRIALS
         self._ways_left: dict[int, Iterator[Mapping[str, Any]]] = {}  # of findings that are held here, by identity
         self._tried: dict[str, Trial | None] = {}
+        self._found: dict[int, list[Finding]] = {}  # all that rules find about a trial, by its plan's identity
 
     def with_fix(self, finding: Finding) -> Finding:
         """The finding with the first of its ways that holds, or with what stands in the way of the best one."""
@@ -104,44 +124,25 @@ class Trials:
         """The nearest name with which the plan has no further finding, else the nearest."""
         ways = list(self._ways(finding))
         tried = ((way, self._try(way)) for way in ways)
-        fix = next((way for way, trial in tried if trial and not trial.new), ways[0] if ways else None)
+        fix = next((way for way, trial in tried if trial and trial.is_legal), ways[0] if ways else None)
         return replace(finding, fix=fix, fixes=())
 
     def _needed(self, finding: Finding, fix: Changes) -> tuple[Changes, list[str]]:
         """The fix without the fields that it can do without, and why each other one moves that the finding does not
         name."""
         said, reasons = f"{finding.at} {finding.problem} {finding.advice}", list[str]()
-        is_priced = finding.rule in PRICED  # each field of such a fix has its part in the price
-        for path in list(fix) if len(fix) > 1 and finding.rule in RULES and not is_priced else ():
+        for path in list(fix) if len(fix) > 1 and finding.rule in RULES else ():
             if finding.at in path or path.rpartition(".")[2] in said:
                 continue
             less = {other: value for other, value in fix.items() if other != path}
             trial = self._try(less)
-            if trial is not None and not trial.new and self._cures(finding, trial):
+            if trial is not None and trial.is_legal and self._cures(finding, trial):
                 fix = less
-            elif trial is not None and trial.new:
-                reasons.append(f"{path} moves along: else {trial.new[0].rule}, {trial.new[0].problem}")
+            elif trial is not None and trial.findings:
+                reasons.append(f"{path} moves along: else {trial.findings[0].rule}, {trial.findings[0].problem}")
             elif trial is not None:
                 reasons.append(f"{path} moves along: else this stays as it is")
         return fix, reasons if len(fix) > 1 else []
-
-    def with_gains(self, finding: Finding) -> Finding | None:
-        """A wall with the cures that are legal here and predicted to gain, in the documents' order; None where there is
-        neither a cure nor an advice."""
-        found: dict[frozenset[str], tuple[Changes, float]] = {}  # of ways that change the same fields, the best
-        for way in self._ways(finding):
-            trial, fields = self._try(way), frozenset(way)
-            if trial is None or trial.new:
-                continue
-            better = gain(self.plan, trial.plan)
-            if better > max(WORTH, found[fields][1] if fields in found else 0.0):
-                found[fields] = way, better
-        if not found:
-            return replace(finding, fixes=()) if finding.advice else None
-        (fix, best), *others = found.values()
-        said = [f"predicted {best:+.1%}", *(f"or {as_overrides(way)} {better:+.1%}" for way, better in others)]
-        advice = "; ".join(filter(None, [*said, finding.advice]))
-        return replace(finding, fix=fix, kind="suggestion", advice=advice, fixes=())
 
     def _first_that_holds(self, finding: Finding, ways: Iterable[Changes]) -> tuple[Changes | None, str]:
         """A fix, or what stood in the way of the best one."""
@@ -150,7 +151,7 @@ class Trials:
             trial = self._try(way)
             if trial is None:
                 continue
-            if not trial.new and self._cures(finding, trial):
+            if trial.is_legal and self._cures(finding, trial):
                 return way, ""
             tried.append(way)
         for way in tried[:MOST_WAYS_ALONG] if finding.resort else tried:
@@ -170,14 +171,14 @@ class Trials:
         changes, first = dict(way), None
         for _ in range(MOST_ALONG):
             trial = self._try(changes)
-            if trial is None or not trial.new:
+            if trial is None or trial.is_legal:
                 return changes, None
-            first = min(trial.new, key=_depth)
+            first = min(trial.findings, key=_depth)
             for more in chain(islice(self._ways(first), MOST_WAYS_ALONG), [dict(first.resort or {})]):
                 undoes = any(_undoes(path, changes[path], v) for path, v in more.items() if path in changes)
                 undoes = undoes or any(path.startswith(kept) for path in more)
                 after = None if undoes else self._try({**changes, **more})
-                if after is not None and not after.count(_key(first)):
+                if after is not None and not self._count(after, _key(first)):
                     changes = {**changes, **more}
                     break
             else:
@@ -194,23 +195,31 @@ class Trials:
             if changes:
                 yield changes
 
+    def trial(self, changes: Mapping[str, Any]) -> Trial | None:
+        """The change tried, with what it brings; None where it gives no plan or too many were tried already."""
+        return self._try(changes)
+
+    def settled(self, changes: Mapping[str, Any]) -> Trial | None:
+        """The change with the fields that must move along, where they make it hold."""
+        along, obstacle = self._with_what_moves_along(dict(changes), "warning")
+        return None if obstacle else self._try(along)
+
     def _try(self, changes: Mapping[str, Any]) -> Trial | None:
         """None where the changes give no plan, or too many were tried already."""
         key = as_overrides(dict(sorted(changes.items())))
         if key not in self._tried:
-            self._tried[key] = self._judged(changes)
+            self._left -= 1
+            trial = try_change(self.plan, changes, self._judged) if self._left >= 0 else None
+            self._tried[key] = trial if trial is not None and trial.plan is not None else None
         return self._tried[key]
 
-    def _judged(self, changes: Mapping[str, Any]) -> Trial | None:
-        if self._left <= 0:
-            return None
-        self._left -= 1
-        try:
-            other = change(self.plan, changes)
-        except FindingsError:
-            return None
-        findings = judge(other, leave_out=self.leave_out)
-        return Trial(other, findings, self._new(other, findings))
+    def _judged(self, other: Plan) -> list[Finding]:
+        self._found[id(other)] = judge(other, leave_out=self.leave_out)
+        return self._new(other, self._found[id(other)])
+
+    def _count(self, trial: Trial, key: tuple[str, str]) -> int:
+        """How many findings of a kind a trial has."""
+        return sum(_key(finding) == key for finding in self._found[id(trial.plan)])
 
     def _new(self, other: Plan, findings: list[Finding]) -> list[Finding]:
         """What the other plan has that this one had not. Nothing is said of an offer whose fix does not hold."""
@@ -224,16 +233,25 @@ class Trials:
         """Whether fewer findings like this one are left. What parsing found is cured by a change that parses."""
         if trial is None or finding.rule not in RULES:
             return trial is not None
-        return trial.count(_key(finding)) < sum(_key(one) == _key(finding) for one in self.findings)
+        return self._count(trial, _key(finding)) < sum(_key(one) == _key(finding) for one in self.findings)
 
 
 def _kind(plan: Plan, finding: Finding, fix: Changes) -> Kind:
     """What the fix of a rule is, by what it changes."""
-    if finding.severity == "note" or finding.rule in PRICED or _trains(fix):
+    if finding.severity == "note" or _trains(fix):
         return "suggestion"
     is_default = all(value in (None, FIELDS[path].default) for path, value in fix.items() if path in FIELDS)
-    changes_nothing = is_default and can_be_priced(plan) and price(plan, fix) == NOTHING_CHANGES
+    changes_nothing = is_default and _price(plan, fix) == NOTHING_CHANGES
     return "fix" if finding.severity == "error" or changes_nothing else "suggestion"
+
+
+def _price(plan: Plan, fix: Changes) -> str:
+    """What a fix gives and takes, in words; nothing where the plan before or after it has no price."""
+    trial = try_change(plan, fix, lambda other: ())
+    can_be = (
+        can_be_priced(plan) and trial.plan is not None and can_be_priced(trial.plan) and trial.plan.num_microbatches
+    )
+    return trial.price if can_be else ""
 
 
 def _trains(fix: Changes) -> list[str]:
@@ -241,19 +259,20 @@ def _trains(fix: Changes) -> list[str]:
     return [path for path in fix if path.startswith(_TRAINED) and path not in _NOT_TRAINED]
 
 
-def _effects(plan: Plan, fix: Changes) -> Iterator[str]:
+def _effects(plan: Plan, fix: Changes) -> list[str]:
     """What a suggestion changes: bytes and time, and what is trained (`changes job.global_batch from 100 to 96`)."""
-    price_text = price(plan, fix) if can_be_priced(plan) else ""
-    if price_text != NOTHING_CHANGES:
-        yield price_text
+    price = _price(plan, fix)
+    return [text for text in ("" if price == NOTHING_CHANGES else price, _training_changes(plan, fix)) if text]
+
+
+def _training_changes(plan: Plan, fix: Changes) -> str:
     before = dict(plan.written)
     moved = [
         f"{path} from {shown(before.get(path, FIELDS[path].default))} to {shown(fix[path])}"
         for path in _trains(fix)
         if path in FIELDS
     ]
-    if moved:
-        yield f"changes {', '.join(moved)}"
+    return f"changes {', '.join(moved)}" if moved else ""
 
 
 def _is_offer(finding: Finding) -> bool:

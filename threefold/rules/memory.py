@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from threefold.cost.estimate import memory_band
+from threefold.cost.fit import state_bytes, surely_fits
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory_ladder import memory_cures, state_bytes, surely_fits, what_would_fit
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
+from threefold.remedies.for_memory import ways_that_fit, what_would_fit
 from threefold.rules.base import rule
 from threefold.rules.layout.batch import can_be_priced
 from threefold.units import format_bytes
@@ -95,7 +96,7 @@ def states_fit_memory(plan: Plan) -> Iterator[Finding]:
     yield Finding(
         at="layout",
         problem=f"weights, gradients and optimizer states need {format_bytes(need)} of {format_bytes(have)} a GPU",
-        fixes=memory_cures(plan) if can_be_priced(plan) else (),
+        fixes=ways_that_fit(plan) if can_be_priced(plan) else (),
         otherwise=lambda: what_would_fit(plan) if can_be_priced(plan) else "mend the layout first; then memory is told",
     )
 
@@ -127,7 +128,7 @@ def _overfull(plan: Plan, surely: bool) -> Iterator[Finding]:
             f"predicted {format_bytes(worst.device_bytes)} of {format_bytes(have)} on stage {worst.stage} "
             f"(up to {format_bytes(worst.device_bytes_at(band))}), most of it {largest}"
         ),
-        fixes=memory_cures(plan),
+        fixes=ways_that_fit(plan),
         advice="" if surely or plan.target == "threefold" else "published runs predicted up to 15 % over did fit",
         otherwise=lambda: what_would_fit(plan),
     )

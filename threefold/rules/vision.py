@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from threefold.cost.fit import fits
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory_ladder import fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from threefold.cost.memory_ladder import state_bytes
+from threefold.cost.fit import state_bytes
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import balance, format_stages
 from threefold.plan.plan import Knobs, Plan

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-from threefold.cost.memory_ladder import state_bytes
+from threefold.cost.fit import state_bytes
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError, as_overrides
 from threefold.plan.plan import Plan

@@ -6,8 +6,8 @@ from threefold.cost.format_support import can_fuse_experts, low_precisions
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
 from threefold.plan.plan import Knobs
+from threefold.remedies.graph_scopes import engine_scopes, wider_graphs
 from threefold.rules.knobs.dispatch import delta_kernels_have_use
-from threefold.rules.knobs.engine_graphs import engine_scopes, wider_graphs
 from threefold.search.published_layouts import published_layouts
 from threefold.search.space import Space
 from threefold.spec.candidates import dispatcher_candidates, precision_candidates

@@ -1,14 +1,20 @@
 """The ladder of a search: rungs that trade time for memory, and the first one on which a choice of degrees fits.
 
-The sets of modules and their order are those of `cost/memory_ladder.py`. Selective recompute comes before full, and
-offload last; degrees are no rungs here, for the search looks at all of them.
+The sets of modules and their order are those of `remedies/recompute_sets.py`. Selective recompute comes before full,
+and offload last; degrees are no rungs here, for the search looks at all of them.
 """
 
 from dataclasses import dataclass, replace
 
-from threefold.cost.memory_ladder import by_worth, goes_with_mode, recomputable_modules, saved_bytes, selective_sets
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
+from threefold.remedies.recompute_sets import (
+    by_worth,
+    goes_with_mode,
+    recomputable_modules,
+    saved_bytes,
+    selective_sets,
+)
 from threefold.search.knobs import Rung, on_rung
 from threefold.search.price import LEANER, Pricer
 

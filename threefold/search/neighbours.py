@@ -1,28 +1,23 @@
-"""Around the chosen plan: one step in each degree, what to retune, and the faster plan that does not fit."""
+"""Around the chosen plan: one step in each degree, the next A/Bs, and the faster plan that does not fit."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from threefold.cost.estimate import Estimate, estimate, fit_band, gain, time_band
+from threefold.cost.estimate import Estimate, estimate, fit_band, gain
 from threefold.cost.format_support import can_split_masters, low_precisions
 from threefold.cost.memory.by_stack import fullest_bytes
-from threefold.findings import FindingsError
-from threefold.plan.parse import change
-from threefold.plan.plan import MEASURABLE, Plan
-from threefold.rules.knobs.engine_graphs import wider_graphs
-from threefold.rules.walls import remedies
+from threefold.plan.plan import Plan
+from threefold.remedies.graph_scopes import wider_graphs
+from threefold.remedies.trial import try_change
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
-from threefold.search.refine import CHOSEN
-from threefold.search.space import Space
 from threefold.spec.candidates import GRAPH_CANDIDATES, Candidate, dispatcher_candidates, precision_candidates
 from threefold.spec.chips import CHIPS
 from threefold.units import format_bytes
 
 STEPS = ("layout.tp", "layout.cp", "layout.pp", "layout.vpp", "layout.ep", "layout.etp", "job.micro_batch")
-GAIN = 0.002  # predicted, from which a change is worth a trial
 FASTER = 0.01  # predicted, from which a plan counts as the next better one
 MOST_SHORT = 12  # plans that do not fit, looked at from the smallest lack of memory up
 
@@ -80,18 +75,15 @@ def attempt(plan: Plan, chosen: Estimate, changes: Mapping[str, Any]) -> Trial:
     """Judge and price the plan with some fields changed."""
     cuts = any(path in ("layout.pp", "layout.vpp") for path in changes)
     changes = {**changes, "layout.stages": None} if cuts and plan.layout.stages else changes
-    try:
-        other = change(plan, changes)
-    except FindingsError as error:
-        return Trial(changes, None, f"{error.findings[0].rule}: {error.findings[0].problem}")
-    bad = faults(other)
-    if bad:
-        return Trial(changes, None, f"{bad[0].rule}: {bad[0].problem}")
-    priced = estimate(other)
+    tried = try_change(plan, changes, faults)
+    if tried.plan is None or tried.findings:
+        return Trial(changes, None, tried.reason)
+    priced = estimate(tried.plan)
     if not priced.fits:
-        need, have = format_bytes(needed_bytes(other, priced)), format_bytes(other.chip.memory_bytes)
+        need, have = format_bytes(needed_bytes(tried.plan, priced)), format_bytes(tried.plan.chip.memory_bytes)
         return Trial(changes, None, f"memory: {need} of {have} on stage {priced.memory.worst.stage}")
-    return Trial(changes, priced.tokens_per_second_per_gpu / chosen.tokens_per_second_per_gpu - 1)
+    gained = priced.tokens_per_second_per_gpu / chosen.tokens_per_second_per_gpu - 1
+    return Trial(changes, gained, band=tried.time_band)
 
 
 def needed_bytes(plan: Plan, guess: Estimate) -> float:
@@ -99,23 +91,10 @@ def needed_bytes(plan: Plan, guess: Estimate) -> float:
     return guess.memory.worst.device_bytes_at(fit_band(plan))
 
 
-def retune(space: Space, plan: Plan, chosen: Estimate) -> tuple[Trial, ...]:
-    """What the documents change for the wall that the estimate sees, each tried alone, the best first.
-
-    What the search was free to choose is not among them: it has chosen. Nor are candidates (`comparisons`).
-    """
-    remedies = {str(changes): changes for wall in (chosen.wall, chosen.time_wall) for changes in _remedies(plan, wall)}
-    left = [changes for changes in remedies.values() if not all(_decided(space, path) for path in changes)]
-    tried = [attempt(plan, chosen, changes) for changes in left]
-    gains = [(one.effect or 0.0, one) for one in tried]
-    return tuple(one for gain, one in sorted(gains, key=lambda pair: -pair[0]) if gain > GAIN)
-
-
 def comparisons(plan: Plan, chosen: Estimate) -> tuple[Comparison, ...]:
     """Every candidate that the plan does not have, tried alone; the most promising first, the impossible last."""
     found = [Comparison(attempt(plan, chosen, changes), one) for changes, one in _candidates(plan)]
-    known = [replace(one, trial=_with_band(plan, one.trial)) for one in found]
-    return tuple(sorted(known, key=lambda one: -1.0 if one.trial.effect is None else -1.0 - one.trial.effect))
+    return tuple(sorted(found, key=lambda one: -1.0 if one.trial.effect is None else -1.0 - one.trial.effect))
 
 
 def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], Candidate]]:
@@ -130,29 +109,6 @@ def _candidates(plan: Plan) -> Iterator[tuple[dict[str, Any], Candidate]]:
             yield {"knobs.precision": one.value}, one
     for scopes in wider_graphs(plan)[:1]:  # the next step alone: attention is compared with routing, not with nothing
         yield {"knobs.graphs": list(scopes)}, GRAPH_CANDIDATES[-1 if "attn" in scopes else 1]
-
-
-def _with_band(plan: Plan, trial: Trial) -> Trial:
-    return trial if trial.effect is None else replace(trial, band=time_band(change(plan, trial.changes)))
-
-
-def _decided(space: Space, path: str) -> bool:
-    """Whether the search was free to take this field and looked at it."""
-    return path.removeprefix("knobs.") in MEASURABLE or (path in CHOSEN and space.free(path))
-
-
-def _remedies(plan: Plan, wall: str) -> Iterator[dict[str, Any]]:
-    """What is tried for a wall: for memory, states in fewer bits; for the others, what `rules/walls.py` names. What it
-    names for the other walls is tried after that, for a change that gains is worth a trial whatever the wall."""
-    if wall == "memory":
-        if can_split_masters(plan):
-            yield {"knobs.store_param_remainders": True}
-        yield {"knobs.optimizer_dtype": "bf16"}
-        yield {"knobs.grad_dtype": "bf16"}
-        if plan.low_precision:
-            yield {"knobs.fp8_params": True}
-    for name in sorted(("host", "communication", "compute"), key=lambda name: name != wall):
-        yield from remedies(plan, name)
 
 
 def next_better(pricer: Pricer, short: list[Plan], best: Priced) -> NextBetter | None:

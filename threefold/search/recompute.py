@@ -1,16 +1,14 @@
 """A memory budget becomes the cheapest set of recomputed modules that meets it, by estimate."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.memory_ladder import recomputable_modules
 from threefold.cost.rates import rates_of
 from threefold.cost.time.step import step_time
 from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import change
-from threefold.plan.plan import INSIDE_MOE, Plan
+from threefold.plan.plan import Plan
+from threefold.remedies.recompute_sets import every_set
 from threefold.rules.all import blockers, judge
 from threefold.units import format_bytes
 
@@ -20,7 +18,7 @@ def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
     budget = plan.recompute_budget
     if budget is None:
         return plan, []
-    need = {names: _peak(plan, names) for names in sets(plan)}
+    need = {names: _peak(plan, names) for names in every_set(plan)}
     anyway, refusing = _broken(plan, ()), set[str]()
     meets = [names for names, peak in need.items() if peak <= budget]
     for names in sorted(meets, key=lambda names: (_seconds(plan, names), len(names), need[names])):
@@ -29,18 +27,6 @@ def resolve_recompute(plan: Plan) -> tuple[Plan, list[Finding]]:
         refusing |= broken
     least = next(names for names in sorted(need, key=lambda names: need[names]) if _broken(plan, names) <= anyway)
     raise FindingsError([_too_small(plan, refusing, least, need[least])])
-
-
-def sets(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Every set of the model's modules that can be recomputed one by one; then all layers whole."""
-    names = recomputable_modules(plan)
-    names += ["core_attn"] if plan.model.attention and "core_attn" not in names else []
-    names += ["moe"] if plan.model.is_moe else []
-    for count in range(len(names) + 1):
-        for each in combinations(names, count):
-            if "moe" not in each or INSIDE_MOE.isdisjoint(each):
-                yield each
-    yield ("full",)
 
 
 def _with(plan: Plan, names: tuple[str, ...]) -> Plan:

@@ -7,18 +7,19 @@ from itertools import product
 from typing import Any
 
 from threefold.cost.estimate import Estimate
-from threefold.cost.memory_ladder import goes_with_mode
 from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
-from threefold.rules.all import check, errors, judge, promoted
+from threefold.remedies.advise import Advice
+from threefold.remedies.recompute_sets import goes_with_mode
+from threefold.rules.all import advice, check, errors, judge, promoted
 from threefold.search.explain import Reasons, reasons
 from threefold.search.explore import Found, Progress, explore
 from threefold.search.impossible import finding
 from threefold.search.knobs import precisions
 from threefold.search.legal import untrained
-from threefold.search.neighbours import Comparison, NextBetter, Trial, comparisons, next_better, retune, sensitivity
+from threefold.search.neighbours import Comparison, NextBetter, Trial, comparisons, next_better, sensitivity
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import LITTLE_ROOM, Group, complexity, group_of, grouped, why_after
 from threefold.search.refine import heeded, rebuilt, refined
@@ -72,7 +73,7 @@ class SearchResult(ShownAsTable):
     finding: Finding | None = None
     next_better: NextBetter | None = None
     sensitivity: tuple[Trial, ...] = ()
-    retune: tuple[Trial, ...] = ()
+    retune: tuple[Advice, ...] = ()  # of the best plan
     comparisons: tuple[Comparison, ...] = ()  # the next A/Bs: candidates that the best plan does not have
     group: Group | None = None  # what the estimate cannot tell from the fastest
 
@@ -114,7 +115,7 @@ class SearchResult(ShownAsTable):
             said["group"] = self.group.to_json()
         if self.candidates:
             said["sensitivity"] = [_trial_json(one) for one in self.sensitivity]
-            said["retune"] = [_trial_json(one) for one in self.retune]
+            said["retune"] = [one.to_json() for one in self.retune]
             said["comparisons"] = [_comparison_json(one) for one in self.comparisons]
         return said
 
@@ -153,7 +154,6 @@ def search(
     candidates = _candidates(space, chosen)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
-    steps, trials = sensitivity(best.plan, best.estimate), retune(space, best.plan, best.estimate)
     return SearchResult(
         candidates=candidates,
         searched=found.searched,
@@ -161,8 +161,8 @@ def search(
         feasible=found.feasible,
         seconds=time.perf_counter() - start,
         next_better=better,
-        sensitivity=steps,
-        retune=trials,
+        sensitivity=sensitivity(best.plan, best.estimate),
+        retune=advice(best.plan),
         comparisons=comparisons(best.plan, best.estimate),
         group=group,
     )

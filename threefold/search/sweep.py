@@ -12,7 +12,8 @@ from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.rules.all import blockers, check, errors, judge
+from threefold.remedies.advise import Advice
+from threefold.rules.all import advice, blockers, check, errors, judge
 from threefold.rules.layout.batch import batch_step
 from threefold.rules.layout.context import SHARD_TOKENS, target_cp
 from threefold.search.recompute import resolve_recompute
@@ -44,6 +45,11 @@ class Point:
         return not self.estimate.fits
 
     @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What could help the plan there."""
+        return advice(self.plan) if self.estimate else ()
+
+    @property
     def verdict(self) -> str:
         parts = [f"needs {self.plan.layout.gpus} GPUs"] if self.more_gpus else []
         if self.estimate is None:
@@ -68,6 +74,7 @@ class Point:
             "verdict": self.verdict,
             "findings": [finding.to_json() for finding in self.findings],
             "estimate": self.estimate.to_json() if self.estimate else None,
+            "advice": [piece.to_json() for piece in self.advice],
         }
 
 

@@ -1,9 +1,10 @@
-"""Proposes changes of a plan, one variable at a time: those for its wall first, in the documents' order.
+"""Proposes changes of a plan, one variable at a time: the advice that every verb gives for the wall that was measured,
+then what a measurement may find that no estimate sees.
 
-The loop calls `propose` with the best plan so far. Variables are recompute sets, the microbatch, graph scopes, fused
-kernels, precision, overlaps, dispatchers and their multiprocessors, and layout neighbours. Each change has the gain
-that the cost model predicts. A change that rules or its label refuse, or that is predicted to lose, is returned as
-refused, with the reason.
+The loop calls `propose` with the best plan so far. Variables beyond the catalogue's are recompute sets, microbatches,
+kernels and overlaps the other way round, multiprocessors of the dispatcher, and layout neighbours. Each change has the
+gain that the cost model predicts. A change that rules or its label refuse, or that is predicted to lose more than the
+estimate is unsure, is returned as refused, with the reason.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,23 +13,23 @@ from typing import Any
 
 from threefold.compare.field_groups import differing_fields
 from threefold.cost.estimate import estimate, gain, time_band
-from threefold.cost.memory_ladder import fits
+from threefold.cost.fit import fits
 from threefold.cost.rates import rates_of
 from threefold.cost.time.step import step_time
-from threefold.findings import Finding, FindingsError, as_overrides
-from threefold.plan.parse import change
+from threefold.findings import Finding, as_overrides
 from threefold.plan.plan import Plan
-from threefold.rules.all import errors, judge, promoted
+from threefold.remedies.catalogue import CATALOGUE, TIME_WALLS
+from threefold.remedies.evidence import NOTHING_SEEN, Evidence
+from threefold.remedies.recompute_sets import every_set
+from threefold.remedies.trial import try_change
+from threefold.rules.all import advice, errors, judge, promoted
 from threefold.rules.base import divisors
 from threefold.rules.layout.batch import can_be_priced
-from threefold.rules.walls import remedies
 from threefold.search.neighbours import sensitivity
-from threefold.search.recompute import sets
 from threefold.tune.labels import Label, label_change
 
 MOST_SETS = 3  # sets of recompute that are proposed, the fastest by estimate
-LEAST_PRUNED = 0.05  # predicted loss from which a change is refused; more where the estimate's band is wider
-TIME_WALLS = ("communication", "host", "compute")
+MOST_PIECES = 12  # of advice that are proposed first
 DISPATCH_SMS = (8, 16, 20, 24, 32)
 # Knobs that are tried the other way round: kernels and overlaps whose gain depends on shapes.
 FUSIONS = ("expert_fusion", "loss_fusion", "permute_fusion", "grad_accum_fusion", "compile")
@@ -86,7 +87,7 @@ def propose(
     baseline: Plan, best: Plan, wall: str, extra: Sequence[Changes] = (), together: Mapping[str, Any] | None = None
 ) -> tuple[list[Candidate], list[Refused]]:
     """Changes of `best` in the order in which to try them: those that were certainly better one by one (`together`),
-    the user's own, the wall's unless they are predicted to lose, then the others by predicted gain. Of changes to the
+    the user's own, the advice for the wall, then the others by predicted gain. Of changes to the
     same fields the one with the best prediction goes first. A vision-language model's microbatch is swept first."""
     found: list[Candidate] = []
     refused: list[Refused] = []
@@ -95,12 +96,11 @@ def propose(
     ordered += [(dict(changes), "asked for with --try") for changes in extra]
     if best.is_vlm:  # measured whatever the estimate says: pictures make the microbatch matter more than it knows
         ordered += [(dict(changes), f"{why} with pictures") for changes, why in _microbatches(best)]
-    of_wall = list(_for_wall(best, wall))
-    rest = [way for name in ("memory", *TIME_WALLS) if name != wall for way in _for_wall(best, name)]
-    rest += [*_for_every_wall(best)]
-    num_first = len(ordered) + len(of_wall)
+    first = list(_advised(best, wall))
+    rest = [way for name in (wall, "memory", *TIME_WALLS) for way in _for_wall(best, name)]
+    num_first = len(ordered) + len(first)
     later: list[Candidate] = []
-    for number, (changes, why) in enumerate([*ordered, *of_wall, *rest]):
+    for number, (changes, why) in enumerate([*ordered, *first, *rest, *_for_every_wall(best)]):
         one = _judged(baseline, best, before, changes, why, is_asked=number < len(ordered))
         if isinstance(one, Refused):
             refused.append(one)
@@ -126,19 +126,16 @@ def _judged(
     baseline: Plan, best: Plan, before: list[Finding], changes: Changes, why: str, is_asked: bool
 ) -> Candidate | Refused | None:
     """The change as a candidate, or why it is refused; None where it changes nothing. `before`: findings of `best`."""
-    stated = {path: value for path, value in changes.items() if value is not None or path in best.stated}
-    if not stated:
+    trial = try_change(best, changes, judge)
+    stated, other = dict(trial.changes), trial.plan
+    if not stated or (other is not None and other.hash == best.hash):
         return None
-    try:
-        other = change(best, stated)
-    except FindingsError as error:
-        return Refused(stated, why, "none", f"{error.findings[0].rule}: {error.findings[0].problem}")
-    if other.hash == best.hash:
-        return None
+    if other is None:
+        return Refused(stated, why, "none", trial.reason)
     label = label_change(baseline, other)
     if not label.can_be_tried:
         return Refused(stated, why, label.kind, "; ".join(label.reasons))
-    after = judge(other)
+    after = list(trial.findings)
     known = {finding.rule for finding in errors(promoted(before))}
     broken = [one for one in errors(promoted(after)) if one.rule not in known]
     if broken:
@@ -150,7 +147,7 @@ def _judged(
     if wide and wide[0].rule not in {one.rule for one in before} and not is_asked:
         return Refused(stated, why, label.kind, f"{wide[0].rule}: {wide[0].problem}")
     predicted = _predicted(best, other)
-    if predicted is not None and predicted < -max(LEAST_PRUNED, time_band(best)) and not is_asked:
+    if predicted is not None and predicted < -time_band(best) and not is_asked:
         return Refused(stated, why, label.kind, f"predicted to be {-predicted:.0%} slower")
     changed = tuple(each.path for each in differing_fields(baseline, other))
     return Candidate(stated, why, other, label, predicted, changed)
@@ -163,13 +160,23 @@ def _predicted(best: Plan, other: Plan) -> float | None:
     return found or None  # no term of the estimate depends on what changes nothing in it
 
 
+def _advised(plan: Plan, wall: str) -> Iterator[tuple[Changes, str]]:
+    """The advice for the wall that can make a step shorter: what has no price is not seen in a few steps."""
+    evidence = Evidence(wall=wall) if wall in TIME_WALLS else NOTHING_SEEN
+    for piece in advice(plan, evidence, MOST_PIECES):
+        if piece.changes and piece.gain is not None and (piece.wall != "memory" or piece.gain > 0):
+            yield piece.changes, piece.remedy.what
+
+
 def _for_wall(plan: Plan, wall: str) -> Iterator[tuple[Changes, str]]:
+    """Every way of the wall's remedies, whatever is predicted of it; for memory sets of recompute."""
     if wall in ("memory", "unknown"):
         yield from _recompute_sets(plan)
         return
-    for changes in remedies(plan, wall):
-        if "knobs.graphs" not in changes or plan.chip.architecture != "cpu":
-            yield dict(changes), f"the documents' cure of the {wall} wall"
+    is_cpu = plan.chip.architecture == "cpu"
+    for remedy in CATALOGUE:
+        if wall in remedy.answers and remedy.ways and remedy.is_priced and (remedy.on_cpu or not is_cpu):
+            yield from ((dict(changes), remedy.what) for changes in remedy.ways(plan))
     if wall == "host":
         yield from _microbatches(plan)
 
@@ -179,7 +186,7 @@ def _recompute_sets(plan: Plan) -> Iterator[tuple[Changes, str]]:
     if not can_be_priced(plan):
         return
     priced = []
-    for names in sets(plan):
+    for names in every_set(plan):
         other = replace(plan, knobs=replace(plan.knobs, recompute=names))
         if names != plan.knobs.recompute and fits(other):
             priced.append((step_time(other, rates_of(plan)).step_seconds, len(names), names))

@@ -43,8 +43,8 @@ from threefold.engine.moe.layer import MoeLayer
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
+from threefold.rules.all import advice
 from threefold.rules.knobs.dispatch import expert_kernels_have_use
-from threefold.search.neighbours import _remedies
 from threefold.spec.model import MoeSpec
 
 HAS_CUTE = torch.cuda.is_available() and availability.has_cute_kernels(torch.device("cuda"))
@@ -173,8 +173,9 @@ def test_fusion_is_proposed_only_where_it_runs() -> None:
         assert next(filter(None, (finding.fix, *finding.fixes))) == fix
         assert not list(expert_kernels_have_use(change(plan, fix)))
     for chip, proposed in (("a100", False), ("h100", True), ("b200", True)):
-        plan = build(fields | {"cluster.chip": chip})
-        assert ({"knobs.expert_fusion": True} in _remedies(plan, "compute")) == proposed
+        plan = build(fields | {"cluster.chip": chip, "cluster.gpus": 64, "job.global_batch": 512})
+        pieces = [piece.changes for piece in advice(plan, most=20)]
+        assert ({"knobs.expert_fusion": True} in pieces) == proposed
 
 
 def test_a_plan_knows_the_shape_of_its_experts() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from threefold.api.rehearsals import as_the_engine_runs
+from threefold.api.rehearsals import as_the_engine_runs, rehearse
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.report.terminal import table
@@ -31,18 +31,15 @@ def end_progress() -> None:
 
 def verdict_of(plan: Plan) -> list[Finding]:
     """What a rehearsal of every stage says; a warning for each thing it left out."""
-    from threefold.dryrun.rehearse_plan import rehearse
-
-    runs, said = as_the_engine_runs(plan)
     try:
-        found = rehearse(runs, say=progress())
+        found = rehearse(plan, say=progress())
     finally:
         end_progress()
     left_out = [
         Finding(
             at=text.partition(":")[0], problem=f"left out of the rehearsal: {text}", severity="warning", rule=PARTLY
         )
-        for text in said
+        for text in found.left_out
     ]
     return [*found.findings, *left_out]
 
@@ -66,7 +63,7 @@ class Rehearsed:
 
 def rehearse_first(candidates: Sequence["Candidate"], count: int) -> tuple[list["Candidate"], list[Rehearsed]]:
     """The first `count`, each on the stage predicted to be the fullest; those that do not fit go last of them."""
-    from threefold.dryrun.rehearse_plan import rehearse
+    from threefold.dryrun.rehearse_plan import rehearse as rehearse_ranks
 
     seen: list[tuple[Rehearsed, Candidate]] = []
     say = progress()
@@ -75,7 +72,7 @@ def rehearse_first(candidates: Sequence["Candidate"], count: int) -> tuple[list[
             say(f"rehearsing candidate {place} of {min(count, len(candidates))}")
         try:
             plan, _ = as_the_engine_runs(one.plan)
-            found = rehearse(plan, [one.estimate.memory.worst.stage * plan.layout.stride("pp")])
+            found = rehearse_ranks(plan, [one.estimate.memory.worst.stage * plan.layout.stride("pp")])
             verdict = Rehearsed(
                 place, not found.findings, found.device_bytes, f"stage {found.worst.stage}: {found.worst.at}"
             )

@@ -15,7 +15,7 @@ import torch
 from threefold.dryrun.measured.rank_steps import step_on_cluster
 from threefold.dryrun.measured.real_rank import real_rank, run_real_step, with_balanced_routing
 from threefold.dryrun.measured.timers import ModuleTimer, PhaseTimer
-from threefold.dryrun.memory_fit import largest_term_advice
+from threefold.dryrun.memory_fit import largest_term
 from threefold.dryrun.rehearse_rank import RankRehearsal, rehearse_rank
 from threefold.dryrun.simulated.expert_load import ExpertLoads
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
@@ -132,14 +132,14 @@ def _out_of_memory_as_finding(plan: Plan, rehearsed: RankRehearsal, origins: Ori
         yield
     except torch.OutOfMemoryError:
         free, total = torch.cuda.mem_get_info()
-        largest, advice = largest_term_advice(rehearsed)
+        largest = largest_term(rehearsed)
         problem = (
             f"out of memory on this GPU in {origins.failed_at or origins.current()}: it has {format_bytes(total)}, "
             f"{format_bytes(free)} free; the rehearsal says {format_bytes(rehearsed.peak_bytes)} of tensors, "
             f"{format_bytes(rehearsed.terms[largest])} of it {largest}"
         )
         at = f"rank {rehearsed.rank}, stage {rehearsed.stage}"
-        raise FindingsError([_finding(at, problem, f"{advice}; --device cpu shows all terms")]) from None
+        raise FindingsError([_finding(at, problem, "--device cpu shows all terms, and what could help")]) from None
 
 
 def _finding(at: str, problem: str, advice: str) -> Finding:

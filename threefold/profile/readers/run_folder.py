@@ -36,6 +36,7 @@ class RunLog:
     num_steps: int = 0
     peak_bytes: int | None = None  # of the rank that uses most
     expert_imbalance: float | None = None  # load of the busiest expert rank over the mean, worst layer
+    busiest_expert: float | None = None  # load of the busiest expert over the mean, worst layer
     mfu: float | None = None
     step_lengths: dict[int, float] = field(default_factory=dict)  # seconds of each logged step, by its number
     part_seconds: dict[str, float] = field(default_factory=dict)  # of encoder, projector and decoder in that step
@@ -95,6 +96,7 @@ def read_run(folder: Path) -> tuple[Plan | None, RunLog]:
         num_steps=len(seconds),
         peak_bytes=int(max(peaks)) if peaks else None,
         expert_imbalance=_imbalance(folder, plan.layout.ep if plan else 1),
+        busiest_expert=_imbalance(folder, 1),
         mfu=mfu[-1] if mfu else None,
         step_lengths={int(line["step"]): line["seconds"] for line in timed if _is_positive(line.get("step"))},
         part_seconds=_part_seconds(behind_warm_up),

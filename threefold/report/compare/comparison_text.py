@@ -15,11 +15,12 @@ from threefold.compare.traced import Traced
 from threefold.compare.walls import TermRow, wall_of
 from threefold.findings import shown
 from threefold.plan.same_run import listed
-from threefold.report.terminal import table
+from threefold.report.terminal import advice_text, table
 from threefold.units import format_bytes, format_many, format_number
 
 MOST_ROWS = 14
 MOST_FACTS = 40  # rows of differing facts
+NOTHING = 1e-12  # seconds, below which a difference is that of rounding
 LEAST_SHARE = 0.001  # of the whole, below which a term is not printed
 
 
@@ -37,6 +38,8 @@ def comparison_text(found: Comparison) -> str:
         parts.append(_terms("estimated, seconds for a step of A", found.terms))
     if found.findings:
         parts.append("\n".join(map(str, found.findings)))
+    if pieces := advice_text(found.b.advice):
+        parts.append(f"for B, {pieces}")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -215,6 +218,8 @@ def value_text(value: Any) -> str:
 
 
 def seconds_text(value: float) -> str:
+    if abs(value) < NOTHING:
+        return "0 s"
     for bound, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(value) >= bound:
             return f"{format_number(value / bound)} {unit}"

@@ -7,13 +7,14 @@ got in by mistake could not run or send anything.
 import base64
 import hashlib
 import json
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import threefold
-from threefold.findings import Finding
+from threefold.findings import Finding, as_overrides
 from threefold.report.html.markup import NOTHING, Markup, join, tag
 
 _POLICY = (
@@ -122,10 +123,14 @@ def _finding(one: Finding, settable: Container[str]) -> Markup:
     badge = tag("span", marks[one.severity], class_="badge", aria_hidden="true")
     head = tag("p", badge, tag("strong", f"{one.severity} "), tag("code", one.rule), " ", tag("code", one.at))
     parts = [head, tag("p", one.problem)]
+    ways: list[tuple[str, Mapping[str, Any], str]] = []
     if one.fix_text:
-        said = [tag("span", f"{one.fix_kind if one.fix else 'advice'} "), tag("code", one.fix_text)]
-        if one.fix and all(path in settable for path in one.fix):
-            said.append(tag("button", "Apply", type="button", data_fix=_json(dict(one.fix)), class_="small"))
+        ways.append((one.fix_kind if one.fix else "advice", one.fix or {}, one.fix_text))
+    ways += [("or", changes, f"{as_overrides(changes)}; {effect}") for changes, effect in one.alternatives]
+    for kind, changes, words in ways:
+        said = [tag("span", f"{kind} "), tag("code", words)]
+        if changes and all(path in settable for path in changes):
+            said.append(tag("button", "Apply", type="button", data_fix=_json(dict(changes)), class_="small"))
         parts.append(tag("p", *said, class_="fix"))
     return tag("li", *parts, class_=one.severity)
 

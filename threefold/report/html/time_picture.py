@@ -1,6 +1,6 @@
 """Where the time of a step goes, and how near each wall is."""
 
-from threefold.cost.estimate import MEMORY_BOUND, WALLS, Estimate
+from threefold.cost.estimate import MEMORY_BOUND, WALL_SHARES, WALLS, Estimate
 from threefold.plan.plan import Plan
 from threefold.report.html.markup import Markup
 from threefold.report.html.palette import WALL_CLASSES, time_class, wall_of
@@ -18,7 +18,6 @@ from threefold.report.html.svg import (
     text,
     x_axis,
 )
-from threefold.rules.walls import COMMUNICATION_SHARE, COMPUTE_SHARE, HOST_SHARE
 from threefold.units import format_number
 
 _LEFT, _RIGHT = 170.0, 110.0
@@ -84,17 +83,13 @@ def walls_figure(plan: Plan, found: Estimate) -> Markup:
         "memory": (found.memory.device_bytes / plan.chip.memory_bytes, MEMORY_BOUND, "of the chip's memory"),
         **{
             wall: (sum(terms[name] for name in WALLS[wall]) / step, bound, "of the step")
-            for wall, bound in (
-                ("communication", COMMUNICATION_SHARE),
-                ("compute", COMPUTE_SHARE),
-                ("host", HOST_SHARE),
-            )
+            for wall, bound in WALL_SHARES.items()
         },
     }
     return shares_figure(
         f"The wall is {found.wall}",
-        "A wall counts from the mark on its bar. Memory binds before all others where it is nearly full or whole "
-        "layers are recomputed.",
+        "A wall counts from the mark on its bar. Memory binds before all others where it is nearly full, or would be "
+        "if whole layers were not recomputed.",
         shares,
         found.wall,
     )

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
+from threefold.remedies.graph_scopes import wider_graphs
 from threefold.rules.base import older, rule, without
-from threefold.rules.knobs.engine_graphs import wider_graphs
 from threefold.rules.layout.batch import pays
 from threefold.spec.candidates import DENSE_GRAPHS, GRAPH_CANDIDATES, first_graphs
 from threefold.spec.megatron import release_of

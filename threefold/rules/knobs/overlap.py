@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from threefold.cost.memory_ladder import fitting_sets
 from threefold.cost.time.ep_overlap import unpaired_fraction
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
+from threefold.remedies.recompute_sets import fitting_sets
 from threefold.rules.base import divisors, older, rule, without
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.candidates import dispatcher_candidates

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from threefold.cost.memory_ladder import fitting_sets, surely_fits
+from threefold.cost.fit import surely_fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
+from threefold.remedies.recompute_sets import fitting_sets
 from threefold.rules.base import older, rule, without
 from threefold.rules.knobs.dispatch import fuses_experts
 from threefold.rules.layout.batch import can_be_priced

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from threefold.cost.estimate import gain
-from threefold.cost.memory_ladder import surely_fits
+from threefold.cost.fit import surely_fits
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule

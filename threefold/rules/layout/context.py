@@ -5,9 +5,10 @@ from dataclasses import replace
 from itertools import chain
 from math import log2
 
-from threefold.cost.memory_ladder import fits, fitting_sets, surely_fits
+from threefold.cost.fit import fits, surely_fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
+from threefold.remedies.recompute_sets import fitting_sets
 from threefold.rules.base import older, rule, without
 from threefold.rules.layout.batch import batch_step, can_be_priced, pays
 from threefold.spec.model import MlaSpec
