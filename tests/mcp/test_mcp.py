@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from mcp import Client, StdioServerParameters
 from repository import ROOT
@@ -13,11 +14,14 @@ from repository import ROOT
 from threefold.mcp import verbs
 from threefold.mcp.folders import OutsideError, check_overrides, check_plan, inside
 
+TOOLS = {"find", "setting", "published_pairs", "explain", "plan", "fit", "check", "estimate", "compare_plans"}
+TOOLS |= {"diagnose", "export"}
 PLAN = 'model = "qwen3-30b-a3b"\ntarget = "megatron-bridge"\ncluster = {chip = "h100", gpus = 16}\n[layout]\nep = 16\n'
+BATCH = "job.global_batch = 64\n"
 
 
 def call(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The structured answers of some tools, from a server in a process of its own."""
+    """The structured answers of some tools, from a server in a process of its own. Each holds its tool's schema."""
 
     async def ask() -> list[dict[str, Any]]:
         server = StdioServerParameters(
@@ -26,7 +30,14 @@ def call(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str
             env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
         )
         async with Client(server) as client:
+            tools = {tool.name: tool for tool in (await client.list_tools()).tools}
             results = [await client.call_tool(name, arguments) for name, arguments in calls]
+        assert set(tools) == TOOLS
+        for (name, _), result in zip(calls, results, strict=True):
+            schema = tools[name].output_schema
+            assert schema is not None
+            assert "anyOf" in schema["properties"]["answer"]
+            jsonschema.validate(result.structured_content, schema)
         return [result.structured_content or {} for result in results]
 
     return asyncio.run(asyncio.wait_for(ask(), 300))
@@ -38,7 +49,7 @@ def test_tools_answer_as_their_verbs() -> None:
         [
             ("find", {"words": "ulysses", "most": 3}),
             ("check", {"plan": PLAN, "overrides": ["layout.ep=48"]}),
-            ("setting", {"name": "moe_paged_stash"}),
+            ("setting", {"name": "moe_paged_stash_page_size"}),
             ("export", {"plan": "qwen3-30b-a3b-4k-16xh100-bf16-overlap.toml"}),
         ],
     )
@@ -47,6 +58,30 @@ def test_tools_answer_as_their_verbs() -> None:
     assert "ep-divides-experts" in {finding["rule"] for finding in judged["answer"]["findings"]}
     assert told["answer"]["plan_field"] is None
     assert exported["answer"]["overrides"]["model.expert_model_parallel_size"] == 16
+
+
+def test_jobs_are_diagnosed_models_are_fitted_and_plans_compared(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rank.log").symlink_to("/etc/hostname")
+    died, outside, fitted, pairs, compared, death = call(
+        tmp_path,
+        [
+            ("diagnose", {"files": ["job.log"]}),
+            ("diagnose", {"files": ["run"]}),
+            ("fit", {"model": "olmoe-1b-7b", "chip": "h100"}),
+            ("published_pairs", {"words": "hybridep qwen3-30b"}),
+            ("compare_plans", {"first": f"{BATCH}{PLAN}", "second": f"{BATCH}{PLAN}".replace("ep = 16", "ep = 8")}),
+            ("explain", {"slug": "deepep-timeout"}),
+        ],
+    )
+    assert "cuda-out-of-memory" in "\n".join(died["answer"]["summary"])
+    assert outside["exit_code"] == 2
+    assert "outside of" in outside["message"]
+    assert len(fitted["answer"]["summary"]) <= 15
+    assert pairs["answer"][0]["runs"][1]["differs"] == ["ep_overlap"]
+    assert "layout.ep" in str(compared["answer"])
+    assert death["answer"]["death"] == "deepep-timeout"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from threefold.plan.parse import Fields, normalise
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.report.search import search_text
+from threefold.report.summaries import search_summary
 from threefold.rules.all import errors
 from threefold.search.search import SearchResult
 
@@ -144,7 +145,7 @@ def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearse
     if args.out and picked:
         code = _write(args.out, picked)
     if args.json:
-        said: dict[str, Any] = found.to_json()
+        said: dict[str, Any] = {"summary": search_summary(found, why), **found.to_json()}
         said |= {"target_because": why} if why else {}
         said |= {"rehearsed": [one.to_json() for one in seen]} if seen else {}
         json.dump(said, sys.stdout, indent=2)

@@ -1,15 +1,24 @@
-"""`threefold schema`: JSON Schema for editors, or the page that lists every field."""
+"""`threefold schema`: JSON Schema of plan files and of what verbs print with `--json`, or the page of every field."""
 
 import argparse
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
+from threefold.findings import did_you_mean
 from threefold.plan.schema import plan_schema
 from threefold.report.pages.plan_fields import PAGE, plan_fields_page
 
+SCHEMAS = Path(__file__).parents[1] / "schemas"  # written by tools/write_schemas.py
+PLAN = "plan-file"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    outputs = "an output, such as check or estimate-training; without it the schema of plan files"
+    parser.add_argument("output", nargs="?", default=PLAN, help=outputs)
     form = parser.add_mutually_exclusive_group()
+    form.add_argument("--list", action="store_true", help="the outputs that have a schema, with their versions")
     form.add_argument("--markdown", action="store_true", help=f"the page of every field ({PAGE})")
     form.add_argument("--json", action="store_true", help="the schema, which is what is printed without it too")
 
@@ -18,6 +27,37 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown:
         print(plan_fields_page(), end="")
         return 0
-    json.dump(plan_schema(), sys.stdout, indent=2)
+    if args.list:
+        print("\n".join(f"{name}: version {output_schema(name)['x-version']}" for name in outputs()))
+        return 0
+    if args.output != PLAN and args.output not in outputs():
+        problem = f"no output {args.output!r} has a schema; {did_you_mean(args.output, [PLAN, *outputs()])}"
+        print(f"threefold schema: {problem}", file=sys.stderr)
+        return 2
+    json.dump(plan_schema() if args.output == PLAN else output_schema(args.output), sys.stdout, indent=2)
     print()
     return 0
+
+
+def outputs() -> list[str]:
+    """The outputs that have a schema: verbs, and forms of verbs such as `find-name`."""
+    return sorted(path.stem for path in SCHEMAS.glob("*.json"))
+
+
+def output_schema(name: str) -> dict[str, Any]:
+    schema: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8"))
+    return schema
+
+
+def required_paths(schema: dict[str, Any], before: str = "") -> list[str]:
+    """Keys that readers of an output can rely on, with their types, such as `findings[].rule:string`."""
+    paths = []
+    for name, inner in schema.get("properties", {}).items():
+        path = f"{before}.{name}" if before else name
+        if name in schema.get("required", []):
+            kinds = inner.get("type", [])
+            paths.append(f"{path}:{kinds if isinstance(kinds, str) else '|'.join(kinds)}")
+            paths += required_paths(inner, path)
+    if "items" in schema:
+        paths += required_paths(schema["items"], f"{before}[]")
+    return paths

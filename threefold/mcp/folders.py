@@ -9,6 +9,7 @@ from typing import Any
 _REFERENCE = re.compile(r"(?:hf|file):(.+)")  # values of a plan that name a file or folder
 _PATH_FIELDS = ("job.data", "job.val_data", "job.tokenizer")
 MOST_PLAN_BYTES = 2**20
+MOST_ENTRIES = 20_000
 
 
 class OutsideError(ValueError):
@@ -22,6 +23,15 @@ def inside(path: str, folders: Sequence[Path]) -> Path:
         shown = ", ".join(str(folder) for folder in folders)
         raise OutsideError(f"{path} is outside of {shown}: start the server with `threefold mcp --folder DIR`")
     return full
+
+
+def check_tree(path: Path, folders: Sequence[Path]) -> None:
+    """Refuse a folder in which a link leads outside, or that holds too many files to be looked through."""
+    for number, entry in enumerate(path.rglob("*") if path.is_dir() else ()):
+        if entry.is_symlink():
+            inside(str(entry), folders)
+        if number >= MOST_ENTRIES:
+            raise OutsideError(f"{path} holds more than {MOST_ENTRIES:,} files: name the file that is meant")
 
 
 def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:

@@ -7,12 +7,13 @@ folder, which goes with the call.
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mcp.server import MCPServer
 
 from threefold import __version__
-from threefold.mcp.folders import OutsideError, check_overrides, check_plan, inside
+from threefold.cli.schema import output_schema
+from threefold.mcp.folders import OutsideError, check_overrides, check_plan, check_tree, inside
 from threefold.mcp.verbs import run_verb
 
 INSTRUCTIONS = """\
@@ -20,6 +21,14 @@ Threefold plans, checks, prices and explains Mixture-of-Experts training. Look w
 `estimate` or `plan` is a prediction with a band: quote both. An error of `check` cannot run; silence is no approval."""
 
 Answer = dict[str, Any]
+# The outputs (`threefold schema --list`) that a tool may return, where they have another name than the tool.
+_OUTPUTS = {
+    "setting": ("find-name",),
+    "explain": ("check-explain", "check-explain-death"),
+    "compare_plans": ("compare",),
+    "fit": ("plan",),
+    "published_pairs": ("find-ab",),
+}
 
 
 def build_server(folders: Sequence[Path]) -> MCPServer:
@@ -27,7 +36,39 @@ def build_server(folders: Sequence[Path]) -> MCPServer:
     server: MCPServer = MCPServer("threefold", version=__version__, instructions=INSTRUCTIONS)
     for tool in _tools([folder.resolve() for folder in folders]):
         server.add_tool(tool)
+        if (added := server._tool_manager.get_tool(tool.__name__)) is not None:
+            added.fn_metadata.output_schema = answer_schema(tool.__name__)
     return server
+
+
+def answer_schema(tool: str) -> dict[str, Any]:
+    """What a tool returns: the exit code with the verb's own JSON, or a message."""
+    answers = [output_schema(name) for name in _OUTPUTS.get(tool, (tool,))]
+    findings = {"type": "object", "required": ["ok", "summary", "findings"]}
+    inner = [_loosened(schema) | {"required": schema.get("required", [])} for schema in answers]
+    return {
+        "type": "object",
+        "required": ["exit_code"],
+        "properties": {
+            "exit_code": {"type": "integer"},
+            "message": {"type": "string"},
+            "answer": {"anyOf": [*inner, findings]},
+        },
+    }
+
+
+def _loosened(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with inner keys that may be absent or null: clients refuse an answer for one that is."""
+    kept = {key: value for key, value in schema.items() if key[0] not in "$x" and key != "required"}
+    kinds = kept.get("type", [])
+    if "type" in kept and "null" not in kinds:
+        kept["type"] = [kinds, "null"] if isinstance(kinds, str) else [*kinds, "null"]
+    if "properties" in kept:
+        kept["properties"] = {name: _loosened(inner) for name, inner in kept["properties"].items()}
+    for name in ("items", "additionalProperties"):
+        if isinstance(kept.get(name), dict):
+            kept[name] = _loosened(kept[name])
+    return kept
 
 
 def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
@@ -42,11 +83,11 @@ def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
                 return {"exit_code": 2, "message": str(error)}
             return run_verb([verb, *map(str, files), *overrides, *flags], folders[0])
 
-    def find(words: str, kind: str = "", most: int = 8) -> Answer:
-        """Search rules, plan fields, commands, pages, recipes, published runs and settings of Megatron, in any words.
-
-        kind: rule, field, name, command, word, doc, recipe, card, run or row; empty for all."""
-        flags = ["--kind", kind] if kind else []
+    def find(words: str, kind: str = "", most: int = 8, full: bool = False) -> Answer:
+        """Search rules, plan fields, commands, pages, recipes, published runs, deaths of jobs and settings of Megatron,
+        in any words. kind: rule, field, name, command, word, doc, recipe, card, run, row or death; empty for all. full:
+        with the whole text of each entry."""
+        flags = [*(["--kind", kind] if kind else []), *(["--full"] if full else [])]
         return run_verb(["find", *flags, "--most", str(most), "--", *words.split()], folders[0])
 
     def setting(name: str) -> Answer:
@@ -78,6 +119,30 @@ def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
         """Predict memory by stage and term, step time by term, throughput with its band, and the bottleneck."""
         return on_plan("estimate", [plan], overrides or [])
 
+    def fit(
+        model: str, chip: str, seq_len: str = "4096", target: str = "", overrides: list[str] | None = None
+    ) -> Answer:
+        """The fewest GPUs on which a model runs and fits, with the plan for them. Like `plan` with gpus="auto"."""
+        return plan(model, chip, "auto", seq_len, target, overrides)
+
+    def diagnose(files: list[str], plan: str = "") -> Answer:
+        """What a dead, slow or full job left behind: causes with evidence and fixes. files: logs, memory snapshots,
+        flight recorder dumps, traces or run folders in the server's folders; plan: the path of the plan that ran."""
+        try:
+            inputs = [inside(file, folders) for file in files]
+            ran = [inside(plan, folders)] if plan else []
+            for path in (*inputs, *ran):
+                check_tree(path, folders)
+                check_plan(path, folders)
+        except (OutsideError, OSError) as error:
+            return {"exit_code": 2, "message": str(error)}
+        flags = ["--plan", str(ran[0])] if ran else []
+        return run_verb(["diagnose", *map(str, inputs), *flags], folders[0])
+
+    def published_pairs(words: str = "") -> Answer:
+        """Published runs that vary one setting, side by side, with what differs, their status and their caveats."""
+        return run_verb(["find", "--ab", "--", *words.split()], folders[0])
+
     def compare_plans(first: str, second: str) -> Answer:
         """Set two plans side by side: what differs, and how much each difference is predicted to change."""
         return on_plan("compare", [first, second], [])
@@ -86,7 +151,8 @@ def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
         """A plan as the overrides, script and environment of megatron-bridge, or as arguments of megatron-lm."""
         return on_plan("export", [plan], overrides or [], "--to", to)
 
-    return [find, setting, explain, plan, check, estimate, compare_plans, export]
+    tools = [find, setting, published_pairs, explain, plan, fit, check, estimate, compare_plans, diagnose, export]
+    return cast(list[Callable[..., Answer]], tools)
 
 
 def _plan_file(plan: str, number: int, scratch: Path, allowed: Sequence[Path]) -> Path:
@@ -96,5 +162,6 @@ def _plan_file(plan: str, number: int, scratch: Path, allowed: Sequence[Path]) -
         file.write_text(plan, encoding="utf-8")
     else:
         file = inside(plan, allowed)
+        check_tree(file, allowed)
     check_plan(file, allowed)
     return file
