@@ -25,6 +25,7 @@ _GEMMA: dict[str, Any] = {
     "knobs.graphs": [],
 }
 _PACKED = {"job.packing": True, "job.task": "sft", "job.micro_batch": 1, "job.mtp": 0}
+_NEMOTRON: dict[str, Any] = {**_WITHOUT_PP, "model": "nemotron-3-nano", "job.mtp": 0, "job.seq_len": 131072}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed-microbatch-is-one": ({**_PACKED, "job.micro_batch": 2}, _PACKED),
     "packing-needs-its-family": (
@@ -147,6 +148,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp-overlap-stays-on": (
         {"knobs.tp_overlap": True, "knobs.precision": "bf16"},
         {"model": "qwen3-30b-a3b", "job.mtp": 0, "knobs.tp_overlap": True, "knobs.precision": "bf16"},
+    ),
+    "hybrid-stages-are-equal": (
+        {**_NEMOTRON, "model.num_layers": 50, "layout.pp": 4},
+        {**_NEMOTRON, "model.num_layers": 52, "layout.pp": 4},
+    ),
+    "mamba-heads-divide": (
+        {**_NEMOTRON, "layout.tp": 2, "layout.cp": 64},
+        {**_NEMOTRON, "layout.tp": 2, "layout.cp": 8},
     ),
     "sparse-attention-without-cp": (
         {"model": "glm-5.2", "job.seq_len": 131072, "layout.cp": 4, "stack.release": "26.06"},

@@ -163,6 +163,14 @@ def test_a_short_run_states_its_warmup_and_decay() -> None:
     assert lost["job.warmup_steps"].endswith(": 5")
 
 
+def test_moonlight_has_rows_for_its_finetuning_tokens() -> None:
+    """163,842 rows, padded for TP (recipes/moonlight/h100/moonlight_16b.py of Bridge 0.6.2); 163,840 else."""
+    fields = {"model": "moonlight-16b-a3b", "job.task": "sft", "layout.stages": None, "layout.vpp": 1, "layout.pp": 1}
+    assert settings({**fields, "layout.tp": 2})["model.vocab_size"] == 163842
+    assert settings({**fields, "layout.tp": 4})["model.vocab_size"] == 163844
+    assert "model.vocab_size" not in settings({**fields, "job.task": "pretrain"})
+
+
 def test_dense_pipelines_have_larger_pieces() -> None:
     def chunk(fields: dict[str, Any]) -> str | None:
         return next((v.value for v in environment_of(build(fields)) if v.name == "NCCL_P2P_NET_CHUNKSIZE"), None)

@@ -314,6 +314,7 @@ def _write_model(writer: Writer) -> None:
         writer.lose("job.mtp_weight", NO_EFFECT)
     cut = dict(plan.written)
     _respell_uncut(writer)
+    _write_vocab_of_recipe(writer)
     if model.is_moe and ("model.num_dense_layers" in cut or ("model.num_layers" in cut and model.num_dense_layers)):
         dense = min(model.num_dense_layers, model.num_layers)
         frequency = (0,) * dense + (1,) * (model.num_layers - dense)
@@ -330,6 +331,19 @@ def _write_model(writer: Writer) -> None:
             writer.respell("job.freeze", "Megatron has a switch for each part, and no order")
     else:
         writer.lose("job.freeze", "Megatron freezes parts of vision-language models only")
+
+
+_MOONLIGHT_ROWS = 163842  # recipes/moonlight/h100/moonlight_16b.py of Bridge 0.6.2: "all 163842 finetuning-token rows"
+
+
+def _write_vocab_of_recipe(writer: Writer) -> None:
+    """Moonlight's finetuning recipes have rows for two more tokens, padded for their own TP."""
+    plan = writer.plan
+    is_its = plan.model_name == "moonlight-16b-a3b" and "model.vocab" not in dict(plan.written)
+    if is_its and plan.job.task != "pretrain" and writer.to != "megatron-lm":
+        writer.put("model.vocab", "model.vocab_size", -(-_MOONLIGHT_ROWS // plan.layout.tp) * plan.layout.tp)
+        reason = "Bridge's finetuning recipe has rows for two more tokens, padded for TP"
+        writer.always_respell("model.vocab", plan.model.vocab, reason)
 
 
 def _respell_uncut(writer: Writer) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import older, rule
-from threefold.spec.model import MlaSpec
+from threefold.spec.model import MambaSpec, MlaSpec
 from threefold.spec.stacks import CORE_CONFIG
 
 
@@ -31,6 +31,37 @@ def delta_heads_divide(plan: Plan) -> Iterator[Finding]:
         whole = [d for d in degrees if delta.num_k_heads % (layout.tp * d) == 0]
         fixes: list[Changes] = [{"layout.cp": d} for d in whole if delta.num_v_heads % (layout.tp * d) == 0]
         yield Finding(at="layout.cp", problem=f"{heads} over TP {layout.tp} x CP {layout.cp}", fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="LC-CP",
+    refused_in=("core/ssm/mamba_context_parallel.py", "nheads must be evenly divisible by tp_size * cp_size"),
+)
+def mamba_heads_divide(plan: Plan) -> Iterator[Finding]:
+    """TP x CP divides the heads of Mamba layers, and their groups where these are enough.
+
+    Why: Megatron gives each of these ranks whole heads, whole groups over tensors, and over context parallelism whole
+        groups or the copies of one.
+    Confirm: the heads and groups in the message against layout.tp x layout.cp.
+    Fix: a smaller CP or TP.
+    """
+    mamba, layout = plan.model.mamba, plan.layout
+    if mamba is None or _mamba_divides(mamba, layout.tp, layout.cp):
+        return
+    fixes: list[Changes] = [
+        {"layout.tp": tp, "layout.cp": cp}
+        for tp in range(layout.tp, 0, -1)
+        for cp in range(layout.cp, 0, -1)
+        if layout.tp % tp == 0 and layout.cp % cp == 0 and _mamba_divides(mamba, tp, cp)
+    ]
+    what = f"{mamba.num_heads} heads in {mamba.num_groups} groups over TP {layout.tp} x CP {layout.cp}"
+    yield Finding(at="layout.cp" if layout.cp > 1 else "layout.tp", problem=what, fixes=fixes)
+
+
+def _mamba_divides(mamba: MambaSpec, tp: int, cp: int) -> bool:
+    groups = mamba.num_groups // tp
+    return mamba.num_heads % (tp * cp) == 0 and mamba.num_groups % tp == 0 and (groups % cp == 0 or cp % groups == 0)
 
 
 @rule(

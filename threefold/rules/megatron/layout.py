@@ -1,6 +1,7 @@
 """Families, pipelines, graphs and schedules as Megatron Core and Bridge validate them."""
 
 from collections.abc import Iterator
+from math import gcd
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
@@ -103,6 +104,24 @@ def _virtual_stages_with_mamba(plan: Plan) -> Iterator[Finding]:
     if plan.model.mamba is not None and plan.layout.vpp > 1:
         fix: Changes = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
         yield Finding(at="layout.vpp", problem=f"VPP {plan.layout.vpp} on {plan.model.name}", fix=fix)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="PP-VPP",
+    follows="megatron-core 0.19.2, core/models/hybrid/hybrid_layer_allocation.py:437",
+)
+def hybrid_stages_are_equal(plan: Plan) -> Iterator[Finding]:
+    """The pipeline stages of a model with Mamba layers have equally many layers.
+
+    Why: Megatron cuts the pattern of a hybrid model into equal parts, and has no layout string for it.
+    Confirm: the layers of `threefold models` against layout.pp.
+    Fix: a PP that divides them.
+    """
+    layers, pp = plan.model.num_layers, plan.layout.pp
+    if plan.model.mamba is not None and layers % pp:
+        problem = f"{layers} layers over PP {pp} on {plan.model.name}"
+        yield Finding(at="layout.pp", problem=problem, fix={"layout.pp": gcd(layers, pp), "layout.stages": None})
 
 
 _WITHOUT_STAGE = ("gemma4", "qwen3_vl_moe")  # whose layers Bridge makes without being told the virtual stage
