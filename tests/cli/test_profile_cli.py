@@ -47,6 +47,10 @@ SCHEMA = {
                 "required": ["set", "why", "predicted_gain"],
             },
         },
+        "longest": {
+            "type": "array",
+            "items": {"type": "object", "required": ["name", "shape", "kind", "calls", "seconds"]},
+        },
         "part_seconds": {"type": "object", "additionalProperties": NUMBER},
         "devices": {"type": "array", "items": {"type": "object", "required": ["span_seconds", "walls"]}},
         "job": {
@@ -54,7 +58,17 @@ SCHEMA = {
             "required": ["slowest", "representatives", "capture", "ranks", "collectives", "opportunities", "claims"],
         },
     },
-    "required": ["span_seconds", "walls", "dominant", "confidence", "fixes", "part_seconds", "devices", "job"],
+    "required": [
+        "span_seconds",
+        "walls",
+        "dominant",
+        "confidence",
+        "fixes",
+        "longest",
+        "part_seconds",
+        "devices",
+        "job",
+    ],
     "additionalProperties": False,
 }
 

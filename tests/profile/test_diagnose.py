@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 from repository import ROOT
-from traces import GEMM, H200, NCCL, Event, kernel, launch, memory_event, operator, write_trace
+from traces import GEMM, H200, NCCL, Event, copy, kernel, launch, memory_event, operator, write_trace
 
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import Profile, profile_traces
 from threefold.remedies.catalogue import BY_NAME
+from threefold.report.profile import profile_text
 
 RECIPES = ROOT / "recipes"
 
@@ -225,6 +226,27 @@ def test_a_cpu_is_not_told_of_gpus(tmp_path: Path) -> None:
         "knobs.tp_overlap",
         "knobs.expert_fusion",
     }
+
+
+def test_the_longest_kernels_are_listed_by_name_and_shape(tmp_path: Path) -> None:
+    """Two shapes of one kernel, 3 x 40 and 2 x 50 us, and a copy of 30 us that says no shape."""
+    bf16 = ["c10::BFloat16", "c10::BFloat16"]
+    events, at = [], 1000
+    for number, (rows, length) in enumerate([(64, 40), (16, 50)] * 2 + [(64, 40)]):
+        dims = {"Input Dims": [[rows, 128], [128, 256]], "Input type": bf16}
+        events.append(operator("aten::mm", at, 2, number + 1, **dims))
+        events.append(kernel(GEMM, at + 5, length, external=number + 1))
+        at += 100
+    found = profiled(tmp_path, [*events, copy(at, 30)])
+    said = [(one.name, one.shape, one.kind, one.calls, round(one.seconds * 1e6)) for one in found.longest]
+    assert said == [
+        (GEMM, "[[64,128],[128,256]] bfloat16", "compute", 3, 120),
+        (GEMM, "[[16,128],[128,256]] bfloat16", "compute", 2, 100),
+        ("Memcpy DtoD (Device -> Device)", "", "copy", 1, 30),
+    ]
+    text = profile_text(found)
+    assert "longest kernels of " in text
+    assert "[[64,128],[128,256]] bfloat16" in text
 
 
 def test_data_that_starves_the_step_comes_first(tmp_path: Path) -> None:

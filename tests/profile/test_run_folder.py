@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from repository import ROOT
-from traces import GEMM, NCCL, kernel, write_trace
+from traces import GEMM, NCCL, annotation, kernel, write_trace
 
 from threefold.findings import FindingsError
 from threefold.profile.analyse import profile_traces
@@ -57,6 +57,26 @@ def test_slow_ranks_are_named(tmp_path: Path) -> None:
     assert slow.over_median == pytest.approx(150 / 101)
     said = found.to_json()["walls"]["communication"]["stragglers"]
     assert [one["device"] for one in said] == [slow.device]
+
+
+@pytest.mark.parametrize(("step", "is_slow"), [(15e3, False), (150e3, True)])
+def test_short_steps_prove_nothing_about_slow_ranks(step: float, is_slow: bool, tmp_path: Path) -> None:
+    """Rank 1 works half as long again as rank 0: noise of a host where a step takes 15 ms."""
+    for rank, own in enumerate((0.5, 0.75)):
+        events = [annotation("threefold.step", 0, step), kernel(GEMM, 0, own * step)]
+        events.append(kernel(NCCL, own * step, (1 - own) * step, stream=20, operation="all_to_all"))
+        write_trace(tmp_path / f"rank-{rank}.json", events)
+    found = profile_traces([tmp_path])
+    assert bool(found.slow_ranks) == is_slow
+    assert (found.advice[0].remedy.name == "slow-rank") == is_slow
+
+
+def test_a_router_that_collapsed_comes_first(tmp_path: Path) -> None:
+    """127 tokens choose 8 of 128 experts each: one expert is chosen by all, and the others evenly; then all evenly."""
+    for number, (busiest, has_collapsed) in enumerate([(127, True), (7, False)]):
+        folder = run_folder(tmp_path / str(number))
+        (folder / "loads.json").write_text(json.dumps([[busiest] + [7] * 127]))
+        assert (profile_traces([folder]).advice[0].remedy.name == "balance-router") == has_collapsed
 
 
 def test_memory_snapshots_are_never_opened(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from threefold.plan.plan import Plan
 from threefold.profile.classify import Classified
 from threefold.profile.diagnose import Diagnosis, Straggler, diagnose, stragglers
 from threefold.profile.evidence import evidence_of
+from threefold.profile.longest import LongKernel, longest_kernels
 from threefold.profile.measure import DeviceWalls, measure_devices
 from threefold.profile.ranks.job import JobTrace, job_trace
 from threefold.profile.ranks.rank_trace import RankTrace, rank_traces
@@ -42,6 +43,7 @@ class Profile(ShownAsTable):
     top_classes: Classified
     diagnosis: Diagnosis
     advice: list[Advice]
+    longest: list[LongKernel]  # kernels of the device with the longest span
     slow_ranks: list[Straggler]
     plan: Plan | None
     log: RunLog
@@ -64,6 +66,7 @@ class Profile(ShownAsTable):
             "dominant": self.diagnosis.dominant,
             "confidence": self.diagnosis.confidence,
             "fixes": [piece.to_json() for piece in self.advice],
+            "longest": [kernel.to_json() for kernel in self.longest],
             "part_seconds": self.log.part_seconds,
             "devices": [self._device_json(device) for device in self.devices],
             "job": self.job.to_json(),
@@ -125,7 +128,7 @@ def profile_traces(
     pieces = advice(plan, evidence, MOST_ADVICE) if plan else ()
     if not any(piece.changes for piece in pieces):
         pieces = (*pieces, *advise_without_plan(replace(evidence, seen=() if plan else evidence.seen)))
-    return Profile(devices, *top, found_wall, list(pieces), slow, plan, log, job)
+    return Profile(devices, *top, found_wall, list(pieces), longest_kernels(*top), slow, plan, log, job)
 
 
 def read_trace(path: Path) -> Trace:

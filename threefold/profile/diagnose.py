@@ -17,6 +17,7 @@ from threefold.units import format_bytes, format_many
 
 UNKNOWN_SHARE = 0.5  # of the span in unknown kernels, from which nothing else can be told
 STRAGGLER = 1.05  # a rank's own time over the median, from which it is slow
+LEAST_STEP_SECONDS = 0.05  # of a step: of shorter ones the noise of a host is a larger part
 LOW_EFFICIENCY = 0.6  # of what shapes attain, below which kernels are to blame
 MIN_ALLOCATED = 0.75  # of the capacity, below which reserved memory is the allocator's cache and no need
 
@@ -105,8 +106,8 @@ def memory_room(walls: DeviceWalls, plan: Plan | None, log: RunLog) -> MemoryRoo
 
 
 def stragglers(devices: Sequence[DeviceWalls]) -> list[Straggler]:
-    """Ranks whose own time is longer than the median rank's, slowest first."""
-    if len(devices) < 2:
+    """Ranks whose own time is longer than the median rank's, slowest first. Short steps prove nothing."""
+    if len(devices) < 2 or any((walls.step_seconds or LEAST_STEP_SECONDS) < LEAST_STEP_SECONDS for walls in devices):
         return []
     own = [walls.span_seconds - walls.communication.exposed_seconds for walls in devices]
     middle = median(own)

@@ -31,8 +31,8 @@ _KERNELS = {
 }
 _LOADING = re.compile(r"DataLoader|^threefold\.data\b|next_batch|fetch_batch|data_iterator", re.IGNORECASE)
 _MIN_DATA_SHARE = 0.05  # of the time, from which waiting for data is a bottleneck
-# A router has collapsed where its busiest expert has most of what one expert can have, or four times the mean.
-_COLLAPSED_SHARE, _COLLAPSED_FACTOR = 0.75, 4.0
+_COLLAPSED = 0.5  # of all tokens, which choose one expert, from which a router has collapsed
+_LEAST_OVER_MEAN = 1.5  # with few experts half of all tokens are an expert's share
 
 
 def evidence_of(
@@ -67,11 +67,11 @@ def evidence_of(
 
 
 def has_collapsed(busiest_expert: float | None, plan: Plan | None) -> bool:
-    """Whether the busiest expert's load over the mean is that of a router that has collapsed."""
+    """Whether half of all tokens choose the busiest expert, by its load over the mean."""
     if busiest_expert is None or plan is None or plan.model.moe is None:
         return False
-    most = plan.model.num_experts / plan.model.moe.top_k
-    return most > 1.5 and busiest_expert >= min(_COLLAPSED_FACTOR, _COLLAPSED_SHARE * most)
+    chosen_by = busiest_expert * plan.model.moe.top_k / plan.model.num_experts
+    return chosen_by >= _COLLAPSED and busiest_expert >= _LEAST_OVER_MEAN
 
 
 def _kinds(walls: DeviceWalls, trace: Trace, classes: Classified) -> set[str]:

@@ -7,6 +7,7 @@ from threefold.report.terminal import advice_text, table
 from threefold.units import format_many
 
 MAX_DEVICES = 16
+MOST_NAME = 56  # characters of a kernel's name
 MIN_LINK_SHARE = 0.01  # of the time, below which copies between host and device are not shown
 
 
@@ -14,7 +15,7 @@ def profile_text(found: Profile) -> str:
     top = found.top
     parts = [_headline(found), _evidence(found), job_text(found.job), _parts(found), _devices(found), _axes(top)]
     parts.append(_links(top))
-    return "\n\n".join(part for part in [*parts, _regions(top), _advice(found)] if part)
+    return "\n\n".join(part for part in [*parts, _regions(top), _longest(found), _advice(found)] if part)
 
 
 def _headline(found: Profile) -> str:
@@ -110,6 +111,23 @@ def _regions(top: DeviceWalls) -> str:
         [name, _seconds(seconds), f"{top.share(seconds):.0%}"] for name, seconds in list(top.by_region.items())[:12]
     ]
     return f"device time of {top.name} by annotated range\n" + table(["range", "seconds", "share"], rows)
+
+
+def _longest(found: Profile) -> str:
+    """The longest kernels by name and shape, with their share of the span."""
+    if not found.longest:
+        return ""
+    rows = [
+        [_cut(one.name), one.shape or "-", one.kind, f"{one.calls:,}", _seconds(one.seconds),
+         f"{one.median_seconds * 1e6:.1f}", f"{found.top.share(one.seconds):.0%}"]
+        for one in found.longest
+    ]  # fmt: skip
+    header = ["kernel", "operands", "kind", "calls", "seconds", "median, us", "share"]
+    return f"longest kernels of {found.top.name}\n{table(header, rows)}"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
 
 
 def _advice(found: Profile) -> str:
