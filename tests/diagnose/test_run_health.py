@@ -1,6 +1,7 @@
 """Runs of the engine with planted faults: each is named with its remedy, and sound runs are left alone."""
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from job_logs import megatron_step
 from run_folders import noisy_seconds, run_plan, write_run
 from tiny_runs import tiny_plan, tiny_shard
 
@@ -19,6 +21,7 @@ from threefold.diagnose.runs.run_health import judge_run
 from threefold.engine.data.loader import _BatchMaker
 from threefold.engine.dist.join import World
 from threefold.engine.train import train
+from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.profile.readers.run_record import read_run
 
@@ -121,6 +124,21 @@ def test_a_folder_with_logs_of_ranks(tmp_path: Path) -> None:
     assert [part.kind for part in found.parts] == ["run folder", "log"]
     assert found.death == "disk-full"
     assert "deepep" not in json.dumps(found.to_json())
+
+
+def test_a_run_has_the_plan_of_its_logs(tmp_path: Path) -> None:
+    """Steps of a log, given before the folder, are held against the plan in the folder."""
+    fields = {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 16, "layout.pp": 2, "layout.ep": 8}
+    plan = parse({**fields, "job.global_batch": 256}).plan
+    assert plan is not None
+    folder, log = write(tmp_path / "run", plan), tmp_path / "a.log"
+    rng = random.Random(1)
+    log.write_text("\n".join(megatron_step(rng, step, 99, seconds=90.0, tflops=15.0) for step in range(1, 60)) + "\n")
+    found = diagnose([log, folder], Context(redact=Redactor()))
+    [logs] = [part for part in found.parts if part.kind == "log"]
+    text = "\n".join(logs.lines)
+    assert "plan, from the run's folder: qwen3-30b-a3b on 16 x h100" in text
+    assert "15 of about" in text
 
 
 def test_a_starved_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from threefold.diagnose.files import Kind, kind_of
 from threefold.diagnose.hangs.hang import read_dumps
 from threefold.diagnose.logs.job_logs import JobLogs, read_logs
 from threefold.diagnose.part import Context, Part, Reader, unreadable
-from threefold.diagnose.runs.run_part import logs_of, read_runs
+from threefold.diagnose.runs.run_part import RunPart, logs_of, read_runs
 from threefold.diagnose.snapshots.snapshot_part import read_snapshots
 from threefold.diagnose.trace_part import read_traces
 from threefold.findings import Finding
 from threefold.notebook import ShownAsTable
 
-READERS: dict[Kind, Reader] = {
+READERS: dict[Kind, Reader] = {  # in this order: a run's folder has the plan that its logs and dumps are held against
     "run folder": read_runs,
     "log": read_logs,
     "flight recorder": read_dumps,
@@ -75,8 +75,10 @@ def diagnose(paths: Sequence[str | Path], context: Context | None = None) -> Dia
         by_kind.setdefault(kind, []).append(path)
         if kind == "run folder" and (logs := logs_of(path)):
             by_kind.setdefault("log", []).extend(logs)
-    for kind, files in by_kind.items():
-        part = READERS[kind](files, context)
+    for kind in (kind for kind in READERS if kind in by_kind):
+        part = READERS[kind](by_kind[kind], context)
+        if isinstance(part, RunPart) and part.runs and context.plan is None:
+            context = replace(context, plan=part.runs[0].plan, plan_source="the run's folder")
         found.parts.append(part)
         found.findings += part.findings
     return found

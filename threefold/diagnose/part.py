@@ -15,7 +15,8 @@ from threefold.plan.plan import Plan
 class Context:
     """What readers know besides their files."""
 
-    plan: Plan | None = None  # the plan that ran, where the user names it
+    plan: Plan | None = None  # the plan that ran, where the user names it or a run's folder holds it
+    plan_source: str = "--plan"
     judges_plans: bool = True  # whether rules and the estimate judge the plan behind a printed configuration
     redact: Redactor = field(default_factory=Redactor)
     say: Callable[[str], None] = lambda text: None  # shows progress

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from threefold.diagnose.logs.printed import Printed
+from threefold.diagnose.part import Context
 from threefold.findings import Finding
 from threefold.interop.megatron.import_text import Imported, import_text
 from threefold.interop.torchtitan import import_torchtitan
@@ -30,10 +31,11 @@ class Configuration:
     is_complete: bool = False  # whether a setting that was not printed has its default
 
 
-def read_configuration(printed: Printed, plan: Plan | None, num_ranks: int, judges: bool = True) -> Configuration:
+def read_configuration(printed: Printed, context: Context, num_ranks: int) -> Configuration:
     """The plan that the user gives, else that behind the printed configuration, judged by the rules if asked for."""
-    found = Configuration("--plan", plan) if plan else _imported(printed, num_ranks)
-    if found.plan and judges:
+    plan = context.plan
+    found = Configuration(context.plan_source, plan) if plan else _imported(printed, num_ranks)
+    if found.plan and context.judges_plans:
         found.findings += check(found.plan, notes=False)
     return found
 

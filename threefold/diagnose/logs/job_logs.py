@@ -70,7 +70,7 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     found.columns = last_start(steady.steps)
     found.health = judge_columns(found.columns)
     num_ranks = max(ranks) + 1 if ranks else 0
-    found.configuration = read_configuration(printed, context.plan, num_ranks, context.judges_plans)
+    found.configuration = read_configuration(printed, context, num_ranks)
     notices = {slug: one for scan in scans for slug, one in scan.notices.items()}
     found.printed, found.steps = printed, steady.steps
     found.checkpoints = set[str]().union(*(scan.printed.checkpoints for scan in scans))

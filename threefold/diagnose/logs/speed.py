@@ -57,7 +57,7 @@ class Speed:
 
 def measured_speed(plan: Plan | None, health: Health, system: str | None, notices: Notices) -> Speed:
     speed = Speed(health.step_seconds, health.tflops)
-    if plan is None or blockers(check(plan, notes=False)):
+    if plan is None or plan.chip.architecture == "cpu" or blockers(check(plan, notes=False)):
         return speed
     priced = _priced(plan)
     if priced is None:
