@@ -149,6 +149,20 @@ def test_what_fell_back_explains_a_slow_run(tmp_path: Path) -> None:
     assert f"a.log:{len(arguments_table()) + 1})" in causes[0]  # the line of the warning
 
 
+@pytest.mark.parametrize(("held", "idle", "is_short"), [("77.00", "0.20", True), ("58.00", "18.00", False)])
+def test_a_shortage_has_remedies_that_make_room(held: str, idle: str, is_short: bool, tmp_path: Path) -> None:
+    """Two GiB were asked for beyond a full device; fragments alone ask for no other plan."""
+    oom = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 "
+        "GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.10 GiB memory in use. Of the "
+        f"allocated memory {held} GiB is allocated by PyTorch, and {idle} GiB is reserved by PyTorch but unallocated."
+    )
+    found = read(write(tmp_path / "a.log", [*arguments_table(), *steps(5), oom]))
+    remedies = found.to_json()["remedies"]
+    assert bool(remedies) == is_short
+    assert all(one["wall"] == "memory" and one["set"] and one["freed_bytes"] >= 2 * 2**30 for one in remedies)
+
+
 def test_packed_and_cut_logs(tmp_path: Path) -> None:
     content = "\n".join([*steps(300), "OSError: [Errno 28] No space left on device"]).encode()
     packed = tmp_path / "a.log.gz"

@@ -17,6 +17,10 @@ from threefold.diagnose.part import Context, unreadable
 from threefold.diagnose.redact import Redactor
 from threefold.engine.launch.hang_diagnosis import format_ranks
 from threefold.findings import Finding, as_overrides
+from threefold.plan.plan import Plan
+from threefold.remedies.advise import Advice
+from threefold.remedies.evidence import Evidence
+from threefold.rules.fixes import advice
 from threefold.units import format_bytes, format_many
 
 _SYSTEMS = {"megatron": "Megatron", "torchtitan": "torchtitan", "threefold": "threefold"}
@@ -31,6 +35,7 @@ class JobLogs:
     health: Health = field(default_factory=Health)
     speed: Speed = field(default_factory=Speed)
     configuration: Configuration = field(default_factory=Configuration)
+    remedies: Sequence[Advice] = ()  # for a plan that ran out of memory
     printed: Printed = field(default_factory=Printed)  # of the log that holds the configuration
     checkpoints: set[str] = field(default_factory=set)  # what any log says of them: "saved", "loaded"
     steps: Steps = field(default_factory=Steps)  # of the log with most steps
@@ -47,6 +52,7 @@ class JobLogs:
             "steps": self.health.to_json(),
             "speed": {name: value for name, value in vars(self.speed).items() if name != "causes"},
             "causes": self.facts.get("causes", []),
+            "remedies": [piece.to_json() for piece in self.remedies],
             "plan": dict(self.configuration.plan.written) if self.configuration.plan else None,
             "lines": self.lines,
         }
@@ -76,6 +82,7 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     found.checkpoints = set[str]().union(*(scan.printed.checkpoints for scan in scans))
     found.notices = {slug: first.text[:160] for slug, (_, first, _) in notices.items()}
     priced = found.configuration.plan if context.judges_plans else None
+    found.remedies = _remedies(found.verdict, priced)
     found.speed = measured_speed(priced, found.health, steady.steps.system, notices)
     redact = context.redact
     found.facts = _facts(found, scans, steady, printed, ranks) | {
@@ -86,6 +93,15 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     found.lines = [redact(line) for line in _lines(found, scans, steady, printed, ranks, notices)]
     found.findings += found.configuration.findings
     return found
+
+
+def _remedies(verdict: Verdict, plan: Plan | None) -> list[Advice]:
+    """What would make room for a plan whose job ran out of device memory, unless fragments alone were in its way."""
+    short = verdict.shortage
+    if plan is None or short is None or short.kind in ("fragmentation", "other process"):
+        return []
+    needed = max(short.capacity or 0.0, plan.chip.memory_bytes) + (short.requested or 1.0)
+    return [piece for piece in advice(plan, Evidence(device_bytes=needed)) if piece.wall == "memory" and piece.changes]
 
 
 def _progress(context: Context, head: str) -> Callable[[int], None]:
@@ -137,7 +153,8 @@ def _lines(
     for slug, (_, first, count) in notices.items():
         if slug not in explained:
             lines.append(f"{slug} ({count} x): {first.text[:160]} ({first.file}:{first.line})")
-    return [*lines, *_death_lines(found.verdict, steady)]
+    remedies = [f"  remedy   {piece}" for piece in found.remedies]
+    return [*lines, *_death_lines(found.verdict, steady), *remedies]
 
 
 def _head(found: JobLogs, scans: Sequence[Scan], steady: Scan, ranks: set[int]) -> str:

@@ -16,6 +16,7 @@ from threefold.diagnose.redact import Redactor
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.profile.readers.run_record import RunRecord
+from threefold.remedies.catalogue import CATALOGUE
 from threefold.safe_files import read_json_object
 from threefold.units import format_many
 
@@ -26,6 +27,7 @@ _COLLAPSED = 0.5  # of the way from level to all tokens at the same top_k expert
 _CHANCE = 5.0  # standard deviations of a count that chance explains
 _STALLED = 0.1  # of the time of the steps
 _MOST_RANKS = 8
+_REMEDIES = {remedy.name: remedy.what for remedy in CATALOGUE}
 _FROM_HERE = "in a new run from a checkpoint before it: `threefold train PLAN --from RUN --run NEW`"
 
 
@@ -86,7 +88,7 @@ def _routers(run: RunRecord) -> Iterator[Finding]:
             f"({moe.num_experts} experts, top {moe.top_k}; {moe.num_experts / moe.top_k:g} is all tokens at the same)",
             fix=_level(plan),
             kind="suggestion",
-            advice=f"a longer job.warmup_steps or a lower job.lr keeps routers level at the start; {_FROM_HERE}",
+            advice=f"{_REMEDIES['balance-router']}; {_FROM_HERE}",
         )
     elif len(idle) and (dead := float(idle.min())) > max(0.5, by_chance + _CHANCE * math.sqrt(by_chance)):
         yield Finding(
@@ -97,7 +99,7 @@ def _routers(run: RunRecord) -> Iterator[Finding]:
             f"{layers * moe.num_experts} experts got no token, where each has {fair:.0f} on average",
             fix=_level(plan),
             kind="suggestion",
-            advice=_FROM_HERE,
+            advice=f"{_REMEDIES['balance-router']}; {_FROM_HERE}",
         )
 
 
@@ -171,8 +173,7 @@ def _data(run: RunRecord) -> Iterator[Finding]:
             at=f"step {run.columns['step'][known][worst]:.0f}",
             problem=f"{share:.0%} of the steps' time is waiting for data, in {often} of {len(seconds)} steps more than "
             f"{_STALLED:.0%}; the longest wait was {waited[worst]:.2g} s",
-            advice="tokenize the data ahead (`threefold tokenize`), put it on a faster disk, or give each rank more "
-            "cores",
+            advice=_REMEDIES["feed-data"],
         )
 
 
@@ -186,8 +187,7 @@ def _slow(ranks: Sequence[Mapping[str, Any]], redact: Redactor) -> Iterator[Find
             severity="warning",
             at=f"rank {one['rank']}" + (f" on {host}" if host else ""),
             problem=f"{own:.4g} s of its own a step, {own / median - 1:.0%}{noise} above the median of its peers",
-            advice="compare clocks, temperature and other processes of that host with another one's; leave it out, or "
-            "give it less work",
+            advice=_REMEDIES["slow-rank"],
         )
 
 
