@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from threefold.diagnose.deaths.catalogue import catalogue
+from threefold.remedies.catalogue import CATALOGUE
 
-KINDS = ("rule", "field", "name", "command", "word", "doc", "recipe", "card", "run", "row", "death")
+KINDS = ("rule", "field", "name", "command", "word", "doc", "recipe", "card", "run", "row", "death", "remedy")
 _PACKAGE = Path(__file__).parents[1]
 _HEADING = re.compile(r"^#{1,3} (.+)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
@@ -44,7 +45,7 @@ def shipped(name: str) -> Path:
 @cache
 def all_entries() -> tuple[Entry, ...]:
     """Every entry but those of settings and published runs, which are large and have readers of their own."""
-    return (*_pages(), *_recipes(), *_cards(), *_deaths())
+    return (*_pages(), *_recipes(), *_cards(), *_deaths(), *_remedies())
 
 
 def _pages() -> Iterator[Entry]:
@@ -156,6 +157,16 @@ def _deaths() -> Iterator[Entry]:
         yield Entry(
             "death", death.slug, f"{death.cause}; fix: {death.fix}", text, f"threefold check --explain {death.slug}"
         )
+
+
+def _remedies() -> Iterator[Entry]:
+    """What could help a plan, as `plan`, `check`, `profile` and `tune` offer it where they have tried it."""
+    for remedy in CATALOGUE:
+        needs = f"; needs {remedy.needs}" if remedy.needs else ""
+        sets = f"; sets {', '.join(remedy.fields)}" if remedy.fields else ""
+        answer = f"{remedy.what} (against {', '.join(remedy.answers)}{sets}{needs}; numbers: {remedy.numbers})"
+        text = " ".join((*remedy.axes, *remedy.kernels, f"since Megatron Bridge {remedy.since}"))
+        yield Entry("remedy", remedy.name, answer, text, "threefold profile, tune and check try it on a plan")
 
 
 @cache

@@ -85,8 +85,8 @@ def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
 
     def find(words: str, kind: str = "", most: int = 8, full: bool = False) -> Answer:
         """Search rules, plan fields, commands, pages, recipes, published runs, deaths of jobs and settings of Megatron,
-        in any words. kind: rule, field, name, command, word, doc, recipe, card, run, row or death; empty for all. full:
-        with the whole text of each entry."""
+        in any words. kind: rule, field, name, command, word, doc, recipe, card, run, row, death or remedy; empty: all.
+        full: with the whole text of each entry."""
         flags = [*(["--kind", kind] if kind else []), *(["--full"] if full else [])]
         return run_verb(["find", *flags, "--most", str(most), "--", *words.split()], folders[0])
 
