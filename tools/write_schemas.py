@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.cli.main import main
-from threefold.cli.schema import SCHEMAS, required_paths
+from threefold.report.output_schemas import SCHEMAS, required_paths
 
 ROOT = Path(__file__).parents[1]
 BRIDGE = str(ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-overlap.toml")

@@ -12,7 +12,7 @@ from repository import ROOT
 from scripts import load_script
 
 from threefold.cli.main import VERBS
-from threefold.cli.schema import output_schema, outputs, required_paths
+from threefold.report.output_schemas import output_schema, outputs, required_paths
 
 VISION = str(ROOT / "recipes" / "qwen3-vl-235b-a22b-4k-64xgb200-bf16-3d-ep.toml")
 NEXT = str(ROOT / "recipes" / "qwen3-next-80b-a3b-8k-32xgb200-bf16.toml")

@@ -3,14 +3,12 @@
 import argparse
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 from threefold.findings import did_you_mean
 from threefold.plan.schema import plan_schema
+from threefold.report.output_schemas import output_schema, outputs
 from threefold.report.pages.plan_fields import PAGE, plan_fields_page
 
-SCHEMAS = Path(__file__).parents[1] / "schemas"  # written by tools/write_schemas.py
 PLAN = "plan-file"
 
 
@@ -37,27 +35,3 @@ def run(args: argparse.Namespace) -> int:
     json.dump(plan_schema() if args.output == PLAN else output_schema(args.output), sys.stdout, indent=2)
     print()
     return 0
-
-
-def outputs() -> list[str]:
-    """The outputs that have a schema: verbs, and forms of verbs such as `find-name`."""
-    return sorted(path.stem for path in SCHEMAS.glob("*.json"))
-
-
-def output_schema(name: str) -> dict[str, Any]:
-    schema: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text(encoding="utf-8"))
-    return schema
-
-
-def required_paths(schema: dict[str, Any], before: str = "") -> list[str]:
-    """Keys that readers of an output can rely on, with their types, such as `findings[].rule:string`."""
-    paths = []
-    for name, inner in schema.get("properties", {}).items():
-        path = f"{before}.{name}" if before else name
-        if name in schema.get("required", []):
-            kinds = inner.get("type", [])
-            paths.append(f"{path}:{kinds if isinstance(kinds, str) else '|'.join(kinds)}")
-            paths += required_paths(inner, path)
-    if "items" in schema:
-        paths += required_paths(schema["items"], f"{before}[]")
-    return paths

@@ -12,9 +12,9 @@ from typing import Any, cast
 from mcp.server import MCPServer
 
 from threefold import __version__
-from threefold.cli.schema import output_schema
 from threefold.mcp.folders import OutsideError, check_overrides, check_plan, check_tree, inside
 from threefold.mcp.verbs import run_verb
+from threefold.report.output_schemas import output_schema
 
 INSTRUCTIONS = """\
 Threefold plans, checks, prices and explains Mixture-of-Experts training. Look words up with `find` first. A number from
