@@ -513,6 +513,7 @@ def test_names_are_read_in_any_case(path: str, written: Any, meant: Any) -> None
         ("per_device_train_batch_size", 2, "job.micro_batch"),
         ("max_length", 512, "job.seq_len"),
         ("job.max_seq_length", 512, "job.seq_len"),
+        ("training.seq_len", 512, "job.seq_len"),
         ("max_steps", 7, "job.steps"),
         ("max_grad_norm", 0.5, "job.clip_norm"),
         ("warmup", 3, "job.warmup_steps"),

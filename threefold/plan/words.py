@@ -11,7 +11,8 @@ GROUPS = (
 _BY_FIELD = {
     "cluster.gpus": "gpus num_gpus world_size ngpus",
     "cluster.gpus_per_node": "nproc_per_node gpus_per_node num_gpus_per_node devices_per_node",
-    "job.seq_len": "max_length max_seq_length max_seq_len sequence_len model_max_length cutoff_len context_length",
+    "job.seq_len": "max_length max_seq_length max_seq_len sequence_len model_max_length cutoff_len context_length "
+    "seq_len",
     "job.global_batch": "train_batch_size",
     "job.micro_batch": "per_device_train_batch_size train_micro_batch_size_per_gpu",
     "job.steps": "max_steps train_iters training_steps train_steps num_train_steps steps num_training_steps",
