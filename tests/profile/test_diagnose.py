@@ -195,6 +195,15 @@ def test_what_runs_already_is_not_advised(tmp_path: Path, name: str, field: str)
     assert not any(field in piece.changes for piece in after)
 
 
+def test_a_run_in_fp8_is_not_told_to_use_it(tmp_path: Path) -> None:
+    """By its plan, where its kernels have names that say nothing."""
+    plan = plan_of("deepseek-v3-128k-256xh100-fp8.toml")
+    assert plan.low_precision
+    pieces = profiled(tmp_path, kernels(GEMM), plan).advice
+    assert pieces
+    assert not any("knobs.precision" in piece.changes for piece in pieces)
+
+
 def test_a_trace_of_deepep_is_not_told_to_use_it(tmp_path: Path) -> None:
     """Nor is it told of TP or gradients, of which it has no traffic."""
     events = steps(compute=50, exchange=0, gap=45)

@@ -106,8 +106,9 @@ def less_recompute(plan: Plan) -> Iterator[Changes]:
 
 
 def precision(plan: Plan) -> Iterator[Changes]:
-    for name in low_precisions(plan):
-        if name not in (plan.knobs.precision, "nvfp4"):  # nvfp4-after-stable
+    """From sixteen bits down; other formats of eight bits are a comparison of their own."""
+    for name in low_precisions(plan) if not plan.low_precision else ():
+        if name != "nvfp4":  # nvfp4-after-stable
             yield {"knobs.precision": name}
 
 
