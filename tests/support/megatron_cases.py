@@ -25,6 +25,13 @@ _GEMMA: dict[str, Any] = {
     "knobs.graphs": [],
 }
 _PACKED = {"job.packing": True, "job.task": "sft", "job.micro_batch": 1, "job.mtp": 0}
+_QWEN_NEXT: dict[str, Any] = {
+    **_WITHOUT_PP,
+    "model": "qwen3-next-80b-a3b",
+    "job.mtp": 1,
+    "layout.pp": 4,
+    "layout.ep": 8,
+}
 _NEMOTRON: dict[str, Any] = {**_WITHOUT_PP, "model": "nemotron-3-nano", "job.mtp": 0, "job.seq_len": 131072}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "packed-microbatch-is-one": ({**_PACKED, "job.micro_batch": 2}, _PACKED),
@@ -152,6 +159,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hybrid-stages-are-equal": (
         {**_NEMOTRON, "model.num_layers": 50, "layout.pp": 4},
         {**_NEMOTRON, "model.num_layers": 52, "layout.pp": 4},
+    ),
+    "mtp-chunk-has-a-layer": (
+        {**_QWEN_NEXT, "layout.stages": "E" + "t" * 12 + "|" + "t" * 18 + "|" + "t" * 18 + "|mL"},
+        {**_QWEN_NEXT, "layout.stages": "E" + "t" * 12 + "|" + "t" * 18 + "|" + "t" * 17 + "|tmL"},
     ),
     "mamba-heads-divide": (
         {**_NEMOTRON, "layout.tp": 2, "layout.cp": 64},

@@ -124,6 +124,29 @@ def hybrid_stages_are_equal(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.pp", problem=problem, fix={"layout.pp": gcd(layers, pp), "layout.stages": None})
 
 
+@rule(
+    target="megatron-bridge",
+    rows="PP-LAYOUT",
+    refused_in=("core/models/gpt/gpt_layer_specs.py", "Experimental attention variant is not supported with "),
+)
+def mtp_chunk_has_a_layer(plan: Plan) -> Iterator[Finding]:
+    """The chunk with the MTP depths of a model with the gated delta rule or sparse attention has a decoder layer.
+
+    Why: Megatron makes MTP's layer like the last decoder layer of the chunk. Where there is none it makes an ordinary
+        one, which it refuses for these models.
+    Confirm: the last chunk of `threefold show PLAN`.
+    Fix: the even layout, or fewer virtual stages.
+    """
+    spec, layout, last = plan.model.attention, plan.layout, plan.chunks[-1]
+    is_variant = plan.model.delta is not None or (isinstance(spec, MlaSpec) and spec.indexer is not None)
+    if is_variant and last.mtp and not last.layers:
+        even: Changes = {"layout.stages": None}
+        fewer = [vpp for vpp in range(layout.vpp - 1, 0, -1) if layout.vpp % vpp == 0]
+        fixes = [even, *({**even, "layout.vpp": vpp, "layout.schedule": None} for vpp in fewer)]
+        problem = f"MTP without a decoder layer in the last chunk, {last}, on {plan.model.name}"
+        yield Finding(at="layout.stages", problem=problem, fixes=fixes)
+
+
 _WITHOUT_STAGE = ("gemma4", "qwen3_vl_moe")  # whose layers Bridge makes without being told the virtual stage
 
 
