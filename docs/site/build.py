@@ -7,13 +7,19 @@ table of contents made from the index, links to files of the repository as plain
 """
 
 import inspect
+import json
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from threefold.findings import Explanation
+from threefold.lookup import search
+from threefold.lookup.entries import Entry, all_entries
+from threefold.lookup.names import setting_entries
+from threefold.lookup.synonyms import CERTAIN, GROUPS, SYNONYM
 from threefold.plan.table import FIELDS
 from threefold.report.pages.plan_fields import field_page
 from threefold.rules.all import RULES, explain, known_slugs, raised_by, severity_of
@@ -22,6 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, WORK = ROOT / "docs", ROOT / "build" / "site-source"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 ORPHAN = "---\norphan: true\n---\n"  # in no table of contents: 400 entries on every page would take minutes
+FIND = """# Find
+
+The search of `threefold find`: rules, fields, settings of Megatron, pages, remedies and deaths of jobs, in any words.
+
+<input id="find" type="search" placeholder="a2a overlap" style="width: 100%" autofocus>
+<ol id="found"></ol>
+<script src="_static/search.js"></script>
+"""
 SECTION = re.compile(r"^## ([^:\n]+).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -41,6 +55,36 @@ def write_source(work: Path) -> list[Path]:
     for picture in DOCS.glob("*.png"):
         shutil.copy(picture, work / picture.name)
     return [work / name for name in written]
+
+
+def search_data() -> dict[str, Any]:
+    """What `search.js` ranks by: the entries of `threefold find`, with the page of each, its synonyms and weights."""
+    entries = [
+        [entry.kind, entry.name, entry.answer, entry.text, page_of(entry)]
+        for entry in (*all_entries(), *setting_entries())
+    ]
+    return {
+        "entries": entries,
+        "groups": GROUPS,
+        "stop": sorted(search._STOP),
+        "prior": search._PRIOR,
+        "behind": search._BEHIND,
+        "synonym": SYNONYM,
+        "certain": CERTAIN,
+        "name": search._NAME,
+        "answer": search._ANSWER,
+        "text": search._TEXT,
+        "log": search._LOG,
+        "long": search._LONG,
+    }
+
+
+def page_of(entry: Entry) -> str:
+    """The page of the site that tells more, or nothing."""
+    if entry.kind in ("rule", "field"):
+        return f"{entry.kind}s/{entry.name}.html"
+    page = re.fullmatch(r"docs/([\w./-]+)\.md(#.*)?", entry.read_on)
+    return f"{page[1]}.html{page[2] or ''}" if page else ""
 
 
 def without_links_out(text: str, page: Path) -> str:
@@ -64,7 +108,7 @@ def contents_of(index: str) -> str:
         names = [name for name in rows if name not in listed]
         parts.append(_toctree(section[1].strip(), names))
         listed.update(names)
-    return "\n".join(["", *parts, _toctree("Every rule and field", ["rules/README", "fields/README"])])
+    return "\n".join(["", *parts, _toctree("Every rule and field", ["find", "rules/README", "fields/README"])])
 
 
 def _toctree(caption: str, names: list[str]) -> str:
@@ -81,6 +125,7 @@ def _title(page: Path) -> str:
 
 def generated_pages() -> Iterator[tuple[str, str]]:
     """A page for every rule and other finding, and one for every field, with an index of each kind."""
+    yield "find.md", FIND
     slugs = sorted(known_slugs())
     rows = [f"| [{slug}]({slug}.md) | {severity_of(slug)} | {_escaped(_explained(slug).what)} |" for slug in slugs]
     table = ["| slug | severity | what should hold |", "|---|---|---|", *rows]
@@ -148,6 +193,9 @@ def main() -> int:
     pages = write_source(WORK)
     code = sphinx(["-q", "-W", "--keep-going", "-b", "html", "-c", str(Path(__file__).parent), str(WORK), out])
     if code == 0:
+        static = Path(out) / "_static"
+        (static / "entries.json").write_text(json.dumps(search_data()), encoding="utf-8")
+        shutil.copy(Path(__file__).parent / "search.js", static)
         print(f"{len(pages)} pages: {out}/README.html")
     return int(code)
 

@@ -16,6 +16,7 @@ from threefold.lookup.synonyms import related
 
 Searched = tuple[Entry, str, str, str]
 _NAME, _ANSWER, _TEXT = 5.0, 2.5, 1.0
+_BEHIND = 0.6  # the prior of logs of measurements, and of arguments
 _LOG = 3.0  # the text of a death has the words of logs
 _LONG = 1500.0  # letters beyond which a text says less by having a word
 # Guides and rules answer; logs and lists of coverage back them up.
@@ -108,7 +109,7 @@ def _final(score: float, share: float, query: str, stems: tuple[str, ...], texts
     entry, name, answer, _ = texts
     is_name = query in (name, _spaced(entry.name.rpartition(".")[2]), name.replace(" threefold", "", 1))
     is_behind = entry.read_on.startswith("docs/log/") or entry.name.startswith("--")  # arguments repeat fields
-    prior = 0.6 if is_behind else _PRIOR.get(entry.kind, 1.0)
+    prior = _BEHIND if is_behind else _PRIOR.get(entry.kind, 1.0)
     phrase = 3.0 if is_name else 1.25 if query in name or query in answer else 1.0
     return prior * score * (0.4 + 0.6 * share) * (1.0 + 0.6 * _share_of_name(name, stems)) * phrase
 
