@@ -163,6 +163,13 @@ def test_a_short_run_states_its_warmup_and_decay() -> None:
     assert lost["job.warmup_steps"].endswith(": 5")
 
 
+def test_delayed_weight_gradients_have_no_graphs_of_a_recipe() -> None:
+    """`has_cuda_graph_module` of Bridge 0.6.2 asks for the modules alone, and Nemotron's recipe names some."""
+    delayed = {"knobs.graphs": [], "knobs.ep_overlap": True, "knobs.delay_wgrad": True}
+    assert settings(delayed)["model.cuda_graph_modules"] == ()
+    assert "model.cuda_graph_modules" not in settings({**delayed, "knobs.delay_wgrad": False})
+
+
 def test_moonlight_has_rows_for_its_finetuning_tokens() -> None:
     """163,842 rows, padded for TP (recipes/moonlight/h100/moonlight_16b.py of Bridge 0.6.2); 163,840 else."""
     fields = {"model": "moonlight-16b-a3b", "job.task": "sft", "layout.stages": None, "layout.vpp": 1, "layout.pp": 1}

@@ -238,6 +238,8 @@ def _write_graphs(writer: Writer) -> None:
         writer.put("knobs.graphs", "model.cuda_graph_modules", ("full_iteration",))
     elif scopes:
         writer.put("knobs.graphs", "model.cuda_graph_modules", () if is_full else scopes)
+    elif writer.plan.knobs.delay_wgrad and not is_old:  # Bridge asks for a recipe's modules also without graphs
+        writer.put("knobs.graphs", "model.cuda_graph_modules", ())
     if is_full and len(scopes) > 1:
         writer.respell("knobs.graphs", "a graph of the full iteration covers the other scopes")
     if scopes and not is_old:  # Megatron refuses the older name, which recipes still set, beside the newer one
