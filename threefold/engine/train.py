@@ -29,6 +29,7 @@ from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.profiler import StepProfiler, profiled_window
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.cpu_affinity import pin_to_cores
+from threefold.engine.run.cpu_memory import keep_freed_memory
 from threefold.engine.run.cpu_threads import choose_threads
 from threefold.engine.run.folder import (
     CHECKPOINTS,
@@ -70,6 +71,8 @@ def train(
     world = world or enter_world(plan)
     num_threads, why = choose_threads(plan, _local_size(), threads, world.device.type == "cuda")
     torch.set_num_threads(num_threads)
+    if world.device.type == "cpu":
+        keep_freed_memory()
     mesh = Mesh(plan.layout, world.rank, world.device)
     apart = mesh.checkpoint_group()
     with ExitStack() as ending:  # each part is closed, whatever the others raise
