@@ -46,6 +46,8 @@ def _value(path: str) -> st.SearchStrategy[Any]:
         return st.sampled_from(["synthetic", "embedded"])
     if path in ("job.tokenizer", "job.val_data"):
         return st.sampled_from(["no/such.json", "embedded"])
+    if field.types == (str,):
+        return st.just("text")
     if float in field.types:
         low, high = (0.0 if field.at_least is None else field.at_least), field.at_most
         return st.sampled_from([x for x in (0.5, 1.0) if low <= x and (high is None or x <= high)])
