@@ -1,10 +1,12 @@
 """Whether the answers of `plan` hold: 40 requests, the first plan of each checked, on request rehearsed.
 
 python benchmarks/plan_requests.py [--target megatron-bridge] [--model NAME] [--rehearse] [--plans FOLDER] [--json FILE]
+python benchmarks/plan_requests.py --log FILE [--target ...]   # a row for each request and each shipped model
 
 A request holds where its first plan passes `check` as `train` would see it and, with --rehearse, every distinct stage
 rehearses within memory; or where no plan is returned, whose reason is printed to be read. With --plans the first ten
 candidates of every request are written there, for `threefold export PLAN --verify` or `make test-megatron` to judge.
+With --log the rows of `docs/log/plan-requests.md` are written to a file: each with a checklist (`plan_checklist.py`).
 """
 
 import argparse
@@ -14,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from plan_checklist import write_rows
+
 from threefold.api.searches import with_defaults
 from threefold.findings import FindingsError
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
 from threefold.search.search import SearchResult, search
+from threefold.spec.models import MODELS as MODEL_SPECS
 from threefold.spec.stacks import TARGETS
 from threefold.units import GIB, format_tokens
 
@@ -34,7 +39,7 @@ MODELS = (
     "moonlight-16b-a3b",
 )
 PLACES = ((64, "h100", 4096), (256, "h100", 32768), (256, "h100", 131072), (128, "gb200", 131072), (512, "b200", 8192))
-LIMIT_SECONDS = 5.0  # of CPU time, for one request
+LIMIT_SECONDS = 3.0  # of CPU time, for one request
 CANDIDATES = 10  # of a request that --plans writes
 
 
@@ -125,7 +130,14 @@ def main() -> None:
     parser.add_argument("--target", choices=TARGETS, default="threefold")
     parser.add_argument("--plans", type=Path, metavar="FOLDER", help="write the first ten candidates here")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write rows with a checklist here, and nothing else")
     args = parser.parse_args()
+    if args.log:
+        models = args.model or MODELS
+        requests = [(model, *place) for model in models for place in PLACES]
+        shipped = [] if args.model else [one for one in MODEL_SPECS if one not in MODELS and not one.startswith("tiny")]
+        write_rows(args.log, args.target, [*requests, *((model, 64, "h100", 4096) for model in shipped)])
+        return
     if args.plans:
         args.plans.mkdir(parents=True, exist_ok=True)
     answers = []

@@ -1,6 +1,6 @@
 """From a question to a plan: the search behind `threefold plan` and `threefold.find_plan`. No torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from threefold.plan.parse import Fields, normalise, parse
 from threefold.plan.table import AUTO, FIELDS
 from threefold.rules.all import errors
 from threefold.rules.stacks import target_for
+from threefold.search.fit import FitPoint, fit_points
 from threefold.search.search import SearchResult, search
 from threefold.spec.chips import ChipSpec
 from threefold.spec.clusters.chip_description import chip_named
@@ -41,6 +42,21 @@ def find_plan(
     if chip_file is None:
         measured = own_chip(_described(fields).plan_name, _value(fields, "target"))
     return search(fields, top, progress, measured)
+
+
+def fit(fields: Mapping[str, Any], sizes: Sequence[int] = (), chip_file: str | None = None) -> tuple[FitPoint, ...]:
+    """Whether a model fits, for each number of GPUs: `sizes`, or doubling from one until it fits easily.
+
+    `fields` are those of a draft without cluster.gpus; `chip_file` is that of `estimate`. Raises what is wrong.
+    """
+    fields, _ = with_defaults(dict(fields))
+    read, unread = (None, []) if chip_file in (None, NO_CHIP_FILE) else read_chip_file(str(chip_file))
+    if unread:
+        raise FindingsError(in_order(unread))
+    measured = read.spec if read else None
+    if chip_file is None:
+        measured = own_chip(_described(fields).plan_name, _value(fields, "target"))
+    return tuple(fit_points(fields, sizes, measured))
 
 
 def _draft_fields(draft: str | Path | Mapping[str, Any]) -> tuple[Fields, list[Any]]:

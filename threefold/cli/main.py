@@ -19,6 +19,7 @@ from threefold.units import format_bytes
 
 VERBS = {
     "plan": "choose layout and knobs for a model on a cluster, ranked, with reasons",
+    "fit": "does a model fit, and from how many GPUs on: a line for each number of GPUs",
     "check": "judge a plan by every rule, and offer fixes",
     "show": "print a plan completely: grids, groups, links, pipeline",
     "estimate": "predict memory by stage and term, time by term, and which wall dominates",
@@ -61,6 +62,7 @@ VERBS = {
 MODULES = {"import": "import_plan"}  # where a verb is no name of a module
 # Verbs that may take longer than two seconds and have no progress of their own to show.
 SHOWN_AT_WORK = (
+    "fit",
     "check",
     "estimate",
     "sweep",

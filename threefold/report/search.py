@@ -87,9 +87,9 @@ def _rows(found: SearchResult, width: int) -> list[str]:
         tflops = format_rounded(one.estimate.model_tflops_per_gpu, band)
         top = one.estimate.device_bytes_band[1] / GIB
         parts = [
-            f"{_degrees(one.plan)}, microbatch {one.plan.job.micro_batch}",
+            f"{degrees_text(one.plan)}, microbatch {one.plan.job.micro_batch}",
             f"about {tflops} TFLOP/s a GPU, up to {top:.0f} GiB",
-            *filter(None, [_knobs(one.plan)]),
+            *filter(None, [knobs_text(one.plan)]),
         ]
         line = "; ".join(parts) + (f". After: {one.after}" if one.after else "")
         lines += _wrapped(line, width, f"  {place}. ")
@@ -156,9 +156,9 @@ def _next_better(one: NextBetter | None) -> str:
         return "No plan that fails for want of memory would be faster once it fits."
     lack = one.need_bytes - one.have_bytes
     text = (
-        f"The next better plan, {_degrees(one.plan)} with {_knobs(one.plan) or 'no knobs'}, would be {one.effect:+.1%} "
-        f"but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage {one.stage}: "
-        f"{format_bytes(lack)} too much."
+        f"The next better plan, {degrees_text(one.plan)} with {knobs_text(one.plan) or 'no knobs'}, would be "
+        f"{one.effect:+.1%} but needs {format_bytes(one.need_bytes)} of {format_bytes(one.have_bytes)} on stage "
+        f"{one.stage}: {format_bytes(lack)} too much."
     )
     cures = "; ".join(f"{as_overrides(cure.changes)} ({_effect(cure)} against this plan there)" for cure in one.cures)
     return f"{text} It fits and is faster with {cures}."
@@ -182,13 +182,13 @@ def _comparisons(found: SearchResult, plan: Plan) -> str:
     return f"{title}\n{table(['change', 'predicted', 'seen (2026-08)'], rows)}"
 
 
-def _degrees(plan: Plan) -> str:
+def degrees_text(plan: Plan) -> str:
     axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
     used = [f"{axis.upper()} {plan.layout.degree(axis)}" for axis in axes if plan.layout.degree(axis) > 1]
     return " ".join(used) or "data parallel only"
 
 
-def _knobs(plan: Plan) -> str:
+def knobs_text(plan: Plan) -> str:
     knobs = plan.knobs
     words = ["recompute " + "+".join(knobs.recompute)] if knobs.recompute else []
     words += ["save " + "+".join(knobs.recompute_save)] if knobs.recompute_save else []
@@ -231,7 +231,7 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
             f"{guess.memory.device_bytes / GIB:.1f}-{guess.device_bytes_band[1] / GIB:.1f}",
         ]
         knobs = one.plan.knobs
-        words = [knobs.precision, knobs.dispatcher, _knobs(one.plan)]
+        words = [knobs.precision, knobs.dispatcher, knobs_text(one.plan)]
         rows.append([str(place), *degrees, str(one.plan.job.micro_batch), *numbers, *words])
     return table([*header, "knobs"], rows)
 

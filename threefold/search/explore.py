@@ -23,7 +23,7 @@ from threefold.search.space import Space, layouts, micro_batches
 
 RING_FAVOUR = 0.01  # another kind of context parallelism than the plain ring has to be this much faster
 GRAPH_GAIN = 0.002  # of a microbatch's seconds that graphs have to save
-RACE_EFFORT, WALK_EFFORT = 100.0, 100.0  # estimates of memory: a second or less each
+RACE_EFFORT, WALK_EFFORT = 80.0, 80.0  # estimates of memory: a second or less each
 MOST_CLIMBS = 1000
 CHUNK_TIE = 0.01  # of throughput: what more chunks a rank have to gain
 BALANCED = 0.03  # that stages balanced by seconds may gain

@@ -116,7 +116,8 @@ def resort(plan: Plan) -> int:
 
 
 def _was_hosted(plan: Plan) -> bool:
-    return any(each.optimizer_offload and each.distance(plan) == 0 for each in nearest_published(plan))
+    near = (each for each in nearest_published(plan) if each.optimizer_offload and each.seq_len <= plan.job.seq_len)
+    return any(each.distance(plan) == 0 for each in near)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from threefold.search.space import MOST_RELAXED, Space, read_draft
 from threefold.spec.chips import ChipSpec
 from threefold.units import format_bytes
 
-FINALISTS = 2  # times the candidates asked for, that are finished and ranked
+FINALISTS = 2  # more than the candidates asked for, that are finished and ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,19 @@ def search(
     if not found.best:
         said = finding(space)
         return SearchResult((), found.searched, pricer.num_time, 0, time.perf_counter() - start, finding=said)
-    order = [refined(space, pricer, one) for one in _finalists(list(found.best.values()), top)]
-    allowed = [one for one in order if not _refusals(one.plan)]
-    if not allowed:
-        said = finding(space, _refusals(order[0].plan))
+    everyone = list(found.best.values())
+    finished = [refined(space, pricer, one) for one in _finalists(everyone, top)]
+    order, size = grouped(finished)
+    bad = [one for one in order[: top + FINALISTS] if _refusals(one.plan)]
+    size -= sum(one in bad for one in order[:size])
+    order = [one for one in order if one not in bad]
+    if not order:
+        said = finding(space, _refusals(bad[0].plan))
         return SearchResult((), found.searched, pricer.num_time, 0, time.perf_counter() - start, finding=said)
-    order, size = grouped(allowed)
-    group, chosen = group_of(order, size, [*order, *found.best.values()]), _shown(order, size, top)
+    size = max(1, size)
+    group = group_of(order, size, [*order, *everyone])
+    group = replace(group, size=max(size, grouped(everyone)[1]))
+    chosen = _shown(order, size, top)
     candidates = _candidates(space, chosen)
     best = candidates[0]
     better = next_better(pricer, found.short, chosen[0])
@@ -172,7 +178,7 @@ def _finalists(found: list[Priced], top: int) -> list[Priced]:
     """The first of the order, and the fastest."""
     order, _ = grouped(found)
     fastest = max(found, key=lambda one: one.sure)
-    return list({id(one): one for one in [*order[: FINALISTS * top], fastest]}.values())
+    return list({id(one): one for one in [*order[: top + FINALISTS], fastest]}.values())
 
 
 def _shown(order: list[Priced], size: int, top: int) -> list[Priced]:

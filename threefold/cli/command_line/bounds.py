@@ -20,6 +20,7 @@ _AT_ONCE = "Answers at once."
 # By verb: the files that it reads, with their largest sizes, and its time and memory. A larger file is a finding.
 BOUNDS: dict[str, tuple[tuple[str, ...], str]] = {
     "plan": ((_PLAN,), "Answers in seconds, or in about a minute where few layouts fit."),
+    "fit": ((_PLAN,), "A search for each number of GPUs: seconds each."),
     "check": ((_PLAN,), "Tries at most 150 plans for its fixes: seconds."),
     "show": ((_PLAN,), _SECONDS),
     "estimate": ((_PLAN, "loads of experts of 64 MiB"), "Answers in seconds; a curve has at most 200 sizes."),
