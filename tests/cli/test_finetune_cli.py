@@ -157,7 +157,7 @@ def test_the_plan_is_shown_and_nothing_is_written(
     run.mkdir()
     (run / "plan.toml").write_text("")
     assert main(words) == 1
-    assert f"`threefold train {run}` goes on with it" in capsys.readouterr().out
+    assert f"`threefold train {run}` resumes it" in capsys.readouterr().out
 
 
 def test_a_finetune_that_cannot_start_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
