@@ -40,6 +40,7 @@ NOT_DRAWN: dict[str, str] = {
     "stack": "versions of software, which the engine does not read",
     "job.data": _DATA,
     "job.tokenizer": _DATA,
+    "job.text_field": _DATA,
     "job.val_data": _DATA,
     "job.val_fraction": _DATA,
     "job.max_bad_records": _DATA,

@@ -30,6 +30,9 @@ from threefold.plan.plan import Plan
 STEPS = 2  # the second one shows weights, states and biases that the first one got wrong
 # Sums in another order differ by 1e-15; AdamW divides by the gradient's size, which makes 1e-12 of it.
 TOLERANCE = 1e-10
+# Where the gradient of an element is nearly 0, it may make more: weights were seen 1.4e-10 apart after gradients within
+# 3e-14, and with a larger epsilon 1.4e-12. A fault does not shrink so.
+LARGE_EPSILON, ROUNDING, MOST_OF_ROUNDING = 1e-4, 1e-12, 1e-8
 # As trained, in 16 bits and less: of cross entropies (seen: 6e-4, in nvfp4) and of gradient norms (seen: 0.02).
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.02, 0.1
 LIMIT_SECONDS = 120.0  # on an idle machine, where a draw takes a second or two
@@ -76,6 +79,9 @@ def run_draw(drawn: Drawn, limit: float = RANKS_LIMIT, reads_data: bool = False)
             options = options_of(plan) if as_trained else None
             rates = [learning_rate(plan.job, step) for step in range(STEPS)]
             found = compare_with_one_rank(plan, STEPS, dtype, options, limit, rates, reads_data)
+            if not as_trained and may_be_rounding(found):
+                plan = replace(plan, job=replace(plan.job, adam_eps=LARGE_EPSILON))
+                found = compare_with_one_rank(plan, STEPS, dtype, options, limit, rates, reads_data)
     except RankError as error:
         late = "still run after" in str(error) or "Timed out" in str(error)
         return Outcome(drawn, resolved, "HANG" if late else "CRASH", str(error))
@@ -108,6 +114,12 @@ def stand_ins(plan: Plan) -> Iterator[None]:
 def _run_traced(traced: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., object]:
     """A backend of torch.compile that runs what was traced as it is. Looking one up by name would import them all."""
     return traced.forward
+
+
+def may_be_rounding(found: Comparison) -> bool:
+    """Whether only weights and states differ, by so little that AdamW may have made it of rounding."""
+    is_small = TOLERANCE < found.largest <= MOST_OF_ROUNDING
+    return is_small and max(found.gradient, found.loss, found.bias) <= ROUNDING and not found.problems
 
 
 def judge_comparison(found: Comparison) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+import layout_runs
 import pytest
 import tiny_vision
 from drawn_coverage import Coverage, fields_to_draw
@@ -202,6 +203,24 @@ def compared(**changes: object) -> Comparison:
 )
 def test_a_difference_is_a_fault_unless_experts_are_tied(changes: dict[str, object], kind: str) -> None:
     assert judge_comparison(compared(**changes))[0] == kind
+
+
+@pytest.mark.parametrize(("with_large_epsilon", "kind"), [(1.4e-12, "equal"), (1.4e-10, "DIFFERENT")])
+def test_rounding_that_adamw_enlarges_is_tried_with_a_larger_epsilon(
+    with_large_epsilon: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients within 3e-14 of one rank's and weights 1.4e-10 away, as draw 39/494; a fault stays with any epsilon."""
+    epsilons: list[float] = []
+
+    def compare(plan: Plan, *args: object) -> Comparison:
+        epsilons.append(plan.job.adam_eps)
+        return compared(gradient=2.7e-14, weight=1.4e-10 if len(epsilons) == 1 else with_large_epsilon)
+
+    monkeypatch.setattr(layout_runs, "compare_with_one_rank", compare)
+    assert run_draw(draw_layout(f"default suite/{SAMPLE[0]}", as_trained=False)).kind == kind
+    assert epsilons[1:] == [1e-4]
+    for fault in ({"weight": 3e-2}, {"weight": 1e-9, "gradient": 1e-11}, {"weight": 1e-9, "problems": ("a rank",)}):
+        assert not layout_runs.may_be_rounding(compared(**fault))
 
 
 def test_a_rough_comparison_sees_what_rounding_is_not() -> None:
