@@ -299,3 +299,25 @@ def test_a_packed_file_of_any_length_ends(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "a.log.gz"
     path.write_bytes(gzip.compress(b"apples\n" * 2**22))
     assert 2**20 < Scan(path).read().num_lines < 2**21
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f" iteration {'9' * 400}/ 9 | elapsed time per iteration (ms): 1.0 | lm loss: 2.5 |",
+        f" iteration 3/ {'9' * 5000} | elapsed time per iteration (ms): 1.0 | lm loss: 1e400 |",
+        f"step {'9' * 400}/9  loss 1.0  grad norm 1.0  lr 1.0  1 tokens/s  1 TFLOP/s a rank",
+        f"step: {'9' * 400}  loss: 1.0  memory: 1..2GiB(3%)  tps: 4",
+        "[Rank 99999999999] (after 3 iterations) memory (MB) | allocated: 1..2 | max reserved: 3.",
+        "[titan] CUDA capacity: NVIDIA H100 with 1..2GiB memory",
+        f"[titan] Building device mesh with parallelism: pp={'9' * 5000}, tp=2",
+        "[titan] Peak FLOPS used for computing MFU: e+e+",
+        '[titan] Running with configs: {"model": {"name": "qwen3", "flavor": "30B-A3B", "converters": 3}}',
+        f"Root Cause (first observed failure):\n rank : {'9' * 5000}",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1..2 GiB.",
+        *(f" iteration {number}/ 99 | elapsed time per iteration (ms): 0.0 | lm loss: nan |" for number in (1, 2)),
+    ],
+)
+def test_numbers_that_are_none_are_no_traceback(line: str, tmp_path: Path) -> None:
+    found = diagnose([write(tmp_path / "a.log", [line] * 40)])
+    json.dumps(found.to_json(), allow_nan=False)

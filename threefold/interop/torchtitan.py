@@ -162,9 +162,10 @@ def _knobs(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(compiles, bool):
         knobs["knobs.compile"] = compiles
     converters = _table(config, "model").get("converters")
-    if isinstance(converters, list) and any("float8" in str(one) for one in converters):
+    named = [str(one) for one in converters] if isinstance(converters, list) else []
+    if any("float8" in one for one in named):
         knobs["knobs.precision"] = "fp8-tensor"
-    if any("mx" in str(one) for one in converters or ()):
+    if any("mx" in one for one in named):
         knobs["knobs.precision"] = "mxfp8"
     if "deepep" in str(_table(config, "parallelism").get("expert_parallel_comm_backend", "")).lower():
         knobs["knobs.dispatcher"] = "deepep"

@@ -9,7 +9,7 @@ from threefold.units import format_bytes
 
 Kind = Literal["fragmentation", "other process", "shortage", "unknown"]
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+_SIZE = r"(\d{1,18}(?:\.\d+)?) (bytes|KiB|MiB|GiB|TiB)"
 _PARTS = {
     "requested": (rf"Tried to allocate {_SIZE}",),
     "capacity": (rf"total capa?ci?ty of {_SIZE}", rf"{_SIZE} total capacity"),

@@ -100,7 +100,8 @@ def _times(health: Health, number: Column, seconds: Column) -> None:
         health.outliers = [(int(number[place]), float(seconds[place])) for place in sorted(worst)]
     quarter = len(seconds) // 4
     if quarter >= _LEAST_STEPS:
-        change = float(np.median(seconds[-quarter:])) / float(np.median(seconds[:quarter])) - 1
+        first = float(np.median(seconds[:quarter]))
+        change = float(np.median(seconds[-quarter:])) / first - 1 if first > 0 else 0.0
         health.drift = change if abs(change) > _DRIFT else None
 
 

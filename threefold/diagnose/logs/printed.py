@@ -30,14 +30,14 @@ WORDS = (
     "running with configs", "running with args", "checkpoint", "export ", "declare -x",
 )  # fmt: skip
 VERSION = r"torch[ =:]+v?\d|transformer[ _-]?engine[ =:]+v?\d|megatron[-_ ]core[ =:]+v?\d"  # lines without that word
-_CAPACITY = re.compile(r"CUDA capacity: (.+?) with ([\d.]+)GiB memory")
+_CAPACITY = re.compile(r"CUDA capacity: (.+?) with (\d{1,9}(?:\.\d+)?)GiB memory")
 _MESH = re.compile(r"Building device mesh with parallelism: (.+)")
-_MEMORY = re.compile(r"\[Rank (\d+)\] \((?:after )?(\d+) iterations?\) memory \((MB|GB)\)(.*)")
-_MEMORY_FIELD = re.compile(r"\|\s*([\w -]+?):\s*([\d.]+)")
+_MEMORY = re.compile(r"\[Rank (\d{1,6})\] \((?:after )?(\d+) iterations?\) memory \((MB|GB)\)(.*)")
+_MEMORY_FIELD = re.compile(r"\|\s*([\w -]+?):\s*(\d{1,15}(?:\.\d+)?)")
 _EXPORT = re.compile(r"(?:^|\s)(?:export|declare -x) ([A-Z][A-Z0-9_]{2,60})=[\"']?([^\"'\s]{1,120})")
 _CHECKPOINT = re.compile(r"[Ss]uccessfully (saved|loaded) checkpoint|[Ss]aving (?:a )?(?:the )?(?:full )?(checkpoint)")
 _MOST_VARIABLES = 200
-_PEAK_TFLOPS = re.compile(r"Peak FLOPS used for computing MFU: ([\d.e+]+)")
+_PEAK_TFLOPS = re.compile(r"Peak FLOPS used for computing MFU: (\d{1,9}(?:\.\d+)?(?:e\+?\d{1,2})?)")
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Printed:
             self.device, self.device_gib = match[1], float(match[2])
             return True
         if match := _MESH.search(text):
-            self.mesh = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", match[1])}
+            self.mesh = {name: int(value) for name, value in re.findall(r"(\w+)=(\d{1,7})", match[1])}
             return True
         if match := _PEAK_TFLOPS.search(text):
             self.peak_flops = float(match[1])

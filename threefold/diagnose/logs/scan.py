@@ -205,7 +205,7 @@ class Scan:
         """What a launcher says about the first failure, and what a job says at its end."""
         if self._in_root:
             self._in_root -= 1
-            if match := re.match(r"\s*rank\s*:\s*(\d+)", text):
+            if match := re.match(r"\s*rank\s*:\s*(\d{1,6})\b", text):
                 self.root_rank = int(match[1])
         if "Root Cause (first observed failure)" in text:
             self._in_root = _ROOT_LINES

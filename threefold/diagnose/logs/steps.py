@@ -26,15 +26,15 @@ _MEGATRON_FIELDS = {
     b"seq_load_balancing_loss": "balance",
     b"global_load_balancing_loss": "balance",
 }
-_ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+|infinity)\s*\|")
-_SKIPPED = re.compile(rb"number of skipped iterations:\s*(\d+)")
+_ITERATION = re.compile(rb"iteration\s+(\d{1,15})\s*/\s*(\d{1,15}|infinity)\s*\|")
+_SKIPPED = re.compile(rb"number of skipped iterations:\s*(\d{1,9})")
 _TITAN = re.compile(
-    rb"step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>\S+)(?:\s+grad_norm:\s*(?P<grad_norm>\S+))?"
+    rb"step:\s*(?P<step>\d{1,15})\s+loss:\s*(?P<loss>\S+)(?:\s+grad_norm:\s*(?P<grad_norm>\S+))?"
     rb"\s+memory:\s*(?P<memory>[\d.]+)GiB\((?P<memory_percent>[\d.]+)%\)\s+tps:\s*(?P<tokens_per_second>[\d,]+)"
     rb"(?:\s+tflops:\s*(?P<tflops>[\d,.]+))?(?:\s+mfu:\s*(?P<mfu>[\d.]+)%)?"
 )
 _OURS = re.compile(
-    rb"step (?P<step>\d+)/(?P<total>\d+)  loss (?P<loss>\S+)  grad norm (?P<grad_norm>\S+)  lr \S+  "
+    rb"step (?P<step>\d{1,15})/(?P<total>\d{1,15})  loss (?P<loss>\S+)  grad norm (?P<grad_norm>\S+)  lr \S+  "
     rb"(?P<tokens_per_second>[\d,]+) tokens/s.*?  (?P<tflops>\S+) TFLOP/s a rank"
 )
 

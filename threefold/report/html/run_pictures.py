@@ -121,7 +121,7 @@ def curve_figure(
     last = max(first + 1, *(each.steps[-1] for each in (curve, *beside.values())))
 
     def x_of(step: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - 12) * (step - first) / (last - first)
+        return _LEFT + (WIDTH - _LEFT - 12) * (step - first) / (last - first or 1.0)
 
     def y_of(value: float) -> float:
         return bottom - (bottom - top) * (value - low) / (high - low)
