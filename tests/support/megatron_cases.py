@@ -160,8 +160,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_NEMOTRON, "model.num_layers": 50, "layout.pp": 4},
         {**_NEMOTRON, "model.num_layers": 52, "layout.pp": 4},
     ),
-    "mtp-chunk-has-a-layer": (
-        {**_QWEN_NEXT, "layout.stages": "E" + "t" * 12 + "|" + "t" * 18 + "|" + "t" * 18 + "|mL"},
+    "chunks-next-to-mtp-have-layers": (
+        {**_QWEN_NEXT, "layout.stages": "E" + "t" * 12 + "|" + "t" * 18 + "|" + "t" * 18 + "m|L"},
         {**_QWEN_NEXT, "layout.stages": "E" + "t" * 12 + "|" + "t" * 18 + "|" + "t" * 17 + "|tmL"},
     ),
     "mamba-heads-divide": (

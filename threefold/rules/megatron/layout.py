@@ -129,21 +129,22 @@ def hybrid_stages_are_equal(plan: Plan) -> Iterator[Finding]:
     rows="PP-LAYOUT",
     refused_in=("core/models/gpt/gpt_layer_specs.py", "Experimental attention variant is not supported with "),
 )
-def mtp_chunk_has_a_layer(plan: Plan) -> Iterator[Finding]:
-    """The chunk with the MTP depths of a model with the gated delta rule or sparse attention has a decoder layer.
+def chunks_next_to_mtp_have_layers(plan: Plan) -> Iterator[Finding]:
+    """Every chunk of a model with the gated delta rule or sparse attention has a decoder layer, where it has MTP.
 
-    Why: Megatron makes MTP's layer like the last decoder layer of the chunk. Where there is none it makes an ordinary
-        one, which it refuses for these models.
-    Confirm: the last chunk of `threefold show PLAN`.
+    Why: Megatron makes the layer of MTP like the last decoder layer of a chunk, in every chunk, also where MTP is in
+        another one. Without a layer it makes an ordinary one, which it refuses for these models.
+    Confirm: the chunks of `threefold show PLAN`.
     Fix: the even layout, or fewer virtual stages.
     """
-    spec, layout, last = plan.model.attention, plan.layout, plan.chunks[-1]
+    spec, layout = plan.model.attention, plan.layout
     is_variant = plan.model.delta is not None or (isinstance(spec, MlaSpec) and spec.indexer is not None)
-    if is_variant and last.mtp and not last.layers:
+    bare = next((chunk for chunk in plan.chunks if not chunk.layers), None)
+    if is_variant and plan.mtp and bare is not None:
         even: Changes = {"layout.stages": None}
         fewer = [vpp for vpp in range(layout.vpp - 1, 0, -1) if layout.vpp % vpp == 0]
         fixes = [even, *({**even, "layout.vpp": vpp, "layout.schedule": None} for vpp in fewer)]
-        problem = f"MTP without a decoder layer in the last chunk, {last}, on {plan.model.name}"
+        problem = f"a chunk without a decoder layer, {bare}, and MTP on {plan.model.name}"
         yield Finding(at="layout.stages", problem=problem, fixes=fixes)
 
 
