@@ -42,6 +42,7 @@ from threefold.spec.models import MODELS
 
 # Fields of a metrics line that differ from run to run.
 TIMING = {"seconds", "tokens_per_second", "useful_tokens_per_second", "tflops", "tflops_per_gpu", "memory_bytes"}
+TIMING |= {"data_seconds"}
 MUON = {"job.optimizer": "muon"}
 NARROW = {"knobs.precision": "bf16", "knobs.optimizer_dtype": "bf16"}
 LONG = 100_000  # steps: ended by a signal

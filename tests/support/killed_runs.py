@@ -37,7 +37,8 @@ HANG_SECONDS = 600.0  # after which a case fails: long enough for a machine with
 STEPS = 8
 MOMENTS = {"start": 2, "step": 4, "save": 4, "evaluation": 3, "end": 1}  # and how often each is drawn
 # Lines of metrics have these beside what is trained.
-TIMES = ("seconds", "tokens_per_second", "useful_tokens_per_second", "tflops", "tflops_per_gpu", "memory_bytes")
+TIMES = ("seconds", "tokens_per_second", "useful_tokens_per_second", "tflops", "tflops_per_gpu", "memory_bytes",
+         "data_seconds")  # fmt: skip
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"knobs.precision": "bf16"}, DEEPSEEK],
     2: [
