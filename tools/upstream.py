@@ -183,12 +183,15 @@ def find_releases(folder: Path) -> dict[str, list[Path]]:
 
 
 def main() -> None:
+    if len(sys.argv) not in (2, 4):
+        sys.exit("python tools/upstream.py FOLDER [OLD NEW]")
     folder, *names = sys.argv[1:]
     found = find_releases(Path(folder))
     supported = [name for name in found if name in PAIRS]
-    old, new = names or [*supported[-1:], *list(found)[-1:]]
-    if old not in found or new not in found or old == new:
-        sys.exit(f"two releases are compared; {folder} has {', '.join(found) or 'none'}")
+    pair = names or [*supported[-1:], *list(found)[-1:]]
+    if len(pair) != 2 or pair[0] == pair[1] or not set(pair) <= set(found):
+        sys.exit(f"two releases are compared, and {folder} has {', '.join(found) or 'none'}")
+    old, new = pair
     print(f"Megatron Bridge {old} -> {new}")
     for line in watch(*(Release(name, found[name]) for name in (old, new)), followed()):
         print(line)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from test_read_megatron import wheel
-from upstream import Release, find_releases, watch
+from upstream import Release, find_releases, main, watch
 
 CONFIG = """
 from dataclasses import dataclass
@@ -86,3 +86,11 @@ def test_conditions_are_those_on_the_way(tmp_path: Path, name: str, line: str) -
     found = release(tmp_path / "old", "0.6.0", OLD).statement(*FOLLOWED[name])
     assert found is not None
     assert (found.condition, found.names) == (line, {"overlap", "warmup"})
+
+
+@pytest.mark.parametrize("words", [[], ["{folder}"], ["{folder}", "0.6.0", "0.9.0"], ["{folder}/no-such-folder"]])
+def test_what_cannot_be_compared_is_said(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    release(tmp_path / "old", "0.6.0", OLD)
+    monkeypatch.setattr("sys.argv", ["upstream.py", *(word.format(folder=tmp_path) for word in words)])
+    with pytest.raises(SystemExit, match=r"two releases are compared|FOLDER"):
+        main()
