@@ -86,7 +86,7 @@ def test_what_bridge_writes_of_an_export_is_its_plan() -> None:
     told = {path: value for path, value in imported.plan.written if not path.startswith("run.")}
     assert told == {**dict(recipe("qwen3-30b-a3b-4k-16xh100-bf16-overlap").written), **OF_THE_RECIPE}
     [finding] = imported.findings  # whatever else is on has its name there
-    for name in ("checkpoint.save_optim", "model.apply_rope_fusion", "tokenizer.tokenizer_model", "dataset.split"):
+    for name in ("checkpoint.save_optim", "model.bias_activation_fusion", "tokenizer.tokenizer_model", "dataset.split"):
         assert name in finding.problem
 
 
