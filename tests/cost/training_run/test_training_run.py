@@ -203,3 +203,15 @@ def test_the_engine_writes_a_checkpoint_of_this_size(tmp_path: Path) -> None:
         threefold.train(plan, folder, say=lambda text: None)
         written = sum(path.stat().st_size for path in folder.glob("checkpoints/*/*.distcp"))
         assert written == pytest.approx(checkpoint_bytes(plan), rel=0.03), changes
+
+
+def test_figures_have_the_digits_that_a_step_leaves() -> None:
+    """The step of an uncalibrated plan is half as long again at most: two digits say all that is known."""
+    plan = make()
+    found = threefold.estimate_training(plan, 1.5e12, price=2.5)
+    assert found.seconds_band[1] / found.seconds > 1.2
+    rows = {name: value for name, value, _ in found.table()[1]}
+    for name in ("days", "GPU-hours", "cost"):
+        about, digits = rows[name].split()
+        assert about == "about"
+        assert len(digits.replace(",", "").replace(".", "").strip("0")) <= 2, rows[name]

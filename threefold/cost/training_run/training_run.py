@@ -17,7 +17,7 @@ from threefold.cost.training_run.goodput import FailureModel, Goodput, best_inte
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.spec.clusters.operations import SOURCES, Operations, operations_of
-from threefold.units import format_bytes, format_count, format_many, format_number, format_seconds
+from threefold.units import format_bytes, format_count, format_many, format_number, format_rounded, format_seconds
 
 HOUR, DAY = 3600.0, 86_400.0
 
@@ -47,6 +47,11 @@ class TrainingRun(ShownAsTable):
     operations: Operations
     replaced: frozenset[str]  # the figures of `operations` that the user gave
     level: str  # "calibrated" or "uncalibrated", as the estimate of a step is
+
+    def rounded(self, value: float) -> str:
+        """A figure that is as sure as the time of a step: with the digits that its band leaves."""
+        error = self.seconds_band[1] / self.seconds - 1 if math.isfinite(self.seconds) else 0.0
+        return format_rounded(value, error)
 
     @property
     def days(self) -> float:
@@ -78,19 +83,19 @@ class TrainingRun(ShownAsTable):
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """What it takes, one figure a row, and what the figure is made of."""
-        low, high = (format_number(seconds / DAY) for seconds in self.seconds_band)
-        good, host = self.goodput, self.host_bytes
+        low, high = (self.rounded(seconds / DAY) for seconds in self.seconds_band)
+        good, host = self.goodput, {name: size for name, size in self.host_bytes.items() if size}
         ends = math.isfinite(self.seconds)
         every = f"{format_number(self.save_steps)} steps ({format_seconds(self.save_steps * self.step_seconds)})"
         rows = [
             [
                 "days",
-                format_number(self.days) if ends else "never ends",
+                f"about {self.rounded(self.days)}" if ends else "never ends",
                 (f"{low} to {high}; " if ends else "") + f"{format_number(self.steps)} steps",
             ],
             [
                 "GPU-hours",
-                format_number(self.paid_gpu_hours),
+                f"about {self.rounded(self.paid_gpu_hours)}",
                 f"{format_many(self.gpus, 'GPU')}, {format_many(self.spare_nodes, 'spare node')}",
             ],
             [
@@ -98,7 +103,7 @@ class TrainingRun(ShownAsTable):
                 f"{good.useful:.1%}",
                 f"{good.saving:.1%} saving, {good.lost:.1%} lost to failures, {good.waiting:.1%} waiting for nodes",
             ],
-            ["failures", format_number(self.failures), f"restart in {format_seconds(self.restart_seconds)}"],
+            ["failures", f"about {self.rounded(self.failures)}", f"restart in {format_seconds(self.restart_seconds)}"],
             [
                 "checkpoint",
                 format_bytes(self.checkpoint_bytes),
@@ -113,9 +118,10 @@ class TrainingRun(ShownAsTable):
         ]
         if self.energy_mwh is not None:
             figures = f"{self.operations.power_fraction:.0%} of the servers' power, PUE {self.operations.pue:g}"
-            rows.append(["energy", f"{format_number(self.energy_mwh)} MWh", figures])
+            rows.append(["energy", f"about {self.rounded(self.energy_mwh)} MWh", figures])
         if self.cost is not None:
-            rows.append(["cost", format_number(self.cost), f"{self.price:g} a GPU-hour, spare nodes included"])
+            price = f"{self.price:g} a GPU-hour, spare nodes included"
+            rows.append(["cost", f"about {self.rounded(self.cost)}", price])
         return ["", "value", "made of"], rows
 
     def to_json(self) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def curve_text(curve: Curve) -> str:
         if run is None or not point.is_right:
             rows.append([*row, *["-"] * 6, point.verdict])
             continue
-        energy = "-" if run.energy_mwh is None else format_number(run.energy_mwh)
-        cost = "-" if run.cost is None else format_number(run.cost)
-        figures = [format_number(run.days), format_number(run.paid_gpu_hours), f"{run.goodput.useful:.1%}"]
+        energy = "-" if run.energy_mwh is None else run.rounded(run.energy_mwh)
+        cost = "-" if run.cost is None else run.rounded(run.cost)
+        figures = [run.rounded(run.days), run.rounded(run.paid_gpu_hours), f"{run.goodput.useful:.1%}"]
         rows.append([*row, *figures, str(run.save_steps), energy, cost, point.verdict])
     return table(["GPUs", "batch", "days", "GPU-hours", "goodput", "save steps", "MWh", "cost", ""], rows)
 
