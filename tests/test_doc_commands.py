@@ -19,8 +19,22 @@ from repository import ROOT
 from threefold.cli.main import TAKE_A_COMMAND, VERBS, build_parser
 
 PLANNER = (
-    *("plan", "check", "show", "estimate", "sweep", "launch", "export", "compare", "card", "rules", "find", "models"),
-    *("chips", "schema", "completion", "report", "skills", "diagnose"),
+    *(
+        "plan",
+        "fit",
+        "check",
+        "show",
+        "estimate",
+        "sweep",
+        "launch",
+        "export",
+        "compare",
+        "card",
+        "rules",
+        "find",
+        "models",
+    ),
+    *("fit", "chips", "schema", "completion", "report", "skills", "diagnose"),
 )
 # Why a command is parsed and not run: a pattern of the command line, and the reason.
 NOT_RUN = {

@@ -34,6 +34,7 @@ SAMPLES: dict[str, list[tuple[str, ...]]] = {
         ("plan", *PLAN, "--gpus", "8", "--target", "megatron-bridge"),
         ("plan", *PLAN, "--gpus", "1"),
     ],
+    "fit": [("fit", "qwen3-30b-a3b", "--gpus", "1,4,16"), ("fit", "olmoe-1b-7b", "--gpus", "8")],
     "check": [("check", BRIDGE, "layout.ep=48"), ("check", TINY, "--unjudged"), ("check", LONG)],
     "check-explain": [("check", "--explain", "ep-divides-experts"), ("check", "--explain", "unknown-field")],
     "check-explain-death": [("check", "--explain", "deepep-timeout"), ("check", "--explain", "nccl-timeout")],
@@ -81,21 +82,8 @@ SAMPLES: dict[str, list[tuple[str, ...]]] = {
 }
 ORDER = ("train", "export-hf")  # first, because others read what they leave
 # What may hold a value of any kind: fields of a plan and settings of Megatron.
-ANY = {
-    "value",
-    "fix_data",
-    "plan",
-    "fields",
-    "overrides",
-    "changes",
-    "moved",
-    "settings",
-    "default",
-    "a",
-    "b",
-    "ours",
-    "theirs",
-}
+ANY = {"value", "fix_data", "plan", "fields", "overrides", "changes", "moved", "settings", "default", "set"}
+ANY |= {"a", "b", "ours", "theirs"}  # sides of a comparison
 # Objects whose keys are names of something, by the key that holds them.
 MAPS = {"fields", "plan", "overrides", "terms", "reserve", "degrees", "links", "groups", "files", "fix_data", "moved"}
 MAPS |= {"changes", "rules", "read", "metrics", "settings", "sizes", "counts", "packages", "versions", "by_axis"}

@@ -40,6 +40,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
         ("plan", "--model", "olmoe-1b-7b", "--chip", "h200", "--gpus", "8", "--seq-len", "4096", "--top", "1"),
         ("plan", "--model", "deepseek-v3", "--chip", "h100", "--gpus", "8", "--seq-len", "4096"),
     ],
+    "fit": [("fit", "olmoe-1b-7b", "--chip", "h200", "--gpus", "1,4")],
     "rules": [("rules",)],
     "chips-one": [("chips", "b200")],
     "models-one": [("models", "olmoe-1b-7b"), ("models", "kimi-k2")],

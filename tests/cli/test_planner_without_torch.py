@@ -18,6 +18,7 @@ PLAN = ["plan", "--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "8", "--
 # A command of each verb that plans, judges, predicts or reads. {work} stands for a folder to write to.
 PLANNER: dict[str, list[str]] = {
     "plan": [*PLAN, "--global-batch", "64", "--out", "{work}/plan.toml"],
+    "fit": ["fit", "olmoe-1b-7b", "--gpus", "8"],
     "check": ["check", LARGE],
     "show": ["show", LARGE],
     "estimate": ["estimate", LARGE, "--tokens", "1T"],

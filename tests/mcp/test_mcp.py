@@ -69,7 +69,7 @@ def test_jobs_are_diagnosed_models_are_fitted_and_plans_compared(tmp_path: Path)
         [
             ("diagnose", {"files": ["job.log"]}),
             ("diagnose", {"files": ["run"]}),
-            ("fit", {"model": "olmoe-1b-7b", "chip": "h100"}),
+            ("fit", {"model": "olmoe-1b-7b", "gpus": "8"}),
             ("published_pairs", {"words": "hybridep qwen3-30b"}),
             ("compare_plans", {"first": f"{BATCH}{PLAN}", "second": f"{BATCH}{PLAN}".replace("ep = 16", "ep = 8")}),
             ("explain", {"slug": "deepep-timeout"}),
@@ -78,7 +78,7 @@ def test_jobs_are_diagnosed_models_are_fitted_and_plans_compared(tmp_path: Path)
     assert "cuda-out-of-memory" in "\n".join(died["answer"]["summary"])
     assert outside["exit_code"] == 2
     assert "outside of" in outside["message"]
-    assert len(fitted["answer"]["summary"]) <= 15
+    assert [point["gpus"] for point in fitted["answer"]["points"]] == [8]
     assert pairs["answer"][0]["runs"][1]["differs"] == ["ep_overlap"]
     assert "layout.ep" in str(compared["answer"])
     assert death["answer"]["death"] == "deepep-timeout"

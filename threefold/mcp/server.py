@@ -26,7 +26,6 @@ _OUTPUTS = {
     "setting": ("find-name",),
     "explain": ("check-explain", "check-explain-death"),
     "compare_plans": ("compare",),
-    "fit": ("plan",),
     "published_pairs": ("find-ab",),
 }
 
@@ -119,11 +118,15 @@ def _tools(folders: Sequence[Path]) -> list[Callable[..., Answer]]:
         """Predict memory by stage and term, step time by term, throughput with its band, and the bottleneck."""
         return on_plan("estimate", [plan], overrides or [])
 
-    def fit(
-        model: str, chip: str, seq_len: str = "4096", target: str = "", overrides: list[str] | None = None
-    ) -> Answer:
-        """The fewest GPUs on which a model runs and fits, with the plan for them. Like `plan` with gpus="auto"."""
-        return plan(model, chip, "auto", seq_len, target, overrides)
+    def fit(model: str, chip: str = "h100", seq_len: str = "4096", target: str = "", gpus: str = "") -> Answer:
+        """Does a model fit, and from how many GPUs on: a line for each number of them. gpus: such as 8,16,32; empty for
+        the usual ones."""
+        try:
+            check_overrides([f"model={model}"], folders)
+        except OutsideError as error:
+            return {"exit_code": 2, "message": str(error)}
+        flags = [*(["--target", target] if target else []), *(["--gpus", gpus] if gpus else [])]
+        return run_verb(["fit", model, "--chip", chip, "--seq-len", seq_len, *flags], folders[0])
 
     def diagnose(files: list[str], plan: str = "") -> Answer:
         """What a dead, slow or full job left behind: causes with evidence and fixes. files: logs, memory snapshots,
