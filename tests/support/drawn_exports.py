@@ -23,7 +23,7 @@ import torch
 import transformers
 from drawn_layouts import Drawn, Resolved, draw_layout, resolve
 from hf_parity import EAGER, LOGITS
-from huggingface_hub.errors import StrictDataclassClassValidationError
+from huggingface_hub.errors import StrictDataclassError
 from layout_runs import LIMIT_SECONDS, Outcome, stand_ins
 from random_configs import draw_config
 from safetensors.torch import load_file
@@ -89,10 +89,11 @@ def _accepted(seed: str) -> tuple[Drawn, Resolved]:
 
 
 def _is_configuration(config: Mapping[str, Any]) -> bool:
-    """Whether transformers takes it: its Llama wants a width that the number of heads divides, whatever `head_dim`."""
+    """Whether transformers takes it: its Llama wants a width that the number of heads divides, whatever `head_dim`, and
+    classes with a `head_dim` want a number."""
     try:
         transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
-    except StrictDataclassClassValidationError:
+    except StrictDataclassError:
         return False
     return True
 
