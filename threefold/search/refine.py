@@ -10,6 +10,7 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
+from threefold.remedies.advise import WORTH
 from threefold.rules.all import judge
 from threefold.rules.knobs.overlap import overlap_needs_connections
 from threefold.search.knobs import graph_scopes
@@ -17,7 +18,6 @@ from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.search.space import Space
 
-GAIN = 0.002  # predicted, from which a further knob is worth setting
 LOSS = 0.001  # of throughput at most that heeding a warning may cost
 MOST_HEEDED = 6
 MOST_WAYS = 4  # of one finding that are tried
@@ -85,7 +85,7 @@ def _improved(space: Space, pricer: Pricer, one: Priced) -> Priced:
     for path, value in _switches(space, one.plan):
         table, _, name = path.partition(".")
         plan = replace(one.plan, **{table: replace(getattr(one.plan, table), **{name: value})})
-        if pricer.speed(plan) <= one.tokens_per_second * (1 + GAIN):
+        if pricer.speed(plan) <= one.tokens_per_second * (1 + WORTH):
             continue
         if pricer.fits(plan.layout, plan.job.micro_batch, plan.knobs) and not faults(_connected(space, plan)):
             one = pricer.priced(plan)

@@ -6,12 +6,11 @@ from threefold.cost.estimate import gain
 from threefold.cost.fit import surely_fits
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
+from threefold.remedies.advise import WORTH
 from threefold.rules.base import rule
 from threefold.rules.layout.pipeline import stage_faults
 from threefold.spec.stacks import MEGATRON_SCHEDULES
 from threefold.units import format_many
-
-WORTH = 0.002  # predicted gain in throughput from which a change is worth making
 
 
 def can_be_priced(plan: Plan) -> bool:
