@@ -34,10 +34,12 @@ PLANNER = (
         "find",
         "models",
     ),
-    *("fit", "chips", "schema", "completion", "report", "skills", "diagnose"),
+    *("chips", "schema", "completion", "report", "skills"),
 )
 # Why a command is parsed and not run: a pattern of the command line, and the reason.
 NOT_RUN = {
+    r"^diagnose ": "reads what a job of the reader's left behind; tests/diagnose/ has such files",
+    r"^contract ": "reads a log of the reader's; tests/compare/test_contract.py",
     r"^mcp": "serves until its client leaves; tests/mcp speaks to it",
     r"--device cuda": "needs a GPU",
     r" /tmp/": "writes outside the folder of the test",

@@ -11,6 +11,8 @@ from repository import ROOT
 from traces import GEMM, annotation, kernel, write_trace
 
 from threefold.cli.main import VERBS
+from threefold.engine.weights.make_hf_config import hf_config_of
+from threefold.spec.models import MODELS
 
 LARGE = "recipes/deepseek-v3-128k-256xh100-fp8.toml"
 SMALL = "recipes/tiny-qwen3-moe-256-1xcpu-fp32.toml"
@@ -49,7 +51,7 @@ ENGINE: dict[str, list[str]] = {
     "overlap-ab": ["overlap-ab", "recipes/tiny-deepseek-v3-256-8xcpu-fp32-folded.toml"],
     "calibrate": ["calibrate"],
     "tune": ["tune", SMALL, "--out", "{work}/tuning"],
-    "finetune": ["finetune", "{work}", "--data", "x.jsonl", "--out", "{work}/run"],
+    "finetune": ["finetune", "{work}/hf", "--data", "{work}/chats.jsonl", "--out", "{work}/run"],
     "eval": ["eval", "{work}", "--data", "x.jsonl"],
     "sample": ["sample", "{work}"],
     "import-hf": ["import-hf", "{work}", "--out", "{work}/run"],
@@ -104,6 +106,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "overrides.txt").write_text("model.tensor_model_parallel_size=2\n")
     (folder / "job.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    (folder / "chats.jsonl").write_text('{"text": "a few words"}\n')
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(hf_config_of(MODELS["tiny-qwen3-moe"])))
+    header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / "hf" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     events = [annotation("ProfilerStep#1", 0, 1000), kernel(GEMM, 100, 500), annotation("ProfilerStep#2", 1000, 1000)]
     write_trace(folder / "trace.json.gz", [*events, kernel(GEMM, 1100, 500)])
     return folder

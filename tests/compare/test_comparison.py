@@ -217,7 +217,7 @@ def test_contract_facts_of_runs_are_compared(tmp_path: Path) -> None:
     a = run_side(tmp_path / "a", run_plan(), [0.1] * 20, contract={"torch": "2.12.0", "effective": {"graphs": "off"}})
     b = run_side(tmp_path / "b", run_plan(), [0.1] * 20, contract={"torch": "2.13.0", "effective": {"graphs": "attn"}})
     found = {each.field: (each.a, each.b) for each in compared(a, b).differences}
-    assert found == {"torch": ("2.12.0", "2.13.0"), "effective.graphs": ("off", "attn")}
+    assert found == {"software.torch": ("2.12.0", "2.13.0"), "effective.graphs": ("off", "attn")}
 
 
 def loss_curve(count: int, seed: int, shift: float = 0.0) -> list[float | None]:

@@ -245,7 +245,7 @@ def test_a_fixed_plan_is_judged_by_the_machine(
     fixed = tmp_path / "fixed.toml"
     assert main([*HERE, "layout.ep=48", "--fix", str(fixed)]) == 1
     out = capsys.readouterr().out
-    assert "applied: ep-divides-experts" in out
+    assert "applied fix: ep-divides-experts" in out
     assert "error[ep-divides-experts]" not in out
     assert "error[here-has-chips]" in out
     assert main(["check", str(fixed)]) == 0
