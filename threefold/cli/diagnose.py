@@ -13,9 +13,8 @@ from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.diagnose.deaths.catalogue import catalogue
 from threefold.diagnose.diagnosis import Diagnosis
 from threefold.findings import did_you_mean
-from threefold.report.diagnosis import diagnosis_text
+from threefold.report.diagnosis import diagnosis_summary, diagnosis_text
 from threefold.report.html.diagnosis_page import diagnosis_page
-from threefold.report.summaries import diagnosis_summary
 from threefold.safe_files import write_aside
 
 CANNOT_JUDGE = 125  # what `git bisect run` takes for: skip this commit

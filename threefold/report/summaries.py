@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from threefold.cost.estimate import Estimate
 from threefold.cost.training_run.training_run import TrainingRun
-from threefold.diagnose.diagnosis import Diagnosis
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.report.estimate import head_text, verdict_lines
@@ -39,13 +38,6 @@ def search_summary(found: SearchResult, why: str = "") -> list[str]:
     ends = [*tries, f"{format_many(len(found.candidates), 'candidate')} of {found.feasible} that work"]
     lines = [*head(best.plan, why).splitlines(), *grids_text(best.plan).splitlines(), step, *best.why]
     return [*cut_lines(lines, MOST_LINES - len(ends)), *ends]
-
-
-def diagnosis_summary(found: Diagnosis) -> list[str]:
-    """The first lines of each kind of file, and the findings."""
-    each = max(2, (MOST_LINES - 3) // max(1, len(found.parts)))
-    lines = [line.strip() for part in found.parts for line in [f"{part.kind}:", *part.lines][:each]]
-    return cut_lines([*lines, *(findings_summary(found.findings)[1:] if found.findings else [])])
 
 
 def training_summary(plan: Plan, found: TrainingRun) -> list[str]:
