@@ -225,11 +225,12 @@ def pairs_drawn(num_lines: int) -> float:
 
 
 def _pairs(verb: str, turn: int) -> list[str]:
-    """The flags of two pairs: each turn of a verb takes the next two."""
+    """The flags of two pairs, of more where a verb has many flags: each turn of a verb takes the next ones."""
     flags = sorted(_arguments(verb)[0])
     pairs = list(combinations(flags, 2)) or [tuple(flags)]
     random.Random(verb).shuffle(pairs)
-    return [name for place in (2 * turn, 2 * turn + 1) for name in pairs[place % len(pairs)]]
+    count = max(2, len(flags) // 4)
+    return [name for place in range(count * turn, count * (turn + 1)) for name in pairs[place % len(pairs)]]
 
 
 def _verbs() -> Iterator[tuple[str, int]]:

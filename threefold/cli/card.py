@@ -52,7 +52,8 @@ def _read(paths: list[Path]) -> list[Card]:
 
 def _list(cards: list[Card], args: argparse.Namespace) -> int:
     if args.json:
-        json.dump([{"card": card.name, "claim": card.text, "date": str(card.date)} for card in cards], sys.stdout)
+        told = [{"card": card.name, "claim": card.text, "date": str(card.date), "label": card.label} for card in cards]
+        json.dump(told, sys.stdout)
         print()
     else:
         print(cards_markdown(cards) if args.markdown else cards_text(cards))

@@ -10,8 +10,8 @@ BEGIN, END = "<!-- cards: threefold card list --markdown -->", "<!-- /cards -->"
 
 
 def cards_text(cards: Sequence[Card]) -> str:
-    rows = [[card.name, str(card.date), card.machine, card.text] for card in cards]
-    return table(["card", "date", "machine", "claim"], rows)
+    rows = [[card.name, str(card.date), card.machine, card.label or "-", card.text] for card in cards]
+    return table(["card", "date", "machine", "label", "claim"], rows)
 
 
 def cards_markdown(cards: Sequence[Card], links_from: str = "") -> str:

@@ -26,6 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from threefold.compare.contract import BENCHMARK, TRAINING, label_of
 from threefold.findings import Finding, FindingsError, did_you_mean, shown
 from threefold.plan.parse import parse
 from threefold.safe_files import read_bounded, read_json
@@ -103,6 +104,7 @@ class Card:
     log: str | None = None  # the page that tells more
     minutes: float = 10.0  # that the command takes
     contract: Mapping[str, Any] | None = None
+    label: str | None = None  # whether what was measured could be accepted for training; None where nothing says so
 
     @property
     def name(self) -> str:
@@ -137,9 +139,19 @@ def read_card(path: Path, root: Path) -> Card:
         log=values.get("log"),
         minutes=float(values.get("minutes", 10.0)),
         contract=values.get("contract"),
+        label=_label(values),
     )
     _check_evidence(card)
     return card
+
+
+def _label(values: Mapping[str, Any]) -> str | None:
+    """From what the contract says of the data, else from the plan."""
+    contract = values.get("contract")
+    if isinstance(contract, dict) and "benchmark_only" in contract:
+        return BENCHMARK if contract["benchmark_only"] else TRAINING
+    plan = parse(values["plan"]).plan if "plan" in values else None
+    return label_of(plan) if plan else None
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[str]:
