@@ -25,7 +25,8 @@ from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import run_one_rank, run_rank
 from threefold.findings import FindingsError
 from threefold.plan.parse import parse
-from threefold.search.recompute import resolve_recompute, sets
+from threefold.remedies.recompute_sets import every_set
+from threefold.search.recompute import resolve_recompute
 from threefold.units import GIB, format_bytes
 
 HAVE = {
@@ -276,7 +277,7 @@ def test_budget_becomes_the_cheapest_names() -> None:
         plan = build({**ON_HOST, "knobs.recompute": list(names)})
         return memory(plan).peak_bytes, step_time(plan, rates).step_seconds
 
-    priced = {names: cost(names) for names in sets(build(ON_HOST))}
+    priced = {names: cost(names) for names in every_set(build(ON_HOST))}
     assert {(), ("full",), ("layernorm", "moe")} <= priced.keys()
     most, least = priced[()][0], min(need for need, _ in priced.values())
     for share in (0.9, 0.5, 0.1):
@@ -297,7 +298,8 @@ def test_budget_obeys_rules() -> None:
     """EP overlap redoes no exchange: of what meets the budget only sets without `moe` and `full` are left."""
     fields = {**ON_HOST, "knobs.ep_overlap": True}
     every = {
-        names: memory(build({**fields, "knobs.recompute": list(names)})).peak_bytes for names in sets(build(fields))
+        names: memory(build({**fields, "knobs.recompute": list(names)})).peak_bytes
+        for names in every_set(build(fields))
     }
     least = min(need for names, need in every.items() if not {"moe", "full"} & set(names))
     assert min(every.values()) < 0.999 * least
@@ -316,7 +318,9 @@ def resolved_near(fields: dict[str, Any], num_bytes: float) -> Any:
 
 def needs(fields: dict[str, Any]) -> dict[tuple[str, ...], float]:
     plan = build(fields)
-    return {names: memory(replace(plan, knobs=replace(plan.knobs, recompute=names))).peak_bytes for names in sets(plan)}
+    return {
+        names: memory(replace(plan, knobs=replace(plan.knobs, recompute=names))).peak_bytes for names in every_set(plan)
+    }
 
 
 def test_budget_obeys_a_rule_about_graphs() -> None:
