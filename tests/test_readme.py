@@ -28,6 +28,7 @@ def test_example_prints_what_is_shown(
 ) -> None:
     """Lines appear in order; `...` stands for any lines between."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "100")
     main(shlex.split(command))
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     place = 0

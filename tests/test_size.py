@@ -11,7 +11,30 @@ import threefold
 PACKAGE = Path(threefold.__file__).parent
 SLACK = 150  # lines that a package may be below its ceiling
 
-CEILINGS: dict[str, int] = {}
+CEILINGS: dict[str, int] = {
+    "api": 700,
+    "cli": 5_150,
+    "compare": 3_100,
+    "cost": 10_800,
+    "diagnose": 3_600,
+    "dryrun": 3_450,
+    "engine": 44_850,
+    "explore": 900,
+    "interop": 5_750,
+    "layout": 400,
+    "lookup": 850,
+    "machine": 1_300,
+    "mcp": 300,
+    "plan": 2_250,
+    "profile": 5_050,
+    "remedies": 1_050,
+    "report": 4_400,
+    "rules": 6_100,
+    "search": 2_650,
+    "spec": 4_650,
+    "top": 1_000,
+    "tune": 2_300,
+}
 
 
 def sizes() -> dict[str, int]:

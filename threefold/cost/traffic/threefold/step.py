@@ -116,7 +116,8 @@ def _pipeline_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
 def _step_calls(plan: Plan) -> Iterator[Call]:
     """Calls once per step: the number of labels; then, in one call, gradient norm, losses and router statistics."""
     layout, job, model = plan.layout, plan.job, plan.model
-    yield from all_reduce("dp", layout.dp, INT64)
+    counts = 1 if plan.shards_dynamically else 1 + plan.mtp  # of labels, for the model and each MTP depth
+    yield from all_reduce("dp", layout.dp, INT64 * counts)
     depths = min(plan.mtp, 1) if model.mtp_shared else plan.mtp
     num_routers = sum(layer.ffn == "moe" for layer in [*model.layers, *model.mtp_depth * depths])
     numbers = 2 + 2 * bool(plan.mtp)
