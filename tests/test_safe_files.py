@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from threefold import safe_files
-from threefold.safe_files import MAX_JSON_DEPTH, MAX_LINE_BYTES, parse_json, read_bounded, read_lines
+from threefold.safe_files import (
+    MAX_JSON_DEPTH,
+    MAX_LINE_BYTES,
+    UnsafeFileError,
+    parse_json,
+    read_bounded,
+    read_lines,
+)
 
 
 def test_json_is_bounded_in_depth_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +55,11 @@ def test_large_json_has_narrow_characters(wide: bytes, monkeypatch: pytest.Monke
     assert parse_json(b'["' + b"x" * 200 + b'"]') == ["x" * 200]
     with pytest.raises(ValueError, match="more than ASCII"):
         parse_json(b'["' + wide + b"x" * 200 + b'"]')
+
+
+def test_a_log_of_many_gigabytes_is_refused_at_once(tmp_path: Path) -> None:
+    """A sparse file takes no room on the disk, and minutes to read."""
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(2**36)
+    with pytest.raises(UnsafeFileError, match="too many for a log"):
+        next(read_lines(tmp_path / "metrics.jsonl"))

@@ -16,6 +16,7 @@ MAX_JSON_BYTES = 2**26  # 64 MiB; the largest index of a published checkpoint ha
 MAX_JSON_VALUES = 2**22  # what begins a value or follows one; Python takes up to 100 bytes for each: some 400 MiB
 MAX_JSON_DEPTH = 100
 MAX_LINE_BYTES = 2**20  # of a log; a line of metrics.jsonl has some 700
+MAX_LOG_BYTES = 2**31  # of a run's metrics: some millions of steps
 
 
 class UnsafeFileError(OSError):
@@ -55,6 +56,8 @@ def read_bounded(path: Path, most_bytes: int, within: Path | None = None) -> byt
 def read_lines(path: Path, within: Path | None = None) -> Iterator[bytes]:
     """The lines of a log, without their ends. One that is too long, which a crash can leave, is left out."""
     with open_regular(path, within) as file:
+        if os.fstat(file.fileno()).st_size > MAX_LOG_BYTES:
+            raise UnsafeFileError(f"it has more than {MAX_LOG_BYTES} bytes, too many for a log of steps")
         is_whole = True  # the part that is read begins a line
         while part := file.readline(MAX_LINE_BYTES):
             ends = part.endswith(b"\n")
