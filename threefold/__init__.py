@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from threefold.api.comparisons import compare_runs, contract_of, diagnose_job, profile_run, validate
     from threefold.api.exports import export
+    from threefold.api.finetunings import finetune
     from threefold.api.plans import check, estimate, estimate_training, load_plan, sweep, training_curve
     from threefold.api.rehearsals import rehearse
     from threefold.api.searches import find_plan
@@ -42,6 +43,7 @@ __all__ = [
     "export",
     "find",
     "find_plan",
+    "finetune",
     "load_plan",
     "profile_run",
     "read_run",
@@ -67,6 +69,7 @@ _HOMES = {
     "estimate_training": "threefold.api.plans",
     "export": "threefold.api.exports",
     "find": "threefold.lookup.search",
+    "finetune": "threefold.api.finetunings",
     "find_plan": "threefold.api.searches",
     "load_plan": "threefold.api.plans",
     "profile_run": "threefold.api.comparisons",

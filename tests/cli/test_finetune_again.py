@@ -10,6 +10,7 @@ import torch
 from hf_checkpoints import digit_pairs, load_checkpoint, save_checkpoint, write_chats
 from safetensors.torch import load_file, save_file
 
+import threefold
 from threefold.cli.main import main
 from threefold.engine.run.folder import METRICS, read_run_plan
 from threefold.engine.train_state import load_run
@@ -51,6 +52,12 @@ def test_the_same_command_again_resumes(
     assert "resuming behind step 3" in capsys.readouterr().err
     assert rows(parts, "loss") == rows(whole, "loss")
     assert sorted(rows(whole, "loss")) == [*range(1, steps + 1)]
+
+    fields = {"job.lr": 1e-3, "job.seq_len": 64, "job.global_batch": 4, "run.tensorboard": False}
+    library = threefold.finetune(checkpoint, chats[0], tmp_path / "api", fields, val=[chats[1]], epochs=2, stop_at=3)
+    assert library.num_steps == 3
+    threefold.finetune(checkpoint, chats[0], tmp_path / "api", fields, val=[chats[1]], epochs=2)
+    assert rows(tmp_path / "api", "loss") == rows(whole, "loss")
 
     assert main([*words, "--out", str(parts), "--lr", "2e-3"]) == 1
     assert "job.lr was 0.001, now 0.002" in capsys.readouterr().out

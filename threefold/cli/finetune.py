@@ -3,13 +3,12 @@
 import argparse
 import json
 import math
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from threefold.api.finetunings import NewRun, count_sequences, import_checkpoint, is_begun, plan_finetuning
 from threefold.cli import train
 from threefold.cli.command_line.inputs import (
     add_rope_scaling,
@@ -20,23 +19,15 @@ from threefold.cli.command_line.inputs import (
     share_of_one,
 )
 from threefold.engine.launch.stop_signals import STOP_SIGNALS, install_handlers
-from threefold.engine.weights.base_checkpoint import check_same_checkpoint
-from threefold.engine.weights.run_files import DRAFT, HF_CONFIG, TOKENIZER_FOLDER, write_longer_config
-from threefold.findings import Finding, FindingsError
-from threefold.machine.finetune.checkpoint_facts import checkpoint_facts, data_facts, validation_entries
+from threefold.engine.weights.run_files import DRAFT
+from threefold.findings import FindingsError
+from threefold.machine.finetune.checkpoint_facts import validation_entries
 from threefold.machine.finetune.plan_finetune import (
     FinetunePlan,
     Request,
-    devices_here,
-    plan_finetune,
-    resume_finetune,
     words_of_finetune,
 )
 from threefold.plan.file import dump_fields, parse_overrides
-from threefold.plan.parse import normalise
-from threefold.plan.plan import Plan
-from threefold.profile.readers.run_record import CONTRACT
-from threefold.toml_file import load_toml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +93,8 @@ def run(args: argparse.Namespace) -> int:
         print("threefold finetune: --epochs and --warmup are above 0", file=sys.stderr)
         return 2
     try:
-        is_resumed = (args.out / DRAFT).is_file() and "job.data" in _draft_fields(args.out / DRAFT)
-        if is_resumed:
-            check_same_checkpoint(args.out, args.checkpoint)
-        chosen = _plan(args, is_resumed)
+        is_resumed = is_begun(args.out)
+        chosen = _plan(args)
         if args.plan_only and args.json:
             print(json.dumps({"ok": True, "plan": dump_fields(chosen.fields), "notes": list(chosen.notes)}, indent=2))
             return 0
@@ -120,38 +109,15 @@ def run(args: argparse.Namespace) -> int:
         return missing_package("finetune", error)
 
 
-def _plan(args: argparse.Namespace, is_resumed: bool) -> FinetunePlan:
-    if not is_resumed:
-        _check_is_new(args.out)
+def _plan(args: argparse.Namespace) -> FinetunePlan:
     words, epochs = words_of_finetune(args.overrides)
     overrides, findings = parse_overrides([*_fields_of_flags(args), *words])
-    given, more = normalise(overrides)
-    if findings or more:
-        raise FindingsError([*findings, *more])
-    if "model" in given:
-        problem, advice = f"the model is that of {args.checkpoint}", "leave it out, or give another checkpoint"
-        raise FindingsError([Finding(rule="convertible", at="model", problem=problem, advice=advice)])
-    data, val_data = data_facts(args.data), validation_entries(args.val)
-    epochs = args.epochs or epochs
+    if findings:
+        raise FindingsError(findings)
     share = args.warmup if args.warmup is not None and args.warmup < 1 else None
-    request = Request(args.out, args.lora, val_data, given, epochs, share, args.rope_scaling)
-    if is_resumed:
-        return resume_finetune(_draft_fields(args.out / DRAFT), data, request, _count_sequences)
-    return plan_finetune(checkpoint_facts(args.checkpoint), data, request, *devices_here(), _count_sequences)
-
-
-def _draft_fields(path: Path) -> dict[str, Any]:
-    raw, findings = load_toml(path)
-    fields, more = normalise(raw)
-    if findings or more:
-        raise FindingsError([*findings, *more])
-    return fields
-
-
-def _count_sequences(plan: Plan) -> float:
-    from threefold.engine.data.validation import check_data
-
-    return check_data(plan)
+    held_back = validation_entries(args.val)
+    request = Request(args.out, args.lora, held_back, overrides, args.epochs or epochs, share, args.rope_scaling)
+    return plan_finetuning(args.checkpoint, args.data, request)
 
 
 def _fields_of_flags(args: argparse.Namespace) -> list[str]:
@@ -177,33 +143,12 @@ def _resume(args: argparse.Namespace, chosen: FinetunePlan) -> int:
         return train.run(_train_arguments(args, plan))
 
 
-def _check_is_new(out: Path) -> None:
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    is_run = (out / "plan.toml").exists()
-    problem = "the folder holds a run that no finetuning began" if is_run else "the folder is not empty"
-    problem = problem if out.is_dir() else "this is no folder"
-    advice = "choose another --out folder"
-    if is_run:
-        advice = f"`threefold train {out}` resumes it"
-    elif (out / DRAFT).exists():
-        advice = f"`threefold train {out / DRAFT} --run {out}` starts from what was imported, or choose another folder"
-    raise FindingsError([Finding(rule="convertible", at=str(out), problem=problem, advice=advice)])
-
-
 def _import_and_train(args: argparse.Namespace, chosen: FinetunePlan) -> int:
-    from threefold.engine.weights.claimed_folder import claimed_folder
-
-    was_there, is_ours = args.out.exists(), False
-    try:
-        with install_handlers(dict.fromkeys(STOP_SIGNALS, _interrupt)), claimed_folder(args.out):
-            is_ours = True
-            _count_sequences(chosen.plan)  # raises what is wrong with the data, before weights are imported
+    with NewRun(args.out) as new:
+        with install_handlers(dict.fromkeys(STOP_SIGNALS, _interrupt)), new.claimed() as was_there:
+            count_sequences(chosen.plan)  # raises what is wrong with the data, before weights are imported
             draft = _import(args, chosen, was_there)
         return train.run(_train_arguments(args, draft))
-    finally:
-        if is_ours and not (args.out / CONTRACT).exists():  # the run never started: the folder is left as it was
-            _remove(args.out, keep_folder=was_there)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -211,29 +156,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _remove(folder: Path, keep_folder: bool) -> None:
-    if keep_folder and folder.is_dir():
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _import(args: argparse.Namespace, chosen: FinetunePlan, was_there: bool) -> Path:
-    """Import the checkpoint into the run's folder; returns the plan that trains it, in the folder too."""
-    from threefold.engine.weights.convert import AS_STORED, import_into
-
-    for line in import_into(args.checkpoint, args.out, AS_STORED, None, was_there):
+    def say(line: str) -> None:
         print(line, file=sys.stderr)
-    if args.rope_scaling is not None:
-        write_longer_config(args.out / HF_CONFIG, args.out, chosen.plan.job.seq_len, args.rope_scaling)
-    fields = {**chosen.fields, "model": f"hf:{(args.out / HF_CONFIG).resolve()}"}
-    own = args.out / TOKENIZER_FOLDER
-    if fields.get("job.tokenizer") == str(args.checkpoint.resolve()) and own.is_dir():
-        fields["job.tokenizer"] = str(own.resolve())
-    draft: Path = args.out / DRAFT
-    draft.write_text(dump_fields(fields), encoding="utf-8")
-    return draft
+
+    return import_checkpoint(args.checkpoint, chosen, args.out, was_there, args.rope_scaling, say)
 
 
 def _train_arguments(args: argparse.Namespace, draft: Path) -> argparse.Namespace:
