@@ -34,7 +34,7 @@ step "threefold plan --model demo-qwen3-moe --chip cpu --gpus 4 --seq-len 256 ..
 threefold plan --model demo-qwen3-moe --chip cpu --gpus 4 --seq-len 256 --global-batch 8 --micro-batch 4 \
     --precision fp32 layout.tp=2 layout.ep=4 knobs.recompute=full knobs.tp_overlap=false job.steps=60 job.lr=3e-3 \
     job.warmup_steps=15 job.aux_loss=0.05 run.save_every=30 run.tensorboard=false --out "$small" >"$work/small.txt"
-grep -E '^(attention|experts) +PP' "$work/small.txt"
+grep -E '^ *(attention|experts)  ' "$work/small.txt"
 step "threefold check small.toml"
 threefold check "$small"
 step "threefold dry-run small.toml     # the real engine on fake tensors: memory by term, every collective; shortened"
