@@ -108,7 +108,7 @@ ROWS = (
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Of a page or a source file, in lower case, without marks of comments and line ends."""
+    """The text of a page or a source file, in lower case, without marks of comments and line ends."""
     plain = " ".join(re.sub(r"^\s*#+ ?", "", line) for line in text.lower().splitlines())
     yield from re.split(r"(?<=[.;:|])\s+", " ".join(plain.split()))
 

@@ -1,6 +1,7 @@
 """Tunings of a plan for Megatron Bridge whose jobs are played: the right winner comes out, or none."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_a_job_that_fell_back_to_all_to_all_never_wins(
     assert answer["verdict"] == "no change is certain"
     flex = [each for each in answer["verdicts"] if "dispatcher" in each["change"] and each["stage"] == "race 1"]
     assert [each["verdict"] for each in flex] == ["failed"]
+
+
+def test_a_job_that_is_under_way_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log that is half written is no failure of its trial."""
+    words = ["tune", str(PLAN), "--out", str(tmp_path), "--trials", "1", "--json"]
+    assert main(words) == 3
+    log = Path(re.findall(r"--output=(\S+)", (tmp_path / "run-batch.sh").read_text())[0])
+    PlayedCluster(with_fusion(0.06)).run(tmp_path / "run-batch.sh")
+    whole = log.read_text().splitlines()
+    log.write_text("\n".join(whole[:-4]) + "\n")
+    capsys.readouterr()
+    assert main(words) == 3
+    assert json.loads(capsys.readouterr().out)["is_under_way"] is True
+    log.write_text("\n".join(whole) + "\n")
+    assert main(words) == 3
+    assert json.loads(capsys.readouterr().out)["is_under_way"] is False
 
 
 def test_flags_of_our_own_engine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

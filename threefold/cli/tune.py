@@ -72,8 +72,12 @@ def run(args: argparse.Namespace) -> int:
             return _run(args)
     except AwaitingLogs as waiting:
         if args.json:
-            json.dump({"verdict": "awaiting logs", "jobs": waiting.count, "run": waiting.script}, sys.stdout, indent=2)
+            told = {"verdict": "awaiting logs", "jobs": waiting.count, "run": waiting.script}
+            json.dump({**told, "is_under_way": waiting.is_under_way}, sys.stdout, indent=2)
             print()
+        elif waiting.is_under_way:
+            print(f"The log of {waiting.script} ends before its last step: its job is under way, or was killed.")
+            print("Give the same command again when it has ended; submit it again if it was killed.")
         else:
             print(f"{format_many(waiting.count, 'job')} written. Run: bash {shlex.quote(waiting.script)}")
             print("Then give the same command again: it reads the logs and goes on.")

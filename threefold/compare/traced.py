@@ -91,7 +91,7 @@ def _events(profile: Profile) -> float:
 
 
 def _details(a: Profile, b: Profile) -> list[list[tuple[str, float]]]:
-    """Of both sides, per step where both know their steps."""
+    """The rows of both sides, per step where both know their steps."""
     steps = _steps(a), _steps(b)
     counts = [count or 1 for count in steps] if all(steps) else [1, 1]
     return [list(_Seconds(profile, 1 / count).details()) for profile, count in zip((a, b), counts, strict=True)]

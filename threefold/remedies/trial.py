@@ -42,7 +42,7 @@ class Trial:
 
     @cached_property
     def gain(self) -> float:
-        """Of predicted throughput, as a fraction."""
+        """The gain of predicted throughput, as a fraction."""
         assert self.plan is not None
         return gain(self.before, self.plan)
 

@@ -6,6 +6,7 @@ job in a folder of its own: the exported files, and the contract that its log ha
 The same command then reads the logs and continues.
 """
 
+import hashlib
 import re
 import shlex
 import statistics
@@ -18,7 +19,7 @@ import numpy as np
 from threefold.compare.contract import Contract, Difference, differences, undeclared
 from threefold.compare.read_contract import contract_of_logs, contract_of_plan, job_logs, write_contract_file
 from threefold.diagnose.logs.job_logs import JobLogs
-from threefold.findings import FindingsError, shown
+from threefold.findings import Finding, FindingsError, shown
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, export_plan
 from threefold.interop.slurm import Options
@@ -70,6 +71,8 @@ class LogMeasurer:
             problem = self._breach(plan, logs)
         except FindingsError as error:
             return Measurement(error=str(error.findings[0].problem))
+        if _is_under_way(logs, window):
+            raise AwaitingLogs(1, f"{self._job(window)}/job.sbatch", is_under_way=True)
         found = _measured(logs, window)
         self._seconds += sum(found.steps) or 1.0
         if problem and not found.error:
@@ -86,7 +89,9 @@ class LogMeasurer:
         pass
 
     def _job(self, window: Window) -> Path:
-        return self.folder / JOBS / re.sub(r"[^A-Za-z0-9.,=+-]+", "_", window.name)[:120]
+        """The folder of a trial's job: its name, and a digest, because names are cut and long changes begin alike."""
+        name = re.sub(r"[^A-Za-z0-9.,=+-]+", "_", window.name)[:100]
+        return self.folder / JOBS / f"{name}-{hashlib.sha256(window.name.encode()).hexdigest()[:8]}"
 
     def _logs(self, window: Window) -> list[Path]:
         """The logs that a job left; one file, or one a rank."""
@@ -94,8 +99,6 @@ class LogMeasurer:
         return sorted(path for path in folder.glob("*.log*") if path.is_file() and path.stat().st_size)
 
     def _write_job(self, plan: Plan, window: Window) -> None:
-        folder = self._job(window)
-        folder.mkdir(parents=True, exist_ok=True)
         export = export_plan(plan, BRIDGE)
         settings = {
             "train.train_iters": window.warmup + window.steps,
@@ -106,9 +109,20 @@ class LogMeasurer:
         if plan.job.lr_schedule != "constant":
             settings["scheduler.lr_decay_iters"] = plan.job.steps
         timed = replace(export, settings={**export.settings, **settings})
-        for name, text in export_files(timed, self.submit, self.options, str(folder)).items():
-            (folder / name).write_text(text, encoding="utf-8")
-        write_contract_file(contract_of_plan(plan, str(folder)), folder / "contract.json")
+        folder = self._job(window)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in export_files(timed, self.submit, self.options, str(folder)).items():
+                (folder / name).write_text(text, encoding="utf-8")
+            write_contract_file(contract_of_plan(plan, str(folder)), folder / "contract.json")
+        except OSError as error:
+            problem, advice = (
+                f"cannot be written: {error.strerror or error}",
+                "free space, or choose another --out folder",
+            )
+            raise FindingsError(
+                [Finding(rule="run-writable", at=str(folder), problem=problem, advice=advice)]
+            ) from None
 
     def _breach(self, plan: Plan, logs: JobLogs) -> str:
         """Why the log is not that of this trial, or not on the software and hardware of the first; empty if it is."""
@@ -132,6 +146,12 @@ class LogMeasurer:
 
 def _told(each: Difference) -> str:
     return f"{each.field} ({each.kind}) {shown(each.a)}, in the log {shown(each.b)}"
+
+
+def _is_under_way(logs: JobLogs, window: Window) -> bool:
+    """Whether the log ends before its last step and without a death: its job runs, or was killed without a word."""
+    ended = logs.verdict.status in ("died", "finished")
+    return not ended and logs.steps.last < window.warmup + window.steps
 
 
 def _measured(logs: JobLogs, window: Window) -> Measurement:

@@ -125,11 +125,11 @@ class Trial:
 
 
 class AwaitingLogs(Exception):  # noqa: N818 - it is no error: jobs were written, and their logs are not there yet
-    """Trials that run elsewhere have no log yet."""
+    """Trials that run elsewhere have no log yet, or one whose job has not ended."""
 
-    def __init__(self, count: int, script: str) -> None:
+    def __init__(self, count: int, script: str, is_under_way: bool = False) -> None:
         super().__init__(f"{count} jobs wait to be run: {script}")
-        self.count, self.script = count, script
+        self.count, self.script, self.is_under_way = count, script, is_under_way
 
 
 class Measurer(Protocol):

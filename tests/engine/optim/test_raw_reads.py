@@ -63,7 +63,7 @@ ALLOWED = {
     ("graphs/graphed_function.py", "use_aliases"): ALIASES,
     ("graphs/full_iteration.py", "use_aliases"): ALIASES,
 }
-# Who may hold memory of a parameter whose values are still to come.
+# Modules that may hold memory of a parameter whose values are still to come.
 UPDATE = "the update itself"
 BUCKET = "the buffer that a gather fills, and its part of this rank, which is complete"
 GRAPH = "a recorded graph: before a replay it asks the parameters for their addresses, which waits"
