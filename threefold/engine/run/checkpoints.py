@@ -9,7 +9,9 @@ With many ranks each writes the elements it owns into a file of its own and read
 them. All ranks must see one file system. A failure on one rank is raised on all of them, as the same finding.
 """
 
+import contextlib
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -45,7 +47,7 @@ from threefold.safe_files import check_inside
 
 __all__ = ["MANIFEST", "CheckpointShard", "Checkpoints", "read_checkpoint", "write_checkpoint"]
 
-MAX_LISTINGS = 5
+MIN_LISTINGS, MAX_LISTINGS = 5, 10_000  # of a folder that seems empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +156,25 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint in place, oldest first."""
-        # A listing during which one checkpoint comes and another goes may show neither of them.
-        return next((steps for _ in range(MAX_LISTINGS) if (steps := self._list_steps())), [])
+        # A listing during which one checkpoint comes and another goes may show neither of them: a folder is empty only
+        # if it did not change meanwhile. The clock of a file system may be coarse, so that one look is not enough.
+        for attempt in range(1, MAX_LISTINGS + 1):
+            changed = self._last_change()
+            steps = self._list_steps()
+            if steps or (attempt >= MIN_LISTINGS and changed == self._last_change()):
+                return steps
+        return []
+
+    def _last_change(self) -> int:
+        with contextlib.suppress(OSError):
+            return self.folder.stat().st_mtime_ns
+        return 0
 
     def _list_steps(self) -> list[int]:
         try:
             check_inside(self.folder, self.folder.parent)
-            names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+            with os.scandir(self.folder) as entries:  # kinds come with the names: a folder that has gone is still one
+                names = [entry.name for entry in entries if entry.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
