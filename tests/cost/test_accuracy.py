@@ -1,5 +1,6 @@
 """The figures of docs/reference/estimate.md, from the benchmark itself; the bounds are those the planner promises."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -102,3 +103,14 @@ def test_rows_nobody_has_seen_are_judged_or_skipped_with_a_reason(tmp_path: Path
         "bias_pct",
         "rank_correlation",
     }
+
+
+def test_the_split_follows_its_rule() -> None:
+    """The first eight hexadecimal digits of the SHA-256 of model:system:precision, a multiple of four."""
+    split = json.loads((ROOT / "data" / "split.json").read_text())
+    rows = [row for row in load_rows(RUNS) if is_usable(row)]
+    groups = {row["id"]: f"{row['model']}:{row['system']}:{row.get('precision')}" for row in rows}
+    judged = {name for name, group in groups.items() if hashlib.sha256(group.encode()).digest()[3] % 4 == 0}
+    assert set(split["judged"]) == judged
+    assert set(split["fit"]) == set(groups) - judged
+    assert (len(split["fit"]), len(split["judged"])) == (69, 25)
