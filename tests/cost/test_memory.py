@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from threefold.cost.memory.stage_memory import ALLOCATOR_SLACK, StageMemory, in_
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.delayed_wgrad import delayed_wgrad_bytes
 from threefold.cost.memory.threefold.local_sizes import LocalSizes
-from threefold.cost.memory.threefold.schedule import schedule_moments
+from threefold.cost.memory.threefold.schedule import fullest_moments, schedule_moments
 from threefold.cost.memory.threefold.timelines.optimizer_step import host_slot_bytes, rank_parameters
 from threefold.cost.stage_contents import NotRecomputedLayer, chunk_layers, stage_contents
 from threefold.interop.published import load_rows, plan_from_row
@@ -324,6 +325,28 @@ def test_turns_are_those_of_the_zero_bubble_schedule(pp: int, vpp: int, count: i
         assert found <= seen
         assert max(sum(turn[0]) + sum(turn[1]) for turn in found) == max(sum(turn[0]) + sum(turn[1]) for turn in seen)
         assert max(sum(turn[1]) for turn in found) == max(sum(turn[1]) for turn in seen)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "schedule"), [(1, 1, None), (4, 1, None), (4, 3, None), (4, 1, "zero-bubble")])
+def test_no_moment_that_is_left_out_holds_most(pp: int, vpp: int, schedule: str | None) -> None:
+    """Whatever the sizes: the most over the moments that are looked at is the most over all of them."""
+    draw, fields = Random(5), {**QWEN, "cluster.gpus": pp, "layout.pp": pp, "layout.vpp": vpp}
+    plan = build({**fields, "target": "threefold", "layout.schedule": schedule, "job.global_batch": 24})
+    for rank in range(pp):
+        looked_at = fullest_moments(plan, rank)
+        assert sum(map(len, looked_at)) <= len(schedule_moments(plan, rank))
+        for _ in range(20):
+            sizes = [draw.choice((0.0, draw.random())) for _ in range(4 * vpp)]
+            most = max(
+                sum(c * s for c, s in zip(counts, sizes, strict=True)) for some in looked_at for counts, _ in some
+            )
+            every = []
+            for turn in schedule_moments(plan, rank):
+                sent = [min(pp, held + done) for held, done in zip(turn.in_flight, turn.finished, strict=True)]
+                back = [min(pp, done) for done in turn.finished]
+                held = (*turn.in_flight, *sent, *back, *turn.pending_wgrad)
+                every.append(sum(count * size for count, size in zip(held, sizes, strict=True)))
+            assert most == pytest.approx(max(every))
 
 
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (2, 7), (4, 8), (4, 12), (6, 24)])

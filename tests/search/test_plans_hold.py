@@ -78,9 +78,13 @@ def curable(one: Candidate, free: set[str]) -> list[str]:
 
 
 def test_check_knows_nothing_better(held: SearchResult) -> None:
+    """Degrees are ranked, and a dispatcher is weighed by an A/B, which the answer lists."""
     for one in held.candidates:
         assert one.findings == tuple(check(one.plan, notes=False))
-        assert curable(one, set(CHOSEN) - set(DEGREES)) == []  # degrees are ranked
+        assert curable(one, set(CHOSEN) - {*DEGREES, "knobs.dispatcher"}) == []
+    compared = {path for one in held.comparisons for path in one.trial.changes}
+    if curable(held.candidates[0], {"knobs.dispatcher"}):
+        assert "knobs.dispatcher" in compared
 
 
 def test_knobs_that_pay_are_chosen(held: SearchResult) -> None:

@@ -11,6 +11,7 @@ from threefold.spec.model import ModelSpec
 from threefold.spec.params import count_params
 
 
+@lru_cache(maxsize=256)
 def surely_fits(plan: Plan) -> bool:
     """Whether the plan is predicted to fit at the top of its memory's band."""
     have = plan.chip.memory_bytes

@@ -6,7 +6,7 @@ loss=False)`.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from threefold.cost.trained_weights import first_gradient
 from threefold.layout.stages import Chunk, chunk_rank
@@ -46,20 +46,24 @@ class StageContents:
 
 def stage_contents(plan: Plan) -> list[StageContents]:
     """Contents of every pipeline rank, in order of ranks."""
-    layout, layers = plan.layout, plan.model.layers
-    v_shaped = layout.pipeline_schedule == "dualpipev"
-    ranks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
-    for index, chunk in enumerate(plan.chunks):
-        ranks[chunk_rank(index, layout.pp, v_shaped)].append(chunk)
+    layout = plan.layout
+    return _contents(plan.chunks, plan.model.layers, layout.pp, layout.pipeline_schedule == "dualpipev")
+
+
+@lru_cache(maxsize=256)
+def _contents(chunks: tuple[Chunk, ...], layers: tuple[Layer, ...], pp: int, v_shaped: bool) -> list[StageContents]:
+    ranks: list[list[Chunk]] = [[] for _ in range(pp)]
+    for index, chunk in enumerate(chunks):
+        ranks[chunk_rank(index, pp, v_shaped)].append(chunk)
     return [
         StageContents(
-            chunks=tuple(chunks),
-            layers=tuple(layers[i] for chunk in chunks for i in chunk.layers),
-            embedding=any(chunk.embedding for chunk in chunks),
-            mtp=sum(chunk.mtp for chunk in chunks),
-            loss=any(chunk.loss for chunk in chunks),
+            chunks=tuple(held),
+            layers=tuple(layers[i] for chunk in held for i in chunk.layers),
+            embedding=any(chunk.embedding for chunk in held),
+            mtp=sum(chunk.mtp for chunk in held),
+            loss=any(chunk.loss for chunk in held),
         )
-        for chunks in ranks
+        for held in ranks
     ]
 
 

@@ -99,8 +99,9 @@ CATALOGUE: tuple[Remedy, ...] = (
            faster.ep_inside_domain, _EXPERTS),
     Remedy("exchange-of-keys", "exchange keys and values of context parallelism another way", ("communication",),
            ("knobs.cp_comm",), faster.exchange_of_keys, ("cp",)),
+    # Fewer ranks a group, and more groups: all of a step gets shorter, not only the exchange.
     Remedy("less-tensor-parallelism", "use fewer tensor-parallel ranks: the smallest model parallelism that fits",
-           ("communication",), ("layout.tp",), faster.less_tp, _TENSOR, on_cpu=True),
+           ("communication", "compute"), ("layout.tp",), faster.less_tp, on_cpu=True),
     # The host: graphs, a larger microbatch, then what has no price.
     Remedy("graphs", "capture CUDA graphs of router and dispatch preprocessing, then of attention", ("host",),
            ("knobs.graphs",), faster.graphs, kernels=("graphs",),

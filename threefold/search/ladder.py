@@ -53,14 +53,17 @@ class Ladder:
         return len(self.plain) + len(self.hosted)
 
     def _by_worth(self, one: Choice) -> list[str]:
+        pricer, mode = self.pricer, one.knobs
+        if mode.cp_exchange is None:
+            mode = replace(mode, cp_exchange="expanded")  # next to latents MLA's up projection saves nothing
+
         def kept(recompute: tuple[str, ...]) -> float:
-            return saved_bytes(self.pricer.plan(one.layout, one.micro_batch, replace(one.knobs, recompute=recompute)))
+            return saved_bytes(pricer.plan(one.layout, one.micro_batch, replace(mode, recompute=recompute)))
 
         def seconds(recompute: tuple[str, ...]) -> float:
-            knobs = replace(one.knobs, recompute=recompute)
-            return self.pricer.microbatch_seconds(one.layout, one.micro_batch, knobs)
+            return pricer.microbatch_seconds(one.layout, one.micro_batch, replace(mode, recompute=recompute))
 
-        return by_worth(recomputable_modules(self.pricer.space.base), kept, seconds)
+        return by_worth(recomputable_modules(pricer.space.base), kept, seconds)
 
     def climb(self, choice: Choice, bar: float, resorts: bool | None = None) -> tuple[Plan | None, Plan | None]:
         """The plan on the first rung that fits, if it promises more than the bar; and a faster one that does not fit.

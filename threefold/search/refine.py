@@ -13,7 +13,7 @@ from threefold.plan.table import FIELDS
 from threefold.remedies.advise import WORTH
 from threefold.rules.all import judge
 from threefold.rules.knobs.overlap import overlap_needs_connections
-from threefold.search.knobs import graph_scopes
+from threefold.search.knobs import context_types, graph_scopes
 from threefold.search.legal import faults
 from threefold.search.price import Priced, Pricer
 from threefold.search.space import Space
@@ -99,6 +99,8 @@ def _switches(space: Space, plan: Plan) -> Iterator[tuple[str, Any]]:
         wanted.append(("knobs.delay_wgrad", True))
     if plan.layout.tp > 1 and not knobs.tp_overlap:
         wanted.append(("knobs.tp_overlap", True))
+    if plan.layout.cp > 1:  # the best kind at the foot of the ladder need not be that of the rung
+        wanted += [("knobs.cp_comm", kind) for kind in context_types(space, plan.layout) if kind != knobs.cp_comm]
     if plan.target == "threefold" and plan.full_recompute and not knobs.recompute_save:
         wanted.append(("knobs.recompute_save", ("core_attn",)))
     if not knobs.graphs and not plan.full_recompute:

@@ -5,6 +5,7 @@ of a layer. A new stack implements `MemoryModel` (`memory/stage_memory.py`) and 
 """
 
 import math
+from functools import lru_cache
 
 from threefold.cost.memory.megatron.model import MegatronMemory
 from threefold.cost.memory.stage_memory import Memory, MemoryModel, Terms, stage_memory
@@ -15,6 +16,7 @@ from threefold.spec.model import Layer
 MEMORY_MODELS: dict[str, MemoryModel] = {"megatron-bridge": MegatronMemory(), "threefold": ThreefoldMemory()}
 
 
+@lru_cache(maxsize=64)
 def memory(plan: Plan, skew: float = 1.0) -> Memory:
     """The peak of every pipeline rank. `skew` is the tokens of the busiest expert rank over the balanced number."""
     peaks = MEMORY_MODELS[plan.target].stage_peaks(plan, skew)

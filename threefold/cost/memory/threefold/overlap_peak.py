@@ -8,6 +8,7 @@ about one segment. `model.py` asks `OverlapPeakFinder` for each stage with pairs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import mul
 
 from threefold.cost.memory.stage_memory import Terms
 from threefold.cost.memory.threefold.activations import layer_activations, recomputed_activations
@@ -100,23 +101,22 @@ class OverlapPeakFinder:
             for (layers, *_), chunk in zip(kinds, chunks, strict=True)
         ]
 
-        buffers = PipelineBuffers(self.plan, stage, contents)
-
-        def peak(pair: OverlapPair) -> tuple[float, OverlapPeak]:
+        buffers, best = PipelineBuffers(self.plan, stage, contents), None
+        for pair in stage_overlap_pairs(self.plan, stage):
             forward = None if pair.forward_chunk is None else kinds[pair.forward_chunk]
-            # From its first forward to the end of its backward a chunk's root stays gathered.
-            used = [count or number == pair.forward_chunk for number, count in enumerate(pair.in_flight)]
-            gathered = sum(root for root, is_used in zip(roots, used, strict=True) if is_used)
             to_come = [NO_GRADIENTS if done else each for each, done in zip(late, pair.finished, strict=True)]
             above, name = self._pair_peak(kinds[pair.backward_chunk], forward, to_come[pair.backward_chunk])
+            if any(roots):
+                # From its first forward to the end of its backward a chunk's root stays gathered.
+                used = [count or number == pair.forward_chunk for number, count in enumerate(pair.in_flight)]
+                above += sum(root for root, is_used in zip(roots, used, strict=True) if is_used)
             missing = sum(each.body + each.head for each in to_come)
-            held = sum(count * size for count, size in zip(pair.in_flight, sizes, strict=True))
-            held += row * buffers.count(pair.in_flight, pair.finished)
-            pending = sum(count * size for count, size in zip(pair.pending_wgrad, wgrad, strict=False))
-            above += gathered + pending
-            return held + above - missing, OverlapPeak(pair, above, missing, name)
-
-        return max(map(peak, stage_overlap_pairs(self.plan, stage)), key=lambda one: one[0])[1]
+            above += sum(map(mul, pair.pending_wgrad, wgrad))
+            held = sum(map(mul, pair.in_flight, sizes)) + row * buffers.count(pair.in_flight, pair.finished)
+            if best is None or held + above - missing > best[0]:
+                best = held + above - missing, OverlapPeak(pair, above, missing, name)
+        assert best is not None
+        return best[1]
 
     def _chunk_passes(self, kind: object, chunk: Chunk) -> "ChunkPasses":
         if kind not in self._passes:

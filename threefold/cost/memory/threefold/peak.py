@@ -7,6 +7,7 @@ top.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter, mul
 
 from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.delayed_wgrad import (
@@ -21,7 +22,7 @@ from threefold.cost.memory.threefold.layer_points import chunk_features, layer_p
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, PeakPoint, at_chunk_end, layer_positions
-from threefold.cost.memory.threefold.schedule import NO_CHUNK, ScheduleMoment, schedule_moments
+from threefold.cost.memory.threefold.schedule import NO_CHUNK, ScheduleMoment, fullest_moments
 from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gradient_bytes
 from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.transients import embedding_transients, loss_transients, optimizer_transients
@@ -105,13 +106,15 @@ class PeakFinder:
         points: dict[tuple[int, str, bool], list[tuple[float, PeakPoint]]] = {}
         casts_shards, at_model_end = self.local.reduced_bytes != FP32, self._at_model_end(contents)
         best: tuple[float, Peak] | None = None
-        buffers = PipelineBuffers(self.plan, stage, contents)
-        for moment in schedule_moments(self.plan, stage):
-            base = row * buffers.count(moment.in_flight, moment.finished)
-            pending = sum(count * size for count, size in zip(moment.pending_wgrad, wgrad, strict=False))
-            base += pending
-            for count, size in zip(moment.in_flight, saved, strict=False):
-                base += count * size
+        buffers, moments = PipelineBuffers(self.plan, stage, contents), fullest_moments(self.plan, stage)
+        num_chunks = len(moments[0][0][1].in_flight)  # as many as the layout asks for; the model may have fewer
+        states, gradient_rows = ([row * count for count in counts] for counts in buffers.by_chunk(num_chunks))
+        # In the order of the counts of a moment.
+        sizes = [*_padded(saved, num_chunks), *states, *gradient_rows, *_padded(wgrad, num_chunks)]
+        for alike in moments:
+            base, moment = max(((sum(map(mul, counts, sizes)), one) for counts, one in alike), key=itemgetter(0))
+            base += row * buffers.received
+            pending = sum(map(mul, moment.pending_wgrad, wgrad))
             # A late gradient takes memory from the first backward of its chunk on.
             to_come = parts
             if are_late:
@@ -220,6 +223,10 @@ class PeakFinder:
                 terms["workspace"] = self.local.element_bytes * root
             held.append(terms)
         return held
+
+
+def _padded(sizes: list[float], count: int) -> list[float]:
+    return [*sizes, *[0.0] * (count - len(sizes))]
 
 
 def _picture_points(plan: Plan, contents: StageContents, chunk: Chunk, saved: Terms) -> list[PeakPoint]:

@@ -1,6 +1,6 @@
 """The moments of a pipeline schedule at which a rank of our own engine may hold most: microbatches in flight by chunk.
 
-`peak.py` looks at every moment of `schedule_moments(plan, stage, ...)`. On rank 0 of PP 2 under 1F1B the first one is
+`peak.py` looks at the moments of `fullest_moments(plan, stage)`. On rank 0 of PP 2 under 1F1B the first one is
 `ScheduleMoment(in_flight=(2,), forward_chunk=0, backward_chunk=0, finished=(0,), pending_wgrad=(0,))`.
 EP overlap runs the forward of one microbatch together with the backward of another: `overlap_peak.py` looks at every
 pair of `stage_overlap_pairs(plan, stage)`.
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
+from operator import le
 
 from threefold.cost.memory.threefold.delayed_wgrad import splits_backward, splits_some_backwards
 from threefold.plan.plan import Plan
@@ -37,13 +38,56 @@ class ScheduleMoment:
         return [(chunk, name) for name, chunk in passes if chunk != NO_CHUNK]
 
 
+CountedMoment = tuple[tuple[int, ...], ScheduleMoment]
+
+
 def schedule_moments(plan: Plan, stage: int) -> tuple[ScheduleMoment, ...]:
-    """The moments to look at."""
+    """Every moment of a schedule."""
+    return _moments(*_schedule(plan, stage))
+
+
+def fullest_moments(plan: Plan, stage: int) -> tuple[tuple[CountedMoment, ...], ...]:
+    """The moments that may hold most, those together that differ in numbers of microbatches alone. Each has what it
+    holds by chunk: microbatches in flight, hidden states and gradients that were sent, and delayed weight gradients."""
+    return _fullest(*_schedule(plan, stage))
+
+
+def _schedule(plan: Plan, stage: int) -> tuple[int, int, int, int, str, bool]:
+    """What the moments of a rank depend on."""
     layout, count = plan.layout, max(1, plan.num_microbatches)
-    if layout.pp > 1 and layout.pipeline_schedule == "dualpipev":
-        return _dualpipev_moments(layout.pp, stage, count, splits_some_backwards(plan))
-    zero_bubble = layout.pipeline_schedule == "zero-bubble"
-    return _followed(layout.pp, layout.vpp, stage, count, zero_bubble, splits_backward(plan))
+    kind = layout.pipeline_schedule if layout.pp > 1 or layout.pipeline_schedule == "zero-bubble" else ""
+    splits = splits_some_backwards(plan) if kind == "dualpipev" else splits_backward(plan)
+    return layout.pp, layout.vpp, stage, count, kind, splits
+
+
+def _moments(pp: int, vpp: int, stage: int, count: int, kind: str, splits: bool) -> tuple[ScheduleMoment, ...]:
+    if kind == "dualpipev":
+        return _dualpipev_moments(pp, stage, count, splits)
+    return _followed(pp, vpp, stage, count, kind == "zero-bubble", splits)
+
+
+@lru_cache(maxsize=4096)
+def _fullest(
+    pp: int, vpp: int, stage: int, count: int, kind: str, splits: bool
+) -> tuple[tuple[CountedMoment, ...], ...]:
+    """The moments without those that hold no more of anything than another one with the same passes, whose chunks are
+    in use and finished alike. Past PP sent states of a chunk nothing more is held (`pipeline_buffers.py`)."""
+    alike: dict[object, dict[tuple[int, ...], ScheduleMoment]] = {}
+    most = min(pp, count)
+    for one in _moments(pp, vpp, stage, count, kind, splits):
+        chunks = one.forward_chunk, one.backward_chunk, one.wgrad_chunk, one.is_split
+        used = [tuple(map(bool, counts)) for counts in (one.in_flight, one.finished)]
+        sent = [min(most, flying + done) for flying, done in zip(one.in_flight, one.finished, strict=True)]
+        counts = (*one.in_flight, *sent, *(min(most, done) for done in one.finished), *one.pending_wgrad)
+        alike.setdefault((*chunks, *used), {}).setdefault(counts, one)
+    return tuple(
+        tuple(each for each in group.items() if not any(_is_below(each[0], others) for others in group))
+        for group in alike.values()
+    )
+
+
+def _is_below(counts: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    return counts != others and all(map(le, counts, others))
 
 
 @lru_cache(maxsize=4096)

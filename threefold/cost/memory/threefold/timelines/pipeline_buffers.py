@@ -39,6 +39,11 @@ class PipelineBuffers:
             gradients = 1 + depths[of_rank[number]] if sends_gradients else 0
             self.borders.append((states, gradients))
 
+    def by_chunk(self, num_chunks: int) -> tuple[list[int], list[int]]:
+        """States that each chunk sends after a forward, and after a backward."""
+        borders = [*self.borders, *[(0, 0)] * (num_chunks - len(self.borders))]
+        return [states for states, _ in borders], [gradients for _, gradients in borders]
+
     def count(self, in_flight: Sequence[int], finished: Sequence[int]) -> int:
         num_sent = 0
         for (states, gradients), flying, done in zip(self.borders, in_flight, finished, strict=False):
