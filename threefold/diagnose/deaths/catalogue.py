@@ -14,7 +14,7 @@ Role = Literal["cause", "symptom", "aftermath", "notice"]
 _MOST_CHARS = 4096
 ROLES: tuple[Role, ...] = ("cause", "symptom", "aftermath", "notice")
 # A line that reports an error. Entries that say so match in such lines only: their words stand in other lines too.
-_ERROR = re.compile(r"Error|error\b|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ailed|cannot|can't|denied|exceeded")
+_ERROR = re.compile(r"Error|error\b|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ailed|cannot|can't|denied|exceeded|exiting")
 
 
 @dataclass(frozen=True, slots=True)

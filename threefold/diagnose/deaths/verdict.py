@@ -115,7 +115,8 @@ def _confidence(first: Sighting, ranked: Sequence[Sighting], is_ordered: bool) -
     role = first.deaths[0].role
     if role == "cause":
         rivals = {one.deaths[0].slug if one.deaths else "" for one in ranked if _weight(one) == _CAUSE}
-        return "high" if is_ordered or len(rivals) == 1 else "medium"
+        is_sure = not first.deaths[0].is_vague and (is_ordered or len(rivals) == 1)
+        return "high" if is_sure else "medium"
     return "medium" if role == "symptom" else "low"
 
 
