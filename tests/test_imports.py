@@ -38,7 +38,7 @@ JUDGE = PACKAGE / "interop" / "megatron" / "validation" / "judge"  # runs in Meg
 # The folders and top-level modules of engine/ and cost/, by the same rule: each can be read from the bottom up.
 INSIDE: dict[str, tuple[set[str], ...]] = {
     "engine": (
-        {"context", "sum_dtype", "batch", "finding_explanations"},
+        {"context", "sum_dtype", "batch"},
         {"device"},
         {"dist", "autograd"},
         {"kernels"},

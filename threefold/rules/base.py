@@ -8,20 +8,16 @@ have it.
 
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from threefold.engine.data.finding_explanations import EXPLANATIONS as DATA
-from threefold.engine.finding_explanations import EXPLANATIONS as ENGINE
+import threefold
 from threefold.findings import Explanation, Finding, Severity, in_order
-from threefold.plan.explain import EXPLANATIONS as PARSING
 from threefold.plan.plan import Plan
-from threefold.rules.compare_explanations import EXPLANATIONS as COMPARING
-from threefold.rules.import_explanations import EXPLANATIONS as IMPORTING
-from threefold.rules.page_explanations import EXPLANATIONS as EXPLORING
-from threefold.rules.trace_explanations import EXPLANATIONS as PROFILING
-from threefold.rules.tune_explanations import EXPLANATIONS as TUNING
 from threefold.spec.megatron import places, release_of
 
 Check = Callable[[Plan], Iterator[Finding]]
@@ -50,6 +46,16 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+# Folders whose `explanations.toml` says what their findings mean, and the step at which these are raised.
+RAISED_BY = {
+    "plan": "reading a plan",
+    "engine": "running",
+    "profile": "profiling",
+    "compare": "comparing",
+    "tune": "tuning",
+    "interop": "importing",
+    "explore": "exploring",
+}
 PREDICTED = frozenset({"peak-fits-memory", "peak-near-memory"})  # rules that judge an estimate
 
 
@@ -112,36 +118,35 @@ def blockers(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in errors(findings) if finding.rule not in PREDICTED]
 
 
+@cache
+def _explanations(folder: str) -> dict[str, Explanation]:
+    """What the findings mean that the code of one folder raises; read only where somebody asks."""
+    text = (Path(threefold.__file__).parent / folder / "explanations.toml").read_text(encoding="utf-8")
+    return {slug: Explanation(**fields) for slug, fields in tomllib.loads(text).items()}
+
+
 def explain(slug: str) -> Explanation | None:
-    """What a slug means, whether a rule or parsing speaks it."""
+    """What a slug means, whether a rule or another step raises it."""
     if slug in RULES:
         return RULES[slug].explanation
-    tables = (PARSING, ENGINE, DATA, PROFILING, COMPARING, TUNING, IMPORTING, EXPLORING)
-    return next((table[slug] for table in tables if slug in table), None)
+    return next((_explanations(folder)[slug] for folder in RAISED_BY if slug in _explanations(folder)), None)
 
 
 def known_slugs() -> list[str]:
-    return [*RULES, *PARSING, *ENGINE, *DATA, *PROFILING, *COMPARING, *TUNING, *IMPORTING, *EXPLORING]
+    return [*RULES, *(slug for folder in RAISED_BY for slug in _explanations(folder))]
 
 
 def severity_of(slug: str) -> Severity:
-    said = explain(slug)
-    assert said is not None, slug
-    return RULES[slug].severity if slug in RULES else said.severity
+    explanation = explain(slug)
+    assert explanation is not None, slug
+    return RULES[slug].severity if slug in RULES else explanation.severity
 
 
 def raised_by(slug: str) -> str:
     """The step at which a slug is raised: `check` (a rule), reading a plan file, a run or `profile`."""
-    places: dict[str, Collection[str]] = {
-        "check": RULES,
-        "reading a plan": PARSING,
-        "profiling": PROFILING,
-        "comparing": COMPARING,
-        "tuning": TUNING,
-        "exploring": EXPLORING,
-        "importing": IMPORTING,
-    }
-    return next((place for place, slugs in places.items() if slug in slugs), "running")
+    if slug in RULES:
+        return "check"
+    return next((step for folder, step in RAISED_BY.items() if slug in _explanations(folder)), "running")
 
 
 def _read_docstring(check: Check) -> Explanation:
