@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from threefold.engine.tune.plan_session import PlanSession
+from threefold.launch.plan_session import PlanSession
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.cost.estimate import estimate
-from threefold.engine.tune.plan_session import PlanSession
+from threefold.launch.plan_session import PlanSession
 from threefold.machine.inventory import this_machine
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.parse import parse

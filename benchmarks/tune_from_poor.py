@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from threefold.engine.tune.plan_session import PlanSession
+from threefold.launch.plan_session import PlanSession
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan

@@ -20,6 +20,7 @@ LEVELS = (
     {"spec"},
     {"layout"},
     {"plan"},
+    {"launch"},
     {"cost", "engine"},
     {"remedies"},
     {"rules", "dryrun"},
@@ -52,7 +53,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"graphs", "shard"},
         {"schedule"},
         {"data", "run"},
-        {"launch", "weights"},
+        {"weights"},
         {"build"},
         {"effects", "profiler", "start", "step"},
         {"train_state"},
@@ -147,6 +148,19 @@ def test_few_modules_in_a_folder() -> None:
 
 def test_planning_never_loads_torch() -> None:
     program = "import sys, threefold.cli.main; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
+
+
+def test_judging_a_plan_never_loads_the_engine() -> None:
+    """Texts of the engine's findings are read as data (`engine/explanations.toml`), and only where somebody asks."""
+    recipe = PACKAGE.parent / "recipes" / "deepseek-v3-4k-1024xh100-fp8.toml"
+    program = (
+        "import sys\n"
+        "from threefold.cli.main import main\n"
+        f"main(['check', {str(recipe)!r}])\n"
+        "main(['check', '--explain', 'shard-readable'])\n"
+        "sys.exit(any(name.startswith('threefold.engine') for name in sys.modules))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
 
 

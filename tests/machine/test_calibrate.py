@@ -11,8 +11,8 @@ import pytest
 from threefold.cli.main import main
 from threefold.cost.rates import calibration
 from threefold.cost.time.step import step_time
-from threefold.engine.tune.plan_session import Speed
 from threefold.findings import FindingsError
+from threefold.launch.plan_session import Speed
 from threefold.machine import calibrate as machine
 from threefold.machine.calibrate import assumed_rates, calibrate, write_chip_file
 from threefold.machine.calibration_plans import calibration_plans
@@ -64,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *broken: str) -> machine.Calibrated:
     monkeypatch.setattr(machine, "PlanSession", fake_sessions(*broken))
-    monkeypatch.setattr("threefold.engine.run.cpu_threads.num_cores", lambda: 1)  # as the shipped chip has it
+    monkeypatch.setattr("threefold.launch.cpu_threads.num_cores", lambda: 1)  # as the shipped chip has it
     return calibrate("cpu", None, tmp_path, 60.0, lambda text: None, two_ranks=True)
 
 

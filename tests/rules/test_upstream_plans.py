@@ -11,7 +11,7 @@ from threefold.api.plans import open_plan
 from threefold.findings import Finding
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import export_plan
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 from threefold.rules.all import check
 
 TABLE = tomllib.loads((Path(__file__).parent / "upstream_plans.toml").read_text())

@@ -17,7 +17,7 @@ from threefold.interop.megatron.export_plan import export_plan
 from threefold.interop.megatron.releases import known_releases
 from threefold.interop.megatron.validation.judge.verdict import Verdict
 from threefold.interop.megatron.validation.script import job_of
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 from threefold.plan.plan import Plan
 
 RELEASES = tuple(release.bridge for release in known_releases())

@@ -19,7 +19,7 @@ from shared_gpu_cases import CASES, PRECISIONS, recipe_layouts
 
 from threefold.engine.dist.shared_gpu import SHARED_GPU
 from threefold.engine.run.folder import METRICS
-from threefold.engine.tune.plan_session import PlanSession
+from threefold.launch.plan_session import PlanSession
 
 SHARED_ON = "THREEFOLD_TEST_SHARED_ON"
 LOG_LINES = 25  # of a rank that failed

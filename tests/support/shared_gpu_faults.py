@@ -17,9 +17,9 @@ from repository import ROOT
 from shared_gpu import Outcome, SharedGpuRanks, losses_of, shared_gpu_environment
 from tiny_runs import tiny_plan
 
-from threefold.engine.launch.agent import LOGS
 from threefold.engine.run.checkpoint_io import step_of_folder
 from threefold.engine.run.folder import CHECKPOINTS
+from threefold.launch.agent import LOGS
 from threefold.plan.file import dump_plan
 
 STEPS, RANKS, VICTIM = 20, 2, 1

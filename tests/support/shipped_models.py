@@ -8,7 +8,7 @@ from threefold.api.searches import with_defaults
 from threefold.cost.estimate import estimate
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, export_plan
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
 from threefold.search.search import search

@@ -2,7 +2,7 @@
 
 from threefold.findings import FindingsError, in_order
 from threefold.interop.megatron.export_plan import BRIDGE, Export, export_plan
-from threefold.interop.slurm import Options, faults
+from threefold.launch.slurm import Options, faults
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors

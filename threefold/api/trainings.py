@@ -10,8 +10,9 @@ from pathlib import Path
 
 from threefold.api.plans import for_our_engine
 from threefold.diagnose.runs.run_health import judge_run
-from threefold.engine.run.cpu_affinity import core_sets
 from threefold.findings import Finding, FindingsError, in_order
+from threefold.launch.agent import launch_ranks
+from threefold.launch.cpu_affinity import core_sets
 from threefold.plan.cores import AUTO
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
@@ -113,8 +114,7 @@ def train_rank(
 
 def start_ranks(plan: Plan, folder: Path, words: Sequence[str], max_restarts: int) -> int:
     """Run `threefold train` with these words once a rank of this machine, and return its exit code."""
-    import threefold.engine.launch.agent as agent
-    from threefold.engine.dist.join import check_ranks_start_here
+    from threefold.engine.dist.join import check_ranks_start_here, open_store
     from threefold.engine.run.folder import check_run_folder
     from threefold.engine.start.abandoned import remove_empty_start
 
@@ -126,6 +126,7 @@ def start_ranks(plan: Plan, folder: Path, words: Sequence[str], max_restarts: in
         core_sets(plan.run.cores, ranks)  # one finding here, and not one a rank
     check_run_folder(folder)  # before logs are written there
     try:
-        return agent.launch_ranks([sys.executable, "-m", "threefold", "train", *words], ranks, max_restarts, folder)
+        argv = [sys.executable, "-m", "threefold", "train", *words]
+        return launch_ranks(argv, ranks, max_restarts, folder, open_store)
     finally:
         remove_empty_start(folder)

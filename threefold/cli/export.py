@@ -14,7 +14,7 @@ from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, Export
 from threefold.interop.megatron.validation.judge.verdict import EXIT_CODES, summary_text
 from threefold.interop.megatron.validation.run import run_validation
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 from threefold.spec.megatron import is_release_name
 
 NOT_VERIFIED = "not verified: run its validate.py where Megatron is installed, or export with --verify\n"

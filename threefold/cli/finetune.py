@@ -18,9 +18,9 @@ from threefold.cli.command_line.inputs import (
     sequence_length,
     share_of_one,
 )
-from threefold.engine.launch.stop_signals import STOP_SIGNALS, install_handlers
 from threefold.engine.weights.run_files import DRAFT
 from threefold.findings import FindingsError
+from threefold.launch.stop_signals import STOP_SIGNALS, install_handlers
 from threefold.machine.finetune.checkpoint_facts import validation_entries
 from threefold.machine.finetune.plan_finetune import (
     FinetunePlan,

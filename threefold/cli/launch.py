@@ -9,7 +9,7 @@ from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, pri
 from threefold.findings import in_order
 from threefold.interop.megatron.bridge_files import inexpressible_text, job_script, torchrun_script
 from threefold.interop.megatron.export_plan import export_plan
-from threefold.interop.slurm import Options, batch_script, faults, torchrun_commands, tuning_script
+from threefold.launch.slurm import Options, batch_script, faults, torchrun_commands, tuning_script
 from threefold.rules.all import check, errors, promoted
 
 

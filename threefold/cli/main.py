@@ -13,8 +13,8 @@ import threefold
 from threefold.cli.command_line.bounds import bounds_of
 from threefold.cli.command_line.out import Out, shown_at_work, standard_streams
 from threefold.cli.command_line.parser import Parser, verb_parser
-from threefold.engine.launch.stop_signals import end_at_once
 from threefold.findings import Finding, shown
+from threefold.launch.stop_signals import end_at_once
 from threefold.units import format_bytes
 
 VERBS = {

@@ -17,12 +17,12 @@ from threefold.cli.command_line.inputs import (
     print_findings,
     say_too_small,
 )
-from threefold.engine.launch.exit_codes import FAULT, LOST_PEER, REFUSED
-from threefold.engine.launch.stop_signals import SIGNAL_CODE, stop_message
-from threefold.engine.run.cpu_threads import sleep_while_waiting
-from threefold.engine.run.progress_display import write_and_flush
 from threefold.engine.weights.run_files import write_longer_config
 from threefold.findings import Finding, FindingsError
+from threefold.launch.cpu_threads import sleep_while_waiting
+from threefold.launch.output import write_and_flush
+from threefold.launch.rank_process import FAULT, LOST_PEER, REFUSED
+from threefold.launch.stop_signals import SIGNAL_CODE, stop_message
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, rank_environment

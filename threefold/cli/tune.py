@@ -14,7 +14,7 @@ from threefold.cli.command_line.sigterm import end_on_sigterm
 from threefold.compare.contract import PRECISION_FIELDS
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.interop.megatron.export_plan import BRIDGE
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 from threefold.machine.inventory import this_machine
 from threefold.machine.own_chip_file import priced_here
 from threefold.plan.file import parse_overrides

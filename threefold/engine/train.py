@@ -15,22 +15,18 @@ from threefold.engine.batch import Batch
 from threefold.engine.build import Parts, build, device_of, why_not_fused
 from threefold.engine.data.images.batch_images import SkippedPictures
 from threefold.engine.data.loader import Loader
-from threefold.engine.dist.collectives import all_reduce
+from threefold.engine.dist.collectives import all_reduce, observe_collectives
 from threefold.engine.dist.consensus import run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.join import World, join
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.effects.part_times import PartTimes
 from threefold.engine.effects.recorder import RunEffects
-from threefold.engine.launch.stop_signals import stop_between_steps
-from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.layers.positions import move_documents
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.profiler import StepProfiler, profiled_window
 from threefold.engine.run.checkpoints import Checkpoints
-from threefold.engine.run.cpu_affinity import pin_to_cores
 from threefold.engine.run.cpu_memory import keep_freed_memory
-from threefold.engine.run.cpu_threads import choose_threads
 from threefold.engine.run.folder import (
     CHECKPOINTS,
     Metrics,
@@ -48,6 +44,10 @@ from threefold.engine.start.origin import Origin
 from threefold.engine.step import StepResult, evaluate_batches, train_step
 from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
+from threefold.launch.cpu_affinity import pin_to_cores
+from threefold.launch.cpu_threads import choose_threads
+from threefold.launch.stop_signals import stop_between_steps
+from threefold.launch.watchdog import Watchdog
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import rank_environment
 from threefold.units import format_many
@@ -85,6 +85,8 @@ def train(
         start.has_folder = True
         run_on_first_rank(apart, lambda: check_data_is_named(folder, plan))
         watchdog = ending.enter_context(_watchdog(plan, world))
+        if watchdog:
+            ending.enter_context(observe_collectives(watchdog.observe))
         parts = build(plan, mesh)
         ending.callback(parts.close)
         ending.callback(progress.close)

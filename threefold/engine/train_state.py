@@ -22,7 +22,6 @@ from threefold.engine.dist.consensus import (
 )
 from threefold.engine.dist.join import World
 from threefold.engine.effects.recorder import RunEffects
-from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
@@ -43,6 +42,7 @@ from threefold.engine.weights.model_shapes import MODEL, check_is_model
 from threefold.engine.weights.read_hf import read_hf
 from threefold.engine.weights.run_files import keep_tokenizer
 from threefold.findings import Finding, FindingsError, shown
+from threefold.launch.watchdog import Watchdog
 from threefold.plan.plan import Plan
 
 Tensors = dict[str, Tensor | CheckpointShard]

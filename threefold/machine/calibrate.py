@@ -24,8 +24,8 @@ from threefold.cost.fit_rates import (
     held_out_errors,
 )
 from threefold.cost.rates import Rates, calibration, rates_to
-from threefold.engine.tune.plan_session import PlanSession, Speed
 from threefold.findings import Finding, FindingsError
+from threefold.launch.plan_session import PlanSession, Speed
 from threefold.machine.calibration_plans import calibration_plans
 from threefold.machine.own_chip_file import own_chip_path
 from threefold.plan.parse import parse
@@ -119,7 +119,7 @@ def _with_cores(spec: ChipSpec) -> ChipSpec:
     """A CPU with the cores of this machine."""
     if spec.architecture != "cpu":
         return spec
-    from threefold.engine.run.cpu_threads import num_cores
+    from threefold.launch.cpu_threads import num_cores
 
     return replace(spec, cores=num_cores())
 

@@ -1,6 +1,6 @@
 """A calibration as text: what the machine reached, and each measured step beside its predictions."""
 
-from threefold.engine.tune.plan_session import Speed
+from threefold.launch.plan_session import Speed
 from threefold.machine.calibrate import Calibrated
 from threefold.report.terminal import table
 from threefold.units import format_bytes

@@ -15,7 +15,7 @@ from threefold.profile.analyse import profile_traces
 from threefold.tune.measurement import Measurement, Trial, Window
 
 if TYPE_CHECKING:
-    from threefold.engine.tune.plan_session import PlanSession
+    from threefold.launch.plan_session import PlanSession
 
 FIRST_LIMIT_SECONDS = 600.0  # of the first trial, which may compile kernels and read data
 LIMIT_FACTOR, LEAST_LIMIT_SECONDS = 6.0, 90.0  # a later trial hangs after so many times what it should take
@@ -32,7 +32,7 @@ class EngineMeasurer:
     has_traces = True
 
     def __init__(self, folder: Path, rank: int | None = None, launcher: Sequence[str] = ()) -> None:
-        from threefold.engine.tune.plan_session import PlanSession
+        from threefold.launch.plan_session import PlanSession
 
         self._start = PlanSession
         self._session: PlanSession | None = None

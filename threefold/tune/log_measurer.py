@@ -22,7 +22,7 @@ from threefold.diagnose.logs.job_logs import JobLogs
 from threefold.findings import Finding, FindingsError, shown
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, export_plan
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 from threefold.plan.plan import Plan
 from threefold.plan.same_run import listed
 from threefold.safe_files import write_aside

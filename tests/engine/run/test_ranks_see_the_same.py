@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 from tiny_runs import tiny_plan, tiny_shard
 
 from threefold.engine.build import build
-from threefold.engine.dist.join import World, shared_fields
+from threefold.engine.dist.join import World, open_store, shared_fields
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.launch.agent import launch_ranks
-from threefold.engine.launch.exit_codes import REFUSED
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS
@@ -23,6 +21,8 @@ from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.weights.imported_weights import INITIAL
 from threefold.findings import FindingsError
+from threefold.launch.agent import launch_ranks
+from threefold.launch.rank_process import REFUSED
 from threefold.plan.plan import Plan
 
 SLUG = "ranks-see-the-same"
@@ -106,6 +106,6 @@ def test_a_rank_with_another_plan_ends_the_run_when_they_meet(tmp_path: Path, mo
     file.write_text(MEET)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command: list[Any] = [sys.executable, str(file), str(REFUSED)]
-    assert launch_ranks(command, 2, 0, tmp_path) != 0
+    assert launch_ranks(command, 2, 0, tmp_path, open_store) != 0
     said = "".join(path.read_text() for path in sorted((tmp_path / "logs").glob("rank-*.log")))
     assert "rank 1 sees other fields of the plan than rank 0: job.micro_batch" in said

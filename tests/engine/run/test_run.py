@@ -16,7 +16,6 @@ from torch.distributed import HashStore
 from threefold.engine import train as train_module
 from threefold.engine.build import Parts
 from threefold.engine.dist.join import World
-from threefold.engine.launch.watchdog import Watchdog
 from threefold.engine.run import lock as lock_module
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, METRICS, Metrics
@@ -24,6 +23,7 @@ from threefold.engine.run.lock import LOCK, RunLock
 from threefold.engine.run.progress_display import ExperimentTrackers, Progress
 from threefold.engine.train import train
 from threefold.findings import FindingsError
+from threefold.launch.watchdog import Watchdog
 
 TINY = {"job.data": "synthetic", "job.steps": 6}
 

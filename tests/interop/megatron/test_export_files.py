@@ -18,7 +18,7 @@ from threefold.interop.megatron.environment import EXPORTED_VARIABLES, environme
 from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, export_plan
 from threefold.interop.megatron.field_names import DTYPE_PATHS, TORCH_DTYPES
 from threefold.interop.megatron.import_text import import_text
-from threefold.interop.slurm import Options, segment_nodes
+from threefold.launch.slurm import Options, segment_nodes
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 

@@ -18,7 +18,7 @@ from threefold.interop.megatron.export_plan import LM, Export, export_plan
 from threefold.interop.megatron.import_text import import_text
 from threefold.interop.megatron.setting_facts import CONFLICTS
 from threefold.interop.megatron.setting_notes import NOTES
-from threefold.interop.slurm import Options, faults
+from threefold.launch.slurm import Options, faults
 from threefold.plan.parse import change
 from threefold.rules.all import explain, judge
 from threefold.spec.megatron import places

@@ -20,7 +20,7 @@ from megatron_exports import recipe
 
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, LM, export_plan
-from threefold.interop.slurm import Options
+from threefold.launch.slurm import Options
 
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")  # children that are forked need not import it
 

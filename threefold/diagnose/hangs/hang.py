@@ -11,8 +11,8 @@ from threefold.diagnose.hangs.disagreement import Disagreement, Roots, find_disa
 from threefold.diagnose.hangs.flight_recorder import Dump, rank_of, read_dump
 from threefold.diagnose.part import Context, unreadable
 from threefold.diagnose.redact import Redactor
-from threefold.engine.launch.hang_diagnosis import format_ranks
 from threefold.findings import Finding
+from threefold.launch.hang_diagnosis import format_ranks
 from threefold.plan.plan import Plan
 from threefold.units import format_many
 

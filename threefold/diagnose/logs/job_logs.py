@@ -15,8 +15,8 @@ from threefold.diagnose.logs.speed import Speed, measured_speed
 from threefold.diagnose.logs.steps import Steps
 from threefold.diagnose.part import Context, unreadable
 from threefold.diagnose.redact import Redactor
-from threefold.engine.launch.hang_diagnosis import format_ranks
 from threefold.findings import Finding, as_overrides
+from threefold.launch.hang_diagnosis import format_ranks
 from threefold.plan.plan import Plan
 from threefold.remedies.advise import Advice
 from threefold.remedies.evidence import Evidence

@@ -1,6 +1,6 @@
 """One rank of a large layout in a measuring session, with rehearsed peers.
 
-`python -m threefold.dryrun.measured.session_rank RANK JOBS RESULTS`, started by `engine/tune/plan_session.py`.
+`python -m threefold.dryrun.measured.session_rank RANK JOBS RESULTS`, started by `launch/plan_session.py`.
 """
 
 import sys

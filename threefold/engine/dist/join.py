@@ -135,6 +135,11 @@ def _device(plan: Plan, env: RankEnvironment | None, environ: Mapping[str, str])
     return torch.device("cuda", local)
 
 
+def open_store() -> TCPStore:
+    """A store at a free port of this machine, where an agent's ranks meet (`launch/agent.py`)."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 def _store(env: RankEnvironment, address: str, port: int) -> Store:
     """The key-value store through which ranks find each other.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 import threefold
 from threefold.engine.run.lock import RunLock
 from threefold.findings import Finding, FindingsError
+from threefold.launch.output import unwritable_finding
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.plan import Plan
 from threefold.plan.same_run import (
@@ -149,14 +150,6 @@ def check_run_folder(folder: Path) -> None:
 def unreadable_finding(path: Path, problem: str, advice: str) -> Finding:
     """The finding about a file of a run's folder that is not read."""
     return Finding(rule="run-readable", at=str(path), problem=problem, advice=advice)
-
-
-def unwritable_finding(path: Path, error: OSError) -> Finding:
-    """The finding about a file or folder of the run that cannot be written."""
-    problem = f"cannot be written: {error.strerror or error}"
-    return Finding(
-        rule="run-writable", at=str(path), problem=problem, advice="free space, or choose another --run folder"
-    )
 
 
 def read_run_plan(folder: Path) -> Plan:

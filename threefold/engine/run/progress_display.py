@@ -3,8 +3,6 @@
 `engine/train.py` writes to it after every step. Ranks other than the first print to `NULL_STREAM`.
 """
 
-import errno
-import os
 import sys
 import time
 from contextlib import suppress
@@ -12,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
+from threefold.launch.output import write_and_flush
 from threefold.units import format_bytes
 
 
@@ -23,29 +22,6 @@ class _NullStream(StringIO):
 
 
 NULL_STREAM = _NullStream()
-_READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe whose reader closed it, a terminal that is gone
-
-
-def write_and_flush(out: TextIO | None, text: str) -> None:
-    """Write and flush a text, and ignore a reader that is gone: it is no reason to end a run.
-
-    Later writes to such a stream are discarded, also those of other code and those at Python's exit.
-    """
-    if out is None:  # the process was started without this stream
-        return
-    try:
-        out.write(text)
-        out.flush()
-    except OSError as error:
-        if error.errno in _READER_GONE:
-            _redirect_to_null(out)
-
-
-def _redirect_to_null(out: TextIO) -> None:
-    with suppress(OSError):  # the stream has no file descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, out.fileno())
-        os.close(null)
 
 
 class Progress:

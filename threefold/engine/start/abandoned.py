@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from threefold.engine.launch.agent import LOGS
 from threefold.engine.run.folder import CHECKPOINTS, CONTRACT, PLAN
 from threefold.engine.run.lock import LOCK
+from threefold.launch.agent import LOGS
 
 _OF_A_START = (PLAN, CONTRACT, LOCK, f"{PLAN}.partial", f"{CONTRACT}.partial")
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from threefold.engine.dist.collectives import all_reduce, all_to_all
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.tune.plan_session import Speed
 from threefold.engine.tune.trial_steps import synchronized_time
+from threefold.launch.plan_session import Speed
 from threefold.units import KIB, MIB
 
 REPEATS = 7

@@ -12,7 +12,7 @@ from threefold.interop.megatron.models import Selection, dataset_kind, select_mo
 from threefold.interop.megatron.releases import Release, find_release
 from threefold.interop.megatron.settings_writer import Settings, Writer, spell
 from threefold.interop.megatron.write_settings import settings_of
-from threefold.interop.slurm import shape
+from threefold.launch.slurm import shape
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 

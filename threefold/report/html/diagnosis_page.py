@@ -12,7 +12,7 @@ from threefold.diagnose.logs.job_logs import JobLogs
 from threefold.diagnose.part import Part
 from threefold.diagnose.runs.run_part import RunPart
 from threefold.diagnose.snapshots.snapshot_part import SnapshotPart
-from threefold.engine.launch.hang_diagnosis import format_ranks
+from threefold.launch.hang_diagnosis import format_ranks
 from threefold.report.diagnosis import HEADS
 from threefold.report.html.markup import Markup, html_table, join, tag
 from threefold.report.html.page import Section, Tile, copied_text, findings_list, page, tiles

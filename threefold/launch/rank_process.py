@@ -1,4 +1,8 @@
-"""One rank as a process of this machine: how it starts, how it ended, and the end of its log. The agent uses it."""
+"""One rank as a process of this machine: how it starts, how it ended, and the end of its log. The agent uses it.
+
+The agent starts all ranks again after a hang, a lost peer or a fault, and gives up after a refusal, which would come
+again on every start. Exit codes are those of sysexits.h.
+"""
 
 import ctypes
 import os
@@ -10,8 +14,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from threefold.engine.launch.exit_codes import FAULT, HUNG, LOST_PEER, REFUSED
-from threefold.engine.launch.stop_signals import block_stop_signals
+from threefold.launch.stop_signals import block_stop_signals
+
+REFUSED = 78  # a finding that would come again on every start
+HUNG = 75  # the watchdog ended the rank; another start may help
+LOST_PEER = 76  # another rank went away first and has the cause
+FAULT = 70  # an unexpected error, whose traceback is in the log
+
 
 TAIL_LINES = 12
 _END_REASONS = {

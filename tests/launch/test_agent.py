@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from tiny_runs import closed_pipe
 
 from threefold.cli import train as train_verb
 from threefold.cli.main import main
-from threefold.engine.launch.agent import Agent, launch_ranks
-from threefold.engine.launch.exit_codes import FAULT, REFUSED
+from threefold.engine.dist.join import open_store
 from threefold.findings import FindingsError
+from threefold.launch import agent
+from threefold.launch.rank_process import FAULT, REFUSED
 from threefold.plan.ranks import RankEnvironment
 
+launch_ranks = partial(agent.launch_ranks, open_store=open_store)
 RECIPE = ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
 
 # A rank without torch: counts to `last` in a file of its own, so that it can go on where it died.
@@ -145,7 +148,7 @@ def test_a_finding_of_all_ranks_is_told_by_rank_0_alone(
 
 def test_an_agent_that_nobody_reads_goes_on(tmp_path: Path, toy: Any) -> None:
     with closed_pipe() as out:
-        assert Agent(toy("dies", "9"), 3, 2, tmp_path, out).run() == 0
+        assert agent.Agent(toy("dies", "9"), 3, 2, tmp_path, open_store, out).run() == 0
     assert (tmp_path / "step-2").read_text() == "9"
 
 
@@ -273,15 +276,15 @@ import os, sys, time, torch
 from pathlib import Path
 from threefold.engine.dist.join import join, leave
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.dist.collectives import all_reduce
-from threefold.engine.launch.watchdog import Watchdog
+from threefold.engine.dist.collectives import all_reduce, observe_collectives
+from threefold.launch.watchdog import Watchdog
 from threefold.plan.parse import parse
 saved = Path(sys.argv[1]) / "step"
 plan = parse({"model": "tiny-qwen3-moe", "cluster.gpus": 4}).plan
 world = join(plan)
 group = Mesh(plan.layout, world.rank).world
 step = int(saved.read_text()) if saved.exists() else 0
-with Watchdog(6.0, world.store, world.rank, world.size) as watch:
+with Watchdog(6.0, world.store, world.rank, world.size) as watch, observe_collectives(watch.observe):
     while step < 6:
         watch.enter_phase(f"step {step}")
         all_reduce(torch.ones(1), group).wait()

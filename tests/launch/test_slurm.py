@@ -13,7 +13,7 @@ import pytest
 from repository import ROOT
 
 from threefold.cli.main import main
-from threefold.interop.slurm import (
+from threefold.launch.slurm import (
     Options,
     Shape,
     batch_script,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import fake_srun
 from tests.support.plans import build
-from threefold.engine.tune.plan_session import PlanSession
+from threefold.launch.plan_session import PlanSession
 
 FIELDS: dict[str, Any] = {
     "model": "tiny-qwen3-moe",

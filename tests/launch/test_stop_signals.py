@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from threefold.engine.launch.stop_signals import INTERRUPTED, STOP_SIGNALS
 from threefold.engine.run.checkpoints import read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, METRICS
+from threefold.launch.stop_signals import INTERRUPTED, STOP_SIGNALS
 
 RECIPE = ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
 SMALL = ["job.seq_len=32", "model.num_layers=1", "run.tensorboard=false", "job.data=synthetic", "--threads", "1"]
@@ -121,7 +121,7 @@ RANKS = pytest.mark.parametrize(
         *(
             pytest.param(moment, number, marks=pytest.mark.slow)
             for moment in (
-                "import threefold.engine.launch.agent none",
+                "import threefold.launch.agent none",
                 "import torch 1",
                 "import threefold.engine.step 0",
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from threefold.engine.launch.hang_diagnosis import OpenCollective, RankReport
+from threefold.launch.hang_diagnosis import OpenCollective, RankReport
 
 _LISTEN_PULSES = 3  # every living rank sends at least one heartbeat in so many pulses
 

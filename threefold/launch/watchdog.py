@@ -13,15 +13,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
-from threefold.engine.launch.exit_codes import HUNG
-from threefold.engine.launch.hang_diagnosis import (
+from threefold.findings import Finding
+from threefold.launch.hang_diagnosis import (
     OpenCollective,
     RankReport,
     describe_lagging_ranks,
@@ -29,9 +28,9 @@ from threefold.engine.launch.hang_diagnosis import (
     format_ranks,
     format_seconds,
 )
-from threefold.engine.launch.heartbeat import Heartbeats
-from threefold.engine.run.progress_display import write_and_flush
-from threefold.findings import Finding
+from threefold.launch.heartbeat import Heartbeats
+from threefold.launch.output import write_and_flush
+from threefold.launch.rank_process import HUNG
 
 _PYTHON_LIBRARY = str(Path(os.__file__).parent)
 
@@ -70,7 +69,10 @@ def _end_process(finding: Finding) -> None:
 
 
 class Watchdog:
-    """A context manager around training. `limit_seconds` is how long one collective may take."""
+    """A context manager around training, inside of which `observe` is told of each collective.
+
+    `limit_seconds` is how long one collective may take.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,6 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._stack = ExitStack()
 
     def enter_phase(self, name: str, limit: float | None = None) -> None:
         """Note that a phase begins, such as a step or the loading of data.
@@ -117,8 +118,8 @@ class Watchdog:
         finally:
             self.enter_phase(*before)
 
-    def observe(self, call: CollectiveCall) -> Callable[[], None]:
-        """Note that a collective starts; the returned function notes its end."""
+    def observe(self, call: Any) -> Callable[[], None]:
+        """Note that a collective (`engine/dist/collectives.py`) starts; the returned function notes its end."""
         with self._lock:
             on = self._communicators.get(call.group.handle) or self._add_communicator(call)
             on.num_calls += 1
@@ -133,20 +134,18 @@ class Watchdog:
 
         return ended
 
-    def _add_communicator(self, call: CollectiveCall) -> _Communicator:
+    def _add_communicator(self, call: Any) -> _Communicator:
         ranks = call.group.ranks
         key = f"{ranks[0]}-{ranks[-1]}/{len(ranks)}/{zlib.crc32(repr(ranks).encode()):08x}"
         added = self._communicators[call.group.handle] = _Communicator(key, ranks, call.group.name)
         return added
 
     def __enter__(self) -> "Watchdog":
-        self._stack.enter_context(observe_collectives(self.observe))
         self._send_heartbeat()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
         self._stop.set()
         self._thread.join(timeout=10)
         if isinstance(error, RuntimeError) and self._open:  # a peer is gone, and the error does not name it

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from threefold.engine.launch.rank_process import RankProcess, start_rank
+from threefold.launch.rank_process import RankProcess, start_rank
 
 RANK_MODULE = ("-m", "threefold.engine.tune.session_rank")
 POLL_SECONDS = 0.05

@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 from tiny_runs import closed_pipe
 
-from threefold.engine.dist.collectives import CollectiveCall, all_gather, all_reduce
+from threefold.engine.dist.collectives import CollectiveCall, all_gather, all_reduce, observe_collectives
 from threefold.engine.dist.join import is_lost_peer_error
 from threefold.engine.dist.mesh import Group
-from threefold.engine.launch import watchdog as watchdog_module
-from threefold.engine.launch.exit_codes import HUNG
-from threefold.engine.launch.hang_diagnosis import (
+from threefold.engine.verify.forked_ranks import run_ranks
+from threefold.findings import Finding
+from threefold.launch import watchdog as watchdog_module
+from threefold.launch.hang_diagnosis import (
     OpenCollective,
     RankReport,
     describe_lagging_ranks,
     diagnose,
     format_ranks,
 )
-from threefold.engine.launch.watchdog import Watchdog
-from threefold.engine.verify.forked_ranks import run_ranks
-from threefold.findings import Finding
+from threefold.launch.rank_process import HUNG
+from threefold.launch.watchdog import Watchdog
 
 LIMIT = 3.0  # seconds of one collective; ranks send five heartbeats in it
 FOREVER = 10_000.0
@@ -52,7 +52,10 @@ def watched(rank: int, fate: str) -> str:
     x = torch.ones(2)
     dist.barrier()  # or a rank that starts late would be late in the first round
     # A punctual rank may wait for a core of a busy machine.
-    with Watchdog(FOREVER if fate == "is punctual" else LIMIT, store, rank, 4) as watch:
+    with (
+        Watchdog(FOREVER if fate == "is punctual" else LIMIT, store, rank, 4) as watch,
+        observe_collectives(watch.observe),
+    ):
         # As training does: a rank that comes back from a phase of its own has the whole limit again.
         watch.enter_phase("step 7", LIMIT if fate == "writes long" else None)
         for _ in range(3):
@@ -142,7 +145,7 @@ def other_program(rank: int) -> None:
     world, _ = groups(rank)
     store = dist.PrefixStore("attempt", dist.distributed_c10d._get_default_store())
     dist.barrier()
-    with Watchdog(LIMIT, store, rank, 4) as watch:
+    with Watchdog(LIMIT, store, rank, 4) as watch, observe_collectives(watch.observe):
         watch.observe(CollectiveCall(world, "all_gather" if rank == 1 else "all_reduce", 0))
         time.sleep(FOREVER)
 

@@ -9,20 +9,16 @@ outlive it when it is killed.
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from threefold.engine.launch.exit_codes import HUNG, LOST_PEER, REFUSED
-from threefold.engine.launch.rank_process import RankProcess, start_rank
-from threefold.engine.launch.stop_signals import SIGNAL_CODE, STOP_SIGNALS, install_handlers, stop_message
-from threefold.engine.run.folder import unwritable_finding
-from threefold.engine.run.progress_display import write_and_flush
 from threefold.findings import Finding, FindingsError
+from threefold.launch.output import unwritable_finding, write_and_flush
+from threefold.launch.rank_process import HUNG, LOST_PEER, REFUSED, RankProcess, start_rank
+from threefold.launch.stop_signals import SIGNAL_CODE, STOP_SIGNALS, install_handlers, stop_message
 
 LOGS, POLL_SECONDS = "logs", 0.05
 # How long rank 0 may go on after another rank refused. Mostly all refuse for one reason, which rank 0 has told already.
@@ -40,6 +36,7 @@ class Agent:
     nproc: int
     max_restarts: int
     folder: Path
+    open_store: Callable[[], Any]  # a store of torch at a free port of this machine, for the ranks of one attempt
     out: TextIO | None = field(default_factory=lambda: sys.stderr)
     ranks: list[RankProcess] = field(default_factory=list)
     stop_signal: int | None = None  # the signal that asked the run to end
@@ -49,13 +46,13 @@ class Agent:
 
         Raises a finding where ranks kept dying.
         """
-        store: TCPStore | None = None
+        store: Any = None
         try:
             with self._signals():
                 for attempt in range(self.max_restarts + 1):
                     # A new one, because NCCL's notes about a collective that timed out have no prefix of the attempt.
                     # Ranks that find those of an earlier attempt wait for minutes on their way out.
-                    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                    store = self.open_store()
                     self._start(attempt, store.port)
                     failed = self._wait()
                     self._kill_all()
@@ -144,9 +141,11 @@ class Agent:
         return install_handlers(dict.fromkeys(STOP_SIGNALS, forward))
 
 
-def launch_ranks(argv: Sequence[str], nproc: int, max_restarts: int, folder: Path) -> int:
+def launch_ranks(
+    argv: Sequence[str], nproc: int, max_restarts: int, folder: Path, open_store: Callable[[], Any]
+) -> int:
     """Run `argv` as `nproc` ranks on this machine; returns the exit code."""
-    return Agent(argv, nproc, max_restarts, folder).run()
+    return Agent(argv, nproc, max_restarts, folder, open_store).run()
 
 
 def _environment(rank: int, size: int, attempt: int, restarts: int, port: int) -> dict[str, str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from threefold.engine.tune.plan_session import PlanSession
+from threefold.launch.plan_session import PlanSession
 
 TINY = {
     "model": "tiny-qwen3-moe",

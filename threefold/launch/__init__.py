@@ -1,0 +1,1 @@
+"""Processes of a run, without torch: agent, heartbeats, watchdog, cores, scripts for Slurm and torchrun."""
