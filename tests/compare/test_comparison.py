@@ -20,7 +20,7 @@ from threefold.plan.file import dump_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import profile_traces
-from threefold.report.compare.comparison_text import seconds_text
+from threefold.report.compare.comparison_text import comparison_text, seconds_text
 
 
 def plan_side(tmp_path: Path, name: str, plan: Plan) -> Side:
@@ -358,6 +358,9 @@ def test_a_folder_of_traces_is_a_trace(tmp_path: Path) -> None:
     found = compared(*sides)
     assert found.traced is not None
     assert found.traced.span.a == pytest.approx(150e-6)
+    text = comparison_text(found)
+    assert "copies and unknown kernels" not in text  # there are none in either
+    assert "-0" not in text
     (tmp_path / "empty").mkdir()
     with pytest.raises(FindingsError, match="neither a run nor traces"):
         open_side(str(tmp_path / "empty"))

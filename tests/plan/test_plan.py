@@ -544,6 +544,7 @@ def test_names_of_other_trainers_that_mean_the_same(name: str, value: Any, path:
         ("job.epochs", 2, "job.steps = epochs x sequences / job.global_batch"),
         ("job.num_epochs", 3, "job.steps"),
         ("num_train_epochs", 3, "job.steps"),
+        ("job.tokens", 10**12, "job.steps = tokens / (job.global_batch x job.seq_len)"),
         ("batch_size", 8, "job.micro_batch"),
         ("training.local_batch_size", 8, "job.micro_batch"),
         ("gradient_accumulation_steps", 8, "job.global_batch / (job.micro_batch x DP)"),

@@ -109,8 +109,8 @@ def test_a_large_cache_of_the_allocator_is_no_wall(tmp_path: Path) -> None:
 
 def test_without_a_plan_advice_is_words(tmp_path: Path) -> None:
     said = profiled(tmp_path, steps(compute=50, exchange=60, gap=3)).to_json()["fixes"]
-    ep = ("overlap-experts", "delay-weight-gradients", "dispatcher", "ep-before-etp", "ep-inside-domain")
-    assert [fix["remedy"] for fix in said] == list(ep)  # no other axis has exposed time
+    ep = ("overlap-experts", "delay-weight-gradients", "dispatcher", "ep-inside-domain")
+    assert [fix["remedy"] for fix in said] == list(ep)  # no other axis communicates, TP and ETP not either
     assert [fix["why"] for fix in said] == [BY_NAME[name].what for name in ep]
     assert all(fix["set"] == {} and fix["predicted_gain"] is None for fix in said)
 
@@ -211,8 +211,7 @@ def test_a_trace_of_deepep_is_not_told_to_use_it(tmp_path: Path) -> None:
         kernel("void deep_ep::internode::dispatch<8>", event["ts"] + 50, 40, stream=20) for event in events[1::2]
     ]
     said = profiled(tmp_path, events).advice
-    assert {piece.remedy.name for piece in said} == {"overlap-experts", "delay-weight-gradients", "ep-before-etp",
-                                                     "ep-inside-domain"}  # fmt: skip
+    assert {piece.remedy.name for piece in said} == {"overlap-experts", "delay-weight-gradients", "ep-inside-domain"}
 
 
 def test_a_gain_is_never_more_than_the_time_that_was_seen(tmp_path: Path) -> None:

@@ -301,6 +301,16 @@ def test_the_recommended_order_decides_inside_a_group() -> None:
     assert "more than the band" in why_after(slow, order[0])
 
 
+def test_a_member_because_it_was_published_is_not_called_slower_than_the_band() -> None:
+    """EP 16 between nodes was published beside PP 2 with EP 8, and is a fifth slower by its exchanges."""
+    base = {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 16, "target": "megatron-bridge"}
+    plans = [read_draft({**base, **more}).base for more in ({"layout.pp": 2, "layout.ep": 8}, {"layout.ep": 16})]
+    inside, crossing = priced(plans[0]), priced(plans[1], gemm=2.0)
+    assert are_told_apart(crossing, inside)
+    assert grouped([inside, crossing]) == ([inside, crossing], 2)
+    assert why_after(crossing, inside) == "EP between NVLink domains"
+
+
 def test_a_published_layout_guides_requests_near_to_it() -> None:
     long = {"model": "deepseek-v3", "cluster.chip": "h100", "target": "megatron-bridge", "knobs.precision": "bf16"}
     for gpus, seq_len, cp in ((256, 131_072, 32), (512, 262_144, 64), (256, 65_536, 16)):

@@ -11,7 +11,7 @@ from threefold.plan.words import SAME, same_field
 Fields = dict[str, Any]
 
 FLEX_BACKENDS = ("deepep", "hybridep")
-# Modules the documents spell one way and Megatron another; ours are Megatron's accepted spellings.
+# Modules that upstream's guides spell one way and Megatron another; ours are Megatron's accepted spellings.
 MODULES = {"up_proj": "mla_up_proj", "norm": "layernorm", "layer_norm": "layernorm", "shared_expert": "shared_experts"}
 
 _PLAIN = {

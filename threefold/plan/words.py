@@ -49,11 +49,13 @@ SAME = {name: field for field, names in _BY_FIELD.items() for name in names.spli
 
 EPOCH_WORDS = ("epochs", "num_epochs", "num_train_epochs", "max_epochs")
 _STEPS = "a plan counts optimizer steps: job.steps = epochs x sequences / job.global_batch; finetune takes --epochs"
+_TOKENS = "a plan counts optimizer steps: job.steps = tokens / (job.global_batch x job.seq_len)"
 _BATCH = "job.global_batch is the sequences of an optimizer step, job.micro_batch those of one forward on one rank"
 _SHARD = "it follows from cluster.gpus and the other degrees; delete it"
 _DATA = "job.data names files, folders or built-in data"
 OTHERWISE = {
     **dict.fromkeys(EPOCH_WORDS, _STEPS),
+    **dict.fromkeys(("tokens", "num_tokens", "max_tokens", "train_tokens", "total_tokens"), _TOKENS),
     **dict.fromkeys(("batch_size", "local_batch_size", "bs", "per_device_batch_size"), _BATCH),
     **dict.fromkeys(
         ("gradient_accumulation_steps", "grad_accum_steps", "accumulate_grad_batches"),

@@ -132,7 +132,8 @@ def _every(plan: Plan, trier: Trier, evidence: Evidence) -> Iterator[Advice]:
 def _remedies(wall: str, evidence: Evidence, is_cpu: bool) -> Iterator[Remedy]:
     """Those of the catalogue that answer a bottleneck and are not in use."""
     for remedy in CATALOGUE:
-        if wall in remedy.answers and (remedy.on_cpu or not is_cpu) and evidence.kernels.isdisjoint(remedy.kernels):
+        is_known = wall in remedy.answers and (remedy.on_cpu or not is_cpu)
+        if is_known and evidence.kernels.isdisjoint(remedy.kernels) and evidence.may_use(remedy.frees):
             yield remedy
 
 

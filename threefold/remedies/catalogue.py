@@ -26,6 +26,7 @@ class Remedy:
     fields: tuple[str, ...] = ()  # that it may set, together
     ways: Ways | None = None  # the mildest first; None where no field does it
     axes: tuple[str, ...] = ()  # of communication, whose exposed time it shortens
+    frees: str = ""  # the axis whose ranks it gives to others
     kernels: tuple[str, ...] = ()  # kinds: where a trace has one, the remedy is in use
     needs: str = ""
     numbers: Literal["same", "rounded", "another training"] = "same"
@@ -92,7 +93,7 @@ CATALOGUE: tuple[Remedy, ...] = (
     Remedy("dispatcher", "compare the platform's dispatchers: DeepEP and HybridEP with alltoall", ("communication",),
            ("knobs.dispatcher",), faster.dispatcher, _EXPERTS, kernels=("deepep", "hybridep")),
     Remedy("ep-before-etp", "give the ranks of expert tensor parallelism to expert parallelism", ("communication",),
-           ("layout.ep", "layout.etp"), faster.ep_before_etp, _EXPERTS, on_cpu=True),
+           ("layout.ep", "layout.etp"), faster.ep_before_etp, _EXPERTS, "etp", on_cpu=True),
     Remedy("tp-inside-domain", "keep tensor parallelism inside NVLink", ("communication",), ("layout.tp",),
            faster.tp_inside_domain, _TENSOR),
     Remedy("ep-inside-domain", "keep the expert-parallel exchange inside NVLink", ("communication",), ("layout.ep",),
@@ -101,7 +102,7 @@ CATALOGUE: tuple[Remedy, ...] = (
            ("knobs.cp_comm",), faster.exchange_of_keys, ("cp",)),
     # Fewer ranks a group, and more groups: all of a step gets shorter, not only the exchange.
     Remedy("less-tensor-parallelism", "use fewer tensor-parallel ranks: the smallest model parallelism that fits",
-           ("communication", "compute"), ("layout.tp",), faster.less_tp, on_cpu=True),
+           ("communication", "compute"), ("layout.tp",), faster.less_tp, frees="tp", on_cpu=True),
     # The host: graphs, a larger microbatch, then what has no price.
     Remedy("graphs", "capture CUDA graphs of router and dispatch preprocessing, then of attention", ("host",),
            ("knobs.graphs",), faster.graphs, kernels=("graphs",),

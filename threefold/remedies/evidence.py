@@ -29,5 +29,11 @@ class Evidence:
             share = min(share, sum(self.exposed.get(axis, 0.0) for axis in (*axes, UNKNOWN_AXIS)))
         return share / (1 - share) if share < 1 else float("inf")
 
+    def may_use(self, axis: str) -> bool:
+        """Whether ranks of an axis may have communicated: where times were seen, those of the axis or of unknown
+        ones."""
+        parts = {part for name in self.exposed for part in name.split(" x ")}
+        return not (axis and self.shares) or not parts.isdisjoint((axis, UNKNOWN_AXIS))
+
 
 NOTHING_SEEN = Evidence()

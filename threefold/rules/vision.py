@@ -35,7 +35,7 @@ def _as_3d(plan: Plan) -> Plan:
 
 
 def fsdp_or_3d(plan: Plan) -> tuple[str, str]:
-    """Which of the two the documents advise for this model, stage of work and cluster, and why."""
+    """The one of the two that upstream's guides advise for this model, stage of work and cluster, and why."""
     stage, other = stage_of_work(plan), _as_3d(plan)
     if stage == "bring-up":
         return "FSDP", "it is the simplest path to a working multimodal run, and memory is tuned first"
@@ -104,7 +104,7 @@ def vlm_fsdp_before_pipeline(plan: Plan) -> Iterator[Finding]:
 def vlm_3d_cuts_experts_first(plan: Plan) -> Iterator[Finding]:
     """A MoE VLM in 3D parallel spreads its experts over EP, with TP 1.
 
-    Why: the documents' 3D family is TP 1, CP 1, PP 1 or modest, and EP sized to the experts. TP cuts the narrow vision
+    Why: upstream's 3D family is TP 1, CP 1, PP 1 or modest, and EP sized to the experts. TP cuts the narrow vision
         encoder and the decoder's GEMMs alike, and ETP is a tool to fit, which brings traffic and tuning. One run of
         the tracker, 440 TFLOP/s on 64 GB200, did use TP 8 x ETP 8: a measurement overrides this.
     Confirm: `threefold estimate` with both layouts; then a sweep with real images.
@@ -117,7 +117,7 @@ def vlm_3d_cuts_experts_first(plan: Plan) -> Iterator[Finding]:
     wide = {"layout.tp": 1, **({"layout.ep": both, "layout.etp": 1} if layout.etp > 1 and experts % both == 0 else {})}
     yield Finding(
         at="layout.tp",
-        problem=f"TP {layout.tp} x ETP {layout.etp} for a vision-language model; the documents' 3D family has TP 1 "
+        problem=f"TP {layout.tp} x ETP {layout.etp} for a vision-language model; upstream's 3D family has TP 1 "
         "(2026-08; the tracker's run with TP 8 x ETP 8 reached 440 TFLOP/s)",
         fixes=[wide, {"layout.tp": 1}],
         advice="measure both with real images",

@@ -108,7 +108,7 @@ def _vision(plan: Plan) -> Iterator[str]:
     uneven = "the vision encoder makes pipeline stages uneven"
     ceiling = "3D parallelism (TP x PP x EP) has the higher ceiling once its stages are written (layout.stages)"
     advised, reason = fsdp_or_3d(plan)
-    yield f"The documents advise {advised} for {stage_of_work(plan)}: {reason} (vlm-fsdp-or-3d)."
+    yield f"The recommended order has {advised} for {stage_of_work(plan)}: {reason} (vlm-fsdp-or-3d)."
     if plan.knobs.data_parallel != "zero1":
         yield f"FSDP, because {uneven}: it needs no cut and comes up first. {ceiling} ({rule})."
     elif plan.layout.pp > 1:

@@ -252,9 +252,9 @@ def _why_no_nearer(chosen: Priced, anchor: PublishedLayout, found: Iterable[Pric
 def why_after(one: Priced, chosen: Priced) -> str:
     """Why a candidate stands after the chosen one: the first place of the order in which it is worse; and of a faster
     one, the terms without a measured rate on which its advantage rests."""
-    if are_told_apart(one, chosen):
-        return f"a step {one.step_seconds / chosen.step_seconds - 1:.0%} longer, which is more than the band"
     anchors = nearest_published(chosen.plan)
+    if not is_member(one, chosen, anchors):
+        return f"a step {one.step_seconds / chosen.step_seconds - 1:.0%} longer, which is more than the band"
     pairs = zip(criteria(one, anchors), criteria(chosen, anchors), strict=True)
     said = next((mine.words for mine, its in pairs if mine.value > its.value), "a longer step")
     unmeasured = unmeasured_terms(chosen.plan)

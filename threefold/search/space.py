@@ -1,7 +1,7 @@
 """The space of a draft: which fields are free, and the values each of them may take.
 
-Everything here is arithmetic on whole numbers. What does not divide is never made; what the documents advise
-against (a warning of `rules`) is left out unless the draft asks for it.
+Everything here is arithmetic on whole numbers. What does not divide is never made; what a warning of
+`rules` advises against is left out unless the draft asks for it.
 """
 
 import math

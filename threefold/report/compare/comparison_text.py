@@ -185,7 +185,7 @@ def _top(part: Part, amount: Callable[[float], str]) -> str:
 
 def _traced(found: Traced) -> list[str]:
     steps = " and ".join("unknown" if count is None else str(count) for count in found.num_steps)
-    rows = [*found.parts, replace(found.span, name="= span")]
+    rows = [*(row for row in found.parts if max(row.a, row.b) > NOTHING), replace(found.span, name="= span")]
     cells = [
         [row.name, row.wall, seconds_text(row.a), seconds_text(row.b), _signed(row.b - row.a, seconds_text),
          _share(row.b - row.a, found.span.a)]
@@ -227,11 +227,11 @@ def seconds_text(value: float) -> str:
 
 
 def _signed(value: float, amount: Callable[[float], str]) -> str:
-    return f"{'-' if value < 0 else '+'}{amount(abs(value))}" if value else "0"
+    return f"{'-' if value < 0 else '+'}{amount(abs(value))}" if abs(value) > NOTHING else "0"
 
 
 def _share(part: float, whole: float) -> str:
-    return _percent(part / whole) if whole else "-"
+    return _percent(part / whole if abs(part) > NOTHING else 0.0) if whole else "-"
 
 
 def _percent(fraction: float) -> str:

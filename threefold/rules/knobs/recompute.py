@@ -127,7 +127,7 @@ def recompute_module_exists(plan: Plan) -> Iterator[Finding]:
 
     Why: a name without a module saves nothing, and upstream refuses some of them.
     Confirm: `threefold models` shows what the model is made of.
-    Fix: delete the names that have no effect. The documents' `up_proj` and `norm` are read as `mla_up_proj`
+    Fix: delete the names that have no effect. Upstream's `up_proj` and `norm` are read as `mla_up_proj`
         and `layernorm`, the names Megatron accepts.
     """
     missing = _missing_modules(plan)

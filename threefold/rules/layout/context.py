@@ -15,7 +15,7 @@ from threefold.spec.model import MlaSpec
 from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many, format_tokens
 
-SHARD_TOKENS = 4096  # the documents' target: CP ~ sequence / 4096
+SHARD_TOKENS = 4096  # upstream's target: CP ~ sequence / 4096
 BATCH_TOKENS = 2**26  # 64M tokens a step: twice what large pretraining runs use
 
 
@@ -35,7 +35,7 @@ def cp_from_shard_target(plan: Plan) -> Iterator[Finding]:
     """At long context CP (with TP) cuts the sequence to about 4K tokens a rank.
 
     Why: past a few thousand tokens attention and activations dominate the memory of a rank; CP is the axis
-        that cuts both. The documents' first guess is CP = sequence / 4096, rounded to a power of two. Upstream's guides
+        that cuts both. The usual first guess is CP = sequence / 4096, rounded to a power of two. Upstream's guides
         differ: its MoE guide and its card on long context divide by 4096 (32K: CP 8), its skill on parallelism
         (2026-04) takes CP 2 up to 32K and 4 to 8 above. What fits and what it costs is estimated either way.
     Confirm: `threefold show` prints the tokens a rank holds.
@@ -86,7 +86,7 @@ def tp_for_cp_on_rack(plan: Plan) -> Iterator[Finding]:
     """On NVL72 systems TP can take over a part of a large CP, where that is predicted to be faster or to fit.
 
     Why: NVLink reaches the whole rack, so TP stays fast at degrees that would leave an 8-GPU node; the
-        documents' 128K plan for Qwen3-235B is TP 4 x CP 4.
+        published 128K plan for Qwen3-235B is TP 4 x CP 4.
     Confirm: compare both with `threefold estimate`, or measure.
     Fix: TP 4 (or 2) and CP divided by it.
     """
