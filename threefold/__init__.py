@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from threefold.plan.parse import change
     from threefold.plan.plan import Plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Finding",
     "FindingsError",

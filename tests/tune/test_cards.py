@@ -1,6 +1,7 @@
 """Cards: their fields, their evidence, and claims measured again by a command that the test plants."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.support.repository import ROOT
 from threefold.cli import card as verb
 from threefold.findings import FindingsError
 from threefold.machine.inventory import Machine
-from threefold.report.cards import BEGIN, END, cards_markdown
+from threefold.report.cards import cards_markdown
 from threefold.tune.cards import Figure, read_card
 from threefold.tune.check_cards import check_card
 
@@ -63,12 +64,14 @@ def test_every_card_of_the_project_has_the_figures_of_its_evidence() -> None:
     assert all(card.log is None or (ROOT / card.log).exists() for card in cards)
 
 
-def test_readme_prints_the_claims_of_the_cards() -> None:
-    """`threefold card list --markdown` between the two marks."""
-    text = (ROOT / "README.md").read_text()
-    between = text.split(BEGIN)[1].split(END)[0].strip()
-    cards = [read_card(path.relative_to(ROOT), ROOT) for path in sorted((ROOT / "cards").glob("*.toml"))]
-    assert between == cards_markdown(cards)
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/cards.md"])
+def test_pages_print_the_claims_of_the_cards(page: str) -> None:
+    """The table between two marks is what the command in the first one prints, with links from the page's folder."""
+    text = (ROOT / page).read_text()
+    [(named, between)] = re.findall(r"<!-- threefold card list --markdown ?(.*?) -->\n(.*?)<!-- /cards -->", text, re.S)
+    paths = named.split() or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "cards").glob("*.toml"))]
+    links_from = "../" * page.count("/")
+    assert between.strip() == cards_markdown([read_card(Path(path), ROOT) for path in paths], links_from)
 
 
 def test_claims_with_their_figures(card_file: Path) -> None:

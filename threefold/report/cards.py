@@ -1,12 +1,10 @@
-"""Cards as text, and as the table in README."""
+"""Cards as text, and as a table for a page."""
 
 from collections.abc import Sequence
 
 from threefold.report.terminal import table
 from threefold.tune.cards import Card
 from threefold.tune.check_cards import CardResult
-
-BEGIN, END = "<!-- cards: threefold card list --markdown -->", "<!-- /cards -->"
 
 
 def cards_text(cards: Sequence[Card]) -> str:
