@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from threefold.engine.dispatch.received_rows import order_of_blocks
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts
 from threefold.engine.kernels.experts.kernel_choice import KernelChoice
 from threefold.engine.moe.experts import Experts
@@ -58,6 +59,20 @@ def run_grouped(
     x_RD, weight_R = x_TD[order_R // expert_TK.shape[1]], weight_TK.flatten()[order_R]
     y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters_of(experts), activation, choice=choice)
     return y_RD[order_R.argsort()].unflatten(0, expert_TK.shape).sum(dim=1)
+
+
+def run_arrived(
+    experts: Any, x_TD: Any, weight_TK: Any, expert_TK: Any, activation: str, choice: KernelChoice | str | None
+) -> Any:
+    """`grouped_experts` on rows that lie in three blocks, each sorted by expert, as ranks have sent them."""
+    num_experts, (num_tokens, top_k) = len(experts.down), expert_TK.shape
+    expert_R, block_R = expert_TK.flatten(), torch.arange(num_tokens * top_k, device=expert_TK.device) % 3
+    arrived_R = (block_R * num_experts + expert_R).argsort(stable=True)
+    count_Be = torch.stack([torch.bincount(expert_R[block_R == block], minlength=num_experts) for block in range(3)])
+    x_RD, weight_R = x_TD[arrived_R // top_k], weight_TK.flatten()[arrived_R]
+    order, parameters = order_of_blocks(count_Be, len(arrived_R)), parameters_of(experts)
+    y_RD = grouped_experts(x_RD, weight_R, count_Be.sum(0), *parameters, activation, choice=choice, order=order)
+    return y_RD[arrived_R.argsort()].unflatten(0, expert_TK.shape).sum(dim=1)
 
 
 def gradients(y: Any, experts: Any, x_TD: Any, weight_TK: Any, slope: Any) -> list[Any]:

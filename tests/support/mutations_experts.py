@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from mutation_registry import breaks, completed_call, replace_attribute, skip_reduction, wrap_attribute
 from torch import Tensor
 
 from threefold.engine import build, step
-from threefold.engine.dispatch import alltoall, rows
+from threefold.engine.dispatch import alltoall, received_rows, rows
 from threefold.engine.dispatch.capacity import Capacity
-from threefold.engine.dispatch.received_rows import ReceivedRows, all_to_all_rows, permute_rows
+from threefold.engine.dispatch.received_rows import ReceivedRows, all_to_all_rows
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.moe import balance
 from threefold.engine.moe.experts import Experts
@@ -49,13 +50,32 @@ def experts_are_summed_over_dp() -> None:
 
 @breaks("etp", often=True)
 def parts_of_etp_are_not_added() -> None:
-    def unsort_and_reduce(self: ReceivedRows, y_RD: Tensor) -> Tensor:
-        if self._index is not None:
-            y_RD = permute_rows(y_RD, *reversed(self._index))
+    def reduce(self: ReceivedRows, y_RD: Tensor) -> Tensor:
         parts = all_to_all_rows(y_RD, self._etp, self._own_sizes, self._sizes)
         return parts.view(self._etp.size, self._num_received, *y_RD.shape[1:])[self._etp.rank]
 
-    replace_attribute(ReceivedRows, "unsort_and_reduce", unsort_and_reduce)
+    replace_attribute(ReceivedRows, "reduce", reduce)
+
+
+def order_of_received_rows(field: str) -> None:
+    """Let one side of the order of received rows be the order in which they arrived."""
+
+    def order(old: Callable[..., Any], count_Be: Tensor, num_rows: int) -> Any:
+        made = old(count_Be, num_rows)
+        as_arrived = torch.arange(num_rows, dtype=torch.int32).view_as(getattr(made, field))
+        return replace(made, **{field: as_arrived})
+
+    wrap_attribute(received_rows, "order_of_blocks", order)
+
+
+@breaks("experts in one, ep x etp", often=True)
+def received_rows_are_read_as_they_lie() -> None:
+    order_of_received_rows("token_R")
+
+
+@breaks("experts in one, ep overlap")
+def results_of_received_rows_are_stored_by_expert() -> None:
+    order_of_received_rows("row_TK")
 
 
 @breaks("etp with biases")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher
 from threefold.engine.dispatch.async_exchange import AsyncExchange, finish_exchange, start_exchange
 from threefold.engine.dispatch.local import LocalDispatcher
+from threefold.engine.dispatch.rows import permute_rows
 from threefold.engine.dispatch.select import make_dispatcher
 from threefold.engine.dispatch.split_sizes import RowCounts
 from threefold.engine.dist.collectives import observe_collectives
@@ -277,9 +278,12 @@ def cut_apart(layer: MoeLayer, x_BSD: Any, coefficients: Any) -> tuple[Any, Any]
     routing, state = layer.route(x_TD)
     weight_TK = border(routing.weight_TK)
     x_PD, weight_P = border(*dispatcher.token_dispatch(x_TD, weight_TK, state))
-    x_RD, weight_R, count_e = dispatcher.dispatch_postprocess(x_PD, weight_P, state)
+    x_RD, weight_R, count_e, order = dispatcher.dispatch_postprocess(x_PD, weight_P, state)
     x_RD, weight_R = border(x_RD, weight_R)
-    y_RD = border(layer.experts(x_RD, weight_R, count_e))
+    same_R = torch.arange(len(x_RD))
+    moves = (same_R, same_R) if order is None else (order.token_R, order.row_TK[:, 0])
+    sorted_rows = permute_rows(x_RD, *moves), permute_rows(weight_R, *moves)
+    y_RD = border(permute_rows(layer.experts(*sorted_rows, count_e), *reversed(moves)))
     y_PD = border(dispatcher.combine_preprocess(y_RD, state))
     y_SD = border(dispatcher.token_combine(y_PD, state))
     y_TD = dispatcher.combine_postprocess(y_SD, state) + layer.compute_shared(x_TD)
@@ -311,7 +315,7 @@ def count_bytes(rank: int, ep: int, etp: int) -> dict[tuple[str, str], int]:
         sent[call.group.name, call.operation] += call.num_bytes
 
     with observe_collectives(see):
-        x_RD, weight_R, _, state = dispatcher.dispatch(x_TD, expert_TK, weight_TK)
+        x_RD, weight_R, *_, state = dispatcher.dispatch(x_TD, expert_TK, weight_TK)
         dispatcher.combine(x_RD * weight_R[:, None], state).sum().backward()
     return dict(sent)
 

@@ -19,6 +19,7 @@ from expert_cases import (
     make_experts,
     parameters_of,
     relative_error,
+    run_arrived,
     run_fused,
     run_grouped,
     run_plain,
@@ -54,7 +55,7 @@ def test_unwritten_memory_is_nan(dtype: Any) -> None:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
-@pytest.mark.parametrize("path", [run_fused, run_grouped])
+@pytest.mark.parametrize("path", [run_fused, run_grouped, run_arrived])
 def test_reference_steps_equal_autograd(path: Any, activation: str, bias: bool, load: str) -> None:
     experts = make_experts(6, 10, 7, activation, bias).double()
     expert_TK = draw_experts(13, 3, 6, load)
@@ -137,7 +138,7 @@ def test_without_a_gpu_plain_torch_is_chosen() -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 @pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.slow] * (load in SLOW)) for load in LOADS])
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
-@pytest.mark.parametrize("path", [run_fused, run_grouped])
+@pytest.mark.parametrize("path", [run_fused, run_grouped, run_arrived])
 def test_interpreted(path: Any, activation: str, bias: bool, load: str) -> None:
     check_interpreted(path, activation, bias, load, SMALL)
 
@@ -154,7 +155,7 @@ def check_interpreted(path: Any, activation: str, bias: bool, load: str, config:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
-@pytest.mark.parametrize("path", [run_fused, run_grouped])
+@pytest.mark.parametrize("path", [run_fused, run_grouped, run_arrived])
 def test_interpreted_flattened_loop(path: Any) -> None:
     check_interpreted(path, "clamped swiglu", True, "empty experts", replace(SMALL, flat=True))
 
@@ -212,14 +213,15 @@ def test_interpreted_tile_table(extra: int) -> None:
 
 
 @pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_row_gemms_compile_without_a_gpu(transposed: bool) -> None:
+def test_row_gemms_compile_without_a_gpu(transposed: bool, stored: bool) -> None:
     from threefold.engine.kernels.experts.hopper.row_gemm import _row_gemm_kernel
 
     rows = {"rows": 256, "half_rows": 128, "extra_rows": 32, "w": 64, "out": 64}
     kinds = {name: blocks("bf16", size, 64) for name, size in rows.items()}
-    kinds |= {"out_ptr": "*bf16", "table_ptr": "*i32", "total_ptr": "*i32", "max_tiles": "i32"}
-    options = {"K": 768, "N": 2048, "GROUP": 1, "TRANSPOSED": transposed}
+    kinds |= {"out_ptr": "*bf16", "target_ptr": "*i32", "table_ptr": "*i32", "total_ptr": "*i32", "max_tiles": "i32"}
+    options = {"K": 768, "N": 2048, "GROUP": 1, "TRANSPOSED": transposed, "STORED": stored}
     compile_for_hopper(_row_gemm_kernel, kinds, options)
 
 
@@ -280,7 +282,7 @@ SIZES = [(300, 4, 8, 256, 192), (1000, 2, 5, 136, 72), (77, 1, 3, 64, 512), (600
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("activation", "bias"), KINDS)
 @pytest.mark.parametrize("choice", [OURS, GLUON, KernelChoice()], ids=["ours", "gluon", "grouped"])
-@pytest.mark.parametrize("path", [run_fused, run_grouped])
+@pytest.mark.parametrize("path", [run_fused, run_grouped, run_arrived])
 def test_on_a_gpu(path: Any, choice: KernelChoice, activation: str, bias: bool, load: str) -> None:
     """The error in bf16 is at most twice that of the engine's unfused experts in bf16."""
     if choice.uses_gluon and bias:

@@ -244,7 +244,7 @@ def test_capacity_keeps_the_heaviest_tokens_of_each_expert() -> None:
 def test_dispatch_is_stable_and_repeats_bit_for_bit() -> None:
     dispatcher = LocalDispatcher(3)
     expert, weight = torch.tensor([[2, 0], [0, 2], [2, 0]]), torch.rand(3, 2)
-    x, w, count, state = dispatcher.dispatch(torch.arange(3.0)[:, None], expert, weight)
+    x, w, count, _, state = dispatcher.dispatch(torch.arange(3.0)[:, None], expert, weight)
     assert x[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
     assert count.tolist() == [3, 0, 3]
     assert torch.equal(w, weight.flatten()[torch.tensor([1, 2, 5, 0, 3, 4])])

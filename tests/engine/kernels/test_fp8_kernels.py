@@ -608,10 +608,11 @@ def test_interpreted_numbers_as_small_as_can_be(top: float) -> None:
 
 @pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")
 @pytest.mark.parametrize(
-    ("wgrad", "rowwise", "adds"),
-    [(False, False, False), (False, True, False), (True, False, False), (True, False, True)],
-)
-def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bool) -> None:
+    ("wgrad", "rowwise", "adds", "stored"),
+    [(False, False, False, False), (False, False, False, True), (False, True, False, False), (False, True, False, True),
+     (True, False, False, False), (True, False, True, False)],
+)  # fmt: skip
+def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bool, stored: bool) -> None:
     """Gluon kernels cannot be interpreted."""
     from threefold.engine.kernels.fp8 import gpu_steps as steps
     from threefold.engine.kernels.fp8.hopper_gluon_kernel import grouped_gemm_kernel
@@ -625,6 +626,7 @@ def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bo
         "w_scale_ptr": "*fp32",
         "out": blocks(dtype, 64, 128),
         "out_ptr": f"*{dtype}",
+        "target_ptr": "*i32",
         "table_ptr": "*i32",
         "total_ptr": "*i32",
         "max_tiles": "i32",
@@ -632,6 +634,7 @@ def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bo
     }
     sizes = {"M": 512, "N": 768, "K": 1024, "SE": 48, "SN": 8, "SK": 1}
     options = {"STAGES": config.stages, "GROUP": config.group, "WGRAD": wgrad, "ROWWISE": rowwise, "ADD": adds}
+    options["STORED"] = stored
     compile_for_hopper(grouped_gemm_kernel, kinds, sizes | options)
 
 

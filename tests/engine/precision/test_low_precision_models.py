@@ -195,7 +195,7 @@ def _dispatch(rank: int, fp8_rows: bool) -> tuple[Any, ...]:
     x_TD = torch.randn(9, 256, generator=draw).requires_grad_()
     expert_TK = torch.rand(9, 4, generator=draw).topk(2).indices
     weight_TK = torch.rand(9, 2, generator=draw)
-    x_RD, _, count_e, state = dispatcher.dispatch(x_TD, expert_TK, weight_TK)
+    x_RD, _, count_e, _, state = dispatcher.dispatch(x_TD, expert_TK, weight_TK)
     y_TD = dispatcher.combine(x_RD * 3.0, state)
     y_TD.backward(torch.ones_like(y_TD))
     return x_RD.detach(), count_e, y_TD.detach(), x_TD.grad

@@ -28,8 +28,8 @@ class EmptyExpertSteps:
         gate_up_dim = gate_up_EXD.shape[1]
         return x_XD.new_empty(len(weight_R), gate_up_dim), x_XD.new_empty(len(weight_R), gate_up_dim // 2)
 
-    def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
-        return act_RH.new_empty(len(act_RH), down_EDH.shape[1])
+    def down(self, act_RH: Tensor, down_EDH: Tensor, rows: Any) -> Tensor:
+        return self._to_tokens(act_RH.new_empty(len(act_RH), down_EDH.shape[1]), rows)
 
     def act_grad(
         self, grad_XD: Tensor, rows: Any, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
@@ -41,14 +41,17 @@ class EmptyExpertSteps:
         del gemm_RH
         return grads
 
-    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
-        return grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2])
+    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor, rows: Any) -> Tensor:
+        return self._to_tokens(grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2]), rows)
+
+    def _to_tokens(self, y_RD: Tensor, rows: Any) -> Tensor:
+        return y_RD if rows is None or rows.target_R is not None else y_RD.new_empty(len(rows.row_TK), y_RD.shape[1])
 
     def up_grad(
         self, grad_RX: Tensor, x_XD: Tensor, rows: Any, main_grad: Tensor | None = None, squares: Any = None
     ) -> Tensor | None:
         self._gather_for_torch(x_XD, grad_RX, rows, grad_RX.shape[1] // 2)
-        if self._adds_in_place(rows, grad_RX.shape[1] // 2, main_grad):
+        if main_grad is not None and self._gathers_in_place(rows, grad_RX.shape[1] // 2):
             return None
         grad_EXD = x_XD.new_empty(self.num_experts, grad_RX.shape[1], x_XD.shape[1])
         return grad_EXD if main_grad is None else None
@@ -57,22 +60,19 @@ class EmptyExpertSteps:
         self, grad_XD: Tensor, rows: Any, act_RH: Tensor, main_grad: Tensor | None = None, squares: Any = None
     ) -> Tensor | None:
         self._gather_for_torch(grad_XD, act_RH, rows, act_RH.shape[1])
-        if self._adds_in_place(rows, act_RH.shape[1], main_grad):
+        if main_grad is not None and self._gathers_in_place(rows, act_RH.shape[1]):
             return None
         grad_EDH = grad_XD.new_empty(self.num_experts, grad_XD.shape[1], act_RH.shape[1])
         return grad_EDH if main_grad is None else None
 
-    def _adds_in_place(self, rows: Any, expert_dim: int, main_grad: Tensor | None) -> bool:
-        return rows is not None and expert_dim <= WIDEST_IN_PLACE and main_grad is not None
+    def _gathers_in_place(self, rows: Any, expert_dim: int) -> bool:
+        return rows is not None and (expert_dim <= WIDEST_IN_PLACE or rows.target_R is not None)
 
     def _gather_for_torch(self, by_token_XD: Tensor, by_row_RX: Tensor, rows: Any, expert_dim: int) -> None:
         """The rows of tokens, as torch's grouped GEMM reads them; the last ones are kept for the next step."""
         known = self._gathered is not None and self._gathered[0] is by_token_XD
-        if rows is not None and expert_dim > WIDEST_IN_PLACE and not known:
+        if rows is not None and not self._gathers_in_place(rows, expert_dim) and not known:
             self._gathered = by_token_XD, by_token_XD.new_empty(len(by_row_RX), by_token_XD.shape[1])
-
-    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-        return y_RD.new_empty(len(row_TK), y_RD.shape[1])
 
 
 def empty_expert_steps(ctx: Any, ends_E: Tensor, num_rows: int) -> EmptyExpertSteps:

@@ -2,7 +2,7 @@
 
 It needs nothing but `torch.distributed` and is the reference for the other transports. `select.py` makes it.
 
-Shapes: T tokens, D model dim, K experts of a token, P rows received, R rows by local expert, S rows as they were sent,
+Shapes: T tokens, D model dim, K experts of a token, P rows received, R rows of the etp group, S rows as they were sent,
 B blocks of received rows (one a source rank), E experts, e experts held here.
 """
 
@@ -18,6 +18,7 @@ from threefold.engine.dispatch.received_rows import ReceivedRows
 from threefold.engine.dispatch.rows import RowMap, sort_by_expert, sort_with_drops
 from threefold.engine.dispatch.split_sizes import RowCounts
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 
 
 @dataclass
@@ -68,15 +69,15 @@ class AllToAllDispatcher(Dispatcher[AllToAllState]):
 
     def dispatch_postprocess(
         self, x_PD: Tensor, weight_P: Tensor, state: AllToAllState
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, SortedRows | None]:
         x_PD, weight_P = finish_exchange(state.dispatch_exchange, x_PD, weight_P)
         count_Be = state.counts.count_YXe.view(self.etp.size * self.ep.size, -1)
         state.received_rows = received = ReceivedRows(self.etp, state.counts.split_sizes().etp_rows, count_Be)
-        return received.gather_and_sort(x_PD), received.gather_and_sort(weight_P), received.count_e
+        return received.gather(x_PD), received.gather(weight_P), received.count_e, received.order
 
     def combine_preprocess(self, y_RD: Tensor, state: AllToAllState) -> Tensor:
         assert state.received_rows is not None
-        return state.received_rows.unsort_and_reduce(y_RD)
+        return state.received_rows.reduce(y_RD)
 
     def token_combine(self, y_PD: Tensor, state: AllToAllState) -> Tensor:
         splits = state.counts.split_sizes()

@@ -20,6 +20,7 @@ from threefold.engine.dispatch.received_rows import ReceivedRows
 from threefold.engine.dist.collectives import all_gather
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.dist.mesh import Group
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.sum_dtype import fp32_or_wider
 
 
@@ -65,28 +66,28 @@ class FlexDispatcher(Dispatcher[FlexState]):
     def permute(self, x: Tensor, weight: Tensor, state: FlexState) -> tuple[Tensor, Tensor, Tensor]:
         """The received rows by local expert, their weights, and the number of rows of each expert."""
 
-    def dispatch_postprocess(self, x_PD: Tensor, weight_P: Tensor, state: FlexState) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(
+        self, x_PD: Tensor, weight_P: Tensor, state: FlexState
+    ) -> tuple[Tensor, Tensor, Tensor, SortedRows | None]:
         x_PD, weight_P = finish_exchange(state.dispatch_exchange, x_PD, weight_P)
         self.num_dispatches += 1
         x_PD, weight_P, count_e = self.permute(x_PD, weight_P, state)
         if self.etp.is_trivial:
-            return x_PD, weight_P, count_e
+            return x_PD, weight_P, count_e, None
         count_Ye = count_e.new_empty(self.etp.size, len(count_e))
         all_gather(count_Ye.flatten(), count_e, self.etp).wait()
         state.received_rows = ReceivedRows(
             self.etp, host_sizes(count_Ye.sum(dim=1), self.etp.size * len(x_PD)), count_Ye
         )
         received = state.received_rows
-        return received.gather_and_sort(x_PD), received.gather_and_sort(weight_P), received.count_e
+        return received.gather(x_PD), received.gather(weight_P), received.count_e, received.order
 
     @abstractmethod
     def unpermute(self, y_PD: Tensor, state: FlexState) -> Tensor:
         """The inverse of `permute` for the experts' output."""
 
     def combine_preprocess(self, y_RD: Tensor, state: FlexState) -> Tensor:
-        return self.unpermute(
-            y_RD if state.received_rows is None else state.received_rows.unsort_and_reduce(y_RD), state
-        )
+        return self.unpermute(y_RD if state.received_rows is None else state.received_rows.reduce(y_RD), state)
 
     @abstractmethod
     def make_combine_exchange(self, state: FlexState) -> AsyncExchange:

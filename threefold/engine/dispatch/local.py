@@ -47,8 +47,10 @@ class LocalDispatcher(Dispatcher[LocalState]):
     def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: LocalState) -> tuple[Tensor, Tensor]:
         return state.rows.permute_tokens(x_TD), state.rows.permute_weights(weight_TK)
 
-    def dispatch_postprocess(self, x_PD: Tensor, weight_P: Tensor, state: LocalState) -> tuple[Tensor, Tensor, Tensor]:
-        return x_PD, weight_P, state.count_E
+    def dispatch_postprocess(
+        self, x_PD: Tensor, weight_P: Tensor, state: LocalState
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        return x_PD, weight_P, state.count_E, None
 
     def combine_preprocess(self, y_RD: Tensor, state: LocalState) -> Tensor:
         return y_RD

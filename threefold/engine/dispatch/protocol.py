@@ -8,10 +8,11 @@ A layer is cut at the two exchanges, so that a schedule can compute something el
     --------------------  -----------------------------------  ------------------------------------------------------
     dispatch_preprocess   expert_TK, weight_TK -> state        sorts copies by expert; starts the exchange of counts
     token_dispatch        x_TD, weight_TK -> x_PD, weight_P    starts sending rows to the ranks of their experts
-    dispatch_postprocess  x_PD, weight_P                       waits for the rows and sorts them by local expert;
-                            -> x_RD, weight_R, count_e         with ETP, rows are gathered over the etp group
-    (the experts)         x_RD, weight_R, count_e -> y_RD      two grouped GEMMs; nothing travels
-    combine_preprocess    y_RD -> y_PD                         undoes the sorting; with ETP, reduces the partial sums
+    dispatch_postprocess  x_PD, weight_P                       waits for the rows and says how they are sorted by local
+                            -> x_RD, weight_R, count_e, order  expert; with ETP, gathers rows over the etp group
+    (the experts)         x_RD, weight_R, count_e, order       two grouped GEMMs; nothing travels
+                            -> y_RD
+    combine_preprocess    y_RD -> y_PD                         with ETP, reduces the partial sums
     token_combine         y_PD -> y_SD                         starts sending rows back to the ranks of their tokens
     combine_postprocess   y_SD -> y_TD                         waits for the rows and sums the K rows of each token
 
@@ -24,7 +25,7 @@ Every phase also takes the state of its microbatch (`DispatchState`). A tensor t
 result of a phase and never part of the state, so that the autograd graph can be cut between any two phases. The results
 of `token_dispatch` and `token_combine` may not have arrived yet: only the next phase may read them.
 
-Shapes: T tokens, D model dim, K experts of a token, P rows as they arrive, R rows by local expert, S rows as they were
+Shapes: T tokens, D model dim, K experts of a token, P rows as they arrive, R rows of the etp group, S rows as they were
 sent, E experts, e experts held here.
 """
 
@@ -34,6 +35,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from threefold.engine.dispatch.rows import RowMap
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 
 
 class DispatchState(Protocol):
@@ -74,12 +76,15 @@ class Dispatcher(ABC, Generic[AnyState]):
         """Start sending every token and its router weights to the ranks of its experts."""
 
     @abstractmethod
-    def dispatch_postprocess(self, x_PD: Tensor, weight_P: Tensor, state: AnyState) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for the rows; give them by local expert, with their weights and the number of rows of each expert."""
+    def dispatch_postprocess(
+        self, x_PD: Tensor, weight_P: Tensor, state: AnyState
+    ) -> tuple[Tensor, Tensor, Tensor, SortedRows | None]:
+        """Wait for the rows; give them with their weights, the number of rows of each expert, and their order by
+        expert. The order is None where they are sorted already."""
 
     @abstractmethod
     def combine_preprocess(self, y_RD: Tensor, state: AnyState) -> Tensor:
-        """Put the experts' output rows into the order in which their inputs arrived."""
+        """Make the experts' output rows what is sent back, one for each row that arrived."""
 
     @abstractmethod
     def token_combine(self, y_PD: Tensor, state: AnyState) -> Tensor:
@@ -89,8 +94,10 @@ class Dispatcher(ABC, Generic[AnyState]):
     def combine_postprocess(self, y_SD: Tensor, state: AnyState) -> Tensor:
         """Wait for the output rows and sum those of each token."""
 
-    def dispatch(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, AnyState]:
-        """The three dispatch phases in a row: rows by expert, the weight of each, rows of each local expert, state."""
+    def dispatch(
+        self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, SortedRows | None, AnyState]:
+        """The three dispatch phases in a row: rows, the weight of each, rows of each local expert, order, state."""
         state = self.dispatch_preprocess(expert_TK, weight_TK)
         x_PD, weight_P = self.token_dispatch(x_TD, weight_TK, state)
         return *self.dispatch_postprocess(x_PD, weight_P, state), state

@@ -1,18 +1,20 @@
-"""Sorts the rows that a rank has received by local expert, and undoes it; with ETP it gathers and reduces as well.
+"""Says which of the rows that a rank has received belong to which expert; with ETP it gathers and reduces them as well.
 
-Rows arrive in blocks, one per source rank, each sorted by expert; the experts want all rows of an expert together. With
-expert tensor parallelism each rank of the etp group holds a slice of the width of each expert: it needs the rows of the
-whole group, and its outputs are partial sums. The dispatchers make one `ReceivedRows` per microbatch.
+Rows arrive in blocks, one per source rank, each sorted by expert. They stay where they arrive: the experts read and
+store them by the `order` that is made here, without a pass over memory, or sort them by it where their kernels cannot.
+With expert tensor parallelism each rank of the etp group holds a slice of the width of each expert: it needs the rows
+of the whole group, and its outputs are partial sums. The dispatchers make one `ReceivedRows` per microbatch.
 
-Shapes: P rows received by this rank, R rows of the etp group by expert, B blocks, e experts held here, D model dim.
+Shapes: P rows received by this rank, R rows of the etp group, B blocks, e experts held here, F = e + 1, D model dim.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.dispatch.rows import inverse_permutation, permute_rows
 from threefold.engine.dist.collectives import all_to_all_rows
 from threefold.engine.dist.mesh import Group
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 
 
 class ReceivedRows:
@@ -25,27 +27,18 @@ class ReceivedRows:
     def __init__(self, etp: Group, sizes: list[int], count_Be: Tensor) -> None:
         self._etp, self._sizes, self._num_received = etp, sizes, sizes[etp.rank]
         self.count_e = count_Be.sum(dim=0)
-        self._index: tuple[Tensor, Tensor] | None = None
-        if min(count_Be.shape) > 1:
-            expert_X = torch.arange(count_Be.shape[1], device=count_Be.device).repeat(len(count_Be))
-            expert_R = expert_X.repeat_interleave(count_Be.flatten(), output_size=sum(sizes))
-            # A stable sort orders the rows of an expert by source rank, then as they were sent.
-            index_R = expert_R.argsort(stable=True)
-            self._index = index_R, inverse_permutation(index_R)
+        self.order = order_of_blocks(count_Be, sum(sizes)) if min(count_Be.shape) > 1 else None  # None: sorted already
 
-    def gather_and_sort(self, x: Tensor) -> Tensor:
-        """The rows of all ranks of etp, sorted by local expert."""
-        if not self._etp.is_trivial:
-            # The sizes are uneven, and not every backend has an all-gather of uneven sizes.
-            x = all_to_all_rows(
-                x.expand(self._etp.size, *x.shape).flatten(0, 1), self._etp, self._sizes, self._own_sizes
-            )
-        return x if self._index is None else permute_rows(x, *self._index)
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks of etp, as they arrived there."""
+        if self._etp.is_trivial:
+            return x
+        # The sizes are uneven, and not every backend has an all-gather of uneven sizes.
+        copies = x.expand(self._etp.size, *x.shape).flatten(0, 1)
+        return all_to_all_rows(copies, self._etp, self._sizes, self._own_sizes)
 
-    def unsort_and_reduce(self, y_RD: Tensor) -> Tensor:
-        """Output rows in the order of arrival, summed over the ranks of etp."""
-        if self._index is not None:
-            y_RD = permute_rows(y_RD, *reversed(self._index))
+    def reduce(self, y_RD: Tensor) -> Tensor:
+        """Output rows of this rank, summed over the ranks of etp."""
         if self._etp.is_trivial:
             return y_RD
         parts = all_to_all_rows(y_RD, self._etp, self._own_sizes, self._sizes)
@@ -54,3 +47,28 @@ class ReceivedRows:
     @property
     def _own_sizes(self) -> list[int]:
         return [self._num_received] * self._etp.size
+
+
+def order_of_blocks(count_Be: Tensor, num_rows: int) -> SortedRows:
+    """How rows that lie block by block, each sorted by expert, are sorted by expert: those of an expert by block, then
+    as they lie. It needs no sort and no wait for the device.
+
+    Example: blocks with (2, 1) and (1, 1) rows of two experts lie as 0 0 1 0 1, and token_R is 0, 1, 3, 2, 4.
+    """
+    starts_Be, starts_eB = _starts(count_Be), _starts(count_Be.mT)
+    row_R = torch.arange(num_rows, device=count_Be.device)
+    token_R = _move(row_R, count_Be.mT, starts_Be.mT - starts_eB)
+    back_R = _move(row_R, count_Be, starts_eB.mT - starts_Be)
+    ends_e = count_Be.sum(dim=0).cumsum(0).to(torch.int32)
+    return SortedRows(token_R, token_R, back_R[:, None], ends_e, F.pad(ends_e, (1, 0)))
+
+
+def _starts(count_XY: Tensor) -> Tensor:
+    """The first row of each part, where the parts lie one behind the other."""
+    return (count_XY.flatten().cumsum(0) - count_XY.flatten()).view_as(count_XY)
+
+
+def _move(row_R: Tensor, count_XY: Tensor, shift_XY: Tensor) -> Tensor:
+    """Each row shifted by as much as the part in which it lies."""
+    part_R = torch.searchsorted(count_XY.flatten().cumsum(0), row_R, right=True)
+    return (row_R + shift_XY.flatten()[part_R]).to(torch.int32)

@@ -28,6 +28,7 @@ from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.layers.mlp import gated_gelu, squared_relu
 from threefold.engine.lora.settings import LoraSettings
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
@@ -113,11 +114,15 @@ class Experts(nn.Module):
             self.register_parameter(name, nn.Parameter(self.down.new_empty(num_experts, *shape)))
         self.lora = settings
 
-    def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
-        """`count_E` rows belong to each expert in turn; the result of each row is already weighted."""
+    def forward(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor, order: SortedRows | None = None) -> Tensor:
+        """`count_E` rows belong to each expert in turn; the result of each row is already weighted.
+
+        With `order`, which only the fused kernels take, the rows lie as it says, and so do those of the result.
+        """
         if self.fuses(x_RD):
             count_event("experts", "fused")
-            return self._forward_fused(x_RD, weight_R, count_E)
+            return self._forward_fused(x_RD, weight_R, count_E, order)
+        assert order is None
         gate_up_RX = self.up_proj(x_RD, count_E)
         hidden_RH = self.activate(gate_up_RX, weight_R)
         y_RD = self.down_proj(hidden_RH, count_E)
@@ -159,13 +164,14 @@ class Experts(nn.Module):
         use_grouped = self.backend == "grouped" or (self.backend == "auto" and can_use_grouped_mm(x_RX, self.down))
         return grouped_linear if use_grouped else looped_linear
 
-    def _forward_fused(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor) -> Tensor:
+    def _forward_fused(self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor, order: SortedRows | None) -> Tensor:
         if self.low_precision is not None:
             clamped = self.activation is clamped_swiglu
-            return self.low_precision.forward_rows(x_RD, weight_R, count_E, self.gate_up, self.down, clamped)
+            parameters = self.gate_up, self.down
+            return self.low_precision.forward_rows(x_RD, weight_R, count_E, *parameters, clamped, order)
         bias = self.down_bias if self.adds_bias else None
-        parameters = self.gate_up, self.down, self.gate_up_bias, bias
-        y_RD = grouped_experts(x_RD, weight_R, count_E, *parameters, self.activation_name, self.kernels)
+        all_parameters = self.gate_up, self.down, self.gate_up_bias, bias
+        y_RD = grouped_experts(x_RD, weight_R, count_E, *all_parameters, self.activation_name, self.kernels, order)
         return y_RD if self.adds_bias or self.down_bias is None else y_RD + self.down_bias[:0].sum()
 
     def forward_tokens(

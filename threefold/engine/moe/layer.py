@@ -5,7 +5,7 @@ Each phase is a method, so that `schedule/overlappable_pass.py` can run the phas
 `route_and_measure` and `compute_shared` where a plan recomputes or offloads them.
 
 Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows as they are exchanged,
-R rows sorted by local expert, E experts, e experts held here.
+R rows that the experts read, E experts, e experts held here.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,10 @@ from threefold.engine.autograd.saved_tensors import inside_recompute
 from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.dispatch.protocol import AnyDispatcher, DispatchState
-from threefold.engine.dispatch.rows import RowMap
+from threefold.engine.dispatch.rows import RowMap, permute_rows
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.model_options import Options
@@ -121,11 +122,17 @@ class MoeLayer(nn.Module):
 
     def compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
         """From rows as they arrived to rows ready to be sent back."""
-        x_RD, weight_R, count_e = self.dispatcher.dispatch_postprocess(x_PD, weight_P, state)
-        return self.dispatcher.combine_preprocess(self.run_experts(x_RD, weight_R, count_e), state)
+        x_RD, weight_R, count_e, order = self.dispatcher.dispatch_postprocess(x_PD, weight_P, state)
+        if order is None or self.experts.fuses(x_RD):
+            y_RD = self.run_experts(x_RD, weight_R, count_e, order)
+        else:  # these experts want their rows sorted
+            token_R, back_R = order.token_R, order.row_TK[:, 0]
+            x_RD, weight_R = permute_rows(x_RD, token_R, back_R), permute_rows(weight_R, token_R, back_R)
+            y_RD = permute_rows(self.run_experts(x_RD, weight_R, count_e), back_R, token_R)
+        return self.dispatcher.combine_preprocess(y_RD, state)
 
-    def run_experts(self, x_RD: Tensor, weight_R: Tensor, count_e: Tensor) -> Tensor:
-        y_RD: Tensor = self.experts(x_RD, weight_R, count_e)
+    def run_experts(self, x_RD: Tensor, weight_R: Tensor, count_e: Tensor, order: SortedRows | None = None) -> Tensor:
+        y_RD: Tensor = self.experts(x_RD, weight_R, count_e, order)
         return y_RD
 
     def combine(self, y_PD: Tensor, state: DispatchState) -> Tensor:

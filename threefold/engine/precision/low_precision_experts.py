@@ -16,6 +16,7 @@ from threefold.engine.device import is_simulated
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
+from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.fp8 import fused_experts as fused
 from threefold.engine.kernels.fp8.quantized_tensors import Fp8ExpertWeights
 from threefold.engine.precision.low_precision_linear import LinearPrecision, low_precision_linears
@@ -57,13 +58,19 @@ class LowPrecisionExperts:
             yield from (precision.cache for precision in precisions)
 
     def forward_rows(
-        self, x_RD: Tensor, weight_R: Tensor, count_E: Tensor, up_EXD: Tensor, down_EDH: Tensor, clamped: bool
+        self,
+        x_RD: Tensor,
+        weight_R: Tensor,
+        count_E: Tensor,
+        up_EXD: Tensor,
+        down_EDH: Tensor,
+        clamped: bool,
+        order: SortedRows | None = None,
     ) -> Tensor:
-        """Run the fused kernels on rows sorted by expert, as `Experts.forward` does."""
+        """Run the fused kernels on rows, as `Experts.forward` does."""
         arguments = x_RD, weight_R, count_E, up_EXD, down_EDH
-        return fused.fp8_experts(
-            *arguments, self._quantized_weights(up_EXD, down_EDH), _FUSED_RECIPES[self.recipe.name], clamped
-        )
+        fp8_weights = self._quantized_weights(up_EXD, down_EDH)
+        return fused.fp8_experts(*arguments, fp8_weights, _FUSED_RECIPES[self.recipe.name], clamped, order)
 
     def forward_tokens(
         self,

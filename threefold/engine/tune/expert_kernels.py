@@ -174,7 +174,7 @@ def _make_workload(shape: ExpertShape, top_k: int, device: torch.device) -> Work
         top_k = 1
     score_TE = torch.rand(num_rows // top_k, num_experts, device=device)
     rows = counting_sort(score_TE.topk(top_k, dim=1).indices, num_experts)
-    gathered_rows = rows if shape.gathered else None
+    gathered_rows, stored_rows = rows if shape.gathered else None, rows if shape.stored else None
     x, grad, weight_R = randn(len(score_TE), dim), randn(len(score_TE), dim), torch.rand(num_rows, device=device)
     gate_up = randn(num_experts, 2 * expert_dim, dim) * dim**-0.5
     down = randn(num_experts, dim, expert_dim) * expert_dim**-0.5
@@ -190,9 +190,9 @@ def _make_workload(shape: ExpertShape, top_k: int, device: torch.device) -> Work
         forward, backward = steps(choice), steps(choice)
         calls: dict[str, Callable[[], object]] = {
             "up": lambda: forward.up(x, gathered_rows, weight_R, gate_up, bias),
-            "down": lambda: forward.down(act_RH, down),
+            "down": lambda: forward.down(act_RH, down, stored_rows),
             "act_grad": lambda: backward.act_grad(grad, gathered_rows, weight_R, down, gate_up_RX),
-            "input_grad": lambda: backward.input_grad(gate_up_RX, gate_up),
+            "input_grad": lambda: backward.input_grad(gate_up_RX, gate_up, stored_rows),
             "up_grad": lambda: backward.up_grad(gate_up_RX, x, gathered_rows),
             "down_grad": lambda: backward.down_grad(grad, gathered_rows, act_RH),
         }

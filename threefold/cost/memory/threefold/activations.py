@@ -320,8 +320,7 @@ def _dispatch(local: LocalSizes) -> float:
     if local.experts_read_in_place:
         return 3 * FP32 * local.dispatched_rows
     is_exchanged = layout.ep * layout.etp > 1
-    indices = INT64 * (2 * local.dispatched_rows + (2 * local.expert_rows if is_exchanged else 0))
-    indices_and_weights = indices + FP32 * local.expert_rows
+    indices_and_weights = INT64 * 2 * local.dispatched_rows + FP32 * (3 if is_exchanged else 1) * local.expert_rows
     # A quantized row counts as the experts'. Frozen experts save none.
     row_bytes = 0 if local.quantized_bytes and not local.has_adapters else local.element_bytes
     row_bytes = row_bytes if "expert_rows" in local.saved_inputs else 0

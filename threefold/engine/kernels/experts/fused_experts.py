@@ -66,17 +66,30 @@ def grouped_experts(
     down_bias_ED: Tensor | None = None,
     activation: str = "silu",
     choice: KernelChoice | str | None = None,
+    order: SortedRows | None = None,
 ) -> Tensor:
     """Rows in, weighted rows out: the first count_E[0] rows belong to expert 0, and so on; the counts add up to all
-    rows."""
-    ends_E = count_E.cumsum(0).to(torch.int32)
+    rows. With `order` the rows lie as it says, and so do those of the result."""
+    weight_X1, rows, ends_E = rows_as_tokens(weight_R, count_E, order)
     parameters, targets = wgrad_targets(x_RD, gate_up_EXD, down_EDH)
     clamped = IS_CLAMPED[activation]
-    y_RD = _Experts.apply(x_RD, weight_R, *parameters, gate_up_bias_EX, ends_E, None, clamped, choice, targets)
+    y_RD = _Experts.apply(x_RD, weight_X1, *parameters, gate_up_bias_EX, ends_E, rows, clamped, choice, targets)
     if down_bias_ED is None:
         return y_RD
-    weight_RE = _weights_by_expert(weight_R[:, None], expert_of_rows(ends_E, len(x_RD))[:, None], len(count_E))
+    expert_R = expert_of_rows(ends_E, len(x_RD))
+    if order is not None:
+        expert_R = expert_R[order.row_TK[:, 0]]
+    weight_RE = _weights_by_expert(weight_R[:, None], expert_R[:, None], len(count_E))
     return y_RD + weight_RE.to(y_RD.dtype) @ down_bias_ED
+
+
+def rows_as_tokens(
+    weight_R: Tensor, count_E: Tensor, order: SortedRows | None
+) -> tuple[Tensor, SortedRows | None, Tensor]:
+    """-> (weights, rows and ends as the autograd functions of experts take them): with `order` each row is a token."""
+    if order is None:
+        return weight_R, None, count_E.cumsum(0).to(torch.int32)
+    return weight_R[:, None], replace(order, weight_R=weight_R.detach()[order.token_R]), order.ends_E
 
 
 def _weights_by_expert(weight_TK: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
@@ -106,18 +119,19 @@ class _Experts(torch.autograd.Function):
         ctx.clamped, ctx.targets, ctx.tables = clamped, targets, {}
         num_experts, dim, expert_dim = down_EDH.shape
         plain = bias_EX is None and not clamped
-        shape = ExpertShape(weight.numel(), num_experts, dim, expert_dim, gathered=rows is not None, plain=plain)
+        gathered, stored = rows is not None, rows is not None and rows.target_R is not None
+        shape = ExpertShape(weight.numel(), num_experts, dim, expert_dim, gathered, plain, stored)
         ctx.choice = choice if isinstance(choice, KernelChoice) else choose_kernels(shape, x_XD, choice or "auto")
         for kind in {"reference"} if ctx.choice is None else ctx.choice.kinds:
             count_event("expert kernels", kind)
         x_XD = x_XD.contiguous()
         steps = _make_steps(ctx, ends_E, len(weight_R))
         gate_up_RX, act_RH = steps.up(x_XD, rows, weight_R, gate_up_EXD, bias_EX)
-        y_RD = steps.down(act_RH, down_EDH)
+        y_XD = steps.down(act_RH, down_EDH, rows)
         # The input is for FC1's weight gradient alone.
         wants_fc1 = ctx.needs_input_grad[2] or targets[0].queue is not None
         ctx.save_for_backward(x_XD if wants_fc1 else None, weight_R, gate_up_EXD, down_EDH, ends_E, gate_up_RX)
-        return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
+        return y_XD  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,9 +149,7 @@ class _Experts(torch.autograd.Function):
         fc1_work = partial(steps.up_grad, grad_RX, x_XD, rows, squares=squares[0])
         fc1_wgrad = compute_or_delay(fc1_target, wants[0], fc1_work)
         bias_grad = sum_by_expert(grad_RX, expert_of_rows(ends_E, len(grad_RX)), len(ends_E)) if wants_bias else None
-        x_grad = steps.input_grad(grad_RX, gate_up_EXD) if wants_x else None
-        if rows is not None and x_grad is not None:
-            x_grad = steps.sum_rows(x_grad, rows.row_TK)
+        x_grad = steps.input_grad(grad_RX, gate_up_EXD, rows) if wants_x else None
         weight_grad = _weight_grad(weight_grad_R, rows).to(weight_R.dtype) if wants_weight else None
         return x_grad, weight_grad, fc1_wgrad, fc2_wgrad, bias_grad, None, None, None, None, None
 

@@ -19,7 +19,7 @@ from threefold.engine.kernels.experts import quack_kernels, row_kernels
 from threefold.engine.kernels.experts.fc1_forward import fc1_forward
 from threefold.engine.kernels.experts.fc2_backward import fc2_backward
 from threefold.engine.kernels.experts.grouped_gemm import grouped_gemm
-from threefold.engine.kernels.experts.kernel_choice import KernelChoice
+from threefold.engine.kernels.experts.kernel_choice import KernelChoice, StepConfig
 from threefold.engine.kernels.experts.sorted_rows import SortedRows, expert_of_rows
 from threefold.engine.kernels.experts.tile_schedule import TileTable, experts_by_load, make_tile_table
 from threefold.engine.kernels.experts.wgrad_gemm import grouped_wgrad
@@ -63,15 +63,8 @@ class GpuSteps:
             gate_up_RX += bias_EX[expert_of_rows(self.ends_E, self._num_rows)]
         return gate_up_RX, row_kernels.weighted_swiglu(gate_up_RX, weight_R, self.clamped)
 
-    def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
-        config = self.choice.down
-        if isinstance(config, CuteConfig):
-            return quack_kernels.grouped_gemm(act_RH, down_EDH, self._row_starts, config)
-        if isinstance(config, TritonConfig):
-            return grouped_gemm(act_RH, down_EDH, self._tile_table(config.m), True, config)
-        if isinstance(config, GluonConfig):
-            return self._row_gemm(act_RH, down_EDH, True, config)
-        return F.grouped_mm(act_RH, down_EDH.mT, offs=self.ends_E)
+    def down(self, act_RH: Tensor, down_EDH: Tensor, rows: SortedRows | None) -> Tensor:
+        return self._gemm_to_tokens(self.choice.down, act_RH, down_EDH, True, rows)
 
     def act_grad(
         self, grad_XD: Tensor, rows: SortedRows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
@@ -89,17 +82,30 @@ class GpuSteps:
         grad_RH = F.grouped_mm(self._gather(grad_XD, rows), down_EDH, offs=self.ends_E)
         return row_kernels.weighted_swiglu_grad(grad_RH, gate_up_RX, weight_R, self.clamped)
 
-    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
-        config = self.choice.input_grad
-        if isinstance(config, CuteConfig):
-            return quack_kernels.grouped_gemm(
-                grad_RX, gate_up_EXD.mT, self._row_starts, config, self.choice.interleaved
-            )
+    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor, rows: SortedRows | None) -> Tensor:
+        return self._gemm_to_tokens(self.choice.input_grad, grad_RX, gate_up_EXD, False, rows)
+
+    def _gemm_to_tokens(
+        self, config: StepConfig, a_RK: Tensor, weight: Tensor, transposed: bool, rows: SortedRows | None
+    ) -> Tensor:
+        """The rows times the weights (E, N, K), or (E, K, N) where not `transposed`, summed by token with `rows`.
+
+        Where each token has one row, our kernels store it there, and no pass over the rows follows.
+        """
+        target_R = None if rows is None else rows.target_R
         if isinstance(config, TritonConfig):
-            return grouped_gemm(grad_RX, gate_up_EXD, self._tile_table(config.m), False, config)
-        if isinstance(config, GluonConfig):
-            return self._row_gemm(grad_RX, gate_up_EXD, False, config)
-        return F.grouped_mm(grad_RX, gate_up_EXD, offs=self.ends_E)
+            y_RD = grouped_gemm(a_RK, weight, self._tile_table(config.m), transposed, config, target_R)
+        elif isinstance(config, GluonConfig):
+            from threefold.engine.kernels.experts.hopper import row_gemm
+
+            tiles = self._tile_table(row_gemm.TILE_ROWS, row_gemm.EXTRA_ROWS)
+            y_RD = row_gemm.grouped_gemm(a_RK, weight, tiles, transposed, config, target_R)
+        elif isinstance(config, CuteConfig):
+            weight_ENK, interleaved = weight if transposed else weight.mT, self.choice.interleaved and not transposed
+            y_RD, target_R = quack_kernels.grouped_gemm(a_RK, weight_ENK, self._row_starts, config, interleaved), None
+        else:
+            y_RD, target_R = F.grouped_mm(a_RK, weight.mT if transposed else weight, offs=self.ends_E), None
+        return y_RD if rows is None or target_R is not None else row_kernels.sum_rows(y_RD, rows.row_TK)
 
     def up_grad(
         self,
@@ -165,15 +171,6 @@ class GpuSteps:
         assert grad is not None
         squares.note(grad, sums_P)
         return grad
-
-    def _row_gemm(self, a_RK: Tensor, weight: Tensor, transposed: bool, config: GluonConfig) -> Tensor:
-        from threefold.engine.kernels.experts.hopper import row_gemm
-
-        tiles = self._tile_table(row_gemm.TILE_ROWS, row_gemm.EXTRA_ROWS)
-        return row_gemm.grouped_gemm(a_RK, weight, tiles, transposed, config)
-
-    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-        return row_kernels.sum_rows(y_RD, row_TK)
 
     def _tile_table(self, size: int, extra: int = 0) -> TileTable:
         if (size, extra) not in self._tiles:

@@ -17,8 +17,18 @@ from threefold.engine.kernels.fast_launch import fast_launch, tensor_blocks
 from threefold.engine.kernels.launch_config import TritonConfig, num_programs
 
 
-def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: bool, config: TritonConfig) -> Tensor:
-    """a @ weight[expert of the row]. The weight is (E, K, N), or (E, N, K) where `transposed`."""
+def grouped_gemm(
+    a_RK: Tensor,
+    weight: Tensor,
+    tiles: TileTable,
+    transposed: bool,
+    config: TritonConfig,
+    target_R: Tensor | None = None,
+) -> Tensor:
+    """a @ weight[expert of the row]. The weight is (E, K, N), or (E, N, K) where `transposed`.
+
+    With `target_R` the result of a row is stored at the row that it names.
+    """
     num_rows, inner = a_RK.shape
     outer = weight.shape[1 if transposed else 2]
     out_RN = a_RK.new_empty(num_rows, outer)
@@ -26,7 +36,7 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
     block = [1, config.n, config.k] if transposed else [1, config.k, config.n]
     out = tensor_blocks(out_RN, [tiles.size, config.n // 2])
     _grouped_gemm[(num_programs(a_RK.device, config.per_sm),)](
-        a, tensor_blocks(weight, block), out, out_RN, tiles.table, tiles.total, tiles.table.shape[1],
+        a, tensor_blocks(weight, block), out, out_RN, target_R, tiles.table, tiles.total, tiles.table.shape[1],
         inner, outer, tiles.size, config.n, config.k, config.group, transposed,
         outer % config.n == 0, config.flat, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
@@ -36,8 +46,8 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
 @fast_launch
 @triton.jit
 def _grouped_gemm(
-    a, w, out, out_ptr, table_ptr, total_ptr, max_tiles, K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
+    a, w, out, out_ptr, target_ptr, table_ptr, total_ptr, max_tiles, K: tl.constexpr, N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN_N: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (N + BN - 1) // BN
@@ -57,5 +67,6 @@ def _grouped_gemm(
         acc = acc.to(out_ptr.dtype.element_ty)
         left, right = split_columns(acc, BM, BN)
         # The flattened loop cannot switch between two kinds of stores, so it never uses the copy engine.
-        store_tile(left, out, out_ptr, first, end, tile_n * BN, 0, N, N, BM, BN // 2, EVEN_N, not FLAT)
-        store_tile(right, out, out_ptr, first, end, tile_n * BN + BN // 2, 0, N, N, BM, BN // 2, EVEN_N, not FLAT)
+        col, copies = tile_n * BN, not FLAT
+        store_tile(left, out, out_ptr, first, end, col, 0, N, N, BM, BN // 2, EVEN_N, copies, target_ptr)
+        store_tile(right, out, out_ptr, first, end, col + BN // 2, 0, N, N, BM, BN // 2, EVEN_N, copies, target_ptr)

@@ -96,12 +96,13 @@ class ExpertShape:
     expert_dim: int
     gathered: bool  # rows are gathered from tokens inside the kernels (`fused_experts`), not given (`grouped_experts`)
     plain: bool = True  # SwiGLU without biases and without clamps
+    stored: bool = False  # each row of the result is stored at the place of its token, which has no other row
 
     @property
     def key(self) -> str:
         """The key of this shape in the tuned cache. Row counts are rounded to the nearest power of two, because they
         change with every microbatch, around a balanced load that is often a power of two itself."""
-        kind = "tokens" if self.gathered else "rows"
+        kind = "arrived" if self.stored else "tokens" if self.gathered else "rows"
         rows = 1 << round(math.log2(max(self.num_rows, 1)))
         bent = "" if self.plain else " bent"
         return f"{kind} {rows} experts {self.num_experts} dim {self.dim} expert_dim {self.expert_dim}{bent}"
@@ -158,8 +159,8 @@ def default_choice(shape: ExpertShape, kernels: str = "auto", has_gluon: bool = 
     fused = KernelChoice(
         up=TritonConfig(n=128, stages=4, group=2), act_grad=TritonConfig(stages=4, strip=32) if shape.gathered else None
     )
-    if not shape.gathered or shape.expert_dim > 1024:
-        return fused  # torch's grouped GEMM is faster where tiles sum over many values
+    if not shape.gathered or (shape.expert_dim > 1024 and not shape.stored):
+        return fused  # torch's grouped GEMM is faster where tiles sum over many values, but stores no row at its token
     flat, up_grad = TritonConfig(flat=True, stages=4, group=4), TritonConfig(m=256, n=128, stages=5, group=2)
     ours = replace(fused, down=flat, input_grad=flat, up_grad=up_grad, down_grad=TritonConfig(stages=5))
     in_gluon = {step: found[0] for step in STEPS if has_gluon and (found := gluon_candidates(step, shape))}

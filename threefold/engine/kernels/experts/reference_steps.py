@@ -38,9 +38,9 @@ class ReferenceSteps:
                 gate_up_RX[part] += bias_EX[expert]
         return gate_up_RX, self._weighted_activation(gate_up_RX, weight_R)[1]
 
-    def down(self, act_RH: Tensor, down_EDH: Tensor) -> Tensor:
-        """FC2."""
-        return self._matmul_by_expert(act_RH, down_EDH.mT)
+    def down(self, act_RH: Tensor, down_EDH: Tensor, rows: SortedRows | None) -> Tensor:
+        """FC2, summed by token where `rows` are given."""
+        return _sum_rows(self._matmul_by_expert(act_RH, down_EDH.mT), rows)
 
     def act_grad(
         self, grad_XD: Tensor, rows: SortedRows | None, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
@@ -53,9 +53,9 @@ class ReferenceSteps:
             grads = torch.autograd.grad(unrounded_RH, (gate_up_RX, weight_R), grad_RH.to(unrounded_RH.dtype))
         return grads[0], act_RH.detach(), grads[1]
 
-    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor) -> Tensor:
-        """The gradient of FC1's input, row by row."""
-        return self._matmul_by_expert(grad_RX, gate_up_EXD)
+    def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor, rows: SortedRows | None) -> Tensor:
+        """The gradient of FC1's input, summed by token where `rows` are given."""
+        return _sum_rows(self._matmul_by_expert(grad_RX, gate_up_EXD), rows)
 
     def up_grad(
         self,
@@ -86,10 +86,6 @@ class ReferenceSteps:
             accumulate_gemm(total, left_RM[part].mT, right_RN[part], main_grad.dtype)
         return None
 
-    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-        """Sum the rows of each token."""
-        return y_RD[row_TK].sum(dim=1)
-
     def _matmul_by_expert(self, a_RI: Tensor, weight_EIO: Tensor) -> Tensor:
         return torch.cat([a_RI[part] @ weight for part, weight in zip(self.parts, weight_EIO, strict=True)])
 
@@ -98,6 +94,10 @@ class ReferenceSteps:
         gate_RH, up_RH = gate_up_RX.to(weight_R.dtype).chunk(2, dim=-1)
         act_RH = gated_activation(gate_RH, up_RH, self.clamped) * weight_R[:, None]
         return act_RH, act_RH.to(gate_up_RX.dtype)
+
+
+def _sum_rows(y_RD: Tensor, rows: SortedRows | None) -> Tensor:
+    return y_RD if rows is None else y_RD[rows.row_TK].sum(dim=1)
 
 
 def _gather_rows(x_XD: Tensor, rows: SortedRows | None) -> Tensor:

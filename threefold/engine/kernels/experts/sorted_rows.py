@@ -1,6 +1,7 @@
 """Token copies sorted by expert in plain torch, and the index tensors that describe the order.
 
-`counting_sort.py` gives the same on a GPU. Neither waits for the device. Example: two tokens of experts (1, 0) and
+`counting_sort.py` gives the same on a GPU. Neither waits for the device. `received_rows.py` describes rows that other
+ranks sent in the same way: each is a token with one copy. Example: two tokens of experts (1, 0) and
 (0, 2) give slot_R = [1, 2, 0, 3], token_R = [0, 1, 0, 1], row_TK = [[2, 0], [1, 3]] and ends_E = [2, 3, 4].
 
 Shapes: T tokens, K experts of a token, R = T * K rows, E experts.
@@ -23,6 +24,11 @@ class SortedRows:
     ends_E: Tensor  # end of each expert's rows
     starts_F: Tensor  # `ends_E` with a zero in front: F = E + 1
     weight_R: Tensor | None = None  # router weight of each row, if weights were given
+
+    @property
+    def target_R(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
+        """Where a GEMM stores each row of its result: at its token, if every token has one. Else rows are summed."""
+        return self.token_R if self.row_TK.shape[1] == 1 else None
 
 
 def sort_rows(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None = None) -> SortedRows:

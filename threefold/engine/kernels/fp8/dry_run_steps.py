@@ -33,8 +33,9 @@ class BlockwiseSimulatedSteps:
         width = x_XK.shape[1]
         return self._rows(x_XK, width), self._columns(x_XK, width, square) if with_columns else None
 
-    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
-        return value_ENK.new_empty(self.num_rows, value_ENK.shape[1], dtype=torch.bfloat16)
+    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor, rows: SortedRows | None = None) -> Tensor:
+        y_RN = value_ENK.new_empty(self.num_rows, value_ENK.shape[1], dtype=torch.bfloat16)
+        return y_RN if rows is None or rows.target_R is not None else y_RN.new_empty(len(rows.row_TK), y_RN.shape[1])
 
     def wgrad(
         self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None = None
@@ -54,9 +55,6 @@ class BlockwiseSimulatedSteps:
         up_fp8 = self._columns(grad_RH, 2 * expert_dim, square=False) if wants_gate_up else None
         act_fp8 = self._columns(grad_RH, expert_dim, square=True) if wants_act else None
         return self._rows(grad_RH, 2 * expert_dim), up_fp8, act_fp8, torch.empty_like(weight_R)
-
-    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-        return y_RD.new_empty(len(row_TK), y_RD.shape[1])
 
     def _rows(self, like: Tensor, width: int) -> Fp8Rows:
         num = 1 if self.rowwise else num_blocks(width)

@@ -21,7 +21,12 @@ from threefold.engine.context import count_event
 from threefold.engine.device import is_simulated
 from threefold.engine.kernels.availability import has_triton_kernels
 from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
-from threefold.engine.kernels.experts.fused_experts import sort_by_expert, values_by_token, weights_by_row
+from threefold.engine.kernels.experts.fused_experts import (
+    rows_as_tokens,
+    sort_by_expert,
+    values_by_token,
+    weights_by_row,
+)
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.fp8 import dry_run_steps as simulated_steps
 from threefold.engine.kernels.fp8 import reference_steps
@@ -40,15 +45,18 @@ def fp8_experts(
     fp8_weights: Fp8ExpertWeights | None = None,
     recipe: Recipe = "blockwise",
     clamped: bool = False,
+    order: SortedRows | None = None,
 ) -> Tensor:
     """Run the experts on rows sorted by expert, `count_E` for each; each row of the result has its router weight.
+
+    With `order` the rows lie as it says, and so do those of the result.
 
     `fp8_weights` are `quantize_weights` of the weights, where the caller caches them. Without them the weights are
     quantized in the forward and once more in the backward, and no quantized copy lives in between.
     """
-    ends_E = count_E.cumsum(0).to(torch.int32)
+    weight_X1, rows, ends_E = rows_as_tokens(weight_R, count_E, order)
     parameters, targets = wgrad_targets(x_RD, gate_up_EXD, down_EDH)
-    return _Fp8Experts.apply(x_RD, weight_R, *parameters, fp8_weights, ends_E, None, recipe, clamped, targets)  # type: ignore[no-any-return]
+    return _Fp8Experts.apply(x_RD, weight_X1, *parameters, fp8_weights, ends_E, rows, recipe, clamped, targets)  # type: ignore[no-any-return]
 
 
 def fp8_experts_of_tokens(
@@ -121,10 +129,10 @@ class _Fp8Experts(torch.autograd.Function):
         gate_up_RX = steps.grouped_gemm(x_fp8, fp8_weights.gate_up.value_EOI, fp8_weights.gate_up.scale)
         del x_fp8
         act_fp8 = steps.swiglu(gate_up_RX, weight_R)
-        y_RD = steps.grouped_gemm(act_fp8, fp8_weights.down.value_EOI, fp8_weights.down.scale)
+        y_XD = steps.grouped_gemm(act_fp8, fp8_weights.down.value_EOI, fp8_weights.down.scale, rows)
         saved_input = (x_columns.value_KP, x_columns.scale) if x_columns else (None, None)
         ctx.save_for_backward(weight_R, gate_up_RX, *saved_input, *saved_weights)
-        return y_RD if rows is None else steps.sum_rows(y_RD, rows.row_TK)
+        return y_XD  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_XD: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,10 +157,10 @@ class _Fp8Experts(torch.autograd.Function):
         up_grad = compute_or_delay(up, wants_up, compute)
         del gate_up_grad_columns, compute
         x_grad = (
-            steps.grouped_gemm(grad_fp8, gate_up_fp8.transposed_EIO, gate_up_fp8.transposed_scale) if wants_x else None
+            steps.grouped_gemm(grad_fp8, gate_up_fp8.transposed_EIO, gate_up_fp8.transposed_scale, rows)
+            if wants_x
+            else None
         )
-        if rows is not None and x_grad is not None:
-            x_grad = steps.sum_rows(x_grad, rows.row_TK)
         if rows is not None:
             weight_grad = values_by_token(weight_grad, rows)
         return x_grad, weight_grad if wants_weight else None, up_grad, down_grad, None, None, None, None, None, None

@@ -45,12 +45,17 @@ class BlockwiseGpuSteps:
         assert fp8_rows is not None
         return fp8_rows, fp8_columns
 
-    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
+    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor, rows: SortedRows | None = None) -> Tensor:
+        """Rows of the result, summed by token with `rows`; where each token has one row it is stored there."""
+        target_R = None if rows is None else rows.target_R
+        given = a_fp8, value_ENK, scale, self.tiles
         if self.uses_hopper_kernels:
             from threefold.engine.kernels.fp8 import hopper_gemm
 
-            return hopper_gemm.grouped_gemm(a_fp8, value_ENK, scale, self.tiles, _HOPPER_CONFIG)
-        return grouped_gemm.grouped_gemm(a_fp8, value_ENK, scale, self.tiles, _PORTABLE_CONFIG)
+            y_RN = hopper_gemm.grouped_gemm(*given, _HOPPER_CONFIG, target_R)
+        else:
+            y_RN = grouped_gemm.grouped_gemm(*given, _PORTABLE_CONFIG, target_R)
+        return y_RN if rows is None or target_R is not None else elementwise.sum_rows(y_RN, rows.row_TK)
 
     def wgrad(
         self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None = None
@@ -82,9 +87,6 @@ class BlockwiseGpuSteps:
 
     _swiglu_grad_rows = staticmethod(blockwise_swiglu.swiglu_grad_rows)
 
-    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-        return elementwise.sum_rows(y_RD, row_TK)
-
 
 class RowwiseGpuSteps(BlockwiseGpuSteps):
     """The rowwise recipe: one scale per row. Weight gradients still sum over blocks of 128 rows."""
@@ -101,14 +103,15 @@ class RowwiseGpuSteps(BlockwiseGpuSteps):
             x_XK, _token_indices(rows), self.blocks, False, True, square
         )[1]
 
-    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
+    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor, rows: SortedRows | None = None) -> Tensor:
         if self.uses_hopper_kernels:
-            return super().grouped_gemm(a_fp8, value_ENK, scale)
+            return super().grouped_gemm(a_fp8, value_ENK, scale, rows)
         # Fast accumulation keeps about 14 bits of a sum, however many terms it has, so it is off.
-        return torch._scaled_grouped_mm(
+        y_RN = torch._scaled_grouped_mm(
             a_fp8.value_RK, value_ENK.mT, a_fp8.scale_CR[0], scale, offs=self.ends_E, out_dtype=torch.bfloat16,
             use_fast_accum=False,
         )  # fmt: skip
+        return y_RN if rows is None else elementwise.sum_rows(y_RN, rows.row_TK)
 
     def swiglu(self, gate_up_RX: Tensor, weight_R: Tensor) -> Fp8Rows:
         return rowwise_quantize.swiglu_fp8(gate_up_RX, weight_R, self.clamped)

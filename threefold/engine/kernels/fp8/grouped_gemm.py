@@ -20,8 +20,18 @@ from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, Fp8Rows
 from threefold.engine.kernels.launch_config import TritonConfig, num_programs
 
 
-def grouped_gemm(a_fp8: Fp8Rows, weight_ENK: Tensor, scale: Tensor, tiles: TileTable, config: TritonConfig) -> Tensor:
-    """Multiply each row by the weight of its expert, a @ weight.T, in bf16. `scale` has one number a 128x128 block."""
+def grouped_gemm(
+    a_fp8: Fp8Rows,
+    weight_ENK: Tensor,
+    scale: Tensor,
+    tiles: TileTable,
+    config: TritonConfig,
+    target_R: Tensor | None = None,
+) -> Tensor:
+    """Multiply each row by the weight of its expert, a @ weight.T, in bf16. `scale` has one number a 128x128 block.
+
+    With `target_R` the result of a row is stored at the row that it names.
+    """
     num_rows, inner = a_fp8.value_RK.shape
     outer = weight_ENK.shape[1]
     out_RN = torch.empty(num_rows, outer, dtype=torch.bfloat16, device=a_fp8.value_RK.device)
@@ -29,18 +39,18 @@ def grouped_gemm(a_fp8: Fp8Rows, weight_ENK: Tensor, scale: Tensor, tiles: TileT
     weight = TensorDescriptor.from_tensor(weight_ENK, [1, BLOCK, BLOCK])
     out = TensorDescriptor.from_tensor(out_RN, [tiles.size, BLOCK])
     _grouped_gemm[(num_programs(out_RN.device, config.per_sm),)](
-        a, a_fp8.scale_CR, weight, scale, out, out_RN, tiles.table, tiles.total, tiles.table.shape[1], num_rows, inner,
-        outer, *scale.stride(), tiles.size, BLOCK, config.group, outer % BLOCK == 0, num_warps=config.warps,
-        num_stages=config.stages,
+        a, a_fp8.scale_CR, weight, scale, out, out_RN, target_R, tiles.table, tiles.total, tiles.table.shape[1],
+        num_rows, inner, outer, *scale.stride(), tiles.size, BLOCK, config.group, outer % BLOCK == 0,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out_RN
 
 
 @triton.jit
 def _grouped_gemm(
-    a, a_scale_ptr, w, w_scale_ptr, out, out_ptr, table_ptr, total_ptr, max_tiles, num_rows, K: tl.constexpr,
-    N: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SK: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_N: tl.constexpr,
+    a, a_scale_ptr, w, w_scale_ptr, out, out_ptr, target_ptr, table_ptr, total_ptr, max_tiles, num_rows,
+    K: tl.constexpr, N: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SK: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     num_n: tl.constexpr = (N + BLOCK - 1) // BLOCK
     num_k: tl.constexpr = (K + BLOCK - 1) // BLOCK
@@ -64,4 +74,4 @@ def _grouped_gemm(
             acc += part * scale[:, None]
             scale = a_then * w_then
         fp8 = acc.to(out_ptr.dtype.element_ty)
-        store_tile(fp8, out, out_ptr, first, end, tile_n * BLOCK, 0, N, N, BM, BLOCK, EVEN_N)
+        store_tile(fp8, out, out_ptr, first, end, tile_n * BLOCK, 0, N, N, BM, BLOCK, EVEN_N, True, target_ptr)

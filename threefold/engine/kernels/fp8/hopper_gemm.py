@@ -24,10 +24,18 @@ _ALIGN = 16  # bytes
 _GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
-def grouped_gemm(a_fp8: Fp8Rows, weight_ENK: Tensor, scale: Tensor, tiles: TileTable, config: TritonConfig) -> Tensor:
+def grouped_gemm(
+    a_fp8: Fp8Rows,
+    weight_ENK: Tensor,
+    scale: Tensor,
+    tiles: TileTable,
+    config: TritonConfig,
+    target_R: Tensor | None = None,
+) -> Tensor:
     """Multiply each row by the weight of its expert, a @ weight.T, in bf16.
 
     `scale` has one number for each 128x128 block of the weight, or one for each of its rows; `a_fp8` has the same kind.
+    With `target_R` the result of a row is stored at the row that it names.
     """
     num_rows, inner = a_fp8.value_RK.shape
     outer = weight_ENK.shape[1]
@@ -37,8 +45,9 @@ def grouped_gemm(a_fp8: Fp8Rows, weight_ENK: Tensor, scale: Tensor, tiles: TileT
     grouped_gemm_kernel[(num_programs(out_RN.device, config.per_sm),)](
         _descriptor(a_fp8.value_RK, _ROWS_PER_GROUP, BLOCK), a_fp8.scale_CR,
         _descriptor(weight_ENK.flatten(0, 1), _TILE_COLUMNS, BLOCK), scale,
-        _descriptor(out_RN, _ROWS_PER_GROUP, BLOCK), out_RN, tiles.table, tiles.total, tiles.table.shape[1], num_rows,
-        0, outer, inner, *strides, config.stages, config.group, False, rowwise, False, num_warps=4,
+        _descriptor(out_RN, _ROWS_PER_GROUP, BLOCK), out_RN, tiles.table if target_R is None else target_R, tiles.table,
+        tiles.total, tiles.table.shape[1], num_rows, 0, outer, inner, *strides, config.stages, config.group, False,
+        rowwise, False, target_R is not None, num_warps=4,
     )  # fmt: skip
     return out_RN
 
@@ -62,9 +71,9 @@ def wgrad_gemm(
     grouped_gemm_kernel[(num_programs(out_EMN.device, config.per_sm),)](
         _descriptor(left_fp8.value_KP, _ROWS_PER_GROUP, BLOCK), left_fp8.scale,
         _descriptor(right_fp8.value_KP, _TILE_COLUMNS, BLOCK), right_fp8.scale,
-        _descriptor(out_EMN.flatten(0, 1), _ROWS_PER_GROUP, BLOCK), out_EMN, block_ends_E, block_ends_E,
+        _descriptor(out_EMN.flatten(0, 1), _ROWS_PER_GROUP, BLOCK), out_EMN, block_ends_E, block_ends_E, block_ends_E,
         num_experts, 0, num_m, num_n, 0, 0, 1, num_blocks(num_n), config.stages, config.group, True, False, adds,
-        num_warps=4,
+        False, num_warps=4,
     )  # fmt: skip
     return out_EMN
 

@@ -6,7 +6,8 @@ and added in fp32, because Hopper keeps only about 14 bits while it sums 8-bit p
 Without `WGRAD` the rows of `a` belong to experts, and the table says which rows a tile has. With `WGRAD` the dim that
 is summed over belongs to experts: the table has the end of each expert's blocks, and `max_tiles` is the number of
 experts; with `ADD` the result is added to what `out` holds. With `ROWWISE` each row of either side has one scale,
-applied at the end. `hopper_gemm` launches the kernel.
+applied at the end. With `STORED` each row of the result is stored at the row that `target_ptr` names. `hopper_gemm`
+launches the kernel.
 
 Shapes: M rows of a (of the result), N columns of the result, K summed over, E experts.
 """
@@ -36,9 +37,10 @@ BN: gl.constexpr = gl.constexpr(2 * 128)
 @fast_launch
 @gluon.jit
 def grouped_gemm_kernel(
-    a, a_scale_ptr, w, w_scale_ptr, out, out_ptr, table_ptr, total_ptr, max_tiles, num_rows, M: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr, SK: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, WGRAD: gl.constexpr, ROWWISE: gl.constexpr, ADD: gl.constexpr,
+    a, a_scale_ptr, w, w_scale_ptr, out, out_ptr, target_ptr, table_ptr, total_ptr, max_tiles, num_rows,
+    M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr, SK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, WGRAD: gl.constexpr, ROWWISE: gl.constexpr, ADD: gl.constexpr,
+    STORED: gl.constexpr,
 ):  # fmt: skip
     a0 = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS_PER_GROUP, BK], a.layout)
     a1 = gl.allocate_shared_memory(a.dtype, [STAGES, ROWS_PER_GROUP, BK], a.layout)
@@ -53,10 +55,12 @@ def grouped_gemm_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (0, a0, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out0, full, empty, table_ptr, total_ptr,
-                        max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE, ADD)),
-            (_consume, (1, a1, b, a_scale_ptr, w_scale_ptr, out, out_ptr, out1, full, empty, table_ptr, total_ptr,
-                        max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE, ADD)),
+            (_consume, (0, a0, b, a_scale_ptr, w_scale_ptr, out, out_ptr, target_ptr, out0, full, empty, table_ptr,
+                        total_ptr, max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE, ADD,
+                        STORED)),
+            (_consume, (1, a1, b, a_scale_ptr, w_scale_ptr, out, out_ptr, target_ptr, out1, full, empty, table_ptr,
+                        total_ptr, max_tiles, num_rows, M, N, K, SE, SN, SK, STAGES, GROUP, WGRAD, ROWWISE, ADD,
+                        STORED)),
             (_produce, (a, w, a0, a1, b, full, empty, table_ptr, total_ptr, max_tiles, M, N, K, STAGES, GROUP, WGRAD)),
         ],
         [4, 1],
@@ -113,10 +117,10 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr, a_part, b, a_scale_ptr, w_scale_ptr, out, out_ptr, buffer, full, empty, table_ptr, total_ptr,
-    max_tiles, num_rows, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr, SN: gl.constexpr,
-    SK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WGRAD: gl.constexpr, ROWWISE: gl.constexpr,
-    ADD: gl.constexpr,
+    WHICH: gl.constexpr, a_part, b, a_scale_ptr, w_scale_ptr, out, out_ptr, target_ptr, buffer, full, empty, table_ptr,
+    total_ptr, max_tiles, num_rows, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, SE: gl.constexpr,
+    SN: gl.constexpr, SK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, WGRAD: gl.constexpr,
+    ROWWISE: gl.constexpr, ADD: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_BN, 32])
     count = 0
@@ -170,6 +174,9 @@ def _consume(
         if ADD:
             _add_part(left, out_ptr, row, end, shift, col, N, layout)
             _add_part(right, out_ptr, row, end, shift, col + HALF_BN, N, layout)
+        elif STORED:
+            _store_at_targets(left, out_ptr, target_ptr, buffer, row, end, col, N)
+            _store_at_targets(right, out_ptr, target_ptr, buffer, row, end, col + HALF_BN, N)
         else:
             _store_part(left, out, out_ptr, buffer, row, end, shift, col, N, layout)
             _store_part(right, out, out_ptr, buffer, row, end, shift, col + HALF_BN, N, layout)
@@ -210,6 +217,18 @@ def _store_part(acc, out, out_ptr, buffer, row, end, shift, col, N: gl.constexpr
         # TMA would overwrite the rows of the next expert.
         at, mask = _pointers(out_ptr, row, end, shift, col, N, layout)
         gl.store(at, value, mask=mask)
+
+
+@gluon.jit
+def _store_at_targets(acc, out_ptr, target_ptr, buffer, row, end, col, N: gl.constexpr):
+    """Store each row up to `end` at the row that `target_ptr` names."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    buffer.store(acc.to(out_ptr.dtype.element_ty))
+    value = buffer.load(layout)  # 16 bytes a thread, whole rows of the half tile side by side
+    m = row + gl.arange(0, ROWS_PER_GROUP, gl.SliceLayout(1, layout))
+    n = col + gl.arange(0, HALF_BN, gl.SliceLayout(0, layout))
+    at = gl.load(target_ptr + m, mask=m < end, other=0).to(gl.int64)
+    gl.store(out_ptr + at[:, None] * N + n[None, :], value, mask=(m < end)[:, None] & (n < N)[None, :])
 
 
 @gluon.jit

@@ -140,10 +140,12 @@ class BlockwiseReferenceSteps:
         value_PK = (x_BNK * inverse[:, None]).flatten(0, 1).to(E4M3)
         return Fp8Columns(value_PK.T.contiguous(), scale)
 
-    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor) -> Tensor:
+    def grouped_gemm(self, a_fp8: Fp8Rows, value_ENK: Tensor, scale: Tensor, rows: SortedRows | None = None) -> Tensor:
+        """Rows of the result, summed by token with `rows`."""
         a_RK, weight_ENK = dequantize_rows(a_fp8), dequantize_weight(value_ENK, scale)
         made = [a_RK[part] @ weight.T for part, weight in zip(self.expert_rows, weight_ENK, strict=True)]
-        return torch.cat(made).to(torch.bfloat16)
+        y_RN = torch.cat(made).to(torch.bfloat16)
+        return y_RN if rows is None else y_RN[rows.row_TK].sum(dim=1)
 
     def wgrad(
         self, left_fp8: Fp8Columns, right_fp8: Fp8Columns, dtype: torch.dtype, main_grad: Tensor | None = None
@@ -173,9 +175,6 @@ class BlockwiseReferenceSteps:
         grad_fp8 = self.quantize_columns(grad_RX, square=False) if wants_gate_up else None
         act_fp8 = self.quantize_columns(act_RH.detach(), square=True) if wants_act else None
         return self.quantize_input_rows(grad_RX), grad_fp8, act_fp8, weight_grad_R
-
-    def sum_rows(self, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-        return y_RD[row_TK].sum(dim=1)
 
 
 class RowwiseReferenceSteps(BlockwiseReferenceSteps):

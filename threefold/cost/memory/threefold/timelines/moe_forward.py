@@ -81,10 +81,11 @@ class MoeRows:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether received rows are sorted by expert here: those of several ranks, for several experts."""
+        """Whether received rows are sorted by expert here: those of several ranks, for several experts. Fused experts
+        read and store them where they arrived."""
         layout = self.local.plan.layout
         num_blocks = layout.etp * (layout.ep if self.dispatcher == "alltoall" else 1)
-        return num_blocks > 1 and self.local.model.num_experts > layout.ep
+        return num_blocks > 1 and self.local.model.num_experts > layout.ep and not self.local.uses_fused_experts
 
 
 @dataclass(frozen=True, slots=True)

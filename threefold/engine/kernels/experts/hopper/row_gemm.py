@@ -41,7 +41,14 @@ GROUP_N: gl.constexpr = gl.constexpr(TILE_COLUMNS // 2)  # columns of a tile tha
 PART: gl.constexpr = gl.constexpr(64)  # rows that are stored at a time
 
 
-def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: bool, config: GluonConfig) -> Tensor:
+def grouped_gemm(
+    a_RK: Tensor,
+    weight: Tensor,
+    tiles: TileTable,
+    transposed: bool,
+    config: GluonConfig,
+    target_R: Tensor | None = None,
+) -> Tensor:
     """a @ weight[expert of the row], as `../grouped_gemm.py` has it. `tiles` are of TILE_ROWS and EXTRA_ROWS rows."""
     num_rows, inner = a_RK.shape
     outer = weight.shape[1 if transposed else 2]
@@ -49,8 +56,8 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
     sizes = TILE_ROWS, TILE_ROWS // 2, EXTRA_ROWS
     _row_gemm_kernel[(num_programs(a_RK.device, 1),)](
         gluon_blocks(weight.flatten(0, 1), 64, 64), *(gluon_blocks(a_RK, size, 64) for size in sizes),
-        gluon_blocks(out_RN, 64, 64), out_RN, tiles.table, tiles.total, tiles.table.shape[1], inner, outer,
-        config.group, transposed, num_warps=4,
+        gluon_blocks(out_RN, 64, 64), out_RN, tiles.table if target_R is None else target_R, tiles.table, tiles.total,
+        tiles.table.shape[1], inner, outer, config.group, transposed, target_R is not None, num_warps=4,
     )  # fmt: skip
     return out_RN
 
@@ -58,9 +65,10 @@ def grouped_gemm(a_RK: Tensor, weight: Tensor, tiles: TileTable, transposed: boo
 @fast_launch
 @gluon.jit
 def _row_gemm_kernel(
-    w, rows, half_rows, extra_rows, out, out_ptr, table_ptr, total_ptr, max_tiles, K: gl.constexpr, N: gl.constexpr,
-    GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    w, rows, half_rows, extra_rows, out, out_ptr, target_ptr, table_ptr, total_ptr, max_tiles, K: gl.constexpr,
+    N: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
+    """With STORED each row of the result is stored at the row that `target_ptr` names."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     a0 = gl.allocate_shared_memory(w.dtype, [STAGES, 64, 64], layout)
     a1 = gl.allocate_shared_memory(w.dtype, [STAGES, 64, 64], layout)
@@ -76,10 +84,10 @@ def _row_gemm_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, a0, b, extra, out, out_ptr, out0, full, empty, table_ptr, total_ptr, max_tiles, K, N,
-                         GROUP, TRANSPOSED)),
-            (_multiply, (1, a1, b, extra, out, out_ptr, out1, full, empty, table_ptr, total_ptr, max_tiles, K, N,
-                         GROUP, TRANSPOSED)),
+            (_multiply, (0, a0, b, extra, out, out_ptr, target_ptr, out0, full, empty, table_ptr, total_ptr, max_tiles,
+                         K, N, GROUP, TRANSPOSED, STORED)),
+            (_multiply, (1, a1, b, extra, out, out_ptr, target_ptr, out1, full, empty, table_ptr, total_ptr, max_tiles,
+                         K, N, GROUP, TRANSPOSED, STORED)),
             (_load, (w, rows, half_rows, extra_rows, a0, a1, b, extra, full, empty, table_ptr, total_ptr, max_tiles, K,
                      N, GROUP, TRANSPOSED)),
         ],
@@ -148,8 +156,8 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    WHICH: gl.constexpr, a, b, extra, out, out_ptr, buffer, full, empty, table_ptr, total_ptr, max_tiles,
-    K: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr,
+    WHICH: gl.constexpr, a, b, extra, out, out_ptr, target_ptr, buffer, full, empty, table_ptr, total_ptr, max_tiles,
+    K: gl.constexpr, N: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, STORED: gl.constexpr,
 ):  # fmt: skip
     """One of two warp groups: half the columns of every tile."""
     total = gl.load(total_ptr)
@@ -161,25 +169,25 @@ def _multiply(
         col += WHICH * GROUP_N
         number = tile // gl.num_programs(0)
         if num_rows > ROWS:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
-                          TRANSPOSED, ROWS, True)  # fmt: skip
+            _compute_tile(a, b, extra, out, out_ptr, target_ptr, buffer, full, empty, number, first, num_rows, col,
+                          K, N, TRANSPOSED, STORED, ROWS, True)  # fmt: skip
         elif num_rows > HALF_ROWS + EXTRA:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
-                          TRANSPOSED, ROWS, False)  # fmt: skip
+            _compute_tile(a, b, extra, out, out_ptr, target_ptr, buffer, full, empty, number, first, num_rows, col,
+                          K, N, TRANSPOSED, STORED, ROWS, False)  # fmt: skip
         elif num_rows > HALF_ROWS:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
-                          TRANSPOSED, HALF_ROWS, True)  # fmt: skip
+            _compute_tile(a, b, extra, out, out_ptr, target_ptr, buffer, full, empty, number, first, num_rows, col,
+                          K, N, TRANSPOSED, STORED, HALF_ROWS, True)  # fmt: skip
         else:
-            _compute_tile(a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K, N,
-                          TRANSPOSED, HALF_ROWS, False)  # fmt: skip
+            _compute_tile(a, b, extra, out, out_ptr, target_ptr, buffer, full, empty, number, first, num_rows, col,
+                          K, N, TRANSPOSED, STORED, HALF_ROWS, False)  # fmt: skip
         first, num_rows, col = next_first, next_num_rows, next_col
     tma.store_wait(0)
 
 
 @gluon.jit
 def _compute_tile(
-    a, b, extra, out, out_ptr, buffer, full, empty, number, first, num_rows, col, K: gl.constexpr, N: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BR: gl.constexpr, HAS_EXTRA: gl.constexpr,
+    a, b, extra, out, out_ptr, target_ptr, buffer, full, empty, number, first, num_rows, col, K: gl.constexpr,
+    N: gl.constexpr, TRANSPOSED: gl.constexpr, STORED: gl.constexpr, BR: gl.constexpr, HAS_EXTRA: gl.constexpr,
 ):  # fmt: skip
     """A tile of BR rows, and of up to 32 more if HAS_EXTRA; `number` counts the tiles of this program."""
     NUM_STEPS: gl.constexpr = K // BK
@@ -208,31 +216,35 @@ def _compute_tile(
         acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
     end = first + num_rows
-    _store_parts(acc, out, out_ptr, buffer, first, end, col, N, BR)
+    _store_parts(acc, out, out_ptr, target_ptr, buffer, first, end, col, N, STORED, BR)
     if HAS_EXTRA:
-        _store_masked(tail, out_ptr, buffer.slice(0, EXTRA, dim=0), first + BR, end, col, N, EXTRA)
+        _store_masked(tail, out_ptr, target_ptr, buffer.slice(0, EXTRA, dim=0), first + BR, end, col, N, STORED, EXTRA)
 
 
 @gluon.jit
-def _store_parts(acc, out, out_ptr, buffer, row, end, col, N: gl.constexpr, BR: gl.constexpr):
+def _store_parts(
+    acc, out, out_ptr, target_ptr, buffer, row, end, col, N: gl.constexpr, STORED: gl.constexpr, BR: gl.constexpr
+):  # fmt: skip
     """Store PART rows at a time: it halves the accumulator until a half has so many."""
     if BR == PART:
-        if row + PART <= end:
+        if (not STORED) and row + PART <= end:
             tma.store_wait(0)  # the store before this one has read the buffer
             buffer.store(acc.to(out.dtype).permute(1, 0))
             fence_async_shared()
             tma.async_copy_shared_to_global(out, [row, col], buffer)
         elif row < end:
-            _store_masked(acc, out_ptr, buffer, row, end, col, N, PART)
+            _store_masked(acc, out_ptr, target_ptr, buffer, row, end, col, N, STORED, PART)
     else:
         HALF: gl.constexpr = BR // 2
         first, second = acc.reshape(GROUP_N, 2, HALF).permute(0, 2, 1).split()
-        _store_parts(first, out, out_ptr, buffer, row, end, col, N, HALF)
-        _store_parts(second, out, out_ptr, buffer, row + HALF, end, col, N, HALF)
+        _store_parts(first, out, out_ptr, target_ptr, buffer, row, end, col, N, STORED, HALF)
+        _store_parts(second, out, out_ptr, target_ptr, buffer, row + HALF, end, col, N, STORED, HALF)
 
 
 @gluon.jit
-def _store_masked(acc, out_ptr, buffer, row, end, col, N: gl.constexpr, NUM: gl.constexpr):
+def _store_masked(
+    acc, out_ptr, target_ptr, buffer, row, end, col, N: gl.constexpr, STORED: gl.constexpr, NUM: gl.constexpr
+):  # fmt: skip
     """Store rows up to `end`. TMA would overwrite the rows of the next expert."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tma.store_wait(0)
@@ -241,4 +253,5 @@ def _store_masked(acc, out_ptr, buffer, row, end, col, N: gl.constexpr, NUM: gl.
     value = buffer.load(layout)
     m = row + gl.arange(0, NUM, gl.SliceLayout(1, layout))
     n = col + gl.arange(0, GROUP_N, gl.SliceLayout(0, layout))
-    gl.store(out_ptr + m.to(gl.int64)[:, None] * N + n[None, :], value, mask=(m < end)[:, None])
+    at = gl.load(target_ptr + m, mask=m < end, other=0) if STORED else m
+    gl.store(out_ptr + at.to(gl.int64)[:, None] * N + n[None, :], value, mask=(m < end)[:, None])
