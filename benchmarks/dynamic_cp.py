@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 
 from threefold.engine.batch import Batch
 from threefold.engine.build import build, dynamic_grid
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicSteps
-from threefold.engine.data.dynamic_cp.pack_step import Document, Round, pack_step
+from threefold.engine.data.dynamic_cp import Document, DynamicSteps, Round, pack_step
 from threefold.engine.data.packing import Sample, pack_documents, pad_sample
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.schedule.microbatch_runners import Sequential

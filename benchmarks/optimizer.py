@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.build import build
-from threefold.engine.data.shards.shard_writer import ShardWriter
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.data_parallel.owned_shards import sum_of_squares
 from threefold.engine.kernels.loss_and_optimizer import many_tensors
 from threefold.engine.kernels.loss_and_optimizer.adamw_triton import adamw_step

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from threefold.engine.build import Parts, build
-from threefold.engine.data.images.scenes.draw_scene import COLOURS, KINDS, PLACES
-from threefold.engine.data.images.scenes.scene_shards import SEEDS, make_scene, write_records
+from threefold.engine.data.images.scenes import COLOURS, KINDS, PLACES, SEEDS, make_scene, write_records
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.text.tokenizer import ByteTokenizer
 from threefold.engine.step import train_step

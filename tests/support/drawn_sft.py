@@ -16,9 +16,9 @@ from layout_runs import LIMIT_SECONDS, Outcome, run_draw
 from tiny_mixtures import MIXTURES
 from tiny_models import FAMILIES
 
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import CONTINUES
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.data.text.tokenizer import ByteTokenizer
+from threefold.engine.data.token_shard import CONTINUES
 from threefold.plan.plan import LORA_TARGETS
 
 _FAMILIES = (*FAMILIES, *MIXTURES)

@@ -10,8 +10,8 @@ from torch import Tensor
 from threefold.engine import step
 from threefold.engine.attention.backend import attend
 from threefold.engine.batch import Batch
-from threefold.engine.data.dynamic_cp import dynamic_steps
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicSteps
+from threefold.engine.data import dynamic_cp as dynamic_steps
+from threefold.engine.data.dynamic_cp import DynamicSteps
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.models.inputs import Inputs
 from threefold.engine.shard import dynamic_context

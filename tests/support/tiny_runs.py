@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 import torch
 
-from threefold.engine.data.shards.shard_writer import ShardWriter
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.train import train
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan

@@ -9,8 +9,8 @@ from functools import cache, partial
 import torch
 
 from threefold.engine.attention.fused_delta import require_delta_kernels
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid
-from threefold.engine.data.images.decode_pool import image_workers
+from threefold.engine.data.dynamic_cp import DynamicGrid
+from threefold.engine.data.images.decode import image_workers
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.validation import held_out_share, open_validation
 from threefold.engine.data_parallel.fsdp import Fsdp

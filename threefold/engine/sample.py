@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from threefold.engine.data.images.patches import patch_rules
-from threefold.engine.data.text.chat.chatml import END
-from threefold.engine.data.text.chat.conversation import ChatError
 from threefold.engine.data.text.chat_template import chat_prompt
+from threefold.engine.data.text.chatml import END, ChatError
 from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from threefold.engine.generate.choose_tokens import Sampling
 from threefold.engine.generate.generate import generate

@@ -15,12 +15,12 @@ from command_line import run
 from damaged_files import ANY_FILE, DEEP, Damage, change_json, grow, time_limit, trap_of
 
 from threefold.engine.data import open_sources as sources_module
+from threefold.engine.data import token_shard
 from threefold.engine.data.loader import Loader
-from threefold.engine.data.shards import token_shard
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import HEADER, TokenShard, content_fingerprint
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.data.text import tokenizer_files
 from threefold.engine.data.text.tokenizer import open_tokenizer
+from threefold.engine.data.token_shard import HEADER, TokenShard, content_fingerprint
 from threefold.findings import FindingsError
 from threefold.plan.plan import Job
 

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 
 from threefold.cli import tokenize as verb
 from threefold.engine.data import loader
-from threefold.engine.data.cache_folder import cache_folder
+from threefold.engine.data.cache_files import cache_folder
 from threefold.engine.data.embedded_corpus import corpus_path, embedded_corpus, unigram_entropy
-from threefold.engine.data.length_distributions import LENGTHS, LONG, WEB, draw_lengths
-from threefold.engine.data.mixture import BLOCK, Mixture, block_counts
+from threefold.engine.data.mixture import BLOCK, Mixture, block_counts, shuffled_index
 from threefold.engine.data.open_sources import DataEntry, open_sources, parse_entries
 from threefold.engine.data.packing import (
     IGNORED,
@@ -34,14 +33,13 @@ from threefold.engine.data.packing import (
     pack_documents,
     packed_sample,
 )
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import HEADER, TokenShard
-from threefold.engine.data.sources import ShardSource, SyntheticSource
-from threefold.engine.data.stateless_shuffle import shuffled_index
-from threefold.engine.data.text.chat.conversation import Conversation
+from threefold.engine.data.shard_writer import ShardWriter
+from threefold.engine.data.sources import LENGTHS, LONG, WEB, ShardSource, SyntheticSource, draw_lengths
 from threefold.engine.data.text.chat_template import chat_prompt, encode_chat
+from threefold.engine.data.text.chatml import Conversation
 from threefold.engine.data.text.tokenize_files import tokenize_files
 from threefold.engine.data.text.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
+from threefold.engine.data.token_shard import HEADER, TokenShard
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Job
 

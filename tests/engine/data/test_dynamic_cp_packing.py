@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tiny_runs import tiny_plan, tiny_shard
 
 from threefold.engine.batch import Batch
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid, DynamicSteps, documents_of
-from threefold.engine.data.dynamic_cp.pack_step import Document, Round, pack_step
+from threefold.engine.data.dynamic_cp import Document, DynamicGrid, DynamicSteps, Round, documents_of, pack_step
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.packing import Sample, pad_sample
 from threefold.engine.dist.mesh import Mesh

@@ -12,10 +12,9 @@ from tiny_runs import tiny_plan, tiny_shard
 
 from threefold.engine.data.held_out import HeldOut, split_stores
 from threefold.engine.data.loader import Loader
-from threefold.engine.data.packing import IGNORED
-from threefold.engine.data.shards.document_store import DocumentStore
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import TokenShard
+from threefold.engine.data.packing import IGNORED, DocumentStore
+from threefold.engine.data.shard_writer import ShardWriter
+from threefold.engine.data.token_shard import TokenShard
 from threefold.engine.train import train
 from threefold.findings import FindingsError
 from threefold.plan.data_entries import parse_validation

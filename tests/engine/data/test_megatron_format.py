@@ -10,10 +10,9 @@ from command_line import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threefold.engine.data.megatron_dataset import CODES, MegatronDataset, MegatronWriter
 from threefold.engine.data.open_sources import open_sources
-from threefold.engine.data.shards.megatron_dataset import CODES, MegatronDataset
-from threefold.engine.data.shards.megatron_writer import MegatronWriter
-from threefold.engine.data.shards.shard_writer import ShardWriter
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import megatron_prefix
 from threefold.plan.plan import Job

@@ -11,7 +11,7 @@ import pytest
 from tiny_models import config_of
 from tiny_runs import tiny_plan, tiny_shard
 
-from threefold.engine.data.shards import token_shard
+from threefold.engine.data import token_shard
 from threefold.engine.data.text.tokenize_files import tokenize_files
 from threefold.engine.data.text.tokenizer import open_tokenizer
 from threefold.engine.run.folder import CONTRACT, PLAN, read_run_plan

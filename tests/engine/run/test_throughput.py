@@ -10,7 +10,7 @@ from tiny_runs import tiny_plan
 
 from threefold.engine.batch import Batch
 from threefold.engine.data.loader import Loader
-from threefold.engine.data.shards.shard_writer import ShardWriter
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.run import throughput as module
 from threefold.engine.run.progress_display import ExperimentTrackers, Progress

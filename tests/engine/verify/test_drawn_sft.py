@@ -19,7 +19,7 @@ from layout_runs import FAULTS, TOLERANCE, Outcome
 from oracle_layouts import case
 
 from threefold.engine.data.loader import Loader
-from threefold.engine.data.shards.shard_writer import ShardWriter
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.verify.oracle import compare_with_one_rank
 from threefold.plan.plan import Plan
 

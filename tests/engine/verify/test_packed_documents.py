@@ -19,8 +19,8 @@ from tiny_models import config_of
 from threefold.engine.build import options_of
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.packing import WholeDocuments
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import TokenShard
+from threefold.engine.data.shard_writer import ShardWriter
+from threefold.engine.data.token_shard import TokenShard
 from threefold.engine.verify.compare import Comparison, compare_results
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import on_one_rank, run_rank

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from threefold.engine.data.cache_folder import cache_folder
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import SUFFIX, TokenShard
+from threefold.engine.data.cache_files import cache_folder
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.data.text.tokenizer import BYTE_SPECIALS, ByteTokenizer
+from threefold.engine.data.token_shard import SUFFIX, TokenShard
 from threefold.findings import Finding, FindingsError
 from threefold.units import KIB, MIB
 

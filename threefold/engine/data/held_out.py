@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.engine.data.packing import Sample
-from threefold.engine.data.shards.document_store import DocumentSpans, DocumentStore, Ints
-from threefold.engine.data.shards.token_shard import CONTINUES
+from threefold.engine.data.packing import DocumentSpans, DocumentStore, Ints, Sample
 from threefold.engine.data.sources import Source, num_vision_tokens
+from threefold.engine.data.token_shard import CONTINUES
 
 UNIT_TOKENS = 4096  # a longer document of a stream is split in pieces of this size, each with a hash of its own
 FEWEST_UNITS = 64  # a stream of fewer pieces is split in smaller ones

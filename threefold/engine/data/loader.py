@@ -3,42 +3,98 @@
 All ranks read one global sequence of samples. A step takes the next `global_batch` of them. Microbatch m of
 data-parallel rank r takes B consecutive samples of the step, from number (m * dp_size + r) * B on. The samples of a
 step and their order therefore do not depend on the number of ranks, and a position in the data is one number. For a
-vision-language model the samples of a step are dealt out by their pictures instead (`images/balance.py`), and batches
-have pictures (`images/batch_images.py`). With dynamic context parallelism the documents of a step are dealt out to all
-ranks, in as many microbatches as they need (`dynamic_cp/dynamic_steps.py`).
+vision-language model the samples of a step are dealt out by their images instead, and batches have images
+(`images/batch_images.py`). With dynamic context parallelism the documents of a step are dealt out to all
+ranks, in as many microbatches as they need (`dynamic_cp.py`).
 
 Shapes: B sequences of a microbatch, S tokens of a sequence.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from threefold.engine.batch import Batch
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicGrid, DynamicSteps
+from threefold.engine.data.dynamic_cp import DynamicGrid, DynamicSteps
 from threefold.engine.data.held_out import HeldOut
-from threefold.engine.data.images.balance import BalancedSteps
-from threefold.engine.data.images.batch_images import BatchImages, SkippedPictures
-from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.batch_images import BalancedSteps, BatchImages, SkippedPictures
+from threefold.engine.data.images.decode import DecodePool
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.mixture import Mixture
 from threefold.engine.data.open_sources import DataSettings, open_job_data
 from threefold.engine.data.packing import Sample
-from threefold.engine.data.prefetch import BatchIndex, Prefetcher
 from threefold.engine.data.sources import whole_range
 from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import parse_entries
 from threefold.plan.plan import Job
 from threefold.spec.model import VisionSpec
+
+T = TypeVar("T")
+BatchIndex = tuple[int, int]  # (step, microbatch)
+
+
+class Prefetcher(Generic[T]):
+    """A thread that calls `make(step, microbatch)` for each index, at most `depth` calls ahead of `take`.
+
+    An exception of `make` is raised by the `take` that would have returned its batch.
+    """
+
+    def __init__(self, make: Callable[[int, int], T], indices: Iterator[BatchIndex], depth: int) -> None:
+        self._queue: queue.Queue[tuple[BatchIndex, T | None, BaseException | None]] = queue.Queue(depth)
+        self._stop = threading.Event()
+        args = (make, indices, self._queue, self._stop)
+        # The thread has no reference to this object, so that dropping it without `close` ends the thread as well.
+        self._thread = threading.Thread(target=_make_batches, args=args, name="threefold-prefetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> tuple[BatchIndex, T]:
+        index, made, error = self._queue.get()
+        if error is not None:
+            raise error
+        assert made is not None
+        return index, made
+
+    def close(self) -> None:
+        self._stop.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        self._thread.join(timeout=10)
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _make_batches(
+    make: Callable[[int, int], T],
+    indices: Iterator[BatchIndex],
+    results: "queue.Queue[tuple[BatchIndex, T | None, BaseException | None]]",
+    stop: threading.Event,
+) -> None:
+    for index in indices:
+        made, error = None, None
+        try:
+            made = make(*index)
+        except BaseException as problem:
+            error = problem
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                results.put((index, made, error), timeout=0.1)
+                break
+        if stop.is_set() or error is not None:
+            return
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Opens the sources that `job.data` names: a known name, a shard, Megatron's files, text, or a folder of these.
 
 `Loader` calls `open_sources`. For example, ("web.tok:0.7", "chats.jsonl:0.3") gives two sources and the weights [0.7,
-0.3]. Text, JSONL, Parquet and saved datasets become shards in the cache folder first (`text/token_cache.py`).
+0.3]. Text, JSONL, Parquet and saved datasets become shards in the cache folder first (`text/tokenize_files.py`).
 """
 
 import math
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from threefold.engine.data.embedded_corpus import embedded_corpus
 from threefold.engine.data.held_out import HeldOut, split_samples, split_stores
-from threefold.engine.data.images.open_pictures import holds_pictures, open_pictures
-from threefold.engine.data.shards.document_store import DocumentStore
-from threefold.engine.data.shards.megatron_dataset import MegatronDataset
-from threefold.engine.data.shards.token_shard import SUFFIX, VERIFY_BYTES, TokenShard
+from threefold.engine.data.images.image_source import holds_pictures, open_pictures
+from threefold.engine.data.megatron_dataset import MegatronDataset
+from threefold.engine.data.packing import DocumentStore
 from threefold.engine.data.sources import ConcatenatedSource, ShardSource, Source, SyntheticSource, split_held_out
 from threefold.engine.data.text.read_documents import RECORD_SUFFIXES, TEXT_SUFFIXES
-from threefold.engine.data.text.token_cache import cached_shard
+from threefold.engine.data.text.tokenize_files import cached_shard
 from threefold.engine.data.text.tokenizer import Tokenizer, open_tokenizer
+from threefold.engine.data.token_shard import SUFFIX, VERIFY_BYTES, TokenShard
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import EMBEDDED, SYNTHETIC, DataEntry, megatron_prefix, parse_entries
 from threefold.plan.plan import Job

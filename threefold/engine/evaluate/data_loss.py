@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threefold.engine.batch import Batch
 from threefold.engine.data.images.batch_images import BatchImages
-from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.decode import DecodePool
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.open_sources import open_sources
 from threefold.engine.data.packing import Sample

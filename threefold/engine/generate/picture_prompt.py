@@ -15,11 +15,10 @@ from torch import Tensor
 
 from threefold.engine.batch import Batch, Images
 from threefold.engine.data.images.batch_images import BatchImages
-from threefold.engine.data.images.decode import BadPictureError, PictureFile, picture_size, require_pillow
-from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.decode import BadPictureError, DecodePool, PictureFile, picture_size, require_pillow
 from threefold.engine.data.images.encode_record import RecordEncoder
+from threefold.engine.data.images.image_source import PictureSample, sample_picture
 from threefold.engine.data.images.patches import PatchRules
-from threefold.engine.data.images.picture_source import PictureSample, sample_picture
 from threefold.engine.data.images.records import RawRecord, RecordError, Turn, parse_turns
 from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.findings import Finding, FindingsError

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from threefold.engine.batch import Batch
 from threefold.engine.build import Parts, dynamic_grid, length_multiple, open_loader
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicSteps
+from threefold.engine.data.dynamic_cp import DynamicSteps
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.validation import open_validation
 from threefold.engine.dist.mesh import Mesh

@@ -16,7 +16,7 @@ from torch import Tensor
 from threefold.engine.batch import Batch
 from threefold.engine.build import Parts, build, dynamic_grid, options_of
 from threefold.engine.context import context
-from threefold.engine.data.dynamic_cp.dynamic_steps import DynamicSteps
+from threefold.engine.data.dynamic_cp import DynamicSteps
 from threefold.engine.data.packing import Sample
 from threefold.engine.data_parallel.fsdp import Fsdp
 from threefold.engine.dispatch.capacity import Capacity

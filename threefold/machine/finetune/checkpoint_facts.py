@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from threefold.engine.data.shards.megatron_dataset import MegatronDataset
-from threefold.engine.data.shards.token_shard import SUFFIX, TokenShard
+from threefold.engine.data.megatron_dataset import MegatronDataset
 from threefold.engine.data.text.records import COMPLETIONS
 from threefold.engine.data.text.tokenizer_files import read_tokenizer_settings
+from threefold.engine.data.token_shard import SUFFIX, TokenShard
 from threefold.engine.weights.stored_formats import check_stored_format
 from threefold.fields import MAX_INT
 from threefold.findings import Finding, FindingsError

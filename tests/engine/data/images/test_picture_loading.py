@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from pictures import VISION, VOCAB, encoded, noise, patches_of, write_jsonl, write_tar
 
 from threefold.engine.batch import Batch
-from threefold.engine.data.images.balance import assign_samples
-from threefold.engine.data.images.decode import PictureFile, ResizeRequest, decode
-from threefold.engine.data.images.decode_pool import DecodePool, image_workers
+from threefold.engine.data.images.batch_images import assign_samples
+from threefold.engine.data.images.decode import DecodePool, PictureFile, ResizeRequest, decode, image_workers
+from threefold.engine.data.images.image_source import PictureSample
 from threefold.engine.data.images.patches import patch_rules
-from threefold.engine.data.images.picture_source import PictureSample
 from threefold.engine.data.loader import Loader
 from threefold.engine.vision.positions import multimodal_positions
 from threefold.findings import FindingsError
@@ -276,7 +275,7 @@ def test_a_process_that_dies_costs_one_picture(tmp_path: Path) -> None:
 _KILLED_RANK = """
 import os, signal, sys
 from threefold.engine.data.images.decode import PictureFile, ResizeRequest
-from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.decode import DecodePool
 if __name__ == "__main__":
     pool = DecodePool(1)
     pool.decode([ResizeRequest(PictureFile(sys.argv[1]), 8, 8)])

@@ -15,8 +15,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from threefold.engine.data.images.decode import PictureFile
 from threefold.engine.data.images.encode_record import EncodedRecord, RecordEncoder
+from threefold.engine.data.images.image_index import PictureIndex, open_picture_index
 from threefold.engine.data.images.patches import patch_rules
-from threefold.engine.data.images.picture_index import PictureIndex, open_picture_index
 from threefold.engine.data.images.records import ImagePart, RawRecord, RecordError, Turn, VideoPart, parse_turns
 from threefold.engine.data.text.tokenizer import ByteTokenizer
 from threefold.findings import FindingsError

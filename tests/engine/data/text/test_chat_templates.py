@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer
 
-from threefold.engine.data.text.chat.conversation import ChatError, Conversation
-from threefold.engine.data.text.chat.jinja_template import ChatTemplate
 from threefold.engine.data.text.chat_template import EncodedChat, chat_prompt, encode_chat
+from threefold.engine.data.text.chatml import ChatError, Conversation
+from threefold.engine.data.text.jinja_template import ChatTemplate
 from threefold.engine.data.text.records import parse_record
 from threefold.engine.data.text.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from threefold.findings import FindingsError

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer
 
-from threefold.engine.data.text.chat.conversation import ChatError, Conversation
 from threefold.engine.data.text.chat_template import chat_prompt, encode_chat, template_of
+from threefold.engine.data.text.chatml import ChatError, Conversation
 from threefold.engine.data.text.tokenizer import FileTokenizer, Tokens
 
 NUM_CHATS = 25

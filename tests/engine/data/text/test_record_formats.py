@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.engine.data.open_sources import open_sources
-from threefold.engine.data.shards.token_shard import TokenShard
 from threefold.engine.data.text.read_documents import ReadSummary, read_documents
 from threefold.engine.data.text.records import parse_record
-from threefold.engine.data.text.token_cache import cached_shard
-from threefold.engine.data.text.tokenize_files import Tokenized, tokenize_files
+from threefold.engine.data.text.tokenize_files import Tokenized, cached_shard, tokenize_files
 from threefold.engine.data.text.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
+from threefold.engine.data.token_shard import TokenShard
 from threefold.findings import FindingsError
 from threefold.plan.plan import Job
 

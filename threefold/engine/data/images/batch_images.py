@@ -1,14 +1,18 @@
-"""Turns the samples of a microbatch into a batch with pictures: their patches, and the positions of all tokens.
+"""Turns the samples of a microbatch into a batch with images: their patches, and the positions of all tokens.
 
-A picture whose header is sound can still fail to decode. Its document then has no loss and sees a grey picture, so that
+An image whose header is sound can still fail to decode. Its document then has no loss and sees a grey image, so that
 shapes and all other documents stay as they are; it is counted and named. `loader.py` makes one `BatchImages` a rank.
+`BalancedSteps` deals the samples of a step out to ranks and microbatches so that their image tokens are level: ranks
+wait for each other, so the slowest encoder sets the pace. All ranks compute the same assignment from the same numbers;
+which samples a step has does not change.
 
-Shapes: B sequences of a microbatch, S tokens of a sequence, I pictures, P patches, C values of a patch, V tokens of
-pictures.
+Shapes: B sequences of a microbatch, S tokens of a sequence, I images, P patches, C values of a patch, V tokens of
+images.
 """
 
+import heapq
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,14 +20,53 @@ import torch
 from torch import Tensor
 
 from threefold.engine.batch import Batch, Images
-from threefold.engine.data.images.decode import ResizeRequest
-from threefold.engine.data.images.decode_pool import DecodePool
+from threefold.engine.data.images.decode import DecodePool, ResizeRequest
+from threefold.engine.data.images.image_source import PictureSample, PictureSource, SamplePicture
 from threefold.engine.data.images.patches import PatchRules, write_patches
-from threefold.engine.data.images.picture_source import PictureSample, PictureSource, SamplePicture
 from threefold.engine.data.packing import IGNORED, Sample
 from threefold.engine.vision.positions import multimodal_positions
 from threefold.spec.model import VisionTokens
 from threefold.units import format_many
+
+
+def assign_samples(loads: Sequence[int], samples_per_slot: int) -> list[list[int]]:
+    """The samples of each slot (the microbatches of all ranks), each with `samples_per_slot` of them, in order.
+
+    The largest sample goes next to the slot with the smallest load that has room; equal loads go to the first slot.
+    With one sample in a slot the slots are therefore sorted by size: the ranks of one microbatch, which are
+    neighbouring slots, get similar samples, and the totals of two ranks differ by less than the largest sample.
+    """
+    num_slots, rest = divmod(len(loads), samples_per_slot)
+    if rest:
+        raise ValueError(f"{len(loads)} samples do not fill slots of {samples_per_slot}")
+    slots: list[list[int]] = [[] for _ in range(num_slots)]
+    free = [(0, slot) for slot in range(num_slots)]  # sorted, so already a heap
+    for sample in sorted(range(len(loads)), key=lambda number: -loads[number]):
+        load, slot = heapq.heappop(free)
+        slots[slot].append(sample)
+        if len(slots[slot]) < samples_per_slot:
+            heapq.heappush(free, (load + loads[sample], slot))
+    return [sorted(members) for members in slots]
+
+
+class BalancedSteps:
+    """Which samples each slot of a step has. The last steps are remembered, since each is asked for slot by slot."""
+
+    def __init__(self, load_of: Callable[[int], int], global_batch: int, micro_batch: int) -> None:
+        """`load_of` gives the picture tokens of a sample by its number in the global sequence."""
+        self.load_of, self.global_batch, self.micro_batch = load_of, global_batch, micro_batch
+        self._assigned: dict[int, list[list[int]]] = {}
+
+    def samples(self, first: int, slot: int) -> list[int]:
+        """The samples of a slot of the step that begins at sample `first`."""
+        slots = self._assigned.get(first)
+        if slots is None:
+            loads = [self.load_of(first + number) for number in range(self.global_batch)]
+            slots = assign_samples(loads, self.micro_batch)
+            # A new table: the prefetch thread and the training loop may both ask.
+            self._assigned = dict([*list(self._assigned.items())[-3:], (first, slots)])
+        return [first + number for number in slots[slot]]
+
 
 MAX_NAMED = 10_000  # bad pictures that are remembered
 

@@ -3,7 +3,7 @@
 Conversations are written in ChatML. A picture is <|vision_start|>, one <|image_pad|> for each merge x merge patches,
 <|vision_end|>. A video is one such piece for each pair of frames, behind the mean of their timestamps as text: `<0.3
 seconds>`. Answers of the assistant are learned; of a document without turns all text is. Tokens of
-pictures never are. `picture_index.py` calls `encode_record`.
+pictures never are. `image_index.py` calls `encode_record`.
 """
 
 from collections.abc import Callable

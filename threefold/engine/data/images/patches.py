@@ -4,7 +4,7 @@ A picture is resized (bicubic) so that each side is a multiple of patch x merge 
 Its values are normalised and cut into patches. Patches stand in blocks of merge x merge, which become one token; the
 values of a patch are ordered channel, frame, row, column. A still picture stands for two equal frames.
 
-`picture_index.py` asks for sizes, `batch_images.py` for patches. This module imports no torch, for decoding workers.
+`image_index.py` asks for sizes, `batch_images.py` for patches. This module imports no torch, for decoding workers.
 
 Shapes: H, W pixels; T frames; P patches; C values of a patch.
 """

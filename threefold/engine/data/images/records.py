@@ -9,7 +9,7 @@ A record is one of
     {"video": {"frames": ["0.jpg", "1.jpg"], "timestamps": [0.0, 0.5]}, "question": ..., "answer": ...}
 
 In text, `<image>` and `<video>` stand for the next picture of `images` or `videos`; where text has neither, pictures
-come before it. `read_tar.py` and `read_jsonl.py` make `RawRecord`s; `encode_record.py` encodes their turns.
+come before it. `record_files.py` and `record_files.py` make `RawRecord`s; `encode_record.py` encodes their turns.
 """
 
 import math

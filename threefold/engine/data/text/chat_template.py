@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from threefold.engine.data.text.chat.chatml import chatml_prompt, encode_chatml
-from threefold.engine.data.text.chat.conversation import (
+from threefold.engine.data.text.chatml import (
     ASSISTANT,
     ChatError,
     ChatSample,
     Conversation,
+    chatml_prompt,
     check_messages,
+    encode_chatml,
 )
-from threefold.engine.data.text.chat.jinja_template import ChatTemplate, Rendered, Span
+from threefold.engine.data.text.jinja_template import ChatTemplate, Rendered, Span
 from threefold.engine.data.text.tokenizer import FileTokenizer, Offsets, Tokenizer, Tokens
 from threefold.engine.data.text.tokenizer_files import DEFAULT, TOOL_USE
 

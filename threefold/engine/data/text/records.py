@@ -14,7 +14,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.engine.data.text.chat.conversation import ASSISTANT, ChatError, Conversation, check_messages
+from threefold.engine.data.text.chatml import ASSISTANT, ChatError, Conversation, check_messages
 
 # Roles of ShareGPT and its descendants, and those of OpenAI.
 SHAREGPT_ROLES = {

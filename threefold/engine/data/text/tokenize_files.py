@@ -1,5 +1,13 @@
-"""Tokenizes files into one token shard or Megatron dataset. `threefold tokenize` and `token_cache.py` call it."""
+"""Tokenizes files into one token shard or Megatron dataset, also one that is kept in the cache folder.
 
+`threefold tokenize` calls `tokenize_files`. `open_sources` calls `cached_shard` for text, JSONL, JSON, Parquet, Arrow
+and folders of them: a shard for the content of files, tokenizer and chat template. Next to the shard lies a small JSON
+file with the warnings of when it was made, so that every run on it prints them too.
+"""
+
+import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -8,16 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from threefold.engine.data.shards.megatron_writer import MegatronWriter
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import CONTINUES
-from threefold.engine.data.text.chat.conversation import ChatError
+from threefold.engine.data.cache_files import cache_folder, locked
+from threefold.engine.data.megatron_dataset import MegatronWriter
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.data.text.chat_template import encode_chat
-from threefold.engine.data.text.read_documents import SUFFIXES, ReadSummary, read_documents
+from threefold.engine.data.text.chatml import ChatError
+from threefold.engine.data.text.read_documents import SUFFIXES, ReadSummary, list_files, read_documents
 from threefold.engine.data.text.records import Document
 from threefold.engine.data.text.tokenizer import Tokenizer
+from threefold.engine.data.token_shard import CONTINUES, SUFFIX, TokenShard
 from threefold.findings import Finding, FindingsError
 from threefold.plan.data_entries import MEGATRON_SUFFIXES
+from threefold.safe_files import open_regular, read_json, write_aside
 from threefold.units import MIB, format_many
 
 GROUP_CHARACTERS = 4 * MIB  # texts that are tokenized together, enough to keep all cores busy
@@ -155,3 +165,66 @@ class _Encoder:
             if number:
                 mask[0] |= CONTINUES
             self.writer.add(tokens, mask)
+
+
+CACHE_VERSION = 3  # of how text becomes tokens
+_FIELDS = ("at", "problem", "advice", "rule")
+
+
+def cached_shard(
+    source: str,
+    tokenizer: Tokenizer,
+    cache: str | Path | None = None,
+    max_bad_records: float = MAX_BAD_RECORDS,
+    text_field: str = "text",
+) -> tuple[TokenShard, list[Finding]]:
+    """The tokenized source as a shard in the cache folder, made at first use, and warnings about it."""
+    template = tokenizer.settings.template_digest
+    settings = (tokenizer.label, tokenizer.end, template, max_bad_records, text_field, CACHE_VERSION)
+    digest = hashlib.sha256(repr(settings).encode())
+    _add_files(digest, Path(source))
+    out = cache_folder(cache) / f"text-{digest.hexdigest()[:24]}{SUFFIX}"
+    try:
+        return TokenShard(out, verify=True), _read_warnings(out)
+    except FindingsError:
+        pass
+    with locked(out):  # the other ranks of a machine wait, and find the shard made
+        try:
+            return TokenShard(out, verify=True), _read_warnings(out)
+        except FindingsError:
+            made = tokenize_files([source], out, tokenizer, text_field=text_field, max_bad_records=max_bad_records)
+        said = [{name: getattr(found, name) for name in _FIELDS} for found in made.warnings()]
+        with contextlib.suppress(OSError):  # the shard is what counts
+            write_aside(out.with_suffix(".json"), json.dumps(said).encode())
+        return TokenShard(out, verify=True), made.warnings()
+
+
+def _add_files(digest: "hashlib._Hash", source: Path) -> None:
+    """Add names and content of all files. Those of a folder that cannot be read are skipped by `read_documents` too."""
+    for path, within in list_files(source):
+        digest.update(f"\0{path.suffix if within is None else path.relative_to(within)}\0".encode("utf-8", "replace"))
+        try:
+            with open_regular(path, within) as file:
+                while part := file.read(MIB):
+                    digest.update(part)
+        except OSError as error:
+            if within is None:
+                raise _unreadable(source, error) from error
+
+
+def _read_warnings(shard: Path) -> list[Finding]:
+    try:
+        said = read_json(shard.with_suffix(".json"))
+        texts = [[str(each[name]) for name in _FIELDS] for each in said]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    return [
+        Finding(at=at, problem=problem, advice=advice, rule=rule, severity="warning")
+        for at, problem, advice, rule in texts
+    ]
+
+
+def _unreadable(path: Path, error: OSError) -> FindingsError:
+    problem = f"cannot be read: {error.strerror or error}"
+    advice = "give the path of a text file, JSONL, Parquet or a folder"
+    return FindingsError([Finding(rule="text-readable", at=str(path), problem=problem, advice=advice)])

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from threefold.engine.data.images.scenes import scene_shards as scenes_module
-from threefold.engine.data.images.scenes.draw_scene import COLOURS, COUNT_SHARES, KINDS, PLACES
-from threefold.engine.data.images.scenes.scene_shards import make_scene, scene_shards
+from threefold.engine.data.images import scenes as scenes_module
+from threefold.engine.data.images.scenes import COLOURS, COUNT_SHARES, KINDS, PLACES, make_scene, scene_shards
 from threefold.engine.data.loader import Loader
 from threefold.plan.parse import parse
 from threefold.plan.plan import Job
@@ -76,7 +75,7 @@ def test_sets_differ_and_are_always_the_same() -> None:
 
 _MAKE = """
 import sys
-from threefold.engine.data.images.scenes.scene_shards import scene_shards
+from threefold.engine.data.images.scenes import scene_shards
 print(scene_shards("scenes-held-out", sys.argv[1], 24)[0].stat().st_mtime_ns)
 """
 

@@ -1,13 +1,16 @@
-"""The sequences of picture data: whole documents, one or several in a sequence, with the pictures they refer to.
+"""Opens the entries of `job.data` that have images, and makes sequences of whole documents of them.
 
-A document is never split, because a picture cannot be. One that is longer than a sequence is left out and counted.
-Pictures are not decoded here: a sample says which they are, and `batch_images.py` decodes those of a whole batch.
+Entries are scenes, tar shards, folders of them, and JSONL with image files; the data of a vision-language model that is
+JSONL is always read here, also where a line has no image. A document is never split, because an image cannot be. One
+that is longer than a sequence is left out and counted. Images are not decoded here: a sample says which they are, and
+`batch_images.py` decodes those of a whole batch. `open_sources.py` calls `open_pictures`.
 
 Shapes: S tokens of a sequence, N tokens of it that are not padding.
 """
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +18,16 @@ from numpy.typing import NDArray
 
 from threefold.engine.data.images.decode import ResizeRequest
 from threefold.engine.data.images.encode_record import PlacedPicture
-from threefold.engine.data.images.patches import PatchRules
-from threefold.engine.data.images.picture_index import PictureIndex
+from threefold.engine.data.images.image_index import PictureIndex, open_picture_index
+from threefold.engine.data.images.patches import PatchRules, patch_rules
+from threefold.engine.data.images.scenes import scene_shards
 from threefold.engine.data.packing import IGNORED, Sample, pack_documents, pad_sample
-from threefold.engine.data.shards.token_shard import DIGITS
+from threefold.engine.data.text.tokenizer import Tokenizer
+from threefold.engine.data.token_shard import DIGITS
 from threefold.findings import Finding, FindingsError
+from threefold.plan.data_entries import SCENES
+from threefold.plan.plan import Job
+from threefold.spec.model import VisionSpec
 from threefold.units import format_many
 
 
@@ -135,3 +143,33 @@ def sample_picture(picture: PlacedPicture, rules: PatchRules, start: int = 0, do
 
 def _one_each(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.arange(count), np.arange(count + 1)
+
+
+SUFFIX = ".tar"
+
+
+def holds_pictures(name: str, vision: VisionSpec | None) -> bool:
+    """Whether this entry is read as picture data."""
+    if name in SCENES or name.endswith(SUFFIX):
+        return True
+    path = Path(name)
+    if path.is_dir():
+        return next(path.glob(f"*{SUFFIX}"), None) is not None
+    return vision is not None and name.endswith(".jsonl")
+
+
+def open_pictures(
+    name: str, job: Job, vision: VisionSpec | None, tokenizer: Tokenizer, cache: str | Path | None
+) -> PictureSource:
+    """The source of one entry."""
+    if vision is None:
+        problem, advice = f"{name} has pictures, and the model has no vision part", "train a vision-language model"
+        raise FindingsError([Finding(rule="data-fits-model", at="job.data", problem=problem, advice=advice)])
+    path = Path(name)
+    if name in SCENES:
+        paths = scene_shards(name, cache)
+    else:
+        paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    rules, within = patch_rules(vision, job.max_pixels), path if path.is_dir() else None
+    index = open_picture_index(name, paths, tokenizer, vision.tokens, rules, cache, within)
+    return PictureSource(index, job.seq_len, job.packing, sft=job.task == "sft")

@@ -1,23 +1,28 @@
-"""Megatron's indexed dataset, PREFIX.bin and PREFIX.idx, memory-mapped. `open_sources` opens it.
+"""Megatron's indexed dataset, PREFIX.bin and PREFIX.idx: `open_sources` maps it, `tokenize_files` writes it.
 
 PREFIX.bin is nothing but tokens. PREFIX.idx is little-endian: 9 bytes `MMIDIDX\\0\\0`, the version (uint64, 1), the
 code of the dtype (uint8), the numbers of sequences and of document boundaries (uint64 each), the size of each sequence
 in tokens (int32), where it begins in PREFIX.bin in bytes (int64), and the sequence at which each document begins, with
-the number of sequences at the end (int64). The format names no tokenizer and has no loss mask.
+the number of sequences at the end (int64). The format names no tokenizer and has no loss mask. Each document that is
+written is one sequence; the index appears last, because without it nobody takes the tokens for a dataset.
 """
 
 import hashlib
 import mmap
+import os
+import secrets
 import struct
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from threefold.engine.data.shards.token_shard import CHUNK_BYTES, DIGITS, EDGE_BYTES, VERIFY_BYTES
+from threefold.engine.data.shard_writer import AtomicWriter, close_quietly, unwritable
+from threefold.engine.data.token_shard import CHUNK_BYTES, DIGITS, EDGE_BYTES, VERIFY_BYTES
 from threefold.findings import Finding, FindingsError
+from threefold.plan.data_entries import MEGATRON_SUFFIXES
 from threefold.safe_files import open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -143,3 +148,73 @@ def _map_open(file: BinaryIO) -> Any:
 def _refused(path: Path, problem: str) -> FindingsError:
     advice = "copy both files again, or make them again with Megatron's preprocess_data or threefold tokenize"
     return FindingsError([Finding(rule="megatron-readable", at=str(path), problem=problem, advice=advice)])
+
+
+class MegatronWriter(AtomicWriter):
+    """`with MegatronWriter("corpus.bin", vocab) as data: data.add(tokens)`, as `ShardWriter` is used.
+
+    `dtype` is a name of `DTYPES`; None takes the one that Megatron chooses for the vocabulary.
+    """
+
+    masked = False
+
+    def __init__(self, path: str | Path, vocab: int, tokenizer: str = "", dtype: str | None = None) -> None:
+        name = str(path)
+        self.prefix = name[:-4] if name.endswith(MEGATRON_SUFFIXES) else name
+        self.path = Path(f"{self.prefix}.bin")
+        self.vocab, self.tokenizer = vocab, tokenizer
+        self.num_tokens = self.num_documents = 0
+        self._dtype = megatron_dtype(vocab) if dtype is None else DTYPES[CODES[dtype]]
+        self._sizes: list[int] = []
+        self._digest = hashlib.sha256()
+        self._partial = [Path(f"{self.prefix}{end}.{secrets.token_hex(4)}.partial") for end in MEGATRON_SUFFIXES]
+        try:
+            self._partial[0].parent.mkdir(parents=True, exist_ok=True)
+            self._tokens = self._partial[0].open("wb")
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    @property
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()
+
+    def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
+        """Add a document. Empty ones are skipped. The format has no loss mask."""
+        array = np.asarray(tokens)
+        if mask is not None and not np.all(mask):
+            problem = "Megatron's format has no loss mask: it cannot hold conversations or completions"
+            advice = "write a token shard (--out FILE.tok), or give plain text"
+            raise FindingsError([Finding(rule="mask-has-a-place", at=self.prefix, problem=problem, advice=advice)])
+        if not array.size:
+            return
+        if array.min() < 0 or array.max() >= self.vocab:
+            raise ValueError(f"a token outside the vocabulary of {self.vocab}")
+        written = array.astype(self._dtype)
+        if np.any(written.astype(np.int64) != array):
+            raise ValueError(f"a token that {self._dtype} does not hold")
+        self._tokens.write(written.tobytes())
+        self._digest.update(written.tobytes())
+        self._sizes.append(array.size)
+        self.num_tokens += array.size
+        self.num_documents += 1
+
+    def _discard(self) -> None:
+        close_quietly(self._tokens)
+        for path in self._partial:
+            path.unlink(missing_ok=True)
+
+    def _finish(self) -> None:
+        self._tokens.flush()
+        os.fsync(self._tokens.fileno())
+        sizes = np.array(self._sizes, "<i4")
+        pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self._dtype.itemsize
+        with self._partial[1].open("wb") as index:
+            code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
+            index.write(MAGIC + struct.pack("<QBQQ", VERSION, code, len(sizes), len(sizes) + 1))
+            index.write(sizes.tobytes() + pointers.astype("<i8").tobytes())
+            index.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        for partial, end in zip(self._partial, MEGATRON_SUFFIXES, strict=True):
+            partial.replace(f"{self.prefix}{end}")

@@ -1,22 +1,24 @@
 """Writes a token shard: documents are streamed in bounded memory, and the file appears only when it is complete.
 
-`text/tokenize_files.py` and `embedded_corpus.py` use it.
+`text/tokenize_files.py` and `embedded_corpus.py` write shards; `megatron_dataset.py` has a second `AtomicWriter`.
 """
 
+import contextlib
 import errno
 import hashlib
 import os
 import secrets
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from threefold.engine.data.shards.atomic_writer import AtomicWriter, close_quietly, unwritable
-from threefold.engine.data.shards.token_shard import (
+from threefold.engine.data.token_shard import (
     ALIGN,
     CHUNK_BYTES,
     HEADER,
@@ -24,6 +26,48 @@ from threefold.engine.data.shards.token_shard import (
     content_fingerprint,
     token_dtype,
 )
+from threefold.findings import Finding, FindingsError
+
+
+class AtomicWriter(ABC):
+    """Writes beside the place of its files. What the disk refuses, inside the block or at its end, is a finding."""
+
+    path: Path  # that a finding names
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as failure:
+            raise unwritable(self.path, failure) from failure
+        finally:
+            self._discard()
+        if isinstance(error, OSError):  # the disk filled up inside the block
+            raise unwritable(self.path, error) from error
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Complete the files and move them to their place."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Close all files, and delete those that are not in their place."""
+
+
+def close_quietly(file: BinaryIO) -> None:
+    with contextlib.suppress(OSError):  # on a full disk closing fails too, and the file is deleted anyway
+        file.close()
+
+
+def unwritable(path: Path, error: OSError) -> FindingsError:
+    problem = f"cannot be written: {error.strerror or error}"
+    advice = "give a folder that can be written and has room"
+    return FindingsError([Finding(rule="file-writable", at=str(path), problem=problem, advice=advice)])
 
 
 class _Section:

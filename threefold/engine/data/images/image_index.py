@@ -7,7 +7,7 @@ The pass reads the header of each picture, encodes each record as a document, an
     pictures-KEY.json         the files that offsets refer to, and what was skipped, with reasons
 
 The key holds paths, sizes and times of the data, the tokenizer, the vision tokens and the patch rules. A record with a
-picture that cannot be used is skipped, counted and named. `picture_source.py` reads the index.
+picture that cannot be used is skipped, counted and named. `image_source.py` reads the index.
 
 Array columns: `documents` (D + 1) the first picture of each document; `pictures` (I, 5) first frame, number of frames,
 first token, height and width in patches; `frames` (F, 3) file, offset, bytes.
@@ -28,17 +28,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from threefold.engine.data.cache_folder import cache_folder
-from threefold.engine.data.images.cache_files import locked, replaced
+from threefold.engine.data.cache_files import cache_folder, locked, replaced
 from threefold.engine.data.images.decode import BadPictureError, PictureFile, picture_size, require_pillow
 from threefold.engine.data.images.encode_record import EncodedRecord, PlacedPicture, RecordEncoder
 from threefold.engine.data.images.patches import PatchRules
-from threefold.engine.data.images.read_jsonl import read_jsonl
-from threefold.engine.data.images.read_tar import TarError, read_tar
+from threefold.engine.data.images.record_files import TarError, read_jsonl, read_tar
 from threefold.engine.data.images.records import RawRecord, RecordError, parse_turns
-from threefold.engine.data.shards.shard_writer import ShardWriter
-from threefold.engine.data.shards.token_shard import TokenShard
+from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.data.text.tokenizer import Tokenizer
+from threefold.engine.data.token_shard import TokenShard
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import read_json_object
 from threefold.spec.model import VisionTokens

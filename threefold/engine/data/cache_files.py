@@ -1,15 +1,26 @@
-"""Files of the cache folder that several processes may want at once: one makes them, and they appear when complete.
+"""The folder for files that can be made again, and how processes share it: one makes a file, which appears complete.
 
-`picture_index.py` and `scenes/scene_shards.py` use it.
+It holds the embedded corpus, drawn scenes, indexes of images, and shards made from text and records.
 """
 
 import fcntl
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from threefold.findings import Finding, FindingsError
+
+
+def cache_folder(folder: str | Path | None = None) -> Path:
+    """The given folder, or `threefold` in the user's cache (XDG_CACHE_HOME, else ~/.cache)."""
+    if folder is not None:
+        return Path(folder)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    # By the XDG specification a relative path is invalid and is ignored.
+    return (Path(home) if home.startswith("/") else Path("~/.cache").expanduser()) / "threefold"
+
 
 ADVICE = "free space, or set XDG_CACHE_HOME to a folder that can be written"
 

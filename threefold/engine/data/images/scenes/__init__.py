@@ -1,1 +1,0 @@
-"""Drawn scenes with captions and questions: the data of `job.data = "scenes"`."""

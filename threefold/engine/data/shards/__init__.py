@@ -1,1 +1,0 @@
-"""Stored documents: the token shard, Megatron's two files, and parts of them."""
