@@ -23,7 +23,7 @@ import torch
 from threefold.engine.batch import Batch
 from threefold.engine.build import build
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.lora.settings import lora_settings
+from threefold.engine.lora import lora_settings
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.step import train_step
 from threefold.engine.weights.base_checkpoint import describe_checkpoint

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from threefold.engine.build import build
 from threefold.engine.data.shard_writer import ShardWriter
-from threefold.engine.data_parallel.owned_shards import sum_of_squares
+from threefold.engine.data_parallel.protocol import sum_of_squares
 from threefold.engine.kernels.loss_and_optimizer import many_tensors
 from threefold.engine.kernels.loss_and_optimizer.adamw_triton import adamw_step
 from threefold.engine.optim.adamw import AdamW

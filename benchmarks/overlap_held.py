@@ -20,7 +20,7 @@ from threefold.engine.dist.mesh import TRIVIAL_GROUP, Mesh
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.schedule.microbatch_runners import MicrobatchRunner, Overlapped, Sequential
 from threefold.engine.train import to_device
-from threefold.engine.verify.intervals import intersection, total_length, union
+from threefold.engine.verify.exchange_times import intersection, total_length, union
 from threefold.engine.verify.oracle import synthetic_batch
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan

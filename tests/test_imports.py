@@ -55,10 +55,10 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"data", "run"},
         {"weights"},
         {"build"},
-        {"effects", "profiler", "start", "step"},
+        {"profiler", "start", "step", "throughput"},
+        {"effects"},
         {"train_state"},
-        {"generate"},
-        {"train", "sample"},
+        {"generate", "train"},
         {"evaluate", "verify", "tune"},
     ),
     "cost": (

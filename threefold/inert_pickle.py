@@ -2,7 +2,7 @@
 
 A pickle is a program: an ordinary unpickler imports what it names and calls it. Here a class or function stays a
 `Global`, its name, and what would be a call or an object is a `Record` of that name with its arguments and state.
-Checkpoints (`engine/run/dcp_index.py`, `dcp_tensor.py`), memory snapshots and dumps of the flight recorder are read by
+Checkpoints (`engine/run/dcp_format.py`, `dcp_format.py`), memory snapshots and dumps of the flight recorder are read by
 it, and take from the records what they know. Time and memory are in proportion to the bytes that are read: numbers are
 short, and only texts, numbers and records are keys of dicts.
 """

@@ -16,10 +16,11 @@ from threefold.diagnose.hangs import flight_recorder
 from threefold.diagnose.logs import lines
 from threefold.diagnose.snapshots import snapshot_file
 from threefold.dryrun import rehearsal_limits
+from threefold.engine import evaluate as multiple_choice
 from threefold.engine.data.images import decode
 from threefold.engine.data.text import read_documents, tokenizer_files
-from threefold.engine.evaluate import multiple_choice
-from threefold.engine.run import checkpoint_manifest, dcp_index
+from threefold.engine.run import checkpoint_manifest
+from threefold.engine.run import dcp_format as dcp_index
 from threefold.engine.weights import write_hf
 from threefold.explore import background, server
 from threefold.machine import packages

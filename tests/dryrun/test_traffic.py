@@ -13,7 +13,7 @@ from threefold.cost import local_parameters
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.traffic.threefold import tensor_parallel
 from threefold.engine import build as engine
-from threefold.engine.data_parallel.owned_shards import data_parallel_settings
+from threefold.engine.data_parallel.protocol import data_parallel_settings
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.layers import cross_entropy as loss

@@ -8,10 +8,9 @@ from tiny_models import spec_of
 from tiny_runs import tiny_plan
 
 from threefold.engine.data.text.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
-from threefold.engine.generate.choose_tokens import Sampling
-from threefold.engine.generate.generate import generate
+from threefold.engine.generate.generate import Sampling, generate
+from threefold.engine.generate.sample import TextStream, encode_prompt, run_ends, run_tokenizer, sample_texts
 from threefold.engine.models.build import build_model
-from threefold.engine.sample import TextStream, encode_prompt, run_ends, run_tokenizer, sample_texts
 from threefold.findings import FindingsError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

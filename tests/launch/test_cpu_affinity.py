@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from threefold.findings import FindingsError
-from threefold.launch import cpu_affinity
-from threefold.launch.cpu_affinity import auto_core_sets, core_sets, pin_to_cores, visible_gpus
+from threefold.launch import cpu_cores as cpu_affinity
+from threefold.launch.cpu_cores import auto_core_sets, core_sets, pin_to_cores, visible_gpus
 
 # Two sockets of eight physical cores with two hardware threads each: core n and n + 16 are one.
 NEAR = {"0000:1b:00.0": "0-7,16-23", "0000:43:00.0": "0-7,16-23", "0000:9d:00.0": "8-15,24-31", "0000:c3:00.0": ""}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny_plan
 
-from threefold.launch import cpu_threads
-from threefold.launch.cpu_threads import choose_threads, num_cores, sleep_while_waiting
+from threefold.launch import cpu_cores as cpu_threads
+from threefold.launch.cpu_cores import choose_threads, num_cores, sleep_while_waiting
 from threefold.plan.parse import parse
 
 LARGE = {"model": "qwen3-30b-a3b", "cluster.chip": "cpu", "job.seq_len": 4096}  # 34 GFLOPs in a projection

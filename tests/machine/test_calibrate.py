@@ -64,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *broken: str) -> machine.Calibrated:
     monkeypatch.setattr(machine, "PlanSession", fake_sessions(*broken))
-    monkeypatch.setattr("threefold.launch.cpu_threads.num_cores", lambda: 1)  # as the shipped chip has it
+    monkeypatch.setattr("threefold.launch.cpu_cores.num_cores", lambda: 1)  # as the shipped chip has it
     return calibrate("cpu", None, tmp_path, 60.0, lambda text: None, two_ranks=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.optim.pending_tensors import is_pending, without_waiting
+from threefold.engine.optim.pending_updates import is_pending, without_waiting
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, zip, CellType, FunctionType, partial, type(iter([])))
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from threefold.cli.main import main
 from threefold.engine.dist.join import World
-from threefold.engine.lora.settings import is_adapter, lora_settings
+from threefold.engine.lora import is_adapter, lora_settings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint

@@ -11,7 +11,7 @@ from threefold.engine import build, step
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.data_parallel import fsdp
 from threefold.engine.data_parallel.buckets import Bucket
-from threefold.engine.data_parallel.fsdp_units import FsdpWrapper
+from threefold.engine.data_parallel.fsdp import FsdpWrapper
 from threefold.engine.data_parallel.full_matrices import ShardedMatrix
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.models import decoder

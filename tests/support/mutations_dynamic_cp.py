@@ -14,8 +14,8 @@ from threefold.engine.data import dynamic_cp as dynamic_steps
 from threefold.engine.data.dynamic_cp import DynamicSteps
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.models.inputs import Inputs
-from threefold.engine.shard import dynamic_context
-from threefold.engine.shard.dynamic_context import DegreeSwitch
+from threefold.engine.shard import context_parallel as dynamic_context
+from threefold.engine.shard.context_parallel import DegreeSwitch
 
 
 def _attend_to_all(*parts: Tensor, documents_BS: Any = None, bounds: Any = None, **options: Any) -> Tensor:

@@ -18,8 +18,8 @@ from threefold.engine.layers.cross_entropy import VocabShard
 from threefold.engine.layers.positions import Positions
 from threefold.engine.models import decoder, inputs
 from threefold.engine.shard import context_parallel as context
-from threefold.engine.shard import gated_delta_context as delta
 from threefold.engine.shard import latent_attention as latents
+from threefold.engine.shard import recurrent_context as delta
 from threefold.engine.shard import ring_attention as ring
 from threefold.engine.shard import sequence_layout as zigzag
 from threefold.engine.shard import tensor_parallel as tensor

@@ -1,7 +1,7 @@
 """Starts ranks that share one GPU and have real NCCL communicators, or ranks on gloo where there is no GPU.
 
 Tests and `benchmarks/nccl_ranks.py` use it. This module is the only one that sets the variable of
-`threefold/engine/dist/shared_gpu.py`. Ranks are new processes and not forks, because CUDA does not survive a fork; they
+`threefold/engine/dist/join.py`. Ranks are new processes and not forks, because CUDA does not survive a fork; they
 stay alive from one layout to the next (`PlanSession`). `THREEFOLD_TEST_SHARED_ON=cpu` runs the same on gloo.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Self
 from repository import ROOT
 from shared_gpu_cases import CASES, PRECISIONS, recipe_layouts
 
-from threefold.engine.dist.shared_gpu import SHARED_GPU
+from threefold.engine.dist.join import SHARED_GPU
 from threefold.engine.run.folder import METRICS
 from threefold.launch.plan_session import PlanSession
 

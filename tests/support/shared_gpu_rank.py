@@ -1,6 +1,6 @@
 """One rank among several that share a GPU: `python tests/support/shared_gpu_rank.py JOBS RESULTS`.
 
-`shared_gpu.py` starts the ranks through a `PlanSession` and adds a line to JOBS for every piece of work: references of
+`join.py` starts the ranks through a `PlanSession` and adds a line to JOBS for every piece of work: references of
 one rank, a layout to compare with them, groups to start, a run to train. The first rank adds each result to RESULTS; a
 rank that fails adds its error and ends, because the others may wait for it for ever.
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from threefold.engine.batch import Images
-from threefold.engine.vision.positions import multimodal_positions
+from threefold.engine.vision import multimodal_positions
 from threefold.spec.hf import model_from_dict
 from threefold.spec.model import ModelSpec
 

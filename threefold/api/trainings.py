@@ -12,7 +12,7 @@ from threefold.api.plans import for_our_engine
 from threefold.diagnose.runs.run_health import judge_run
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.launch.agent import launch_ranks
-from threefold.launch.cpu_affinity import core_sets
+from threefold.launch.cpu_cores import core_sets
 from threefold.plan.cores import AUTO
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
@@ -101,7 +101,7 @@ def train_rank(
 ) -> tuple[int, bool]:
     """Train as the rank that this process is. Gives the last step, and whether this rank speaks for the run."""
     from threefold.engine.dist.join import leave
-    from threefold.engine.start.origin import Origin
+    from threefold.engine.start import Origin
     from threefold.engine.train import enter_world
     from threefold.engine.train import train as train_steps
 
@@ -116,7 +116,7 @@ def start_ranks(plan: Plan, folder: Path, words: Sequence[str], max_restarts: in
     """Run `threefold train` with these words once a rank of this machine, and return its exit code."""
     from threefold.engine.dist.join import check_ranks_start_here, open_store
     from threefold.engine.run.folder import check_run_folder
-    from threefold.engine.start.abandoned import remove_empty_start
+    from threefold.engine.start import remove_empty_start
 
     ranks = plan.cluster.gpus
     check_ranks_start_here(

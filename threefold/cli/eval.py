@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from threefold.engine.evaluate.data_loss import data_loss
-    from threefold.engine.evaluate.multiple_choice import answer_questions, read_questions
-    from threefold.engine.sample import run_tokenizer
+    from threefold.engine.evaluate import answer_questions, data_loss, read_questions
+    from threefold.engine.generate.sample import run_tokenizer
 
     plan, load, is_trained = open_model(args.run, args.newest)
     questions = {str(path): read_questions(path) for path in args.choices}

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     if args.temperature == 0 and (args.top_k or args.top_p < 1):
         print("threefold sample: --top-k and --top-p have no effect without a --temperature above 0", file=sys.stderr)
     try:
-        from threefold.engine.generate.choose_tokens import Sampling
-        from threefold.engine.sample import run_ends, run_tokenizer, sample_texts
+        from threefold.engine.generate.generate import Sampling
+        from threefold.engine.generate.sample import run_ends, run_tokenizer, sample_texts
     except ModuleNotFoundError as error:
         return missing_package("sample", error)
     try:

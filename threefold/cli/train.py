@@ -19,7 +19,7 @@ from threefold.cli.command_line.inputs import (
 )
 from threefold.engine.weights.run_files import write_longer_config
 from threefold.findings import Finding, FindingsError
-from threefold.launch.cpu_threads import sleep_while_waiting
+from threefold.launch.cpu_cores import sleep_while_waiting
 from threefold.launch.output import write_and_flush
 from threefold.launch.rank_process import FAULT, LOST_PEER, REFUSED
 from threefold.launch.stop_signals import SIGNAL_CODE, stop_message

@@ -11,7 +11,7 @@ from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.engine.batch import Batch, Images
 from threefold.engine.build import Parts
 from threefold.engine.step import add_over_ranks, clip, update
-from threefold.engine.vision.encoder import CHANNELS
+from threefold.engine.vision import CHANNELS
 from threefold.plan.plan import Plan
 
 

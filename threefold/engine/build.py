@@ -13,16 +13,14 @@ from threefold.engine.data.dynamic_cp import DynamicGrid
 from threefold.engine.data.images.decode import image_workers
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.validation import held_out_share, open_validation
-from threefold.engine.data_parallel.fsdp import Fsdp
-from threefold.engine.data_parallel.fsdp_units import WrapPolicy
+from threefold.engine.data_parallel.fsdp import Fsdp, WrapPolicy
 from threefold.engine.data_parallel.full_matrices import FullMatrices
-from threefold.engine.data_parallel.owned_shards import data_parallel_settings
-from threefold.engine.data_parallel.protocol import DataParallel
+from threefold.engine.data_parallel.protocol import DataParallel, data_parallel_settings
 from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.kernels.experts.kernel_choice import require_kernels
-from threefold.engine.lora.settings import lora_settings
+from threefold.engine.lora import lora_settings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
@@ -34,8 +32,7 @@ from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.run.rng_state import seed_all
 from threefold.engine.schedule.microbatch_runners import MicrobatchRunner, Overlapped, Pipelined, Sequential
 from threefold.engine.shard.order import fsdp_groups, replica_group, shard_group, shard_model
-from threefold.engine.vision.encoder import PatchEmbedding, VisionBlock
-from threefold.engine.vision.projector import Projector
+from threefold.engine.vision import PatchEmbedding, Projector, VisionBlock
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Job, Plan
 from threefold.spec.flops import flops_per_token

@@ -33,7 +33,7 @@ class EngineContext:
     collective_observers: tuple[Callable[[Any], Any], ...] = ()
     # autograd/saved_tensors.py: handlers of the tensors that autograd saves, the innermost last.
     saved_tensor_handlers: tuple[Any, ...] = ()
-    # autograd/saved_outputs.py: where functions that run twice leave outputs in the first run, the outermost first.
+    # autograd/saved_tensors.py: where functions that run twice leave outputs in the first run, the outermost first.
     output_stores: tuple[Any, ...] = ()
     # autograd/offload.py: the layer whose named activations go to host memory.
     offloaded_layer: Any = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeVar
 
-from threefold.engine.lora.settings import LoraSettings
+from threefold.engine.lora import LoraSettings
 from threefold.engine.precision.recipes import Recipe
 from threefold.plan.plan import INSIDE_MOE
 

@@ -19,7 +19,6 @@ from threefold.engine.dist.collectives import all_reduce, observe_collectives
 from threefold.engine.dist.consensus import run_on_all_ranks, run_on_first_rank
 from threefold.engine.dist.join import World, join
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.effects.part_times import PartTimes
 from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.layers.positions import move_documents
@@ -37,15 +36,12 @@ from threefold.engine.run.folder import (
 )
 from threefold.engine.run.lock import RunLock
 from threefold.engine.run.progress_display import NULL_STREAM, ExperimentTrackers, Progress
-from threefold.engine.run.throughput import Throughput
-from threefold.engine.start.abandoned import Start, removed_on_failure
-from threefold.engine.start.imported import check_data_is_named
-from threefold.engine.start.origin import Origin
+from threefold.engine.start import Origin, Start, check_data_is_named, removed_on_failure
 from threefold.engine.step import StepResult, evaluate_batches, train_step
+from threefold.engine.throughput import PartTimes, Throughput
 from threefold.engine.train_state import TrainState, start_or_resume
 from threefold.findings import Finding, FindingsError
-from threefold.launch.cpu_affinity import pin_to_cores
-from threefold.launch.cpu_threads import choose_threads
+from threefold.launch.cpu_cores import choose_threads, pin_to_cores
 from threefold.launch.stop_signals import stop_between_steps
 from threefold.launch.watchdog import Watchdog
 from threefold.plan.plan import Plan

@@ -30,8 +30,14 @@ from threefold.engine.run.checkpoints import BestEvaluation, Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, check_same_data, read_run_plan, record_plan, write_contract
 from threefold.engine.run.rng_state import random_state, restore_random_state
-from threefold.engine.start.imported import check_context, unused_weights_finding
-from threefold.engine.start.origin import FilledFrom, Origin, fill_from_run, inherit_files
+from threefold.engine.start import (
+    FilledFrom,
+    Origin,
+    check_context,
+    fill_from_run,
+    inherit_files,
+    unused_weights_finding,
+)
 from threefold.engine.weights.imported_weights import (
     INITIAL,
     list_initial_weights,

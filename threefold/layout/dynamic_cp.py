@@ -1,7 +1,7 @@
 """Dynamic context parallelism as arithmetic: the CP degree that a sequence needs, and the aligned blocks of ranks.
 
 With `knobs.cp_dynamic` a sequence is sharded over as few of the `cp` ranks of a group as its length needs. The packer
-(`engine/data/dynamic_cp`), the process groups (`engine/shard/dynamic_context.py`) and the rules ask here.
+(`engine/data/dynamic_cp`), the process groups (`engine/shard/context_parallel.py`) and the rules ask here.
 
 Example: with 128K tokens over cp 8 a rank holds at most 16K tokens of a sequence. A sequence of 3K tokens has degree 1,
 one of 20K tokens degree 2 (10K a rank), and one of 100K tokens degree 8.

@@ -119,7 +119,7 @@ def _with_cores(spec: ChipSpec) -> ChipSpec:
     """A CPU with the cores of this machine."""
     if spec.architecture != "cpu":
         return spec
-    from threefold.launch.cpu_threads import num_cores
+    from threefold.launch.cpu_cores import num_cores
 
     return replace(spec, cores=num_cores())
 

@@ -1,7 +1,7 @@
 """CPU cores of ranks: the text of `run.cores`, and how many threads a rank has use for.
 
 The text is "auto", one set of cores for all ranks of a machine ("0-7,16"), or one for each local rank ("0-7;8-15"). The
-rule `cores-exist` and the engine, which pins processes (`launch/cpu_affinity.py`), parse it.
+rule `cores-exist` and the engine, which pins processes (`launch/cpu_cores.py`), parse it.
 """
 
 from threefold.plan.plan import Plan

@@ -10,8 +10,8 @@ from oracle_layouts import MTP1, case
 from torch import Tensor, nn
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
+from threefold.engine.autograd.linear import shared_input_linears
 from threefold.engine.autograd.main_grad import attach_main_grad, main_grad_of
-from threefold.engine.autograd.shared_input_linear import shared_input_linears
 from threefold.engine.build import build, options_of
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh

@@ -17,7 +17,7 @@ from threefold.engine.data.dynamic_cp import Document, DynamicGrid, DynamicSteps
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.packing import Sample, pad_sample
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.run.throughput import Throughput
+from threefold.engine.throughput import Throughput
 from threefold.layout.degrees import Layout
 from threefold.spec.flops import flops_per_token
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.data_parallel.fsdp import Fsdp
-from threefold.engine.data_parallel.fsdp_units import WrapPolicy
+from threefold.engine.data_parallel.fsdp import Fsdp, WrapPolicy
 from threefold.engine.data_parallel.full_matrices import FullMatrices
-from threefold.engine.data_parallel.owned_shards import DataParallelSettings
+from threefold.engine.data_parallel.protocol import DataParallelSettings
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Group, Mesh

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 from vision_layouts import CASES, case
 
+from threefold.engine import throughput as part_times
 from threefold.engine.build import Parts, build
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.effects import part_times
-from threefold.engine.effects.part_times import PartSeconds, PartTimes
 from threefold.engine.models.decoder import Block
-from threefold.engine.run.throughput import Throughput
 from threefold.engine.step import train_step
+from threefold.engine.throughput import PartSeconds, PartTimes, Throughput
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import synthetic_batch
-from threefold.engine.vision.encoder import VisionBlock
-from threefold.engine.vision.projector import Merger
+from threefold.engine.vision import Merger, VisionBlock
 from threefold.plan.plan import Plan
 
 ENCODER, PROJECTOR, DECODER = (1.0, 10.0), (100.0, 1_000.0), (1e4, 1e5)  # seconds of a forward and a backward

@@ -11,8 +11,7 @@ from tiny_models import spec_of
 from tiny_runs import tiny_plan
 
 from threefold.engine.data.text.tokenizer import ByteTokenizer
-from threefold.engine.evaluate.data_loss import data_loss
-from threefold.engine.evaluate.multiple_choice import answer_questions, choice_scores, read_questions
+from threefold.engine.evaluate import answer_questions, choice_scores, data_loss, read_questions
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.run.folder import METRICS

@@ -12,10 +12,8 @@ from tiny_models import FAMILIES, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from threefold.engine.generate import cached_mixers
-from threefold.engine.generate.cached_decoder import CachedDecoder
-from threefold.engine.generate.choose_tokens import Sampling, TokenChooser, probabilities
-from threefold.engine.generate.generate import generate
-from threefold.engine.lora.settings import LoraSettings
+from threefold.engine.generate.generate import CachedDecoder, Sampling, TokenChooser, generate, probabilities
+from threefold.engine.lora import LoraSettings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder

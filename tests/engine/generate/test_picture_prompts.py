@@ -18,13 +18,13 @@ from threefold.engine.data.images.patches import PatchRules, patch_rules
 from threefold.engine.data.images.records import ImagePart, Turn
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.text.tokenizer import ByteTokenizer
-from threefold.engine.evaluate.data_loss import data_loss
-from threefold.engine.generate.cached_decoder import CachedDecoder
-from threefold.engine.generate.picture_prompt import PicturePrompt, make_picture_prompt
+from threefold.engine.evaluate import data_loss
+from threefold.engine.generate.generate import CachedDecoder
+from threefold.engine.generate.image_prompt import PicturePrompt, make_picture_prompt
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.train import train
-from threefold.engine.vision.positions import multimodal_positions
+from threefold.engine.vision import multimodal_positions
 from threefold.findings import FindingsError
 from threefold.spec.model import VisionSpec
 
@@ -202,7 +202,7 @@ def test_a_loss_over_data_sees_its_pictures(tmp_path: Path) -> None:
 
 
 def test_a_text_model_is_not_asked_about_pictures(tmp_path: Path, files: list[Path]) -> None:
-    from threefold.engine.sample import sample_texts
+    from threefold.engine.generate.sample import sample_texts
 
     model = build_model(tiny_plan({}).model)
     with pytest.raises(FindingsError) as caught:

@@ -339,7 +339,7 @@ def test_forced_balance_and_nan_inputs() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_shared_input_linears(bias: bool) -> None:
     """Also with a `main_grad`, and where only two of three results are used."""
-    from threefold.engine.autograd.shared_input_linear import shared_input_linears
+    from threefold.engine.autograd.linear import shared_input_linears
 
     widths, dim = ((6, 3, 5), 8) if not HAS_GPU else ((256, 64, 72), 512)
     made = [torch.nn.Linear(dim, width, bias=bias).to(DEVICE, NARROW) for width in widths]

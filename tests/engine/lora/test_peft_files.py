@@ -9,7 +9,7 @@ import torch
 from tiny_models import spec_of
 from torch import Tensor
 
-from threefold.engine.lora.settings import LoraSettings, is_adapter
+from threefold.engine.lora import LoraSettings, is_adapter
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder

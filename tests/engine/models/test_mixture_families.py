@@ -13,7 +13,7 @@ from hf_parity import EAGER, LOGITS, compare_gradients, ours, peer, relative
 from tiny_mixtures import MIXTURES
 from tiny_models import config_of, spec_of
 
-from threefold.engine.generate.cached_decoder import CachedDecoder
+from threefold.engine.generate.generate import CachedDecoder
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.weights.write_hf import write_hf

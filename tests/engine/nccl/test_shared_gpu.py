@@ -12,7 +12,7 @@ from shared_gpu_faults import run_fields
 from tiny_runs import tiny_plan
 
 from threefold.engine.dist import join as launch
-from threefold.engine.dist.shared_gpu import SHARED_GPU
+from threefold.engine.dist.join import SHARED_GPU
 from threefold.engine.verify.compare import Comparison
 from threefold.findings import FindingsError
 from threefold.rules.all import errors, promoted

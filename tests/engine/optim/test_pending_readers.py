@@ -17,8 +17,8 @@ from threefold.engine.data_parallel import zero1
 from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.join import World
-from threefold.engine.generate.cached_decoder import CachedDecoder
-from threefold.engine.lora.settings import lora_settings
+from threefold.engine.generate.generate import CachedDecoder
+from threefold.engine.lora import lora_settings
 from threefold.engine.optim import pending_updates
 from threefold.engine.optim.pending_updates import PendingUpdates
 from threefold.engine.run.checkpoints import Checkpoints

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from threefold.engine.optim.pending_tensors import is_pending, mark_pending, mark_ready, wait_for, without_waiting
+from threefold.engine.optim.pending_updates import is_pending, mark_pending, mark_ready, wait_for, without_waiting
 
 
 class Late:

@@ -15,7 +15,7 @@ from oracle_layouts import CASES, case
 from threefold.engine import build as build_module
 from threefold.engine.build import Parts, build, options_of
 from threefold.engine.data_parallel import zero1
-from threefold.engine.data_parallel.owned_shards import DataParallelSettings, data_parallel_settings
+from threefold.engine.data_parallel.protocol import DataParallelSettings, data_parallel_settings
 from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
@@ -26,8 +26,7 @@ from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim import pending_updates
 from threefold.engine.optim.cpu_offload import PinnedMemory
-from threefold.engine.optim.pending_tensors import is_pending, mark_pending
-from threefold.engine.optim.pending_updates import PendingUpdates
+from threefold.engine.optim.pending_updates import PendingUpdates, is_pending, mark_pending
 from threefold.engine.schedule import microbatch_runners
 from threefold.engine.step import evaluate_batches, train_step
 from threefold.engine.train import to_device

@@ -21,7 +21,7 @@ from tiny_models import FAMILIES
 from threefold.engine.build import Parts, build
 from threefold.engine.dist.collectives import all_gather, all_reduce, send_recv
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.optim.pending_tensors import is_pending, mark_pending, mark_ready
+from threefold.engine.optim.pending_updates import is_pending, mark_pending, mark_ready
 from threefold.engine.step import train_step
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import synthetic_batch
@@ -53,9 +53,9 @@ ALIASES = "while a graph is recorded, for which a parameter has been waited (`ma
 ALLOWED = {
     ("data_parallel/single_rank.py", "without_waiting"): SETS_GRADIENTS,
     ("data_parallel/zero1.py", "without_waiting"): SETS_GRADIENTS,
-    ("optim/pending_tensors.py", "without_waiting"): "what describes a tensor",
-    ("optim/pending_tensors.py", "DisableTorchFunctionSubclass"): "the one place that switches waits off",
-    ("optim/pending_tensors.py", "__class__"): "the one place that marks tensors",
+    ("optim/pending_updates.py", "without_waiting"): "what describes a tensor",
+    ("optim/pending_updates.py", "DisableTorchFunctionSubclass"): "the one place that switches waits off",
+    ("optim/pending_updates.py", "__class__"): "the one place that marks tensors",
     ("optim/adamw.py", "exp_avg"): STATES,
     ("optim/adamw.py", "exp_avg_sq"): STATES,
     ("train_state.py", "set_"): "is a name here, of validation data",

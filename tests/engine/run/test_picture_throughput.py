@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from threefold.engine.batch import Batch, Images
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.run.throughput import Throughput
+from threefold.engine.throughput import Throughput
 from threefold.engine.train import train
 from threefold.engine.verify.forked_ranks import run_ranks
-from threefold.engine.vision.encoder import VisionEncoder
-from threefold.engine.vision.projector import Projector
+from threefold.engine.vision import Projector, VisionEncoder
 from threefold.plan.plan import Plan
 from threefold.spec.flops import picture_flops
 from threefold.spec.models import MODELS

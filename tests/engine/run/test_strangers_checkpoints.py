@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from tiny_runs import TINY, tiny_plan
 
 import threefold
-from threefold.engine.run import dcp_index
+from threefold.engine.run import dcp_format as dcp_index
 from threefold.engine.run.checkpoint_io import step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, Metrics

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny_runs import tiny_plan
 
+from threefold.engine import throughput as module
 from threefold.engine.batch import Batch
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.shard_writer import ShardWriter
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.run import throughput as module
 from threefold.engine.run.progress_display import ExperimentTrackers, Progress
-from threefold.engine.run.throughput import StepWork, Throughput, named_peak
+from threefold.engine.throughput import StepWork, Throughput, named_peak
 from threefold.engine.train import train
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.layout.degrees import Layout

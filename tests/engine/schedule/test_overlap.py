@@ -22,8 +22,8 @@ from threefold.engine.schedule.autograd_nodes import DeferredValue, GraphNodes, 
 from threefold.engine.schedule.interleave import interleave_steps, run_overlap_pairs
 from threefold.engine.schedule.pipeline_order import pipeline_actions
 from threefold.engine.step import train_step
+from threefold.engine.verify.exchange_times import intersection, total_length, union
 from threefold.engine.verify.forked_ranks import run_ranks
-from threefold.engine.verify.intervals import intersection, total_length, union
 from threefold.engine.verify.oracle import compare_with_one_rank, synthetic_batch
 from threefold.engine.verify.overlap_ab import Trial, VariantSummary, loss_difference
 from threefold.rules.all import check, errors

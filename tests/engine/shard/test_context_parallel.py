@@ -36,7 +36,7 @@ from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group, Mesh
 from threefold.engine.layers.positions import Positions
 from threefold.engine.models.build import build_model
 from threefold.engine.shard.context_parallel import ContextParallelAttention, shard_context
-from threefold.engine.shard.gated_delta_context import ContextParallelDelta
+from threefold.engine.shard.recurrent_context import ContextParallelDelta
 from threefold.engine.shard.sequence_layout import apply_zigzag, rank_spans, shard_sequence, undo_zigzag, zigzag_pieces
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.layout.degrees import Layout

@@ -17,7 +17,7 @@ from threefold.cli.train import _outcome
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoints import read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, CONTRACT, PLAN
-from threefold.engine.start.origin import Origin
+from threefold.engine.start import Origin
 from threefold.engine.train import train
 from threefold.engine.weights.convert import export_hf, import_hf
 from threefold.engine.weights.imported_weights import INITIAL

@@ -23,12 +23,12 @@ from threefold.engine.build import build
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.text.tokenizer import ByteTokenizer
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.effects.part_times import PartTimes
-from threefold.engine.generate.cached_decoder import CachedDecoder
-from threefold.engine.generate.picture_prompt import make_picture_prompt
+from threefold.engine.generate.generate import CachedDecoder
+from threefold.engine.generate.image_prompt import make_picture_prompt
 from threefold.engine.models.build import build_model
 from threefold.engine.run.folder import METRICS
 from threefold.engine.step import train_step
+from threefold.engine.throughput import PartTimes
 from threefold.engine.train import to_device, train
 from threefold.engine.verify.oracle import synthetic_batch
 

@@ -8,9 +8,9 @@ from vision_layouts import CASES, VisionCase
 
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.shard.picture_parallel import deal_out
+from threefold.engine.shard.image_parallel import deal_out
 from threefold.engine.verify.oracle import compare_with_one_rank, synthetic_batch
-from threefold.engine.vision.features import PictureFeatures
+from threefold.engine.vision import PictureFeatures
 from threefold.rules.all import check, errors
 from threefold.rules.stacks import promoted
 from threefold.spec.parameter_names import is_frozen

@@ -19,7 +19,7 @@ from tiny_vision import CONFIGS, IMAGE, MERGE, SAMPLES, VIDEO, Sample, sample, s
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder, Output
-from threefold.engine.vision.positions import multimodal_positions
+from threefold.engine.vision import multimodal_positions
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.read_hf import read_hf
 from threefold.engine.weights.write_hf import write_hf

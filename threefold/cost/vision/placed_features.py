@@ -1,7 +1,7 @@
 """Features of pictures as our own engine puts them at their tokens: bytes that the passes of a pipeline chunk hold.
 
 The first chunk places each feature in hidden states of whole sequences, of which a rank takes its part; so do the
-gradients on their way back (`engine/vision/features.py`). Features for layers (deepstack) and for MTP depths of later
+gradients on their way back (`engine/vision.py`). Features for layers (deepstack) and for MTP depths of later
 chunks travel on with the hidden states. `memory/threefold` asks for these bytes at the points of a pass.
 """
 

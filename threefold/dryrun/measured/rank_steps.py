@@ -14,7 +14,7 @@ from threefold.cost.time.step import step_time
 from threefold.dryrun.measured.real_rank import real_rank, run_real_step
 from threefold.dryrun.measured.timers import PhaseTimer
 from threefold.engine.tune.trial_steps import LEAST_STEPS, TrialWindow, free_gpu_memory
-from threefold.launch.cpu_threads import choose_threads
+from threefold.launch.cpu_cores import choose_threads
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
 

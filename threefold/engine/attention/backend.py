@@ -42,7 +42,7 @@ from threefold.engine.attention.torch_kernels import (
     with_dense_rows,
 )
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
-from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output, saves_outputs
+from threefold.engine.autograd.saved_tensors import CORE_ATTENTION, save_output, saves_outputs
 from threefold.engine.context import context, count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.layers.positions import DocumentBounds, document_bounds

@@ -1,6 +1,6 @@
 """The gated delta rule in chunks: GEMMs inside a chunk, and a recurrence of the state from chunk to chunk.
 
-`gated_delta.py` runs it on whole sequences. `shard/gated_delta_context.py` runs it on spans of a sequence and passes
+`gated_delta.py` runs it on whole sequences. `shard/recurrent_context.py` runs it on spans of a sequence and passes
 states between ranks. Chunks are in the WY form of flash-linear-attention, which also names `u` and `w`.
 
 Shapes: B batch, S sequence, H value heads, k key dim, v value dim, N chunks, C tokens of a chunk.

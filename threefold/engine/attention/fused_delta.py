@@ -1,6 +1,6 @@
 """The gated delta rule by the Triton kernels of the package flash-linear-attention, where it is installed.
 
-`gated_delta.py` asks `fused_delta_rule` for every layer, and `shard/gated_delta_context.py` for spans of a sequence. A
+`gated_delta.py` asks `fused_delta_rule` for every layer, and `shard/recurrent_context.py` for spans of a sequence. A
 release that was not tried, or that does not import, counts as absent: the chunks of `delta_chunks.py` run in plain
 torch instead, which is many times slower, and a warning says why.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.attention.torch_kernels import add_sink, sink_gradient
-from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
+from threefold.engine.autograd.saved_tensors import CORE_ATTENTION, save_output
 from threefold.engine.sum_dtype import fp32_or_wider
 
 MAX_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries

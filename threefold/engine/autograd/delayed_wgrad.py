@@ -3,7 +3,7 @@
 Zero-bubble schedules and `delay_wgrad` enter a `WgradQueue` around the passes of one microbatch and call `finish` when
 there is time. torch's own split of the backward walks the autograd graph twice, and so it runs every custom Function
 with a weight twice, with the collectives and the recompute inside. Here the backward runs once, and only the GEMMs of
-weight gradients are left for later (`linear.py`, `shared_input_linear.py`, `precision/low_precision_linear.py`,
+weight gradients are left for later (`linear.py`, `linear.py`, `precision/low_precision_linear.py`,
 `kernels/`).
 """
 

@@ -1,11 +1,15 @@
 """Linear layers and grouped GEMMs whose weight gradients can be delayed and can accumulate in `main_grad`.
 
 Modules call `linear` and `grouped_gemm` in place of `F.linear` and `F.grouped_mm`. Where the weight has no `main_grad`
-(`main_grad.py`) and no queue is open (`delayed_wgrad.py`), torch's own functions run.
+(`main_grad.py`) and no queue is open (`delayed_wgrad.py`), torch's own functions run. `shared_input_linears` computes
+several linear layers of one input, such as the projections to queries, keys and values: the gradient of the input is
+accumulated inside their GEMMs, where autograd would add the parts in passes of their own. `layers/input_linears.py`
+calls it on devices that have fused kernels.
 
-Shapes: X any leading dims, R rows, I and O dims in and out, E experts.
+Shapes: X any leading dims, R or N rows, I and O dims in and out, E experts, ... any dims before.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.autograd.delayed_wgrad import DelayedWgrad, open_queue_for
+from threefold.engine.autograd.delayed_wgrad import (
+    DelayedWgrad,
+    WgradTarget,
+    compute_or_delay,
+    open_queue_for,
+    wgrad_targets,
+)
 from threefold.engine.autograd.main_grad import accumulate_gemm, main_grad_of
 
 QueuedWeight = tuple[list[DelayedWgrad], Tensor]  # a weight, behind the queue that its gradient goes into
@@ -107,3 +117,43 @@ class _GroupedGemm(torch.autograd.Function):
 
         queue.append((weight, compute_grouped_wgrad))
         return F.grouped_mm(grad_RO, weight_EIO.transpose(-2, -1), offs=ends_E), None, None, None
+
+
+def shared_input_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`F.linear(x, weight, bias)` for each weight and its bias."""
+    parameters, targets = wgrad_targets(x, *weights)
+    return list(_SharedInputLinears.apply(x, targets, *parameters, *biases))
+
+
+class _SharedInputLinears(torch.autograd.Function):
+    """`parameters` are all weights and then all biases."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, targets: list[WgradTarget], *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.targets = targets
+        half = len(parameters) // 2
+        weights, biases = parameters[:half], parameters[half:]
+        # The input is for the weight gradients alone: frozen weights need none.
+        is_frozen = all(target.queue is None for target in targets) and not any(ctx.needs_input_grad[2 : 2 + half])
+        ctx.save_for_backward(None if is_frozen else x, *weights)
+        ctx.shape = x.shape
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wants_x, _, *wants = ctx.needs_input_grad
+        x_NI: Any = None if x is None else x.flatten(0, -2)
+        x_grad: Tensor | None = None
+        parameter_grads: list[Tensor | None] = [None] * len(wants)
+        for n, (grad, weight_OI) in enumerate(zip(grads, weights, strict=True)):
+            if grad is None:
+                continue
+            grad_NO = grad.reshape(-1, grad.shape[-1])
+            if wants_x:
+                x_grad = grad_NO @ weight_OI if x_grad is None else x_grad.addmm_(grad_NO, weight_OI)
+            parameter_grads[n] = compute_or_delay(ctx.targets[n], wants[n], partial(compute_wgrad, grad_NO, x_NI))
+            if wants[len(weights) + n]:
+                parameter_grads[len(weights) + n] = grad_NO.sum(dim=0)
+        return None if x_grad is None else x_grad.view(ctx.shape), None, *parameter_grads

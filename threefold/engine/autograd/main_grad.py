@@ -2,7 +2,7 @@
 
 Without it autograd first makes a bf16 gradient of the whole weight and then adds that to the buffer: memory for the
 largest gradient, and half as much traffic again. `data_parallel/zero1.py` attaches the buffers. Linear layers
-(`linear.py`, `shared_input_linear.py`) and the expert kernels look for `main_grad_of(weight)`; where there is one, they
+(`linear.py`, `linear.py`) and the expert kernels look for `main_grad_of(weight)`; where there is one, they
 add to it and return no gradient to autograd.
 
 Shapes: R rows, I and O dims in and out.

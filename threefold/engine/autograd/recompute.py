@@ -8,7 +8,7 @@ checkpoint). `OutputScope` does this for a method whose output is consumed by th
 Each function has the name by which a plan asks for its recompute: an observed step (`engine/effects/`) reports by name
 how many bytes were not saved and how long the second runs took.
 
-Outputs of attention inside a recomputed function can be saved all the same (`saved_outputs.py`).
+Outputs of attention inside a recomputed function can be saved all the same (`saved_tensors.py`).
 
 The backward runs over the graph of the first forward, so that hooks, delayed weight gradients and collectives come in
 the order that they have without recompute. No random state is stored: no module of the engine draws random numbers.
@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from threefold.engine.autograd.saved_outputs import PackedOutputs
 from threefold.engine.autograd.saved_tensors import (
+    PackedOutputs,
     Placeholder,
     StridedView,
     reachable_handlers,
@@ -45,7 +45,7 @@ def recompute(
     """`function(*inputs)`, whose saved tensors are made again in the backward.
 
     Tensors that need a gradient must be inputs; a closure would hide them from autograd. `name` is that of the plan.
-    `save` names functions inside whose outputs are saved and not made again (`saved_outputs.py`).
+    `save` names functions inside whose outputs are saved and not made again (`saved_tensors.py`).
     """
     return _Region(function, inputs, name, save).run() if enabled and torch.is_grad_enabled() else function(*inputs)
 

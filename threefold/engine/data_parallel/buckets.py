@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard
+from threefold.engine.data_parallel.protocol import OwnedShard, make_owned_shard
 from threefold.engine.dist.collectives import PendingCollective, all_gather, reduce_scatter
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement

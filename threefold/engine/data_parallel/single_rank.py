@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.autograd.grad_squares import grad_squares_of, request_grad_squares
-from threefold.engine.data_parallel.owned_shards import OwnedShard, make_owned_shard, norm_zero, sum_of_squares
-from threefold.engine.data_parallel.protocol import LocalTensor
+from threefold.engine.data_parallel.protocol import LocalTensor, OwnedShard, make_owned_shard, norm_zero, sum_of_squares
 from threefold.engine.dist.shard_placement import replicated
-from threefold.engine.optim.pending_tensors import without_waiting
-from threefold.engine.optim.pending_updates import PendingUpdates
+from threefold.engine.optim.pending_updates import PendingUpdates, without_waiting
 
 
 class SingleRank:

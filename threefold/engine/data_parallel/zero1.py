@@ -16,18 +16,17 @@ from torch import Tensor, nn
 from threefold.engine.autograd.linear import use_main_grad_linears
 from threefold.engine.autograd.main_grad import attach_main_grad
 from threefold.engine.data_parallel.buckets import Bucket, ParameterEntry, fill_buckets
-from threefold.engine.data_parallel.owned_shards import (
+from threefold.engine.data_parallel.protocol import (
     DataParallelSettings,
+    LocalTensor,
     OwnedShard,
     make_owned_shard,
     norm_zero,
     sum_of_squares,
 )
-from threefold.engine.data_parallel.protocol import LocalTensor
 from threefold.engine.dist.mesh import Group
 from threefold.engine.dist.shard_placement import Placement, even_range
-from threefold.engine.optim.pending_tensors import mark_pending, mark_ready, without_waiting
-from threefold.engine.optim.pending_updates import PendingUpdates
+from threefold.engine.optim.pending_updates import PendingUpdates, mark_pending, mark_ready, without_waiting
 
 
 class Zero1:

@@ -3,26 +3,46 @@
 `threefold train` calls `join` once in every rank's process and `leave` at the end.
 """
 
+from collections.abc import Mapping
 import os
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
-
 import threefold
 from threefold.engine.dist.consensus import check_alike_on_ranks
 from threefold.engine.dist.mesh import Group
-from threefold.engine.dist.shared_gpu import ranks_share_gpu, shared_gpu_variables
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import RankEnvironment, host_memory_bytes, rank_environment
 from threefold.units import format_many
+
+
+SHARED_GPU = "THREEFOLD_TEST_SHARED_GPU"
+
+_VARIABLES = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",  # both would look for the other ranks' memory across NVLink
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",  # a communicator starts faster, and its kernels leave room for those of other ranks
+}
+
+
+def ranks_share_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether a test asked for ranks that share a GPU."""
+    return environ.get(SHARED_GPU) == "1"
+
+
+def shared_gpu_variables(rank: int) -> dict[str, str]:
+    """What NCCL must find in the environment of this rank's process before the first communicator is made."""
+    return {**_VARIABLES, "NCCL_HOSTID": f"threefold-rank-{rank}"}
+
 
 JOIN_SECONDS = 300.0  # time for the slowest rank to start: importing torch from a cold file system takes minutes
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from threefold.engine.autograd.shared_input_linear import shared_input_linears
+from threefold.engine.autograd.linear import shared_input_linears
 from threefold.engine.kernels.fusion_switch import runs_fused
-from threefold.engine.lora.linear import LoraLinear
+from threefold.engine.lora import LoraLinear
 from threefold.engine.precision.low_precision_linear import LinearPrecision, LowPrecisionLinear, low_precision_linears
 
 InputHook = Callable[[Tensor], Tensor]  # a tensor of this rank -> the tensor that the module works on

@@ -16,7 +16,7 @@ from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import GatedRMSNorm, GroupedGatedRMSNorm, RMSNorm
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.router import Router
-from threefold.engine.optim.pending_tensors import wait_for
+from threefold.engine.optim.pending_updates import wait_for
 
 _HAVE_KERNELS = (RMSNorm, GatedRMSNorm, Router, Mlp)
 

@@ -34,9 +34,7 @@ from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
 from threefold.engine.sum_dtype import fp32_or_wider
-from threefold.engine.vision.encoder import VisionEncoder, blank_images
-from threefold.engine.vision.features import PictureFeatures, stands_for_picture
-from threefold.engine.vision.projector import Projector
+from threefold.engine.vision import PictureFeatures, Projector, VisionEncoder, blank_images, stands_for_picture
 from threefold.spec.model import Layer, ModelSpec
 
 # Router statistics, each with the number of its router in the whole model.

@@ -14,7 +14,7 @@ from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.dist.shard_placement import Placement, replicated
 from threefold.engine.layers.norm import GatedRMSNorm, GroupedGatedRMSNorm, RMSNorm
-from threefold.engine.lora.settings import LORA_A, LORA_B
+from threefold.engine.lora import LORA_A, LORA_B
 from threefold.engine.moe.router import Router
 
 

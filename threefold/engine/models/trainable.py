@@ -14,8 +14,7 @@ from threefold.engine.attention.mla import MlaAttention
 from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.layers.mlp import Mlp
-from threefold.engine.lora.linear import LoraLinear
-from threefold.engine.lora.settings import LoraSettings, is_adapter
+from threefold.engine.lora import LoraLinear, LoraSettings, is_adapter
 from threefold.engine.model_options import Options
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.moe.layer import MoeLayer

@@ -30,7 +30,7 @@ from threefold.engine.kernels.experts.fused_experts import fused_experts, groupe
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.layers.mlp import gated_gelu, squared_relu
-from threefold.engine.lora.settings import LoraSettings
+from threefold.engine.lora import LoraSettings
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.spec.stacks import FUSED_ACTIVATIONS
 

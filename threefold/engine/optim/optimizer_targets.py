@@ -1,7 +1,7 @@
 """The parameters that an optimizer updates: whole ones, or the shard whose optimizer state this rank owns.
 
 Each target offers a name, a value, a gradient, and whether it is a matrix. `ModelParam` wraps a parameter of the
-model; `data_parallel/owned_shards.py` has the shards.
+model; `data_parallel/protocol.py` has the shards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

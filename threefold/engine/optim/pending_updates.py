@@ -1,21 +1,138 @@
-"""Updates of parameters that run beside the next forward, which waits for each parameter just before its first use.
+"""Updates of parameters that run during the next forward, which waits for each parameter just before its first use.
 
 `AdamW` starts them where states are on the host. Data parallelism (`DataParallel.defer_updates`) lets them stay pending
-and says which tensors they write: these wait by themselves before anything reads them (`pending_tensors.py`). On a GPU
-the updates run on a stream of their own. On a CPU an update runs when it is waited for: there is nothing to gain, but a
-wait that is missing shows in any test.
+and says which tensors they write. On a GPU the updates run on a stream of their own. On a CPU an update runs when it is
+waited for: there is nothing to gain, but a wait that is missing shows in any test.
+
+`mark_pending` gives a tensor another class until its values are there: a subclass of its own, whose
+`__torch_function__` torch calls before any operation on the tensor, whoever asks for it and wherever the reference
+comes from. It waits, the tensor becomes a plain one again, and the operation runs. So no reader has to know that
+updates or gathers of weights (`data_parallel/zero1.py`) may be under way, none can forget to wait, and a tensor that is
+ready costs nothing.
+
+Some of torch's functions read a tensor without asking its class: `torch.tensor`, `torch.func.grad`, scripted modules.
+On a CPU they find NaN, because the tensor has no memory of its own until its values are there. So a reader that does
+not wait shows in every test, and never trains on old weights.
+
+What nothing sees is memory that was taken from the tensor before it was marked: views, detached aliases, and addresses
+in CUDA graphs. `tests/engine/optim/test_raw_reads.py` lists who keeps such memory, and why that is right.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threefold.engine.device import is_simulated
-from threefold.engine.optim.pending_tensors import mark_pending, mark_ready
+
+_ATTRIBUTES = "grad requires_grad grad_fn is_leaf shape dtype device layout is_cuda is_cpu is_meta ndim"
+# What may be asked of a pending tensor: its gradient and what describes it. Anything else waits, also what is unknown.
+_DESCRIPTIONS: frozenset[Any] = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()),
+        getattr(Tensor, "grad").__set__,  # noqa: B009  mypy takes it for a tensor
+        *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.element_size, Tensor.__len__),
+    }
+)
+
+
+class _Pending:
+    """The part of a pending tensor's class that waits."""
+
+    __slots__ = ()
+    _wait_for_values: Callable[[], None]
+    _memory: Tensor | None  # what the tensor is given back when its values are there; None: it was left in place
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _DESCRIPTIONS:
+            with without_waiting():
+                return func(*args, **(kwargs or {}))
+        wait_for(args)
+        if kwargs:
+            wait_for(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        wait_for([self])
+        return self.__deepcopy__(memo)  # that of the plain class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        wait_for([self])
+        return self.__reduce_ex__(protocol)
+
+
+@cache
+def _pending_class(plain: type[Tensor]) -> type[Tensor]:
+    make_class: Callable[..., Any] = type(plain)  # parameters have a metaclass of their own
+    return cast(type[Tensor], make_class(f"Pending{plain.__name__}", (_Pending, plain), {"__slots__": ()}))
+
+
+def mark_pending(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    """Call `wait` before anything reads one of these tensors. It must call `mark_ready` when their values are there."""
+    for tensor in tensors:
+        plain = _plain_class(tensor)
+        if not isinstance(tensor, _Pending):
+            tensor._memory = _take_memory(tensor)  # type: ignore[attr-defined]
+        tensor._wait_for_values = wait  # type: ignore[attr-defined]
+        tensor.__class__ = _pending_class(plain)
+
+
+def mark_ready(tensors: Iterable[Tensor]) -> None:
+    """The values of these tensors are there: they are plain tensors again."""
+    for tensor in tensors:
+        if isinstance(tensor, _Pending):
+            memory = tensor._memory
+            tensor.__class__ = _plain_class(tensor)  # type: ignore[assignment]
+            del tensor._wait_for_values, tensor._memory
+            if memory is not None:
+                tensor.data = memory
+
+
+def _take_memory(tensor: Tensor) -> Tensor | None:
+    """The memory of a tensor, which holds NaN instead. On a GPU it stays: a graph may be recorded meanwhile, and all
+    that computes there is tested on a CPU too."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != "cpu" or not tensor.is_floating_point():
+        return None
+    memory = tensor.data
+    tensor.data = _not_a_number(tensor.dtype).expand(tensor.shape)
+    return memory
+
+
+@cache
+def _not_a_number(dtype: torch.dtype) -> Tensor:
+    return torch.full((), math.nan, dtype=dtype)
+
+
+def wait_for(values: Iterable[object]) -> None:
+    """Wait for the pending tensors among these values and in lists inside of them."""
+    for value in values:
+        if isinstance(value, _Pending):
+            value._wait_for_values()
+        elif isinstance(value, list | tuple):
+            wait_for(value)
+
+
+def is_pending(tensor: Tensor) -> bool:
+    return isinstance(tensor, _Pending)
+
+
+def without_waiting() -> AbstractContextManager[object]:
+    """Inside the `with` block nothing waits: for loops over gradients of many parameters, whose cost on the host is a
+    tenth then."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
+
+
+def _plain_class(tensor: Tensor) -> type[Tensor]:
+    kind = type(tensor)
+    return kind.__mro__[2] if issubclass(kind, _Pending) else kind
 
 
 class PendingUpdates:

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from threefold.engine.dist.shard_placement import Placement, ShardRegion, replicated
 from threefold.engine.run.checkpoint_manifest import INDEX, damaged
-from threefold.engine.run.dcp_index import StoredChunk, read_index
-from threefold.engine.run.dcp_tensor import read_tensor
+from threefold.engine.run.dcp_format import StoredChunk, read_index, read_tensor
 from threefold.safe_files import open_regular
 
 

@@ -30,7 +30,7 @@ from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_b
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile, host_documents
 from threefold.engine.attention.mla import MlaAttention, key_value_heads, query_heads
 from threefold.engine.autograd.main_grad import main_grad_of
-from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
+from threefold.engine.autograd.saved_tensors import CORE_ATTENTION, save_output
 from threefold.engine.context import count_event, override
 from threefold.engine.dist.mesh import Group
 from threefold.engine.layers.positions import Positions

@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from threefold.engine.data_parallel.fsdp_units import ShardGroups
+from threefold.engine.data_parallel.fsdp import ShardGroups
 from threefold.engine.dist.mesh import Group, Mesh
 from threefold.engine.dist.shard_placement import Placement
 from threefold.engine.model_options import Options
@@ -20,10 +20,9 @@ from threefold.engine.models.build import make_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.pipeline_chunk import extract_chunk
-from threefold.engine.shard.context_parallel import shard_context
-from threefold.engine.shard.dynamic_context import shard_dynamic_context
+from threefold.engine.shard.context_parallel import shard_context, shard_dynamic_context
 from threefold.engine.shard.expert_parallel import shard_experts
-from threefold.engine.shard.picture_parallel import shard_pictures
+from threefold.engine.shard.image_parallel import shard_pictures
 from threefold.engine.shard.tensor_parallel import shard_tensors
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import chunk_rank

@@ -16,7 +16,7 @@ from torch import Tensor
 from threefold.engine.attention.attend_tiles import attend_tiles, attend_tiles_backward, empty_output
 from threefold.engine.attention.mask_tiles import AttentionMask, Tile
 from threefold.engine.attention.torch_kernels import add_sink, sink_gradient
-from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
+from threefold.engine.autograd.saved_tensors import CORE_ATTENTION, save_output
 from threefold.engine.dist.collectives import PendingCollective, send_recv
 from threefold.engine.dist.mesh import Group
 from threefold.engine.shard.sequence_layout import rank_spans, start_sequence_gather, start_sequence_reduce

@@ -3,7 +3,7 @@
 A sequence has 2 x cp equal pieces, and rank r holds the pieces r and 2 x cp - 1 - r: one early and one late piece give
 every rank the same causal work. A span is a range of positions of the whole sequence. Example: with 8 tokens and cp 2,
 rank 0 holds the spans 0..1 and 6..7, and rank 1 the spans 2..3 and 4..5. `context_parallel.py`, `ring_attention.py` and
-`gated_delta_context.py` use the layout.
+`recurrent_context.py` use the layout.
 
 Shapes: B batch, S the whole sequence, s a rank's shard of it, H heads, h a rank's heads, d any columns.
 """

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from threefold.launch.cpu_threads import sleep_while_waiting
+from threefold.launch.cpu_cores import sleep_while_waiting
 
 sleep_while_waiting(os.environ)
 
@@ -23,7 +23,7 @@ from threefold.engine.dist.join import World, join  # noqa: E402
 from threefold.engine.dist.mesh import Mesh  # noqa: E402
 from threefold.engine.tune.machine_speeds import machine_speeds  # noqa: E402
 from threefold.engine.tune.trial_steps import TrialWindow, run_trial  # noqa: E402
-from threefold.launch.cpu_affinity import pin_to_cores  # noqa: E402
+from threefold.launch.cpu_cores import pin_to_cores  # noqa: E402
 from threefold.plan.parse import parse  # noqa: E402
 from threefold.plan.plan import Plan  # noqa: E402
 from threefold.plan.ranks import rank_environment  # noqa: E402

@@ -1,11 +1,12 @@
 """Times at which the expert-parallel all-to-alls of a step were under way, and at which compute waited for them.
 
 An exchange is exposed while some code waits for it, and hidden the rest of its time. On a CPU times are wall-clock
-times of the host; on a GPU they come from events on the compute stream. `overlap_ab.py` records steps.
+times of the host; on a GPU they come from events on the compute stream. Durations of things that run at once must not
+be added up: they are unions and intersections of intervals. `overlap_ab.py` records steps.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,36 @@ import torch
 
 from threefold.engine.dist.collectives import CallListener, CollectiveCall, observe_collectives
 from threefold.engine.schedule.autograd_nodes import observe_nodes
-from threefold.engine.verify.intervals import Interval, intersection, total_length, union
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as disjoint intervals in ascending order."""
+    merged: list[Interval] = []
+    for start, end in sorted(pair for pair in intervals if pair[1] > pair[0]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def total_length(intervals: Iterable[Interval]) -> float:
+    """The length of the union."""
+    return sum(end - start for start, end in union(intervals))
+
+
+def intersection(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
+    """The times that lie in both."""
+    found, left, right = [], union(one), union(other)
+    while left and right:
+        start, end = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
+        if start < end:
+            found.append((start, end))
+        (left if left[0][1] < right[0][1] else right).pop(0)
+    return found
+
 
 # The phase of an exchange by the part and name of the graph node that starts it.
 _PHASES = {

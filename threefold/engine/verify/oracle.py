@@ -34,8 +34,7 @@ from threefold.engine.step import StepResult, evaluate_batches, train_step
 from threefold.engine.train import to_device
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
-from threefold.engine.verify.job_data import JobData, open_job_data
-from threefold.engine.verify.picture_samples import add_pictures
+from threefold.engine.verify.sample_data import JobData, add_pictures, open_job_data
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 

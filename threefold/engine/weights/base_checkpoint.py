@@ -1,7 +1,7 @@
 """The checkpoint that the weights of a run came from: recorded at the import, named in exported adapters.
 
 `convert.py` records it in the run's folder and names it in `adapter_config.json`; `threefold finetune` asks whether a
-run in its folder began with the checkpoint that it is given; `start/origin.py` passes it on where a run of adapters
+run in its folder began with the checkpoint that it is given; `start.py` passes it on where a run of adapters
 starts from another one.
 """
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from threefold.engine.lora.settings import lora_settings
+from threefold.engine.lora import lora_settings
 from threefold.engine.run.checkpoint_io import OpenCheckpoint, step_of_folder
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, read_run_plan

@@ -5,7 +5,7 @@ For example, the engine's `vision.layers.3.attention.out.weight` is `model.visua
 
 import re
 
-from threefold.engine.vision.encoder import CHANNELS
+from threefold.engine.vision import CHANNELS
 from threefold.engine.weights.hf_tensor import HfTensor
 from threefold.spec.model import VisionSpec
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from threefold.engine.dist.shard_placement import Placement
-from threefold.engine.lora.settings import is_adapter, lora_settings
+from threefold.engine.lora import is_adapter, lora_settings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.run.dcp import CheckpointShard, State

@@ -6,7 +6,7 @@ are there before a module is made for each layer. `read_hf`, `convert` and `engi
 
 from torch import Tensor
 
-from threefold.engine.lora.settings import lora_settings
+from threefold.engine.lora import lora_settings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.run.checkpoint_io import OpenCheckpoint

@@ -21,7 +21,7 @@ from threefold.engine.data.images.decode import DecodePool, PictureFile, ResizeR
 from threefold.engine.data.images.image_source import PictureSample
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.loader import Loader
-from threefold.engine.vision.positions import multimodal_positions
+from threefold.engine.vision import multimodal_positions
 from threefold.findings import FindingsError
 from threefold.plan.plan import Job
 

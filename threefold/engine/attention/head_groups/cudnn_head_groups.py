@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.attention.attend_tiles import merge_tile
-from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, save_output
+from threefold.engine.autograd.saved_tensors import CORE_ATTENTION, save_output
 from threefold.engine.autograd.token_chunks import MAX_CHUNK_BYTES
 from threefold.engine.device import is_simulated
 

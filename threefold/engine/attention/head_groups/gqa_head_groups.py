@@ -3,7 +3,7 @@
 At a million tokens the queries of all heads, their gradients and the gradient of the output take several times the
 memory of the residual stream. Here queries, keys and values of a group are projected from the input, attend, and are
 freed; the backward projects them once more, and makes the part of the output's gradient that the group needs. Outputs
-and log-sum-exps are saved, so that the backward does not attend a second time (`autograd/saved_outputs.py`).
+and log-sum-exps are saved, so that the backward does not attend a second time (`autograd/saved_tensors.py`).
 `models/head_groups.py` chooses this path in recomputed layers.
 
 Shapes: B batch, S sequence, T = B * S tokens, D model dim, X heads of a group times their dim, I and O dims of weights.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.head_groups.cudnn_head_groups import head_groups
-from threefold.engine.autograd.saved_outputs import CORE_ATTENTION, SavedOutputs
+from threefold.engine.autograd.saved_tensors import CORE_ATTENTION, SavedOutputs
 from threefold.engine.autograd.token_chunks import chunk_size
 from threefold.engine.layers.positions import Positions
 

@@ -1,7 +1,7 @@
 """The scan of Mamba-2 in chunks: GEMMs inside a chunk, and a recurrence of the state from chunk to chunk.
 
 A head has a state (n x p) that decays and to which each token adds: state <- exp(dt A) state + B (dt x)^T, and
-out = state^T C + D x. `mamba.py` runs the scan on whole sequences, and `shard/mamba_context.py` on spans of a sequence,
+out = state^T C + D x. `mamba.py` runs the scan on whole sequences, `shard/recurrent_context.py` on spans of a sequence,
 between which ranks pass states. The heads of a group share B and C.
 
 Shapes: B batch, S sequence, H heads, G groups, R heads of a group, n state dim, p head dim, N chunks, C tokens of a

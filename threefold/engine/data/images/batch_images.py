@@ -24,7 +24,7 @@ from threefold.engine.data.images.decode import DecodePool, ResizeRequest
 from threefold.engine.data.images.image_source import PictureSample, PictureSource, SamplePicture
 from threefold.engine.data.images.patches import PatchRules, write_patches
 from threefold.engine.data.packing import IGNORED, Sample
-from threefold.engine.vision.positions import multimodal_positions
+from threefold.engine.vision import multimodal_positions
 from threefold.spec.model import VisionTokens
 from threefold.units import format_many
 

@@ -1,6 +1,6 @@
 """Sums the squares of many tensors in Triton, reading each tensor once, and all small ones in one launch.
 
-`data_parallel/owned_shards.py` uses it for the gradient norm.
+`data_parallel/protocol.py` uses it for the gradient norm.
 
 Shapes: P programs, counted over all tensors.
 """

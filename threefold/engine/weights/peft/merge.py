@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from threefold.engine.lora.settings import LORA_A, LORA_B, LoraSettings, is_adapter
+from threefold.engine.lora import LORA_A, LORA_B, LoraSettings, is_adapter
 from threefold.engine.weights.peft.adapter_tensors import weight_of
 
 

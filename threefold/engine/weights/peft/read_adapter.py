@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.lora.settings import LoraSettings, is_adapter
+from threefold.engine.lora import LoraSettings, is_adapter
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.weights.peft.adapter_tensors import PeftTensor, peft_tensors

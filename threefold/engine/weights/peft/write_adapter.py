@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from threefold.engine.lora.settings import LoraSettings, is_adapter
+from threefold.engine.lora import LoraSettings, is_adapter
 from threefold.engine.weights.base_checkpoint import BaseCheckpoint
 from threefold.engine.weights.peft.adapter_tensors import PeftTensor, peft_tensors
 from threefold.engine.weights.safetensors_files import refuse

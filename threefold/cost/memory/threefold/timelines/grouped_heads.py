@@ -1,6 +1,6 @@
 """Attention in recomputed layers of our own engine: outputs that are saved, and heads that run in groups.
 
-It follows `engine/autograd/saved_outputs.py` and `engine/attention/head_groups/`. Sizes are bytes of one rank for one
+It follows `engine/autograd/saved_tensors.py` and `engine/attention/head_groups/`. Sizes are bytes of one rank for one
 microbatch, or bytes a token where the name says so.
 """
 

@@ -1,6 +1,6 @@
-"""Prompts with pictures: the tokens, patches and positions that a model reads before it answers.
+"""Prompts with images: the tokens, patches and positions that a model reads before it answers.
 
-`engine/sample.py` makes one from a text or chat and from files. A prompt goes the way of training data: the same turns,
+`sample.py` makes one from a text or chat and from files. A prompt goes the way of training data: the same turns,
 tokens, resizing and patches (`data/images/`), one file at a time and without a cache.
 """
 

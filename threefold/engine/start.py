@@ -1,30 +1,131 @@
-"""Starts a run from the newest checkpoint of another run, whatever the layout of either: `threefold train --from`.
+"""How a run begins: with weights of another run or imported ones, and what a failed start leaves.
 
-`train_state.py` calls `fill_from_run`. The contract of the new run has the lineage: one entry for each run before it,
-the oldest first, such as {"run": "runs/4k", "plan": "0f3a...", "step": 2000, "seq_len": 4096, "with_optimizer": false}.
+`train_state.py` calls `fill_from_run` for `threefold train --from`, which starts from the newest checkpoint of another
+run, whatever the layout of either. The contract of the new run has the lineage: one entry for each run before it, the
+oldest first, such as {"run": "runs/4k", "plan": "0f3a...", "step": 2000, "seq_len": 4096, "with_optimizer": false}.
+
+A start that failed removes what it has written, so that the corrected command finds the folder as it was: the first
+rank enters `removed_on_failure`, and `cli/train.py` calls `remove_empty_start` after its agent.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from threefold.engine.dist.consensus import RankFailedError, run_on_all_ranks
 from threefold.engine.dist.mesh import Group
-from threefold.engine.lora.settings import is_adapter
+from threefold.engine.lora import is_adapter
 from threefold.engine.run.checkpoint_io import OpenCheckpoint
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.dcp import State
-from threefold.engine.run.folder import CHECKPOINTS, CONTRACT, read_run_plan
-from threefold.engine.start.imported import named_config
+from threefold.engine.run.folder import CHECKPOINTS, CONTRACT, PLAN, read_run_plan
+from threefold.engine.run.lock import LOCK
 from threefold.engine.weights.base_checkpoint import read_base, record_base
+from threefold.engine.weights.imported_weights import INITIAL, list_initial_weights
 from threefold.engine.weights.run_files import HF_CONFIG, TOKENIZER_FOLDER, copy_model_files
 from threefold.engine.weights.safetensors_files import abbreviate
 from threefold.findings import Finding, FindingsError
+from threefold.launch.agent import LOGS
 from threefold.plan.plan import Plan
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded, read_json_object
 from threefold.spec.hf import model_from_dict
+from threefold.spec.longer_context import check_positions, num_positions
+
+_OF_A_START = (PLAN, CONTRACT, LOCK, f"{PLAN}.partial", f"{CONTRACT}.partial")
+
+
+class Start:
+    """How far a start has come."""
+
+    has_folder = False  # the lock of the folder is held by this run
+    has_begun = False  # from now on nothing is removed
+
+
+@contextmanager
+def removed_on_failure(folder: Path) -> Iterator[Start]:
+    """Where the block raises before it sets `has_begun`, remove the files that were not there before.
+
+    Checkpoints, imported weights and logs are never touched, nor anything of a run that had started earlier, nor of
+    one that holds the folder's lock.
+    """
+    was_there = folder.exists()
+    before = {name for name in _OF_A_START if (folder / name).exists()}
+    start = Start()
+    try:
+        yield start
+    except BaseException:
+        had_started = CONTRACT in before or (folder / CHECKPOINTS).exists()
+        if not start.has_begun and not had_started:
+            for name in _OF_A_START if start.has_folder else ():
+                if name not in before:
+                    with suppress(OSError):
+                        (folder / name).unlink()
+            with suppress(OSError):  # other files are in it, or it was never made
+                if not was_there:
+                    folder.rmdir()
+        raise
+
+
+def remove_empty_start(folder: Path) -> None:
+    """Remove the logs of ranks that refused to start, and the folder where nothing else is in it."""
+    with suppress(OSError):
+        if {path.name for path in folder.iterdir()} <= {LOGS}:
+            shutil.rmtree(folder / LOGS, ignore_errors=True)
+            folder.rmdir()
+
+
+_HF = "hf:"
+
+
+def check_data_is_named(folder: Path, plan: Plan) -> None:
+    """Raise where a run would train imported weights on the embedded corpus because nobody named other data.
+
+    That corpus is one token a byte; a checkpoint with a tokenizer of its own would unlearn what it knows.
+    """
+    if "job.data" in plan.stated or not list_initial_weights(folder):
+        return
+    problem = f"the run starts from the weights in {folder / INITIAL}, and no data is named to train them on"
+    advice = "give job.data=FILE.jsonl, or job.data=embedded for the bytes of Python sources"
+    raise FindingsError([Finding(rule="imported-weights-have-data", at="job.data", problem=problem, advice=advice)])
+
+
+def check_context(folder: Path, plan: Plan, from_run: bool) -> None:
+    """Raise where a run begins with weights whose positions do not reach its sequences."""
+    path = named_config(plan)
+    if path is None or not (from_run or list_initial_weights(folder)):
+        return
+    try:
+        config = read_json_object(path, within=path.parent)
+    except (OSError, ValueError):  # the plan was read from it: it is gone since then
+        return
+    check_positions(num_positions(config), plan.job.seq_len)
+
+
+def named_config(plan: Plan) -> Path | None:
+    """The config.json that the plan names as its model; None where the model is a built-in one."""
+    if not plan.model_name.startswith(_HF):
+        return None
+    path = Path(plan.model_name.removeprefix(_HF))
+    return path / "config.json" if path.is_dir() else path
+
+
+def unused_weights_finding(plan: Plan) -> Finding | None:
+    """A warning where the folder of the plan's config.json has safetensors that this run does not read."""
+    path = named_config(plan)
+    if path is None or not any(path.parent.glob("*.safetensors")):
+        return None
+    folder = path.parent
+    return Finding(
+        rule="weights-are-used",
+        at="model",
+        problem=f"{folder} holds weights, and this run does not start from them: a plan names a configuration only",
+        advice=f"to start from them: `threefold finetune {folder} --data FILE --out RUN`, or `threefold import-hf`",
+        severity="warning",
+    )
+
 
 OPTIMIZER = "optimizer."
 

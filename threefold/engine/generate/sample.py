@@ -9,9 +9,8 @@ from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.text.chat_template import chat_prompt
 from threefold.engine.data.text.chatml import END, ChatError
 from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
-from threefold.engine.generate.choose_tokens import Sampling
-from threefold.engine.generate.generate import generate
-from threefold.engine.generate.picture_prompt import PicturePrompt, make_picture_prompt
+from threefold.engine.generate.generate import Sampling, generate
+from threefold.engine.generate.image_prompt import PicturePrompt, make_picture_prompt
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.weights.convert import tokenizer_folder
 from threefold.engine.weights.run_files import end_tokens

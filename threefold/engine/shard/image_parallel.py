@@ -17,7 +17,7 @@ from threefold.engine.batch import Images
 from threefold.engine.dist.collectives import gather_along
 from threefold.engine.dist.mesh import Group, Mesh
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.vision.encoder import blank_images
+from threefold.engine.vision import blank_images
 from threefold.spec.model import VisionSpec
 
 

@@ -1,18 +1,50 @@
-"""Linear layers with a LoRA adapter beside their frozen weight.
+"""LoRA: low-rank adapters next to frozen weights.
+
+An adapter is two matrices next to a frozen weight W: the output x W^T becomes x W^T + (alpha / rank) (x A^T) B^T. They
+are parameters of the module that holds the weight, for example `layers.0.mixer.q.lora_a` (rank x in) and
+`layers.0.mixer.q.lora_b` (out x rank); of routed experts `layers.0.ffn.experts.down_lora_a` (experts x rank x in). The
+model's options hold the `LoraSettings` of a job (`model_options`).
 
 `models/trainable.py` replaces the linear layers that a job targets by `LoraLinear`. Their weight is frozen: its GEMM
 has no weight gradient, and only the adapter saves the input. `layers/input_linears.py` and `shard/tensor_parallel.py`
-compute the frozen part together with other linears and call `add_adapter` behind it.
+compute the frozen part together with other linears and call `add_adapter` after it.
 
 Shapes: ... any dims before, I and O dims in and out, r rank.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.lora.settings import LoraSettings
 from threefold.engine.precision.low_precision_linear import LowPrecisionLinear, low_precision_linears
+from threefold.plan.plan import Job
+
+LORA_A, LORA_B = "lora_a", "lora_b"  # what the names of adapters end in
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What adapters a model gets."""
+
+    rank: int
+    scale: float  # of the adapters' output: alpha over the rank
+    targets: tuple[str, ...]  # of LORA_TARGETS in `plan.py`
+    draws_b: bool = False  # whether B begins with random numbers and not with zeros: then A has a gradient at once
+
+
+def lora_settings(job: Job) -> LoraSettings | None:
+    """The adapters that a job asks for; None where it trains the weights themselves."""
+    if job.lora_rank is None:
+        return None
+    alpha = 2 * job.lora_rank if job.lora_alpha is None else job.lora_alpha
+    return LoraSettings(job.lora_rank, alpha / job.lora_rank, job.lora_targets)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith((LORA_A, LORA_B))
 
 
 class LoraLinear(nn.Linear):

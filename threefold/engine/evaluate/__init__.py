@@ -1,1 +1,0 @@
-"""Measures a trained model on data: loss, perplexity, bits per byte, and multiple choice."""

@@ -1,1 +1,0 @@
-"""LoRA: low-rank adapters beside frozen weights."""

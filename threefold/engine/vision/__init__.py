@@ -1,1 +1,0 @@
-"""The image encoder and projector of vision-language models, and the positions of their tokens."""
