@@ -5,7 +5,7 @@ python benchmarks/cpu_step.py [--steps 8] [--threads 2] [--json FILE]
 Qwen3-MoE with 4 layers, 32 experts (4 a token) and dim 512, four sequences of 512 tokens, fp32: forward, backward,
 clipping and AdamW, from the same weights on the same tokens. transformers has its grouped experts, scaled dot-product
 attention and torch's fused AdamW. Each side is a process of its own, because ours keeps freed memory as a run does
-(`engine/run/cpu_memory.py`), and they take turns, step by step, so that a busy machine slows both; medians and minimums
+(`engine/train_setup.py`), and they take turns, step by step, so that a busy machine slows both; medians and minimums
 of the time by the clock and of the process's CPU time are printed, and losses are compared.
 """
 
@@ -32,8 +32,8 @@ from threefold.engine.build import options_of, parts_alone
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim.adamw import AdamW
-from threefold.engine.run.cpu_memory import keep_freed_memory
 from threefold.engine.step import train_step
+from threefold.engine.train_setup import keep_freed_memory
 from threefold.engine.weights.read_hf import read_hf
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan

@@ -29,8 +29,7 @@ from threefold.engine.kernels.loss_and_optimizer import many_tensors
 from threefold.engine.kernels.loss_and_optimizer.adamw_triton import adamw_step
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.muon import Muon, orthogonalise
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.plan.parse import parse
 
 PARTS = ("bytes", "host", "muon", "curves")

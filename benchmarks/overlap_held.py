@@ -19,7 +19,7 @@ from threefold.engine.build import build
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Mesh
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.schedule.microbatch_runners import MicrobatchRunner, Overlapped, Sequential
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device
 from threefold.engine.verify.exchange_times import intersection, total_length, union
 from threefold.engine.verify.oracle import synthetic_batch
 from threefold.plan.parse import parse

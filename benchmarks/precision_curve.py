@@ -25,8 +25,7 @@ import torch
 from threefold.engine.build import build
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.precision.recipes import RECIPES
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec

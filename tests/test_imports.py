@@ -58,7 +58,8 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"profiler", "start", "step", "throughput"},
         {"effects"},
         {"train_state"},
-        {"generate", "train"},
+        {"generate", "train_hooks", "train_setup"},
+        {"train"},
         {"evaluate", "verify", "tune"},
     ),
     "cost": (

@@ -18,7 +18,7 @@ CEILINGS: dict[str, int] = {
     "cost": 10_850,
     "diagnose": 3_600,
     "dryrun": 3_450,
-    "engine": 43_300,
+    "engine": 43_100,
     "explore": 900,
     "interop": 5_450,
     "launch": 1_600,

@@ -12,8 +12,7 @@ from threefold.engine.attention.mask_tiles import host_documents
 from threefold.engine.batch import Batch, Images
 from threefold.engine.data.loader import Loader
 from threefold.engine.layers.positions import document_bounds
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.plan.plan import Job
 
 META = torch.device("meta")

@@ -17,8 +17,7 @@ from threefold.engine.build import build, options_of
 from threefold.engine.dist import join as launch
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import synthetic_batch
 

@@ -34,7 +34,8 @@ from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint, write
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, METRICS
 from threefold.engine.step import train_step
-from threefold.engine.train import evaluate, train
+from threefold.engine.train import train
+from threefold.engine.train_hooks import evaluate
 from threefold.engine.train_state import TrainState
 from threefold.findings import FindingsError
 from threefold.plan.plan import Job

@@ -30,7 +30,8 @@ from threefold.engine.dist.join import leave
 from threefold.engine.run.checkpoint_io import step_of_folder
 from threefold.engine.run.checkpoints import read_checkpoint
 from threefold.engine.run.folder import CHECKPOINTS, METRICS
-from threefold.engine.train import enter_world, train
+from threefold.engine.train import train
+from threefold.engine.train_setup import enter_world
 from threefold.plan.file import dump_plan
 
 HANG_SECONDS = 600.0  # after which a case fails: long enough for a machine with much other work

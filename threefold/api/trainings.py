@@ -102,8 +102,8 @@ def train_rank(
     """Train as the rank that this process is. Gives the last step, and whether this rank speaks for the run."""
     from threefold.engine.dist.join import leave
     from threefold.engine.start import Origin
-    from threefold.engine.train import enter_world
     from threefold.engine.train import train as train_steps
+    from threefold.engine.train_setup import enter_world
 
     world = enter_world(plan)
     start = Origin(origin, with_optimizer) if origin else None

@@ -29,7 +29,7 @@ from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer
 from threefold.engine.generate.sample import encode_prompt
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Job
 from threefold.safe_files import open_regular

@@ -1,6 +1,6 @@
 """One optimizer step: microbatches, gradient norm, clipping, update, and the numbers it reports; and an evaluation.
 
-`train.py`, `verify/oracle.py` and `verify/overlap_ab.py` call `train_step`; the first two `evaluate_batches`.
+`train.py`, `verify/oracle.py` and `verify/overlap_ab.py` call `train_step`; `train_hooks.py` calls `evaluate_set`.
 
 Shapes: L layers with experts, E experts.
 """
@@ -8,7 +8,7 @@ Shapes: L layers with experts, E experts.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,15 @@ from torch import Tensor
 
 from threefold.engine.batch import Batch
 from threefold.engine.build import Parts
+from threefold.engine.data.loader import Loader
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.layers.positions import move_documents
 from threefold.engine.models.inputs import labels_ahead
 from threefold.engine.moe.balance import router_metrics, update_bias
 from threefold.engine.precision.weight_cache import mark_weights_changed
 from threefold.engine.schedule.microbatch_runners import StepSums
-from threefold.plan.plan import Job
+from threefold.plan.plan import Job, Plan
 
 # Every rank of a tensor-parallel group computes the same value of these; of everything else it computes its part.
 _SAME_ON_TP_RANKS = ("ce", "mtp", "weighted/mtp")
@@ -112,6 +114,38 @@ def evaluate_batches(parts: Parts, batches: list[Batch], num_per_run: int) -> fl
     for chunk in parts.chunks.values():
         chunk.train()
     return float(total)
+
+
+def evaluate_set(plan: Plan, parts: Parts, loader: Loader) -> float:
+    """The loss over the first samples of a set. Those that only fill the last microbatches of a layout do not count."""
+    # A pipeline is made for one number of microbatches.
+    each = plan.num_microbatches if plan.layout.pp > 1 else 1
+    in_all = sum(source.num_samples for source in loader.mixture.sources)
+    num_samples = min(in_all, plan.run.eval_batches * plan.job.micro_batch)  # whatever the layout
+    runs = -(-num_samples // (each * plan.layout.dp * plan.job.micro_batch))
+    batches = []
+    for n in range(runs * each):
+        index = divmod(n, loader.num_microbatches)
+        counts_B = torch.tensor([number < num_samples for number in loader.samples(*index)])
+        batch = loader.batch(*index)
+        labels_BS = batch.labels_BS.where(counts_B[:, None], IGNORE)
+        batches.append(to_device(replace(batch, labels_BS=labels_BS), parts.device))
+    return evaluate_batches(parts, batches, each)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device. The host does not wait where the loader has pinned it (`Batch.pin`)."""
+    if device.type == "cpu":
+        return batch
+    names = ("tokens_BS", "labels_BS", "positions_BS", "positions_3BS")
+    given = {name: getattr(batch, name) for name in names}
+    moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in given.items() if x is not None}
+    if batch.documents_BS is not None:
+        moved["documents_BS"] = move_documents(batch.documents_BS, device)
+    if (images := batch.images) is not None:
+        # Grids are read on the host, and patches stay there until the encoder runs: those of a step are many.
+        moved["images"] = images._replace(token_index_V=images.token_index_V.to(device, non_blocking=True))
+    return replace(batch, **moved)
 
 
 def unscale(seen: StepSums, scale: float | None) -> StepSums:

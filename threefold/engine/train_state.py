@@ -21,11 +21,9 @@ from threefold.engine.dist.consensus import (
     run_on_first_rank,
 )
 from threefold.engine.dist.join import World
-from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.profiler import StepProfiler
 from threefold.engine.run.checkpoints import BestEvaluation, Checkpoints
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, check_same_data, read_run_plan, record_plan, write_contract
@@ -50,6 +48,7 @@ from threefold.engine.weights.run_files import keep_tokenizer
 from threefold.findings import Finding, FindingsError, shown
 from threefold.launch.watchdog import Watchdog
 from threefold.plan.plan import Plan
+from threefold.units import format_many
 
 Tensors = dict[str, Tensor | CheckpointShard]
 MAX_COUNT = 2**62  # of steps and samples
@@ -75,8 +74,6 @@ class TrainState:
     last: dict[str, Any] = field(default_factory=dict)  # metrics of the last step
     seconds: list[float] = field(default_factory=list)  # duration of each step since the start or resume
     load_LE: Tensor | None = None  # tokens of each expert in the last step
-    profiler: StepProfiler | None = None  # of some steps, where the run is profiled
-    effects: RunEffects | None = None  # observes a step, and what each rank waits for
 
     def tensors(self) -> Tensors:
         """What this rank saves, by name. Over all ranks every element is saved once."""
@@ -180,6 +177,20 @@ class TrainState:
     def save(self, wait: bool = False) -> None:
         kept = self.best.step if self.plan.run.keep_best else None
         self.checkpoints.save(self.step, self.tensors(), self.facts(), wait, kept)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this start ends."""
+        return self.plan.job.steps if self.stop_at is None else min(self.stop_at, self.plan.job.steps)
+
+    def why_it_stops(self) -> str:
+        if not self.has_stopped_improving or self.asked_to_stop:
+            return f"stopping behind step {self.step}, saving"
+        evaluations = format_many(self.best.num_since, "evaluation")
+        return (
+            f"ending early behind step {self.step}: the last {evaluations} were no better than {self.best.loss:.4f} of "
+            f"step {self.best.step} (run.early_stop)"
+        )
 
     @property
     def has_stopped_improving(self) -> bool:

@@ -17,8 +17,7 @@ from threefold.engine.autograd.main_grad import main_grad_of
 from threefold.engine.build import build, options_of
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import synthetic_batch
 from threefold.plan.plan import Plan

@@ -21,8 +21,8 @@ from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.run.folder import EFFECTS
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device, train
+from threefold.engine.step import to_device, train_step
+from threefold.engine.train import train
 from threefold.engine.verify.oracle import synthetic_batch
 from threefold.spec.models import MODELS
 

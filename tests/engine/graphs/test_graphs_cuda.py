@@ -23,8 +23,7 @@ from threefold.engine.graphs.graphed_part import cuda_graphs
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.precision.recipes import RECIPES
 from threefold.engine.precision.weight_cache import mark_weights_changed
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.engine.verify.oracle import synthetic_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -28,8 +28,7 @@ from threefold.engine.optim import pending_updates
 from threefold.engine.optim.cpu_offload import PinnedMemory
 from threefold.engine.optim.pending_updates import PendingUpdates, is_pending, mark_pending
 from threefold.engine.schedule import microbatch_runners
-from threefold.engine.step import evaluate_batches, train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import evaluate_batches, to_device, train_step
 from threefold.engine.verify.compare import compare_results
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.verify.oracle import run_one_rank, run_rank, synthetic_batch

@@ -8,7 +8,7 @@ import pytest
 # Large tensors made and freed as a step does, and the pages that the kernel had to give once the heap has grown.
 STEPS = """
 import resource, sys, torch
-from threefold.engine.run.cpu_memory import keep_freed_memory
+from threefold.engine.train_setup import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def faults():

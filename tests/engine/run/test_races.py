@@ -262,7 +262,7 @@ def test_runs_that_start_at_once_in_one_folder_are_one_run(
     """They take the lock at once. One runs; another is refused, or finds the run complete when that one has ended."""
     plan, run, calm = written_plan(tmp_path / "plan.toml"), tmp_path / "run", tmp_path / "calm"
     assert command("train", plan, "--run", calm, "--threads", 1).ends()[0] == 0
-    monkeypatch.setattr("threefold.engine.train.open_run", at_barrier(open_run, 3))
+    monkeypatch.setattr("threefold.engine.train_setup.open_run", at_barrier(open_run, 3))
     started = [command("train", plan, "--run", run, "--threads", 1) for _ in range(3)]
     ended = [each.has_ended_well_or_with("run-is-alone") for each in started]
     assert any(ended)

@@ -27,9 +27,9 @@ from threefold.engine.generate.generate import CachedDecoder
 from threefold.engine.generate.image_prompt import make_picture_prompt
 from threefold.engine.models.build import build_model
 from threefold.engine.run.folder import METRICS
-from threefold.engine.step import train_step
+from threefold.engine.step import to_device, train_step
 from threefold.engine.throughput import PartTimes
-from threefold.engine.train import to_device, train
+from threefold.engine.train import train
 from threefold.engine.verify.oracle import synthetic_batch
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -19,9 +19,8 @@ from threefold.engine.dist.mesh import Mesh
 from threefold.engine.effects.recorder import RunEffects
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.profiler import NUM_STEPS, StepProfiler
-from threefold.engine.step import StepResult, train_step
+from threefold.engine.step import StepResult, to_device, train_step
 from threefold.engine.throughput import StepWork, Throughput
-from threefold.engine.train import to_device
 from threefold.launch.cpu_cores import choose_threads
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import rank_environment

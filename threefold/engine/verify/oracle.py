@@ -30,8 +30,7 @@ from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.schedule.microbatch_runners import Pipelined
-from threefold.engine.step import StepResult, evaluate_batches, train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import StepResult, evaluate_batches, to_device, train_step
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
 from threefold.engine.verify.sample_data import JobData, add_pictures, open_job_data

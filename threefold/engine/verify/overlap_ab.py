@@ -12,8 +12,7 @@ import torch
 
 from threefold.engine.build import build, options_of
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.step import train_step
-from threefold.engine.train import to_device
+from threefold.engine.step import to_device, train_step
 from threefold.engine.verify.exchange_times import ExchangeRecorder, StepExchanges
 from threefold.engine.verify.oracle import synthetic_batch
 from threefold.plan.plan import Plan

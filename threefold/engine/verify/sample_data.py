@@ -20,7 +20,7 @@ from threefold.engine.data.dynamic_cp import DynamicSteps
 from threefold.engine.data.loader import Loader
 from threefold.engine.data.validation import open_validation
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.train import evaluate_set, to_device
+from threefold.engine.step import evaluate_set, to_device
 from threefold.engine.vision import CHANNELS, multimodal_positions
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Job, Plan
