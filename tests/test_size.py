@@ -16,7 +16,7 @@ CEILINGS: dict[str, int] = {
     "cli": 5_100,
     "compare": 3_100,
     "cost": 10_850,
-    "diagnose": 3_600,
+    "diagnose": 3_640,
     "dryrun": 3_450,
     "engine": 43_100,
     "explore": 900,

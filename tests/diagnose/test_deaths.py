@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from job_logs import DEATHS, PREFIXES, SYSTEMS, UNKNOWN, Planted, write_log
+from job_logs import DEATHS, HARMLESS, PREFIXES, SYSTEMS, UNKNOWN, Planted, write_log
 from repository import ROOT
 
 from threefold.diagnose.deaths.catalogue import catalogue, death_named, deaths_in
@@ -128,6 +128,13 @@ def test_every_symptom_of_ep_overlap_is_there() -> None:
 @pytest.mark.parametrize("text", ["INFO: nccl and cuda are fine", "> loading doc-idx mapping", "step 3: loss 2.1"])
 def test_ordinary_lines_are_no_deaths(text: str) -> None:
     assert deaths_in(text) == []
+
+
+@pytest.mark.parametrize("line", HARMLESS)
+def test_what_healthy_jobs_print_is_no_death(line: str, tmp_path: Path) -> None:
+    """Not even where the log has no step after it."""
+    found = verdict_on(write(tmp_path / "a.log", "step 1", line))
+    assert (found.status, found.slug) == ("no death seen", "")
 
 
 OOM = (
@@ -249,6 +256,33 @@ def test_a_log_that_ends_inside_of_a_traceback(tmp_path: Path) -> None:
     assert (found.status, found.slug) == ("died", "unknown")
     assert found.evidence is not None
     assert found.evidence.text == 'the log ends inside of a traceback, at File "a.py", line 3, in main'
+
+
+def test_a_word_alone_gives_low_confidence(tmp_path: Path) -> None:
+    """A hint, and the file that an exception of unknown words was raised in."""
+    hint = verdict_on(write(tmp_path / "a.log", "RuntimeError: unexpected pos 4996040960 vs 4996040856"))
+    assert (hint.slug, hint.confidence) == ("disk-full", "low")
+    frames = ["Traceback (most recent call last):", '  File "/x/torch/serialization.py", line 493, in persistent_load']
+    frame = verdict_on(write(tmp_path / "b.log", *frames, "    assert isinstance(saved_id, tuple)", "AssertionError"))
+    assert (frame.slug, frame.confidence) == ("unpickling-refused", "low")
+
+
+def test_what_is_clear_counts_before_a_fault_of_the_program(tmp_path: Path) -> None:
+    """In one text, and where one exception comes from the other."""
+    found = deaths_in("TypeError: Caught TypeError in DataLoader worker process 0.")
+    assert [death.slug for death in found][:2] == ["data-worker-died", "type-does-not-fit"]
+    lines = (
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in load',
+        "KeyError: 'iteration'",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 3, in load',
+        "OSError: [Errno 28] No space left on device",
+    )
+    assert verdict_on(write(tmp_path / "a.log", *lines)).slug == "disk-full"
 
 
 def test_death_named() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from job_logs import DEATHS, HARMLESS, UNKNOWN
@@ -9,7 +10,10 @@ from job_logs import DEATHS, HARMLESS, UNKNOWN
 from threefold.diagnose.deaths.catalogue import ROLES, Death, catalogue, deaths_in
 from threefold.diagnose.deaths.expression_words import any_of, words_of
 
-_ERROR = re.compile(r"Error|error\b|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ailed|cannot|can't|denied|exceeded")
+_ERROR = re.compile(
+    r"Error|error\b|\[Errno|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ail(?:s|ed|ure)|[Cc]annot|[Cc]an't|denied|exceeded"
+    r"|exiting|[Mm]ismatch|not match"
+)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +48,17 @@ def test_any_of_many_words_is_found() -> None:
 
 
 def by_every_expression(text: str) -> list[Death]:
-    found = [death for death in catalogue() if any(pattern.search(text) for pattern in death.match)]
+    found = []
+    for death in catalogue():
+        if any(pattern.search(text) for pattern in death.match):
+            found.append(death)
+        elif any(pattern.search(text) for pattern in death.hints):
+            found.append(replace(death, is_vague=True, is_hinted=True))
     found = [death for death in found if not death.in_errors or _ERROR.search(text)]
-    return sorted(found, key=lambda death: (ROLES.index(death.role), death.is_vague))
+    follows = ("aftermath", "notice")
+    return sorted(
+        found, key=lambda death: (death.role in follows, death.is_hinted, death.is_vague, ROLES.index(death.role))
+    )
 
 
 def test_the_catalogue_finds_what_every_expression_by_itself_finds() -> None:

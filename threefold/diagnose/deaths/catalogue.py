@@ -2,8 +2,8 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -13,8 +13,12 @@ from threefold.diagnose.deaths.expression_words import words_of
 Role = Literal["cause", "symptom", "aftermath", "notice"]
 _MOST_CHARS = 4096
 ROLES: tuple[Role, ...] = ("cause", "symptom", "aftermath", "notice")
+_FOLLOWS = {"cause": False, "symptom": False, "aftermath": True, "notice": True}
 # A line that reports an error. Entries that say so match in such lines only: their words stand in other lines too.
-_ERROR = re.compile(r"Error|error\b|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ailed|cannot|can't|denied|exceeded|exiting")
+_ERROR = re.compile(
+    r"Error|error\b|\[Errno|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ail(?:s|ed|ure)|[Cc]annot|[Cc]an't|denied|exceeded"
+    r"|exiting|[Mm]ismatch|not match"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class Death:
 
     slug: str
     match: tuple[re.Pattern[str], ...]
+    hints: tuple[re.Pattern[str], ...]  # words that other errors have, too
+    frames: tuple[re.Pattern[str], ...]  # where an exception was raised that says nothing else
     role: Role
     cause: str
     confirm: str
@@ -30,6 +36,7 @@ class Death:
     source: str  # of the text, so that it can be looked up again
     fields: Mapping[str, Any] = field(default_factory=dict)  # of a plan, which the fix sets
     is_vague: bool = False  # it says little: one that stands next to it counts before it
+    is_hinted: bool = False  # found by a hint alone
     in_errors: bool = False  # whether it counts in lines only that report an error
     since: str = ""
     rows: tuple[str, ...] = ()
@@ -42,8 +49,8 @@ def catalogue() -> tuple[Death, ...]:
 
 
 def _death(entry: dict[str, Any]) -> Death:
-    patterns = tuple(re.compile(pattern) for pattern in entry.pop("match"))
-    return Death(match=patterns, rows=tuple(entry.pop("rows", ())), **entry)
+    patterns = {key: tuple(map(re.compile, entry.get(key, ()))) for key in ("match", "hints", "frames")}
+    return Death(**entry | patterns | {"rows": tuple(entry.get("rows", ()))})
 
 
 @cache
@@ -54,14 +61,15 @@ def expressions_by_word() -> Mapping[str, list[tuple[int, re.Pattern[str]]]]:
     """
     found: dict[str, list[tuple[int, re.Pattern[str]]]] = {}
     for place, death in enumerate(catalogue()):
-        for pattern in death.match:
+        for pattern in (*death.match, *death.hints):
             for word in words_of(pattern.pattern):
                 found.setdefault(word, []).append((place, pattern))
     return found
 
 
 def deaths_in(text: str) -> list[Death]:
-    """The entries that a text is, the one that says most first: causes before symptoms, then as in the catalogue.
+    """The entries that a text is, the one that says most first: clear ones before vague ones, causes before symptoms,
+    then as in the catalogue.
 
     Of a long text the beginning and the end are searched, so that its length cannot make this slow.
     """
@@ -69,13 +77,33 @@ def deaths_in(text: str) -> list[Death]:
         text = f"{text[: _MOST_CHARS - _MOST_CHARS // 4]}\n{text[-_MOST_CHARS // 4 :]}"
     is_error = _ERROR.search(text) is not None
     lowered = text.lower()
-    places: set[int] = set()
+    by_place: dict[int, set[re.Pattern[str]]] = {}
     for word, expressions in expressions_by_word().items():
         if word in lowered:
-            places.update(place for place, pattern in expressions if place not in places and pattern.search(text))
-    found = [catalogue()[place] for place in sorted(places)]
-    found = [death for death in found if is_error or not death.in_errors]
-    return sorted(found, key=lambda death: (ROLES.index(death.role), death.is_vague))
+            for place, pattern in expressions:
+                if pattern.search(text):
+                    by_place.setdefault(place, set()).add(pattern)
+    found = []
+    for place in sorted(by_place):
+        death = catalogue()[place]
+        if is_error or not death.in_errors:
+            is_hinted = by_place[place].isdisjoint(death.match)
+            found.append(as_hint(death) if is_hinted else death)
+    return sorted(
+        found, key=lambda death: (_FOLLOWS[death.role], death.is_hinted, death.is_vague, ROLES.index(death.role))
+    )
+
+
+def deaths_at(frames: Sequence[str]) -> list[Death]:
+    """The entries that the last frames of an exception hint at, the innermost frame first."""
+    for frame in reversed(frames):
+        if found := [death for death in catalogue() if any(pattern.search(frame) for pattern in death.frames)]:
+            return [as_hint(death) for death in found]
+    return []
+
+
+def as_hint(death: Death) -> Death:
+    return replace(death, is_vague=True, is_hinted=True)
 
 
 def death_named(slug: str) -> Death | None:

@@ -83,7 +83,7 @@ def judge(scans: Sequence[Scan]) -> Verdict:
         found.shortage = read_shortage(first.text, first.frames)
     for one in ranked:
         for other in one.deaths[:1]:
-            if other is not death:
+            if death is None or other.slug != death.slug:
                 found.also.setdefault(other.slug, set()).add(one.rank)
     return found
 
@@ -110,7 +110,7 @@ def _weight(one: Sighting) -> int:
 def _confidence(first: Sighting, ranked: Sequence[Sighting], is_ordered: bool) -> Confidence:
     if not first.deaths:
         return "none"
-    if _weight(first) == _LINE:
+    if _weight(first) == _LINE or first.deaths[0].is_hinted:
         return "low"
     role = first.deaths[0].role
     if role == "cause":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from threefold.diagnose.deaths.catalogue import Death, deaths_in, expressions_by_word
+from threefold.diagnose.deaths.catalogue import Death, deaths_at, deaths_in, expressions_by_word
 from threefold.diagnose.deaths.expression_words import any_of
 from threefold.diagnose.logs.lines import (
     MAX_LINE_BYTES,
@@ -30,8 +30,9 @@ from threefold.diagnose.logs.sightings import (
     Tracebacks,
     is_chained,
     is_error,
-    is_final,
     is_harmless,
+    is_raised,
+    is_remark,
 )
 from threefold.diagnose.logs.steps import Parser, Steps, parser_for
 
@@ -109,7 +110,8 @@ class Scan:
         """A log that ends inside of tracebacks says that its job died, and at which lines."""
         for rank, line, frames in self._tracebacks.cut():
             text = f"the log ends inside of a traceback, at {frames[-1]}"
-            sighting = self._sighting(line, rank, text, deaths_in("\n".join(frames[-3:])), is_exception=True)
+            deaths = deaths_in("\n".join(frames[-3:])) or deaths_at(frames[-3:])
+            sighting = self._sighting(line, rank, text, deaths, is_exception=True)
             sighting.frames = frames
             self._keep(sighting)
 
@@ -213,7 +215,9 @@ class Scan:
             self.is_finished = True
 
     def _note_error(self, number: int, rank: int | None, text: str) -> bool:
-        deaths, ends = deaths_in(text), is_final(text)
+        deaths, ends = deaths_in(text), is_raised(text)
+        if is_remark(text):
+            deaths = [death for death in deaths if not (death.in_errors or death.is_vague) or death.role == "notice"]
         if not deaths and not ends and not is_error(text):
             return False
         if rank is None and self._in_root:

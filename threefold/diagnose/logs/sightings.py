@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from threefold.diagnose.deaths.catalogue import Death, deaths_in
+from threefold.diagnose.deaths.catalogue import Death, deaths_at, deaths_in
 
 TRACEBACK = "Traceback (most recent call last)"
 _FINAL = re.compile(  # the end of a traceback: an exception, with its message or without
@@ -12,6 +12,7 @@ _FINAL = re.compile(  # the end of a traceback: an exception, with its message o
     r"|Iteration|Died|Failed|EOF|Overflow|Closed|Mismatch)\w*|[A-Za-z_][\w.]*\.(?:[A-Z]\w+|[a-z_]*error))"
     r"(?::(?: |$)|\s*$)"
 )
+_WARNING = re.compile(r"\s*[\w.]*Warning\b")
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _ERROR_LINE = re.compile(
     r"(?:^|[\s:\[(])(?:ERROR|FATAL|CRITICAL|Error|error|fatal|Fatal|panic|Aborted|abort(?:ed|ing)?|Assertion)(?:[\s:\])!,]|$)"
@@ -20,6 +21,7 @@ _ERROR_LINE = re.compile(
 _NO_ERROR = re.compile(
     r"\b(?:INFO|DEBUG|WARNING|WARN|Warning|UserWarning|FutureWarning|DeprecationWarning)\b|0 errors?\b|\[W\d{3,4} "
     r"|first observed failure|NO_OTHER_FAILURES|^Failures:|error_file|error file defined|no error|error_handler\.py"
+    r"|pip's dependency resolver"
 )
 _FATAL = re.compile(r"\b(?:FATAL|Fatal|fatal|CRITICAL|panic)\b|\[F\d{3,4} ")
 _MOST_CHARS = 1500
@@ -48,6 +50,11 @@ def is_final(text: str) -> bool:
     return _FINAL.match(text) is not None
 
 
+def is_raised(text: str) -> bool:
+    """Whether a line outside of tracebacks is an exception, which a warning that stands alone is not."""
+    return is_final(text) and not _WARNING.match(text)
+
+
 def is_chained(text: str) -> bool:
     """Whether a line says that the next traceback comes from the one before it."""
     return _CHAINED.search(text) is not None
@@ -65,6 +72,11 @@ def is_fatal(text: str) -> bool:
 
 def is_harmless(text: str) -> bool:
     return _NO_ERROR.search(text) is not None
+
+
+def is_remark(text: str) -> bool:
+    """Whether a program says that a line of it is no error. NCCL calls all of its errors warnings."""
+    return is_harmless(text) and "NCCL WARN" not in text
 
 
 @dataclass(slots=True)
@@ -90,7 +102,8 @@ class Ended:
         """Whether it only repeats another exception in other words, which then has what both say."""
         if self.cause is None:
             return False
-        self.cause.deaths = self.cause.deaths or self.deaths
+        if not self.cause.deaths or (self.cause.deaths[0].is_vague and self.deaths and not self.deaths[0].is_vague):
+            self.cause.deaths = self.deaths
         return True
 
 
@@ -155,6 +168,9 @@ class Tracebacks:
 
 
 def _deaths(text: str, block: _Block) -> list[Death]:
-    """The entries that an exception is. One without a message says what it is by its last frames only."""
+    """The entries that an exception is. One without a message says what it is by its last frames only; where nothing
+    is known about a message, the frames give a hint."""
     found = deaths_in(text)
-    return found if found or ":" in text else deaths_in("\n".join([text, *block.frames[-3:]]))
+    if not found and ":" not in text:
+        found = deaths_in("\n".join([text, *block.frames[-3:]]))
+    return found or deaths_at(block.frames[-3:])
