@@ -39,12 +39,12 @@ from threefold.engine.precision.weight_cache import mark_weights_changed
 from threefold.engine.step import train_step
 from threefold.plan.plan import Plan
 from threefold.spec.model import ModelSpec
-from threefold.spec.models import DEEPSEEK_V3, QWEN3_30B
+from threefold.spec.models import MODELS
 
 PRECISIONS = ("bf16", "fp8-blockwise")
-assert DEEPSEEK_V3.moe is not None
-_EP32_MOE = replace(DEEPSEEK_V3.moe, num_experts=8, num_groups=1, top_groups=1)
-EP32_SHARE = replace(DEEPSEEK_V3, mtp_layers=0, num_dense_layers=0, moe=_EP32_MOE, vocab=1024)
+assert MODELS["deepseek-v3"].moe is not None
+_EP32_MOE = replace(MODELS["deepseek-v3"].moe, num_experts=8, num_groups=1, top_groups=1)
+EP32_SHARE = replace(MODELS["deepseek-v3"], mtp_layers=0, num_dense_layers=0, moe=_EP32_MOE, vocab=1024)
 _TINY_128 = replace(TINY, dim=128, moe=replace(TINY.moe, expert_dim=128))
 
 
@@ -59,11 +59,11 @@ class Case:
 
 
 CASES = {
-    "qwen3-step": Case(QWEN3_30B, 8, 4, 4096, whole=True),
-    "qwen3-layers": Case(replace(QWEN3_30B, vocab=1024), 4, 4, 4096, whole=False),
+    "qwen3-step": Case(MODELS["qwen3-30b-a3b"], 8, 4, 4096, whole=True),
+    "qwen3-layers": Case(replace(MODELS["qwen3-30b-a3b"], vocab=1024), 4, 4, 4096, whole=False),
     "deepseek-v3-layers": Case(EP32_SHARE, 2, 1, 4096, whole=False),
-    "qwen3-train": Case(QWEN3_30B, 4, 4, 4096, whole=True, built=True),
-    "qwen3-layers-4k": Case(replace(QWEN3_30B, vocab=1024), 4, 1, 4096, whole=False),
+    "qwen3-train": Case(MODELS["qwen3-30b-a3b"], 4, 4, 4096, whole=True, built=True),
+    "qwen3-layers-4k": Case(replace(MODELS["qwen3-30b-a3b"], vocab=1024), 4, 1, 4096, whole=False),
     "tiny-step": Case(_TINY_128, 2, 1, 128, whole=True),
     "tiny-train": Case(_TINY_128, 2, 1, 128, whole=True, built=True),
     "tiny-layers": Case(_TINY_128, 2, 1, 128, whole=False),

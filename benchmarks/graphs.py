@@ -36,7 +36,7 @@ from threefold.engine.optim.adamw import AdamW
 from threefold.engine.step import train_step
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Plan
-from threefold.spec.models import QWEN3_30B
+from threefold.spec.models import MODELS
 from threefold.units import GIB
 
 
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--fusion", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device, model = torch.device(args.device), TINY if args.tiny else QWEN3_30B
+    device, model = torch.device(args.device), TINY if args.tiny else MODELS["qwen3-30b-a3b"]
     seq_len = args.seq or (64 if args.tiny else 4096)
     each = args.micro * args.accumulate
     plan = plan_of(model, args.layers, each, seq_len, {"knobs.expert_fusion": args.fusion})

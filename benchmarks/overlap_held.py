@@ -25,7 +25,7 @@ from threefold.engine.verify.oracle import synthetic_batch
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MoeSpec
-from threefold.spec.models import QWEN3_30B
+from threefold.spec.models import MODELS
 
 WANTED = {"hidden": 0.90, "cost": 0.02}
 NONE = "no overlap"
@@ -37,7 +37,9 @@ LINKS = {"NVLink": 300e9, "InfiniBand": 45e9}
 
 
 def plan_of(tiny: bool) -> Plan:
-    model = replace(QWEN3_30B, num_layers=4, vocab=32_768, moe=MoeSpec(num_experts=16, top_k=8, expert_dim=768))
+    model = replace(
+        MODELS["qwen3-30b-a3b"], num_layers=4, vocab=32_768, moe=MoeSpec(num_experts=16, top_k=8, expert_dim=768)
+    )
     if tiny:
         attention = GqaSpec(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6)
         small = MoeSpec(num_experts=4, top_k=2, expert_dim=64)

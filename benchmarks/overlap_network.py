@@ -21,7 +21,7 @@ from threefold.engine.verify.overlap_ab import VARIANTS, Trial, loss_difference,
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MoeSpec
-from threefold.spec.models import QWEN3_30B
+from threefold.spec.models import MODELS
 
 RANKS, PORT = 2, 29517
 WANTED = {"share": (0.30, 0.45), "hidden": 0.80, "speedup": 1.3}
@@ -34,7 +34,7 @@ def plan_of(tiny: bool) -> Plan:
     are sent: with two cores for two ranks, bytes cost compute too."""
     dim, width, heads, head_dim = (64, 64, 4, 16) if tiny else (128, 768, 16, 64)
     model = replace(
-        QWEN3_30B,
+        MODELS["qwen3-30b-a3b"],
         dim=dim,
         dense_dim=dim,
         vocab=512,

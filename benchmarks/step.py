@@ -42,28 +42,30 @@ from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.step import train_step
 from threefold.engine.tune.expert_kernels import expert_shape_of
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.plan.parse import parse
 from threefold.plan.plan import Knobs, Plan
 from threefold.search.search import search
 from threefold.spec.flops import flops_per_token
+from threefold.spec.hf import hf_config_of
 from threefold.spec.model import GqaSpec, ModelSpec, MoeSpec
-from threefold.spec.models import DEEPSEEK_V3, QWEN3_30B, QWEN3_NEXT
+from threefold.spec.models import MODELS
 from threefold.units import GIB
 
 TINY = replace(
-    QWEN3_30B,
+    MODELS["qwen3-30b-a3b"],
     dim=64,
     dense_dim=128,
     vocab=512,
     attention=GqaSpec(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, rope_theta=1e6),
     moe=MoeSpec(num_experts=8, top_k=2, expert_dim=32),
 )
-assert DEEPSEEK_V3.moe is not None
+assert MODELS["deepseek-v3"].moe is not None
 MODELS = {
-    "qwen3-30b-a3b": QWEN3_30B,
-    "deepseek-v3": replace(DEEPSEEK_V3, mtp_layers=0, num_dense_layers=1, moe=replace(DEEPSEEK_V3.moe, num_experts=32)),
-    "qwen3-next-80b-a3b": replace(QWEN3_NEXT, mtp_layers=0),
+    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"],
+    "deepseek-v3": replace(
+        MODELS["deepseek-v3"], mtp_layers=0, num_dense_layers=1, moe=replace(MODELS["deepseek-v3"].moe, num_experts=32)
+    ),
+    "qwen3-next-80b-a3b": replace(MODELS["qwen3-next-80b-a3b"], mtp_layers=0),
 }
 BETAS, LR, NUM_BATCHES = (0.9, 0.95), 1e-5, 4
 SIDES = (

@@ -26,9 +26,9 @@ from threefold.engine.batch import Batch
 from threefold.engine.build import build, device_of
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.tune.trial_steps import TrialWindow, free_gpu_memory, run_trial, synchronized_time
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
+from threefold.spec.hf import hf_config_of
 
 BASE: dict[str, Any] = {
     "model": "qwen3-vl-30b-a3b",

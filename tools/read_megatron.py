@@ -17,9 +17,9 @@ from typing import Any
 
 from read_wheels import PAIRS, Sources, find_pair
 
-from threefold.engine.weights.make_hf_config import HF_CLASSES
 from threefold.interop.megatron.setting_facts import CONFLICTS
 from threefold.rules.all import RULES
+from threefold.spec.hf import HF_CLASSES
 
 PAGE = Path(__file__).parents[1] / "threefold" / "spec" / "megatron.json"
 

@@ -23,8 +23,8 @@ from read_megatron import architectures, followed
 from read_settings import settings
 from read_wheels import PAIRS, Sources
 
-from threefold.engine.weights.make_hf_config import HF_CLASSES
 from threefold.interop.megatron.field_names import IMPLIED, PLAIN, READ_ALSO
+from threefold.spec.hf import HF_CLASSES
 from threefold.spec.megatron import version
 
 EXPORTED = {

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from threefold.plan.parse import parse
 from threefold.spec.flops import flops_per_token
 from threefold.spec.model import ModelSpec
-from threefold.spec.models import DEEPSEEK_V3, QWEN3_30B, TINY_DEEPSEEK_V3, TINY_QWEN3_MOE
+from threefold.spec.models import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,11 @@ def script() -> ModuleType:
     return load_script(ROOT / "benchmarks/gemms_and_attention.py", "benchmark_gemms_and_attention")
 
 
-@pytest.mark.parametrize("model", [QWEN3_30B, DEEPSEEK_V3, TINY_QWEN3_MOE, TINY_DEEPSEEK_V3], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "model",
+    [MODELS["qwen3-30b-a3b"], MODELS["deepseek-v3"], MODELS["tiny-qwen3-moe"], MODELS["tiny-deepseek-v3"]],
+    ids=lambda m: m.name,
+)
 def test_linear_layers_and_attention_are_the_flops_of_a_step(script: ModuleType, model: ModelSpec) -> None:
     plan = parse({"model": model.name, "job.mtp": 0, "job.seq_len": 128, "job.micro_batch": 2}).plan
     assert plan is not None

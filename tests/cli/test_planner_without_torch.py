@@ -11,7 +11,7 @@ from repository import ROOT
 from traces import GEMM, annotation, kernel, write_trace
 
 from threefold.cli.main import VERBS
-from threefold.engine.weights.make_hf_config import hf_config_of
+from threefold.spec.hf import hf_config_of
 from threefold.spec.models import MODELS
 
 LARGE = "recipes/deepseek-v3-128k-256xh100-fp8.toml"

@@ -1,4 +1,4 @@
-"""Estimate and rehearsal of published models of the families in `spec/hf_families`, cut to a few layers, on H100s."""
+"""Estimate and rehearsal of published models of the families in `spec/families`, cut to a few layers, on H100s."""
 
 from typing import Any
 

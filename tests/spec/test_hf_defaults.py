@@ -1,4 +1,4 @@
-"""`spec/hf_defaults.py` against the configuration classes of the installed transformers, field by field.
+"""`spec/families` against the configuration classes of the installed transformers, field by field.
 
 conftest.py leaves this file out where transformers is not installed: the planner runs without it.
 """
@@ -15,22 +15,21 @@ from hf_configs import CONFIGS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from threefold.findings import FindingsError
-from threefold.spec.hf import READERS, model_from_dict
-from threefold.spec.hf_defaults import (
-    CLASSES,
-    COMPOSITE_TIED,
-    GPT_OSS,
-    REQUIRED,
-    UNREAD,
-    VISION_FIELDS,
-    VISION_TOKENS,
-    VISION_UNREAD,
-)
-from threefold.spec.hf_families.gemma4 import GEMMA4_ROPE
+from threefold.spec.families import BY_TYPE
+from threefold.spec.families.gemma4 import ROPE_BY_TYPE
+from threefold.spec.families.qwen_vision import UNREAD as VISION_UNREAD
+from threefold.spec.family import REQUIRED, UNREAD
+from threefold.spec.hf import model_from_dict
 from threefold.spec.model import ModelSpec
 
 BASE = {f.name for f in fields(transformers.PreTrainedConfig)}
-WALKED = [name for name in READERS if name != "kimi_k2"]  # which transformers has no class for
+CLASSES = {name: family.config for name, family in BY_TYPE.items()}
+# By model_type: whether embeddings are tied in a configuration with a text_config, where it does not say.
+COMPOSITE_TIED = {
+    name: f.composite_tied for name, f in BY_TYPE.items() if f.name == name and f.composite_tied is not None
+}
+ENCODERS = {name: family.encoder for name, family in BY_TYPE.items() if family.name == name and family.encoder}
+WALKED = [name for name in BY_TYPE if name != "kimi_k2"]  # which transformers has no class for
 # Named by the class itself, or by its code for older files.
 BY_CODE = {
     "deepseek_v3": {"num_nextn_predict_layers": "num_mtp_layers"},
@@ -80,7 +79,7 @@ def test_defaults_are_those_of_transformers(model_type: str) -> None:
     kind, cls = CLASSES[model_type], text_class(model_type)
     theirs = defaults_of(cls)
     for name, value in {**kind.defaults, **kind.only}.items():
-        if kind is GPT_OSS and name == "rope_parameters":
+        if model_type == "gpt_oss" and name == "rope_parameters":
             assert cls().rope_parameters == {**value, "rope_theta": kind.theta}
             continue
         assert value == theirs[name], name
@@ -105,7 +104,7 @@ def test_defaults_that_transformers_makes_in_code() -> None:
     for model_type, tied in COMPOSITE_TIED.items():
         assert defaults_of(CONFIG_MAPPING[model_type])["tie_word_embeddings"] is tied
     gemma = text_class("gemma4")()
-    assert gemma.rope_parameters == GEMMA4_ROPE
+    assert gemma.rope_parameters == ROPE_BY_TYPE
     assert gemma.per_layer_config[5].head_dim == CLASSES["gemma4"].extra["global_head_dim"]
     for model_type in ("qwen3_next", "qwen3_5_moe"):
         config = text_class(model_type)(num_hidden_layers=8)
@@ -114,13 +113,13 @@ def test_defaults_that_transformers_makes_in_code() -> None:
         assert config.layer_types.index("full_attention") + 1 == extra["full_attention_interval"]
 
 
-@pytest.mark.parametrize("model_type", VISION_FIELDS)
+@pytest.mark.parametrize("model_type", ENCODERS)
 def test_defaults_of_image_encoders(model_type: str) -> None:
     theirs = defaults_of(CONFIG_MAPPING[model_type].sub_configs["vision_config"])
-    assert set(theirs) - BASE == set(VISION_FIELDS[model_type]) | VISION_UNREAD
-    assert {name: theirs[name] for name in VISION_FIELDS[model_type]} == VISION_FIELDS[model_type]
+    assert set(theirs) - BASE == set(ENCODERS[model_type].defaults) | VISION_UNREAD
+    assert {name: theirs[name] for name in ENCODERS[model_type].defaults} == ENCODERS[model_type].defaults
     around = defaults_of(CONFIG_MAPPING[model_type])
-    assert {name: around[name] for name in VISION_TOKENS[model_type]} == VISION_TOKENS[model_type]
+    assert {name: around[name] for name in ENCODERS[model_type].tokens} == ENCODERS[model_type].tokens
 
 
 def read(model_type: str, changes: dict[str, Any], absent: str | None = None) -> ModelSpec | str:

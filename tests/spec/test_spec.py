@@ -14,8 +14,8 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import parse
 from threefold.spec.candidates import FLEX, dispatcher_candidates, precision_candidates, runs_dispatcher
 from threefold.spec.chips import CHIPS, NATIVE_FORMATS, ChipSpec
-from threefold.spec.hf import READERS, model_from_config, model_from_dict
-from threefold.spec.hf_families.check_spec import check_sizes
+from threefold.spec.families import BY_TYPE
+from threefold.spec.hf import check_sizes, model_from_config, model_from_dict
 from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec, RopeScaling
 from threefold.spec.models import MODELS
 from threefold.spec.params import Params, count_params
@@ -107,7 +107,7 @@ def test_catalogue_is_sane(model: ModelSpec) -> None:
     check_sizes(model)
     assert MODELS[model.name] is model
     assert model.source
-    assert model.family in READERS
+    assert model.family in BY_TYPE
     assert len(model.layers) == model.num_layers
     # A pattern repeats whole, or a layer of the last period would be missing.
     assert model.num_layers % len(model.pattern) == 0
@@ -127,7 +127,7 @@ def test_catalogue_is_sane(model: ModelSpec) -> None:
 
 
 def test_every_stack_family_is_readable() -> None:
-    assert all(stack.families <= set(READERS) for stack in STACKS.values())
+    assert all(stack.families <= set(BY_TYPE) for stack in STACKS.values())
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def read_text(model_type: str, **changes: Any) -> ModelSpec:
 
 
 def test_there_is_a_configuration_for_each_reader() -> None:
-    assert set(CONFIGS) == set(READERS) == set(TOTALS)
+    assert set(CONFIGS) == set(BY_TYPE) == set(TOTALS)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

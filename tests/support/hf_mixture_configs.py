@@ -1,4 +1,4 @@
-"""Configurations of the families in `spec/hf_families`: published widths, a few layers. `hf_configs` adds them."""
+"""Configurations of the families in `spec/families`: published widths, a few layers. `hf_configs` adds them."""
 
 from typing import Any
 

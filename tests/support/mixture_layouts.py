@@ -1,4 +1,4 @@
-"""Layouts of the families in `spec/hf_families`, which must give one rank's gradients: TP, EP, PP and CP for each."""
+"""Layouts of the families in `spec/families`, which must give one rank's gradients: TP, EP, PP and CP for each."""
 
 from typing import Any
 

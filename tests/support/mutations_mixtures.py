@@ -1,4 +1,4 @@
-"""Mutations of what the families of `spec/hf_families` add to tensor and context parallelism."""
+"""Mutations of what the families of `spec/families` add to tensor and context parallelism."""
 
 from dataclasses import replace
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from tiny_models import config_of
 
-from threefold.spec.hf_defaults import CLASSES, REQUIRED
+from threefold.spec.families import BY_TYPE
+from threefold.spec.family import REQUIRED
 
 FAMILIES = ("deepseek_v3", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", "qwen3_next")
 HYBRIDS = ("deepseek_v32", "glm_moe_dsa", "nemotron_h")
@@ -218,11 +219,11 @@ def _routine(rng: random.Random, family: str, config: dict[str, Any]) -> None:
 
 def _foreign(rng: random.Random, family: str, config: dict[str, Any]) -> None:
     """Keys that the classes of other families read and this one passes over."""
-    other = CLASSES[rng.choice(FAMILIES)]
+    other = BY_TYPE[rng.choice(FAMILIES)].config
     plain = {name: value for name, value in {**other.defaults, **other.only}.items() if name not in config}
     for name in rng.sample(sorted(plain), min(len(plain), 3)):
         value = plain[name]
-        known = name in {**CLASSES[family].defaults, **CLASSES[family].only}
+        known = name in {**BY_TYPE[family].config.defaults, **BY_TYPE[family].config.only}
         small = value if not isinstance(value, int) or isinstance(value, bool) or value < 65 else 8
         config[name] = value if known else (not value if isinstance(value, bool) else small)
 
@@ -258,7 +259,9 @@ def _hostile(rng: random.Random, family: str, config: dict[str, Any]) -> None:
         "first_k_dense_replace": rng.choice((None, 50, -1)),
     }
     known = [
-        name for name in draws if name in {**CLASSES[family].defaults, **CLASSES[family].only, **CLASSES[family].extra}
+        name
+        for name in draws
+        if name in {**BY_TYPE[family].config.defaults, **BY_TYPE[family].config.only, **BY_TYPE[family].config.extra}
     ]
     for name in rng.sample(known, 1):
         config[name] = draws[name]

@@ -11,10 +11,10 @@ from threefold.engine.optim.adamw import AdamW
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MoeSpec
-from threefold.spec.models import QWEN3_30B
+from threefold.spec.models import MODELS
 
 SMALL = replace(
-    QWEN3_30B,
+    MODELS["qwen3-30b-a3b"],
     dim=256,
     dense_dim=256,
     vocab=512,

@@ -1,4 +1,4 @@
-"""Hugging Face configurations of small models of the families in `spec/hf_families`, and Qwen3.5's text model.
+"""Hugging Face configurations of small models of the families in `spec/families`, and Qwen3.5's text model.
 
 `tiny_models.config_of` finds them by name. Each has the settings of the published models; `ODD` has others, and sizes
 that no kernel likes.

@@ -8,10 +8,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from threefold.spec.hf_families.config_class import REQUIRED, HfClass
+from threefold.spec.family import REQUIRED, Fields, HfClass
 from threefold.spec.model import RopeScaling
-
-Fields = Mapping[str, Any]
 
 
 def complete(config: Fields, kind: HfClass) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from threefold.spec.families import FAMILIES
 from threefold.spec.megatron import bridge_releases
 from threefold.spec.model import MlaSpec, ModelSpec
 
@@ -29,33 +30,8 @@ class StackSpec:
 STACKS = {
     "threefold": StackSpec(
         "threefold",
-        frozenset(
-            {
-                "deepseek_v3",
-                "deepseek_v32",
-                "dots1",
-                "ernie4_5_moe",
-                "gemma4",
-                "glm4_moe",
-                "glm_moe_dsa",
-                "gpt_oss",
-                "granitemoe",
-                "hunyuan_v1_moe",
-                "llama",
-                "minimax_m2",
-                "mixtral",
-                "nemotron_h",
-                "olmoe",
-                "phimoe",
-                "qwen2_moe",
-                "qwen3",
-                "qwen3_5_moe",
-                "qwen3_moe",
-                "qwen3_next",
-                "qwen3_vl_moe",
-            }
-        ),
-        "the families under engine/models",
+        frozenset(FAMILIES),
+        "the families under spec/families",
     ),
     "megatron-bridge": StackSpec(
         "megatron-bridge",

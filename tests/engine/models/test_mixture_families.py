@@ -1,4 +1,4 @@
-"""The families of `spec/hf_families` against Hugging Face's models, same weights: logits, gradients, checkpoints."""
+"""The families of `spec/families` against Hugging Face's models, same weights: logits, gradients, checkpoints."""
 
 import os
 from pathlib import Path

@@ -11,8 +11,7 @@ from tiny_models import FAMILIES, config_of, spec_of
 
 from threefold.engine.layers.positions import Positions
 from threefold.engine.layers.rope import frequencies
-from threefold.engine.weights.make_hf_config import hf_config_of
-from threefold.spec.hf import model_from_dict
+from threefold.spec.hf import hf_config_of, model_from_dict
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 8  # of training; texts have 5 and 13 tokens

@@ -1,4 +1,4 @@
-"""The families of `spec/hf_families` on several ranks: one rank's losses, gradients, weights and optimizer states."""
+"""The families of `spec/families` on several ranks: one rank's losses, gradients, weights and optimizer states."""
 
 import os
 import time

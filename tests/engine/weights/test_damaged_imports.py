@@ -17,9 +17,9 @@ from damaged_files import ANY_FILE, Damage, change_json, changed, time_limit, tr
 from tiny_models import config_of, spec_of
 
 from threefold.engine.models.build import build_model
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.safetensors_files import INDEX
 from threefold.engine.weights.write_hf import write_hf
+from threefold.spec.hf import hf_config_of
 
 SEED = int(os.environ.get("THREEFOLD_SEED", time.time_ns() % 1_000_000))
 LIMIT_SECONDS = 600  # a hang, however busy the machine: a case takes about a second

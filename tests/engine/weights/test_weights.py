@@ -12,11 +12,10 @@ from tiny_models import FAMILIES, spec_of
 
 from threefold.engine.models.build import build_model
 from threefold.engine.weights.dequantize import dequantize_mxfp4
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.read_hf import open_hf, read_hf
 from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError
-from threefold.spec.hf import model_from_dict
+from threefold.spec.hf import hf_config_of, model_from_dict
 from threefold.spec.models import MODELS
 
 load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file

@@ -12,7 +12,7 @@ from read_wheels import PAIRS, Sources
 from threefold.interop.megatron.releases import known_releases
 from threefold.plan.parse import change
 from threefold.rules.all import RULES, check, errors
-from threefold.spec.hf import READERS
+from threefold.spec.families import BY_TYPE
 from threefold.spec.megatron import bridge_releases, places, release_of
 
 MODELS = {
@@ -87,7 +87,7 @@ def test_families_that_bridge_trains_by_release(family: str, since: str | None) 
     """Read by hand in the wheels: `register_bridge(source=...)` under megatron/bridge/models."""
     have = [release.bridge for release in bridge_releases() if family in release.families]
     assert have == ([] if since is None else [r.bridge for r in bridge_releases() if r.bridge >= since])
-    assert all(release.families <= set(READERS) for release in bridge_releases())
+    assert all(release.families <= set(BY_TYPE) for release in bridge_releases())
 
 
 @pytest.mark.parametrize(("release", "refused"), [("0.4.2", ["bridge-trains-family"]), ("0.5.1", [])])

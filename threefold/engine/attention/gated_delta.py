@@ -1,6 +1,6 @@
 """The gated delta rule layer (linear attention of Qwen3-Next): projections, short convolution, recurrence, gated norm.
 
-`models/families.py` makes it as the mixer of a layer. The recurrence has a state S (k x v) per value head, which decays
+`models/mixers.py` makes it as the mixer of a layer. The recurrence has a state S (k x v) per value head, which decays
 and which each token corrects: S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; out = S^T q.
 
 Shapes: B batch, S sequence, D model dim, K key heads, H value heads, k key dim, v value dim, W channels of the

@@ -27,14 +27,15 @@ from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import LayerNorm, PlainRMSNorm, RMSNorm
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
-from threefold.engine.models.families import FAMILIES, make_mixer
 from threefold.engine.models.head import cap_logits, head_input, head_matrix
 from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_inputs
+from threefold.engine.models.mixers import make_mixer
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.engine.vision import PictureFeatures, Projector, VisionEncoder, blank_images, stands_for_picture
+from threefold.spec.families import FAMILIES
 from threefold.spec.model import Layer, ModelSpec
 
 # Router statistics, each with the number of its router in the whole model.
@@ -184,7 +185,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, mtp: int, options: Options) -> None:
         super().__init__()
-        self.spec, self.options, self.family = spec, options, FAMILIES[spec.family]
+        self.spec, self.options = spec, options
         # Without first values, for which torch would import its compiler on the meta device.
         self.embed: nn.Module | None = TokenEmbedding(spec.vocab, spec.dim, _weight=torch.empty(spec.vocab, spec.dim))
         self.vision: VisionEncoder | None = None
@@ -219,7 +220,7 @@ class Decoder(nn.Module):
     def make_norm(self, dim: int) -> nn.Module:
         if self.spec.norm == "layer":
             return LayerNorm(dim, self.spec.norm_eps)
-        return RMSNorm(dim, self.spec.norm_eps, self.family.zero_centered_norms)
+        return RMSNorm(dim, self.spec.norm_eps, FAMILIES[self.spec.family].zero_centered_norms)
 
     def make_block(self, layer: Layer) -> Block:
         ffn = None if layer.ffn == "none" else self._make_ffn(layer)

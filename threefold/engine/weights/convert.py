@@ -28,11 +28,9 @@ from threefold.engine.weights.base_checkpoint import (
     record_base,
 )
 from threefold.engine.weights.claimed_folder import claimed_folder
-from threefold.engine.weights.families.family_names import names_of
-from threefold.engine.weights.hf_names import hf_layouts
+from threefold.engine.weights.hf_names import hf_layouts, names_of
 from threefold.engine.weights.hf_tensor import stored_keys
 from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.model_shapes import MODEL, check_is_model, tensors_on_meta
 from threefold.engine.weights.peft.merge import MergedTensors
 from threefold.engine.weights.peft.read_adapter import open_adapter
@@ -46,7 +44,7 @@ from threefold.plan.file import dump_fields
 from threefold.plan.plan import Plan
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded, read_json_object
 from threefold.spec.chips import chip_of_device
-from threefold.spec.hf import model_from_config, model_from_dict
+from threefold.spec.hf import hf_config_of, model_from_config, model_from_dict
 from threefold.spec.model import ModelSpec
 
 SHARD_BYTES = 1 << 30  # a file of initial weights is complete when it has this size
@@ -249,7 +247,7 @@ def _with_mtp_depths(config: dict[str, Any], plan: Plan) -> dict[str, Any] | Non
     """The configuration with the MTP depths that the plan trains, which may be others than those of the model; None
     where checkpoints of the family cannot hold them."""
     spec = plan.model
-    if plan.mtp > 1 and names_of(spec.family).one_mtp_depth:
+    if plan.mtp > 1 and names_of(spec.family).mtp == "one":
         return None
     if plan.mtp in (0, spec.mtp_layers):  # without depths it stays as it is, as transformers leaves it
         return config

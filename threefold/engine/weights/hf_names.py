@@ -14,45 +14,24 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from threefold.engine.weights.families.family_names import names_of
-from threefold.engine.weights.families.nemotron_names import nemotron_layouts
+from threefold.engine.vision import CHANNELS
 from threefold.engine.weights.hf_tensor import HfTensor, Layout, TensorsOfExperts, View, whole
-from threefold.engine.weights.hf_vision_names import is_vision_name, vision_tensor
-from threefold.spec.model import DeltaSpec, Layer, MlaSpec, ModelSpec
+from threefold.spec.families import FAMILIES
+from threefold.spec.families.qwen_vision import PATCH_WEIGHT, encoder_key, is_encoder_name
+from threefold.spec.family import DELTA_NAMES, INDEXER_NAMES, WeightNames
+from threefold.spec.model import DeltaSpec, Layer, ModelSpec, VisionSpec
 
-_GQA = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "out": "self_attn.o_proj",
-    "sinks": "self_attn.sinks",
-}
-_MLA = {
-    "q": "self_attn.q_proj",
-    "q_down": "self_attn.q_a_proj",
-    "q_norm": "self_attn.q_a_layernorm",
-    "q_up": "self_attn.q_b_proj",
-    "kv_down": "self_attn.kv_a_proj_with_mqa",
-    "kv_norm": "self_attn.kv_a_layernorm",
-    "kv_up": "self_attn.kv_b_proj",
-    "out": "self_attn.o_proj",
-}
-_INDEXER = {"q": "wq_b", "k": "wk", "k_norm": "k_norm", "weight": "weights_proj"}
-_DELTA = {
-    "qkvz": "linear_attn.in_proj_qkvz",
-    "ba": "linear_attn.in_proj_ba",
-    "conv": "linear_attn.conv1d.weight",
-    "dt_bias": "linear_attn.dt_bias",
-    "a_log": "linear_attn.A_log",
-    "norm": "linear_attn.norm",
-    "out": "linear_attn.out_proj",
-}
 _MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_TOP = {"embed.weight": "embed_tokens.weight", "norm.weight": "norm.weight", "norm.bias": "norm.bias"}
-_MTP = {
-    "deepseek_v3": {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"},
-    "qwen3_next": {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "join": "fc"},
+_MTP = {  # what belongs to an MTP depth, by where its layers are
+    "behind": {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"},
+    "one": {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "join": "fc"},
+    "layers": {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "final_layernorm"},
 }
+
+
+def names_of(family: str) -> WeightNames:
+    """The names of a family's weights."""
+    return FAMILIES[family].names
 
 
 def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
@@ -62,15 +41,15 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
     """
     if name.startswith("head."):
         return [[HfTensor(f"lm_{name}")]]
-    if spec.family == "nemotron_h":
-        return nemotron_layouts(name, spec)
-    if spec.vision is not None and is_vision_name(name):
-        return [[vision_tensor(name, spec.vision)]]
-    prefixes = ["model."] if spec.vision is None else ["model.language_model."]
-    if names_of(spec.family).published_with_pictures:
+    if spec.vision is not None and is_encoder_name(name):
+        return [[_encoder_tensor(name, spec.vision)]]
+    names = names_of(spec.family)
+    prefixes = list(names.prefixes) if spec.vision is None else ["model.language_model."]
+    if names.published_with_pictures:
         prefixes.append("model.language_model.")
-    if name in _TOP:
-        return [[HfTensor(model + _TOP[name])] for model in prefixes]
+    part, _, leaf = name.partition(".")
+    if part in ("embed", "norm"):
+        return [[HfTensor(f"{model}{names.embed if part == 'embed' else names.norm}.{leaf}")] for model in prefixes]
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
         number = int(match[1])
         return [
@@ -83,23 +62,33 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
     return _mtp_layouts(int(match[1]), match[2], match[3], spec)
 
 
+def _encoder_tensor(name: str, spec: VisionSpec) -> HfTensor:
+    """The Hugging Face tensor with the values of an engine tensor of the image encoder or the projector."""
+    sizes = (CHANNELS, spec.temporal_patch, spec.patch, spec.patch)
+    view: View = (lambda p_DC: p_DC.unflatten(1, sizes)) if name == PATCH_WEIGHT else whole
+    return HfTensor(encoder_key(name), view)
+
+
 def _mtp_layouts(depth: int, layer: str | None, rest: str, spec: ModelSpec) -> list[Layout]:
-    """MTP depths: Qwen3-Next has one under `mtp.`; other families follow DeepSeek and add layers after the last."""
-    if names_of(spec.family).one_mtp_depth:
-        if layer is not None:
-            return _layer_layouts(rest, f"mtp.layers.{depth}.", spec.mtp_depth[int(layer)], spec)
-        prefix, table = "mtp.", _MTP["qwen3_next"]
-    else:
-        prefix, table = f"model.layers.{spec.num_layers + depth}.", _MTP["deepseek_v3"]
-        if layer is not None:
-            return _layer_layouts(rest, prefix, spec.mtp_depth[int(layer)], spec)
+    """MTP depths: Qwen3-Next has one under `mtp.`, Nemotron-H a list of layers, of which the first has what belongs to
+    the depth and the last its norm; other families follow DeepSeek and add layers after the last."""
+    kind, size = names_of(spec.family).mtp, len(spec.mtp_depth)
     part, _, end = rest.partition(".")
-    return [[HfTensor(f"{prefix}{table.get(part, part)}.{end}")]]
+    if kind == "layers":
+        number = int(layer) if layer is not None else size - 1 if part == "norm" else 0
+        prefix = f"mtp.layers.{depth * size + number}."
+    elif kind == "one":
+        prefix = "mtp." if layer is None else f"mtp.layers.{depth}."
+    else:
+        prefix = f"model.layers.{spec.num_layers + depth}."
+    if layer is not None:
+        return _layer_layouts(rest, prefix, spec.mtp_depth[int(layer)], spec)
+    return [[HfTensor(f"{prefix}{_MTP[kind].get(part, part)}.{end}")]]
 
 
 def duplicated_keys(spec: ModelSpec, mtp: int) -> dict[str, str]:
     """Hugging Face key -> engine tensor that it repeats: DeepSeek's MTP layers contain copies of embedding and head."""
-    if names_of(spec.family).one_mtp_depth or spec.family == "nemotron_h":
+    if names_of(spec.family).mtp != "behind":
         return {}
     head = "embed.weight" if spec.tied else "head.weight"
     found: dict[str, str] = {}
@@ -111,16 +100,15 @@ def duplicated_keys(spec: ModelSpec, mtp: int) -> dict[str, str]:
 
 def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> list[Layout]:
     part, _, inner = rest.partition(".")
-    if own := dict(names_of(spec.family).own).get(rest):
+    names = names_of(spec.family)
+    if own := names.own.get(rest):
         return [[HfTensor(f"{prefix}{own}")]]
-    if part == "mixer_norm":
-        return [[HfTensor(f"{prefix}input_layernorm.{inner}")]]
-    if part == "ffn_norm":
-        return [[HfTensor(f"{prefix}post_attention_layernorm.{inner}")]]
+    if part in ("mixer_norm", "ffn_norm"):
+        return [[HfTensor(f"{prefix}{names.layer_norms[part == 'ffn_norm']}.{inner}")]]
     if part == "mixer":
-        return [_mixer_tensors(inner, prefix, layer, spec)]
+        return [_mixer_tensors(inner, prefix + names.mixers[layer.mixer], layer, spec)]
     if layer.ffn == "dense":
-        return [[HfTensor(f"{prefix}mlp.{_translate(inner, _MLP)}")]]
+        return [[HfTensor(f"{prefix}{names.dense}.{_translate(inner, _MLP)}")]]
     return _moe_layouts(inner, prefix, spec)
 
 
@@ -130,17 +118,15 @@ def _translate(name: str, table: Mapping[str, str]) -> str:
 
 
 def _mixer_tensors(name: str, prefix: str, layer: Layer, spec: ModelSpec) -> Layout:
+    names = names_of(spec.family)
     if name.startswith("indexer."):
-        return [HfTensor(f"{prefix}self_attn.indexer.{_translate(name.removeprefix('indexer.'), _INDEXER)}")]
-    if layer.mixer != "delta":
-        names = names_of(spec.family)
-        grouped = {**_GQA, "q_norm": names.q_norm, "k_norm": names.k_norm}
-        return [HfTensor(prefix + _translate(name, _MLA if isinstance(spec.attention, MlaSpec) else grouped))]
-    if spec.family == "qwen3_5_moe" and name in ("qkvz.weight", "ba.weight"):
+        return [HfTensor(f"{prefix}indexer.{_translate(name.removeprefix('indexer.'), INDEXER_NAMES)}")]
+    if names.qkvz_by_part and name in ("qkvz.weight", "ba.weight"):
         assert spec.delta is not None
-        return _separate_projections(name, f"{prefix}linear_attn.", spec.delta)
-    view = (lambda p_WT: p_WT[:, None]) if name == "conv" else whole
-    return [HfTensor(prefix + _translate(name, _DELTA), view)]
+        return _separate_projections(name, prefix, spec.delta)
+    table = {"delta": DELTA_NAMES, "mamba": names.mamba}.get(layer.mixer, names.attention)
+    view: View = (lambda p_WT: p_WT[:, None]) if name == "conv" else whole
+    return [HfTensor(prefix + _translate(name, table), view)]
 
 
 def _separate_projections(name: str, prefix: str, delta: DeltaSpec) -> Layout:
@@ -171,31 +157,32 @@ def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     if part == "experts":
         return _expert_layouts(inner, prefix, spec)
     if inner == "balance_bias":
-        view = (lambda p_E: p_E[None]) if names.balance_bias_has_groups else whole
+        view: View = (lambda p_E: p_E[None]) if names.balance_bias_has_groups else whole
         return [[HfTensor(f"{prefix}{path}", view)] for path in names.balance_bias]
     if part == "router":
         return [[HfTensor(f"{prefix}{path}.{inner}")] for path in names.router]
     if part == "shared":
         return [[HfTensor(f"{prefix}{names.shared}.{_translate(inner, _MLP)}")]]
-    return [[HfTensor(f"{prefix}mlp.shared_expert_gate.{inner}")]]
+    return [[HfTensor(f"{prefix}{names.shared_gate}.{inner}")]]
 
 
 def _expert_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
-    if spec.family == "gpt_oss":
-        return _gpt_oss_expert_layouts(name, f"{prefix}mlp.experts.")
-    assert spec.moe is not None
     names = names_of(spec.family)
+    if names.input_dim_first == "interleaved":
+        return _gpt_oss_expert_layouts(name, f"{prefix}{names.experts}.")
+    assert spec.moe is not None
     gate, up, down = names.expert_parts
     experts_prefix = f"{prefix}{names.experts}."
     which = 0 if name == "gate_up" else 1
     stacked = [HfTensor(prefix + names.stacked_experts[which])]
     if names.stacked_on_disk is not None:
         return [[HfTensor(prefix + names.stacked_on_disk[which])], stacked]
-    if spec.family == "qwen3_vl_moe":  # published with the input dim first, and written by transformers 5 as here
-        return [stacked, [HfTensor(f"{prefix}mlp.experts.{name}_proj", lambda p: p.transpose(1, 2))]]
+    if names.input_dim_first == "published":
+        return [stacked, [HfTensor(stacked[0].key, lambda p: p.transpose(1, 2))]]
     count = spec.moe.num_experts
-    if name == "down":
-        of_expert = TensorsOfExperts(count, lambda e: HfTensor(f"{experts_prefix}{e}.{down}.weight", _expert_view(e)))
+    if name == "down" or not spec.glu:
+        part = down if name == "down" else up
+        of_expert = TensorsOfExperts(count, lambda e: HfTensor(f"{experts_prefix}{e}.{part}.weight", _expert_view(e)))
         return [of_expert, stacked]
 
     def half_of_expert(number: int) -> HfTensor:

@@ -14,11 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from threefold.engine.weights.families.family_names import names_of
-from threefold.engine.weights.hf_names import duplicated_keys, hf_layouts
+from threefold.engine.weights.hf_names import duplicated_keys, hf_layouts, names_of
 from threefold.engine.weights.hf_tensor import HfTensor
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.engine.weights.safetensors_files import INDEX, SINGLE, refuse
+from threefold.spec.hf import hf_config_of
 from threefold.spec.model import ModelSpec
 
 MAX_SHARD_BYTES = 5_000_000_000  # what transformers writes by default
@@ -80,7 +79,7 @@ def _removed_on_failure(folder: Path, names: list[str]) -> Iterator[None]:
 
 def _items(state: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[_Item]:
     depths = {name.split(".")[1] for name in state if name.startswith("mtp.")}
-    if names_of(spec.family).one_mtp_depth and len(depths) > 1:
+    if names_of(spec.family).mtp == "one" and len(depths) > 1:
         raise refuse(f"{spec.family} checkpoints hold one MTP depth", "train with job.mtp = 1 or 0")
     for name, tensor in state.items():
         for hf_tensor in hf_layouts(name, spec)[0]:

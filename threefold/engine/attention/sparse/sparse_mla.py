@@ -1,6 +1,6 @@
 """Multi-head latent attention in which an indexer chooses the keys of each query (DeepSeek-V3.2, GLM-5).
 
-`models/families.py` makes it where a spec has an indexer. It is `MlaAttention` with two more tensors of each token, the
+`models/mixers.py` makes it where a spec has an indexer. It is `MlaAttention` with two more tensors of each token, the
 indexer's key and the weights of its heads, which tensor parallelism gathers together with the latents. A rule refuses
 context parallelism, in which the keys of other ranks would have to be scored.
 

@@ -1,6 +1,6 @@
 """The Mamba-2 layer (Nemotron-H): one input projection, a short convolution, the scan, a gated norm by groups.
 
-`models/families.py` makes it as the mixer of a layer. Its parameters have the order of transformers' checkpoints: the
+`models/mixers.py` makes it as the mixer of a layer. Its parameters have the order of transformers' checkpoints: the
 input projection yields the gate of all heads, then the channels of the convolution (x of all heads, B and C of all
 groups), then the step of each head. Tensor parallelism takes whole groups out of each of these parts.
 

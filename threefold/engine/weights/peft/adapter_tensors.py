@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from threefold.engine.lora import LORA_A, LORA_B
-from threefold.engine.weights.families.family_names import names_of
-from threefold.engine.weights.hf_names import hf_layouts
+from threefold.engine.weights.hf_names import hf_layouts, names_of
 from threefold.engine.weights.hf_tensor import HfTensor
 from threefold.spec.model import ModelSpec
 

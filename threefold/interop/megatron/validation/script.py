@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from threefold.engine.weights.make_hf_config import hf_config_of
 from threefold.interop.megatron.export_plan import BRIDGE, Export
 from threefold.interop.megatron.models import BRIDGE_MODELS
 from threefold.interop.megatron.validation.expected import expected_values
 from threefold.spec.chips import ChipSpec
+from threefold.spec.hf import hf_config_of
 from threefold.spec.megatron import version
 from threefold.spec.models import MODELS
 

@@ -1,11 +1,6 @@
-"""The model families as data: the kind of norm of each family, and the mixer of a layer.
-
-`decoder.py` asks here when it builds a model. A new family that has only known mixers is one more entry of `FAMILIES`
-and a reader for its configuration in `spec/hf.py`.
-"""
+"""The mixer of a layer: attention of a kind, the gated delta rule or Mamba-2. `decoder.py` asks here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -16,37 +11,6 @@ from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.layers.norm import RMSNorm
 from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
-
-
-@dataclass(frozen=True)
-class Family:
-    zero_centered_norms: bool = False  # norms store weight - 1
-
-
-FAMILIES = {
-    "deepseek_v3": Family(),
-    "deepseek_v32": Family(),
-    "dots1": Family(),
-    "ernie4_5_moe": Family(),
-    "gemma4": Family(),
-    "glm4_moe": Family(),
-    "glm_moe_dsa": Family(),
-    "gpt_oss": Family(),
-    "granitemoe": Family(),
-    "hunyuan_v1_moe": Family(),
-    "llama": Family(),
-    "minimax_m2": Family(),
-    "mixtral": Family(),
-    "nemotron_h": Family(),
-    "olmoe": Family(),
-    "phimoe": Family(),
-    "qwen2_moe": Family(),
-    "qwen3": Family(),
-    "qwen3_5_moe": Family(zero_centered_norms=True),
-    "qwen3_moe": Family(),
-    "qwen3_next": Family(zero_centered_norms=True),
-    "qwen3_vl_moe": Family(),
-}
 
 
 def make_mixer(spec: ModelSpec, layer: Layer, make_norm: Callable[[int], nn.Module]) -> nn.Module | None:

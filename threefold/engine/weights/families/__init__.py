@@ -1,1 +1,0 @@
-"""What differs between families in their checkpoints: names of tensors, and keys of config.json."""

@@ -1,1 +1,0 @@
-"""Families of Mixture-of-Experts models as data: defaults of their configurations, and readers."""
