@@ -1,4 +1,4 @@
-"""Compiles kernels for Hopper on a machine without a GPU.
+"""Compiles kernels for Hopper and Blackwell on a machine without a GPU.
 
 Gluon kernels can be neither run nor interpreted there. Those in Triton can be interpreted, but what the interpreter
 runs may still break the compiler.
@@ -40,13 +40,15 @@ def compile_for_hopper(kernel: Any, kinds: dict[str, str], constants: dict[str, 
     assert "wgmma.mma_async" in made.asm["ptx"]
 
 
-def compile_triton_for_hopper(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], num_warps: int) -> None:
-    """The same for a Triton kernel, which need not multiply."""
+def compile_triton(
+    kernel: Any, kinds: dict[str, str], constants: dict[str, Any], num_warps: int, capability: int = 90
+) -> None:
+    """The same for a Triton kernel, which need not multiply, and for Blackwell with capability 100."""
     from triton.compiler import ASTSource
 
     kernel = getattr(kernel, "kernel", None) or kernel
     numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    _compile(ASTSource, kernel, kinds, constants, num_warps, numbers)
+    _compile(ASTSource, kernel, kinds, constants, num_warps, numbers, capability)
 
 
 def _compile(
@@ -56,6 +58,7 @@ def _compile(
     constants: dict[str, Any],
     num_warps: int,
     given: dict[Any, Any] | None = None,
+    capability: int = 90,
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -66,7 +69,7 @@ def _compile(
     types = kinds | dict.fromkeys(constants, "constexpr")
     made = triton.compile(
         source(kernel, {name: types[name] for name in kernel.arg_names}, given or constants, aligned),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps},
     )
     assert made.metadata.shared <= SHARED_BYTES

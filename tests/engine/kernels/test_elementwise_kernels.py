@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from gluon_compile import compile_triton_for_hopper, gluon_known
+from gluon_compile import compile_triton, gluon_known
 
 from threefold.engine.autograd.grad_squares import grad_squares_of, request_grad_squares
 from threefold.engine.dispatch import rows as permuted
@@ -474,6 +474,6 @@ def test_embedding_kernels_compile_without_a_gpu() -> None:
     sizes = {"D": 2050, "POSITIONS": 64, "COLUMNS": 2048}
     tensors = {"grad_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*fp32", "squares_ptr": "*fp32"}
     kinds = {**tensors, "sorted_ptr": "*i32", "order_ptr": "*i64", "T": "i32"}
-    compile_triton_for_hopper(embedding_triton._sum_embedding_runs, kinds, sizes, num_warps=8)
+    compile_triton(embedding_triton._sum_embedding_runs, kinds, sizes, num_warps=8)
     del kinds["grad_ptr"], kinds["order_ptr"]
-    compile_triton_for_hopper(embedding_triton._sum_embedding_parts, kinds, sizes, num_warps=8)
+    compile_triton(embedding_triton._sum_embedding_parts, kinds, sizes, num_warps=8)

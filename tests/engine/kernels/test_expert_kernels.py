@@ -24,7 +24,7 @@ from expert_cases import (
     run_grouped,
     run_plain,
 )
-from gluon_compile import blocks, compile_for_hopper, gluon_known
+from gluon_compile import blocks, compile_for_hopper, compile_triton, gluon_known
 
 from threefold.engine.kernels.experts import kernel_choice
 from threefold.engine.kernels.experts.fused_experts import grouped_experts
@@ -210,6 +210,28 @@ def test_interpreted_tile_table(extra: int) -> None:
         firsts = [first for first in range(end - count, end, 8) if first == end - count or end - first > extra]
         expected += [(expert, first, end) for first in firsts]
     assert [tuple(tile) for tile in made.table[:, : int(made.total)].T.tolist()] == expected
+
+
+@pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernels are written for")
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_of_an_exchange_compile_without_a_gpu(capability: int) -> None:
+    """Those that store received rows where they lie, and those that pack and unpack rows in FP8."""
+    from threefold.engine.kernels.experts.grouped_gemm import _grouped_gemm
+    from threefold.engine.kernels.fp8.packed_rows import _pack_tokens, _unpack_rows
+
+    def tiles(*sizes: int) -> str:
+        return f"tensordesc<bf16[{', '.join(map(str, sizes))}]>"
+
+    kinds = {"a": tiles(128, 64), "w": tiles(1, 256, 64), "out": tiles(128, 128), "out_ptr": "*bf16"}
+    kinds |= {"target_ptr": "*i32", "table_ptr": "*i32", "total_ptr": "*i32", "max_tiles": "i32"}
+    sizes = {"K": 2048, "N": 7168, "BM": 128, "BN": 256, "BK": 64, "GROUP": 4}
+    options = {"TRANSPOSED": True, "EVEN_N": True, "FLAT": True}
+    compile_triton(_grouped_gemm, kinds, sizes | options, 8, capability)
+    sizes, bytes_of_rows = {"D": 7168, "BLOCK": 128, "BLOCKS": 8}, {"value_ptr": "*fp8e4nv", "byte_ptr": "*u8"}
+    compile_triton(
+        _pack_tokens, {"x_ptr": "*bf16", "row_ptr": "*i64", **bytes_of_rows}, sizes | {"K": 8}, 4, capability
+    )
+    compile_triton(_unpack_rows, {"x_ptr": "*bf16", **bytes_of_rows}, sizes, 4, capability)
 
 
 @pytest.mark.skipif(not gluon_known(), reason="needs a release of triton that the kernel is written for")

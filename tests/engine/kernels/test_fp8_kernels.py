@@ -638,6 +638,26 @@ def test_hopper_gemm_compiles_without_a_gpu(wgrad: bool, rowwise: bool, adds: bo
     compile_for_hopper(grouped_gemm_kernel, kinds, sizes | options)
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.skipif(not (INTERPRETED or HAS_HOPPER), reason="needs a Hopper GPU or test_interpreter.py")
+@pytest.mark.parametrize("dim", [128, 1152])
+def test_interpreted_rows_travel_in_fp8(dim: int) -> None:
+    """Each token is stored in its rows but for a dropped copy, and comes out as its blocks of 128 are rounded."""
+    from threefold.engine.dispatch.rows import sort_with_drops
+    from threefold.engine.kernels.fp8.packed_rows import pack_tokens, unpack_rows
+
+    expert_TK = torch.tensor([[0, 2], [1, -1], [2, 0]], device=DEVICE)
+    whole = torch.randn(3, dim) if HAS_HOPPER else torch.randint(-8, 9, (3, dim)).float()
+    x_TD = (whole * torch.tensor([2.0**-100, 1.0, 2.0**100])[:, None]).to(DEVICE)
+    x_TD[1, :128] = 0
+    rows, _ = sort_with_drops(expert_TK, 3)
+    rows = rows.truncate(5)
+    packed_SB, x_SD = torch.empty(5, dim + dim // 128, dtype=torch.uint8, device=DEVICE), torch.empty(5, dim).to(DEVICE)
+    pack_tokens(x_TD, rows.row_TK, packed_SB)
+    unpack_rows(packed_SB, x_SD)
+    assert torch.equal(x_SD, reference.dequantize_rows(reference.quantize_rows(x_TD))[rows.token_R])
+
+
 SIZES = [([130, 0, 60], 256, 128), ([0, 0, 700], 512, 256), ([1, 2, 3, 500], 144, 128), ([300] * 8, 1024, 512)]
 
 

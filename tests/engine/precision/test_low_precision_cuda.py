@@ -17,6 +17,7 @@ import torch
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.dispatch.fp8_rows import pack_fp8, unpack_fp8
+from threefold.engine.dispatch.rows import sort_by_expert
 from threefold.engine.moe.experts import Experts
 from threefold.engine.precision import low_precision_linear as linear
 from threefold.engine.precision.choose_backend import EMULATED, choose_backend
@@ -222,7 +223,8 @@ def test_fused_experts_match_experts_one_by_one(name: str, monkeypatch: pytest.M
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 def test_fp8_rows_are_packed_as_emulated() -> None:
     x_SD = torch.randn(77, 512, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(pack_fp8(x_SD).cpu(), pack_fp8(x_SD.cpu()))
-    assert torch.equal(
-        unpack_fp8(pack_fp8(x_SD), torch.bfloat16), quantize(x_SD, BLOCKWISE.input).dequantize(torch.bfloat16)
-    )
+    rows = [sort_by_expert(torch.arange(77, device=device)[:, None], 77)[0] for device in ("cuda", "cpu")]
+    packed, found = pack_fp8(x_SD, rows[0]), torch.empty_like(x_SD)
+    assert torch.equal(packed.cpu(), pack_fp8(x_SD.cpu(), rows[1]))
+    unpack_fp8(packed, found)
+    assert torch.equal(found, quantize(x_SD, BLOCKWISE.input).dequantize(torch.bfloat16))

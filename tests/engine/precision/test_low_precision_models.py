@@ -17,6 +17,7 @@ from threefold.engine.build import build as build_parts
 from threefold.engine.build import options_of
 from threefold.engine.dispatch.alltoall import AllToAllDispatcher
 from threefold.engine.dispatch.fp8_rows import pack_fp8, unpack_fp8
+from threefold.engine.dispatch.rows import sort_by_expert
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
@@ -180,12 +181,15 @@ def test_layouts_differ_by_rounding_at_most(recipe: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_packed_rows_have_eight_bits_and_come_out_quantized(dtype: Any) -> None:
     x_SD = torch.randn(50, 256, dtype=dtype) * torch.rand(50, 1).mul(20).exp2().to(dtype)
-    packed = pack_fp8(x_SD)
+    rows, _ = sort_by_expert(torch.randint(4, (50, 1)).sort(dim=0).values, 4)  # in the order of the tokens
+    found, packed = torch.empty_like(x_SD), pack_fp8(x_SD, rows)
     assert (packed.dtype, packed.shape) == (torch.uint8, (50, 256 + 2))
-    assert torch.equal(unpack_fp8(packed, dtype), quantize(x_SD, RECIPES["fp8-blockwise"].input).dequantize(dtype))
-    assert pack_fp8(x_SD[:0]).shape == (0, 258)
+    unpack_fp8(packed, found)
+    assert torch.equal(found, quantize(x_SD, RECIPES["fp8-blockwise"].input).dequantize(dtype))
+    assert pack_fp8(x_SD[:0], sort_by_expert(torch.zeros(0, 2).long(), 4)[0]).shape == (0, 258)
     x_SD[3, 7] = math.inf
-    assert not bool(unpack_fp8(pack_fp8(x_SD), dtype)[3].isfinite().all())
+    unpack_fp8(pack_fp8(x_SD, rows), found)
+    assert not bool(found[3].isfinite().all())
 
 
 def _dispatch(rank: int, fp8_rows: bool) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threefold.engine.dispatch.async_exchange import AsyncExchange, all_to_all_exchange, finish_exchange, start_exchange
 from threefold.engine.dispatch.capacity import Capacity
-from threefold.engine.dispatch.fp8_rows import fp8_all_to_all_exchange
+from threefold.engine.dispatch.fp8_rows import fp8_all_to_all_exchange, pack_fp8
 from threefold.engine.dispatch.protocol import Dispatcher
 from threefold.engine.dispatch.received_rows import ReceivedRows
 from threefold.engine.dispatch.rows import RowMap, sort_by_expert, sort_with_drops
@@ -59,12 +59,16 @@ class AllToAllDispatcher(Dispatcher[AllToAllState]):
     def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: AllToAllState) -> tuple[Tensor, Tensor]:
         if state.rows.padded:
             state.rows = state.rows.truncate(sum(state.counts.split_sizes().sent))
-        # The rows are permuted before the host waits for the counts, so that the device has work meanwhile.
-        rows = state.rows.permute_tokens(x_TD), state.rows.permute_weights(weight_TK)
-        splits = state.counts.split_sizes()
-        make_exchange = fp8_all_to_all_exchange if self.fp8_rows else all_to_all_exchange
-        state.dispatch_exchange = make_exchange(self.ep, splits.sent, splits.received)
-        x_PD, weight_P = start_exchange(state.dispatch_exchange, *rows)
+        # The rows are made before the host waits for the counts, so that the device has work meanwhile.
+        rows, weight_S = state.rows, state.rows.permute_weights(weight_TK)
+        if self.fp8_rows and not self.ep.is_trivial:
+            packed_SB, splits = pack_fp8(x_TD, rows), state.counts.split_sizes()
+            state.dispatch_exchange = fp8_all_to_all_exchange(self.ep, splits.sent, splits.received, rows, packed_SB)
+            x_PD, weight_P = start_exchange(state.dispatch_exchange, x_TD, weight_S)
+        else:
+            x_SD, splits = rows.permute_tokens(x_TD), state.counts.split_sizes()
+            state.dispatch_exchange = all_to_all_exchange(self.ep, splits.sent, splits.received)
+            x_PD, weight_P = start_exchange(state.dispatch_exchange, x_SD, weight_S)
         return x_PD, weight_P
 
     def dispatch_postprocess(

@@ -17,13 +17,17 @@ from threefold.engine.dist.mesh import Group
 
 Wait = Callable[[], object]
 Start = Callable[..., tuple[Sequence[Tensor], Wait]]  # tensors to send -> tensors to be received, and how to wait
+Finish = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class AsyncExchange:
-    """One exchange of one microbatch: `forward` starts sending tensors, `backward` starts sending their gradients."""
+    """One exchange of one microbatch: `forward` starts sending tensors, `backward` starts sending their gradients.
 
-    def __init__(self, forward: Start, backward: Start) -> None:
-        self._forward, self._backward = forward, backward
+    `finish_backward` makes the gradients of the tensors from those that were received.
+    """
+
+    def __init__(self, forward: Start, backward: Start, finish_backward: Finish | None = None) -> None:
+        self._forward, self._backward, self._finish_backward = forward, backward, finish_backward
         self._wait: Wait | None = None
         self._received_grads: tuple[Sequence[Tensor], Wait] | None = None
 
@@ -47,7 +51,7 @@ class AsyncExchange:
         received, wait = self._received_grads
         self._received_grads = None
         wait()
-        return received
+        return received if self._finish_backward is None else self._finish_backward(received)
 
 
 def start_exchange(exchange: AsyncExchange | None, *tensors: Tensor) -> tuple[Tensor, ...]:

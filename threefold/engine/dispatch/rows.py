@@ -38,19 +38,23 @@ class RowMap:
 
     def permute_tokens(self, x_TD: Tensor) -> Tensor:
         """The row of each copy: its token."""
-        return _Permute.apply(x_TD, self._token_R, self.row_TK, self.padded)
+        return _Permute.apply(x_TD, self.token_R, self.row_TK, self.padded)
 
     def permute_weights(self, weight_TK: Tensor) -> Tensor:
         """The router weight of each row."""
         rows = _Permute.apply(weight_TK.reshape(-1, 1), self.slot_R, self.row_TK.reshape(-1, 1), self.padded)
         return rows[:, 0]
 
+    def sum_rows(self, y_RD: Tensor) -> Tensor:
+        """The sum of the rows of each token, without a gradient."""
+        return _sum_rows(y_RD, self.row_TK, self.padded)
+
     def unpermute_sum(self, y_RD: Tensor) -> Tensor:
         """The sum of the rows of each token."""
-        return _UnpermuteSum.apply(y_RD, self._token_R, self.row_TK, self.padded)
+        return _UnpermuteSum.apply(y_RD, self.token_R, self.row_TK, self.padded)
 
     @property
-    def _token_R(self) -> Tensor:  # noqa: N802 - a tensor and its shape
+    def token_R(self) -> Tensor:  # noqa: N802 - a tensor and its shape
         """The token of each row."""
         return self.slot_R.div(self.row_TK.shape[1], rounding_mode="floor")
 

@@ -1,6 +1,6 @@
 """Chooses the backend of low-precision GEMMs: the device's kernels if they take recipe and sizes, else emulation.
 
-`low_precision_linear` and `dispatch/fp8_rows.py` call it.
+`low_precision_linear` and `layers/head_gemms.py` call it.
 """
 
 from collections.abc import Sequence

@@ -121,7 +121,6 @@ def overlapped_experts_peak(local: LocalSizes, weights: float = 0.0) -> float:
     line.make(received, rows.packed)
     if local.model.moe and local.model.moe.shared_width:
         line.make(shared_expert_bytes(local), rows.tokens)
-    line.pass_through(received if rows.packed else 0.0)
     line.free(rows.packed)
     _compute(line, rows, received, weights=weights)
     line.free(0.0 if is_saved_as_received(rows) else received)
@@ -220,14 +219,13 @@ def _dispatch(line: Timeline, rows: MoeRows) -> float:
     if not rows.is_exchanged:
         line.make(rows.received)
         return rows.received
-    line.make(rows.sent)
-    if rows.local.plan.knobs.fp8_dispatch:
+    if rows.local.plan.knobs.fp8_dispatch:  # tokens are quantized into their rows
         packed = FP8_ROW / rows.local.element_bytes
         line.make(packed * rows.sent, packed * rows.received, rows.received)
-        line.free((1 + packed) * rows.sent)
-        line.pass_through(rows.received)
+        line.free(packed * rows.sent)
         line.free(packed * rows.received)
     else:
+        line.make(rows.sent)
         line.replace(rows.received, rows.sent)
     return rows.received
 
