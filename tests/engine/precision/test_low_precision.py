@@ -17,16 +17,21 @@ from threefold.engine.autograd.recompute import recompute_output
 from threefold.engine.precision import low_precision_linear as linear
 from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.float_formats import E2M1, E4M3, E5M2, decode, encode, next_power_of_two
-from threefold.engine.precision.hadamard import HADAMARD_SIZE, hadamard_matrix, hadamard_transform
 from threefold.engine.precision.low_precision_linear import (
     LinearPrecision,
     LowPrecisionLinear,
     low_precision_linear,
     low_precision_linears,
 )
-from threefold.engine.precision.quantize import QuantSpec, quantize
+from threefold.engine.precision.quantize import (
+    HADAMARD_SIZE,
+    QuantSpec,
+    hadamard_matrix,
+    hadamard_transform,
+    quantize,
+)
 from threefold.engine.precision.recipes import RECIPES
-from threefold.engine.precision.scale_swizzle import swizzle_scales
+from threefold.engine.precision.scaled_mm_backends import swizzle_scales
 from threefold.engine.precision.weight_cache import WeightCache, mark_weights_changed
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}

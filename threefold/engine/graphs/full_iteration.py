@@ -19,9 +19,8 @@ from threefold.engine.autograd.grad_squares import GradSquares, request_grad_squ
 from threefold.engine.autograd.main_grad import main_grad_of
 from threefold.engine.batch import Batch
 from threefold.engine.graphs.graph_slot import GraphSlot
-from threefold.engine.graphs.graphed_function import make_aliases, use_aliases
+from threefold.engine.graphs.graphed_function import make_aliases, refresh_weights, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs
-from threefold.engine.graphs.quantized_weights import refresh_weights
 from threefold.engine.graphs.recorder import Graph, memory_address, record_work
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.sum_dtype import fp32_or_wider

@@ -7,7 +7,7 @@ modules use aliases of their parameters: the graph then holds no autograd state 
 `GraphedPart` makes and calls these.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +19,10 @@ from threefold.engine.autograd.delayed_wgrad import DelayedWgrad, WgradQueue, co
 from threefold.engine.autograd.main_grad import share_main_grad
 from threefold.engine.context import context, override
 from threefold.engine.graphs.graph_slot import GraphSlot
-from threefold.engine.graphs.quantized_weights import refresh_weights
 from threefold.engine.graphs.recorder import Graph, Recorder, memory_address, record_work
+from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
+from threefold.engine.precision.low_precision_linear import LinearPrecision
+from threefold.engine.precision.weight_cache import WeightCache
 from threefold.findings import Finding, FindingsError
 
 Result = TypeVar("Result")
@@ -234,3 +236,19 @@ def _copy_into(static_input: Tensor, x: Tensor) -> None:
     if memory_address(x) != memory_address(static_input):
         # Through `.data`, so that the version counter stays and a backward that is still to be recorded does not fail.
         static_input.data.copy_(x)
+
+
+def weight_caches(modules: Iterable[nn.Module]) -> Iterator[WeightCache[Any]]:
+    """The caches of all low-precision layers among the modules and inside of them."""
+    for submodule in (submodule for module in modules for submodule in module.modules()):
+        for value in vars(submodule).values():
+            if isinstance(value, LinearPrecision):
+                yield value.cache
+            elif isinstance(value, LowPrecisionExperts):
+                yield from value.weight_caches()
+
+
+def refresh_weights(modules: Iterable[nn.Module]) -> None:
+    """Quantize the weights that a graph reads at fixed addresses, once an optimizer step, by the first replay."""
+    for cache in weight_caches(modules):
+        cache.refresh()

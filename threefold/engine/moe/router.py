@@ -23,7 +23,6 @@ from threefold.engine.kernels.elementwise.topk_router import (
     router_logits,
 )
 from threefold.engine.kernels.fusion_switch import runs_fused
-from threefold.engine.moe.sparse_mixer import sparse_mixer
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import MoeSpec
 
@@ -198,3 +197,22 @@ class Router(nn.Module):
 def top_k_stable(score_TX: Tensor, count: int) -> Tensor:
     """Indices of the largest, best first; the lower index of equals. `torch.topk` promises no order among equals."""
     return score_TX.argsort(dim=-1, descending=True, stable=True)[:, :count]
+
+
+def sparse_mixer(logits_TE: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """The weights of a token's two experts in Phi-MoE, chosen one after the other by a softmax among near rivals.
+
+    It is SparseMixer as transformers runs it in evaluation: the best experts are taken, and equal logits go to the
+    lower number. Its training form draws experts at random and estimates gradients with Heun's method.
+    """
+    left_TE, weights, experts = logits_TE, [], []
+    for _ in range(2):
+        with torch.no_grad():
+            best_T1, expert_T1 = left_TE.sort(dim=-1, descending=True, stable=True)
+            best_T1, expert_T1 = best_T1[:, :1], expert_T1[:, :1]
+            is_far_TE = (best_T1 - logits_TE) / logits_TE.abs().clamp(min=best_T1) > 2 * jitter
+        near_TE = left_TE.masked_fill(is_far_TE, float("-inf")).softmax(dim=-1)
+        weights.append(near_TE.gather(1, expert_T1))
+        experts.append(expert_T1)
+        left_TE = left_TE.scatter(1, expert_T1, float("-inf"))
+    return torch.cat(weights, dim=1), torch.cat(experts, dim=1)

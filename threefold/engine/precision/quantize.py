@@ -10,6 +10,8 @@ Shapes: M rows, K columns, m x k blocks.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from random import Random
 from typing import Literal
 
 import torch
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from threefold.engine.kernels.fp8.quantized_tensors import SMALLEST_SCALE
 from threefold.engine.precision.float_formats import E4M3, FloatFormat, decode, encode, next_power_of_two
-from threefold.engine.precision.hadamard import hadamard_transform
 
 ScaleFormat = Literal["fp32", "power", "e8m0", "e4m3"]
 BlockShape = tuple[int | None, int | None]
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _SMALLEST_E4M3 = 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
+HADAMARD_SIZE = 16  # columns of a block: arXiv 2509.25149, section 4.2
+_SEED = 0  # of the random signs: one vector for all GEMMs of a run, so that both sides of each have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +140,21 @@ def _expand_scales(scales: Tensor, shape: tuple[int, int], block: BlockShape) ->
             scales = scales if length == 1 else scales.repeat_interleave(length, dim=dim)
             scales = scales.narrow(dim, 0, size)
     return scales
+
+
+def hadamard_transform(x_MK: Tensor) -> Tensor:
+    """Multiply each block of columns by one orthogonal matrix, which spreads an outlier over its block. In a GEMM of
+    two transformed matrices it cancels. The columns are padded with zeros to whole blocks."""
+    rows, columns = x_MK.shape
+    whole = F.pad(x_MK, (0, -columns % HADAMARD_SIZE)).reshape(rows, -(-columns // HADAMARD_SIZE), HADAMARD_SIZE)
+    return (whole @ torch.tensor(hadamard_matrix(), dtype=x_MK.dtype, device=x_MK.device)).flatten(1)
+
+
+@cache
+def hadamard_matrix() -> list[list[float]]:
+    """The matrix with random signs: orthogonal, every element +-1/4. Lists, so that no device or dry run owns it."""
+    signs = Random(_SEED).choices((-1.0, 1.0), k=HADAMARD_SIZE)
+    return [
+        [sign * HADAMARD_SIZE**-0.5 * (-1) ** (i & j).bit_count() for j in range(HADAMARD_SIZE)]
+        for i, sign in enumerate(signs)
+    ]

@@ -18,7 +18,6 @@ from threefold.engine.precision.emulated_backend import EmulatedBackend, Quantiz
 from threefold.engine.precision.float_formats import E4M3, FloatFormat
 from threefold.engine.precision.quantize import Quantized, QuantSpec, fp32_scales
 from threefold.engine.precision.recipes import Recipe
-from threefold.engine.precision.scale_swizzle import swizzle_scales
 
 _BLOCK = 128
 _ALIGN = 16  # bytes: rows must begin at a multiple
@@ -241,3 +240,15 @@ def sizes_are_aligned(sizes: tuple[int, ...], float_format: FloatFormat = E4M3) 
     """Whether the kernels take matrices of these sizes; others are emulated."""
     step = _ALIGN if float_format.dtype is not None else 2 * _ALIGN
     return all(size and size % step == 0 for size in sizes)
+
+
+def swizzle_scales(scales_Mk: Tensor) -> Tensor:
+    """Scales as Blackwell's tensor cores read them, flat: tiles of 128 rows x 4 columns, padded to whole tiles.
+
+    Inside a tile the scale of row r and column c is number (r % 32) * 16 + (r // 32) * 4 + c: NVIDIA cuBLAS
+    documentation, "1D block scaling factors layout".
+    """
+    dtype, (rows, columns) = scales_Mk.dtype, scales_Mk.shape
+    whole = F.pad(scales_Mk.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    tiles = whole.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(dtype)
