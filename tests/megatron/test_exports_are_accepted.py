@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from megatron_draws import DRAWN_MODELS, draw_plan, shown
 from megatron_exports import published_plans, recipe_plans
-from megatron_judges import NEEDS_WHEELS, RELEASES, WITH_LM, refusals, verdict
+from megatron_judges import NEEDS_WHEELS, RELEASES, WITH_LM, disagreements, findings, refusals, verdict
 
 from threefold.interop.megatron.export_plan import BRIDGE, LM, export_plan
 from threefold.plan.parse import change
-from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
-from threefold.rules.all import check, errors
 from threefold.rules.fixes import repair
 
 pytestmark = NEEDS_WHEELS
@@ -26,24 +24,6 @@ NEWEST = RELEASES[-1]
 PLANS, OLDER_PLANS = 500, 60  # random plans for the newest release, and for each older one
 IN_A_TEST = 20
 SEED = int(os.environ.get("THREEFOLD_SEED", "0"))
-
-
-def findings(plan: Plan, release: str) -> tuple[Plan, list[Any], set[str]]:
-    """The plan as one for Bridge of a release, its errors, and the fields that a warning speaks of."""
-    judged = change(plan, {"target": BRIDGE, "stack.release": release})
-    found = check(judged, notes=False)
-    return judged, errors(found), {finding.at for finding in found}
-
-
-def disagreements(plan: Plan, release: str, folder: Path, to: str = BRIDGE) -> list[str]:
-    """What Megatron refuses or changes of a plan that we accept, beyond what a warning or the export's table says."""
-    judged, blocking, named = findings(plan, release)
-    if blocking:
-        return []
-    found = verdict(judged, to, release, folder)
-    named |= {item.field for item in export_plan(judged, to, release).inexpressible}
-    differs = {name: pair for name, pair in found["differs"].items() if name not in named}
-    return [*refusals(found), *(f"{name}: plan {mine}, Megatron {theirs}" for name, (mine, theirs) in differs.items())]
 
 
 RECIPES = recipe_plans()

@@ -2,7 +2,8 @@
 
     python worker.py VALIDATE.py WHEELS
 
-Standard input: a line of JSON with the `job` and the `folder` of an export. Standard output: its verdict.
+Standard input: a line of JSON with the `job` and the `folder` of an export, and `ranks` where it is not the first and
+the last that are judged. Standard output: the verdict.
 """
 
 import json
@@ -21,7 +22,7 @@ def main() -> None:
     finder, versions = judge["import_megatron"](judge["JOB"], wheels)
     for line in sys.stdin:
         asked = json.loads(line)
-        ranks = judge["judge_export"](asked["job"], asked["folder"], finder, SECONDS, GIGABYTES)
+        ranks = judge["judge_export"](asked["job"], asked["folder"], finder, SECONDS, GIGABYTES, asked["ranks"])
         answers.write(json.dumps(judge["summary"](asked["job"], ranks, versions)) + "\n")
         answers.flush()
 

@@ -181,8 +181,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "nemotron-3-nano", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1, "layout.stages": None},
     ),
     "layout-string-without-vpp": (
-        {"model": "qwen3-vl-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
+        {"model": "gemma-4-26b-a4b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
         {"model": "qwen3-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
+    ),
+    "qwen3-vl-without-vpp": (
+        {"model": "qwen3-vl-30b-a3b", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 4},
+        {"model": "qwen3-vl-30b-a3b", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1},
     ),
     "first-stage-takes-image-features": (
         {"model": "tiny-qwen3-vl-moe", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 1, "layout.ep": 8},

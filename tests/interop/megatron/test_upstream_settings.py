@@ -90,6 +90,22 @@ def test_first_and_last_layers_of_current_scaling_are_in_bf16() -> None:
     assert "mixed_precision.first_last_layers_bf16" not in settings({"knobs.precision": "fp8-blockwise"})
 
 
+@pytest.mark.parametrize(("layers", "is_said"), [(1, False), (2, True)])
+def test_other_layers_in_bf16_are_not_dropped_in_silence(layers: int, is_said: bool) -> None:
+    name = "mixed_precision.num_layers_at_end_in_bf16"
+    found = import_text(f"mixed_precision=bf16_with_fp8_current_scaling_mixed {name}={layers}", {"model": "qwen3-8b"})
+    assert [one.at for one in found.findings if one.rule == "import-without-counterpart"] == [name] * is_said
+
+
+@pytest.mark.parametrize(("backend", "count"), [("deepep", 20), ("hybridep", 16)])
+def test_the_multiprocessors_of_the_backend_in_use_count(backend: str, count: int) -> None:
+    text = f"model.moe_token_dispatcher_type=flex model.moe_flex_dispatcher_backend={backend} "
+    text += "model.moe_deepep_num_sms=20 model.moe_hybridep_num_sms=16"
+    plan = import_text(text, {"model": "qwen3-30b-a3b"}).plan
+    assert plan is not None
+    assert plan.knobs.dispatch_sms == count
+
+
 WHOLE = {"knobs.graphs": ["full_iteration"], "knobs.ep_overlap": False, "knobs.delay_wgrad": False}
 STASH = {**WHOLE, "job.capacity_factor": 1.5, "job.capacity_scope": "rank"}
 STASH |= {"knobs.dispatcher": "hybridep", "knobs.expert_fusion": True}
@@ -379,6 +395,17 @@ EXCLUDED = [
         "comm_overlap.delay_wgrad_compute=false",
     ),
     (
+        "graph-modules-have-one-name",
+        "model.cuda_graph_scope=[attn] model.cuda_graph_modules=[moe_router]",
+        "model.cuda_graph_scope=null",
+    ),
+    (
+        "dispatchers-share-multiprocessors",
+        "model.moe_token_dispatcher_type=flex model.moe_flex_dispatcher_backend=deepep model.moe_deepep_num_sms=20 "
+        "model.moe_hybridep_num_sms=16",
+        "model.moe_flex_dispatcher_num_sms=24",
+    ),
+    (
         "early-release-needs-ep-overlap",
         "model.ep_overlap_early_attn_memory_release=true",
         "comm_overlap.overlap_moe_expert_parallel_comm=true",
@@ -490,3 +517,14 @@ def test_exports_with_fault_tolerance_have_all_files() -> None:
     files = export_files(export, "plan.toml", replace(Options(), fault_tolerant=True), "out")
     assert "ft_launcher" in files["job.sbatch"]
     assert "FaultToleranceConfig" in files["train.py"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"knobs.optimizer_dtype": "bf16"}, {"knobs.grad_dtype": "bf16"}, {"knobs.optimizer_offload": 0.5}],
+)
+def test_megatrons_precision_aware_optimizer_is_adam(fields: dict[str, Any]) -> None:
+    """megatron-core 0.19.2, core/optimizer/optimizer_config.py:433."""
+    refused = {one.rule for one in judge(build({**CLEAN, "job.optimizer": "muon", **fields}))}
+    assert "narrow-states-need-adamw" in refused
+    assert "narrow-states-need-adamw" not in {one.rule for one in judge(build({**CLEAN, **fields}))}

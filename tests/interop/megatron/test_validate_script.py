@@ -172,6 +172,14 @@ def test_an_interpreter_that_cannot_judge_is_no_verdict(tmp_path: Path, capsys: 
         assert reason in out
 
 
+def test_a_python_without_megatron_is_told_how_to_name_it(tmp_path: Path) -> None:
+    for name, text in export_files(export_plan(recipe(NAME)), NAME, Options(), str(tmp_path)).items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run([sys.executable, tmp_path / "validate.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "No module named 'megatron'. Name the folder of Megatron's unpacked wheels with --megatron" in done.stdout
+
+
 def test_an_export_says_that_it_was_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run("export", f"recipes/{NAME}.toml", "--out", str(tmp_path), capsys=capsys)
     assert status == 0

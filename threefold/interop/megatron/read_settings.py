@@ -26,6 +26,7 @@ from threefold.interop.megatron.settings_writer import Settings, data_of_paths
 from threefold.plan.aliases import MODULES
 from threefold.plan.plan import GRAPH_SCOPES
 from threefold.plan.table import FIELDS
+from threefold.spec.candidates import FLEX
 from threefold.spec.model import ModelSpec
 
 Fields = dict[str, Any]
@@ -77,7 +78,7 @@ def fields_of(
     _without_own_sizes(reader)
     rest = [path for path in sorted(set(reader.settings) - reader.used) if not _is_implied(reader, path)]
     _name_the_rest(reader, rest)
-    reader.findings += conflicts_of(reader.settings)
+    reader.findings += conflicts_of(settings | reader.settings)
     return reader.fields, reader.findings, {path: reader.settings[path] for path in rest}
 
 
@@ -127,8 +128,15 @@ def _name_the_unknown(reader: Reader, unknown: list[str]) -> None:
 
 
 def _in_one_spelling(settings: Settings) -> Settings:
-    """Other spellings under the newest name; a value under that name itself counts more."""
-    also = {READ_ALSO[path]: value for path, value in settings.items() if path in READ_ALSO and value is not None}
+    """Other spellings under the newest name; a value under that name itself counts more. Of names by backend that of
+    the one in use counts."""
+    backend = settings.get("model.moe_flex_dispatcher_backend")
+    others = {f"model.moe_{name}_num_sms" for name in FLEX if name != backend} if backend in FLEX else set()
+    also = {
+        READ_ALSO[path]: value
+        for path, value in settings.items()
+        if path in READ_ALSO and value is not None and path not in others
+    }
     return also | {path: value for path, value in settings.items() if path not in READ_ALSO}
 
 
@@ -174,6 +182,10 @@ def _read_precision(reader: Reader) -> None:
         found = "fp32"
     if found is not None:
         reader.fields["knobs.precision"] = found
+    own = dict(PRECISIONS[found].fields) if found in PRECISIONS else {}
+    for path in _IN_BF16:  # as the recipe of the precision has them, or else no field stands for them
+        if reader.settings.get(path) in (own.get(path, False), None):
+            reader.take(path)
     for kind in ("fp8", "fp4"):
         if reader.take(f"mixed_precision.{kind}_param_gather"):
             reader.fields["knobs.fp8_params"] = True
@@ -181,6 +193,10 @@ def _read_precision(reader: Reader) -> None:
 
 _PRECISION_FIELDS = tuple(
     f"mixed_precision.{name}" for name in ("fp32", "fp16", "bf16", "fp8", "fp8_recipe", "fp4", "fp4_recipe")
+)
+_IN_BF16 = tuple(
+    f"mixed_precision.{name}"
+    for name in ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 )
 
 
@@ -288,8 +304,11 @@ def _read_graphs(reader: Reader) -> None:
         return
     known = [name for name in names if name in GRAPH_SCOPES]
     routing = ["moe_router", "moe_preprocess"]
-    if kind == "local" and set(routing) & set(known):  # one of them is both there
-        known = list(dict.fromkeys([*known, *routing]))
+    if kind == "local":
+        reader.warn(
+            "model.cuda_graph_impl", "'local' has no counterpart in a plan", "an export says transformer_engine"
+        )
+        known = list(dict.fromkeys([*known, *(routing if set(routing) & set(known) else [])]))  # one is both there
     if known:
         reader.fields["knobs.graphs"] = known
     if not known or len(known) < len(names):

@@ -92,6 +92,11 @@ def _overlaps_wgrad_alone(settings: Settings) -> bool:
     return not any(settings.get(f"comm_overlap.{name}") for name in names)
 
 
+def _has_two_counts_of_sms(settings: Settings) -> bool:
+    counts = {settings.get(f"model.moe_{name}_num_sms") for name in ("deepep", "hybridep")} - {None}
+    return len(counts) > 1 and settings.get("model.moe_flex_dispatcher_num_sms") in counts
+
+
 def _saves(settings: Settings) -> bool:
     return any(settings.get(f"checkpoint.{name}") is not None for name in ("save", "load"))
 
@@ -384,6 +389,22 @@ CONFLICTS: tuple[Conflict, ...] = (
         "dispatch of the backward next to weight gradients, with EP overlap or delayed weight gradients",
         "a third way to hide an exchange, without two microbatches at a time; it needs Transformer Engine 2.3",
         (CORE_CONFIG, "'overlap_dispatch_backward_with_experts_wgrad.'"),
+    ),
+    Conflict(
+        "graph-modules-have-one-name",
+        "model.cuda_graph_scope",
+        lambda s: s.get("model.cuda_graph_scope") and s.get("model.cuda_graph_modules") not in (None, "full", (), []),
+        "modules of graphs under their older name and under their newer one",
+        "keep model.cuda_graph_modules",
+        (CORE_CONFIG, '"cuda_graph_scope and cuda_graph_modules cannot be set together."'),
+    ),
+    Conflict(
+        "dispatchers-share-multiprocessors",
+        "model.moe_flex_dispatcher_num_sms",
+        _has_two_counts_of_sms,
+        "two numbers of multiprocessors under names by backend, which have become one",
+        "set model.moe_flex_dispatcher_num_sms",
+        (CORE_CONFIG, "Conflicting deprecated SM-count knobs"),
     ),
     Conflict(
         "early-release-needs-ep-overlap",

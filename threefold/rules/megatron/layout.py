@@ -11,6 +11,8 @@ from threefold.spec.megatron import BridgeRelease, bridge_releases, release_of
 from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.stacks import CORE_CONFIG
 
+_EVENLY: Changes = {"layout.stages": None, "layout.schedule": None}  # other virtual stages need other chunks
+
 
 @rule(
     target="megatron-bridge",
@@ -102,8 +104,8 @@ def mamba_models_without_vpp(plan: Plan) -> Iterator[Finding]:
 
 def _virtual_stages_with_mamba(plan: Plan) -> Iterator[Finding]:
     if plan.model.mamba is not None and plan.layout.vpp > 1:
-        fix: Changes = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
-        yield Finding(at="layout.vpp", problem=f"VPP {plan.layout.vpp} on {plan.model.name}", fix=fix)
+        problem = f"VPP {plan.layout.vpp} on {plan.model.name}"
+        yield Finding(at="layout.vpp", problem=problem, fix={"layout.vpp": 1, **_EVENLY})
 
 
 @rule(
@@ -148,9 +150,6 @@ def chunks_next_to_mtp_have_layers(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.stages", problem=problem, fixes=fixes)
 
 
-_WITHOUT_STAGE = ("gemma4", "qwen3_vl_moe")  # whose layers Bridge makes without being told the virtual stage
-
-
 @rule(
     target="megatron-bridge",
     rows="PP-LAYOUT PP-VPP",
@@ -160,21 +159,38 @@ _WITHOUT_STAGE = ("gemma4", "qwen3_vl_moe")  # whose layers Bridge makes without
     ),
 )
 def layout_string_without_vpp(plan: Plan) -> Iterator[Finding]:
-    """Gemma 4 and Qwen3-VL run an uneven pipeline without virtual stages.
+    """Gemma 4 runs an uneven pipeline without virtual stages.
 
-    Why: an export writes a layout string where layers do not divide evenly, or where one is stated. Bridge's classes
-        for these models ask the string for their layers without saying for which virtual stage.
+    Why: an export writes a layout string where layers do not divide evenly, or where one is stated. Bridge's class
+        for this model asks the string for its layers without saying for which virtual stage.
     Confirm: layout.vpp; layers over layout.pp x layout.vpp.
     Fix: VPP 1, or a number of stages that divides the layers.
     """
-    layout = plan.layout
-    has_string = layout.stages is not None or plan.model.num_layers % layout.chunks != 0
-    if plan.model.family in _WITHOUT_STAGE and layout.pp > 1 and layout.vpp > 1 and has_string:
-        less: Changes = {"layout.stages": None, "layout.schedule": None}
-        even = [vpp for vpp in range(layout.vpp, 1, -1) if plan.model.num_layers % (layout.pp * vpp) == 0]
-        fixes: list[Changes] = [{"layout.vpp": vpp, **less} for vpp in [*even, 1]]
+    layout, layers = plan.layout, plan.model.num_layers
+    has_string = layout.stages is not None or layers % layout.chunks != 0
+    if plan.model.family == "gemma4" and layout.pp > 1 and layout.vpp > 1 and has_string:
+        even = [vpp for vpp in range(layout.vpp, 1, -1) if layers % (layout.pp * vpp) == 0]
+        fixes: list[Changes] = [{"layout.vpp": vpp, **_EVENLY} for vpp in [*even, 1]]
         problem = f"a layout string with VPP {layout.vpp} on {plan.model.name}"
         yield Finding(at="layout.vpp", problem=problem, fixes=fixes)
+
+
+@rule(
+    target="megatron-bridge",
+    rows="PP-VPP VL-GUIDE",
+    follows="megatron-core 0.19.2, core/transformer/transformer_layer.py:191",
+)
+def qwen3_vl_without_vpp(plan: Plan) -> Iterator[Finding]:
+    """Qwen3-VL runs in Bridge without virtual stages.
+
+    Why: Bridge's provider makes the model without saying for which virtual stage, and each of its layers asks.
+    Confirm: layout.vpp.
+    Fix: VPP 1.
+    """
+    layout = plan.layout
+    if plan.model.family == "qwen3_vl_moe" and layout.pp > 1 and layout.vpp > 1:
+        problem = f"VPP {layout.vpp} on {plan.model.name}"
+        yield Finding(at="layout.vpp", problem=problem, fix={"layout.vpp": 1, **_EVENLY})
 
 
 @rule(
@@ -196,8 +212,7 @@ def first_stage_takes_image_features(plan: Plan) -> Iterator[Finding]:
     if vision is None or layout.pp == 1 or len(plan.chunks[0].layers) >= len(vision.deepstack):
         return
     here, need = len(plan.chunks[0].layers), len(vision.deepstack)
-    less: Changes = {"layout.stages": None, "layout.schedule": None}
-    fixes: list[Changes] = [{"layout.vpp": 1, **less}, {"layout.pp": 1, "layout.vpp": 1, **less}]
+    fixes: list[Changes] = [{"layout.vpp": 1, **_EVENLY}, {"layout.pp": 1, "layout.vpp": 1, **_EVENLY}]
     problem = f"the first chunk has {here} layers for the features of {need} encoder layers"
     yield Finding(at="layout.pp", problem=problem, fixes=fixes)
 

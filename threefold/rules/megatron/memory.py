@@ -197,16 +197,17 @@ def _absent(plan: Plan, name: str, is_there: bool, what: str) -> Iterator[Findin
     refused_in=("core/optimizer/optimizer_config.py", "--use-precision-aware-optimizer only supported with adam"),
 )
 def narrow_states_need_adamw(plan: Plan) -> Iterator[Finding]:
-    """Megatron keeps narrower optimizer states, gradients or remainders of weights for Adam only.
+    """Megatron keeps narrower optimizer states, gradients or remainders of weights, and states on the host, for Adam.
 
-    Why: all three belong to its precision-aware optimizer.
-    Confirm: job.optimizer with knobs.optimizer_dtype, grad_dtype and store_param_remainders.
-    Fix: states and gradients in fp32, or AdamW.
+    Why: all of them belong to its precision-aware optimizer. Without that one, next to quantized parameters, an offload
+        is accepted, and the matrices that Muon updates stay on the GPU.
+    Confirm: job.optimizer with knobs.optimizer_dtype, grad_dtype, store_param_remainders and optimizer_offload.
+    Fix: states and gradients in fp32 on the GPU, or AdamW.
     """
     knobs = plan.knobs
-    rest: dict[str, object] = {"optimizer_dtype": "fp32", "grad_dtype": "fp32", "store_param_remainders": False}
-    narrow = [name for name, value in rest.items() if getattr(knobs, name) != value]
-    if plan.job.optimizer != "adamw" and narrow:
-        fixes: list[dict[str, object]] = [{f"knobs.{name}": None for name in narrow}, {"job.optimizer": "adamw"}]
-        problem = f"{', '.join(narrow)} with {plan.job.optimizer}"
-        yield Finding(at=f"knobs.{narrow[0]}", problem=problem, fixes=fixes)
+    usual = {"optimizer_dtype": "fp32", "grad_dtype": "fp32", "store_param_remainders": False, "optimizer_offload": 0}
+    other = [name for name, value in usual.items() if getattr(knobs, name) != value]
+    if plan.job.optimizer != "adamw" and other:
+        fixes: list[dict[str, object]] = [{f"knobs.{name}": None for name in other}, {"job.optimizer": "adamw"}]
+        problem = f"{', '.join(other)} with {plan.job.optimizer}"
+        yield Finding(at=f"knobs.{other[0]}", problem=problem, fixes=fixes)

@@ -147,11 +147,16 @@ def exported_variables(file: Path) -> dict[str, str]:
 
 
 def judge_export(
-    job: dict[str, Any], folder: str, finder: StandInFinder, seconds: float, gigabytes: float
+    job: dict[str, Any],
+    folder: str,
+    finder: StandInFinder,
+    seconds: float,
+    gigabytes: float,
+    ranks: tuple[int, ...] = (),
 ) -> list[Any]:
     """Rank 0 and the last rank, which differs from it on every axis; the verdicts as data. The limits are a rank's."""
     verdicts = []
-    for rank in sorted({0, job["gpus"] - 1}):
+    for rank in ranks or sorted({0, job["gpus"] - 1}):
         try:
             work = partial(_judge_as_data, job, folder, rank, finder)
             verdicts.append(in_child(work, seconds, gigabytes, own_group=False))
@@ -179,7 +184,10 @@ def import_megatron(job: dict[str, Any], megatron: str | None) -> tuple[StandInF
         ):
             KINDS[job["to"]].load()
     except ImportError as error:
-        raise NotJudgedError(f"{type(error).__name__}: {error}. It is no part of Megatron: install it") from error
+        remedy = "It is no part of Megatron: install it"
+        if (error.name or "").partition(".")[0] == "megatron":
+            remedy = "Name the folder of Megatron's unpacked wheels with --megatron, or run a Python that has it"
+        raise NotJudgedError(f"{type(error).__name__}: {error}. {remedy}") from error
     except Exception as error:
         raise NotJudgedError(f"Megatron does not import: {type(error).__name__}: {error}") from error
     return finder, _versions()
