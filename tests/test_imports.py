@@ -29,7 +29,8 @@ LEVELS = (
     {"compare"},
     {"tune"},
     {"lookup"},
-    {"report", "api"},
+    {"report"},
+    {"api"},
     {"explore", "mcp"},
     {"cli"},
 )

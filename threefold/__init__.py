@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from threefold.api.finetunings import finetune
     from threefold.api.plans import check, estimate, estimate_training, load_plan, sweep, training_curve
     from threefold.api.rehearsals import rehearse
+    from threefold.api.reports import make_report
     from threefold.api.searches import find_plan
     from threefold.api.trainings import read_run, train
+    from threefold.api.tunings import tune_plan
     from threefold.findings import Finding, FindingsError
     from threefold.lookup.search import find
     from threefold.plan.file import dump_plan
@@ -45,12 +47,14 @@ __all__ = [
     "find_plan",
     "finetune",
     "load_plan",
+    "make_report",
     "profile_run",
     "read_run",
     "rehearse",
     "sweep",
     "train",
     "training_curve",
+    "tune_plan",
     "validate",
 ]
 
@@ -72,12 +76,14 @@ _HOMES = {
     "finetune": "threefold.api.finetunings",
     "find_plan": "threefold.api.searches",
     "load_plan": "threefold.api.plans",
+    "make_report": "threefold.api.reports",
     "profile_run": "threefold.api.comparisons",
     "read_run": "threefold.api.trainings",
     "rehearse": "threefold.api.rehearsals",
     "sweep": "threefold.api.plans",
     "train": "threefold.api.trainings",
     "training_curve": "threefold.api.plans",
+    "tune_plan": "threefold.api.tunings",
     "validate": "threefold.api.comparisons",
 }
 

@@ -21,7 +21,7 @@ from threefold.lookup.entries import Entry, all_entries
 from threefold.lookup.names import setting_entries
 from threefold.lookup.synonyms import CERTAIN, GROUPS, SYNONYM
 from threefold.plan.table import FIELDS
-from threefold.report.pages.plan_fields import field_page
+from threefold.report.plan_fields import field_page
 from threefold.rules.all import RULES, explain, known_slugs, raised_by, severity_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_measurer import FakeMeasurer
 from repository import ROOT
+from tuned_plans import plan_to_tune
 
 import threefold
+from threefold.cli.main import main
 from threefold.findings import Finding, Findings
 from threefold.notebook import MOST_ROWS, html_table
+from threefold.tune import engine_measurer
 
 PACKAGE = ROOT / "threefold"
 TINY = ROOT / "recipes" / "tiny-qwen3-moe-256-1xcpu-fp32.toml"
@@ -30,6 +34,8 @@ CALLED = {
     "export": {"export"},
     "sweep": {"sweep"},
     "profile": {"profile_run"},
+    "report": {"make_report"},
+    "tune": {"tune_plan", "read_tuning"},
     "command_line/inputs": {"open_plan"},
 }
 
@@ -139,6 +145,34 @@ def test_sweeps_exports_and_diagnoses_are_those_of_the_commands(tmp_path: Path) 
     diagnosis = threefold.diagnose_job(log)
     assert diagnosis.death == "cuda-out-of-memory"
     assert all(repr(value).startswith("<") and "\n" not in repr(value) for value in (found, exported, diagnosis))
+
+
+def test_a_report_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = threefold.make_report(TINY, ["job.steps=7"])
+    out = tmp_path / "page.html"
+    assert main(["report", str(TINY), "job.steps=7", "--out", str(out)]) == 0
+    assert out.read_text(encoding="utf-8") == found.html
+    assert f"report of the {found.kind} {found.name}" in capsys.readouterr().out
+    with pytest.raises(threefold.FindingsError, match="neither a run"):
+        threefold.make_report(tmp_path)
+
+
+def test_a_tuning_resumes_from_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a machine on which larger microbatches are faster."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fake = FakeMeasurer(lambda plan: 1.0 - 0.1 * (plan.job.micro_batch // 4), noise=0.003)
+    monkeypatch.setattr(engine_measurer, "EngineMeasurer", lambda *words: fake)
+    lines: list[str] = []
+    found = threefold.tune_plan(plan_to_tune(), tmp_path / "out", budget=1200.0, say=lines.append)
+    assert found.winner is not None
+    assert found.winner.job.micro_batch == 8
+    assert lines[0] == f"trials are kept in {tmp_path / 'out'}"
+    assert not (tmp_path / "out" / "card.toml").exists()  # no command line measures it again
+    count = len(fake.plans)
+    threefold.tune_plan(plan_to_tune(), tmp_path / "out", budget=1200.0)
+    assert len(fake.plans) == count
+    with pytest.raises(threefold.FindingsError, match=r"knobs\.precison"):
+        threefold.tune_plan(plan_to_tune(), tmp_path / "out", keep=["knobs.precison"])
 
 
 def test_tables_escape_what_files_hold() -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from threefold import safe_files, toml_file
-from threefold.cli import estimate, find, import_plan, report
+from threefold.api import reports
+from threefold.cli import estimate, find, import_plan
 from threefold.cli.command_line.bounds import BOUNDS, bounds_of
 from threefold.cli.command_line.parser import verb_parser
 from threefold.cli.main import VERBS, build_parser, main
@@ -71,7 +72,7 @@ TOLD: dict[str, Sequence[str]] = {
         f"ledgers of {size(ledger.MAX_BYTES)} and {ledger.MAX_ROWS:,} rows",
         f"{engine_measurer.FIRST_LIMIT_SECONDS / 60:.0f} minutes",
     ),
-    "report": (f"a run of {size(report.MOST_TRACE_BYTES)}", f"{run_pictures.MOST_POINTS} points"),
+    "report": (f"a run of {size(reports.MOST_TRACE_BYTES)}", f"{run_pictures.MOST_POINTS} points"),
     "explore": (
         f"{server.MOST_CONNECTIONS} connections",
         f"{size(server.MOST_BODY)} a request",

@@ -175,7 +175,7 @@ def test_pictures(trace: Path, tmp_path: Path, suffix: str, begins: bytes, capsy
 def test_parts_of_a_bar_add_up_to_the_span(trace: Path) -> None:
     pytest.importorskip("matplotlib")
     from threefold.profile.analyse import profile_traces
-    from threefold.report.profile_plot import time_by_part
+    from threefold.report.plots import time_by_part
 
     top = profile_traces([trace]).top
     assert sum(time_by_part(top).values()) == pytest.approx(top.span_seconds)

@@ -69,7 +69,7 @@ def test_legends_cover_no_label(values: tuple[int, ...], tmp_path: Path) -> None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    from threefold.report.plot import sweep_figure
+    from threefold.report.plots import sweep_figure
 
     plan = read_plan(QWEN).plan
     assert plan is not None

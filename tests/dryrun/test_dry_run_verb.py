@@ -86,7 +86,7 @@ def test_a_picture_that_cannot_be_drawn_loses_no_rehearsal(
 ) -> None:
     words = ["dry-run", str(TINY), *SMALL, "--json"]
     with monkeypatch.context() as without:
-        without.delitem(sys.modules, "threefold.report.rehearsal_plot", raising=False)
+        without.delitem(sys.modules, "threefold.report.plots", raising=False)
         for name in ("matplotlib", "matplotlib.figure"):
             without.setitem(sys.modules, name, None)
         assert main([*words, "--plot", str(tmp_path / "x.png")]) == 1

@@ -8,7 +8,7 @@ import pytest
 from tests.support.command_line import run
 from tests.support.fake_measurer import FakeMeasurer
 from tests.support.tuned_plans import plan_to_tune
-from threefold.cli import tune as verb
+from threefold.api import tunings
 from threefold.machine.inventory import Machine
 from threefold.plan.file import dump_plan
 from threefold.tune import engine_measurer
@@ -20,7 +20,7 @@ HERE = Machine("3.11.0", "Linux", versions={"torch": "2.13.0"})
 @pytest.fixture
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(verb, "this_machine", lambda try_kernels: HERE)
+    monkeypatch.setattr(tunings, "this_machine", lambda try_kernels: HERE)
     path = tmp_path / "plan.toml"
     path.write_text(dump_plan(plan_to_tune()))
     return path

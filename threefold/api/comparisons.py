@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from threefold.api.plans import on_measured_chip, open_plan
+from threefold.api.plans import on_measured_chip, open_plan, with_choices
 from threefold.compare.comparison import Comparison, compare_sides
 from threefold.compare.contract import Contract
 from threefold.compare.read_contract import contract_of_logs, contract_of_run, job_logs, read_contract
@@ -95,7 +95,7 @@ def validate(
 def _log_plan(plan: str | Path | None) -> Plan | None:
     if plan is None:
         return None
-    parsed, findings = open_plan(str(plan), [])
+    parsed, findings = with_choices(*open_plan(str(plan)))
     if parsed.plan is None:
         raise FindingsError(findings)
     return parsed.plan

@@ -29,31 +29,32 @@ OUR_ENGINE = "threefold"
 MOST_TOKENS = 1e18
 
 
-def open_plan(path: str, overrides: Sequence[str] = (), keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:
-    """The parsed plan and everything found on the way, for whoever also wants a plan that has errors.
-
-    Fields that a draft leaves free are findings. A memory budget becomes names and an open `cp_exchange` a choice,
-    unless `keep_budget` says that the plan will still change, and with it what is best.
-    """
+def open_plan(path: str, overrides: Sequence[str] = ()) -> tuple[Parsed, list[Finding]]:
+    """The parsed plan and everything found on the way, for whoever also wants a plan that has errors. Fields that a
+    draft leaves free are findings. Nothing is chosen or priced."""
     parsed = read_plan(path, overrides)
-    findings = [*parsed.findings, *free_findings(parsed.free)]
-    if parsed.readable is not None and not keep_budget:
-        try:
-            plan, more = resolve_recompute(resolve_exchange(parsed.readable))
-        except FindingsError as error:
-            bare = change(parsed.readable, {"knobs.recompute": None})  # for rules to judge the rest
-            return replace(parsed, plan=None, readable=bare), in_order([*findings, *error.findings])
-        parsed = replace(parsed, plan=plan if parsed.plan else None, readable=plan)
-        findings += more
-    return parsed, in_order(findings)
+    return parsed, in_order([*parsed.findings, *free_findings(parsed.free)])
+
+
+def with_choices(parsed: Parsed, findings: Sequence[Finding] = ()) -> tuple[Parsed, list[Finding]]:
+    """The parsed plan as it is priced and run: names in place of a memory budget, and a choice in place of an open
+    `cp_exchange`, with what was found on the way."""
+    if parsed.readable is None:
+        return parsed, list(findings)
+    try:
+        plan, more = resolve_recompute(resolve_exchange(parsed.readable))
+    except FindingsError as error:
+        bare = change(parsed.readable, {"knobs.recompute": None})  # for rules to judge the rest
+        return replace(parsed, plan=None, readable=bare), in_order([*findings, *error.findings])
+    return replace(parsed, plan=plan if parsed.plan else None, readable=plan), in_order([*findings, *more])
 
 
 def load_plan(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Plan:
     """The plan of a TOML file, or of a mapping with the same fields, with some fields changed.
 
     `changes` are dotted fields, such as {"layout.ep": 16}; None puts a field back to its default. Raises
-    `FindingsError` where there is no plan to be had: an unreadable file, an unknown field, a draft. Whether its fields
-    go together is for `check`.
+    `FindingsError` where there is no plan to be had: an unreadable file, an unknown field, a draft. A memory budget
+    becomes names. Whether its fields go together is for `check`.
     """
     parsed = parse(source, changes) if isinstance(source, Mapping) else read_plan(str(source), changes=changes)
     if parsed.plan is None or errors(parsed.findings):
@@ -81,13 +82,14 @@ def on_measured_chip(plan: Plan, chip_file: str | None = None) -> Plan:
     return found.applied(plan)
 
 
-def check(plan: Plan, found: Iterable[Finding] = ()) -> Findings:
+def check(plan: Plan, found: Iterable[Finding] = (), chip_file: str | None = None) -> Findings:
     """Every finding of the rules about a plan, errors first, each with a fix that was tried.
 
     `found` are findings of reading the plan, which are judged along; notes are left out where some of them are errors.
+    `chip_file` is that of `estimate`.
     """
     before = list(found)
-    plan = priced_here(plan)
+    plan = on_measured_chip(plan, chip_file)
     return Findings(in_order(with_fixes(plan, [*before, *judge(plan, notes=not errors(before))])))
 
 

@@ -1,12 +1,12 @@
 """`threefold calibrate`: measure this machine, and let estimates use what was measured."""
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.inputs import duration, plan_from, print_findings
+from threefold.cli.command_line.out import print_json
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.machine.calibrate import Calibrated, calibrate, write_chip_file
 from threefold.machine.inventory import Machine, this_machine
@@ -36,12 +36,7 @@ def arguments(plan: str, as_json: bool) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except ModuleNotFoundError as error:
-        return missing_package("calibrate", error)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
+    return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -107,8 +102,7 @@ def _tell(args: argparse.Namespace, found: Calibrated, here: Machine) -> int:
         return print_findings([finding], args.json)
     path = write_chip_file(found, here.versions, args.out)
     if args.json:
-        json.dump({**found.to_json(), "file": str(path)}, sys.stdout, indent=2)
-        print()
+        print_json({**found.to_json(), "file": str(path)})
     else:
         print(calibration_text(found))
         print(f"\nwritten to {path}; estimates of our own engine on {found.chip} use it from now on")

@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import print_findings
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.cli.command_line.out import print_json
+from threefold.findings import Finding, FindingsError
 from threefold.machine.inventory import this_machine
 from threefold.report.cards import cards_markdown, cards_text, checked_text
 from threefold.tune.cards import Card, read_card
@@ -24,13 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        cards = _read(args.cards)
-        if args.action == "list":
-            return _list(cards, args)
-        return _check(cards, args)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    cards = _read(args.cards)
+    if args.action == "list":
+        return _list(cards, args)
+    return _check(cards, args)
 
 
 def _read(paths: list[Path]) -> list[Card]:
@@ -73,8 +70,7 @@ def _check(cards: list[Card], args: argparse.Namespace) -> int:
             print(f"{card.name}: measuring, about {card.minutes:g} min", file=sys.stderr, flush=True)
         results.append(check_card(card, here, Path.cwd()))
     if args.json:
-        json.dump([result.to_json() for result in results], sys.stdout, indent=2)
-        print()
+        print_json([result.to_json() for result in results])
     else:
         print(checked_text(results))
     return 1 if any(result.status == "does not hold" for result in results) else 0

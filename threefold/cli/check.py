@@ -6,13 +6,19 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from threefold.api.plans import check
-from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
+from threefold.api.plans import check, on_measured_chip
+from threefold.cli.command_line.inputs import (
+    add_chip_file,
+    add_plan_arguments,
+    plan_from,
+    print_findings,
+)
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.cli.command_line.rehearse import verdict_of
 from threefold.diagnose.deaths.catalogue import death_named
 from threefold.findings import Finding, FindingsError, Kind, Severity, as_overrides, did_you_mean, in_order
 from threefold.lookup.unjudged import Unjudged, unjudged
-from threefold.machine.own_chip_file import priced_here
+from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import Parsed
 from threefold.plan.plan import Plan
@@ -31,6 +37,7 @@ from threefold.units import format_many
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, optional=True)
+    add_chip_file(parser)
     parser.add_argument(
         "--explain", metavar="SLUG", help="what a rule holds or a death of `diagnose` is, how to confirm, how to fix"
     )
@@ -49,11 +56,9 @@ def run(args: argparse.Namespace) -> int:
     if args.explain:
         return _explain(args.explain, args.json)
     if args.plan is None:
-        print("threefold check: give a plan file, or --explain SLUG", file=sys.stderr)
-        return 2
+        raise UsageError("give a plan file, or --explain SLUG")
     if (args.fix == SUGGESTIONS) != (args.out is not None):
-        print("threefold check: --fix OUT, or --fix=suggestions --out OUT", file=sys.stderr)
-        return 2
+        raise UsageError("--fix OUT, or --fix=suggestions --out OUT")
     parsed, findings = plan_from(args)
     done = 0
     if args.fix is not None and parsed.readable is None:
@@ -61,34 +66,38 @@ def run(args: argparse.Namespace) -> int:
     plan = parsed.plan or parsed.readable
     if plan is None:
         return _not_written(args, findings)
-    plan = priced_here(plan)
+    try:
+        plan = on_measured_chip(plan, args.chip_file)
+    except FindingsError as error:
+        return print_findings(in_order([*findings, *error.findings]), args.json)
     if args.fix is not None:
         fixed = _fixed(args, plan, findings, done)
         if fixed is None:
             return 1
         plan, findings = fixed
-    found = check(plan, findings)
+    found = check(plan, findings, NO_CHIP_FILE)  # the rates are resolved already
     if args.rehearse and not blockers(found):
         try:
             found += verdict_of(plan)
         except FindingsError as error:
             found += error.findings
-        except ModuleNotFoundError as error:
-            return missing_package("check", error)
     if args.here:
         from threefold.machine.inventory import this_machine
         from threefold.machine.plan_check import machine_findings
 
         found += machine_findings(plan, this_machine())
-    return _tell(args, in_order(found), unjudged(plan, not errors(found), args.here, args.rehearse))
+    return _tell(args, plan, in_order(found), unjudged(plan, not errors(found), args.here, args.rehearse))
 
 
-def _tell(args: argparse.Namespace, found: list[Finding], left: Unjudged) -> int:
-    """The findings, and what was not judged."""
+def _tell(args: argparse.Namespace, plan: Plan, found: list[Finding], left: Unjudged) -> int:
+    """The findings, the rates behind them where they are not the shipped ones, and what was not judged."""
     if args.json:
         more = {"not_judged": left.line} | ({"unjudged": left.to_json()} if args.unjudged else {})
         return print_findings(found, as_json=True, more=more)
     code = print_findings(found, as_json=False)
+    if plan.cluster.measured:
+        origin = plan.cluster.measured.sources.get("measured", "undated")
+        print(f"rates: of a chip file ({origin}); --chip-file none takes the shipped ones")
     print(left.text if args.unjudged else left.line)
     return code
 
@@ -150,12 +159,10 @@ def _explain(slug: str, as_json: bool) -> int:
         return 0
     if said is None:
         near = did_you_mean(slug, known_slugs()) or "`threefold rules` lists them"
-        print(f"threefold check: no rule {slug!r}; {near}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no rule {slug!r}; {near}")
     rule = RULES.get(slug)
     if as_json:
-        json.dump({"rule": slug, "severity": severity_of(slug), **asdict(said)}, sys.stdout, indent=2)
-        print()
+        print_json({"rule": slug, "severity": severity_of(slug), **asdict(said)})
         return 0
     raised = f"target: {rule.target}" if rule else f"raised by {raised_by(slug)}"
     lines = [f"{slug} ({severity_of(slug)}; {raised})", "", said.what, ""]

@@ -2,12 +2,9 @@
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import Any
 
-from threefold.cli.command_line.inputs import print_findings
-from threefold.findings import FindingsError
+from threefold.cli.command_line.out import print_json
 from threefold.report.terminal import table
 from threefold.spec.candidates import Candidate, dispatcher_candidates, precision_candidates
 from threefold.spec.chips import CHIPS, ChipSpec
@@ -20,16 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        names = [name for name in args.chips if name.lower() not in CHIPS]
-        own = [find_chip(name if is_file_name(name) else f"{PREFIX}{name}")[1] for name in names]
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
+    names = [name for name in args.chips if name.lower() not in CHIPS]
+    own = [find_chip(name if is_file_name(name) else f"{PREFIX}{name}")[1] for name in names]
     named = [CHIPS[name.lower()] for name in args.chips if name.lower() in CHIPS]
     chips = [*(named or CHIPS.values()), *own]
     if args.json:
-        json.dump([_facts(chip) for chip in chips], sys.stdout, indent=2)
-        print()
+        print_json([_facts(chip) for chip in chips])
         return 0
     header = [
         "chip",

@@ -1,13 +1,12 @@
 """`threefold compare`: two plans, runs or traces side by side, and which difference explains how much."""
 
 import argparse
-import json
 import math
 import sys
 
 from threefold.api.comparisons import compare_runs
 from threefold.cli.command_line.inputs import add_chip_file, print_findings, step_window
-from threefold.cli.command_line.out import is_written
+from threefold.cli.command_line.out import is_written, print_json
 from threefold.compare.comparison import Comparison
 from threefold.findings import FindingsError, in_order
 from threefold.report.compare.comparison_text import comparison_text
@@ -47,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
         code = print_findings(in_order(error.findings), args.json)
         return CANNOT_JUDGE if args.fail_above is not None else code
     if args.json:
-        json.dump(found.to_json() | _judged(found, args.fail_above), sys.stdout, indent=2, allow_nan=False)
-        print()
+        print_json(found.to_json() | _judged(found, args.fail_above), allow_nan=False)
     else:
         print(comparison_text(found))
     code = _exit_code(found, args.fail_above)
@@ -82,7 +80,7 @@ def _percent(text: str) -> float:
 
 def _plot(found: Comparison, path: str) -> int:
     def draw() -> None:
-        from threefold.report.compare.comparison_plot import plot_comparison
+        from threefold.report.plots import plot_comparison
 
         plot_comparison(found, path)
 

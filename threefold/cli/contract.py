@@ -1,15 +1,14 @@
 """`threefold contract`: what must not move while a plan, a run or a foreign job is measured."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from threefold.api.comparisons import contract_of
-from threefold.cli.command_line.inputs import add_json, print_findings
+from threefold.cli.command_line.inputs import add_json
+from threefold.cli.command_line.out import print_json
 from threefold.compare.contract import differences, undeclared
 from threefold.compare.read_contract import write_contract_file
-from threefold.findings import FindingsError, in_order
 from threefold.report.compare.contract_text import check_text, contract_text, verdict_of
 
 SOURCES = "a plan file, the folder of a run, the logs of a job, or a contract that was written before"
@@ -36,11 +35,8 @@ def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        contract = contract_of(*args.sources, plan=args.plan)
-        frozen = contract_of(args.against) if args.against else None
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    contract = contract_of(*args.sources, plan=args.plan)
+    frozen = contract_of(args.against) if args.against else None
     if args.out is not None:
         write_contract_file(contract, args.out)
     found = differences(frozen, contract) if frozen else []
@@ -50,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if frozen:
             kept = {"against": frozen.hash, "kept": not more, "verdict": verdict_of(found, more)}
             answer |= {"check": kept | {"differences": [each.to_json() for each in found]}}
-        json.dump(answer, sys.stdout, indent=2)
-        print()
+        print_json(answer)
     else:
         print(check_text(contract, frozen, found, args.declare) if frozen else contract_text(contract))
         if args.out is not None:

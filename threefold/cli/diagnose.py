@@ -1,14 +1,12 @@
 """`threefold diagnose`: what a dead, slow or full job left behind -> what happened, how sure that is, what to do."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from threefold.api.comparisons import diagnose_job
-from threefold.api.plans import open_plan
+from threefold.api.plans import open_plan, with_choices
 from threefold.cli.command_line.inputs import add_json, print_findings
-from threefold.cli.command_line.out import is_written
+from threefold.cli.command_line.out import is_written, print_json
 from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.diagnose.deaths.catalogue import catalogue
 from threefold.diagnose.diagnosis import Diagnosis
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plan = None
     if args.plan:
-        parsed, findings = open_plan(args.plan, [])
+        parsed, findings = with_choices(*open_plan(args.plan))
         plan = parsed.plan
         if plan is None:
             return print_findings(findings, args.json)
@@ -57,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if not is_written("diagnose", args.out, lambda: write_aside(Path(args.out), content)):
             return 1
     if args.json:
-        json.dump({"summary": diagnosis_summary(found), **found.to_json()}, sys.stdout, indent=2, allow_nan=False)
-        print()
+        print_json({"summary": diagnosis_summary(found), **found.to_json()}, allow_nan=False)
     else:
         print(diagnosis_text(found))
     if args.fail_on:

@@ -3,15 +3,13 @@
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.api.rehearsals import as_the_engine_runs, loads_from, predicted_snapshot, rehearse
-from threefold.cli.command_line.inputs import add_plan_arguments, missing_package, plan_from, print_findings
-from threefold.cli.command_line.out import is_written
+from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.out import UsageError, is_written, print_json
 from threefold.cli.command_line.rehearse import end_progress, progress
-from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
 
 if TYPE_CHECKING:
@@ -46,11 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     ranks = _ranks(args.ranks)
     if ranks is None:
-        print(f"threefold dry-run: --ranks {args.ranks!r} is neither numbers nor stages nor all", file=sys.stderr)
-        return 2
+        raise UsageError(f"--ranks {args.ranks!r} is neither numbers nor stages nor all")
     if not math.isfinite(args.skew) or (args.jobs is not None and args.jobs < 1):
-        print("threefold dry-run: --skew and --jobs are numbers of at least 1", file=sys.stderr)
-        return 2
+        raise UsageError("--skew and --jobs are numbers of at least 1")
     parsed, findings = plan_from(args)
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
@@ -58,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
         plan, left_out = as_the_engine_runs(parsed.plan)
         loads, problem = loads_from(args.loads, args.skew, plan)
         if problem:
-            print(f"threefold dry-run: {problem}", file=sys.stderr)
-            return 2
+            raise UsageError(problem)
         if args.device == "cuda":
             from threefold.dryrun.measured.measure import measure
 
@@ -70,10 +65,6 @@ def run(args: argparse.Namespace) -> int:
             content = predicted_snapshot(found, loads)
             told = told if is_written("dry-run", args.snapshot, lambda: Path(args.snapshot).write_bytes(content)) else 1
         return told
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
-    except ModuleNotFoundError as error:
-        return missing_package("dry-run", error)
     finally:
         end_progress()
 
@@ -104,8 +95,7 @@ def _tell(args: argparse.Namespace, found: "Rehearsal") -> int:
 
     end_progress()
     if args.json:
-        json.dump(found.to_json(), sys.stdout, indent=2)
-        print()
+        print_json(found.to_json())
     else:
         print(rehearsal_text(found))
     written = not args.timeline or is_written("dry-run", args.timeline, lambda: _write_timeline(found, args.timeline))
@@ -114,7 +104,7 @@ def _tell(args: argparse.Namespace, found: "Rehearsal") -> int:
 
 
 def _plot(found: "Rehearsal", path: str) -> None:
-    from threefold.report.rehearsal_plot import plot_rehearsal
+    from threefold.report.plots import plot_rehearsal
 
     plot_rehearsal(found, path)
 

@@ -1,9 +1,8 @@
 """`threefold env`: this machine, its software, the kernels that run here, and packages that are missing."""
 
 import argparse
-import json
-import sys
 
+from threefold.cli.command_line.out import print_json
 from threefold.machine.inventory import Machine, this_machine
 from threefold.report.terminal import table
 from threefold.units import format_many
@@ -21,8 +20,7 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate(args)
     here = this_machine(try_kernels=not args.no_kernels)
     if args.json:
-        json.dump(here.to_json(), sys.stdout, indent=2)
-        print()
+        print_json(here.to_json())
     else:
         print(env_text(here))
     return 0

@@ -1,10 +1,8 @@
 """`threefold estimate`: what a plan needs and reaches, predicted."""
 
 import argparse
-import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 from threefold.api.plans import MOST_TOKENS, judged_estimate, on_measured_chip, training_curve
 from threefold.api.rehearsals import shares_from, skew_problem
 from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, plan_from, print_findings
-from threefold.cli.command_line.out import is_written
+from threefold.cli.command_line.out import UsageError, is_written, print_json
 from threefold.cost.layer_work import expert_skew
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.training_run.training_run import TrainingRun, training_run
@@ -23,7 +21,7 @@ from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
 from threefold.report.estimate import estimate_text
 from threefold.report.summaries import estimate_summary, training_summary
-from threefold.report.training_run.training_text import point_json, training_text, usual_sizes
+from threefold.report.training_text import point_json, training_text, usual_sizes
 from threefold.rules.all import advice, errors
 from threefold.spec.clusters.operations import FIELDS as OPERATIONS
 from threefold.spec.clusters.operations import problem_with
@@ -63,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if problem := _argument_problem(args):
-        print(f"threefold estimate: {problem}", file=sys.stderr)
-        return 2
+        raise UsageError(problem)
     parsed, findings = plan_from(args)
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
@@ -72,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
         plan = on_measured_chip(parsed.plan, args.chip_file)
         skew, problem = _skew(args, plan)
         if problem:
-            print(f"threefold estimate: {problem}", file=sys.stderr)
-            return 2
+            raise UsageError(problem)
         guess, overfull = judged_estimate(plan, skew)
     except FindingsError as error:
         return print_findings(in_order([*findings, *error.findings]), args.json)
@@ -87,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
         extra |= {"advice": [piece.to_json() for piece in advice(plan)]}
         said = {"summary": estimate_summary(plan, guess, overfull), **guess.to_json(), **extra}
-        json.dump(said, sys.stdout, indent=2)
-        print()
+        print_json(said)
     else:
         print(estimate_text(plan, guess, ledger, overfull, advice(plan)))
     return 1 if errors(overfull) else 0
@@ -112,8 +107,7 @@ def _tell_training(args: argparse.Namespace, plan: Plan, found: TrainingRun, ove
         said = {"summary": training_summary(plan, found), **found.to_json()}
         said |= {"findings": [one.to_json() for one in overfull]}
         said |= {"curve": [point_json(*pair) for pair in curve]} if curve else {}
-        json.dump(said, sys.stdout, indent=2)
-        print()
+        print_json(said)
     else:
         print(training_text(plan, found, curve))
         print("".join(f"\n{one}" for one in overfull), end="\n" if overfull else "")

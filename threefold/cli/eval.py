@@ -1,15 +1,13 @@
 """`threefold eval`: loss, perplexity and bits per byte of a run on data, and its accuracy in multiple choice."""
 
 import argparse
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import add_newest, missing_package, print_findings, sequence_length
+from threefold.cli.command_line.inputs import add_newest, sequence_length
 from threefold.cli.command_line.models import MODEL_FOLDER, open_model
-from threefold.findings import FindingsError
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.machine.finetune.checkpoint_facts import data_facts
 from threefold.units import format_many
 
@@ -39,17 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.data and not args.choices:
-        print("threefold eval: give --data FILE or --choices FILE", file=sys.stderr)
-        return 2
+        raise UsageError("give --data FILE or --choices FILE")
     if any(value is not None and value < 1 for value in (args.seq_len, args.sequences)):
-        print("threefold eval: --seq-len and --sequences are 1 or more", file=sys.stderr)
-        return 2
-    try:
-        return _print(args, _measure(args))
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
-    except ModuleNotFoundError as error:
-        return missing_package("eval", error)
+        raise UsageError("--seq-len and --sequences are 1 or more")
+    return _print(args, _measure(args))
 
 
 def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -89,7 +80,7 @@ def _task_of(data: list[str]) -> str:
 
 def _print(args: argparse.Namespace, found: list[dict[str, Any]]) -> int:
     if args.json:
-        print(json.dumps({"run": str(args.run), "results": found}, indent=2))
+        print_json({"run": str(args.run), "results": found})
         return 0
     for one in found:
         if "data" in one:

@@ -5,12 +5,11 @@ import json
 import sys
 import webbrowser
 
-from threefold.api.plans import open_plan
+from threefold.api.plans import open_plan, with_choices
 from threefold.cli.command_line.inputs import add_json, print_findings
 from threefold.cli.command_line.sigterm import end_on_sigterm
 from threefold.explore.request import Started
 from threefold.explore.server import ExplorerServer
-from threefold.findings import FindingsError, in_order
 from threefold.rules.all import errors
 
 DEFAULT_PORT = 8723
@@ -29,14 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     started = Started({})
     if args.plan is not None:
-        parsed, findings = open_plan(args.plan, args.overrides)
+        parsed, findings = with_choices(*open_plan(args.plan, args.overrides))
         if parsed.plan is None or errors(findings):
             return print_findings(findings, args.json)
         started = Started.of_plan(parsed.plan)
-    try:
-        server = ExplorerServer(args.port, started)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    server = ExplorerServer(args.port, started)
     try:
         with end_on_sigterm():
             said = f"{server.address}  (this machine only; Ctrl-C ends it)"

@@ -1,7 +1,6 @@
 """`threefold export`: a plan as Megatron Bridge or Megatron-LM takes it, printed or written to a folder."""
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from threefold.api.exports import export
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import FindingsError, shown
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, Export
@@ -62,16 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.release is not None and not is_release_name(args.release):
         advice = "give a NeMo container such as 26.06, or a version of Megatron Bridge such as 0.5"
-        print(f"threefold export: --release {shown(args.release)} is no release: {advice}", file=sys.stderr)
-        return 2
+        raise UsageError(f"--release {shown(args.release)} is no release: {advice}")
     parsed, findings = plan_from(args)
     beside = None if args.out or args.json else sys.stderr
     if parsed.plan is None:
         return print_findings(findings, args.json, beside)
     plan = parsed.plan
     if args.fault_tolerance and args.to != BRIDGE:
-        print(f"threefold export: --fault-tolerance goes with --to {BRIDGE}", file=sys.stderr)
-        return 2
+        raise UsageError(f"--fault-tolerance goes with --to {BRIDGE}")
     options = Options(
         time=args.time,
         partition=args.partition,
@@ -90,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         said = {**exported.to_json(), "files": files, "verification": answer}
         said = {key: said[key] for key in ("to", "bridge", "core", *ONLY[args.only][1])} if args.only else said
-        json.dump(said, sys.stdout, indent=2)
-        print()
+        print_json(said)
     elif args.only:
         print(files[ONLY[args.only][0][args.to]], end="")
     elif args.out is None:

@@ -1,11 +1,10 @@
 """`threefold export-hf`: the newest checkpoint of a run as a folder that transformers loads."""
 
 import argparse
-import json
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import add_json, add_newest, missing_package, print_findings
-from threefold.findings import FindingsError
+from threefold.cli.command_line.inputs import add_json, add_newest
+from threefold.cli.command_line.out import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,18 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        from threefold.engine.weights.convert import export_hf
-    except ModuleNotFoundError as error:
-        return missing_package("export-hf", error)
-    try:
-        lines = []
-        for line in export_hf(args.run, args.out, args.adapter, args.base, args.newest):
-            lines.append(line)
-            if not args.json:
-                print(line, flush=True)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
+    from threefold.engine.weights.convert import export_hf
+
+    lines = []
+    for line in export_hf(args.run, args.out, args.adapter, args.base, args.newest):
+        lines.append(line)
+        if not args.json:
+            print(line, flush=True)
     if args.json:
-        print(json.dumps({"ok": True, "out": str(args.out), "done": lines}, indent=2))
+        print_json({"ok": True, "out": str(args.out), "done": lines})
     return 0

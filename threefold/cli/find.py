@@ -1,11 +1,11 @@
 """`threefold find WORDS`: one search over rules, fields, settings, commands, pages, words, recipes and runs."""
 
 import argparse
-import json
 import shutil
 import sys
 from typing import Any
 
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.lookup.entries import KINDS, Entry
 from threefold.lookup.names import (
     SYSTEMS,
@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if (not args.words and not args.ab) or not 1 <= args.most <= MOST:
-        print(f"threefold find: give words to look for, and --most from 1 to {MOST}", file=sys.stderr)
-        return 2
+        raise UsageError(f"give words to look for, and --most from 1 to {MOST}")
     query = " ".join(args.words)
     if args.ab:
         return _print(matched_pairs([word.lower() for word in args.words]), args.json, _pairs_text)
@@ -52,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(answer: Any, as_json: bool, text: Any) -> int:
     if as_json:
-        json.dump(answer, sys.stdout, indent=2)
-        print()
+        print_json(answer)
     else:
         print(text(answer))
     return 0

@@ -12,12 +12,11 @@ from threefold.api.finetunings import NewRun, count_sequences, import_checkpoint
 from threefold.cli import train
 from threefold.cli.command_line.inputs import (
     add_rope_scaling,
-    missing_package,
-    print_findings,
-    say_too_small,
+    refuse_too_small,
     sequence_length,
     share_of_one,
 )
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.engine.weights.run_files import DRAFT
 from threefold.findings import FindingsError
 from threefold.launch.stop_signals import STOP_SIGNALS, install_handlers
@@ -87,26 +86,19 @@ def _also(*names: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if say_too_small(args, "finetune", {"threads": 1, "stop_at": 1, "batch_size": 1, "early_stopping": 1}):
-        return 2
+    refuse_too_small(args, {"threads": 1, "stop_at": 1, "batch_size": 1, "early_stopping": 1})
     if any(value is not None and not 0 < value < math.inf for value in (args.epochs, args.warmup)):
-        print("threefold finetune: --epochs and --warmup are above 0", file=sys.stderr)
-        return 2
-    try:
-        is_resumed = is_begun(args.out)
-        chosen = _plan(args)
-        if args.plan_only and args.json:
-            print(json.dumps({"ok": True, "plan": dump_fields(chosen.fields), "notes": list(chosen.notes)}, indent=2))
-            return 0
-        lines = [dump_fields(chosen.fields).rstrip(), *(f"# {note}" for note in chosen.notes)]
-        print("\n".join(lines), file=sys.stderr if args.json else None, flush=True)
-        if args.plan_only:
-            return 0
-        return _resume(args, chosen) if is_resumed else _import_and_train(args, chosen)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
-    except ModuleNotFoundError as error:
-        return missing_package("finetune", error)
+        raise UsageError("--epochs and --warmup are above 0")
+    is_resumed = is_begun(args.out)
+    chosen = _plan(args)
+    if args.plan_only and args.json:
+        print_json({"ok": True, "plan": dump_fields(chosen.fields), "notes": list(chosen.notes)})
+        return 0
+    lines = [dump_fields(chosen.fields).rstrip(), *(f"# {note}" for note in chosen.notes)]
+    print("\n".join(lines), file=sys.stderr if args.json else None, flush=True)
+    if args.plan_only:
+        return 0
+    return _resume(args, chosen) if is_resumed else _import_and_train(args, chosen)
 
 
 def _plan(args: argparse.Namespace) -> FinetunePlan:

@@ -1,15 +1,14 @@
 """`threefold fit`: does a model fit, and from how many GPUs on."""
 
 import argparse
-import json
-import sys
 
 from threefold.api.searches import fit
 from threefold.cli.command_line.inputs import add_chip_file, print_findings
-from threefold.findings import FindingsError, in_order
+from threefold.cli.command_line.out import print_json
+from threefold.findings import in_order
 from threefold.plan.file import parse_overrides
 from threefold.plan.parse import normalise
-from threefold.report.fit import fit_text, verdict_text
+from threefold.report.search import fit_text, verdict_text
 from threefold.rules.all import errors
 from threefold.spec.stacks import TARGETS
 
@@ -32,14 +31,10 @@ def run(args: argparse.Namespace) -> int:
     fields, findings = normalise({path: value for path, value in {**flags, **given}.items() if value is not None})
     if errors([*wrong, *findings]):
         return print_findings(in_order([*wrong, *findings]), args.json)
-    try:
-        points = fit(fields, args.gpus, args.chip_file)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    points = fit(fields, args.gpus, args.chip_file)
     if args.json:
         said = {"summary": [verdict_text(points)], "points": [point.to_json() for point in points]}
-        json.dump(said, sys.stdout, indent=2)
-        print()
+        print_json(said)
     else:
         print(fit_text(points))
     return 0 if any(point.fits for point in points) else 1

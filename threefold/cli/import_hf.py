@@ -1,11 +1,10 @@
 """`threefold import-hf`: a Hugging Face checkpoint becomes the start of a run."""
 
 import argparse
-import json
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import add_json, missing_package, print_findings
-from threefold.findings import FindingsError
+from threefold.cli.command_line.inputs import add_json
+from threefold.cli.command_line.out import print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,22 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        from threefold.engine.weights.convert import import_hf
-        from threefold.engine.weights.run_files import DRAFT
-    except ModuleNotFoundError as error:
-        return missing_package("import-hf", error)
-    try:
-        lines = []
-        for line in import_hf(args.folder, args.out, args.dtype, args.adapter):
-            lines.append(line)
-            if not args.json:
-                print(line, flush=True)
-        how = f"threefold train {args.out / DRAFT} --run {args.out} job.data=FILE.jsonl job.task=sft"
-        if args.json:
-            print(json.dumps({"ok": True, "out": str(args.out), "done": lines, "next": how}, indent=2))
-        else:
-            print(f"train from them with data of your own: {how}")
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
+    from threefold.engine.weights.convert import import_hf
+    from threefold.engine.weights.run_files import DRAFT
+
+    lines = []
+    for line in import_hf(args.folder, args.out, args.dtype, args.adapter):
+        lines.append(line)
+        if not args.json:
+            print(line, flush=True)
+    how = f"threefold train {args.out / DRAFT} --run {args.out} job.data=FILE.jsonl job.task=sft"
+    if args.json:
+        print_json({"ok": True, "out": str(args.out), "done": lines, "next": how})
+    else:
+        print(f"train from them with data of your own: {how}")
     return 0

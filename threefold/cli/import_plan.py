@@ -1,10 +1,10 @@
 """`threefold import`: Megatron's settings as a plan file."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from threefold.cli.command_line.out import print_json
 from threefold.findings import Finding
 from threefold.interop.megatron.import_text import import_text, named
 from threefold.plan.file import dump_plan, parse_overrides
@@ -37,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         fields = {p: list(v) if isinstance(v, tuple) else v for p, v in plan.written} if plan else None
         said = [finding.to_json() for finding in findings]
-        json.dump({"ok": plan is not None, "plan": fields, "toml": written, "findings": said}, sys.stdout, indent=2)
-        print()
+        print_json({"ok": plan is not None, "plan": fields, "toml": written, "findings": said})
     elif findings:
         print(findings_text(findings), file=sys.stderr)
     if plan is None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import in_order
 from threefold.interop.megatron.bridge_files import inexpressible_text, job_script, torchrun_script
 from threefold.interop.megatron.export_plan import export_plan
@@ -37,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.tune is not None and (not args.slurm or args.profile):
-        print("threefold launch: --tune goes with --slurm, and without --profile", file=sys.stderr)
-        return 2
+        raise UsageError("--tune goes with --slurm, and without --profile")
     if args.max_restarts < 0 or args.notice < 1:
-        print("threefold launch: --max-restarts is 0 or more, --notice 1 or more", file=sys.stderr)
-        return 2
+        raise UsageError("--max-restarts is 0 or more, --notice 1 or more")
     parsed, findings = plan_from(args)
     plan = parsed.plan
     beside = sys.stderr if args.out is None else None  # a file that the script goes to would hide findings
@@ -69,12 +68,10 @@ def run(args: argparse.Namespace) -> int:
             "note: the plan names no job.data: the job trains on the embedded corpus of Python sources", file=sys.stderr
         )
     if args.fault_tolerance and (is_ours or not args.slurm):
-        print("threefold launch: --fault-tolerance goes with --slurm and --target megatron-bridge", file=sys.stderr)
-        return 2
+        raise UsageError("--fault-tolerance goes with --slurm and --target megatron-bridge")
     words = [args.plan, *args.overrides, *(["--target", args.target] if args.target else [])]
     if not is_ours and args.tune is not None:
-        print("threefold launch: --tune measures our own engine: give --target threefold", file=sys.stderr)
-        return 2
+        raise UsageError("--tune measures our own engine: give --target threefold")
     if not is_ours:
         export = export_plan(plan)
         text = job_script(export, args.plan, options) if args.slurm else torchrun_script(export)
@@ -92,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"threefold launch: cannot write {args.out}: {error.strerror}", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps({"ok": True, "script": text, "out": str(args.out)}, indent=2))
+        print_json({"ok": True, "script": text, "out": str(args.out)})
     else:
         print(f"wrote {args.out}: sbatch {args.out}" if args.slurm else f"wrote {args.out}")
     return 0

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import threefold
 from threefold.cli.command_line.bounds import bounds_of
-from threefold.cli.command_line.out import Out, shown_at_work, standard_streams
+from threefold.cli.command_line.out import Out, UsageError, shown_at_work, standard_streams
 from threefold.cli.command_line.parser import Parser, verb_parser
-from threefold.findings import Finding, shown
+from threefold.findings import Finding, FindingsError, in_order, shown
 from threefold.launch.stop_signals import end_at_once
 from threefold.units import format_bytes
 
@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             if not _is_named(error.filename, words):
                 raise
-            return _tell(_unusable(error), words)
+            return _tell([_unusable(error)], "--json" in words)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            return _tell(out_of_memory(error), words)
+            return _tell([out_of_memory(error)], "--json" in words)
         except KeyboardInterrupt:
             return 130
 
@@ -135,10 +135,10 @@ def out_of_memory(error: Exception) -> Finding:
     return Finding(rule="memory-suffices", at="memory", problem=problem, advice=advice)
 
 
-def _tell(found: Finding, words: list[str]) -> int:
+def _tell(found: list[Finding], as_json: bool) -> int:
     from threefold.cli.command_line.inputs import print_findings  # which loads more than `--version` needs
 
-    return print_findings([found], "--json" in words)
+    return print_findings(found, as_json)
 
 
 def _run(words: list[str], out: Out) -> int:
@@ -148,10 +148,25 @@ def _run(words: list[str], out: Out) -> int:
         # A rehearsal shows its own progress, and forks: no thread of ours may be in the middle of a write then.
         is_shown = args.verb in SHOWN_AT_WORK and not getattr(args, "rehearse", False)
         with shown_at_work(args.verb) if is_shown else nullcontext():
-            code: int = module.run(args)
-            return code
+            return _answered(module, args)
     finally:
         out.flush()
+
+
+def _answered(module: ModuleType, args: argparse.Namespace) -> int:
+    """Run a verb, and say what it refuses: what is wrong with its command line, findings, or a package that lacks."""
+    try:
+        code: int = module.run(args)
+        return code
+    except UsageError as error:
+        print(f"threefold {args.verb}: {error}", file=sys.stderr)
+        return 2
+    except FindingsError as error:
+        return _tell(in_order(error.findings), getattr(args, "json", False))
+    except ModuleNotFoundError as error:
+        from threefold.cli.command_line.inputs import missing_package
+
+        return missing_package(args.verb, error)
 
 
 def _module(verb: str) -> ModuleType:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from threefold.cli.command_line.inputs import print_findings
+from threefold.cli.command_line.out import UsageError
 from threefold.findings import Finding
 
 
@@ -24,8 +25,7 @@ def run(args: argparse.Namespace) -> int:
     folders = args.folder or [Path()]
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
-        print(f"threefold mcp: {missing} is no folder", file=sys.stderr)
-        return 2
+        raise UsageError(f"{missing} is no folder")
     if find_spec("mcp") is None:
         advice = "pip install 'threefold[mcp]'"
         found = Finding(rule="mcp-installed", at="mcp", problem="the package is not here", advice=advice)

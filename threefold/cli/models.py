@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import did_you_mean
 from threefold.report.terminal import table
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -23,12 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.name and args.name not in MODELS:
         advice = did_you_mean(args.name, MODELS) or "`threefold models` lists those that are known"
-        print(f"threefold models: no model {args.name!r}; {advice}", file=sys.stderr)
-        return 2
+        raise UsageError(f"no model {args.name!r}; {advice}")
     chosen = [MODELS[args.name]] if args.name else list(MODELS.values())
     if args.json:
-        json.dump([_facts(model) for model in chosen], sys.stdout, indent=2)
-        print()
+        print_json([_facts(model) for model in chosen])
     elif args.name:
         print(_details(chosen[0]))
     else:

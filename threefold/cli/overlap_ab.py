@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, plan_from, print_findings
 from threefold.compare.contract import label_of
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
 from threefold.units import format_many
@@ -54,20 +54,16 @@ def run(args: argparse.Namespace) -> int:
     if blocking:
         return print_findings(in_order(blocking), args.json)
     useless = [finding for finding in found if finding.rule == "ep-overlap-needs-microbatches"]
-    try:
-        from threefold.engine.dist.join import check_ranks_start_here
-        from threefold.engine.verify.forked_ranks import RankError, run_ranks
-        from threefold.engine.verify.overlap_ab import loss_difference, run_variants, summarize
-    except ModuleNotFoundError as error:
-        return missing_package("overlap-ab", error)
+    from threefold.engine.dist.join import check_ranks_start_here
+    from threefold.engine.verify.forked_ranks import RankError, run_ranks
+    from threefold.engine.verify.overlap_ab import loss_difference, run_variants, summarize
+
     print(
         f"{format_many(plan.layout.gpus, 'rank')}, {args.warmup} + {args.steps} steps of each variant", file=sys.stderr
     )
     try:
         check_ranks_start_here(plan, "choose fewer ranks: cluster.gpus")
         ranks = run_ranks(plan.layout.gpus, run_variants, plan, args.warmup, args.steps, limit=args.limit)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
     except RankError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,7 +1,6 @@
 """`threefold plan`: from a question to a plan, by search."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from threefold.api.searches import find_plan, with_defaults
-from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, missing_package, print_findings
+from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, print_findings
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.cli.command_line.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.cost.chip_file import read_chip_file
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.findings import Finding, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise
@@ -75,8 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.top < 1 or args.rehearse < 0 or args.pick < 1:
-        print("threefold plan: --top, --pick and --rehearse count candidates", file=sys.stderr)
-        return 2
+        raise UsageError("--top, --pick and --rehearse count candidates")
     args.top = max(args.top, args.pick)
     if args.plan and "=" in args.plan and not Path(args.plan).exists():
         args.plan, args.overrides = None, [args.plan, *args.overrides]
@@ -88,23 +87,17 @@ def run(args: argparse.Namespace) -> int:
         args.chip = args.chip or chip_file.spec.plan_name
     missing = [f"--{name.replace('_', '-')}" for name in NEEDED if getattr(args, name) is None]
     if args.plan is None and missing:
-        print(f"threefold plan: give a draft file, or {', '.join(missing)}", file=sys.stderr)
-        return 2
+        raise UsageError(f"give a draft file, or {', '.join(missing)}")
     fields, findings = _draft(args)
     if errors(findings):
         return print_findings(in_order(findings), args.json)
     fields, why = with_defaults(fields)
     try:
         found = find_plan(fields, args.top, args.chip_file, _progress if sys.stderr.isatty() else None)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
     finally:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
-    try:
-        ordered, seen = rehearse_first(found.candidates, args.rehearse) if args.rehearse else ([], [])
-    except ModuleNotFoundError as error:
-        return missing_package("plan", error)
+    ordered, seen = rehearse_first(found.candidates, args.rehearse) if args.rehearse else ([], [])
     return _tell(args, replace(found, candidates=tuple(ordered)) if seen else found, seen, why)
 
 
@@ -139,8 +132,7 @@ def _progress(text: str) -> None:
 def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearsed], why: str) -> int:
     code = 0 if found.candidates else 1
     if found.candidates and args.pick > len(found.candidates):
-        print(f"threefold plan: --pick {args.pick} of {len(found.candidates)} candidates", file=sys.stderr)
-        return 2
+        raise UsageError(f"--pick {args.pick} of {len(found.candidates)} candidates")
     picked = found.candidates[args.pick - 1].plan if found.candidates else None
     if args.out and picked:
         code = _write(args.out, picked)
@@ -148,8 +140,7 @@ def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearse
         said: dict[str, Any] = {"summary": search_summary(found, why), **found.to_json()}
         said |= {"target_because": why} if why else {}
         said |= {"rehearsed": [one.to_json() for one in seen]} if seen else {}
-        json.dump(said, sys.stdout, indent=2)
-        print()
+        print_json(said)
     else:
         print(search_text(found, why, args.details))
         if seen:

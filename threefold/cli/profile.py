@@ -3,13 +3,12 @@
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 from threefold.api.comparisons import profile_run
 from threefold.cli.command_line.inputs import print_findings
-from threefold.cli.command_line.out import is_written
-from threefold.findings import FindingsError, in_order
+from threefold.cli.command_line.out import UsageError, is_written, print_json
+from threefold.findings import in_order
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
 from threefold.profile.analyse import Profile
@@ -48,25 +47,19 @@ def run(args: argparse.Namespace) -> int:
     out = args.out
     if out is not None and not out.endswith((".json", *TRACE_SUFFIXES, *PICTURE_SUFFIXES)):
         known = ", ".join((".json", *TRACE_SUFFIXES, *PICTURE_SUFFIXES))
-        print(f"threefold profile: --out {out} ends in none of {known}", file=sys.stderr)
-        return 2
+        raise UsageError(f"--out {out} ends in none of {known}")
     if args.unprofiled is not None and not 0 < args.unprofiled < math.inf:
-        print("threefold profile: --unprofiled is a number of seconds above 0", file=sys.stderr)
-        return 2
+        raise UsageError("--unprofiled is a number of seconds above 0")
     plan = None
     if args.plan:
         parsed = read_plan(args.plan)
         plan = parsed.plan
         if plan is None or errors(parsed.findings):
             return print_findings(in_order([*parsed.findings, *free_findings(parsed.free)]), args.json)
-    try:
-        found = profile_run(*args.traces, plan=plan, step_range=args.step, unprofiled_seconds=args.unprofiled)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    found = profile_run(*args.traces, plan=plan, step_range=args.step, unprofiled_seconds=args.unprofiled)
     written = out is None or is_written("profile", out, lambda: _write(found, out))
     if args.json:
-        json.dump(found.to_json(), sys.stdout, indent=2)
-        print()
+        print_json(found.to_json())
     else:
         print(profile_text(found))
     return 0 if written else 1
@@ -78,7 +71,7 @@ def _write(found: Profile, path: str) -> None:
 
         write_annotated_trace(found, Path(path))
     elif path.endswith(PICTURE_SUFFIXES):
-        from threefold.report.profile_plot import write_picture
+        from threefold.report.plots import write_picture
 
         write_picture(found, Path(path))
     else:

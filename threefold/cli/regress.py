@@ -7,16 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import duration, print_findings
+from threefold.cli.command_line.inputs import duration
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.cli.command_line.sigterm import end_on_sigterm
 from threefold.compare.regress.command import ELAPSED, Command
 from threefold.compare.regress.hunt import Hunted, hunt
 from threefold.compare.regress.trials import Trials
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.findings import Finding, FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
 from threefold.plan.plan import Plan
-from threefold.report.compare.hunt_text import hunted_text
+from threefold.report.compare.contract_text import hunted_text
 from threefold.rules.all import errors
 
 
@@ -44,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not args.command:
-        print("threefold regress: give the command that tries a plan behind --", file=sys.stderr)
-        return 2
+        raise UsageError("give the command that tries a plan behind --")
     command = Command(tuple(args.command), args.limit, args.metric)
     trials = None
     try:
@@ -56,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
         with end_on_sigterm():
             trials = Trials(folder, command, question, _say)
             found = hunt(plans[0], plans[1], trials, args.repeats, args.worse_by / 100, _say, args.anyway)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
     except KeyboardInterrupt:
         print(
             "\nthreefold regress: interrupted; the same command goes on with the trials that are done", file=sys.stderr
@@ -69,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(found: Hunted, folder: Path, as_json: bool) -> None:
     if as_json:
-        json.dump({**found.to_json(), "folder": str(folder)}, sys.stdout, indent=2)
-        print()
+        print_json({**found.to_json(), "folder": str(folder)})
     else:
         print(hunted_text(found))
 

@@ -1,11 +1,10 @@
 """`threefold rules`: every finding there is, by its slug."""
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from textwrap import wrap
 
+from threefold.cli.command_line.out import print_json
 from threefold.findings import Explanation
 from threefold.report.terminal import table
 from threefold.rules.all import RULES, explain, known_slugs, raised_by, severity_of
@@ -27,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
         print(page(slugs))
         return 0
     if args.json:
-        json.dump([_entry(slug) for slug in slugs], sys.stdout, indent=2)
-        print()
+        print_json([_entry(slug) for slug in slugs])
         return 0
     rows = [[slug, severity_of(slug), _target(slug), raised_by(slug), _explained(slug).what] for slug in slugs]
     print(table(["slug", "severity", "target", "raised by", "what should hold"], rows))

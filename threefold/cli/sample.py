@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import add_json, add_newest, missing_package, print_findings
+from threefold.cli.command_line.inputs import add_json, add_newest
 from threefold.cli.command_line.models import MODEL_FOLDER, open_model
+from threefold.cli.command_line.out import UsageError
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded
 
@@ -48,27 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if problem := _wrong_number(args):
-        print(f"threefold sample: {problem}", file=sys.stderr)
-        return 2
+        raise UsageError(problem)
     if args.temperature == 0 and (args.top_k or args.top_p < 1):
         print("threefold sample: --top-k and --top-p have no effect without a --temperature above 0", file=sys.stderr)
-    try:
-        from threefold.engine.generate.generate import Sampling
-        from threefold.engine.generate.sample import run_ends, run_tokenizer, sample_texts
-    except ModuleNotFoundError as error:
-        return missing_package("sample", error)
-    try:
-        prompts = _prompts(args)
-        plan, load, _ = open_model(args.run, args.newest)
-        tokenizer = run_tokenizer(args.run, plan, args.tokenizer)
-        ends = set() if args.ignore_end else run_ends(args.run, plan, tokenizer)
-        model = load()
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        pictures = (args.image, plan.job.max_pixels)
-        pieces = sample_texts(model, tokenizer, prompts, args.max_tokens, sampling, ends, *pictures)
-        _print(args.json, prompts, pieces)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
+    from threefold.engine.generate.generate import Sampling
+    from threefold.engine.generate.sample import run_ends, run_tokenizer, sample_texts
+
+    prompts = _prompts(args)
+    plan, load, _ = open_model(args.run, args.newest)
+    tokenizer = run_tokenizer(args.run, plan, args.tokenizer)
+    ends = set() if args.ignore_end else run_ends(args.run, plan, tokenizer)
+    model = load()
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    pictures = (args.image, plan.job.max_pixels)
+    pieces = sample_texts(model, tokenizer, prompts, args.max_tokens, sampling, ends, *pictures)
+    _print(args.json, prompts, pieces)
     return 0
 
 

@@ -1,13 +1,12 @@
 """`threefold schema`: JSON Schema of plan files and of what verbs print with `--json`, or the page of every field."""
 
 import argparse
-import json
-import sys
 
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import did_you_mean
 from threefold.plan.schema import plan_schema
 from threefold.report.output_schemas import output_schema, outputs
-from threefold.report.pages.plan_fields import PAGE, plan_fields_page
+from threefold.report.plan_fields import PAGE, plan_fields_page
 
 PLAN = "plan-file"
 
@@ -30,8 +29,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.output != PLAN and args.output not in outputs():
         problem = f"no output {args.output!r} has a schema; {did_you_mean(args.output, [PLAN, *outputs()])}"
-        print(f"threefold schema: {problem}", file=sys.stderr)
-        return 2
-    json.dump(plan_schema() if args.output == PLAN else output_schema(args.output), sys.stdout, indent=2)
-    print()
+        raise UsageError(problem)
+    print_json(plan_schema() if args.output == PLAN else output_schema(args.output))
     return 0

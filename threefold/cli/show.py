@@ -1,11 +1,10 @@
 """`threefold show`: a plan completed, with its grids, groups and pipeline."""
 
 import argparse
-import json
-import sys
 from typing import Any
 
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import shown
 from threefold.layout.degrees import AXES
 from threefold.layout.stages import format_stages
@@ -29,8 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if plan is None:
         return print_findings(findings, args.json)
     if not 0 <= args.rank < plan.layout.gpus:
-        print(f"threefold show: --rank {args.rank} is not one of 0 to {plan.layout.gpus - 1}", file=sys.stderr)
-        return 2
+        raise UsageError(f"--rank {args.rank} is not one of 0 to {plan.layout.gpus - 1}")
     if not plan.layout.fits_ranks:  # without whole grids there is nothing to draw
         return print_findings(check(plan, notes=False), args.json)
     found = errors(check(plan, notes=False))
@@ -38,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
         said = {"summary": cut_lines(_brief_text(plan).splitlines())} | (
             {} if args.brief else _as_json(plan, args.rank)
         )
-        json.dump({**said, "errors": [one.to_json() for one in found]}, sys.stdout, indent=2)
-        print()
+        print_json({**said, "errors": [one.to_json() for one in found]})
     else:
         print(_brief_text(plan) if args.brief else _as_text(plan, args.rank))
     if found and not args.json:

@@ -1,11 +1,11 @@
 """`threefold skills`: list the skills for assistants that come with Threefold, or copy them to a folder."""
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
 
+from threefold.cli.command_line.out import print_json
 from threefold.lookup.entries import shipped
 
 
@@ -20,8 +20,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"threefold skills: {problem}", file=sys.stderr)
         return 1
     if args.json:
-        json.dump(skills, sys.stdout, indent=2)
-        print()
+        print_json(skills)
         return 0
     for skill in skills:
         print(f"{skill['name']}\n    {skill['description']}")

@@ -1,14 +1,13 @@
 """`threefold sweep`: one field varied, sequence length with CP sized along."""
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from threefold.api.plans import sweep
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.cli.command_line.out import is_written
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.cli.command_line.out import UsageError, is_written, print_json
+from threefold.findings import Finding, in_order
 from threefold.plan.file import parse_overrides
 from threefold.report.sweep import sweep_text
 from threefold.rules.all import errors
@@ -29,25 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if len(args.over) > 1:
-        print("threefold sweep: one field is varied at a time; give --over once", file=sys.stderr)
-        return 2
+        raise UsageError("one field is varied at a time; give --over once")
     path, equals, text = args.over[0].partition("=")
     values = _split(text)
     if not (path.strip() and equals and values):
-        print(f"threefold sweep: --over {args.over[0]!r} is not path=v1,v2,...", file=sys.stderr)
-        return 2
+        raise UsageError(f"--over {args.over[0]!r} is not path=v1,v2,...")
     raw, wrong = _values(path.strip(), values)
     parsed, findings = plan_from(args, keep_budget=True)
     findings = in_order([*findings, *wrong])
     if parsed.plan is None or errors(findings):
         return print_findings(findings, args.json)
-    try:
-        found = sweep(parsed.plan, {path.strip(): raw})
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    found = sweep(parsed.plan, {path.strip(): raw})
     if args.json:
-        json.dump(found.to_json(), sys.stdout, indent=2)
-        print()
+        print_json(found.to_json())
     else:
         print(sweep_text(found))
     code = 0 if any(point.estimate for point in found.points) else 1
@@ -82,7 +75,7 @@ def _values(path: str, texts: list[str]) -> tuple[list[Any], list[Finding]]:
 
 def _plot(found: Sweep, path: str) -> int:
     def draw() -> None:
-        from threefold.report.plot import plot_sweep
+        from threefold.report.plots import plot_sweep
 
         plot_sweep(found, path)
 

@@ -1,14 +1,13 @@
 """`threefold tokenize`: text, chats, Parquet and saved datasets to a token shard, or to Megatron's two files."""
 
 import argparse
-import json
 import sys
 
-from threefold.cli.command_line.inputs import print_findings, share_of_one
+from threefold.cli.command_line.inputs import share_of_one
+from threefold.cli.command_line.out import print_json
 from threefold.engine.data.text.read_documents import SUFFIXES
 from threefold.engine.data.text.tokenize_files import MAX_BAD_RECORDS, Progress, Tokenized, tokenize_files
 from threefold.engine.data.text.tokenizer import open_tokenizer
-from threefold.findings import FindingsError
 from threefold.units import format_count
 
 _BAD_RECORDS_HELP = f"of the records of a file, how many may be unreadable and are skipped (default {MAX_BAD_RECORDS})"
@@ -39,14 +38,11 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = open_tokenizer(args.tokenizer, args.end)
         suffixes = tuple(args.suffix or SUFFIXES)
         made = tokenize_files(args.sources, args.out, tokenizer, suffixes, args.field, progress, args.max_bad_records)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
     finally:
         if progress:
             print("\r\033[K", end="", file=sys.stderr)
     if args.json:
-        json.dump({"ok": True, **made.to_json()}, sys.stdout, indent=2)
-        print()
+        print_json({"ok": True, **made.to_json()})
     else:
         print(_text(made))
     return 0

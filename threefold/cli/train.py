@@ -15,8 +15,9 @@ from threefold.cli.command_line.inputs import (
     missing_package,
     plan_from,
     print_findings,
-    say_too_small,
+    refuse_too_small,
 )
+from threefold.cli.command_line.out import UsageError
 from threefold.engine.weights.run_files import write_longer_config
 from threefold.findings import Finding, FindingsError
 from threefold.launch.cpu_cores import sleep_while_waiting
@@ -69,11 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if say_too_small(args, "train", {"threads": 1, "nproc": 1, "max_restarts": 0, "stop_at": 1}):
-        return 2
+    refuse_too_small(args, {"threads": 1, "nproc": 1, "max_restarts": 0, "stop_at": 1})
     if args.with_optimizer and args.origin is None:
-        print("threefold train: --with-optimizer goes with --from RUN", file=sys.stderr)
-        return 2
+        raise UsageError("--with-optimizer goes with --from RUN")
     if Path(args.plan).is_dir():  # a run goes on by its own plan
         args.run, args.plan = args.run or Path(args.plan), str(Path(args.plan) / "plan.toml")
     sleep_while_waiting(os.environ)
@@ -82,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
         if place is None or place.size == 1:
             return _run(args, place)
         return _run_as_rank(args, place)
-    except FindingsError as error:
-        return print_findings(error.findings, args.json)
     except KeyboardInterrupt:
         write_and_flush(sys.stderr, stop_message(signal.SIGINT))
         return _INTERRUPTED

@@ -1,13 +1,11 @@
 """`threefold validate`: whether a run or a foreign job can be accepted, check by check."""
 
 import argparse
-import json
-import sys
 
 from threefold.api.comparisons import validate
-from threefold.cli.command_line.inputs import add_json, print_findings, step_window
+from threefold.cli.command_line.inputs import add_json, step_window
+from threefold.cli.command_line.out import print_json
 from threefold.cli.contract import add_contract_arguments
-from threefold.findings import FindingsError, in_order
 from threefold.report.compare.contract_text import validation_text
 
 EXIT_CODES = {"accepted": 0, "screened": 3, "not enough evidence": 3, "benchmark-only": 3, "rejected": 1}
@@ -23,13 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        found = validate(*args.sources, window=args.window, against=args.against, declared=args.declare, plan=args.plan)
-    except FindingsError as error:
-        return print_findings(in_order(error.findings), args.json)
+    found = validate(*args.sources, window=args.window, against=args.against, declared=args.declare, plan=args.plan)
     if args.json:
-        json.dump(found.to_json(), sys.stdout, indent=2)
-        print()
+        print_json(found.to_json())
     else:
         print(validation_text(found))
     return EXIT_CODES[found.verdict]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.command_line.inputs import add_plan_arguments, duration, missing_package, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, plan_from, print_findings
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -64,11 +64,9 @@ def run(args: argparse.Namespace) -> int:
     blocking = [*errors(check(plan, notes=False)), *_too_large(plan)]
     if blocking:
         return print_findings(in_order(blocking), args.json)
-    try:
-        from threefold.engine.verify.forked_ranks import RankError
-        from threefold.engine.verify.oracle import compare_with_one_rank
-    except ModuleNotFoundError as error:
-        return missing_package("verify", error)
+    from threefold.engine.verify.forked_ranks import RankError
+    from threefold.engine.verify.oracle import compare_with_one_rank
+
     if not args.json:
         print(grids_text(plan))
         for what in replaced:

@@ -1,4 +1,5 @@
-"""The answer of a search as text: a short one in the order Fit, Scale, Profile, Retune, Candidates, and all of it."""
+"""Answers of a search as text: a plan in the order Fit, Scale, Profile, Retune, Candidates, and from how many GPUs on a
+model fits."""
 
 import shutil
 import textwrap
@@ -9,9 +10,10 @@ from threefold.plan.plan import Plan
 from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
 from threefold.report.terminal import advice_text, findings_text, table
+from threefold.search.fit import FitPoint
 from threefold.search.neighbours import Comparison, NextBetter, Trial
 from threefold.search.search import Candidate, SearchResult
-from threefold.units import GIB, format_bytes, format_rounded, format_tokens
+from threefold.units import GIB, format_bytes, format_many, format_rounded, format_tokens
 
 MOST_LINES = 60  # of the short answer
 NARROW, WIDE = 72, 120  # columns
@@ -246,3 +248,37 @@ def _count(found: SearchResult) -> str:
         f"{found.searched:,} candidates searched, {found.priced:,} priced in full, {found.feasible:,} feasible, "
         f"{found.seconds:.1f} s"
     )
+
+
+def fit_text(points: Sequence[FitPoint]) -> str:
+    """One line for each number of GPUs, and a sentence that answers."""
+    rows = [[str(point.gpus), f"{point.need_bytes / GIB:.0f}", *_answer(point)] for point in points]
+    have = points[0].have_bytes / GIB if points else 0.0
+    header = ["GPUs", f"GiB of {have:.0f}", "fits", "layout", "TFLOP/s", "with"]
+    return f"{table(header, rows)}\n\n{verdict_text(points)}"
+
+
+def verdict_text(points: Sequence[FitPoint]) -> str:
+    fits = next((point.gpus for point in points if point.fits), None)
+    mild = next((point.gpus for point in points if point.is_mild), None)
+    if fits is None:
+        return f"It does not fit {format_many(points[-1].gpus, 'GPU')} or fewer, whatever is recomputed and offloaded."
+    if mild is None:
+        return f"It fits from {format_many(fits, 'GPU')} on, with full recompute or offload."
+    text = f"It fits from {format_many(mild, 'GPU')} on without full recompute or offload"
+    return f"{text}." if mild == fits else f"{text}, and from {fits} with it."
+
+
+def _answer(point: FitPoint) -> list[str]:
+    if point.candidate is None:
+        least = "no layout divides model and batch" if not point.need_bytes else "with all recomputed and offloaded"
+        return ["no", "", "", least]
+    plan, guess = point.candidate.plan, point.candidate.estimate
+    error = guess.seconds_band[1] / guess.time.step_seconds - 1
+    settings = ["recompute " + "+".join(plan.knobs.recompute)] if plan.knobs.recompute else []
+    settings += [f"{plan.knobs.optimizer_offload:.0%} of the optimizer on the host"] * (
+        plan.knobs.optimizer_offload > 0
+    )
+    settings += [plan.knobs.precision] if plan.knobs.precision != "bf16" else []
+    tflops = f"about {format_rounded(guess.model_tflops_per_gpu, error)}"
+    return ["yes", degrees_text(plan), tflops, ", ".join(settings)]

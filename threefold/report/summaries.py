@@ -10,7 +10,7 @@ from threefold.report.estimate import head_text, verdict_lines
 from threefold.report.layout import grids_text
 from threefold.report.search import head
 from threefold.report.terminal import MOST_LINES, cure_text, cut_lines, findings_summary
-from threefold.report.training_run.training_text import training_text
+from threefold.report.training_text import training_text
 from threefold.search.search import SearchResult
 from threefold.units import format_bytes, format_many
 

@@ -1,6 +1,6 @@
 """Measures trials with our engine on this machine, in processes that stay alive between trials.
 
-`cli/tune.py` makes an `EngineMeasurer`. Plans that need other variables of the environment, or another set of cores,
+`api/tunings.py` makes an `EngineMeasurer`. Plans that need other variables of the environment, or another set of cores,
 get processes of their own.
 """
 

@@ -1,6 +1,6 @@
 """Measures trials of a plan for Megatron Bridge by jobs that somebody else runs, and by the logs that they leave.
 
-`cli/tune.py` makes a `LogMeasurer` where the plan's target is Megatron Bridge. A trial without a log is written as a
+`api/tunings.py` makes a `LogMeasurer` where the plan's target is Megatron Bridge. A trial without a log is written as a
 job in a folder of its own: the exported files, and the contract that its log has to keep. The jobs of a batch are in
 `run-batch.sh`, in the order in which they are to run, because the plan that they are compared with runs between them.
 The same command then reads the logs and continues.

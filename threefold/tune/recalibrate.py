@@ -1,7 +1,7 @@
 """Adds the measured trials of a tuning to the steps behind this machine's chip file, and fits its rates anew.
 
-`cli/tune.py` calls `recalibrate` at the end. Without a chip file nothing is fitted: the steps of one model alone would
-say little about other plans, and `threefold calibrate` measures those too.
+`api/tunings.py` calls `recalibrate` at the end. Without a chip file nothing is fitted: the steps of one model alone
+would say little about other plans, and `threefold calibrate` measures those too.
 """
 
 import statistics

@@ -1,5 +1,5 @@
-"""The result of a tuning as JSON, as a plan file and as a card. `cli/tune.py` writes them; `report/tune.py` makes text
-of the JSON."""
+"""The result of a tuning as JSON, as a plan file and as a card. `api/tunings.py` writes them; `report/tune.py` makes
+text of the JSON."""
 
 import json
 import shlex

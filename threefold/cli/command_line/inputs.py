@@ -1,13 +1,13 @@
 """Arguments that several verbs share, and reading a plan from them."""
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from threefold.api.plans import open_plan
+from threefold.api.plans import open_plan, with_choices
+from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import Finding
 from threefold.plan.parse import Parsed
 from threefold.report.terminal import findings_summary, findings_text
@@ -37,9 +37,11 @@ def add_chip_file(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:
-    """The plan of the arguments and what was found on the way (`api.plans.open_plan`)."""
+    """The plan of the arguments and what was found on the way. `keep_budget`: the plan will still change, and with it
+    what is best for it."""
     extra = [f'target="{args.target}"'] if args.target else []
-    return open_plan(args.plan, [*args.overrides, *extra], keep_budget)
+    opened = open_plan(args.plan, [*args.overrides, *extra])
+    return opened if keep_budget else with_choices(*opened)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -100,14 +102,12 @@ def sequence_length(text: str) -> int:
     return int(match[1]) * _BINARY[match[2]]
 
 
-def say_too_small(args: argparse.Namespace, verb: str, least: dict[str, int]) -> bool:
-    """Say which of the numbers in the arguments is below its least value; whether there is one."""
+def refuse_too_small(args: argparse.Namespace, least: dict[str, int]) -> None:
+    """Refuse a number in the arguments that is below its least value."""
     for name, bound in least.items():
         given = getattr(args, name)
         if given is not None and given < bound:
-            print(f"threefold {verb}: --{name.replace('_', '-')} {given} is below {bound}", file=sys.stderr)
-            return True
-    return False
+            raise UsageError(f"--{name.replace('_', '-')} {given} is below {bound}")
 
 
 def print_findings(
@@ -118,8 +118,7 @@ def print_findings(
     if as_json:
         said: dict[str, Any] = {"ok": not bad, "summary": findings_summary(findings)}
         said |= {"findings": [finding.to_json() for finding in findings], **(more or {})}
-        json.dump(said, sys.stdout, indent=2)
-        print()
+        print_json(said)
     else:
         print(findings_text(findings), file=out)
     return 1 if bad else 0

@@ -3,6 +3,7 @@ that leaves), and files beside them."""
 
 import errno
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -71,6 +72,15 @@ def shown_at_work(verb: str) -> Iterator[None]:
         finally:
             for stream in streams:
                 stream.before_write = None
+
+
+class UsageError(Exception):
+    """A command line that is wrong in a way that its parser cannot see; `main` says it, and ends with 2."""
+
+
+def print_json(value: Any, allow_nan: bool = True) -> None:
+    json.dump(value, sys.stdout, indent=2, allow_nan=allow_nan)
+    print()
 
 
 def _nowhere() -> TextIO:

@@ -1,4 +1,4 @@
-"""The report: a plan, a run or a tuning as one page. `cli/report.py` gathers what it shows; nothing is computed here.
+"""The report: a plan, a run or a tuning as one page. `api/reports.py` gathers what it shows; nothing is computed here.
 
 A page of a run begins with what was measured, that of a tuning with its trials; both go on with their plan as the
 estimate sees it, so that prediction and measurement stand on one page.

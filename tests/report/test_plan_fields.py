@@ -3,7 +3,7 @@
 from repository import ROOT
 
 from threefold.plan.table import FIELDS
-from threefold.report.pages.plan_fields import PAGE, megatron_names, plan_fields_page
+from threefold.report.plan_fields import PAGE, megatron_names, plan_fields_page
 
 
 def test_the_page_is_current() -> None:

@@ -1,1 +1,0 @@
-"""Pages of the documentation that are generated from declarations."""

@@ -1,1 +1,0 @@
-"""What a whole training takes, told."""
