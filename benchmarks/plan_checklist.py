@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from threefold.api.searches import with_defaults
-from threefold.plan.plan import Plan
+from threefold.plan.plan import INSIDE_MOE, Plan
+from threefold.remedies.recompute_sets import recomputable_modules
 from threefold.report.search import degrees_text, knobs_text
 from threefold.search.price import Priced
-from threefold.search.rank import LITTLE_ROOM, resort, why_after
+from threefold.search.rank import LITTLE_ROOM, pair_band, resort, why_after
 from threefold.search.search import Candidate, SearchResult, search
 from threefold.units import format_tokens
 
@@ -47,7 +48,8 @@ def row(request: Request, target: str) -> str:
     best, group = found.candidates[0], found.group
     assert group is not None
     plan, guess = best.plan, best.estimate
-    faults = [*checklist(found), *neighbour(request, target, plan)]
+    faults = [*checklist(found), *_milder(request, target, best), *_with_ep(request, target, best)]
+    faults += neighbour(request, target, plan)
     top = guess.device_bytes_band[1] / plan.chip.memory_bytes
     told = [f"{degrees_text(plan)}, microbatch {plan.job.micro_batch}", plan.knobs.precision, knobs_text(plan)]
     size = f"{group.size}" + (f", the fastest {group.fastest:+.0%}" if group.fastest > 0.05 else "")
@@ -66,10 +68,6 @@ def checklist(found: SearchResult) -> Iterator[str]:
         yield f"{room:.1%} of memory left at the top of the band"
     if resort(plan) and any(not resort(one.plan) for one in members):
         yield "another member needs neither full recompute nor offload"
-    if plan.full_recompute and resort(plan):
-        yield "full recompute: no selective set fits a layout of the group"
-    if plan.knobs.optimizer_offload:
-        yield "offload" + ("" if resort(plan) else ", as published") + ": no selective set fits without it"
     if layout.etp > 1:
         yield f"ETP {layout.etp} at EP {layout.ep} of {plan.model.num_experts} experts"
     if layout.tp > 1 and plan.link("tp").link == "network":
@@ -78,6 +76,35 @@ def checklist(found: SearchResult) -> Iterator[str]:
         yield "EP leaves the NVLink domain" + (", hidden by overlap" if plan.knobs.ep_overlap else "")
     if group and group.anchor and group.anchor_distance and "put after" in group.why_not:
         yield f"not the published degrees: {group.why_not.split('because of ')[-1]}"
+
+
+def _milder(request: Request, target: str, best: Candidate) -> Iterator[str]:
+    """What a plan with full recompute or offload says for itself: a search of its own, with as much selective recompute
+    as there is and nothing else, finds no layout, or one that is slower by more than the band."""
+    plan, knobs = best.plan, best.plan.knobs
+    if not (plan.full_recompute or knobs.optimizer_offload):
+        return
+    what = ["full recompute"] * plan.full_recompute + ["offload"] * (knobs.optimizer_offload > 0)
+    told = " and ".join(what) + ("" if resort(plan) else ", as published")
+    names = [name for name in recomputable_modules(plan) if name not in INSIDE_MOE] + ["moe"] * plan.model.is_moe
+    fixed: dict[str, object] = {"knobs.recompute": names, "knobs.optimizer_offload": 0.0}
+    lean = ask(request, target, 1, **fixed).candidates
+    if not lean:
+        yield f"{told}: no selective set fits without"
+        return
+    longer = lean[0].estimate.time.step_seconds / best.estimate.time.step_seconds - 1
+    inside = "INSIDE the band" if longer <= pair_band(plan) else "more than the band"
+    yield f"{told}: without, {degrees_text(lean[0].plan)} takes {longer:.0%} longer, {inside}"
+
+
+def _with_ep(request: Request, target: str, best: Candidate) -> Iterator[str]:
+    """By how much experts that are spread are slower, where a plan of a MoE model spreads them over no ranks."""
+    if not best.plan.model.is_moe or best.plan.layout.ep > 1:
+        return
+    spread = ask(request, target, 1, **{"layout.ep": 8}).candidates
+    if spread:
+        longer = spread[0].estimate.time.step_seconds / best.estimate.time.step_seconds - 1
+        yield f"no EP: {degrees_text(spread[0].plan)} takes {longer:.0%} longer"
 
 
 def neighbour(request: Request, target: str, plan: Plan) -> Iterator[str]:

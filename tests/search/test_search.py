@@ -222,6 +222,18 @@ def test_full_recompute_and_offload_are_last() -> None:
         assert estimate(smallest).device_bytes_band[1] > plan.chip.memory_bytes
 
 
+def test_a_layout_that_fits_with_a_selective_set_comes_before_full_recompute() -> None:
+    """The 9 % that full recompute on TP 2 x CP 8 x PP 16 is predicted to gain are no reason: TP x CP x PP of 256 fits
+    with a selective set on stages of one chunk, which hold the fewest microbatches."""
+    draft = {"model": "qwen3-235b-a22b", "cluster.chip": "h100", "cluster.gpus": 256, "job.seq_len": 131_072}
+    found = search({**draft, "target": "threefold"}, top=5)
+    assert not found.best.full_recompute
+    assert found.best.knobs.optimizer_offload == 0
+    assert found.best.link("ep").link == "domain"
+    assert found.group is not None
+    assert found.group.fastest < 0.2
+
+
 def test_selective_sets_grow_and_end_with_the_moe_layer() -> None:
     sets = selective_sets(["mla_up_proj", "moe_act", "layernorm"], is_moe=True)
     assert sets[:3] == [(), ("mla_up_proj",), ("mla_up_proj", "moe_act")]

@@ -113,7 +113,7 @@ def _settle(pricer: Pricer, found: Found, key: Key, ways: list[Choice], bar: flo
     """Find the best plan of one layout; one that the race found stays only where it is clearly faster."""
     known = found.best.pop(key, None)
     for choice in ways:
-        if found.ladder and found.ladder.can_fit(choice) and (not mild or found.ladder.mild_fits(choice)):
+        if found.ladder and (found.ladder.mild_fits(choice) if mild else found.ladder.can_fit(choice)):
             _follow(pricer, choice, found, bar, False if mild else None)
     if not bar and key not in found.best:
         for choice in ways:
@@ -125,7 +125,8 @@ def _settle(pricer: Pricer, found: Found, key: Key, ways: list[Choice], bar: flo
 
 def _ways(choices: list[Choice], anchors: Sequence[PublishedLayout]) -> list[Choice]:
     """The choices of a layout, the most promising microbatch and mode first. Of each the smallest number of chunks that
-    promises nearly as much as the best, and before it the one that was published."""
+    promises nearly as much as the best, before it the one that was published, and after it the fewest, which hold the
+    least in flight."""
     first: dict[object, list[Choice]] = {}
     for choice in sorted(choices, key=lambda choice: -choice.promise):
         first.setdefault((choice.micro_batch, choice.knobs), []).append(choice)
@@ -138,7 +139,7 @@ def _ways(choices: list[Choice], anchors: Sequence[PublishedLayout]) -> list[Cho
     for same in first.values():
         known = [one for one in same if (one.layout.pp, one.layout.vpp) in published]
         near = [one for one in same if one.promise >= same[0].promise * (1 - CHUNK_TIE)]
-        for one in (*sorted(known, key=chunks)[:1], min(near, key=chunks)):
+        for one in (*sorted(known, key=chunks)[:1], min(near, key=chunks), min(same, key=chunks)):
             ways.setdefault(id(one), one)
     return list(ways.values())
 
