@@ -9,7 +9,6 @@ With many ranks each writes the elements it owns into a file of its own and read
 them. All ranks must see one file system. A failure on one rank is raised on all of them, as the same finding.
 """
 
-import contextlib
 import math
 import os
 import shutil
@@ -47,7 +46,7 @@ from threefold.safe_files import check_inside
 
 __all__ = ["MANIFEST", "CheckpointShard", "Checkpoints", "read_checkpoint", "write_checkpoint"]
 
-MIN_LISTINGS, MAX_LISTINGS = 5, 10_000  # of a folder that seems empty
+MAX_LISTINGS = 5  # of a folder that seems empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +155,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint in place, oldest first."""
-        # A listing during which one checkpoint comes and another goes may show neither of them: a folder is empty only
-        # if it did not change meanwhile. The clock of a file system may be coarse, so that one look is not enough.
-        for attempt in range(1, MAX_LISTINGS + 1):
-            changed = self._last_change()
-            steps = self._list_steps()
-            if steps or (attempt >= MIN_LISTINGS and changed == self._last_change()):
-                return steps
-        return []
-
-    def _last_change(self) -> int:
-        with contextlib.suppress(OSError):
-            return self.folder.stat().st_mtime_ns
-        return 0
+        # A file system of several machines may list a folder in parts, and miss both the checkpoint that goes and the
+        # one that comes.
+        return next((steps for _ in range(MAX_LISTINGS) if (steps := self._list_steps())), [])
 
     def _list_steps(self) -> list[int]:
         try:
