@@ -4,9 +4,10 @@ python benchmarks/cpu_step.py [--steps 8] [--threads 2] [--json FILE]
 
 Qwen3-MoE with 4 layers, 32 experts (4 a token) and dim 512, four sequences of 512 tokens, fp32: forward, backward,
 clipping and AdamW, from the same weights on the same tokens. transformers has its grouped experts, scaled dot-product
-attention and torch's fused AdamW. Each side is a process of its own, because ours keeps freed memory as a run does
-(`engine/train_setup.py`), and they take turns, step by step, so that a busy machine slows both; medians and minimums
-of the time by the clock and of the process's CPU time are printed, and losses are compared.
+attention and torch's fused AdamW. Each side is a process of its own, because ours keeps freed memory and multiplies
+matrices as a run does (`engine/run/on_cpu.py`), and they take turns, step by step, so that a busy
+machine slows both; medians and minimums of the time by the clock and of the process's CPU time are printed, and losses
+are compared.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,8 @@ from threefold.engine.build import options_of, parts_alone
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.optim.adamw import AdamW
+from threefold.engine.run.on_cpu import fast_on_cpu
 from threefold.engine.step import train_step
-from threefold.engine.train_setup import keep_freed_memory
 from threefold.engine.weights.read_hf import read_hf
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
@@ -105,7 +107,6 @@ def make_side(name: str) -> Step:
     batch = tokens_BS[:, :-1], tokens_BS[:, 1:].contiguous()
     if name == "transformers":
         return their_side(plan, theirs, *batch)
-    keep_freed_memory()
     ours = build_model(spec, 0, torch.float32, torch.device("cpu"), options_of(plan), seed=0)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
@@ -116,7 +117,11 @@ def make_side(name: str) -> Step:
 def serve(name: str, threads: int, turns: Connection) -> None:
     """Make a step for each True that comes, and send its loss, its times and the most memory so far."""
     torch.set_num_threads(threads)
-    step = make_side(name)
+    with fast_on_cpu() if name == "threefold" else nullcontext():
+        take_turns(make_side(name), turns)
+
+
+def take_turns(step: Step, turns: Connection) -> None:
     while turns.recv():
         wall, cpu = time.perf_counter(), time.process_time()
         loss = step()

@@ -3,7 +3,6 @@
 `train.py` calls `enter_world` and `set_up`.
 """
 
-import ctypes
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,6 +18,7 @@ from threefold.engine.dist.mesh import Mesh
 from threefold.engine.run.checkpoints import Checkpoints
 from threefold.engine.run.folder import CHECKPOINTS, open_run
 from threefold.engine.run.lock import RunLock
+from threefold.engine.run.on_cpu import fast_on_cpu
 from threefold.engine.run.progress_display import Progress
 from threefold.engine.start import Origin, Start, check_data_is_named, removed_on_failure
 from threefold.engine.train_state import TrainState, start_or_resume
@@ -26,10 +26,6 @@ from threefold.launch.cpu_cores import choose_threads, pin_to_cores
 from threefold.launch.watchdog import Watchdog
 from threefold.plan.plan import Plan
 from threefold.plan.ranks import rank_environment
-
-# Numbers of mallopt in glibc's malloc.h.
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-_NEVER = 2**31 - 1  # bytes at the end of the heap; mallopt takes an int
 
 
 def enter_world(plan: Plan) -> World:
@@ -53,8 +49,7 @@ def set_up(
     """Open the folder, build the parts, and start or resume. `ending` closes each part, whatever the others raise."""
     num_threads, why = choose_threads(plan, _place_in_node()[1], threads, world.device.type == "cuda")
     torch.set_num_threads(num_threads)
-    if world.device.type == "cpu":
-        keep_freed_memory()
+    ending.enter_context(fast_on_cpu() if world.device.type == "cpu" else nullcontext())
     mesh = Mesh(plan.layout, world.rank, world.device)
     group = mesh.checkpoint_group()
     lock = RunLock(folder, tell)
@@ -102,14 +97,3 @@ def _tell_of_parts(state: TrainState, tell: Callable[[str], None]) -> None:
         lines = [parts.loader.packing_summary(), *parts.loader.skipped_pictures().lines()]
         for line in filter(None, lines):
             tell(line)
-
-
-def keep_freed_memory() -> bool:
-    """Take all memory from the heap and return none of it before the process ends. False without glibc.
-
-    By default glibc returns every freed tensor above 32 MiB, and the end of its heap, to the kernel. The next step asks
-    for the same memory again, and the kernel clears it page by page: a sixth of the CPU time of a small model's step
-    (docs/log/finetune.md).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
