@@ -32,7 +32,7 @@ CEILINGS: dict[str, int] = {
     "report": 4_350,
     "rules": 5_850,
     "search": 2_700,
-    "spec": 4_750,
+    "spec": 5_050,
     "top": 1_000,
     "tune": 2_300,
 }

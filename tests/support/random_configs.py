@@ -83,7 +83,7 @@ def _mixture(rng: random.Random, family: str) -> dict[str, Any]:
     wide = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     config |= {name: rng.randint(3, 24) for name in wide if name in config}
     config |= {"vocab_size": rng.randint(20, 70), "rms_norm_eps": rng.choice((1e-5, 1e-6, 1e-3))}
-    config["num_key_value_heads"] = rng.choice((1, 2, 4))
+    config["num_key_value_heads"] = 4 if "kv_lora_rank" in config else rng.choice((1, 2, 4))
     return config
 
 

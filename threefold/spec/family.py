@@ -163,7 +163,7 @@ class WeightNames:
     router: Paths = ("mlp.gate",)
     balance_bias: Paths = ("mlp.gate.e_score_correction_bias",)
     balance_bias_has_groups: bool = False  # stored as one row, for a group of all experts
-    shared: str = "mlp.shared_experts"
+    shared: Paths = ("mlp.shared_experts",)
     shared_gate: str = "mlp.shared_expert_gate"
     experts: str = "mlp.experts"  # above the number of an expert
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of one expert

@@ -33,8 +33,9 @@ def text_config(spec: ModelSpec, family: Family) -> Parts:
     }
     if isinstance(attention, GqaSpec):
         config["head_dim"] = attention.head_dim
-    if isinstance(attention, MlaSpec) or attention.use_rope:
-        config |= {"hidden_act": "silu", "rms_norm_eps": spec.norm_eps, **_rope(attention, family)}
+    rotated = attention if isinstance(attention, MlaSpec) or attention.use_rope else spec.local_attention
+    if rotated is not None:
+        config |= {"hidden_act": "silu", "rms_norm_eps": spec.norm_eps, **_rope(rotated, family)}
         config |= {"attention_bias": attention.bias} if isinstance(attention, GqaSpec) else {}
     for key, places in family.config.placed().items():
         holder: Any = spec

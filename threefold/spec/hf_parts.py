@@ -142,6 +142,24 @@ def windowed_pattern(c: Fields, default: Sequence[str]) -> str:
     return pattern
 
 
+def first_dense(c: Fields, default: Any) -> Any:
+    """The number of dense layers before those with experts, by `mlp_layer_types` where a file has them."""
+    if (types := c["mlp_layer_types"]) is None:
+        return default
+    pattern = layer_pattern(types, {"dense": "-", "sparse": "E"}, num_layers(c))
+    if "E-" in pattern:
+        raise ValueError("dense layers behind sparse ones (mlp_layer_types) are not supported")
+    return pattern.count("-")
+
+
+def check_whole_rotation(c: Fields) -> None:
+    """Raise ValueError where a family that rotates whole heads is asked for a part of them, as transformers would."""
+    table = c["rope_scaling"] or c["rope_parameters"] or {}
+    fraction = table.get("partial_rotary_factor", c["partial_rotary_factor"]) if isinstance(table, Mapping) else None
+    if fraction not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor {reprlib.repr(fraction)} is not supported")
+
+
 def refuse_others(c: Fields, supported: dict[str, Any]) -> None:
     """Raise ValueError where a key of a family's own code has another value than the one that transformers runs."""
     for key, only in supported.items():

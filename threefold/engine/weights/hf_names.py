@@ -162,7 +162,7 @@ def _moe_layouts(name: str, prefix: str, spec: ModelSpec) -> list[Layout]:
     if part == "router":
         return [[HfTensor(f"{prefix}{path}.{inner}")] for path in names.router]
     if part == "shared":
-        return [[HfTensor(f"{prefix}{names.shared}.{_translate(inner, _MLP)}")]]
+        return [[HfTensor(f"{prefix}{path}.{_translate(inner, _MLP)}")] for path in names.shared]
     return [[HfTensor(f"{prefix}{names.shared_gate}.{inner}")]]
 
 

@@ -17,7 +17,7 @@ from threefold.spec.family import (
     published,
     tiny,
 )
-from threefold.spec.hf_parts import layer_pattern, num_layers, refuse_others, standard_parts
+from threefold.spec.hf_parts import check_whole_rotation, first_dense, refuse_others, standard_parts
 from threefold.spec.model import IndexerSpec, MlaSpec, ModelSpec
 
 # Keys of DeepSeek's own code, which transformers passes over.
@@ -41,13 +41,7 @@ def _write_deepseek(spec: ModelSpec) -> Parts:
 
 def _read_deepseek_v32(c: Fields, family: Family) -> Parts:
     refuse_others(c, {"rope_interleave": True})
-    dense = c["first_k_dense_replace"]
-    if (types := c["mlp_layer_types"]) is not None:
-        pattern = layer_pattern(types, {"dense": "-", "sparse": "E"}, num_layers(c))
-        dense = pattern.count("-")
-        if "E-" in pattern:
-            raise ValueError("dense layers behind sparse ones (mlp_layer_types) are not supported")
-    changed = {"first_k_dense_replace": dense, "rope_interleave": True}
+    changed = {"first_k_dense_replace": first_dense(c, c["first_k_dense_replace"]), "rope_interleave": True}
     parts = _read_deepseek({**c, **changed}, family)
     if c["index_head_dim"] < c["qk_rope_head_dim"]:
         raise ValueError(f"index_head_dim {c['index_head_dim']} is less than the dims that turn, qk_rope_head_dim")
@@ -63,6 +57,15 @@ def _read_glm_moe_dsa(c: Fields, family: Family) -> Parts:
     )
     parts["attention"]["indexer"] |= {"rope_pairs": True, "is_reused": is_reused}
     return parts
+
+
+def _read_glm4_moe_lite(c: Fields, family: Family) -> Parts:
+    check_whole_rotation(c)
+    return {**standard_parts(c, family), "num_dense_layers": first_dense(c, default=1)}
+
+
+def _write_glm4_moe_lite(spec: ModelSpec) -> Parts:
+    return {"mlp_layer_types": ["dense" if layer.ffn == "dense" else "sparse" for layer in spec.layers]}
 
 
 _YARN = {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
@@ -284,5 +287,50 @@ DEEPSEEK_V32 = Family(
             ),
             mtp_layers=0,
         ),
+    ),
+)
+
+_TINY_LITE = MlaSpec(num_heads=8, q_rank=48, kv_rank=32, nope_dim=16, rope_dim=16, v_dim=32)
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    {"glm4_moe_lite": "Glm4MoeLiteForCausalLM"},
+    HfClass(
+        defaults={
+            **{
+                name: value
+                for name, value in DEEPSEEK_V3_CLASS.defaults.items()
+                if name not in ("first_k_dense_replace", "num_mtp_layers")
+            },
+            "rms_norm_eps": 1e-5,
+            "intermediate_size": 10240,
+            "moe_intermediate_size": 1536,
+            "num_key_value_heads": 20,
+            "n_routed_experts": 64,
+            "routed_scaling_factor": 1.8,
+            "q_lora_rank": 768,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 4,
+            "max_position_embeddings": 202752,
+            "mlp_layer_types": None,
+        },
+        only={**NO_DROPOUT, "attention_bias": False},
+        aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+        null_means={"q_lora_rank": None},
+    ),
+    facts=BALANCED_SIGMOID,
+    attention="latent",
+    read=_read_glm4_moe_lite,
+    write=_write_glm4_moe_lite,
+    names=_NAMES,
+    models=(
+        published(
+            "glm-4.7-flash",
+            (47, 2048, 20, 154880),
+            source="transformers Glm4MoeLiteConfig defaults, without the MTP layer, which transformers leaves out too",
+        ),
+        replace(TINY_GLM5, name="tiny-glm4-moe-lite", family="glm4_moe_lite", attention=_TINY_LITE),
     ),
 )

@@ -218,7 +218,7 @@ GEMMA4 = Family(
             "ffn.router.expert_scale": "router.per_expert_scale",
         },
         router=("router.proj",),
-        shared="mlp",
+        shared=("mlp",),
         stacked_experts=("experts.gate_up_proj", "experts.down_proj"),
         stacked_on_disk=("experts.gate_up_proj", "experts.down_proj"),
         published_with_pictures=True,

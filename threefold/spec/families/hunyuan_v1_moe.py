@@ -65,7 +65,7 @@ HUNYUAN_V1_MOE = Family(
             "mixer.k_norm.weight": "self_attn.key_layernorm.weight",
         },
         router=("mlp.gate.wg",),
-        shared="mlp.shared_mlp",
+        shared=("mlp.shared_mlp",),
     ),
     models=(
         published(

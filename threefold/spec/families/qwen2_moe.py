@@ -53,7 +53,7 @@ QWEN2_MOE = Family(
     ),
     facts={"attention.out_bias": False},
     read=_read,
-    names=WeightNames(shared="mlp.shared_expert"),
+    names=WeightNames(shared=("mlp.shared_expert",)),
     models=(
         published(
             "qwen2-57b-a14b",

@@ -91,7 +91,7 @@ QWEN3_NEXT_FAMILY = Family(
     rope={"partial": True},
     read=_read,
     write=_write,
-    names=WeightNames(shared="mlp.shared_expert", mtp="one"),
+    names=WeightNames(shared=("mlp.shared_expert",), mtp="one"),
     zero_centered_norms=True,
     models=(
         published(
@@ -132,7 +132,7 @@ QWEN35 = Family(
     write=_write,
     composite_tied=False,
     encoder=replace(ENCODER_CLASS, tokens=dict(zip(TOKEN_KEYS, (248053, 248054, 248056, 248057), strict=True))),
-    names=WeightNames(shared="mlp.shared_expert", mtp="one", qkvz_by_part=True),
+    names=WeightNames(shared=("mlp.shared_expert",), mtp="one", qkvz_by_part=True),
     zero_centered_norms=True,
     models=(
         published(
