@@ -36,7 +36,7 @@ LEVELS = (
 )
 LEVEL = {part: number for number, level in enumerate(LEVELS) for part in level}
 TORCH_PARTS = {"engine", "dryrun"}
-JUDGE = PACKAGE / "interop" / "megatron" / "validation" / "judge"  # runs in Megatron's interpreter, as one file
+JUDGE = PACKAGE / "interop" / "megatron" / "judge"  # runs in Megatron's interpreter, as one file
 # The folders and top-level modules of engine/ and cost/, by the same rule: each can be read from the bottom up.
 INSIDE: dict[str, tuple[set[str], ...]] = {
     "engine": (

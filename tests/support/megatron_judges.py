@@ -14,9 +14,9 @@ from repository import ROOT
 
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, export_plan
+from threefold.interop.megatron.judge.verdict import Verdict
 from threefold.interop.megatron.releases import known_releases
-from threefold.interop.megatron.validation.judge.verdict import Verdict
-from threefold.interop.megatron.validation.script import job_of
+from threefold.interop.megatron.validation import job_of
 from threefold.launch.slurm import Options
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

@@ -12,8 +12,8 @@ from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import FindingsError, shown
 from threefold.interop.megatron.bridge_files import export_files
 from threefold.interop.megatron.export_plan import BRIDGE, FORMATS, LM, Export
-from threefold.interop.megatron.validation.judge.verdict import EXIT_CODES, summary_text
-from threefold.interop.megatron.validation.run import run_validation
+from threefold.interop.megatron.judge.verdict import EXIT_CODES, summary_text
+from threefold.interop.megatron.validation import run_validation
 from threefold.launch.slurm import Options
 from threefold.spec.megatron import is_release_name
 

@@ -12,7 +12,7 @@ from typing import Any
 from threefold.interop.megatron.argument_line import as_line
 from threefold.interop.megatron.export_plan import BRIDGE, Export
 from threefold.interop.megatron.field_names import DTYPE_PATHS, PRECISIONS, SCRIPT_CHIPS, TORCH_DTYPES
-from threefold.interop.megatron.validation.script import validation_script
+from threefold.interop.megatron.validation import validation_script
 from threefold.launch.slurm import Options, node_script, shape, time_limit
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

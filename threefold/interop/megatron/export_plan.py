@@ -7,10 +7,9 @@ from threefold.interop.megatron.architecture import FAMILIES, architecture, matc
 from threefold.interop.megatron.argument_line import read_arguments, write_arguments
 from threefold.interop.megatron.environment import Variable, environment_of
 from threefold.interop.megatron.field_names import FLEX, SCRIPT_CHIPS
-from threefold.interop.megatron.inexpressible import SAME_AS_ABSENT, Inexpressible
 from threefold.interop.megatron.models import Selection, dataset_kind, select_model
 from threefold.interop.megatron.releases import Release, find_release
-from threefold.interop.megatron.settings_writer import Settings, Writer, spell
+from threefold.interop.megatron.settings_writer import SAME_AS_ABSENT, Inexpressible, Settings, Writer, spell
 from threefold.interop.megatron.write_settings import settings_of
 from threefold.launch.slurm import shape
 from threefold.notebook import ShownAsTable

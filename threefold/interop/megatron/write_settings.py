@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from threefold.cost.format_support import offloads_masters
 from threefold.interop.megatron.field_names import FLEX, FP32_FIELDS, LR_SCHEDULES, MOE_FIELDS, PLAIN, PRECISIONS
-from threefold.interop.megatron.inexpressible import (
+from threefold.interop.megatron.releases import Release
+from threefold.interop.megatron.settings_writer import (
     NO_COUNTERPART,
     NO_EFFECT,
     NO_EXPERTS,
@@ -16,9 +17,12 @@ from threefold.interop.megatron.inexpressible import (
     SAID_BY_NAMES,
     SAME_AS_ABSENT,
     UNKNOWN_FIELD,
+    Writer,
+    data_of_paths,
+    leave_out_unknown,
+    paths_of_data,
+    value_of,
 )
-from threefold.interop.megatron.releases import Release
-from threefold.interop.megatron.settings_writer import Writer, data_of_paths, leave_out_unknown, paths_of_data, value_of
 from threefold.layout.stages import format_stages
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

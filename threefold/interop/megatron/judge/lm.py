@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from threefold.interop.megatron.validation.judge.bridge import chunk_layers
-from threefold.interop.megatron.validation.judge.machine import join_counting_group
-from threefold.interop.megatron.validation.judge.values import model_values
+from threefold.interop.megatron.judge.bridge import chunk_layers
+from threefold.interop.megatron.judge.machine import join_counting_group
+from threefold.interop.megatron.judge.values import model_values
 
 
 class LmExport:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from threefold.interop.megatron.validation.judge.stand_ins import stand_in_class
+from threefold.interop.megatron.judge.stand_ins import stand_in_class
 
 
 class Device:

@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from threefold.interop.megatron.validation.judge.machine import join_counting_group
-from threefold.interop.megatron.validation.judge.values import bridge_values
-from threefold.interop.megatron.validation.judge.verdict import NotJudgedError
+from threefold.interop.megatron.judge.machine import join_counting_group
+from threefold.interop.megatron.judge.values import bridge_values
+from threefold.interop.megatron.judge.verdict import NotJudgedError
 
 
 class CapturedError(Exception):

@@ -15,7 +15,7 @@ import types
 import typing
 from typing import Any
 
-from threefold.interop.megatron.validation.judge.verdict import STAND_IN
+from threefold.interop.megatron.judge.verdict import STAND_IN
 
 # These need CUDA to be imported, whether they are installed or not.
 _NEED_CUDA = {

@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from threefold.interop.megatron.validation.judge.bridge import BridgeExport
-from threefold.interop.megatron.validation.judge.lm import LmExport
-from threefold.interop.megatron.validation.judge.machine import Device, simulated_machine
-from threefold.interop.megatron.validation.judge.stand_ins import StandInFinder, install_stand_ins
-from threefold.interop.megatron.validation.judge.verdict import (
+from threefold.interop.megatron.judge.bridge import BridgeExport
+from threefold.interop.megatron.judge.lm import LmExport
+from threefold.interop.megatron.judge.machine import Device, simulated_machine
+from threefold.interop.megatron.judge.stand_ins import StandInFinder, install_stand_ins
+from threefold.interop.megatron.judge.verdict import (
     EXIT_CODES,
     NOT_JUDGED,
     NotJudgedError,

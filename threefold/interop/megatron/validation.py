@@ -1,17 +1,22 @@
-"""`validate.py` of an exported folder: the sources of `judge/` in one file, with what the plan says as its head.
+"""Megatron's verdict on an export: what it must end up with, the script that asks it, and the call of that script.
 
-It imports nothing of threefold, so that it runs on a login node, in the interpreter that has Megatron.
+`validate.py` of an exported folder is the sources of `judge/` in one file, with what the plan says as its head. It
+imports nothing of threefold, so that it runs on a login node, in the interpreter that has Megatron.
 """
 
 import ast
 import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from threefold.interop.megatron.export_plan import BRIDGE, Export
+from threefold.interop.megatron.field_names import PRECISIONS
+from threefold.interop.megatron.judge.verdict import NOT_JUDGED
 from threefold.interop.megatron.models import BRIDGE_MODELS
-from threefold.interop.megatron.validation.expected import expected_values
+from threefold.plan.plan import Plan
 from threefold.spec.chips import ChipSpec
 from threefold.spec.hf import hf_config_of
 from threefold.spec.megatron import version
@@ -25,6 +30,7 @@ _MULTIPROCESSORS = {"ampere": 108, "ada": 142, "hopper": 132, "blackwell": 148} 
 # Transformer Engine beside each release, as NVIDIA's containers have it; the newest where a release is not listed.
 _TRANSFORMER_ENGINE = {"0.3": "2.12.0", "0.4": "2.13.0", "0.5": "2.15.0", "0.6": "2.16.0"}
 _FRAME = "qwen3-30b-a3b"  # whose recipe frames models without one
+_GRACE_SECONDS = 30  # validate.py ends by its own limit; this one is for an interpreter that does not
 
 
 def validation_script(export: Export) -> str:
@@ -122,3 +128,87 @@ def _is_import(node: ast.stmt) -> bool:
 
 def _is_own(node: ast.stmt) -> bool:
     return isinstance(node, ast.ImportFrom) and (node.module or "").startswith("threefold.")
+
+
+def expected_values(plan: Plan) -> dict[str, Any]:
+    """Fields of a plan as Megatron must end up with them; `judge/values.py` reads the same names from Megatron.
+
+    From the plan alone and not from its export, so that an export that says something else is seen.
+    """
+    knobs, layout, job, model = plan.knobs, plan.layout, plan.job, plan.model
+    is_full = "full" in knobs.recompute
+    expected = {
+        "layout.tp": layout.tp,
+        "layout.cp": layout.cp,
+        "layout.pp": layout.pp,
+        "layout.vpp": layout.vpp,
+        "dp": plan.cluster.gpus // (layout.tp * layout.cp * layout.pp),
+        "job.seq_len": job.seq_len,
+        "dataset.seq_len": job.seq_len,
+        "job.global_batch": job.global_batch,
+        "job.micro_batch": job.micro_batch,
+        "job.mtp": plan.mtp,
+        "sequence_parallel": layout.tp > 1,
+        "knobs.recompute": ["full"] if is_full else sorted(knobs.recompute),
+        "knobs.recompute_method": (knobs.recompute_method or "uniform") if is_full else None,
+        "knobs.recompute_layers": (knobs.recompute_layers or 1) if is_full else None,
+        "knobs.ep_overlap": knobs.ep_overlap,
+        "knobs.delay_wgrad": knobs.delay_wgrad,
+        "knobs.tp_overlap": bool(knobs.tp_overlap and layout.tp > 1),
+        "knobs.graphs": ["full_iteration"] if "full_iteration" in knobs.graphs else sorted(knobs.graphs),
+        "knobs.activation_offload": sorted(knobs.activation_offload),
+        "knobs.optimizer_offload": knobs.optimizer_offload,
+        "knobs.precision": knobs.precision if knobs.precision in PRECISIONS else "fp32",
+        "knobs.grad_dtype": knobs.grad_dtype,
+        "knobs.optimizer_dtype": knobs.optimizer_dtype,
+        "knobs.grad_reduce_overlap": knobs.grad_reduce_overlap,
+        "knobs.param_gather_overlap": knobs.param_gather_overlap,
+        "fsdp": knobs.data_parallel in ("fsdp", "hsdp"),
+        "model.num_layers": model.num_layers,
+        "model.dim": model.dim,
+        "model.vocab": model.vocab,
+        "layers of the chunks": [
+            [len(plan.chunks[chunk * layout.pp + stage].layers) for chunk in range(layout.vpp)]
+            for stage in range(layout.pp)
+        ],
+    }
+    if model.moe is not None:
+        expected |= {
+            "layout.ep": layout.ep,
+            "layout.etp": layout.etp,
+            "knobs.dispatcher": "alltoall" if knobs.dispatcher == "local" else knobs.dispatcher,
+            "knobs.shared_expert_overlap": knobs.shared_expert_overlap,
+            "knobs.router_dtype": knobs.router_dtype,
+            "model.num_experts": model.moe.num_experts,
+            "model.top_k": model.moe.top_k,
+            "model.expert_dim": model.moe.expert_dim,
+        }
+    return expected
+
+
+def run_validation(
+    stack: str, folder: Path, python: str | None, megatron: Path | None, seconds: float
+) -> dict[str, Any]:
+    """The verdict as `validate.py --json` prints it; without an answer "not judged", with the reason as a remark.
+
+    `python` is the interpreter that has Megatron.
+    """
+    words = [python or sys.executable, str(folder / "validate.py"), "--json", "--seconds", str(seconds)]
+    if megatron is not None:
+        words += ["--megatron", str(megatron.resolve())]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds + _GRACE_SECONDS)
+    except OSError as error:
+        return _not_judged(stack, f"{words[0]} cannot be started: {error.strerror}")
+    except subprocess.TimeoutExpired:
+        return _not_judged(stack, f"{words[0]} did not answer within {seconds:g} seconds")
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return _not_judged(stack, f"{words[0]}: {lines[-1]}")
+    return answer
+
+
+def _not_judged(stack: str, reason: str) -> dict[str, Any]:
+    return {"stack": stack, "verdict": NOT_JUDGED, "ranks": [], "differs": {}, "stood_in": [], "remark": reason}
