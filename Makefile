@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 MEGATRON := .venv-megatron
 
-.PHONY: demo docs test test-slow test-megatron try-megatron lint format clean
+.PHONY: demo docs test test-slow test-megatron test-torch try-megatron lint format clean
 
 demo: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash docs/demo.sh
@@ -30,6 +30,23 @@ try-megatron: $(STAMP) $(MEGATRON)/installed
 	$(BIN)/python tools/upstream.py $(MEGATRON)/wheels
 	MEGATRON_HOME=$(CURDIR)/$(MEGATRON) OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/megatron/try_release.py $(BRIDGE)
 
+# make test-torch TORCH=2.11: what torch decides (models, layouts, pipelines, FSDP, checkpoints, rehearsals) on another
+# release of it, in an environment of its own. Where the registry has no CPU build this pulls gigabytes of CUDA libraries.
+TORCH ?= 2.11
+OTHER := .venv-torch-$(TORCH)
+SMOKE := tests/engine/models tests/engine/dispatch tests/engine/data_parallel tests/engine/schedule \
+  tests/engine/shard tests/engine/verify/test_oracle.py tests/engine/run/test_checkpoints.py \
+  tests/engine/run/test_reshard.py tests/engine/optim tests/engine/test_train.py tests/dryrun/test_rehearse_rank.py
+
+test-torch: $(OTHER)/installed
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n auto --dist worksteal -m "not slow" $(SMOKE)
+
+$(OTHER)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==\|^triton==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt 'torch==$(TORCH).*' --editable '.[dev,train]'
+	touch $@
+
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -50,7 +67,7 @@ $(MEGATRON)/installed: constraints-megatron.txt threefold/interop/megatron/wheel
 	touch $@
 
 clean:
-	rm -rf .venv .venv-megatron build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-megatron .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
