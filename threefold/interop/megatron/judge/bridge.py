@@ -71,7 +71,7 @@ class BridgeExport:
         """Recipes read config.json from the Hub, which may be out of reach: they get the job's instead."""
         from megatron.bridge import AutoBridge
 
-        home = Path(tempfile.mkdtemp(prefix="validate-"))
+        home = Path(tempfile.mkdtemp(prefix="models-"))
         configs = self.job["configs"]
         for name, config in configs.items():
             (home / name.replace("/", "--")).mkdir()

@@ -14,6 +14,7 @@ import select
 import shlex
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -45,11 +46,18 @@ def in_child(work: Callable[[], Any], seconds: float, gigabytes: float, own_grou
     """What `work` returns in a forked process, as JSON takes it. NotJudgedError where it goes past a limit or dies.
 
     `own_group`: whether processes that the work starts end with it. A child of a child leaves them to its parent.
+    Temporary files of the work are removed with it: it ends without its own clean-up.
     """
+    with tempfile.TemporaryDirectory(prefix="validate-") as scratch:
+        return _in_child(work, seconds, gigabytes, own_group, scratch)
+
+
+def _in_child(work: Callable[[], Any], seconds: float, gigabytes: float, own_group: bool, scratch: str) -> Any:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
+        tempfile.tempdir = os.environ["TMPDIR"] = scratch
         if own_group:
             os.setsid()
         _work_as_child(work, writer, gigabytes)
