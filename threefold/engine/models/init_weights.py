@@ -84,6 +84,9 @@ def _init(module: nn.Module, name: str, parameter: Tensor, std: float, generator
         parameter.uniform_(-bound, bound, generator=generator)
     elif name.endswith("bias") or (name.endswith(LORA_B) and not module.lora.draws_b):  # type: ignore[union-attr]
         parameter.zero_()
+    elif parameter.is_cpu and parameter.itemsize == 2:
+        # torch 2.11 draws other numbers in sixteen bits than in fp32 on a CPU: weights hung on their dtype.
+        parameter.copy_(torch.empty_like(parameter, dtype=torch.float32).normal_(0.0, std, generator=generator))
     else:
         parameter.normal_(0.0, std, generator=generator)
 
