@@ -53,7 +53,7 @@ def fused_experts(
     y_TD = _Experts.apply(x_TD, weight_TK, *parameters, gate_up_bias_EX, rows.ends_E, rows, clamped, choice, targets)
     if down_bias_ED is None:
         return y_TD
-    return y_TD + _weights_by_expert(weight_TK, expert_TK, num_experts).to(y_TD.dtype) @ down_bias_ED
+    return _add_bias(y_TD, weight_TK, expert_TK, down_bias_ED)
 
 
 def grouped_experts(
@@ -79,8 +79,7 @@ def grouped_experts(
     expert_R = expert_of_rows(ends_E, len(x_RD))
     if order is not None:
         expert_R = expert_R[order.row_TK[:, 0]]
-    weight_RE = _weights_by_expert(weight_R[:, None], expert_R[:, None], len(count_E))
-    return y_RD + weight_RE.to(y_RD.dtype) @ down_bias_ED
+    return _add_bias(y_RD, weight_R[:, None], expert_R[:, None], down_bias_ED)
 
 
 def rows_as_tokens(
@@ -92,10 +91,11 @@ def rows_as_tokens(
     return weight_R[:, None], replace(order, weight_R=weight_R.detach()[order.token_R]), order.ends_E
 
 
-def _weights_by_expert(weight_TK: Tensor, expert_TK: Tensor, num_experts: int) -> Tensor:
-    """Router weights with one column for each expert. A GEMM with them adds the biases of FC2, and its backward sums
-    the bias gradients in fp32."""
-    return weight_TK.new_zeros(len(weight_TK), num_experts).scatter_add(1, expert_TK, weight_TK)
+def _add_bias(y_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, bias_ED: Tensor) -> Tensor:
+    """Add the biases of FC2, each times its router weight, in place: a GEMM with weights that have one column for each
+    expert. Its backward sums the bias gradients in fp32."""
+    weight_TE = weight_TK.new_zeros(len(weight_TK), len(bias_ED)).scatter_add(1, expert_TK, weight_TK)
+    return y_TD.addmm_(weight_TE.to(y_TD.dtype), bias_ED)
 
 
 class _Experts(torch.autograd.Function):

@@ -297,9 +297,6 @@ def _run_experts(line: Timeline, rows: MoeRows, offloaded: float = 0.0, stops_ea
         line.make(act)
         line.make(rows.gathered)
         line.free(act + offloaded)
-        if moe.bias:  # of FC2, times the router's weight; added
-            line.make(rows.gathered, rows.gathered)
-            line.free(rows.gathered, rows.gathered)
         return
     fc1, biased, num_experts = local.num_fc1, moe.bias, moe.num_experts / local.plan.layout.ep
     quantized_rows = low * rows.gathered if saves_quantized else 0.0
