@@ -2,8 +2,8 @@
 
 `data/loader.py` makes batches; `step.py` and `schedule/microbatch_runners.py` read them.
 
-Shapes: B sequences of a microbatch, S tokens of a sequence, I pictures, P patches of all pictures, C values of a patch,
-V tokens that stand for pictures.
+Shapes: B sequences of a microbatch, S tokens of a sequence, I images, P patches of all images, C values of a patch,
+V tokens that stand for images.
 """
 
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Images(NamedTuple):
-    """The pictures of one microbatch, in the order of their tokens. A video is one picture for each pair of frames."""
+    """The images of one microbatch, in the order of their tokens. A video is one image for each pair of frames."""
 
     # Normalised values, channels x frames x height x width of a patch, in the image processor's order. On the host: the
     # encoder moves them, so that the device holds those of one microbatch at a time.
     patches_PC: Tensor
-    grids_I2: Tensor  # int64 on the CPU: height and width of each picture in patches, before merging
-    token_index_V: Tensor  # int64: where the tokens of the pictures stand among the flattened [B * S] tokens
+    grids_I2: Tensor  # int64 on the CPU: height and width of each image in patches, before merging
+    token_index_V: Tensor  # int64: where the tokens of the images stand among the flattened [B * S] tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Batch:
     `lengths` are the tokens of each sequence that are no padding; None where there is none.
 
     Vision-language models have `positions_3BS` (temporal, height, width; equal for text) instead of `positions_BS`, and
-    `images`, which is None where the microbatch has no picture. `num_bad_pictures` could not be decoded; they are grey,
+    `images`, which is None where the microbatch has no image. `num_bad_images` could not be decoded; they are grey,
     and their documents have no labels.
 
     With dynamic context parallelism `cp_degree` ranks share the microbatch, `lengths` are those of its documents, and
@@ -47,14 +47,14 @@ class Batch:
     lengths: tuple[int, ...] | None = None
     positions_3BS: Tensor | None = None
     images: Images | None = None
-    num_bad_pictures: int = 0
+    num_bad_images: int = 0
     cp_degree: int | None = None  # None: all ranks of the CP group share the microbatch
     sample_lengths: tuple[int, ...] | None = None  # one for each of `lengths`; None: they are the same
 
     def pin(self, device: torch.device) -> "Batch":
         """The batch in pinned memory, from which it can be copied to this device while the host goes on.
 
-        Patches of pictures stay where they are: they are many, and the encoder moves them.
+        Patches of images stay where they are: they are many, and the encoder moves them.
         """
         names = ("tokens_BS", "labels_BS", "documents_BS", "positions_BS", "positions_3BS")
         with torch.cuda.device(device):  # another thread than the one that trains may have another device

@@ -41,7 +41,7 @@ from threefold.units import GIB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _WRAPPING = WrapPolicy(
-    # Encoder and projector of pictures are units apart from the rest: each layer, the patch embedding, the projector.
+    # Encoder and projector of images are units apart from the rest: each layer, the patch embedding, the projector.
     is_block=lambda module: isinstance(module, Block | VisionBlock | PatchEmbedding | Projector),
     is_experts=lambda module: isinstance(module, Experts),
     methods=("forward_chunk", "compute_loss", "run_with_parameters"),

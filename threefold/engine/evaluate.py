@@ -86,7 +86,7 @@ def data_loss(model: Decoder, tokenizer: Tokenizer, job: Job, data: str, max_seq
 
 
 def make_batch(sample: Sample, images: BatchImages | None) -> Batch:
-    """A microbatch of one sequence. `images` decodes the pictures of a vision-language model."""
+    """A microbatch of one sequence. `images` decodes the images of a vision-language model."""
 
     def row(values: object) -> Tensor | None:
         return None if values is None else torch.as_tensor(values)[None]

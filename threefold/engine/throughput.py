@@ -45,9 +45,9 @@ class StepWork(NamedTuple):
     flops: float  # of the model, without padding and without recompute
     memory_bytes: float  # the peak of the rank that uses most
     num_images: float = 0.0  # a temporal patch of a video counts as one
-    num_vision_tokens: float = 0.0  # useful tokens that stand for pictures
+    num_vision_tokens: float = 0.0  # useful tokens that stand for images
     vision_flops: float = 0.0  # of the encoder and projector
-    num_bad_pictures: float = 0.0  # that could not be decoded
+    num_bad_images: float = 0.0  # that could not be decoded
     max_vision_tokens: float = 0.0  # of the rank with most; the mean is what balancing could reach
     part_seconds: tuple[float, ...] = (0.0, 0.0, 0.0)  # of encoder, projector and decoder, mean over DP ranks
     data_seconds: float = 0.0  # that the rank which waited longest waited for its batches
@@ -80,13 +80,13 @@ class Throughput:
         flops = sum(part * self._flops(batch) for batch, part in zip(batches, parts, strict=True))
         num_useful = sum(part * sum(useful_lengths(batch)) for batch, part in zip(batches, parts, strict=True))
         num_tokens = sum(part * batch.tokens_BS.numel() for batch, part in zip(batches, parts, strict=True))
-        pictures = [batch.images for batch in batches if batch.images is not None]
-        num_images = sum(len(images.grids_I2) for images in pictures)
-        num_vision_tokens = sum(len(images.token_index_V) for images in pictures)
-        sizes = [patches for images in pictures for patches in images.grids_I2.prod(dim=1).tolist()]
+        of_batches = [batch.images for batch in batches if batch.images is not None]
+        num_images = sum(len(images.grids_I2) for images in of_batches)
+        num_vision_tokens = sum(len(images.token_index_V) for images in of_batches)
+        sizes = [patches for images in of_batches for patches in images.grids_I2.prod(dim=1).tolist()]
         vision_flops = sum(picture_training_flops(self.plan.model, each, self.plan.job.freeze) for each in sizes)
         device = self.mesh.device
-        num_bad = sum(batch.num_bad_pictures for batch in batches)
+        num_bad = sum(batch.num_bad_images for batch in batches)
         counted = [num_tokens, num_useful, flops, num_images, num_vision_tokens, vision_flops, num_bad, *part_seconds]
         counted.append(1)  # to count the ranks
         sums = torch.tensor(counted, dtype=torch.float64, device=device)
@@ -127,7 +127,7 @@ class Throughput:
                 "images_per_second": work.num_images / seconds,
                 "vision_tokens_per_second": work.num_vision_tokens / seconds,
                 "vision_tokens_imbalance": _imbalance(work, self.plan.layout.dp),
-                "bad_images": int(work.num_bad_pictures),
+                "bad_images": int(work.num_bad_images),
                 "vision_tflops": work.vision_flops / seconds / 1e12,
                 **dict(zip(PART_SECONDS, work.part_seconds, strict=True)),
             }
@@ -145,7 +145,7 @@ def named_peak(plan: Plan) -> tuple[str | None, float | None]:
 
 
 def _imbalance(work: StepWork, dp: int) -> float:
-    """Picture tokens of the data-parallel rank with most, over the mean; 1 is level, and what no pictures give."""
+    """Image tokens of the data-parallel rank with most, over the mean; 1 is level, and what no images give."""
     return work.max_vision_tokens * dp / work.num_vision_tokens if work.num_vision_tokens else 1.0
 
 
@@ -176,7 +176,7 @@ class PartSeconds(NamedTuple):
 
 
 class PartTimes:
-    """Times the parts of a rank that encodes pictures. On any other rank nothing is hooked, and all seconds are 0."""
+    """Times the parts of a rank that encodes images. On any other rank nothing is hooked, and all seconds are 0."""
 
     def __init__(self, parts: Parts) -> None:
         self.device = parts.device

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from threefold.engine.batch import Batch
-from threefold.engine.data.images.batch_images import SkippedPictures
+from threefold.engine.data.images.batch_images import SkippedImages
 from threefold.engine.dist.consensus import run_on_all_ranks
 from threefold.engine.effects.recorder import RunEffects, RunReport
 from threefold.engine.profiler import StepProfiler, profiled_window
@@ -111,16 +111,16 @@ class ReportSkippedImages(Hook):
 
     def __init__(self, state: TrainState, tell: Tell) -> None:
         self.state, self.tell = state, tell
-        self._skipped: list[SkippedPictures] | None = None
+        self._skipped: list[SkippedImages] | None = None
 
     def after_last_save(self) -> None:
         loader = self.state.parts.loader
         assert loader is not None
         if self.state.plan.is_vlm:
-            self._skipped = run_on_all_ranks(self.state.checkpoints.group, loader.skipped_pictures)
+            self._skipped = run_on_all_ranks(self.state.checkpoints.group, loader.skipped_images)
 
     def at_end(self) -> None:
-        for line in SkippedPictures.joined(self._skipped).lines() if self._skipped else ():
+        for line in SkippedImages.joined(self._skipped).lines() if self._skipped else ():
             self.tell(line)
 
 

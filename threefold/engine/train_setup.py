@@ -94,6 +94,6 @@ def _tell_of_parts(state: TrainState, tell: Callable[[str], None]) -> None:
         for finding in loader.warnings if loader else ():
             tell(str(finding))
     if parts.loader is not None:
-        lines = [parts.loader.packing_summary(), *parts.loader.skipped_pictures().lines()]
+        lines = [parts.loader.packing_summary(), *parts.loader.skipped_images().lines()]
         for line in filter(None, lines):
             tell(line)

@@ -10,7 +10,7 @@ tokens.
 `data/images/` calls `multimodal_positions` for each document (M-RoPE). Patches stand in blocks of merge x merge, which
 become one token: an image of 4 x 6 patches with merge 2 has six blocks of four patches, block row by block row.
 
-Shapes: P patches of all images, C values of a patch, I images, D encoder dim (model dim in `PictureFeatures`), H heads,
+Shapes: P patches of all images, C values of a patch, I images, D encoder dim (model dim in `ImageFeatures`), H heads,
 d head dim, F = d / 2 rotary frequencies, V = P / merge^2 tokens that stand for images, M = D * merge^2, O model dim of
 the decoder, B batch, S whole sequence or document, s this rank's part of it.
 """
@@ -36,13 +36,13 @@ def multimodal_positions(
 ) -> Tensor:
     """The temporal, height and width position (3, S) of each token of one document, as transformers counts them.
 
-    Text counts on in all three. A picture's tokens have one temporal position, and their row and column beside it; the
+    Text counts on in all three. An image's tokens have one temporal position, and their row and column beside it; the
     text behind it goes on after the longer side.
 
     Args:
         tokens_S: the ids of the document.
-        grids: height and width in patches of each picture, in the order of their tokens.
-        vision_tokens: the ids that stand for a picture, such as those of images and of videos.
+        grids: height and width in patches of each image, in the order of their tokens.
+        vision_tokens: the ids that stand for an image, such as those of images and of videos.
         merge: merge x merge patches are one token.
     """
     is_vision = torch.isin(tokens_S.cpu(), torch.tensor(sorted(vision_tokens))).tolist()
@@ -50,12 +50,12 @@ def multimodal_positions(
     for height, width in grids:
         first = is_vision.index(True, at)
         rows, columns = height // merge, width // merge
-        parts += [_text(first - at, start), _picture(rows, columns, start + first - at)]
+        parts += [_text(first - at, start), _image(rows, columns, start + first - at)]
         start += first - at + max(rows, columns)
         at = first + rows * columns
-        assert at <= length, f"a picture of {rows} x {columns} tokens is cut by the end of its document"
-        assert all(is_vision[first:at]), f"a picture of {rows} x {columns} tokens has fewer of them"
-    assert not any(is_vision[at:]), f"tokens of more than {len(grids)} pictures"
+        assert at <= length, f"an image of {rows} x {columns} tokens is cut by the end of its document"
+        assert all(is_vision[first:at]), f"an image of {rows} x {columns} tokens has fewer of them"
+    assert not any(is_vision[at:]), f"tokens of more than {len(grids)} images"
     return torch.cat([*parts, _text(length - at, start)], dim=1)
 
 
@@ -63,13 +63,13 @@ def _text(length: int, start: int) -> Tensor:
     return torch.arange(start, start + length).expand(3, length)
 
 
-def _picture(rows: int, columns: int, start: int) -> Tensor:
+def _image(rows: int, columns: int, start: int) -> Tensor:
     row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     return torch.stack([torch.zeros_like(row), row, column]).flatten(1) + start
 
 
 def patch_coordinates(grids_I2: Tensor, merge: int) -> Tensor:
-    """Row and column (P, 2) of each patch in its picture, in the order of blocks."""
+    """Row and column (P, 2) of each patch in its image, in the order of blocks."""
     found = []
     for height, width in grids_I2.tolist():
         both = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
@@ -81,7 +81,7 @@ def patch_coordinates(grids_I2: Tensor, merge: int) -> Tensor:
 def blend_position_rows(coordinates_P2: Tensor, grids_I2: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """The four rows of a table of side x side positions that each patch blends, and their weights: (P, 4) each.
 
-    The table is stretched over the picture so that corners meet corners (bilinear, `align_corners`).
+    The table is stretched over the image so that corners meet corners (bilinear, `align_corners`).
     """
     size_P2 = grids_I2.repeat_interleave(grids_I2.prod(dim=1), dim=0)
     at_P2 = coordinates_P2.float() * (side - 1) / (size_P2 - 1).clamp(min=1)
@@ -101,15 +101,15 @@ _THETA = 10_000.0  # of the rotary positions of patches, likewise
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """What every layer needs to know of the pictures; computed once for a forward."""
+class ImageLayout:
+    """What every layer needs to know of the images; computed once for a forward."""
 
     bounds: PictureBounds
     table: tuple[Tensor, Tensor]  # cosines and sines (1, P, F)
 
 
 class PatchEmbedding(nn.Module):
-    """A linear of the patch's values, plus its position: a learnt square table, stretched over the picture."""
+    """A linear of the patch's values, plus its position: a learnt square table, stretched over the image."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Every patch attends to every patch of its picture; rows turn one half of a head, columns the other."""
+    """Every patch attends to every patch of its image; rows turn one half of a head, columns the other."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -133,12 +133,12 @@ class VisionAttention(nn.Module):
         self.qkv = nn.Linear(spec.dim, 3 * spec.dim)
         self.out = nn.Linear(spec.dim, spec.dim)
 
-    def forward(self, x_PD: Tensor, pictures: Pictures) -> Tensor:
+    def forward(self, x_PD: Tensor, layout: ImageLayout) -> Tensor:
         q_1HPd, k_1HPd, v_1HPd = (
             each.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)[None] for each in self.qkv(x_PD).chunk(3, dim=-1)
         )
-        q_1HPd, k_1HPd = rotate(q_1HPd, pictures.table), rotate(k_1HPd, pictures.table)
-        attended_1HPd = attend_within_pictures(q_1HPd, k_1HPd, v_1HPd, pictures.bounds)
+        q_1HPd, k_1HPd = rotate(q_1HPd, layout.table), rotate(k_1HPd, layout.table)
+        attended_1HPd = attend_within_pictures(q_1HPd, k_1HPd, v_1HPd, layout.bounds)
         y_PD: Tensor = self.out(attended_1HPd[0].transpose(0, 1).flatten(1))
         return y_PD
 
@@ -164,15 +164,15 @@ class VisionBlock(nn.Module):
         self.attention_norm, self.attention = nn.LayerNorm(spec.dim, eps=EPS), VisionAttention(spec)
         self.mlp_norm, self.mlp = nn.LayerNorm(spec.dim, eps=EPS), VisionMlp(spec.dim, spec.mlp_dim)
 
-    def forward(self, x_PD: Tensor, pictures: Pictures) -> Tensor:
-        x_PD = x_PD + self._part("attn", partial(self._attend, pictures), x_PD)
+    def forward(self, x_PD: Tensor, layout: ImageLayout) -> Tensor:
+        x_PD = x_PD + self._part("attn", partial(self._attend, layout), x_PD)
         return x_PD + self._part("mlp", self._feed_forward, x_PD)
 
     def _part(self, name: str, function: Callable[[Tensor], Tensor], x_PD: Tensor) -> Tensor:
         return recompute(function, x_PD, enabled=name in self.recomputed, name=f"vision {name}")
 
-    def _attend(self, pictures: Pictures, x_PD: Tensor) -> Tensor:
-        y_PD: Tensor = self.attention(self.attention_norm(x_PD), pictures)
+    def _attend(self, layout: ImageLayout, x_PD: Tensor) -> Tensor:
+        y_PD: Tensor = self.attention(self.attention_norm(x_PD), layout)
         return y_PD
 
     def _feed_forward(self, x_PD: Tensor) -> Tensor:
@@ -203,20 +203,20 @@ class VisionEncoder(nn.Module):
         blend = blend_position_rows(coordinates_P2, grids_I2, math.isqrt(self.spec.num_positions))
         index_P4, weight_P4 = (each.to(device, non_blocking=True) for each in blend)
         x_PD = self.embed(images.patches_PC.to(device, non_blocking=True), index_P4, weight_P4)
-        pictures = Pictures(
+        layout = ImageLayout(
             PictureBounds.from_lengths(grids_I2.prod(dim=1).tolist(), device),
             axial_table(coordinates_P2.to(device, non_blocking=True), self.spec.dim // self.spec.num_heads),
         )
         states = []
         for number, layer in enumerate(self.layers):
-            x_PD = recompute(partial(_run_layer, layer, pictures), x_PD, enabled="full" in self.recomputed, name="full")
+            x_PD = recompute(partial(_run_layer, layer, layout), x_PD, enabled="full" in self.recomputed, name="full")
             if number in self.spec.deepstack:
                 states.append(x_PD)
         return [x_PD, *states]
 
 
-def _run_layer(layer: nn.Module, pictures: Pictures, x_PD: Tensor) -> Tensor:
-    y_PD: Tensor = layer(x_PD, pictures)
+def _run_layer(layer: nn.Module, layout: ImageLayout, x_PD: Tensor) -> Tensor:
+    y_PD: Tensor = layer(x_PD, layout)
     return y_PD
 
 
@@ -233,9 +233,9 @@ def trains(module: nn.Module) -> bool:
 
 
 def blank_images(spec: VisionSpec, device: torch.device) -> Images:
-    """The smallest picture, which no token stands for.
+    """The smallest image, which no token stands for.
 
-    A rank whose microbatch has no picture runs it, so that it takes part in the collectives of the encoder's
+    A rank whose microbatch has no image runs it, so that it takes part in the collectives of the encoder's
     parameters; its gradients are zeros.
     """
     width = CHANNELS * spec.temporal_patch * spec.patch**2
@@ -284,8 +284,8 @@ class Projector(nn.Module):
 
 
 @dataclass(frozen=True)
-class PictureFeatures:
-    """What the projector gives for the pictures of a microbatch, and where its tokens are."""
+class ImageFeatures:
+    """What the projector gives for the images of a microbatch, and where its tokens are."""
 
     main_VD: Tensor  # takes the place of the tokens' embeddings
     deepstack: list[Tensor]  # (V, D) each: added behind the first layers of the decoder, one a layer
@@ -294,7 +294,7 @@ class PictureFeatures:
     shard: Callable[[Tensor], Tensor]  # whole sequences (B, S, ...) -> this rank's part of them
 
     def merge(self, embed_BsD: Tensor, ahead: int = 0) -> Tensor:
-        """Embedded tokens with the features of pictures in their place. The tokens may be those of `ahead` later."""
+        """Embedded tokens with the features of images in their place. The tokens may be those of `ahead` later."""
         mask_VO = torch.ones(len(self.token_index_V), 1, dtype=torch.bool, device=embed_BsD.device)
         return torch.where(self._place(mask_VO, ahead), self._place(self.main_VD, ahead).to(embed_BsD), embed_BsD)
 
@@ -303,7 +303,7 @@ class PictureFeatures:
         return [self._place(feature_VD) for feature_VD in self.deepstack]
 
     def dense_ahead(self, depths: Iterable[int]) -> list[Tensor]:
-        """What MTP depths read of pictures, one a depth: the main features as hidden states (B, s, D) of the tokens
+        """What MTP depths read of images, one a depth: the main features as hidden states (B, s, D) of the tokens
         that a depth embeds, zeros at tokens of text."""
         return [self._place(self.main_VD, depth + 1) for depth in depths]
 
@@ -311,13 +311,13 @@ class PictureFeatures:
         batch, length = self.shape
         zeros_BSD = rows_VD.new_zeros(batch, length, rows_VD.shape[1])
         place = (self.token_index_V // length, self.token_index_V % length)
-        # A blank picture has rows that no token stands for.
+        # A blank image has rows that no token stands for.
         placed_BSD = zeros_BSD.index_put(place, rows_VD[: len(self.token_index_V)])
         if ahead:
             placed_BSD = F.pad(placed_BSD[:, ahead:], (0, 0, 0, min(ahead, length)))
         return self.shard(placed_BSD)
 
 
-def stands_for_picture(tokens_BS: Tensor, ids: VisionTokens) -> Tensor:
+def stands_for_image(tokens_BS: Tensor, ids: VisionTokens) -> Tensor:
     """Whether each token stands for a part of an image or of a video."""
     return (tokens_BS == ids.image) | (tokens_BS == ids.video)

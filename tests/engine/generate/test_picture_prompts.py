@@ -12,7 +12,7 @@ from pictures import VISION, encoded, noise, picture_bomb, write_tar
 from tiny_runs import tiny_plan
 
 from threefold.cli.main import main
-from threefold.engine.data.images.decode import PictureFile, picture_size
+from threefold.engine.data.images.decode import ImageFile, image_size
 from threefold.engine.data.images.encode_record import RecordEncoder
 from threefold.engine.data.images.patches import PatchRules, patch_rules
 from threefold.engine.data.images.records import ImagePart, Turn
@@ -20,7 +20,7 @@ from threefold.engine.data.loader import Loader
 from threefold.engine.data.text.tokenizer import ByteTokenizer
 from threefold.engine.evaluate import data_loss
 from threefold.engine.generate.generate import CachedDecoder
-from threefold.engine.generate.image_prompt import PicturePrompt, make_picture_prompt
+from threefold.engine.generate.image_prompt import ImagePrompt, make_image_prompt
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.train import train
@@ -48,7 +48,7 @@ def vision_of(family: str) -> tuple[VisionSpec, PatchRules]:
     return vision, patch_rules(vision, 2_048)
 
 
-def full_logits(model: Decoder, prompt: PicturePrompt, tokens: list[int]) -> torch.Tensor:
+def full_logits(model: Decoder, prompt: ImagePrompt, tokens: list[int]) -> torch.Tensor:
     """Behind the last token, from a forward over all of them; positions are counted anew."""
     vision = model.spec.vision
     assert vision is not None
@@ -72,9 +72,9 @@ def test_cached_logits_about_pictures_are_those_of_the_full_forward(family: str,
             tensor.add_(torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype) * 0.1)
     vision, rules = vision_of(family)
     limit = min(vars_of_tokens(vision))
-    prompts: list[PicturePrompt | None] = [
-        make_picture_prompt(SmallBytes(limit), vision.tokens, rules, QUESTION, files),
-        make_picture_prompt(SmallBytes(limit), vision.tokens, rules, "so <image> it is", files[:1]),
+    prompts: list[ImagePrompt | None] = [
+        make_image_prompt(SmallBytes(limit), vision.tokens, rules, QUESTION, files),
+        make_image_prompt(SmallBytes(limit), vision.tokens, rules, "so <image> it is", files[:1]),
         None,
     ]
     texts = [prompt.tokens if prompt else [3, 1, 4, 1, 5] for prompt in prompts]
@@ -118,15 +118,15 @@ class SmallBytes(ByteTokenizer):
 
 def test_a_prompt_is_the_beginning_of_the_training_document(files: list[Path]) -> None:
     vision, rules = VISION, patch_rules(VISION)
-    encoder = RecordEncoder(ByteTokenizer(), vision.tokens, rules, lambda file: picture_size(file.read()))
-    image = ImagePart(PictureFile(str(files[0])))
+    encoder = RecordEncoder(ByteTokenizer(), vision.tokens, rules, lambda file: image_size(file.read()))
+    image = ImagePart(ImageFile(str(files[0])))
     document = encoder.encode([Turn("user", (image, "What is it?")), Turn("assistant", ("A cat.",))])
-    prompt = make_picture_prompt(ByteTokenizer(), vision.tokens, rules, QUESTION, files[:1])
+    prompt = make_image_prompt(ByteTokenizer(), vision.tokens, rules, QUESTION, files[:1])
     whole = np.concatenate(document.tokens).tolist()
     assert whole[: len(prompt.tokens)] == prompt.tokens
     rest = ByteTokenizer().decode([token for token in whole[len(prompt.tokens) :] if token < 256])
     assert rest.startswith("A cat.")
-    text = make_picture_prompt(ByteTokenizer(), vision.tokens, rules, "A cat", files[:1])
+    text = make_image_prompt(ByteTokenizer(), vision.tokens, rules, "A cat", files[:1])
     caption = np.concatenate(encoder.encode([Turn(None, (image, "A cat"))]).tokens).tolist()
     assert text.tokens == [token for token in caption if token != ByteTokenizer().end]
 
@@ -150,7 +150,7 @@ def test_a_picture_that_cannot_be_used_is_a_finding(
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(FindingsError) as caught:
-        make_picture_prompt(ByteTokenizer(), vision.tokens, rules, prompt, [file])
+        make_image_prompt(ByteTokenizer(), vision.tokens, rules, prompt, [file])
     [finding] = caught.value.findings
     assert finding.rule == "pictures-readable"
     assert problem in finding.problem

@@ -54,7 +54,7 @@ def work_of_rank(rank: int, plan: Plan) -> dict[str, Any]:
     tokens = torch.zeros(2, 32, dtype=torch.long)
     images = None if rank else images_of((4, 4), (4, 8))
     speed = Throughput(plan, Mesh(plan.layout, rank))
-    batch = Batch(tokens, tokens, lengths=(32, 20), images=images, num_bad_pictures=1 - rank)
+    batch = Batch(tokens, tokens, lengths=(32, 20), images=images, num_bad_images=1 - rank)
     return speed.metrics(speed.count_work([batch]), seconds=2.0)
 
 
@@ -88,6 +88,6 @@ def test_a_run_counts_and_names_bad_pictures(tmp_path: Path) -> None:
     assert [line["images"] for line in lines] == [2, 2]
     assert sum(line["bad_images"] for line in lines) == 1
     assert "skipped 1 record that cannot be used:" in said
-    assert "skipped 1 record and 1 picture that cannot be used:" in said
+    assert "skipped 1 record and 1 image that cannot be used:" in said
     assert any(f"{path}:0: no readable picture" in text for text in said)
     assert any(f"{path} (byte" in text and "truncated" in text for text in said)

@@ -24,7 +24,7 @@ from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.text.tokenizer import ByteTokenizer
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.generate.generate import CachedDecoder
-from threefold.engine.generate.image_prompt import make_picture_prompt
+from threefold.engine.generate.image_prompt import make_image_prompt
 from threefold.engine.models.build import build_model
 from threefold.engine.run.folder import METRICS
 from threefold.engine.step import to_device, train_step
@@ -145,7 +145,7 @@ def test_a_run_on_pictures_and_an_answer(tmp_path: Path) -> None:
     assert vision is not None
     (tmp_path / "one.png").write_bytes(members["0.png"])
     question = [{"role": "user", "content": "What is it?"}]
-    prompt = make_picture_prompt(ByteTokenizer(), vision.tokens, patch_rules(vision), question, [tmp_path / "one.png"])
+    prompt = make_image_prompt(ByteTokenizer(), vision.tokens, patch_rules(vision), question, [tmp_path / "one.png"])
     assert prompt.images is not None
     images = prompt.images._replace(token_index_V=prompt.images.token_index_V.to(DEVICE))
     tokens_1S, positions = torch.tensor([prompt.tokens], device=DEVICE), prompt.positions_3S[:, None].to(DEVICE)

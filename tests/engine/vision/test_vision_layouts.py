@@ -10,7 +10,7 @@ from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.shard.image_parallel import deal_out
 from threefold.engine.verify.oracle import compare_with_one_rank, synthetic_batch
-from threefold.engine.vision import PictureFeatures
+from threefold.engine.vision import ImageFeatures
 from threefold.rules.all import check, errors
 from threefold.rules.stacks import promoted
 from threefold.spec.parameter_names import is_frozen
@@ -74,10 +74,10 @@ def test_the_oracle_sees_features_at_wrong_tokens(monkeypatch: pytest.MonkeyPatc
 def test_the_oracle_sees_pictures_ahead_that_do_not_cross(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MTP depth on the last stage that gets zeros in place of the features of the pictures ahead."""
 
-    def zeros_ahead(self: PictureFeatures, depths: Iterable[int]) -> list[torch.Tensor]:
+    def zeros_ahead(self: ImageFeatures, depths: Iterable[int]) -> list[torch.Tensor]:
         return [torch.zeros_like(self._place(self.main_VD, depth + 1)) for depth in depths]
 
-    monkeypatch.setattr(PictureFeatures, "dense_ahead", zeros_ahead)
+    monkeypatch.setattr(ImageFeatures, "dense_ahead", zeros_ahead)
     assert compare_with_one_rank(named("mtp over pp").plan, steps=1).gradient > FP64
 
 

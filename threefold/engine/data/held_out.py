@@ -150,7 +150,7 @@ class ChosenSamples:
 
 
 def split_samples(source: Source, held_out: HeldOut) -> ChosenSamples:
-    """The asked-for samples of a source of pictures, chosen by the hash of their number: packing orders by length."""
+    """The asked-for samples of a source of images, chosen by the hash of their number: packing orders by length."""
     numbers = np.arange(source.num_samples)
     hashes = np.array([_uniform(str(number).encode(), f"{held_out.seed}") for number in numbers], np.float64)
     chosen = (hashes < _threshold(hashes, held_out.share)) == held_out.evaluation

@@ -28,7 +28,7 @@ from torch import Tensor
 from threefold.engine.batch import Batch
 from threefold.engine.data.dynamic_cp import DynamicGrid, DynamicSteps
 from threefold.engine.data.held_out import HeldOut
-from threefold.engine.data.images.batch_images import BalancedSteps, BatchImages, SkippedPictures
+from threefold.engine.data.images.batch_images import BalancedSteps, BatchImages, SkippedImages
 from threefold.engine.data.images.decode import DecodePool
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.mixture import Mixture
@@ -190,7 +190,7 @@ class Loader:
             prefetch: microbatches that are made ahead of time; 0 for none.
             length_multiple: job.dynamic_length rounds the length of a microbatch up to a multiple of this.
             vision: the model's vision part; None for a text model.
-            image_workers: processes that decode pictures; 0 decodes them in the thread that makes batches.
+            image_workers: processes that decode images; 0 decodes them in the thread that makes batches.
             dynamic_cp: the ranks that share the documents of a step; None: each microbatch is one of a CP group.
             device: where batches will be copied; those that are made ahead of time for a GPU are pinned for it.
         """
@@ -255,9 +255,9 @@ class Loader:
         slots = sequences * self._maker.job.seq_len
         return f"packing: {tokens:,} tokens in {sequences:,} sequences, {tokens / slots:.1%} of their {slots:,} slots"
 
-    def skipped_pictures(self) -> SkippedPictures:
-        """The records that cannot be used, and the pictures that this rank could not decode so far."""
-        return SkippedPictures.of(self.mixture.sources, self._maker.images)
+    def skipped_images(self) -> SkippedImages:
+        """The records that cannot be used, and the images that this rank could not decode so far."""
+        return SkippedImages.of(self.mixture.sources, self._maker.images)
 
     def batch(self, step: int, microbatch: int = 0) -> Batch:
         if step < self._maker.start_step or not 0 <= microbatch < self.num_batches(step):

@@ -84,7 +84,7 @@ class Mixture:
         return self.sources[number].sample(index)
 
     def num_vision_tokens(self, n: int) -> int:
-        """The picture tokens of sample n."""
+        """The image tokens of sample n."""
         number, index = self.locate(n)
         return num_vision_tokens(self.sources[number], index)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from threefold.engine.data.embedded_corpus import embedded_corpus
 from threefold.engine.data.held_out import HeldOut, split_samples, split_stores
-from threefold.engine.data.images.image_source import holds_pictures, open_pictures
+from threefold.engine.data.images.image_source import holds_images, open_images
 from threefold.engine.data.megatron_dataset import MegatronDataset
 from threefold.engine.data.packing import DocumentStore
 from threefold.engine.data.sources import ConcatenatedSource, ShardSource, Source, SyntheticSource, split_held_out
@@ -32,7 +32,7 @@ class DataSettings:
     seed: int = 0
     tokenizer: Tokenizer | None = None  # None: that of job.tokenizer
     cache: str | Path | None = None
-    vision: VisionSpec | None = None  # the model's vision part, with which JSONL may have pictures
+    vision: VisionSpec | None = None  # the model's vision part, with which JSONL may have images
     held_out: HeldOut | None = None  # None: nothing is held out
     warnings: list[Finding] = field(default_factory=list)  # filled with what a run should say once
     labels: set[str] = field(default_factory=set)  # filled with the tokenizers of the shards that are opened
@@ -90,10 +90,10 @@ def _open_source(name: str, job: Job, settings: DataSettings) -> tuple[Source, l
         zipf = name != "synthetic"
         drawn = SyntheticSource(settings.vocab, job.seq_len, job.packing, zipf=zipf, seed=settings.seed)
         return (split_held_out(drawn, held_out.share, held_out.evaluation) if held_out else drawn), []
-    if DataEntry(name).exists and holds_pictures(name, settings.vision):
+    if DataEntry(name).exists and holds_images(name, settings.vision):
         assert settings.tokenizer is not None
-        pictures = open_pictures(name, job, settings.vision, settings.tokenizer, settings.cache)
-        return (split_samples(pictures, held_out) if held_out else pictures), [pictures.index.shard]
+        images = open_images(name, job, settings.vision, settings.tokenizer, settings.cache)
+        return (split_samples(images, held_out) if held_out else images), [images.index.shard]
     stores = _open_stores(name, job, settings)
     sft = job.task == "sft"
     # A store without a mask is accepted here; `_check_stores` reports all such stores at once.

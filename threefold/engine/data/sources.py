@@ -245,7 +245,7 @@ class SampleRange:
 
 
 def num_vision_tokens(source: Source, index: int) -> int:
-    """The picture tokens of a sample; 0 where the source has no pictures."""
+    """The image tokens of a sample; 0 where the source has no images."""
     count = getattr(source, "num_vision_tokens", None)
     return int(count(index)) if count is not None else 0
 

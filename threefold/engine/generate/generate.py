@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.generate.cached_mixers import CachedMixer, cached_mixer
-from threefold.engine.generate.image_prompt import PicturePrompt, join_prompts
+from threefold.engine.generate.image_prompt import ImagePrompt, join_prompts
 from threefold.engine.layers.positions import Positions
 from threefold.engine.models.decoder import Block, Decoder
 from threefold.engine.models.inputs import Inputs
@@ -31,15 +31,15 @@ class CachedDecoder:
         with torch.no_grad():
             self.mixers = [None if block.mixer is None else cached_mixer(block.mixer) for block in self.blocks]
         self.lengths: list[int] = []  # tokens of each row so far
-        self.offsets: list[int] | None = None  # of a row's next position from its length, where pictures came before
+        self.offsets: list[int] | None = None  # of a row's next position from its length, where images came before
 
     @torch.no_grad()
     def prefill(
-        self, prompts: Sequence[Sequence[int]], pictures: Sequence[PicturePrompt | None] | None = None
+        self, prompts: Sequence[Sequence[int]], image_prompts: Sequence[ImagePrompt | None] | None = None
     ) -> Tensor:
         """Read the prompts, none of them empty. Returns the logits behind the last token of each, (B, V).
 
-        `pictures` are those of each prompt, whose tokens are in `prompts` too.
+        `images` are those of each prompt, whose tokens are in `prompts` too.
         """
         self.lengths = [len(prompt) for prompt in prompts]
         assert min(self.lengths) > 0
@@ -49,8 +49,8 @@ class CachedDecoder:
         tokens_BS = tokens_BS.to(self.device)
         positions = Positions.from_tokens(tokens_BS)
         x_BSD, features = self._embed(tokens_BS), list[Tensor]()
-        if pictures is not None and any(pictures):
-            seen = join_prompts(pictures, self.lengths)
+        if image_prompts is not None and any(image_prompts):
+            seen = join_prompts(image_prompts, self.lengths)
             positions.axes_3BS, self.offsets = seen.axes_3BS.to(self.device), seen.offsets
             images = seen.images and seen.images._replace(token_index_V=seen.images.token_index_V.to(self.device))
             shape = (len(prompts), max(self.lengths))
@@ -77,7 +77,7 @@ class CachedDecoder:
     def _run_layers(
         self, x_BSD: Tensor, mix: Callable[[CachedMixer, Tensor], Tensor], features: Sequence[Tensor] = ()
     ) -> Tensor:
-        """One layer after the other. `features` of pictures are added behind the first ones, one a layer."""
+        """One layer after the other. `features` of images are added behind the first ones, one a layer."""
         for block, mixer, feature_BSD in zip_longest(self.blocks, self.mixers, features):
             added: tuple[Tensor, ...] = ()
             if mixer is not None:
@@ -147,11 +147,11 @@ def generate(
     max_tokens: int,
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
-    pictures: Sequence[PicturePrompt | None] | None = None,
+    image_prompts: Sequence[ImagePrompt | None] | None = None,
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt, at most `max_tokens` times; None for a row that has ended.
 
-    A row ends behind a token of `ends`, which is still given. The model must be whole and on one rank. `pictures` are
+    A row ends behind a token of `ends`, which is still given. The model must be whole and on one rank. `images` are
     those of each prompt.
     """
     if max_tokens < 1:
@@ -159,7 +159,7 @@ def generate(
     model.eval()
     chooser = TokenChooser(sampling or Sampling(), len(prompts))
     cached = CachedDecoder(model)
-    logits_BV = cached.prefill(prompts, pictures)
+    logits_BV = cached.prefill(prompts, image_prompts)
     has_ended = [False] * len(prompts)
     for count in range(1, max_tokens + 1):
         chosen = chooser.choose(logits_BV)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from threefold.engine.batch import Batch, Images
 from threefold.engine.data.images.batch_images import BatchImages
-from threefold.engine.data.images.decode import BadPictureError, DecodePool, PictureFile, picture_size, require_pillow
+from threefold.engine.data.images.decode import BadImageError, DecodePool, ImageFile, image_size, require_pillow
 from threefold.engine.data.images.encode_record import RecordEncoder
-from threefold.engine.data.images.image_source import PictureSample, sample_picture
+from threefold.engine.data.images.image_source import ImageSample, sample_image
 from threefold.engine.data.images.patches import PatchRules
 from threefold.engine.data.images.records import RawRecord, RecordError, Turn, parse_turns
 from threefold.engine.data.text.tokenizer import Tokenizer
@@ -26,8 +26,8 @@ from threefold.spec.model import VisionTokens
 
 
 @dataclass(frozen=True)
-class PicturePrompt:
-    """One prompt, which may have no picture."""
+class ImagePrompt:
+    """One prompt, which may have no image."""
 
     tokens: list[int]
     images: Images | None  # `token_index_V` among the tokens of the prompt
@@ -36,15 +36,15 @@ class PicturePrompt:
 
 @dataclass(frozen=True)
 class JoinedPrompts:
-    """The pictures of a batch of prompts that are padded to one length."""
+    """The images of a batch of prompts that are padded to one length."""
 
     images: Images | None
     axes_3BS: Tensor
     offsets: list[int]  # of the position behind each prompt from its length
 
 
-def join_prompts(prompts: Sequence[PicturePrompt | None], lengths: Sequence[int]) -> JoinedPrompts:
-    """Put prompts below each other; those without pictures are None, and count their tokens. Padding counts on."""
+def join_prompts(prompts: Sequence[ImagePrompt | None], lengths: Sequence[int]) -> JoinedPrompts:
+    """Put prompts below each other; those without images are None, and count their tokens. Padding counts on."""
     length, axes, offsets, rows = max(lengths), [], [], list[Images]()
     for number, (prompt, own) in enumerate(zip(prompts, lengths, strict=True)):
         axes_3S = torch.arange(own).expand(3, own) if prompt is None else prompt.positions_3S
@@ -57,45 +57,45 @@ def join_prompts(prompts: Sequence[PicturePrompt | None], lengths: Sequence[int]
     return JoinedPrompts(images, torch.stack(axes, dim=1), offsets)
 
 
-def make_picture_prompt(
+def make_image_prompt(
     tokenizer: Tokenizer,
     vision_tokens: VisionTokens,
     rules: PatchRules,
     prompt: str | list[dict[str, Any]],
     files: Sequence[Path],
-) -> PicturePrompt:
-    """A text to continue, or the messages of a chat to answer, with pictures where training data has them.
+) -> ImagePrompt:
+    """A text to continue, or the messages of a chat to answer, with images where training data has them.
 
-    Pictures stand in the place of `<image>`, or where there is none before the text or before the first question.
-    Raises FindingsError for a picture that cannot be used, or more places than pictures.
+    Images stand in the place of `<image>`, or where there is none before the text or before the first question.
+    Raises FindingsError for an image that cannot be used, or more places than images.
     """
     require_pillow()
-    encoder = RecordEncoder(tokenizer, vision_tokens, rules, lambda file: picture_size(file.read()))
+    encoder = RecordEncoder(tokenizer, vision_tokens, rules, lambda file: image_size(file.read()))
     try:
         document = encoder.prompt(_turns(prompt, files))
-    except (RecordError, BadPictureError) as problem:
+    except (RecordError, BadImageError) as problem:
         raise _refused(", ".join(map(str, files)) or "--chat", str(problem)) from None
-    pictures = tuple(sample_picture(picture, rules) for picture in document.pictures)
+    images = tuple(sample_image(image, rules) for image in document.images)
     tokens_S = np.concatenate([*document.tokens, np.empty(0, np.int64)])
-    sample = PictureSample(tokens_S, tokens_S, starts=(0,), pictures=pictures)
+    sample = ImageSample(tokens_S, tokens_S, starts=(0,), images=images)
     tokens_1S = torch.from_numpy(tokens_S)[None]
-    images = BatchImages(rules, vision_tokens, DecodePool(0))
-    batch = images.add(Batch(tokens_1S, tokens_1S.clone()), [sample])
-    for place, reason in images.bad.items():
+    batch_images = BatchImages(rules, vision_tokens, DecodePool(0))
+    batch = batch_images.add(Batch(tokens_1S, tokens_1S.clone()), [sample])
+    for place, reason in batch_images.bad.items():
         raise _refused(place, reason)
     assert batch.positions_3BS is not None
-    return PicturePrompt(tokens_S.tolist(), batch.images, batch.positions_3BS[:, 0])
+    return ImagePrompt(tokens_S.tolist(), batch.images, batch.positions_3BS[:, 0])
 
 
 def _turns(prompt: str | list[dict[str, Any]], files: Sequence[Path]) -> list[Turn]:
     named: dict[str, Any] = {"images": [str(file) for file in files]} if files else {}
     if isinstance(prompt, str):
-        return parse_turns(RawRecord("--prompt", named | {"text": prompt}, PictureFile))
+        return parse_turns(RawRecord("--prompt", named | {"text": prompt}, ImageFile))
     # Records have an answer; that of a prompt is still to come.
     messages = [*prompt, {"role": "assistant", "content": ""}]
-    return parse_turns(RawRecord("--chat", named | {"messages": messages}, PictureFile))[:-1]
+    return parse_turns(RawRecord("--chat", named | {"messages": messages}, ImageFile))[:-1]
 
 
 def _refused(at: str, problem: str) -> FindingsError:
-    advice = "docs/reference/image-data.md says which pictures are read, and where they stand"
+    advice = "docs/reference/image-data.md says which images are read, and where they stand"
     return FindingsError([Finding(rule="pictures-readable", at=at, problem=problem, advice=advice)])

@@ -10,7 +10,7 @@ from threefold.engine.data.text.chat_template import chat_prompt
 from threefold.engine.data.text.chatml import END, ChatError
 from threefold.engine.data.text.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from threefold.engine.generate.generate import Sampling, generate
-from threefold.engine.generate.image_prompt import PicturePrompt, make_picture_prompt
+from threefold.engine.generate.image_prompt import ImagePrompt, make_image_prompt
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.weights.convert import tokenizer_folder
 from threefold.engine.weights.run_files import end_tokens
@@ -65,38 +65,36 @@ def _check_vocab(tokens: Sequence[int], vocab: int) -> None:
         raise FindingsError([Finding(rule="prompt-fits-vocab", at="--tokenizer", problem=problem, advice=advice)])
 
 
-def encode_picture_prompts(
+def encode_image_prompts(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], spec: ModelSpec, files: Sequence[Path], max_pixels: int | None
-) -> list[PicturePrompt]:
-    """Prompts about pictures, as the training data of a vision-language model has them; each gets all files."""
+) -> list[ImagePrompt]:
+    """Prompts about images, as the training data of a vision-language model has them; each gets all files."""
     vision = spec.vision
     if vision is None:
         problem, advice = f"{spec.name} has no vision part", "give a run of a vision-language model, or no --image"
         raise FindingsError([Finding(rule="images-need-vision", at="--image", problem=problem, advice=advice)])
     rules = patch_rules(vision, max_pixels)
-    found = [make_picture_prompt(tokenizer, vision.tokens, rules, prompt, files) for prompt in prompts]
+    found = [make_image_prompt(tokenizer, vision.tokens, rules, prompt, files) for prompt in prompts]
     for prompt in found:
         _check_vocab(prompt.tokens, spec.vocab)
     return found
 
 
-def _refuse_missing_pictures(prompts: Sequence[Prompt]) -> None:
-    """Raise where a prompt has a place for a picture and none is given: the model would read `<image>` as text."""
+def _refuse_missing_images(prompts: Sequence[Prompt]) -> None:
+    """Raise where a prompt has a place for an image and none is given: the model would read `<image>` as text."""
     for number, prompt in enumerate(prompts, start=1):
-        if _has_picture_place(prompt):
-            problem = f"prompt {number} has a place for a picture, <image>, and no picture is given"
+        if _has_image_place(prompt):
+            problem = f"prompt {number} has a place for an image, <image>, and no image is given"
             advice = "add --image FILE, or take <image> out of the prompt"
             raise FindingsError([Finding(rule="pictures-readable", at="--image", problem=problem, advice=advice)])
 
 
-def _has_picture_place(content: Any) -> bool:
+def _has_image_place(content: Any) -> bool:
     """Whether a text, the parts of a turn or the messages of a chat have `<image>` or a part of the type image."""
     if isinstance(content, list):
-        return any(_has_picture_place(part) for part in content)
+        return any(_has_image_place(part) for part in content)
     if isinstance(content, dict):
-        return content.get("type") == "image" or any(
-            _has_picture_place(content.get(key)) for key in ("content", "text")
-        )
+        return content.get("type") == "image" or any(_has_image_place(content.get(key)) for key in ("content", "text"))
     return isinstance(content, str) and "<image>" in content
 
 
@@ -112,16 +110,16 @@ def sample_texts(
 ) -> Iterator[list[str]]:
     """The texts that each prompt goes on with, piece by piece: for each step a text a prompt, often an empty one.
 
-    `images` are pictures that every prompt is about, of at most `max_pixels` as in training.
+    `images` are images that every prompt is about, of at most `max_pixels` as in training.
     """
     if model.spec.vision is not None and not images:
-        _refuse_missing_pictures(prompts)
-    pictures = encode_picture_prompts(tokenizer, prompts, model.spec, images, max_pixels) if images else None
-    encoded = [prompt.tokens for prompt in pictures or ()]
+        _refuse_missing_images(prompts)
+    image_prompts = encode_image_prompts(tokenizer, prompts, model.spec, images, max_pixels) if images else None
+    encoded = [prompt.tokens for prompt in image_prompts or ()]
     encoded = encoded or [encode_prompt(tokenizer, prompt, model.spec.vocab) for prompt in prompts]
     ends = ends or set()
     streams = [TextStream(tokenizer) for _ in prompts]
-    for tokens in generate(model, encoded, max_tokens, sampling, ends, pictures):
+    for tokens in generate(model, encoded, max_tokens, sampling, ends, image_prompts):
         pairs = zip(streams, tokens, strict=True)
         yield [stream.add(token) if token is not None and token not in ends else "" for stream, token in pairs]
     yield [stream.rest() for stream in streams]

@@ -34,7 +34,7 @@ from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router, Routing
 from threefold.engine.sum_dtype import fp32_or_wider
-from threefold.engine.vision import PictureFeatures, Projector, VisionEncoder, blank_images, stands_for_picture
+from threefold.engine.vision import ImageFeatures, Projector, VisionEncoder, blank_images, stands_for_image
 from threefold.spec.families import FAMILIES
 from threefold.spec.model import Layer, ModelSpec
 
@@ -313,7 +313,7 @@ class Decoder(nn.Module):
         return hidden, router_stats
 
     def embed_tokens(
-        self, inputs: Inputs, pictures: PictureFeatures | None, ahead: int = 0, placed_BSD: Tensor | None = None
+        self, inputs: Inputs, pictures: ImageFeatures | None, ahead: int = 0, placed_BSD: Tensor | None = None
     ) -> Tensor:
         """The embedded tokens, or those `ahead` later, with the features of pictures in their place: `placed_BSD` has
         them where an earlier pipeline chunk encoded the pictures."""
@@ -322,11 +322,11 @@ class Decoder(nn.Module):
         embed_BSD: Tensor = self.embed(tokens_BS)
         embed_BSD = embed_BSD if self.spec.embed_scale == 1.0 else embed_BSD * self.spec.embed_scale
         if placed_BSD is not None and self.spec.vision is not None:
-            is_picture_BS1 = stands_for_picture(tokens_BS, self.spec.vision.tokens)[..., None]
+            is_picture_BS1 = stands_for_image(tokens_BS, self.spec.vision.tokens)[..., None]
             return torch.where(self.shard_hidden(is_picture_BS1), placed_BSD, embed_BSD)
         return embed_BSD if pictures is None else pictures.merge(embed_BSD, ahead)
 
-    def encode_pictures(self, inputs: Inputs) -> PictureFeatures | None:
+    def encode_pictures(self, inputs: Inputs) -> ImageFeatures | None:
         """The features of the microbatch's pictures; None for a text model.
 
         Without pictures a blank one is encoded, so that all ranks take part in the collectives of the parameters.
@@ -338,7 +338,7 @@ class Decoder(nn.Module):
         share = self.share_pictures if inputs.images is not None else None
         main_VD, *deepstack = self._encode(images) if share is None else share(self._encode, images)
         deepstack = deepstack[: self.spec.num_layers]  # a model that was cut may have fewer layers than features
-        return PictureFeatures(main_VD, deepstack, images.token_index_V, inputs.shape, self._shard_placed)
+        return ImageFeatures(main_VD, deepstack, images.token_index_V, inputs.shape, self._shard_placed)
 
     def _encode(self, images: Images) -> list[Tensor]:
         assert self.vision is not None

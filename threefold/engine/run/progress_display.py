@@ -53,12 +53,12 @@ class Progress:
 
 
 def _speed(values: dict[str, Any]) -> str:
-    """Tokens, pictures and FLOPs per second. Padding is named where there is some, MFU where the peak is known."""
+    """Tokens, images and FLOPs per second. Padding is named where there is some, MFU where the peak is known."""
     tokens, useful = values["tokens_per_second"], values["useful_tokens_per_second"]
     of_them = f" ({useful:,.0f} useful)" if useful < tokens else ""
     mfu = f"  MFU {values['mfu']:.1%} of {values['mfu_peak']}" if "mfu" in values else ""
-    pictures = f"  {values['images_per_second']:,.1f} images/s" if "images_per_second" in values else ""
-    return f"{tokens:,.0f} tokens/s{of_them}{pictures}  {values['tflops_per_gpu']:.3g} TFLOP/s a rank{mfu}"
+    images = f"  {values['images_per_second']:,.1f} images/s" if "images_per_second" in values else ""
+    return f"{tokens:,.0f} tokens/s{of_them}{images}  {values['tflops_per_gpu']:.3g} TFLOP/s a rank{mfu}"
 
 
 def _clock(seconds: float) -> str:

@@ -22,7 +22,7 @@ from threefold.engine.models.init_weights import init_weights, materialize
 from threefold.engine.models.pipeline_chunk import extract_chunk
 from threefold.engine.shard.context_parallel import shard_context, shard_dynamic_context
 from threefold.engine.shard.expert_parallel import shard_experts
-from threefold.engine.shard.image_parallel import shard_pictures
+from threefold.engine.shard.image_parallel import shard_images
 from threefold.engine.shard.tensor_parallel import shard_tensors
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import chunk_rank
@@ -46,7 +46,7 @@ def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, se
     placements_of_whole = shard_tensors(whole, mesh, plan.knobs.tp_overlap)
     placements_of_whole |= shard_experts(whole, mesh, plan)
     (shard_dynamic_context if plan.shards_dynamically else shard_context)(whole, mesh, plan)
-    shard_pictures(whole, mesh)
+    shard_images(whole, mesh)
     apply_activation_memory(whole, options)
     num_chunks = _num_chunks_by_parameter(plan, whole)
     pp_rank = mesh.coordinate("pp")

@@ -33,7 +33,7 @@ from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.engine.step import StepResult, evaluate_batches, to_device, train_step
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
-from threefold.engine.verify.sample_data import JobData, add_pictures, open_job_data
+from threefold.engine.verify.sample_data import JobData, add_images, open_job_data
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 
@@ -262,7 +262,7 @@ def synthetic_batch(plan: Plan, step: int, microbatch: int, dp_rank: int) -> Bat
     rows = [_sample(plan, first + n) for n in range(job.micro_batch)]
     tokens, labels, documents = (torch.stack(each) for each in zip(*rows, strict=True))
     batch = Batch(tokens, labels, documents if job.packing else None)
-    return batch if plan.model.vision is None else add_pictures(plan.model.vision, batch, first)
+    return batch if plan.model.vision is None else add_images(plan.model.vision, batch, first)
 
 
 def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:

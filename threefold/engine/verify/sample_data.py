@@ -1,7 +1,7 @@
 """Data for the oracle: the microbatches of a plan's job as a run has them, and made-up images in synthetic samples.
 
 `oracle.run_rank` reads `JobData` where it is asked to compare on the job's own data, and `oracle.synthetic_batch` calls
-`add_pictures` for vision-language models. Samples have two images, none or one by turns, of several sizes and aspects,
+`add_images` for vision-language models. Samples have two images, none or one by turns, of several sizes and aspects,
 so that some ranks and microbatches have none. An image lies in one document; its patches are random numbers.
 
 Shapes: S sequence, B batch, P patches, C values of a patch.
@@ -68,12 +68,12 @@ def open_job_data(plan: Plan, mesh: Mesh, same_rows: Plan | None = None) -> Iter
             loader.close()
 
 
-_SIZES = ((2, 2), (1, 3), (2, 1), (1, 1))  # of pictures, in merged patches
+_SIZES = ((2, 2), (1, 3), (2, 1), (1, 1))  # of images, in merged patches
 
 
 @dataclass(frozen=True)
-class PictureSample:
-    """One sample: its tokens and documents with room for pictures, and the pictures."""
+class ImageSample:
+    """One sample: its tokens and documents with room for images, and the images."""
 
     tokens_S: Tensor
     documents_S: Tensor
@@ -82,13 +82,13 @@ class PictureSample:
     positions_3S: Tensor
 
 
-def make_picture_sample(
+def make_image_sample(
     vision: VisionSpec, tokens_S: Tensor, documents_S: Tensor, number: int, is_packed: bool
-) -> PictureSample:
-    """Sample `number` with as many pictures as are its turn and fit. Without packing a sample is one document."""
+) -> ImageSample:
+    """Sample `number` with as many images as are its turn and fit. Without packing a sample is one document."""
     draw = torch.Generator().manual_seed(5000 + number)
     tokens_S, documents_S = tokens_S.clone(), documents_S.clone()
-    # Text that happens to be the id of a picture would be one.
+    # Text that happens to be the id of an image would be one.
     tokens_S[torch.isin(tokens_S, torch.tensor([vision.tokens.image, vision.tokens.video]))] = vision.tokens.start
     grids, at = [], 1 + number % 2
     for turn in range((2, 0, 1)[number % 3]):
@@ -105,7 +105,7 @@ def make_picture_sample(
     patches_PC = torch.randn(sum(h * w for h, w in grids), width, generator=draw)
     lengths = documents_S.unique_consecutive(return_counts=True)[1].tolist() if is_packed else [len(tokens_S)]
     positions_3S = _positions(vision, tokens_S, grids, lengths)
-    return PictureSample(tokens_S, documents_S, grids, patches_PC, positions_3S)
+    return ImageSample(tokens_S, documents_S, grids, patches_PC, positions_3S)
 
 
 def _positions(
@@ -122,19 +122,19 @@ def _positions(
     return torch.cat(parts, dim=1)
 
 
-def add_pictures(vision: VisionSpec, batch: Batch, first: int) -> Batch:
-    """The batch with pictures in its samples, the first of which has the number `first`."""
+def add_images(vision: VisionSpec, batch: Batch, first: int) -> Batch:
+    """The batch with images in its samples, the first of which has the number `first`."""
     packed = batch.documents_BS is not None
     documents_BS = torch.zeros_like(batch.tokens_BS) if batch.documents_BS is None else batch.documents_BS
     rows = [
-        make_picture_sample(vision, tokens_S, documents_S, first + n, packed)
+        make_image_sample(vision, tokens_S, documents_S, first + n, packed)
         for n, (tokens_S, documents_S) in enumerate(zip(batch.tokens_BS, documents_BS, strict=True))
     ]
     tokens_BS = torch.stack([row.tokens_S for row in rows])
     grids = [grid for row in rows for grid in row.grids]
-    is_picture = torch.isin(tokens_BS.flatten(), torch.tensor([vision.tokens.image, vision.tokens.video]))
+    is_image = torch.isin(tokens_BS.flatten(), torch.tensor([vision.tokens.image, vision.tokens.video]))
     patches_PC = torch.cat([row.patches_PC for row in rows])
-    images = Images(patches_PC, torch.tensor(grids), is_picture.nonzero().flatten()) if grids else None
+    images = Images(patches_PC, torch.tensor(grids), is_image.nonzero().flatten()) if grids else None
     return replace(
         batch,
         tokens_BS=tokens_BS,

@@ -18,10 +18,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_video
 
 from threefold.engine.data.images import decode as decode_module
-from threefold.engine.data.images.decode import BadPictureError, PictureFile, ResizeRequest, decode, picture_size
+from threefold.engine.data.images.decode import BadImageError, ImageFile, ResizeRequest, decode, image_size
 from threefold.engine.data.images.patches import (
+    ImageSizeError,
     PatchRules,
-    PictureSizeError,
     patch_rules,
     resized_frames,
     resized_image,
@@ -46,8 +46,8 @@ def their_processor(rules: PatchRules) -> Qwen2VLImageProcessorPil:
 def our_patches(data: bytes, rules: PatchRules, folder: Path) -> tuple[tuple[int, int], np.ndarray]:
     path = folder / "picture"
     path.write_bytes(data)
-    size = resized_image(picture_size(data), rules)
-    pixels_HWC = decode(ResizeRequest(PictureFile(str(path)), *size))
+    size = resized_image(image_size(data), rules)
+    pixels_HWC = decode(ResizeRequest(ImageFile(str(path)), *size))
     return rules.grid(size), patches_of(pixels_HWC[None], rules)
 
 
@@ -56,7 +56,7 @@ def test_image_sizes_are_those_of_the_processor(height: int, width: int, rules: 
     try:
         theirs = smart_resize(height, width, rules.factor, rules.min_pixels, rules.max_pixels)
     except ValueError:
-        with pytest.raises(PictureSizeError):
+        with pytest.raises(ImageSizeError):
             resized_image((height, width), rules)
         return
     assert resized_image((height, width), rules) == theirs
@@ -68,7 +68,7 @@ def test_video_sizes_are_those_of_the_processor(frames: int, height: int, width:
     try:
         theirs = smart_resize_video(frames, height, width, rules.temporal_patch, rules.factor, **limits)
     except ValueError:
-        with pytest.raises(PictureSizeError):
+        with pytest.raises(ImageSizeError):
             resized_frames(frames, (height, width), rules)
         return
     assert resized_frames(frames, (height, width), rules) == theirs
@@ -101,7 +101,7 @@ def test_turned_photos_are_upright(tmp_path: Path, orientation: int) -> None:
     data = encoded(noise(48, 96), "JPEG", exif=exif)
     (tmp_path / "photo.jpg").write_bytes(data)
     upright = load_image(str(tmp_path / "photo.jpg"))
-    assert picture_size(data) == (upright.height, upright.width)
+    assert image_size(data) == (upright.height, upright.width)
     theirs = their_processor(RULES["tiny"])(images=[upright], return_tensors="np")
     assert np.array_equal(our_patches(data, RULES["tiny"], tmp_path)[1], theirs["pixel_values"])
 
@@ -112,7 +112,7 @@ def test_pixels_are_near_those_of_the_torchvision_backend(tmp_path: Path, height
     data = encoded(noise(height, width))
     (tmp_path / "picture.png").write_bytes(data)
     size = resized_image((height, width), RULES["tiny"])
-    ours = decode(ResizeRequest(PictureFile(str(tmp_path / "picture.png")), *size))
+    ours = decode(ResizeRequest(ImageFile(str(tmp_path / "picture.png")), *size))
     tensor = torch.from_numpy(np.asarray(Image.open(io.BytesIO(data)))).permute(2, 0, 1)[None]
     theirs = torch.nn.functional.interpolate(tensor, size=size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
     assert np.abs(ours.astype(int) - theirs.numpy().astype(int)).max() <= 1
@@ -147,8 +147,8 @@ def test_a_smaller_limit_makes_smaller_pictures() -> None:
     ],
 )
 def test_bad_headers_are_refused_before_anything_is_decoded(data: bytes, reason: str) -> None:
-    with pytest.raises(BadPictureError, match=reason):
-        picture_size(data)
+    with pytest.raises(BadImageError, match=reason):
+        image_size(data)
 
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
@@ -156,8 +156,8 @@ def test_files_that_are_cut_off_are_bad_pictures(tmp_path: Path, file_format: st
     whole = encoded(noise(64, 64), file_format)
     for share in (0.02, 0.3, 0.9):
         (tmp_path / "picture").write_bytes(whole[: int(len(whole) * share)])
-        with pytest.raises(BadPictureError):
-            decode(ResizeRequest(PictureFile(str(tmp_path / "picture")), 32, 32))
+        with pytest.raises(BadImageError):
+            decode(ResizeRequest(ImageFile(str(tmp_path / "picture")), 32, 32))
 
 
 @settings(max_examples=150, deadline=None)
@@ -170,19 +170,19 @@ def test_flipped_bytes_never_raise_anything_else(tmp_path_factory: pytest.TempPa
     path = tmp_path_factory.mktemp("flipped") / "picture"
     path.write_bytes(content)
     try:
-        picture_size(bytes(content))
-        assert decode(ResizeRequest(PictureFile(str(path)), 16, 16)).shape == (16, 16, 3)
-    except BadPictureError:
+        image_size(bytes(content))
+        assert decode(ResizeRequest(ImageFile(str(path)), 16, 16)).shape == (16, 16, 3)
+    except BadImageError:
         pass
 
 
 def test_a_file_that_changed_or_is_too_large_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(encoded(noise(32, 32)))
-    with pytest.raises(BadPictureError, match="ends too early"):
-        PictureFile(str(path), 0, path.stat().st_size + 1).read()
+    with pytest.raises(BadImageError, match="ends too early"):
+        ImageFile(str(path), 0, path.stat().st_size + 1).read()
     monkeypatch.setattr(decode_module, "MAX_FILE_BYTES", 100)
-    with pytest.raises(BadPictureError, match="more than 100"):
-        PictureFile(str(path)).read()
-    with pytest.raises(BadPictureError, match="cannot be read"):
-        PictureFile(str(tmp_path / "absent.png")).read()
+    with pytest.raises(BadImageError, match="more than 100"):
+        ImageFile(str(path)).read()
+    with pytest.raises(BadImageError, match="cannot be read"):
+        ImageFile(str(tmp_path / "absent.png")).read()

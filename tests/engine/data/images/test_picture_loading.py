@@ -17,8 +17,8 @@ from pictures import VISION, VOCAB, encoded, noise, patches_of, write_jsonl, wri
 
 from threefold.engine.batch import Batch
 from threefold.engine.data.images.batch_images import assign_samples
-from threefold.engine.data.images.decode import DecodePool, PictureFile, ResizeRequest, decode, image_workers
-from threefold.engine.data.images.image_source import PictureSample
+from threefold.engine.data.images.decode import DecodePool, ImageFile, ResizeRequest, decode, image_workers
+from threefold.engine.data.images.image_source import ImageSample
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.loader import Loader
 from threefold.engine.vision import multimodal_positions
@@ -73,10 +73,10 @@ def test_every_document_comes_once_and_whole(shard: Path, tmp_path: Path, packin
     found = {}
     for number in range(source.num_samples):
         row = source.sample(number)
-        assert isinstance(row, PictureSample)
+        assert isinstance(row, ImageSample)
         used = len(row.tokens_S) - row.num_padding
         for place, (start, end) in enumerate(zip(row.starts, (*row.starts[1:], used), strict=True)):
-            pictures = [p for p in row.pictures if p.document == place]
+            pictures = [p for p in row.images if p.document == place]
             tokens = tuple(row.tokens_S[start:end].tolist())
             assert tokens not in found
             found[tokens] = [(p.first_token - start, p.grid, tuple(r.file for r in p.requests)) for p in pictures]
@@ -95,11 +95,11 @@ def test_every_document_comes_once_and_whole(shard: Path, tmp_path: Path, packin
 @pytest.mark.parametrize("packing", [False, True])
 def test_patches_tokens_and_positions_belong_together(shard: Path, tmp_path: Path, packing: bool) -> None:
     loader = loader_of(job_of(shard, packing=packing), tmp_path)
-    num_pictures = 0
+    num_images = 0
     for microbatch in range(loader.num_microbatches):
         batch = loader.batch(0, microbatch)
         rows = [loader.mixture.sample(n) for n in loader.samples(0, microbatch)]
-        pictures = [(row, picture) for row in rows if isinstance(row, PictureSample) for picture in row.pictures]
+        pictures = [(row, picture) for row in rows if isinstance(row, ImageSample) for picture in row.images]
         assert batch.positions_BS is None
         assert batch.positions_3BS is not None
         assert batch.positions_3BS.shape == (3, 2, SEQ_LEN)
@@ -114,16 +114,16 @@ def test_patches_tokens_and_positions_belong_together(shard: Path, tmp_path: Pat
             patches_of(np.stack([decode(request) for request in picture.requests]), RULES) for _, picture in pictures
         ]
         assert np.array_equal(batch.images.patches_PC.numpy(), np.concatenate(expected))
-        num_pictures += len(pictures)
+        num_images += len(pictures)
         for number, row in enumerate(rows):
-            assert isinstance(row, PictureSample)
+            assert isinstance(row, ImageSample)
             end = len(row.tokens_S) - row.num_padding
             for place, (start, after) in enumerate(zip(row.starts, (*row.starts[1:], end), strict=True)):
-                grids = [p.grid for p in row.pictures if p.document == place]
+                grids = [p.grid for p in row.images if p.document == place]
                 tokens_S = batch.tokens_BS[number, start:after]
                 theirs = multimodal_positions(tokens_S, grids, IDS, VISION.merge)
                 assert torch.equal(batch.positions_3BS[:, number, start:after], theirs)
-    assert num_pictures > 4
+    assert num_images > 4
 
 
 def test_fine_tuning_learns_answers_and_pretraining_all_text(shard: Path, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_documents_longer_than_a_sequence_are_left_out(tmp_path: Path) -> None:
     large = {"images": ["large.png"], "text": "64 tokens of a picture"}
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "short"}, large, large])
     loader = loader_of(job_of(path, seq_len=64, task="pretrain"), tmp_path)
-    skipped = loader.skipped_pictures()
+    skipped = loader.skipped_images()
     assert (loader.mixture.sources[0].num_samples, skipped.num_records) == (1, 2)
     assert skipped.lines() == [
         "skipped 2 records that cannot be used:",
@@ -206,7 +206,7 @@ def test_documents_longer_than_a_sequence_are_left_out(tmp_path: Path) -> None:
     ]
     with pytest.raises(FindingsError, match=r"(?s)the shortest has 6.*job.max_pixels"):
         loader_of(job_of(path, seq_len=5), tmp_path)
-    assert loader_of(job_of(path, seq_len=64, max_pixels=2_048), tmp_path).skipped_pictures().num_records == 0
+    assert loader_of(job_of(path, seq_len=64, max_pixels=2_048), tmp_path).skipped_images().num_records == 0
 
 
 def test_words_alone_and_pictures_mix(shard: Path, tmp_path: Path) -> None:
@@ -230,15 +230,15 @@ def test_a_picture_that_cannot_be_decoded_is_grey_and_not_learned(tmp_path: Path
     path = write_tar(tmp_path / "data.tar", members)
     loader = loader_of(job_of(path, packing=True, global_batch=1, micro_batch=1, task="pretrain"), tmp_path)
     batches = [loader.batch(step) for step in range(loader.mixture.sources[0].num_samples)]
-    assert sum(batch.num_bad_pictures for batch in batches) == 2
+    assert sum(batch.num_bad_images for batch in batches) == 2
     for batch in batches:
         assert batch.images is not None
         for number, patches in enumerate(batch.images.patches_PC.split(64)):
             labels = batch.labels_BS[0][batch.documents_BS[0] == number]  # type: ignore[index]
             is_bad = chr(batch.tokens_BS[0][batch.documents_BS[0] == number][18]) in "02"  # type: ignore[index]
             assert is_bad == bool((patches == 0).all()) == bool((labels < 0).all())
-    lines = loader.skipped_pictures().lines()
-    assert lines[0] == "skipped 2 pictures that cannot be used:"
+    lines = loader.skipped_images().lines()
+    assert lines[0] == "skipped 2 images that cannot be used:"
     assert all(str(path) in line and "truncated" in line for line in lines[1:])
 
 
@@ -258,7 +258,7 @@ class _EndsItsReader(ResizeRequest):
 def test_a_process_that_dies_costs_one_picture(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_bytes(encoded(noise(32, 32)))
-    good, deadly = (kind(PictureFile(str(path)), 16, 16) for kind in (ResizeRequest, _EndsItsReader))
+    good, deadly = (kind(ImageFile(str(path)), 16, 16) for kind in (ResizeRequest, _EndsItsReader))
     pool = DecodePool(1)
     try:
         first, second, third = pool.decode([good, deadly, good])
@@ -274,11 +274,11 @@ def test_a_process_that_dies_costs_one_picture(tmp_path: Path) -> None:
 
 _KILLED_RANK = """
 import os, signal, sys
-from threefold.engine.data.images.decode import PictureFile, ResizeRequest
+from threefold.engine.data.images.decode import ImageFile, ResizeRequest
 from threefold.engine.data.images.decode import DecodePool
 if __name__ == "__main__":
     pool = DecodePool(1)
-    pool.decode([ResizeRequest(PictureFile(sys.argv[1]), 8, 8)])
+    pool.decode([ResizeRequest(ImageFile(sys.argv[1]), 8, 8)])
     print(*pool._pool._processes, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pictures import VISION, encoded, noise, picture_bomb, write_jsonl, write_tar
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from threefold.engine.data.images.decode import PictureFile
+from threefold.engine.data.images.decode import ImageFile
 from threefold.engine.data.images.encode_record import EncodedRecord, RecordEncoder
-from threefold.engine.data.images.image_index import PictureIndex, open_picture_index
+from threefold.engine.data.images.image_index import ImageIndex, open_image_index
 from threefold.engine.data.images.patches import patch_rules
 from threefold.engine.data.images.records import ImagePart, RawRecord, RecordError, Turn, VideoPart, parse_turns
 from threefold.engine.data.text.tokenizer import ByteTokenizer
@@ -26,11 +26,11 @@ PNG = encoded(noise(32, 48))  # 2 x 3 tokens
 CAPTION = {"caption": "noise"}
 
 
-def index_of(*paths: Path, cache: Path) -> PictureIndex:
-    return open_picture_index("data", paths, ByteTokenizer(), VISION.tokens, RULES, cache)
+def index_of(*paths: Path, cache: Path) -> ImageIndex:
+    return open_image_index("data", paths, ByteTokenizer(), VISION.tokens, RULES, cache)
 
 
-def document(index: PictureIndex, number: int) -> tuple[str, str]:
+def document(index: ImageIndex, number: int) -> tuple[str, str]:
     """The tokens of a document as text, special ones as signs, and its learned part."""
     signs = {256: "$", 258: "{", 259: "}", 260: "(", 261: ")", 262: "#", 263: "%"}
     first, after = index.shard.offsets[number : number + 2].astype(int)
@@ -40,7 +40,7 @@ def document(index: PictureIndex, number: int) -> tuple[str, str]:
 
 
 def turns_of(fields: dict[str, Any], names: tuple[str, ...] = ()) -> list[Turn]:
-    return parse_turns(RawRecord("here", fields, PictureFile, names))
+    return parse_turns(RawRecord("here", fields, ImageFile, names))
 
 
 def test_a_tar_shard_has_records_of_all_kinds(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_any_json_is_a_record_or_refused(fields: dict[str, Any]) -> None:
 
 
 def test_pictures_beside_the_text_come_first() -> None:
-    a, b = ImagePart(PictureFile("a")), ImagePart(PictureFile("b"))
+    a, b = ImagePart(ImageFile("a")), ImagePart(ImageFile("b"))
     both = {"images": ["a", "b"]}
     assert turns_of({**both, "text": "words"}) == [Turn(None, (a, b, "words"))]
     assert turns_of({**both, "text": "<image>and <image>"}) == [Turn(None, (a, "and ", b))]
@@ -210,16 +210,16 @@ def encode(turns: list[Turn], size: tuple[int, int] = (32, 48)) -> EncodedRecord
 def test_a_video_is_a_picture_for_each_pair_of_frames(count: int) -> None:
     """Timestamps are those of transformers' processor, whose frames are numbered and have a rate."""
     fps = 3.0
-    video = VideoPart(tuple(PictureFile(str(n)) for n in range(count)), tuple(n / fps for n in range(count)))
+    video = VideoPart(tuple(ImageFile(str(n)) for n in range(count)), tuple(n / fps for n in range(count)))
     found = encode([Turn(None, (video, "end"))], (16, 32))
     times = Qwen3VLProcessor._calculate_timestamps(None, list(range(count)), fps, 2)
-    assert [[int(file.path) for file in picture.files] for picture in found.pictures] == [
+    assert [[int(file.path) for file in picture.files] for picture in found.images] == [
         [first, min(first + 1, count - 1)] for first in range(0, count, 2)
     ]
-    grid = found.pictures[0].grid
+    grid = found.images[0].grid
     pads = [VISION.tokens.video] * (grid[0] * grid[1] // 4)
     expected: list[int] = []
-    for seconds, picture in zip(times, found.pictures, strict=True):
+    for seconds, picture in zip(times, found.images, strict=True):
         expected += [*f"<{seconds:.1f} seconds>".encode(), VISION.tokens.start]
         assert picture.first_token == len(expected)
         expected += [*pads, VISION.tokens.end]
@@ -240,7 +240,7 @@ def test_frames_of_different_sizes_and_single_frames_are_skipped(tmp_path: Path)
 
 
 def test_the_prompt_of_an_answer_begins_like_the_document_that_has_it() -> None:
-    image = ImagePart(PictureFile("a"))
+    image = ImagePart(ImageFile("a"))
     encoder = RecordEncoder(ByteTokenizer(), VISION.tokens, RULES, lambda file: (32, 48))
     prompt = np.concatenate(encoder.prompt([Turn("user", (image, "Q"))]).tokens)
     whole = np.concatenate(encoder.encode([Turn("user", (image, "Q")), Turn("assistant", ("A",))]).tokens)

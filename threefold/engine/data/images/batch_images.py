@@ -21,7 +21,7 @@ from torch import Tensor
 
 from threefold.engine.batch import Batch, Images
 from threefold.engine.data.images.decode import DecodePool, ResizeRequest
-from threefold.engine.data.images.image_source import PictureSample, PictureSource, SamplePicture
+from threefold.engine.data.images.image_source import ImageSample, ImageSource, SampleImage
 from threefold.engine.data.images.patches import PatchRules, write_patches
 from threefold.engine.data.packing import IGNORED, Sample
 from threefold.engine.vision import multimodal_positions
@@ -53,7 +53,7 @@ class BalancedSteps:
     """Which samples each slot of a step has. The last steps are remembered, since each is asked for slot by slot."""
 
     def __init__(self, load_of: Callable[[int], int], global_batch: int, micro_batch: int) -> None:
-        """`load_of` gives the picture tokens of a sample by its number in the global sequence."""
+        """`load_of` gives the image tokens of a sample by its number in the global sequence."""
         self.load_of, self.global_batch, self.micro_batch = load_of, global_batch, micro_batch
         self._assigned: dict[int, list[list[int]]] = {}
 
@@ -68,46 +68,46 @@ class BalancedSteps:
         return [first + number for number in slots[slot]]
 
 
-MAX_NAMED = 10_000  # bad pictures that are remembered
+MAX_NAMED = 10_000  # bad images that are remembered
 
 
 @dataclass(frozen=True)
-class SkippedPictures:
-    """What cannot be used of picture data."""
+class SkippedImages:
+    """What cannot be used of image data."""
 
     num_records: int  # left out when the data was indexed
     records: tuple[tuple[str, str, int], ...]  # place, reason and number of the first of them
-    pictures: tuple[tuple[str, str], ...] = ()  # that could not be decoded; their documents have no loss
+    images: tuple[tuple[str, str], ...] = ()  # that could not be decoded; their documents have no loss
 
     @staticmethod
-    def of(sources: Iterable[object], images: "BatchImages | None") -> "SkippedPictures":
+    def of(sources: Iterable[object], images: "BatchImages | None") -> "SkippedImages":
         """Those of the sources of a mixture and of the batches made so far."""
         num_records, named = 0, []
         for source in sources:
             while hasattr(source, "source"):  # the part of a source that trains, or that is held out
                 source = source.source
-            if isinstance(source, PictureSource):
+            if isinstance(source, ImageSource):
                 count, places = source.skipped()
                 num_records += count
                 named += places
         if images is None:
-            return SkippedPictures(num_records, tuple(named))
+            return SkippedImages(num_records, tuple(named))
         with images.lock:
-            return SkippedPictures(num_records, tuple(named), tuple(images.bad.items()))
+            return SkippedImages(num_records, tuple(named), tuple(images.bad.items()))
 
     @staticmethod
-    def joined(ranks: Sequence["SkippedPictures"]) -> "SkippedPictures":
-        """Those of all ranks, which have the same records and decode different pictures."""
-        pictures = dict(pair for rank in ranks for pair in rank.pictures)
-        return replace(ranks[0], pictures=tuple(pictures.items()))
+    def joined(ranks: Sequence["SkippedImages"]) -> "SkippedImages":
+        """Those of all ranks, which have the same records and decode different images."""
+        images = dict(pair for rank in ranks for pair in rank.images)
+        return replace(ranks[0], images=tuple(images.items()))
 
     def lines(self, most: int = 20) -> list[str]:
         """What to tell the user; nothing where everything can be used."""
-        count = self.num_records + len(self.pictures)
+        count = self.num_records + len(self.images)
         if not count:
             return []
-        named = (*((at, reason, 1) for at, reason in self.pictures), *self.records)[:most]
-        kinds = {"record": self.num_records, "picture": len(self.pictures)}
+        named = (*((at, reason, 1) for at, reason in self.images), *self.records)[:most]
+        kinds = {"record": self.num_records, "image": len(self.images)}
         head = " and ".join(format_many(number, kind) for kind, number in kinds.items() if number)
         others = count - sum(number for _, _, number in named)
         rest = [f"  and {others} more"] if others else []
@@ -115,55 +115,52 @@ class SkippedPictures:
 
 
 class BatchImages:
-    """Adds pictures and positions to batches."""
+    """Adds images and positions to batches."""
 
     def __init__(self, rules: PatchRules, vision_tokens: VisionTokens, pool: DecodePool) -> None:
         self.rules, self.vision_tokens, self.pool = rules, vision_tokens, pool
-        self.bad: dict[str, str] = {}  # place and reason of pictures that could not be decoded
+        self.bad: dict[str, str] = {}  # place and reason of images that could not be decoded
         self.lock = threading.Lock()  # the prefetch thread counts, the training loop reads
 
     def add(self, batch: Batch, rows: Sequence[Sample]) -> Batch:
-        """The batch with positions of three axes in place of one, and with the pictures of its rows."""
+        """The batch with positions of three axes in place of one, and with the images of its rows."""
         length = batch.tokens_BS.shape[1]
         placed = [
-            (number, picture)
-            for number, row in enumerate(rows)
-            if isinstance(row, PictureSample)
-            for picture in row.pictures
+            (number, image) for number, row in enumerate(rows) if isinstance(row, ImageSample) for image in row.images
         ]
         positions_3BS = torch.stack([self._positions(row, length) for row in rows], dim=1)
         batch = replace(batch, positions_BS=None, positions_3BS=positions_3BS)
         if not placed:
             return batch
-        patches_PC, failed = self._decode([picture for _, picture in placed])
-        for number, picture in (placed[index] for index in failed):
-            _ignore_document(batch.labels_BS[number], rows[number], picture.document)
+        patches_PC, failed = self._decode([image for _, image in placed])
+        for number, image in (placed[index] for index in failed):
+            _ignore_document(batch.labels_BS[number], rows[number], image.document)
         token_index = [
-            number * length + picture.first_token + np.arange(self.rules.num_tokens(picture.grid))
-            for number, picture in placed
+            number * length + image.first_token + np.arange(self.rules.num_tokens(image.grid))
+            for number, image in placed
         ]
         images = Images(
             patches_PC=patches_PC,
-            grids_I2=torch.tensor([picture.grid for _, picture in placed]),
+            grids_I2=torch.tensor([image.grid for _, image in placed]),
             token_index_V=torch.from_numpy(np.concatenate(token_index)),
         )
-        return replace(batch, images=images, num_bad_pictures=len(failed))
+        return replace(batch, images=images, num_bad_images=len(failed))
 
-    def _decode(self, pictures: Sequence[SamplePicture]) -> tuple[Tensor, list[int]]:
-        """The patches of all pictures, and the numbers of those that could not be decoded."""
-        requests = [request for picture in pictures for request in picture.requests]
+    def _decode(self, images: Sequence[SampleImage]) -> tuple[Tensor, list[int]]:
+        """The patches of all images, and the numbers of those that could not be decoded."""
+        requests = [request for image in images for request in image.requests]
         decoded = self.pool.decode(requests)
-        patches_PC = np.zeros((sum(h * w for h, w in (p.grid for p in pictures)), self.rules.patch_values), np.float32)
+        patches_PC = np.zeros((sum(h * w for h, w in (p.grid for p in images)), self.rules.patch_values), np.float32)
         failed, first_row, first_frame = [], 0, 0
-        for number, picture in enumerate(pictures):
-            frames = decoded[first_frame : first_frame + len(picture.requests)]
-            after = first_row + picture.grid[0] * picture.grid[1]
+        for number, image in enumerate(images):
+            frames = decoded[first_frame : first_frame + len(image.requests)]
+            after = first_row + image.grid[0] * image.grid[1]
             pixels = [frame for frame in frames if not isinstance(frame, str)]
             if len(pixels) == len(frames):
                 write_patches(np.stack(pixels), self.rules, patches_PC[first_row:after])
             else:
                 failed.append(number)
-                self._count(picture.requests, frames)
+                self._count(image.requests, frames)
             first_row, first_frame = after, first_frame + len(frames)
         return torch.from_numpy(patches_PC), failed
 
@@ -175,14 +172,14 @@ class BatchImages:
 
     def _positions(self, row: Sample, length: int) -> Tensor:
         """Positions (3, S) of one row. They begin anew in each document; padding counts like text."""
-        if not isinstance(row, PictureSample):
+        if not isinstance(row, ImageSample):
             positions_S = np.arange(length) if row.positions_S is None else row.positions_S[:length]
             return torch.from_numpy(np.ascontiguousarray(positions_S, np.int64)).expand(3, length)
         num_tokens = len(row.tokens_S) - row.num_padding
         ends = (*row.starts[1:], num_tokens)
         parts = []
         for number, (start, end) in enumerate(zip(row.starts, ends, strict=True)):
-            grids = [picture.grid for picture in row.pictures if picture.document == number]
+            grids = [image.grid for image in row.images if image.document == number]
             tokens = torch.from_numpy(row.tokens_S[start:end])
             ids = (self.vision_tokens.image, self.vision_tokens.video)
             parts.append(multimodal_positions(tokens, grids, ids, self.rules.merge))
@@ -193,6 +190,6 @@ class BatchImages:
 
 
 def _ignore_document(labels_S: Tensor, row: Sample, document: int) -> None:
-    assert isinstance(row, PictureSample)
+    assert isinstance(row, ImageSample)
     ends = (*row.starts[1:], len(row.tokens_S) - row.num_padding)
     labels_S[row.starts[document] : ends[document]] = IGNORED

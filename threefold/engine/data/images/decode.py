@@ -1,7 +1,7 @@
 """Opens images with Pillow: their size from the header, and their pixels, resized, in worker processes.
 
 Images are untrusted. Only a few formats are tried, the size is checked before anything is decoded, and every failure is
-a `BadPictureError`, for which the caller skips, counts and names the image. Workers keep Pillow away from the Python of
+a `BadImageError`, for which the caller skips, counts and names the image. Workers keep Pillow away from the Python of
 the training step. They are fresh processes (spawned): a fork would copy locks of torch's threads. A worker that dies,
 as one may that a damaged file crashes, is replaced, and its image counts as bad. Workers end with their rank, however
 that ends.
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # of a GIF, the first frame
 MAX_FILE_BYTES = 256 * MIB
 MAX_SOURCE_PIXELS = 89_478_485  # Pillow's Image.MAX_IMAGE_PIXELS: a quarter of a GiB as RGB
-_ORIENTATION = 0x0112  # EXIF tag; from 5 on the picture is turned by a quarter
+_ORIENTATION = 0x0112  # EXIF tag; from 5 on the image is turned by a quarter
 # What Pillow raises for damaged files, and for those that would decode to too much.
 _PILLOW_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError)
 _PILLOW_ERRORS += (AttributeError, struct.error, zlib.error, ArithmeticError, MemoryError, RecursionError)
 
 
-class BadPictureError(Exception):
-    """A picture that cannot be used; the message says why."""
+class BadImageError(Exception):
+    """An image that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class PictureFile:
-    """Where the bytes of a picture are: a file, or a member of a tar shard."""
+class ImageFile:
+    """Where the bytes of an image are: a file, or a member of a tar shard."""
 
     path: str
     offset: int = 0
@@ -62,45 +62,45 @@ class PictureFile:
         return f"{self.path} (byte {self.offset})" if self.offset else self.path
 
     def read(self, most: int = MAX_FILE_BYTES) -> bytes:
-        """The bytes, or BadPictureError."""
+        """The bytes, or BadImageError."""
         try:
             with open_regular(Path(self.path), Path(self.within) if self.within else None) as file:
                 size = os.fstat(file.fileno()).st_size - self.offset if self.num_bytes is None else self.num_bytes
                 if size > MAX_FILE_BYTES:
-                    raise BadPictureError(f"its file has {size} bytes, more than {MAX_FILE_BYTES}")
+                    raise BadImageError(f"its file has {size} bytes, more than {MAX_FILE_BYTES}")
                 file.seek(self.offset)
                 data = file.read(min(size, most))
         except OSError as error:
-            raise BadPictureError(f"cannot be read: {error.strerror or error}") from None
+            raise BadImageError(f"cannot be read: {error.strerror or error}") from None
         if len(data) < min(size, most):
-            raise BadPictureError("its file ends too early")
+            raise BadImageError("its file ends too early")
         return data
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequest:
-    """One picture to decode and resize."""
+    """One image to decode and resize."""
 
-    file: PictureFile
+    file: ImageFile
     height: int
     width: int
 
 
-def picture_size(data: bytes) -> tuple[int, int]:
-    """Height and width in pixels, upright, from the header; raises BadPictureError also for too many pixels."""
+def image_size(data: bytes) -> tuple[int, int]:
+    """Height and width in pixels, upright, from the header; raises BadImageError also for too many pixels."""
     try:
         with _open(data) as image:
             width, height = image.size
             orientation = _orientation(image)
-    except BadPictureError:
+    except BadImageError:
         raise
     except _PILLOW_ERRORS as error:
-        raise BadPictureError(f"no readable picture: {_reason(error)}") from None
+        raise BadImageError(f"no readable image: {_reason(error)}") from None
     return (width, height) if 5 <= orientation <= 8 else (height, width)
 
 
 def decode(request: ResizeRequest) -> NDArray[np.uint8]:
-    """The pixels (height, width, 3) of a picture, upright, in RGB, resized as the image processor resizes."""
+    """The pixels (height, width, 3) of an image, upright, in RGB, resized as the image processor resizes."""
     from PIL import Image, ImageOps
 
     data = request.file.read()
@@ -110,17 +110,17 @@ def decode(request: ResizeRequest) -> NDArray[np.uint8]:
             rgb = upright.convert("RGB")
             resized = rgb.resize((request.width, request.height), resample=Image.Resampling.BICUBIC)
             return np.asarray(resized, np.uint8)
-    except BadPictureError:
+    except BadImageError:
         raise
     except _PILLOW_ERRORS as error:
-        raise BadPictureError(f"cannot be decoded: {_reason(error)}") from None
+        raise BadImageError(f"cannot be decoded: {_reason(error)}") from None
 
 
 def decode_or_reason(request: ResizeRequest) -> NDArray[np.uint8] | str:
     """The pixels, or why there are none: what a worker process sends back."""
     try:
         return decode(request)
-    except BadPictureError as problem:
+    except BadImageError as problem:
         return str(problem)
 
 
@@ -142,29 +142,29 @@ def require_pillow() -> None:
     try:
         import PIL  # noqa: F401
     except ImportError:
-        problem, advice = "pictures need Pillow, which is not installed", "pip install threefold[train]"
+        problem, advice = "images need Pillow, which is not installed", "pip install threefold[train]"
         raise FindingsError([Finding(rule="pillow-installed", at="job.data", problem=problem, advice=advice)]) from None
 
 
 def _open(data: bytes) -> "Image.Image":
-    """Open a picture without decoding it, and refuse one that would be too large."""
+    """Open an image without decoding it, and refuse one that would be too large."""
     from PIL import Image
 
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadPictureError("it would decode to too many pixels") from None
+        raise BadImageError("it would decode to too many pixels") from None
     width, height = image.size
     if width * height > MAX_SOURCE_PIXELS:
         image.close()
-        raise BadPictureError(f"{width} x {height} pixels, more than {MAX_SOURCE_PIXELS}")
+        raise BadImageError(f"{width} x {height} pixels, more than {MAX_SOURCE_PIXELS}")
     if min(width, height) < 1:
-        raise BadPictureError("it has no pixels")
+        raise BadImageError("it has no pixels")
     return image
 
 
 def _orientation(image: "Image.Image") -> int:
-    """How the picture is turned, by its EXIF data; 1 is upright.
+    """How the image is turned, by its EXIF data; 1 is upright.
 
     PNG can have them behind the pixels. They are not read then: the size must be known before the pixels are.
     """
@@ -185,11 +185,11 @@ def _reason(error: BaseException) -> str:
 
 Decoded = NDArray[np.uint8] | str  # the pixels, or why there are none
 MAX_WORKERS = 4
-MAX_DEATHS = 3  # in a row: then it is not the pictures
+MAX_DEATHS = 3  # in a row: then it is not the images
 
 
 class DecodePool:
-    """Decodes pictures in `num_workers` processes, or in the calling thread where there are none."""
+    """Decodes images in `num_workers` processes, or in the calling thread where there are none."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -197,7 +197,7 @@ class DecodePool:
         self._num_deaths = 0  # one after another
 
     def decode(self, requests: Sequence[ResizeRequest]) -> list[Decoded]:
-        """The pictures, in the order of the requests."""
+        """The images, in the order of the requests."""
         if not self.num_workers:
             return [decode_or_reason(request) for request in requests]
         try:
@@ -217,7 +217,7 @@ class DecodePool:
         return self._pool
 
     def _decode_alone(self, request: ResizeRequest) -> Decoded:
-        """One picture at a time, so that it is known which one ends its worker."""
+        """One image at a time, so that it is known which one ends its worker."""
         for _ in range(2):  # the first one may find the pool that broke before
             try:
                 decoded = self._running().submit(decode_or_reason, request).result()
@@ -227,7 +227,7 @@ class DecodePool:
                 self.close()
         self._num_deaths += 1
         if self._num_deaths >= MAX_DEATHS:
-            problem = f"the processes that decode pictures died {self._num_deaths} times in a row"
+            problem = f"the processes that decode images died {self._num_deaths} times in a row"
             advice = "look for the reason above; memory may be short, or decode without them"
             fix = {"run.image_workers": 0}
             found = Finding(rule="image-workers-run", at="run.image_workers", problem=problem, fix=fix, advice=advice)

@@ -1,9 +1,9 @@
-"""Encodes a record as one document: its tokens, which of them are learned, and where its pictures stand.
+"""Encodes a record as one document: its tokens, which of them are learned, and where its images stand.
 
-Conversations are written in ChatML. A picture is <|vision_start|>, one <|image_pad|> for each merge x merge patches,
+Conversations are written in ChatML. An image is <|vision_start|>, one <|image_pad|> for each merge x merge patches,
 <|vision_end|>. A video is one such piece for each pair of frames, behind the mean of their timestamps as text: `<0.3
 seconds>`. Answers of the assistant are learned; of a document without turns all text is. Tokens of
-pictures never are. `image_index.py` calls `encode_record`.
+images never are. `image_index.py` calls `encode_record`.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.engine.data.images.decode import PictureFile
-from threefold.engine.data.images.patches import PatchRules, PictureSizeError, resized_frames, resized_image
+from threefold.engine.data.images.decode import ImageFile
+from threefold.engine.data.images.patches import ImageSizeError, PatchRules, resized_frames, resized_image
 from threefold.engine.data.images.records import ImagePart, RecordError, Turn, VideoPart
 from threefold.engine.data.text.tokenizer import Tokenizer
 from threefold.spec.model import VisionTokens
 
 START, END = "<|im_start|>", "<|im_end|>"
-SizeOf = Callable[[PictureFile], tuple[int, int]]  # height and width of a picture; raises BadPictureError
+SizeOf = Callable[[ImageFile], tuple[int, int]]  # height and width of an image; raises BadImageError
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPicture:
-    """A picture of a document: an image, or the frames of one temporal patch of a video."""
+class PlacedImage:
+    """An image of a document: an image, or the frames of one temporal patch of a video."""
 
-    files: tuple[PictureFile, ...]
+    files: tuple[ImageFile, ...]
     first_token: int  # where its tokens begin in the document
     grid: tuple[int, int]  # height and width in patches
 
@@ -37,7 +37,7 @@ class EncodedRecord:
 
     tokens: list[NDArray[np.int64]] = field(default_factory=list)
     masks: list[NDArray[np.uint8]] = field(default_factory=list)
-    pictures: list[PlacedPicture] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
     num_tokens: int = 0
 
     def add(self, tokens: NDArray[np.int64], learned: bool) -> None:
@@ -53,7 +53,7 @@ class RecordEncoder:
         self.tokenizer, self.vision_tokens, self.rules, self.size_of = tokenizer, vision_tokens, rules, size_of
 
     def encode(self, turns: list[Turn]) -> EncodedRecord:
-        """The document of a record. Raises RecordError, or BadPictureError for a picture of it."""
+        """The document of a record. Raises RecordError, or BadImageError for an image of it."""
         document = EncodedRecord()
         for turn in turns:
             learned = turn.role in (None, "assistant")
@@ -87,10 +87,10 @@ class RecordEncoder:
         try:
             if isinstance(part, ImagePart):
                 size = resized_image(self.size_of(part.file), self.rules)
-                self._add_picture(document, (part.file,), size, self.vision_tokens.image)
+                self._add_image(document, (part.file,), size, self.vision_tokens.image)
             else:
                 self._add_video(document, part, learned)
-        except PictureSizeError as problem:
+        except ImageSizeError as problem:
             raise RecordError(str(problem)) from None
 
     def _add_video(self, document: EncodedRecord, video: VideoPart, learned: bool) -> None:
@@ -105,14 +105,14 @@ class RecordEncoder:
         for first in range(0, len(files), each):
             seconds = (times[first] + times[first + each - 1]) / 2
             document.add(self.tokenizer.encode(f"<{seconds:.1f} seconds>"), learned)
-            self._add_picture(document, files[first : first + each], size, self.vision_tokens.video)
+            self._add_image(document, files[first : first + each], size, self.vision_tokens.video)
 
-    def _add_picture(
-        self, document: EncodedRecord, files: tuple[PictureFile, ...], size: tuple[int, int], token: int
+    def _add_image(
+        self, document: EncodedRecord, files: tuple[ImageFile, ...], size: tuple[int, int], token: int
     ) -> None:
         grid = self.rules.grid(size)
         document.add(np.array([self.vision_tokens.start], np.int64), learned=False)
-        document.pictures.append(PlacedPicture(files, document.num_tokens, grid))
+        document.images.append(PlacedImage(files, document.num_tokens, grid))
         document.add(np.full(self.rules.num_tokens(grid), token, np.int64), learned=False)
         document.add(np.array([self.vision_tokens.end], np.int64), learned=False)
 

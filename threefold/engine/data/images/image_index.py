@@ -1,15 +1,15 @@
-"""The index of picture data: one pass over tar shards or JSONL, kept in the cache folder.
+"""The index of image data: one pass over tar shards or JSONL, kept in the cache folder.
 
-The pass reads the header of each picture, encodes each record as a document, and writes
+The pass reads the header of each image, encodes each record as a document, and writes
 
     pictures-KEY.tok          a token shard with a loss mask: the documents
-    pictures-KEY.safetensors  which pictures each document has, their grids, and where their bytes are
+    pictures-KEY.safetensors  which images each document has, their grids, and where their bytes are
     pictures-KEY.json         the files that offsets refer to, and what was skipped, with reasons
 
 The key holds paths, sizes and times of the data, the tokenizer, the vision tokens and the patch rules. A record with a
-picture that cannot be used is skipped, counted and named. `image_source.py` reads the index.
+image that cannot be used is skipped, counted and named. `image_source.py` reads the index.
 
-Array columns: `documents` (D + 1) the first picture of each document; `pictures` (I, 5) first frame, number of frames,
+Array columns: `documents` (D + 1) the first image of each document; `images` (I, 5) first frame, number of frames,
 first token, height and width in patches; `frames` (F, 3) file, offset, bytes.
 """
 
@@ -29,8 +29,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from threefold.engine.data.cache_files import cache_folder, locked, replaced
-from threefold.engine.data.images.decode import BadPictureError, PictureFile, picture_size, require_pillow
-from threefold.engine.data.images.encode_record import EncodedRecord, PlacedPicture, RecordEncoder
+from threefold.engine.data.images.decode import BadImageError, ImageFile, image_size, require_pillow
+from threefold.engine.data.images.encode_record import EncodedRecord, PlacedImage, RecordEncoder
 from threefold.engine.data.images.patches import PatchRules
 from threefold.engine.data.images.record_files import TarError, read_jsonl, read_tar
 from threefold.engine.data.images.records import RawRecord, RecordError, parse_turns
@@ -52,8 +52,8 @@ MAX_NAMED = 1000  # skipped records that are named; all are counted
 
 
 @dataclass(frozen=True)
-class PictureIndex:
-    """The documents of picture data and their pictures."""
+class ImageIndex:
+    """The documents of image data and their images."""
 
     name: str
     shard: TokenShard
@@ -61,37 +61,37 @@ class PictureIndex:
     vision_tokens: VisionTokens
     files: tuple[tuple[str, str | None], ...]  # path, and the folder that a link may not leave
     documents: NDArray[np.int64]
-    pictures: NDArray[np.int64]
+    images: NDArray[np.int64]
     frames: NDArray[np.int64]
     num_records: int
     num_skipped: int
     skipped: tuple[tuple[str, str], ...]  # place and reason of the first ones
-    digest: str  # of all records and of the headers of their pictures
+    digest: str  # of all records and of the headers of their images
 
     @property
     def num_documents(self) -> int:
         return len(self.documents) - 1
 
-    def pictures_of(self, document: int) -> list[PlacedPicture]:
-        rows = self.pictures[self.documents[document] : self.documents[document + 1]]
-        return [self._picture(row) for row in rows]
+    def images_of(self, document: int) -> list[PlacedImage]:
+        rows = self.images[self.documents[document] : self.documents[document + 1]]
+        return [self._image(row) for row in rows]
 
     def vision_tokens_of(self) -> NDArray[np.int64]:
-        """The number of picture tokens of each document."""
-        tokens = self.pictures[:, 3] * self.pictures[:, 4] // self.rules.merge**2
+        """The number of image tokens of each document."""
+        tokens = self.images[:, 3] * self.images[:, 4] // self.rules.merge**2
         total = np.concatenate([[0], np.cumsum(tokens)])
         return np.asarray(np.diff(total[self.documents]), np.int64)
 
-    def _picture(self, row: NDArray[np.int64]) -> PlacedPicture:
+    def _image(self, row: NDArray[np.int64]) -> PlacedImage:
         first_frame, num_frames, first_token, height, width = (int(value) for value in row)
         files = []
         for file, offset, num_bytes in self.frames[first_frame : first_frame + num_frames].tolist():
             path, within = self.files[file]
-            files.append(PictureFile(path, offset, num_bytes, within))
-        return PlacedPicture(tuple(files), first_token, (height, width))
+            files.append(ImageFile(path, offset, num_bytes, within))
+        return PlacedImage(tuple(files), first_token, (height, width))
 
 
-def open_picture_index(
+def open_image_index(
     name: str,
     paths: Sequence[Path],
     tokenizer: Tokenizer,
@@ -99,7 +99,7 @@ def open_picture_index(
     rules: PatchRules,
     cache: str | Path | None = None,
     within: Path | None = None,
-) -> PictureIndex:
+) -> ImageIndex:
     """The index of these tar shards or JSONL files, from the cache or made now. Other processes wait meanwhile.
 
     `within` is the folder that links of tar shards may not leave.
@@ -126,23 +126,23 @@ def _key(paths: Sequence[Path], tokenizer: Tokenizer, vision_tokens: VisionToken
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
-def _read_index(name: str, base: Path, vision_tokens: VisionTokens, rules: PatchRules) -> PictureIndex:
+def _read_index(name: str, base: Path, vision_tokens: VisionTokens, rules: PatchRules) -> ImageIndex:
     """The index, or an exception where a file is missing or damaged."""
     shard = TokenShard(base.with_suffix(".tok"), verify=True)
     facts = read_json_object(base.with_suffix(".json"), MAX_TABLE_BYTES)
     arrays = load_file(base.with_suffix(ARRAYS))
-    documents, pictures, frames = (arrays[part].astype(np.int64) for part in ("documents", "pictures", "frames"))
-    digest = _array_digest(documents, pictures, frames)
+    documents, images, frames = (arrays[part].astype(np.int64) for part in ("documents", "pictures", "frames"))
+    digest = _array_digest(documents, images, frames)
     if len(documents) != shard.header.num_documents + 1 or facts["arrays"] != digest:
         raise ValueError("the parts of the index do not belong together")
-    return PictureIndex(
+    return ImageIndex(
         name=name,
         shard=shard,
         rules=rules,
         vision_tokens=vision_tokens,
         files=tuple((path, within) for path, within in facts["files"]),
         documents=documents,
-        pictures=pictures,
+        images=images,
         frames=frames,
         num_records=int(facts["num_records"]),
         num_skipped=int(facts["num_skipped"]),
@@ -168,7 +168,7 @@ class _IndexWriter:
         self.digest = hashlib.sha256()
         self.files: dict[tuple[str, str | None], int] = {}
         self.documents: list[int] = [0]
-        self.pictures: list[tuple[int, ...]] = []
+        self.images: list[tuple[int, ...]] = []
         self.frames: list[tuple[int, ...]] = []
         self.num_records = self.num_skipped = 0
         self.skipped: list[tuple[str, str]] = []
@@ -191,7 +191,7 @@ class _IndexWriter:
             document = self.encoder.encode(parse_turns(found))
             if document.num_tokens < 2 or not any(mask.any() for mask in document.masks):
                 raise RecordError("there is nothing to learn in it")
-        except (RecordError, BadPictureError) as problem:
+        except (RecordError, BadImageError) as problem:
             self.num_skipped += 1
             if len(self.skipped) < MAX_NAMED:
                 self.skipped.append((at, str(problem)))
@@ -200,33 +200,33 @@ class _IndexWriter:
         tokens = np.concatenate(document.tokens)
         self.digest.update(tokens.tobytes())
         writer.add(tokens, np.concatenate(document.masks))
-        self._add_pictures(document)
+        self._add_images(document)
 
-    def _add_pictures(self, document: EncodedRecord) -> None:
-        for picture in document.pictures:
-            self.pictures.append((len(self.frames), len(picture.files), picture.first_token, *picture.grid))
-            for file in picture.files:
+    def _add_images(self, document: EncodedRecord) -> None:
+        for image in document.images:
+            self.images.append((len(self.frames), len(image.files), image.first_token, *image.grid))
+            for file in image.files:
                 number = self.files.setdefault((file.path, file.within), len(self.files))
                 assert file.num_bytes is not None
                 self.frames.append((number, file.offset, file.num_bytes))
-        self.documents.append(len(self.pictures))
+        self.documents.append(len(self.images))
 
-    def _size_of(self, file: PictureFile) -> tuple[int, int]:
+    def _size_of(self, file: ImageFile) -> tuple[int, int]:
         """The size from the header, which also goes into the digest of the data."""
         data = file.read(HEADER_BYTES)
         try:
-            size = picture_size(data)
-        except BadPictureError:
+            size = image_size(data)
+        except BadImageError:
             if len(data) < HEADER_BYTES:
                 raise
-            size = picture_size(file.read())
+            size = image_size(file.read())
         self.digest.update(f"{file.num_bytes} {zlib.crc32(data)} {size} ".encode())
         return size
 
     def _write_tables(self) -> None:
         """Written before the shard appears, so that whoever finds the shard finds them."""
         documents = np.array(self.documents, np.int64)
-        pictures = np.array(self.pictures, np.int64).reshape(-1, 5)
+        images = np.array(self.images, np.int64).reshape(-1, 5)
         frames = np.array(self.frames, np.int64).reshape(-1, 3)
         facts = {
             "files": [list(each) for each in self.files],
@@ -234,10 +234,10 @@ class _IndexWriter:
             "num_skipped": self.num_skipped,
             "skipped": [list(each) for each in self.skipped],
             "digest": self.digest.hexdigest(),
-            "arrays": _array_digest(documents, pictures, frames),
+            "arrays": _array_digest(documents, images, frames),
         }
         with replaced(self.base.with_suffix(ARRAYS)) as aside:
-            save_file({"documents": documents, "pictures": pictures, "frames": frames}, aside)
+            save_file({"documents": documents, "pictures": images, "frames": frames}, aside)
         with replaced(self.base.with_suffix(".json")) as aside:
             aside.write_text(json.dumps(facts))
 

@@ -3,7 +3,7 @@
 Entries are scenes, tar shards, folders of them, and JSONL with image files; the data of a vision-language model that is
 JSONL is always read here, also where a line has no image. A document is never split, because an image cannot be. One
 that is longer than a sequence is left out and counted. Images are not decoded here: a sample says which they are, and
-`batch_images.py` decodes those of a whole batch. `open_sources.py` calls `open_pictures`.
+`batch_images.py` decodes those of a whole batch. `open_sources.py` calls `open_images`.
 
 Shapes: S tokens of a sequence, N tokens of it that are not padding.
 """
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.engine.data.images.decode import ResizeRequest
-from threefold.engine.data.images.encode_record import PlacedPicture
-from threefold.engine.data.images.image_index import PictureIndex, open_picture_index
+from threefold.engine.data.images.encode_record import PlacedImage
+from threefold.engine.data.images.image_index import ImageIndex, open_image_index
 from threefold.engine.data.images.patches import PatchRules, patch_rules
 from threefold.engine.data.images.scenes import scene_shards
 from threefold.engine.data.packing import IGNORED, Sample, pack_documents, pad_sample
@@ -32,8 +32,8 @@ from threefold.units import format_many
 
 
 @dataclass(frozen=True, slots=True)
-class SamplePicture:
-    """A picture of a sequence: its frames to decode, and its place."""
+class SampleImage:
+    """An image of a sequence: its frames to decode, and its place."""
 
     requests: tuple[ResizeRequest, ...]
     grid: tuple[int, int]  # height and width in patches
@@ -42,19 +42,19 @@ class SamplePicture:
 
 
 @dataclass(frozen=True, slots=True)
-class PictureSample(Sample):
-    """One sequence with pictures, in the order of their tokens."""
+class ImageSample(Sample):
+    """One sequence with images, in the order of their tokens."""
 
     starts: tuple[int, ...] = ()  # where its documents begin
-    pictures: tuple[SamplePicture, ...] = ()
+    images: tuple[SampleImage, ...] = ()
 
 
-class PictureSource:
+class ImageSource:
     """The sequences of one index. Fine-tuning (`sft`) learns answers; pretraining learns all text."""
 
     benchmark_only = False
 
-    def __init__(self, index: PictureIndex, seq_len: int, packing: bool, sft: bool) -> None:
+    def __init__(self, index: ImageIndex, seq_len: int, packing: bool, sft: bool) -> None:
         self.index, self.seq_len, self.packing, self.sft = index, seq_len, packing, sft
         self.name = index.name
         sizes = np.diff(index.shard.offsets.astype(np.int64))
@@ -62,7 +62,7 @@ class PictureSource:
         self.num_too_long = len(sizes) - len(used)
         if not len(used):
             problem = f"every document of {self.name} is longer than {seq_len} tokens; the shortest has {sizes.min()}"
-            advice = "pictures need room: a longer job.seq_len, or smaller pictures with job.max_pixels"
+            advice = "images need room: a longer job.seq_len, or smaller images with job.max_pixels"
             raise FindingsError([Finding(rule="data-empty", at="job.data", problem=problem, advice=advice)])
         order, starts = pack_documents(sizes[used], seq_len) if packing else _one_each(len(used))
         self._documents, self._starts = used[order], starts
@@ -78,30 +78,30 @@ class PictureSource:
         return self.index.rules
 
     def num_vision_tokens(self, index: int) -> int:
-        """The picture tokens of a sample: the load by which `balance.py` deals samples out."""
+        """The image tokens of a sample: the load by which `balance.py` deals samples out."""
         return int(self._vision_tokens[index])
 
-    def sample(self, index: int) -> PictureSample:
+    def sample(self, index: int) -> ImageSample:
         members = self._documents[self._starts[index] : self._starts[index + 1]].tolist()
-        tokens, labels, starts, pictures, at = [], [], [], [], 0
+        tokens, labels, starts, images, at = [], [], [], [], 0
         for number, document in enumerate(members):
             document_tokens, document_labels = self._document(document)
             tokens.append(document_tokens)
             labels.append(document_labels)
             starts.append(at)
-            placed = self.index.pictures_of(document)
-            pictures += [sample_picture(picture, self.rules, at, number) for picture in placed]
+            placed = self.index.images_of(document)
+            images += [sample_image(image, self.rules, at, number) for image in placed]
             at += len(document_tokens)
         boundaries = np.array(starts) if self.packing else None
         padded = pad_sample(np.concatenate(tokens), np.concatenate(labels), self.seq_len, boundaries)
-        return PictureSample(
+        return ImageSample(
             padded.tokens_S,
             padded.labels_S,
             padded.documents_S,
             padded.positions_S,
             padded.num_padding,
             starts=tuple(starts),
-            pictures=tuple(pictures),
+            images=tuple(images),
         )
 
     def skipped(self) -> tuple[int, list[tuple[str, str, int]]]:
@@ -118,7 +118,7 @@ class PictureSource:
 
     def content(self) -> dict[str, Any]:
         index = self.index
-        counts = {"num_pictures": len(index.pictures), "num_skipped": index.num_skipped}
+        counts = {"num_pictures": len(index.images), "num_skipped": index.num_skipped}
         return {**index.shard.content(), **counts, "pictures_sha256": index.digest[:DIGITS]}
 
     def _document(self, document: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -134,11 +134,11 @@ class PictureSource:
         return tokens, labels
 
 
-def sample_picture(picture: PlacedPicture, rules: PatchRules, start: int = 0, document: int = 0) -> SamplePicture:
-    """A picture of a document that begins at token `start` of its sequence."""
-    height, width = (side * rules.patch for side in picture.grid)
-    requests = tuple(ResizeRequest(file, height, width) for file in picture.files)
-    return SamplePicture(requests, picture.grid, start + picture.first_token, document)
+def sample_image(image: PlacedImage, rules: PatchRules, start: int = 0, document: int = 0) -> SampleImage:
+    """An image of a document that begins at token `start` of its sequence."""
+    height, width = (side * rules.patch for side in image.grid)
+    requests = tuple(ResizeRequest(file, height, width) for file in image.files)
+    return SampleImage(requests, image.grid, start + image.first_token, document)
 
 
 def _one_each(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -148,8 +148,8 @@ def _one_each(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 SUFFIX = ".tar"
 
 
-def holds_pictures(name: str, vision: VisionSpec | None) -> bool:
-    """Whether this entry is read as picture data."""
+def holds_images(name: str, vision: VisionSpec | None) -> bool:
+    """Whether this entry is read as image data."""
     if name in SCENES or name.endswith(SUFFIX):
         return True
     path = Path(name)
@@ -158,12 +158,12 @@ def holds_pictures(name: str, vision: VisionSpec | None) -> bool:
     return vision is not None and name.endswith(".jsonl")
 
 
-def open_pictures(
+def open_images(
     name: str, job: Job, vision: VisionSpec | None, tokenizer: Tokenizer, cache: str | Path | None
-) -> PictureSource:
+) -> ImageSource:
     """The source of one entry."""
     if vision is None:
-        problem, advice = f"{name} has pictures, and the model has no vision part", "train a vision-language model"
+        problem, advice = f"{name} has images, and the model has no vision part", "train a vision-language model"
         raise FindingsError([Finding(rule="data-fits-model", at="job.data", problem=problem, advice=advice)])
     path = Path(name)
     if name in SCENES:
@@ -171,5 +171,5 @@ def open_pictures(
     else:
         paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     rules, within = patch_rules(vision, job.max_pixels), path if path.is_dir() else None
-    index = open_picture_index(name, paths, tokenizer, vision.tokens, rules, cache, within)
-    return PictureSource(index, job.seq_len, job.packing, sft=job.task == "sft")
+    index = open_image_index(name, paths, tokenizer, vision.tokens, rules, cache, within)
+    return ImageSource(index, job.seq_len, job.packing, sft=job.task == "sft")

@@ -1,8 +1,8 @@
-"""Sizes and patches of pictures, by the rules of Qwen's image and video processors.
+"""Sizes and patches of images, by the rules of Qwen's image and video processors.
 
-A picture is resized (bicubic) so that each side is a multiple of patch x merge and its pixels lie within two limits.
+An image is resized (bicubic) so that each side is a multiple of patch x merge and its pixels lie within two limits.
 Its values are normalised and cut into patches. Patches stand in blocks of merge x merge, which become one token; the
-values of a patch are ordered channel, frame, row, column. A still picture stands for two equal frames.
+values of a patch are ordered channel, frame, row, column. A still image stands for two equal frames.
 
 `image_index.py` asks for sizes, `batch_images.py` for patches. This module imports no torch, for decoding workers.
 
@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from threefold.spec.model import VisionSpec
 
 CHANNELS = 3
-MAX_ASPECT = 200  # transformers, models/qwen2_vl: longer pictures are refused
+MAX_ASPECT = 200  # transformers, models/qwen2_vl: longer images are refused
 
 
-class PictureSizeError(ValueError):
-    """A picture has a size that cannot be used; the message says why."""
+class ImageSizeError(ValueError):
+    """An image has a size that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class PatchRules:
         return CHANNELS * self.temporal_patch * self.patch**2
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Height and width in patches of a picture that was resized to these pixels."""
+        """Height and width in patches of an image that was resized to these pixels."""
         return size[0] // self.patch, size[1] // self.patch
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
@@ -58,7 +58,7 @@ class PatchRules:
 
 
 def patch_rules(vision: VisionSpec, max_pixels: int | None = None) -> PatchRules:
-    """The rules of a model. `max_pixels` lowers the limits of pictures, and those of each frame of videos."""
+    """The rules of a model. `max_pixels` lowers the limits of images, and those of each frame of videos."""
     p = vision.pictures
     most = p.max_pixels if max_pixels is None else min(p.max_pixels, max_pixels)
     return PatchRules(
@@ -85,7 +85,7 @@ def resized_frames(num_frames: int, size: tuple[int, int], rules: PatchRules) ->
     """Height and width in pixels that the frames of a video are resized to. The limits hold for all frames together."""
     height, width = size
     if num_frames < rules.temporal_patch:
-        raise PictureSizeError(f"a video has at least {rules.temporal_patch} frames, not {num_frames}")
+        raise ImageSizeError(f"a video has at least {rules.temporal_patch} frames, not {num_frames}")
     if min(height, width) < rules.factor:
         scale = max(rules.factor / height, rules.factor / width)
         height, width = int(height * scale), int(width * scale)
@@ -112,11 +112,11 @@ def _fit(
 
 def _check_aspect(height: int, width: int) -> None:
     if max(height, width) > MAX_ASPECT * min(height, width):
-        raise PictureSizeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
+        raise ImageSizeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
 
 
 def write_patches(pixels_THWC: NDArray[np.uint8], rules: PatchRules, out_PC: NDArray[np.float32]) -> None:
-    """Write the patches of a picture, or of the frames of one temporal patch, into rows of a larger array."""
+    """Write the patches of an image, or of the frames of one temporal patch, into rows of a larger array."""
     frames, height, width, _ = pixels_THWC.shape
     rows, columns = rules.grid((height, width))
     m, p = rules.merge, rules.patch

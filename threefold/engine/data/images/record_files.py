@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from threefold.engine.data.images.decode import PictureFile
+from threefold.engine.data.images.decode import ImageFile
 from threefold.engine.data.images.records import RawRecord, RecordError
 from threefold.safe_files import open_regular
 from threefold.units import MIB
 
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 MAX_RECORD_BYTES = 64 * MIB
 
 
@@ -58,12 +58,12 @@ def _make_record(
     path: Path, shard: tarfile.TarFile, group: list[tarfile.TarInfo], within: Path | None
 ) -> tuple[str, RawRecord | str]:
     at = f"{path}:{_key(group[0])}"
-    files: dict[str, PictureFile] = {}
+    files: dict[str, ImageFile] = {}
     fields: dict[str, object] | None = None
     for member in group:
         extension = PurePosixPath(member.name).name.partition(".")[2]
-        if f".{extension}".lower().endswith(PICTURE_SUFFIXES):
-            files[extension] = PictureFile(
+        if f".{extension}".lower().endswith(IMAGE_SUFFIXES):
+            files[extension] = ImageFile(
                 str(path), member.offset_data, member.size, str(within) if within is not None else None
             )
         elif extension in ("json", "txt"):
@@ -79,13 +79,13 @@ def _make_record(
                 return at, f"{member.name} holds no JSON object"
             fields = {**found, **(fields or {})}
     if fields is None:
-        return at, "it has pictures and no .json or .txt"
+        return at, "it has images and no .json or .txt"
 
-    def find_file(name: str) -> PictureFile:
+    def find_file(name: str) -> ImageFile:
         extension = PurePosixPath(name).name
         found = files.get(extension) or files.get(extension.partition(".")[2])
         if found is None:
-            raise RecordError(f"{name[:80]!r} is no picture with this key")
+            raise RecordError(f"{name[:80]!r} is no image with this key")
         return found
 
     return at, RawRecord(at, fields, find_file, tuple(files))
@@ -125,8 +125,8 @@ def _parse_line(at: str, line: bytes, folder: Path) -> RawRecord | str:
     return RawRecord(at, fields, lambda name: find_beside(folder, name))
 
 
-def find_beside(folder: Path, name: str) -> PictureFile:
-    """A picture of the folder or of one below it. Nothing else is opened, whatever a stranger's JSONL names."""
+def find_beside(folder: Path, name: str) -> ImageFile:
+    """An image of the folder or of one below it. Nothing else is opened, whatever a stranger's JSONL names."""
     if "\0" in name or "://" in name or name.startswith("data:"):
         raise RecordError(f"{name[:80]!r} is not the name of a file")
     path = folder / name
@@ -137,4 +137,4 @@ def find_beside(folder: Path, name: str) -> PictureFile:
         size = path.stat().st_size
     except OSError as error:
         raise RecordError(f"{name[:80]!r} cannot be read: {error.strerror or error}") from None
-    return PictureFile(str(path), 0, size, str(folder))
+    return ImageFile(str(path), 0, size, str(folder))

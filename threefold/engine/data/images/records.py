@@ -1,4 +1,4 @@
-"""Records of pictures and text: a line of JSONL, or the members of a tar shard with one key, as turns of parts.
+"""Records of images and text: a line of JSONL, or the members of a tar shard with one key, as turns of parts.
 
 A record is one of
 
@@ -8,7 +8,7 @@ A record is one of
     {"images": ["cat.jpg"], "caption": "A cat."}          or "text"
     {"video": {"frames": ["0.jpg", "1.jpg"], "timestamps": [0.0, 0.5]}, "question": ..., "answer": ...}
 
-In text, `<image>` and `<video>` stand for the next picture of `images` or `videos`; where text has neither, pictures
+In text, `<image>` and `<video>` stand for the next image of `images` or `videos`; where text has neither, images
 come before it. `record_files.py` and `record_files.py` make `RawRecord`s; `encode_record.py` encodes their turns.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from threefold.engine.data.images.decode import PictureFile
+from threefold.engine.data.images.decode import ImageFile
 
 ROLES = ("system", "user", "assistant", "tool")
 TEXT_FIELDS = ("caption", "text")
@@ -33,16 +33,16 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """One picture of a turn."""
+    """One image of a turn."""
 
-    file: PictureFile
+    file: ImageFile
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
     """The frames of a video, in order, with the second at which each is seen."""
 
-    files: tuple[PictureFile, ...]
+    files: tuple[ImageFile, ...]
     timestamps: tuple[float, ...]
 
 
@@ -63,14 +63,14 @@ class RawRecord:
 
     at: str  # the file, with the line or key
     fields: Mapping[str, Any]
-    find_file: Callable[[str], PictureFile]  # raises RecordError for a name that leads nowhere
-    names: Sequence[str] = ()  # the pictures of a record that names none
+    find_file: Callable[[str], ImageFile]  # raises RecordError for a name that leads nowhere
+    names: Sequence[str] = ()  # the images of a record that names none
 
 
 def parse_turns(record: RawRecord) -> list[Turn]:
-    """The turns of a record with their pictures; raises RecordError."""
+    """The turns of a record with their images; raises RecordError."""
     fields = record.fields
-    queue = _PictureQueue(record)
+    queue = _ImageQueue(record)
     if "messages" in fields:
         turns = _parse_messages(fields["messages"], queue)
     elif isinstance(fields.get("question"), str) and isinstance(fields.get("answer"), str):
@@ -85,7 +85,7 @@ def parse_turns(record: RawRecord) -> list[Turn]:
     return turns
 
 
-def _parse_messages(messages: Any, queue: "_PictureQueue") -> list[Turn]:
+def _parse_messages(messages: Any, queue: "_ImageQueue") -> list[Turn]:
     if not isinstance(messages, list) or not messages:
         raise RecordError("messages is no list of turns")
     turns = []
@@ -98,12 +98,12 @@ def _parse_messages(messages: Any, queue: "_PictureQueue") -> list[Turn]:
     if left := queue.take_all():
         first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
         if first is None or queue.num_taken_by_text:
-            raise RecordError(f"{len(left)} pictures more than places for them")
+            raise RecordError(f"{len(left)} images more than places for them")
         turns[first] = Turn("user", (*left, *turns[first].parts))
     return turns
 
 
-def _parse_content(content: Any, queue: "_PictureQueue") -> list[Part]:
+def _parse_content(content: Any, queue: "_ImageQueue") -> list[Part]:
     if isinstance(content, str):
         return _split_text(content, queue)
     if not isinstance(content, list):
@@ -124,8 +124,8 @@ def _parse_content(content: Any, queue: "_PictureQueue") -> list[Part]:
     return parts
 
 
-def _split_text(text: str, queue: "_PictureQueue") -> list[Part]:
-    """The text with pictures in place of `<image>` and `<video>`, where the record has pictures at all."""
+def _split_text(text: str, queue: "_ImageQueue") -> list[Part]:
+    """The text with images in place of `<image>` and `<video>`, where the record has images at all."""
     if not queue.has_any:
         return [text] if text else []
     parts: list[Part] = []
@@ -139,14 +139,14 @@ def _split_text(text: str, queue: "_PictureQueue") -> list[Part]:
     return parts
 
 
-class _PictureQueue:
-    """The pictures and videos that a record lists beside its text, which are taken one after another."""
+class _ImageQueue:
+    """The images and videos that a record lists beside its text, which are taken one after another."""
 
     def __init__(self, record: RawRecord) -> None:
         fields, self._find = record.fields, record.find_file
         images = fields.get("images", fields.get("image"))
         videos = fields.get("videos", fields.get("video"))
-        if images is None and videos is None and not _names_pictures(fields.get("messages")):
+        if images is None and videos is None and not _names_images(fields.get("messages")):
             images = list(record.names)
         self._images = _as_list(images)
         self._videos = _as_list(videos) if not isinstance(videos, dict) else [videos]
@@ -183,9 +183,9 @@ class _PictureQueue:
             raise RecordError(f"a video has from 1 to {MAX_FRAMES} frames, not {len(files)}")
         return VideoPart(files, _timestamps(table, len(files)))
 
-    def _file(self, name: Any) -> PictureFile:
+    def _file(self, name: Any) -> ImageFile:
         if not isinstance(name, str) or not name:
-            raise RecordError(f"a picture is named by text, not by {type(name).__name__}")
+            raise RecordError(f"an image is named by text, not by {type(name).__name__}")
         return self._find(name)
 
 
@@ -208,8 +208,8 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _names_pictures(messages: Any) -> bool:
-    """Whether parts of turns name their pictures themselves."""
+def _names_images(messages: Any) -> bool:
+    """Whether parts of turns name their images themselves."""
     turns = messages if isinstance(messages, list) else []
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]

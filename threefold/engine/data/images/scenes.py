@@ -51,7 +51,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One shape, with its centre and radius relative to the sides of the picture."""
+    """One shape, with its centre and radius relative to the sides of the image."""
 
     kind: str
     colour: str
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is in a picture."""
+    """What is in an image."""
 
     width: int
     height: int
@@ -115,21 +115,21 @@ def invent_scene(rng: np.random.Generator) -> Scene:
 
 
 def draw_scene(scene: Scene, rng: np.random.Generator) -> bytes:
-    """The encoded picture of a scene."""
+    """The encoded image of a scene."""
     from PIL import Image
 
-    picture = Image.fromarray(_texture(scene, rng))
+    image = Image.fromarray(_texture(scene, rng))
     jitter = rng.integers(-12, 13, (len(scene.shapes), 3))
     for shape, shift in zip(scene.shapes, jitter, strict=True):
         radius = shape.radius * min(scene.width, scene.height)
         left, top = (int(c * side - radius) for c, side in zip(shape.centre, (scene.width, scene.height), strict=True))
         colour = np.clip(np.array(COLOURS[shape.colour]) + shift, 0, 255)
-        picture.paste(tuple(colour.tolist()), (left, top), _shape_mask(shape.kind, radius))
-    return _encode(picture, scene.file_format, rng)
+        image.paste(tuple(colour.tolist()), (left, top), _shape_mask(shape.kind, radius))
+    return _encode(image, scene.file_format, rng)
 
 
 def _texture(scene: Scene, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """A background that gets lighter or darker across the picture, with patches of light noise."""
+    """A background that gets lighter or darker across the image, with patches of light noise."""
     from PIL import Image
 
     cells = rng.normal(0, 6, (8, 8, 1)) + np.linspace(-18, 18, 8)[:, None, None] * rng.uniform(-1, 1)
@@ -157,12 +157,12 @@ def _shape_mask(kind: str, radius: float) -> "Image.Image":
     return mask.reduce(SUPERSAMPLING)
 
 
-def _encode(picture: "Image.Image", file_format: str, rng: np.random.Generator) -> bytes:
+def _encode(image: "Image.Image", file_format: str, rng: np.random.Generator) -> bytes:
     out = io.BytesIO()
     if file_format == "JPEG":
-        picture.save(out, "JPEG", quality=int(rng.integers(80, 96)))
+        image.save(out, "JPEG", quality=int(rng.integers(80, 96)))
     else:
-        picture.save(out, "PNG", compress_level=1)
+        image.save(out, "PNG", compress_level=1)
     return out.getvalue()
 
 
@@ -170,7 +170,7 @@ RECIPE = 5  # version of the drawing and of the questions; part of the file name
 NUM_SCENES = {"scenes": 6144, "scenes-held-out": 512}
 SEEDS = {"scenes": 1, "scenes-held-out": 2}
 SHARD_SCENES = 2048
-MAX_QUESTIONS = 3  # so that a conversation with the largest picture fits into 256 tokens
+MAX_QUESTIONS = 3  # so that a conversation with the largest image fits into 256 tokens
 COUNT_SHARE = 0.3  # of the conversations ask how many shapes there are
 CAPTION_SHARE = 0.2  # of the records
 
@@ -192,13 +192,13 @@ def scene_shards(name: str, cache: str | Path | None = None, num_scenes: int | N
 
 
 def make_scene(seed: int, number: int) -> tuple[Scene, bytes, dict[str, Any]]:
-    """Scene `number` of a seed: what is in it, its encoded picture, and its record."""
+    """Scene `number` of a seed: what is in it, its encoded image, and its record."""
     rng = np.random.Generator(np.random.Philox(key=[seed, number]))
     scene = invent_scene(rng)
-    picture = draw_scene(scene, rng)
+    image = draw_scene(scene, rng)
     if rng.random() < CAPTION_SHARE:
-        return scene, picture, {"caption": scene.caption(), "kinds": ["caption"]}
-    return scene, picture, _conversation(scene, rng)
+        return scene, image, {"caption": scene.caption(), "kinds": ["caption"]}
+    return scene, image, _conversation(scene, rng)
 
 
 def _conversation(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
@@ -216,12 +216,12 @@ def _conversation(scene: Scene, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def write_records(path: Path, records: Iterable[tuple[Scene, bytes, dict[str, Any]]], first: int = 0) -> None:
-    """Write a tar shard of scenes with their encoded pictures and records; keys are numbered from `first` on."""
+    """Write a tar shard of scenes with their encoded images and records; keys are numbered from `first` on."""
     with replaced(path) as aside, tarfile.open(aside, "w", format=tarfile.USTAR_FORMAT) as shard:
-        for number, (scene, picture, record) in enumerate(records, first):
+        for number, (scene, image, record) in enumerate(records, first):
             suffix = "jpg" if scene.file_format == "JPEG" else "png"
             for name, data in (
-                (f"{number:06d}.{suffix}", picture),
+                (f"{number:06d}.{suffix}", image),
                 (f"{number:06d}.json", json.dumps(record).encode()),
             ):
                 member = tarfile.TarInfo(name)

@@ -102,7 +102,7 @@ def test_scenes_are_read_like_any_picture_data(tmp_path: Path, monkeypatch: pyte
     loader = Loader(job, TINY.vocab, cache=tmp_path, prefetch=0, vision=TINY.vision)
     batch = loader.batch(0)
     assert batch.images is not None
-    assert loader.skipped_pictures().num_records == 0
+    assert loader.skipped_images().num_records == 0
     grids = {tuple(grid) for step in range(8) for grid in loader.batch(step).images.grids_I2.tolist()}  # type: ignore[union-attr]
     assert len(grids) > 8  # many sizes and aspects
     assert batch.tokens_BS.max() < TINY.vocab
