@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from repository import ROOT
-from tiny_runs import DEEPSEEK, run_to_the_end, tiny_plan, tiny_shard
+from tiny_runs import DEEPSEEK, run_to_the_end, tiny_plan, tiny_shard, unigram_entropy
 from torch import Tensor
 
 from threefold.engine import train as train_module
 from threefold.engine.batch import Batch
 from threefold.engine.build import build, parts_alone
-from threefold.engine.data.embedded_corpus import embedded_corpus, unigram_entropy
+from threefold.engine.data.embedded_corpus import embedded_corpus
 from threefold.engine.dist.join import join
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model

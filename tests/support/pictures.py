@@ -26,7 +26,7 @@ VISION = VisionSpec(
     merge=2,
     num_positions=16,
     tokens=VisionTokens(start=260, end=261, image=262, video=263),
-    images=PictureSpec(min_pixels=1_024, max_pixels=16_384, video_min_pixels=1_024, video_max_pixels=65_536),
+    pictures=PictureSpec(min_pixels=1_024, max_pixels=16_384, video_min_pixels=1_024, video_max_pixels=65_536),
 )
 VOCAB = 512
 

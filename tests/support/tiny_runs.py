@@ -5,9 +5,11 @@ import random
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 
 from threefold.engine.data.shard_writer import ShardWriter
+from threefold.engine.data.token_shard import TokenShard
 from threefold.engine.train import train
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
@@ -58,3 +60,12 @@ def run_to_the_end(fields: dict[str, Any], folder: Path, said: Path) -> None:
             file.write(text + "\n")
 
     train(tiny_plan(fields), folder, say)
+
+
+def unigram_entropy(shard: TokenShard) -> float:
+    """Nats per token of a model that only knows how frequent each token is: a loss that training must beat."""
+    counts = np.zeros(shard.header.vocab, np.int64)
+    for start in range(0, len(shard.tokens), 2**20):
+        counts += np.bincount(shard.tokens[start : start + 2**20], minlength=shard.header.vocab)
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -54,6 +55,7 @@ class EngineContext:
 
 
 context = EngineContext()
+Method = Callable[..., Any]
 
 
 def count_event(kind: str, detail: str, times: int = 1) -> None:
@@ -79,3 +81,19 @@ def override(name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(context, name, before)
+
+
+@contextmanager
+def wrapped_method(target: Any, method: str, wrapper: Callable[[Method], Method]) -> Iterator[None]:
+    """Replace a method of an object or of a class, frozen objects too, and put it back as it was."""
+    inner: Method = getattr(target, method)
+    before = vars(target).get(method)
+    replace, remove = (setattr, delattr) if isinstance(target, type) else (object.__setattr__, object.__delattr__)
+    replace(target, method, wraps(inner)(wrapper(inner)))
+    try:
+        yield
+    finally:
+        if before is None:
+            remove(target, method)
+        else:
+            replace(target, method, before)

@@ -12,9 +12,9 @@ NVTX ranges.
 import gzip
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from threefold.engine.build import Parts
+from threefold.engine.context import Method, wrapped_method
 from threefold.engine.models.decoder import Block
 from threefold.engine.moe.layer import MoeLayer
 from threefold.findings import Finding, FindingsError
@@ -143,7 +144,7 @@ def annotations_of(parts: Parts) -> Iterator[None]:
     """Name ranges of everything that a step computes, for the length of a `with` block."""
     with ExitStack() as wrapped:
         for target, method, name in _ranges(parts):
-            wrapped.enter_context(_wrapped(target, method, name))
+            wrapped.enter_context(wrapped_method(target, method, partial(_named, name)))
         yield
 
 
@@ -171,22 +172,9 @@ def _ranges(parts: Parts) -> Iterator[tuple[Any, str, str]]:
     yield parts.optimizer, "step", "optimizer"
 
 
-@contextmanager
-def _wrapped(target: Any, method: str, name: str) -> Iterator[None]:
-    """One method of one object inside a range. Frozen objects are wrapped too, and put back as they were."""
-    inner: Callable[..., Any] = getattr(target, method)
-    before = vars(target).get(method)
-
-    @wraps(inner)
-    def outer(*args: Any, **kwargs: Any) -> Any:
+def _named(name: str, inner: Method) -> Method:
+    def annotate(*args: Any, **kwargs: Any) -> Any:
         with annotated(name):
             return inner(*args, **kwargs)
 
-    object.__setattr__(target, method, outer)
-    try:
-        yield
-    finally:
-        if before is None:
-            object.__delattr__(target, method)
-        else:
-            object.__setattr__(target, method, before)
+    return annotate

@@ -17,11 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_runs import unigram_entropy
 
 from threefold.cli import tokenize as verb
 from threefold.engine.data import loader
 from threefold.engine.data.cache_files import cache_folder
-from threefold.engine.data.embedded_corpus import corpus_path, embedded_corpus, unigram_entropy
+from threefold.engine.data.embedded_corpus import corpus_path, embedded_corpus
 from threefold.engine.data.mixture import BLOCK, Mixture, block_counts, shuffled_index
 from threefold.engine.data.open_sources import DataEntry, open_sources, parse_entries
 from threefold.engine.data.packing import (
@@ -34,7 +35,7 @@ from threefold.engine.data.packing import (
     packed_sample,
 )
 from threefold.engine.data.shard_writer import ShardWriter
-from threefold.engine.data.sources import LENGTHS, LONG, WEB, ShardSource, SyntheticSource, draw_lengths
+from threefold.engine.data.sources import LENGTHS, LONG, WEB, ShardSource, SyntheticSource
 from threefold.engine.data.text.chat_template import chat_prompt, encode_chat
 from threefold.engine.data.text.chatml import Conversation
 from threefold.engine.data.text.tokenize_files import tokenize_files
@@ -212,7 +213,7 @@ def test_pack_keeps_every_document_once_and_fits(sizes: list[int], room: int, wi
 
 
 def test_pack_is_tight() -> None:
-    sizes = draw_lengths("chat", 4000, seed=1).clip(max=4096)
+    sizes = LENGTHS["chat"].draw(4000, np.random.default_rng(1)).clip(max=4096)
     _, starts = pack_documents(sizes, 4096)
     assert sizes.sum() / ((len(starts) - 1) * 4096) > 0.97  # a greedy pass in order fills about 0.85
 
@@ -756,8 +757,8 @@ def test_synthetic_documents_have_boundaries() -> None:
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths_follow_their_parameters(name: str) -> None:
-    drawn = draw_lengths(name, 20_000, seed=5)
-    assert (drawn == draw_lengths(name, 20_000, seed=5)).all()
+    drawn, same = (LENGTHS[name].draw(20_000, np.random.default_rng(5)) for _ in range(2))
+    assert (drawn == same).all()
     mix = LENGTHS[name]
     assert mix.least <= drawn.min()
     assert drawn.max() <= mix.most
@@ -770,7 +771,7 @@ def test_lengths_follow_their_parameters(name: str) -> None:
 
 
 def test_most_documents_are_short_and_most_tokens_long() -> None:
-    drawn = draw_lengths("long", 20_000)
+    drawn = LENGTHS["long"].draw(20_000, np.random.default_rng(0))
     assert (drawn < 4096).mean() > 0.7
     assert drawn[drawn >= 32_768].sum() / drawn.sum() > 0.5
     assert LONG.mean > 5 * WEB.mean

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from threefold.engine.data_parallel.fsdp import Fsdp, WrapPolicy
 from threefold.engine.data_parallel.full_matrices import FullMatrices
@@ -40,6 +41,11 @@ SHAPES = {
     "layers.1.experts.down": (4, 10, 6),
     "head.weight": (11, 10),
 }
+
+
+def unsharded(parameter: Tensor) -> Tensor:
+    """The parameter as the model uses it. All ranks that share it must call this."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def placements(layout: Layout, rank: int) -> dict[str, Placement]:
@@ -244,7 +250,7 @@ def train_one(mesh: Mesh, case: Case) -> Seen:
             data.start_param_sync()
         data.finish_param_sync()
     return Seen(
-        {name: data.unshard(name, p).detach().clone() for name, p in model.named_parameters()},
+        {name: unsharded(p).detach().clone() for name, p in model.named_parameters()},
         norms,
         {owned.name: (owned.start, owned.stop) for owned in data.owned},
         {name: tuple(value.shape) for name, value in optimizer.state_dict().items()},
@@ -457,7 +463,7 @@ def narrow_steps(rank: int, kind: str) -> dict[str, Any]:
     masters = {owned.name: (owned.start, state[f"master.{owned.name}"].clone()) for owned in data.owned}
     return {
         "masters": masters,
-        "weights": {n: data.unshard(n, p).detach().clone() for n, p in model.named_parameters()},
+        "weights": {n: unsharded(p).detach().clone() for n, p in model.named_parameters()},
     }
 
 

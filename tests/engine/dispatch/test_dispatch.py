@@ -22,7 +22,7 @@ from threefold.engine.dispatch.rows import permute_rows
 from threefold.engine.dispatch.select import make_dispatcher
 from threefold.engine.dispatch.split_sizes import RowCounts
 from threefold.engine.dist.collectives import observe_collectives
-from threefold.engine.dist.host_sizes import even_sizes, sizes_from
+from threefold.engine.dist.host_sizes import sizes_from
 from threefold.engine.dist.mesh import Group, Mesh, trivial_group
 from threefold.engine.dist.shard_placement import Placement, replicated
 from threefold.engine.model_options import Options
@@ -371,7 +371,8 @@ def test_a_rehearsal_says_the_sizes(skew: int) -> None:
         dispatcher = AllToAllDispatcher(8, ep, trivial_group("etp"))
 
         def source(parts: int, total: int, exact: bool) -> list[int]:
-            return even_sizes(parts, total if exact else total * skew)
+            rows = total if exact else total * skew
+            return [rows // parts + (part < rows % parts) for part in range(parts)]
 
         with FakeTensorMode(), sizes_from(source):
             layer = MoeLayer(SPEC, DIM, "silu", Options(expert_backend="loop"))

@@ -54,15 +54,6 @@ def corpus_path(folder: str | Path | None = None) -> Path:
     return cache_folder(folder) / f"embedded-{RECIPE}-{platform.python_version()}{SUFFIX}"
 
 
-def unigram_entropy(shard: TokenShard) -> float:
-    """Nats per token of a model that only knows how frequent each token is: a loss that training must beat."""
-    counts = np.zeros(shard.header.vocab, np.int64)
-    for start in range(0, len(shard.tokens), MIB):
-        counts += np.bincount(shard.tokens[start : start + MIB], minlength=shard.header.vocab)
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
-
-
 def corpus_documents() -> list[tuple[str, str]]:
     """Names and texts, ordered by the hash of the name, so that any part of the corpus resembles the whole."""
     found = [(name, text) for name, text in [*_library_sources(), *_help_topics()] if _is_suitable(text)]

@@ -184,7 +184,6 @@ class WholeDocuments:
         if np.any(sizes <= 0):
             raise refused(shard.path, "its document offsets do not rise")
         used = np.flatnonzero(sizes > 1)
-        self.num_truncated = int((sizes > seq_len).sum())
         if self.uses_mask:
             used = np.array([d for d in used if self._has_labels(int(d))], np.int64)
         lengths = np.minimum(sizes[used], seq_len)

@@ -78,11 +78,6 @@ LONG = Lengths((LogNormal(0.80, 600, 1.2), LogNormal(0.15, 8_000, 0.9), LogNorma
 LENGTHS = {"web": WEB, "chat": CHAT, "code": CODE, "long": LONG}
 
 
-def draw_lengths(name: str, count: int, seed: int = 0) -> NDArray[np.int64]:
-    """`count` lengths of a named distribution, reproducible by the seed."""
-    return LENGTHS[name].draw(count, np.random.default_rng(seed))
-
-
 SYNTHETIC_SAMPLES = 2**40  # samples of a synthetic source; no run reaches the end
 LONG_TOKENS = 32_768  # sequences of at least this length are packed from long documents
 

@@ -238,10 +238,6 @@ class Fsdp:
             yield shard.owned.name, shard.owned.placement, shard.owned.value, shard.owned.start
         yield from self.others.local_tensors()
 
-    def unshard(self, name: str, parameter: Tensor) -> Tensor:
-        """The parameter as the model uses it. All ranks that share the parameter must call this."""
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
     def gather_shards(
         self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:

@@ -228,10 +228,6 @@ class Zero1:
         for entry in self.frozen_entries:
             yield entry.name, entry.placement, entry.parameter, None
 
-    def unshard(self, name: str, parameter: Tensor) -> Tensor:
-        """The parameter as the model uses it: ZeRO-1 shards no weights."""
-        return parameter
-
     def gather_shards(
         self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:

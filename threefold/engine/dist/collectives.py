@@ -1,8 +1,8 @@
 """Every collective of the engine: one place that counts bytes, tells observers, and knows torch's versions.
 
 There are two kinds of functions. `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and `send_recv` start a
-call on plain tensors and return a `PendingCollective` to wait for. `gather_along`, `reduce_scatter_along`,
-`all_reduce_sum` and `all_to_all_rows` wait for their result and have a backward. A trivial group, which is one rank
+call on plain tensors and return a `PendingCollective` to wait for. `gather_along`, `reduce_scatter_along` and
+`all_to_all_rows` wait for their result and have a backward. A trivial group, which is one rank
 without a communicator, costs nothing: the result is the input or a copy of it.
 
 The watchdog, the dry run's ledger of collectives and the overlap measurement see each call by `observe_collectives`.
@@ -222,14 +222,6 @@ def reduce_scatter_along(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     return x if group.is_trivial else _ReduceScatterAlong.apply(x, group, dim)
 
 
-def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks. The backward hands the gradient through unchanged.
-
-    Every rank computes the same loss from the sum, and that loss counts once, so that the gradients must not be added.
-    """
-    return x if group.is_trivial else _AllReduceSum.apply(x, group)
-
-
 def all_to_all_rows(
     x: Tensor, group: Group, out_sizes: Sequence[int] | None = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -278,18 +270,6 @@ class _ReduceScatterAlong(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _gather_now(grad, *ctx.call), None, None
-
-
-class _AllReduceSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        out = x.clone()
-        all_reduce(out, group).wait()
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _AllToAllRows(torch.autograd.Function):

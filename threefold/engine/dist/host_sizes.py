@@ -20,11 +20,6 @@ def sizes_from(source: SizeSource) -> AbstractContextManager[None]:
     return override("size_source", source)
 
 
-def even_sizes(parts: int, total: int, exact: bool = True) -> list[int]:
-    """A size source with balanced loads."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
-
-
 def host_sizes(count_X: Tensor, total: int) -> list[int]:
     """`count_X`, which adds up to `total`, as integers; reading it waits for the device."""
     source = context.size_source

@@ -21,12 +21,11 @@ of the step. A count has a kind and a detail:
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.build import Parts
-from threefold.engine.context import override
+from threefold.engine.context import Method, override, wrapped_method
 from threefold.engine.data_parallel.buckets import Bucket
 from threefold.engine.dispatch.async_exchange import AsyncExchange
 from threefold.engine.dispatch.deepep import DeepEpDispatcher
@@ -39,7 +38,6 @@ from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.schedule.autograd_nodes import observe_nodes
 
 EventCounts = Counter[tuple[str, str]]
-Method = Callable[..., Any]
 
 
 @contextmanager
@@ -55,22 +53,6 @@ def count_step_events(parts: Parts) -> Iterator[EventCounts]:
             stack.enter_context(wrapped_method(target, method, wrapper))
         with _graph_fallbacks(parts.runner.graph_stats, counts):
             yield counts
-
-
-@contextmanager
-def wrapped_method(target: Any, method: str, wrapper: Callable[[Method], Method]) -> Iterator[None]:
-    """Replace a method of an object or of a class, frozen objects too, and put it back as it was."""
-    inner: Method = getattr(target, method)
-    before = vars(target).get(method)
-    replace, remove = (setattr, delattr) if isinstance(target, type) else (object.__setattr__, object.__delattr__)
-    replace(target, method, wraps(inner)(wrapper(inner)))
-    try:
-        yield
-    finally:
-        if before is None:
-            remove(target, method)
-        else:
-            replace(target, method, before)
 
 
 @contextmanager
