@@ -1,10 +1,13 @@
 """Times steps of one rank of a large layout on one device, with rehearsed peers: collectives that do nothing.
 
-`session_rank.py` runs it for the trials of `threefold tune --rank`. A step on the cluster is then the measured compute
-plus the communication and the pipeline bubble that the estimate predicts.
+`launch/plan_session.py` starts `python -m threefold.dryrun.measured.rank_steps RANK JOBS RESULTS` for the trials of
+`threefold tune --rank`. A step on the cluster is then the measured compute plus the communication and the pipeline
+bubble that the estimate predicts.
 """
 
 import gc
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,8 @@ from threefold.cost.rates import rates_of
 from threefold.cost.time.step import step_time
 from threefold.dryrun.measured.real_rank import real_rank, run_real_step
 from threefold.dryrun.measured.timers import PhaseTimer
+from threefold.engine.build import device_of
+from threefold.engine.tune.session_rank import add_result, in_words, plan_of, read_jobs
 from threefold.engine.tune.trial_steps import LEAST_STEPS, TrialWindow, free_gpu_memory
 from threefold.launch.cpu_cores import choose_threads
 from threefold.plan.plan import Plan
@@ -80,3 +85,18 @@ def time_rank(plan: Plan, rank: int, device: torch.device, window: TrialWindow) 
         },
         "effects": [],
     }
+
+
+def main(rank: str, jobs: str, results: str) -> int:
+    for job in read_jobs(Path(jobs)):
+        plan = plan_of(job["fields"])
+        try:
+            found = time_rank(plan, int(rank), device_of(plan), TrialWindow(**job["window"]))
+        except Exception as error:
+            found = {"error": in_words(error)}
+        add_result(Path(results), found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
