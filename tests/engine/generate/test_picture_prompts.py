@@ -134,7 +134,7 @@ def test_a_prompt_is_the_beginning_of_the_training_document(files: list[Path]) -
 @pytest.mark.parametrize(
     ("content", "prompt", "problem"),
     [
-        (b"no picture", "what", "no readable picture"),
+        (b"no picture", "what", "no readable image"),
         (picture_bomb(), "what", "pixels"),
         (None, "what", "cannot be read"),
         (encoded(noise(40, 40), "JPEG")[:-400], "what", "cannot be decoded"),
@@ -176,7 +176,7 @@ def test_the_command_answers_about_pictures_and_evaluates_them(
     for words in (["--prompt", "a <image> of"], ["--chat", "hi", "--chat", "What is <image>?"], ["--chat", parts]):
         assert main(["sample", str(tmp_path / "run"), "--max-tokens", "3", *words]) == 1
         said = capsys.readouterr().out
-        assert said.startswith(f"error[pictures-readable] --image: prompt {len(words) // 2} has a place for a picture")
+        assert said.startswith(f"error[pictures-readable] --image: prompt {len(words) // 2} has a place for an image")
         assert "add --image FILE" in said
     assert main(["eval", str(tmp_path / "run"), "--data", data, "--json"]) == 0
     assert '"loss"' in capsys.readouterr().out

@@ -89,5 +89,5 @@ def test_a_run_counts_and_names_bad_pictures(tmp_path: Path) -> None:
     assert sum(line["bad_images"] for line in lines) == 1
     assert "skipped 1 record that cannot be used:" in said
     assert "skipped 1 record and 1 image that cannot be used:" in said
-    assert any(f"{path}:0: no readable picture" in text for text in said)
+    assert any(f"{path}:0: no readable image" in text for text in said)
     assert any(f"{path} (byte" in text and "truncated" in text for text in said)

@@ -111,7 +111,7 @@ def test_positions_of_a_cut_picture_are_refused() -> None:
     tokens_S = torch.tensor([1, IMAGE, IMAGE])
     with pytest.raises(AssertionError, match="cut by the end"):
         multimodal_positions(tokens_S, [(4, 4)], (IMAGE, VIDEO), MERGE)
-    with pytest.raises(AssertionError, match="more than 0 pictures"):
+    with pytest.raises(AssertionError, match="more than 0 images"):
         multimodal_positions(tokens_S, [], (IMAGE, VIDEO), MERGE)
 
 

@@ -140,7 +140,7 @@ def test_a_smaller_limit_makes_smaller_pictures() -> None:
     ("data", "reason"),
     [
         (b"", "none of JPEG"),
-        (b"GIF89a", "no readable picture"),
+        (b"GIF89a", "no readable image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of JPEG"),
         (picture_bomb(), "pixels"),
         (picture_bomb(9_500), "more than 89478485"),

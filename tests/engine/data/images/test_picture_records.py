@@ -106,7 +106,7 @@ def test_jsonl_names_pictures_of_its_folder(tmp_path: Path) -> None:
         "absent.png": "No such file",
         "pictures": "a folder",
         "bomb.png": "pixels",
-        "cut.png": "no readable picture",
+        "cut.png": "no readable image",
         "https://example.com/a.png": "not the name of a file",
         "data:image/png;base64,AAAA": "not the name of a file",
         "a\0.png": "not the name of a file",
